@@ -35,6 +35,7 @@ from deploy.machine.model_folder import require_alike
 from deploy.ray_cluster.memory import Memory, forget_memory, load_memory
 from deploy.ray_cluster.places import RayRoom, wait_for_room
 from deploy.ray_cluster.spawner import RaySpawner, end_worker
+from deploy.ray_cluster.worker import node_address
 from orchestrator.membership.view import ClusterView, Orders
 from transport.identity import ClusterSecret
 
@@ -81,7 +82,7 @@ class SupervisorActor:
         self._store = store
         self._secret = secret
         self._state = SupervisorState(os.getpid(), ray.get_runtime_context().get_node_id())
-        self._own_host = config.worker_host or (ray.util.get_node_ip_address() if config.ray.address else LOOPBACK)
+        own_host = config.worker_host or (node_address() if config.ray.address else LOOPBACK)
         self._room = RayRoom(
             config.supervision.start_timeout_s, config.node_labels, across_nodes=config.prefill.across_nodes
         )
@@ -92,7 +93,7 @@ class SupervisorActor:
             self._report,
             self._changed,
             room=self._room,
-            host=self._own_host,
+            host=own_host,
         )
         self._sizes = config.group_sizes
         self._memory = Memory(Orders())
@@ -245,7 +246,7 @@ class SupervisorActor:
     def _client_host(self) -> str:
         """Return the address at which clients reach an orchestrator on this node."""
         host = self._config.orchestrator.host
-        return ray.util.get_node_ip_address() if _is_wildcard(host) else host
+        return node_address() if _is_wildcard(host) else host
 
     def _view(self) -> ClusterView:
         view = self._cluster.view(self._config.generate.num_slots, self._max_tokens)

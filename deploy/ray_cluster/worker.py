@@ -6,6 +6,7 @@ Runs on the actor's asyncio loop.
 import asyncio
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import ray
@@ -66,10 +67,16 @@ class WorkerActor:
             await self._server.stop()
 
 
+def node_address() -> str:
+    """Return the address that this process's node has in its Ray."""
+    find: Callable[[], str] = ray.util.get_node_ip_address  # untyped in ray
+    return find()
+
+
 def _on_this_node(config: WorkerConfig) -> WorkerConfig:
     """Return the configuration with what it leaves to the node: its address, and where its copy of the model is.
     Blocks; converts the model if that is how the node gets it. Raises ModelError, with the node's address."""
-    address, place = ray.util.get_node_ip_address(), config.place
+    address, place = node_address(), config.place
     try:
         folder = folder_on_node(place)
     except ModelError as error:

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,13 +71,13 @@ def test_a_chain_lies_on_two_hosts(pair: Pair, smollm2: Path) -> None:
             pair.second.address,
         }
         pair.ask(smollm2, 0, lambda: None)
-        until_settled(client)
+        until_settled(pair.running, client)
 
 
 @pytest.mark.parametrize("fault", ["unplugged", "deaf to the head", "not heard by the head", "deaf to the other"])
 def test_a_stream_survives_a_host_that_is_cut_off_for_a_while(pair: Pair, smollm2: Path, fault: str) -> None:
     cut = ExitStack()
-    links = {
+    links: dict[str, Callable[[], AbstractContextManager[None]]] = {
         "unplugged": pair.second.unplugged,
         "deaf to the head": lambda: pair.head.mute_to(pair.second),
         "not heard by the head": lambda: pair.second.mute_to(pair.head),
@@ -94,7 +94,7 @@ def test_a_stream_survives_a_host_that_is_cut_off_for_a_while(pair: Pair, smollm
         pair.ask(smollm2, 300, strike)
         pair.ask(smollm2, 600, lambda: None)
     with Client(pair.running.target) as client:
-        until_settled(client, SETTLED_S)
+        until_settled(pair.running, client, SETTLED_S)
 
 
 def test_a_node_that_is_lost_is_done_without_and_a_new_one_is_used(smollm2: Path, pair: Pair) -> None:
@@ -108,7 +108,7 @@ def test_a_node_that_is_lost_is_done_without_and_a_new_one_is_used(smollm2: Path
         pair.ask(smollm2, 900, strike)
         until(lambda: sum(group.is_ready for group in client.cluster_state().groups) == 1, SETTLED_S)
         further.enter_context(ray_node(pair.ray, POOLS, pair.head))
-        until_settled(client, SETTLED_S)
+        until_settled(pair.running, client, SETTLED_S)
         state = client.cluster_state()
         assert pair.head.address in {each.rpartition(":")[0] for each in endpoints(state, "prefill")}
         pair.ask(smollm2, 1200, lambda: None)

@@ -71,7 +71,7 @@ def test_tokens_of_a_cluster_over_hosts_are_those_of_the_model(spread: Spread, s
     prompt = passage_ids(smollm2, 300)
     with Client(spread.running.target) as client:
         answer = _ask(client, prompt)
-        until_settled(client)
+        until_settled(spread.running, client)
         assert client.cluster_state().num_degraded == 0
     check_equal_tokens(load_decoder(smollm2), prompt, [token.token_id for token in answer.tokens], PARAMS)
 
@@ -95,7 +95,7 @@ def test_a_node_that_joins_is_used_by_a_pool_that_grows(spread: Spread, smollm2:
         _ask(client, prompt)
         shrunk = spread.running.command("scale", "generate", "1")
         assert shrunk.returncode == 0, shrunk.stderr
-        until_settled(client)
+        until_settled(spread.running, client)
 
 
 def _ask(client: Client, prompt: tuple[int, ...]) -> Completion:

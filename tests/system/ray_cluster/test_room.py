@@ -7,7 +7,7 @@ import pytest
 import ray
 
 from baton.errors import ConfigError
-from deploy.config.environment import prepare_ray_environment
+from deploy.commands.ray_access import prepare_to_join
 from deploy.ray_cluster.places import RayRoom
 from tests.support.clusters.ray_heads import RayHead, ray_head, ray_node
 
@@ -26,7 +26,7 @@ def head() -> Iterator[RayHead]:
 @pytest.fixture
 def joined(head: RayHead) -> Iterator[None]:
     """This process is a driver of that Ray."""
-    prepare_ray_environment()
+    prepare_to_join(head.address)
     ray.init(head.address, namespace="rooms", configure_logging=False, log_to_driver=False)
     yield
     ray.shutdown()
