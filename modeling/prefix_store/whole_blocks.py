@@ -39,9 +39,9 @@ class WholeBlocks:
         pieces: Sequence[tuple[int, TokenRange, memoryview]],
         spared: Collection[str],
     ) -> Filled:
-        """Store a block whose rows are `pieces`, each once, as (layer, tokens, bytes). Whoever looks for it finds it
-        whole or not at all. Blocks in `spared` are not evicted for it. Stores nothing, which is no error, when there is
-        no room. Raises ConfigError when no file can be made in the folder, InvalidArgumentError for a bad name."""
+        """Store a block whose rows are `pieces`, each once, as (layer, tokens, bytes). A reader finds the block whole
+        or not at all. Blocks in `spared` are not evicted for it. Stores nothing, which is no error, when there is no
+        room. Raises ConfigError when no file can be made in the folder, InvalidArgumentError for a bad name."""
         room = self._store.take((name,), tokens, len(tokens), spared=spared)
         try:
             for writer in room.writers:
