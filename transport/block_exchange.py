@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from functools import partial
+from itertools import takewhile
 from operator import methodcaller
 from typing import Any, TypeVar
 
@@ -131,17 +132,18 @@ class BlockExchange:
     @contextmanager
     def _claimed(self, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
         """Claim the first blocks, up to one that another call is copying already, until they are stored or given up."""
-        claimed = tuple(names[: next((i for i, name in enumerate(names) if name in self._coming), len(names))])
-        self._coming.update({name: asyncio.Event() for name in claimed})
+        claimed = {name: asyncio.Event() for name in takewhile(lambda name: name not in self._coming, names)}
+        self._coming.update(claimed)
         try:
-            yield claimed
+            yield tuple(claimed)
         finally:
-            for name in claimed:
-                self._settle(name)
+            for name, coming in claimed.items():
+                if self._coming.get(name) is coming:  # else it was settled, and another call may have claimed it since
+                    self._settle(name)
 
     def _settle(self, name: str) -> None:
-        if (coming := self._coming.pop(name, None)) is not None:
-            coming.set()
+        """Wake the calls that wait for a block, which is stored or given up."""
+        self._coming.pop(name).set()
 
     async def _copy(
         self, endpoint: str, run: BlockRun, *, spared: Sequence[str], reply: exchange_pb2.FetchBlocksReply
