@@ -10,6 +10,7 @@ from deploy.chaos import command as chaos
 from deploy.commands import drain, gateway, generate, inspection, local, reload, scale, serving
 from deploy.forecasts import plan, simulate
 from deploy.quality import evaluate, prepare
+from deploy.traffic import command as traffic
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -31,6 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     chaos.add_parser(commands)
     evaluate.add_parser(commands)
     simulate.add_parser(commands)
+    traffic.add_parser(commands)
     plan.add_parser(commands)
     prepare.add_parser(commands)
     return parser

@@ -16,13 +16,16 @@ loop.
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
 
 from baton.clock import Clock
 from baton.errors import ResourceExhaustedError
+from baton.types import Priority
 from orchestrator.admission.forecast import Turnover, predict_wait_s
 from orchestrator.admission.queue_policy import QueuePolicy, Totals, Waiter
 from orchestrator.requests.config import OrchestratorConfig
-from orchestrator.requests.request import Request
+from orchestrator.requests.tenants import Tenant
 
 _SMOOTHING = 0.2
 """Weight of the newest request in the mean time for which requests run."""
@@ -38,14 +41,41 @@ _PATIENCE_S = 60.0
 """Seconds until a request without a deadline counts as due, so that those with deadlines do not always pass it."""
 
 
+class Claim(Protocol):
+    """The properties of a request that decide about its place; `orchestrator.requests.request.Request` has them."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens that the request's tenant pays with."""
+
+    @property
+    def num_slots(self) -> int:
+        """Return the number of slots that the request needs."""
+
+    @property
+    def tenant(self) -> Tenant:
+        """Return the tenant that sent the request."""
+
+    @property
+    def priority(self) -> Priority:
+        """Return the request's class."""
+
+    @property
+    def deadline_s(self) -> float | None:
+        """Return the time of the gate's clock at which the request ends by itself; None for no deadline."""
+
+
 class Entry(Waiter):
     """One request's place, in the queue or among the running requests."""
 
-    def __init__(self, request: Request, now_s: float) -> None:
+    def __init__(self, request: Claim, now_s: float) -> None:
         due_s = now_s + _PATIENCE_S if request.deadline_s is None else request.deadline_s
         super().__init__(request.num_tokens, request.num_slots, request.tenant, request.priority, due_s)
         self.started_s: float | None = None
         """Time when the request left the queue to run; None while it waits."""
+        self.on_turn: Callable[[], None] | None = None
+        """Called once a waiting request leaves the queue, to run or refused; for callers that do not wait by a task.
+        Must change nothing in the gate."""
         self._turn = asyncio.Event()
         self._refusal: ResourceExhaustedError | None = None
 
@@ -61,12 +91,17 @@ class Entry(Waiter):
     def start(self, now_s: float) -> None:
         """Record that the request runs from now on, and wake its waiter."""
         self.started_s = now_s
-        self._turn.set()
+        self._tell()
 
     def refuse(self, refusal: ResourceExhaustedError) -> None:
         """Record that the request's place was given to another, and wake its waiter, which raises `refusal`."""
         self._refusal = refusal
+        self._tell()
+
+    def _tell(self) -> None:
         self._turn.set()
+        if self.on_turn is not None:
+            self.on_turn()
 
 
 class Admission:
@@ -113,7 +148,7 @@ class Admission:
         self._limit = min(num_slots or self._config.max_running, self._config.max_running)
         self._admit()
 
-    def join(self, request: Request, chain_s: float | None = None) -> Entry:
+    def join(self, request: Claim, chain_s: float | None = None) -> Entry:
         """Queue a request, which may run at once, and return its place; `chain_s` are the predicted seconds of its
         prefill, None without a prediction.
 

@@ -1,0 +1,121 @@
+"""Where the simulator places a request: the production comparison over the groups that can win it.
+
+The production chooser predicts every pair of groups, which costs as much as there are pairs. All groups of a role are
+alike here, so the cheapest way uses one of the prefill groups that are free first, or the one that has computed the
+prompt's beginning before, and one of the generation groups with most free slots. Only these are planned
+(`orchestrator.placement.chain_width`) and compared (`orchestrator.placement.comparison`). Pure.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.types import TokenRange
+from deploy.traffic.fleet import Fleet, Member
+from orchestrator.membership.members import Load
+from orchestrator.membership.prefill_book import Backlogs
+from orchestrator.placement.chain_width import ChainPlan, PromptChains, WidthPolicy
+from orchestrator.placement.comparison import ChainWay, cheapest_chain, cheapest_group
+from orchestrator.placement.prefix_index import PrefixIndex
+from planning.planner import ChainPlanner
+from planning.terms import Batch, chain_terms
+
+_NO_BATCH: Batch = (0.0, 0.0)
+"""What a chain's generation group runs: which one it is, is chosen apart."""
+SHORTLIST = 2
+"""Groups of each role that are compared."""
+
+
+@dataclass(frozen=True)
+class Spot:
+    """The groups that serve a request, and the plan of its chain."""
+
+    prefill: Member
+    generation: Member
+    plan: ChainPlan
+    transfer_s: float
+    """Predicted seconds from the chain's end until the generation group has all KV."""
+
+
+class Placing:
+    """Chooses groups for requests, and keeps the book of the work that they were given."""
+
+    def __init__(self, fleet: Fleet, planner: ChainPlanner, policy: WidthPolicy, *, max_blocks: int = 0) -> None:
+        """`max_blocks`: blocks of KV that each prefill group keeps of earlier prompts; 0: none."""
+        self._fleet = fleet
+        self._planner = planner
+        self._policy = policy
+        self._max_blocks = max_blocks
+        self._prefixes = PrefixIndex(max_blocks or 1)
+        self._computed_by: dict[int, int] = {}
+        """Number of the prefill group that computed a block last, by the block."""
+        self.backlogs = Backlogs()
+        """Production's book of the jobs that prefill groups have before them."""
+        self.num_cached_tokens = 0
+        """Prompt tokens that no chain computed, because they were cached."""
+
+    def place(self, num_tokens: int, blocks: Sequence[int], block_tokens: int, now_s: float) -> Spot | None:
+        """Return where a prompt is served now; None while no group of either role has room."""
+        roomy = list(self._fleet.most_room(SHORTLIST))
+        prefill = self._fleet.least_work(SHORTLIST)
+        if not roomy or not prefill:
+            return None
+        by_name = {member.generation_view.name: member for member in roomy}
+        chains: dict[int, PromptChains] = {}
+        names = [str(block) for block in blocks] if self._max_blocks else []
+        prefill += self._owners(prefill, blocks)
+        ways = [self._way(member, num_tokens, names, block_tokens, chains, now_s) for member in prefill]
+        way = cheapest_chain(ways)
+        assert way is not None
+        chosen = cheapest_group(
+            [member.generation_view for member in roomy],
+            lambda name: Load(num_slots=by_name[name].num_held),
+            lambda group: by_name[group.name].batch.step_s / 2,
+        )
+        assert chosen is not None
+        member = prefill[ways.index(way)]
+        self._note_blocks(member, names, blocks)
+        self.num_cached_tokens += way.chain.num_cached_tokens
+        return Spot(member, by_name[chosen.name], way.chain, way.terms.transfer_s)
+
+    def _way(
+        self,
+        member: Member,
+        num_tokens: int,
+        names: list[str],
+        block_tokens: int,
+        chains: dict[int, PromptChains],
+        now_s: float,
+    ) -> ChainWay:
+        store = member.prefill_view.prefix_store
+        held = self._prefixes.num_held(store, names) * block_tokens if names else 0
+        start = min(held, num_tokens - 1)
+        if start not in chains:
+            chains[start] = self._policy.chains(TokenRange(start, num_tokens))
+        pending = self.backlogs.pending(member.prefill_view.life, now_s)
+        chain = chains[start].plan(len(member.prefill_view.endpoints), pending, now_s)
+        own_s = chain.choice.predicted_s or 0.0
+        terms = chain_terms(
+            self._planner,
+            chain.ttft_s,
+            num_tokens,
+            _NO_BATCH,
+            is_elsewhere=True,
+            queue_s=max(own_s - chain.ttft_s, 0.0),
+            others_s=chain.cost_s - own_s,
+        )
+        return ChainWay(member.prefill_view, chain, terms)
+
+    def _owners(self, known: list[Member], blocks: Sequence[int]) -> list[Member]:
+        """Return the prefill group that has computed the longest beginning of the prompt, unless it is known."""
+        if not self._max_blocks:
+            return []
+        for block in reversed(blocks):
+            member = self._fleet.members.get(self._computed_by.get(block, -1))
+            if member is not None and self._fleet.serves_prompts(member):
+                return [] if member in known else [member]
+        return []
+
+    def _note_blocks(self, member: Member, names: list[str], blocks: Sequence[int]) -> None:
+        if self._max_blocks:
+            self._prefixes.use(member.prefill_view.prefix_store, names)
+            self._computed_by.update(dict.fromkeys(blocks, member.number))

@@ -1,0 +1,103 @@
+"""Queues on paper: how long requests wait for servers, and how many rows a batch settles at.
+
+Waits are those of a queue with several servers and general arrivals and services, in order of arrival:
+
+    W = C / (k mu (1 - rho)) x (Ca2 + Cs2) / 2          mean wait (Allen and Cunneen)
+    P(W > t) = C exp(-t C / W)                          its tail
+
+with C the probability to wait at all (Erlang C), rho = lambda / (k mu), and Ca2 and Cs2 the squared coefficients of
+variation of gaps between arrivals and of services. Exact for Poisson arrivals and exponential services. Pure.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The distribution of the wait for a server: none with some probability, else exponential."""
+
+    probability: float
+    """Probability that a request waits at all."""
+    mean_s: float
+    """Mean seconds of waiting, over all requests."""
+
+    def tail(self, seconds: float) -> float:
+        """Return the probability that a request waits longer than `seconds`; 1 for a negative number."""
+        if seconds < 0:
+            return 1.0
+        if self.mean_s <= 0:
+            return 0.0
+        return self.probability * math.exp(-seconds * self.probability / self.mean_s)
+
+    def percentile(self, percent: float) -> float:
+        """Return the seconds that `percent` of the requests do not exceed."""
+        late = 1 - percent / 100
+        if self.probability <= late or self.mean_s <= 0:
+            return 0.0
+        return self.mean_s / self.probability * math.log(self.probability / late)
+
+
+NO_WAIT = Wait(0.0, 0.0)
+
+
+def erlang_c(num_servers: int, load: float) -> float:
+    """Return the probability that a request waits: Poisson arrivals, exponential services, `load` = lambda / mu.
+
+    Returns 1 for a load of at least `num_servers`. Raises InvalidArgumentError for no server or a negative load.
+    """
+    if num_servers < 1 or not load >= 0:
+        raise InvalidArgumentError(f"num_servers = {num_servers}, load = {load}: give a server, and no negative load")
+    if load >= num_servers:
+        return 1.0
+    blocking = 1.0
+    for server in range(1, num_servers + 1):
+        blocking = load * blocking / (server + load * blocking)
+    return blocking / (1 - load / num_servers * (1 - blocking))
+
+
+def wait_for_servers(
+    num_servers: int, rate: float, service_s: float, *, service_scv: float = 1.0, gap_scv: float = 1.0
+) -> Wait | None:
+    """Return the wait of requests that come `rate` a second and are served `service_s` each; None without an end.
+
+    `service_scv` and `gap_scv` are the squared coefficients of variation of services and of gaps between arrivals.
+    """
+    load = rate * service_s
+    if load >= num_servers:
+        return None
+    if not load:
+        return NO_WAIT
+    probability = erlang_c(num_servers, load)
+    mean_s = probability * service_s / (num_servers - load) * (gap_scv + service_scv) / 2
+    return Wait(probability, mean_s)
+
+
+def settled_rows(token_rate: float, step_s: Callable[[float], float], most: float) -> float | None:
+    """Return the number of rows at which a batch settles whose rows get a token a step.
+
+    By Little's law it is `token_rate`, the tokens a second that all requests of the batch ask for, times the seconds of
+    a step with so many rows, of at least one. None when there is no such number up to `most`.
+    """
+    if token_rate <= 0:
+        return 0.0
+    if token_rate * step_s(max(most, 1.0)) > most:
+        return None
+    low, high = 0.0, most
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if token_rate * step_s(max(middle, 1.0)) > middle else (low, middle)
+    return high
+
+
+def poisson_percentile(mean: float, percent: float) -> float:
+    """Return about the number that a Poisson count of that mean exceeds in all but `percent` of cases."""
+    if mean <= 0:
+        return 0.0
+    deviations = {50: 0.0, 90: 1.2816, 95: 1.6449, 99: 2.3263}
+    if percent not in deviations:
+        raise InvalidArgumentError(f"percent = {percent} is unknown: use one of {', '.join(map(str, deviations))}")
+    return mean + deviations[percent] * math.sqrt(mean)
