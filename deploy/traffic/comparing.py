@@ -15,7 +15,8 @@ from deploy.traffic.trace import Trace
 from orchestrator.autoscaling.allocation import most_good
 from orchestrator.autoscaling.autoscaler import LeadTimes
 from orchestrator.autoscaling.config import AutoscalingConfig
-from orchestrator.autoscaling.prediction import Predictor, ServiceModel
+from orchestrator.autoscaling.demand import ServiceModel
+from orchestrator.autoscaling.prediction import Predictor
 from orchestrator.autoscaling.traffic import TrafficClass, TrafficForecast
 
 POLICIES = ("static", "autoscale", "queue", "load", "best-static")

@@ -62,6 +62,8 @@ class Placing:
         by_name = {member.generation_view.name: member for member in roomy}
         chains: dict[int, PromptChains] = {}
         names = [str(block) for block in blocks] if self._max_blocks else []
+        if not len(prefill[0].chain):
+            del prefill[1:]  # none is free sooner than an idle group
         prefill += self._owners(prefill, blocks)
         ways = [self._way(member, num_tokens, names, block_tokens, chains, now_s) for member in prefill]
         way = cheapest_chain(ways)

@@ -16,7 +16,8 @@ from deploy.traffic.results import ScalerEvent
 from deploy.traffic.simulation import Simulation
 from orchestrator.autoscaling.autoscaler import Action, Autoscaler, FleetState, LeadTimes, Move
 from orchestrator.autoscaling.config import AutoscalingConfig
-from orchestrator.autoscaling.prediction import Allocation, Backlog, ServiceModel
+from orchestrator.autoscaling.demand import Backlog, ServiceModel
+from orchestrator.autoscaling.prediction import Allocation
 
 _WINDOW_S = 30.0
 """Seconds over which the load regression takes its means."""

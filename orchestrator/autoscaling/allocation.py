@@ -8,17 +8,17 @@ from orchestrator.autoscaling.config import AutoscalingConfig
 from orchestrator.autoscaling.prediction import Allocation, Prediction, Predictor
 
 
-def cheapest_within_targets(predictor: Predictor, config: AutoscalingConfig) -> Prediction | None:
-    """Return the allocation of fewest groups that meets both targets; of equals, the one with most good requests. None
-    when none in the budget meets them."""
+def cheapest_within_targets(predictor: Predictor, config: AutoscalingConfig, least: int = 0) -> Prediction | None:
+    """Return the allocation of fewest groups, `least` or more, that meets both targets; of equals, the one with most
+    good requests. None when none in the budget meets them."""
     found: list[Prediction] = []
     for num_prefill in range(1, config.max):
-        least = _least_generate(predictor, config, num_prefill)
-        if least is not None:
-            found.append(least)
+        fitting = _least_generate(predictor, config, num_prefill)
+        if fitting is not None:
+            found.append(fitting)
     if not found:
         return None
-    fewest = max(min(each.allocation.total for each in found), config.min)
+    fewest = max(min(each.allocation.total for each in found), config.min, least)
     return max(
         (predictor.predict(_widen(each.allocation, fewest)) for each in found if each.allocation.total <= fewest),
         key=lambda each: each.good_share,

@@ -6,8 +6,9 @@ Down  when fewer groups would meet both targets with `MARGIN` more traffic, for 
 Flip  in place of a new group: where the role of a group that is to leave can be changed sooner than a new group starts,
       or where the budget has no room for a new one before another has left
 
-A change in the opposite direction within a cool-down has to gain `RELUCTANCE` of all requests. Each decision carries
-its explanation. Actuates nothing: `deploy` carries decisions out. Pure: the caller gives the time.
+A change that gains little waits until the miss has been predicted for `PATIENCE_S`, and is not made if it takes back
+another one within a cool-down. Each decision carries its explanation. Actuates nothing: `deploy` carries decisions out.
+Pure: the caller gives the time.
 """
 
 from dataclasses import dataclass
@@ -15,14 +16,19 @@ from enum import Enum
 
 from orchestrator.autoscaling.allocation import cheapest_within_targets, most_good
 from orchestrator.autoscaling.config import AutoscalingConfig
-from orchestrator.autoscaling.prediction import Allocation, Backlog, Prediction, Predictor, ServiceModel
+from orchestrator.autoscaling.demand import Backlog, ServiceModel
+from orchestrator.autoscaling.prediction import Allocation, Prediction, Predictor
 from orchestrator.autoscaling.traffic import TrafficClass, TrafficForecast, TrafficWindow
 
 MARGIN = 1.2
 """Factor of further traffic that a smaller allocation must bear."""
-RELUCTANCE = 0.1
-"""Share of requests that a change must gain if it takes back another one within a cool-down."""
-_WORTH_IT = 0.02
+URGENT_GAIN = 0.3
+"""Share of requests from which on a change that gains them is made at once."""
+URGENT_FACTOR = 2.0
+"""Factor by which a change that is made at once makes good requests more."""
+PATIENCE_S = 10.0
+"""Seconds for which a target must have been missed before a change that gains fewer is made."""
+_WORTH_IT = 0.05
 """Share of requests that a change must gain where no allocation meets the targets."""
 
 
@@ -108,6 +114,8 @@ class Autoscaler:
         self._times = times
         self._enough_since_s: float | None = None
         """Time since which fewer groups would have been enough; None while they are not."""
+        self._missed_since_s: float | None = None
+        """Time since which a target would be missed; None while none would."""
         self._changed_s = -float("inf")
         self._leaned = 0
         """Direction of the last change: 1 towards prefill, -1 towards generation."""
@@ -123,17 +131,22 @@ class Autoscaler:
             return self._to(now_s, state, wanted.allocation, "traffic has come", None, wanted, traffic)
         present = predictor.predict(state.target)
         if present.meets(self._config) and state.target.total <= self._config.max:
+            self._missed_since_s = None
             return self._fewer(now_s, state, present, traffic)
         self._enough_since_s = None
-        wanted = cheapest_within_targets(predictor, self._config)
+        wanted = cheapest_within_targets(predictor, self._config, state.target.total)
         reason = "a target would be missed"
         if wanted is None:
             wanted, reason = most_good(predictor, self._config), "no allocation in the budget meets the targets"
             if wanted.good_share - present.good_share < _WORTH_IT:
                 return self._stay(now_s, state, f"{reason}, and none serves more", present, traffic)
-        gain = wanted.good_share - present.good_share
-        if self._takes_back(now_s, state.target, wanted.allocation) and gain < RELUCTANCE:
-            return self._stay(now_s, state, "too soon after the last change", present, traffic)
+        if self._missed_since_s is None:
+            self._missed_since_s = now_s
+        if not _is_urgent(present, wanted):
+            if self._takes_back(now_s, state.target, wanted.allocation):
+                return self._stay(now_s, state, "too soon after the last change", present, traffic)
+            if now_s - self._missed_since_s < PATIENCE_S:
+                return self._stay(now_s, state, f"{reason}, not yet for {PATIENCE_S:g} s", present, traffic)
         return self._to(now_s, state, wanted.allocation, reason, present, wanted, traffic)
 
     def _fewer(self, now_s: float, state: FleetState, present: Prediction, traffic: TrafficForecast) -> Decision:
@@ -212,6 +225,11 @@ class Autoscaler:
             elif more < 0:
                 actions.append(Action(drain, -more, drain_s))
         return tuple(actions)
+
+
+def _is_urgent(present: Prediction, wanted: Prediction) -> bool:
+    gain = wanted.good_share - present.good_share
+    return gain >= URGENT_GAIN or (gain >= _WORTH_IT and wanted.good_share >= URGENT_FACTOR * present.good_share)
 
 
 def _lean(before: Allocation, after: Allocation) -> int:

@@ -21,7 +21,7 @@ class AutoscalingConfig:
     """Groups of both roles together, at most; one of each role at least."""
     cooldown_s: Seconds = 60.0
     """Seconds for which a smaller allocation must have been enough before groups leave."""
-    interval_s: Seconds = 2.0
+    interval_s: Seconds = 1.0
     """Seconds between two decisions."""
     advisory: bool = False
     """Whether decisions are only reported, and not carried out."""

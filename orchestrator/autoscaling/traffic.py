@@ -11,8 +11,8 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-SHORT_S = 8.0
-"""Seconds that are compared with the window before them."""
+SHORT_S = (2.0, 4.0, 8.0)
+"""Numbers of latest seconds that are compared with the window before them."""
 LONG_S = 60.0
 """Longest window over which a rate is counted."""
 _SURPRISE = 3.5
@@ -68,20 +68,23 @@ class _ClassWindow:
         middle_s = now_s - seconds / 2
         num_late = sum(1 for each in self.arrivals_s if each > middle_s)
         rise = 2 * num_late - len(self.arrivals_s)
-        if seconds < LONG_S / 2 or abs(rise) < 2 * math.sqrt(scatter * max(len(self.arrivals_s), 1)):
+        if seconds < LONG_S / 2 or abs(rise) < _SURPRISE * math.sqrt(scatter * len(self.arrivals_s)):
             return rate
         slope = rise / (seconds / 2) ** 2  # the middles of the window's halves are half a window apart
         return min(max(rate + slope * (seconds / 2 + ahead_s), 0.0), _MOST_RISE * rate)
 
     def _shorten(self, now_s: float, scatter: float) -> None:
-        recent_s = now_s - SHORT_S
-        num_recent = sum(1 for each in self.arrivals_s if each > recent_s)
-        before_s = recent_s - self.begin_s
-        if before_s > 0:
-            expected = (len(self.arrivals_s) - num_recent) * SHORT_S / max(before_s, SHORT_S)
-            spread = math.sqrt(scatter * (expected + 1) * (1 + SHORT_S / max(before_s, SHORT_S)))
-            if abs(num_recent - expected) > _SURPRISE * spread:
+        for short_s in SHORT_S:
+            recent_s = now_s - short_s
+            before_s = recent_s - self.begin_s
+            if before_s <= 0:
+                continue
+            num_recent = sum(1 for each in self.arrivals_s if each > recent_s)
+            part = short_s / max(before_s, short_s)
+            expected = (len(self.arrivals_s) - num_recent) * part
+            if abs(num_recent - expected) > _SURPRISE * math.sqrt(scatter * (expected + 1) * (1 + part)):
                 self.begin_s = recent_s
+                break
         self.begin_s = max(self.begin_s, now_s - LONG_S)
         while self.arrivals_s and self.arrivals_s[0] <= self.begin_s:
             self.arrivals_s.popleft()

@@ -1,0 +1,144 @@
+"""What a forecast of traffic, and work that waits already, ask of the groups: seconds of prefill, tokens, rows.
+
+The seconds come from the production planner. Work that waits, un-pulled KV included, counts as further traffic over the
+seconds in which it should be gone. Pure.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.types import TokenRange
+from orchestrator.autoscaling.traffic import TrafficForecast
+from planning.planner import ChainPlanner
+
+_SAMPLED = 16
+"""Prompt lengths of a class that are predicted."""
+
+
+@dataclass(frozen=True)
+class ServiceModel:
+    """What one group of each role does, by the production planner."""
+
+    planner: ChainPlanner
+    """Planner with step times, for chains of at least `num_ranks`."""
+    num_ranks: int
+    num_slots: int
+
+    def prompt_s(self, num_tokens: int) -> tuple[float, float]:
+        """Return the seconds for which a prompt keeps its group busy, and its seconds to a first token there alone,
+        transfer included."""
+        chunks = self.planner.chunks(TokenRange(0, num_tokens), self.num_ranks)
+        alone_s = self.planner.ttft_s(chunks)
+        busy_s = sum(self.planner.rank_s(chunks)) / self.num_ranks
+        return busy_s, alone_s + self.planner.push_s(num_tokens, alone_s)
+
+    def step_s(self, rows: float, context: float) -> float:
+        """Return the seconds of a step of so many rows, one at least, with a mean of `context` tokens."""
+        return self.planner.step_s(max(rows, 1.0), context)
+
+
+@dataclass(frozen=True)
+class Backlog:
+    """Work that waits already."""
+
+    prefill_s: float = 0.0
+    """Seconds that one prefill group would take for all prompts that have come and are not computed."""
+    num_requests: int = 0
+    """Requests that have come and do not generate yet, those with un-pulled KV included."""
+    clear_s: float = 30.0
+    """Seconds in which this work should be gone."""
+
+
+NO_BACKLOG = Backlog()
+
+
+class Demand:
+    """The demand of a forecast and a backlog on groups of one kind."""
+
+    def __init__(self, service: ServiceModel, traffic: TrafficForecast, backlog: Backlog = NO_BACKLOG) -> None:
+        self.service = service
+        self.gap_scv = traffic.gap_scv
+        self._traffic = traffic
+        self._backlog = backlog
+
+    @cached_property
+    def rate(self) -> float:
+        """Return the requests a second."""
+        return self._traffic.rate + self._backlog.num_requests / self._backlog.clear_s
+
+    @cached_property
+    def prefill_work(self) -> float:
+        """Return the seconds of prefill that are asked of all groups together, a second."""
+        return float(self.shares @ self._busy_s) * self._traffic.rate + self._backlog.prefill_s / self._backlog.clear_s
+
+    @cached_property
+    def prompt_s(self) -> float:
+        """Return the mean seconds for which a prompt keeps a prefill group busy."""
+        return float(self.shares @ self._busy_s)
+
+    @cached_property
+    def prompt_scv(self) -> float:
+        """Return the squared coefficient of variation of these seconds."""
+        square = float(self.shares @ self._busy_s**2)
+        return max(square / self.prompt_s**2 - 1, 0.0) if self.prompt_s else 0.0
+
+    @cached_property
+    def token_rate(self) -> float:
+        """Return the tokens a second that are asked for, first tokens left out."""
+        return self._tokens[0] * self.rate
+
+    @cached_property
+    def context(self) -> float:
+        """Return the mean tokens of a row."""
+        return self._tokens[1]
+
+    @property
+    def shares(self) -> NDArray[np.float64]:
+        """Return the share of requests that each sample stands for, `[samples]`; they sum to 1."""
+        return self._sampled[0]
+
+    @property
+    def alone_s(self) -> NDArray[np.float64]:
+        """Return the seconds to the first token on idle groups, `[samples]`."""
+        return self._sampled[2]
+
+    @property
+    def _busy_s(self) -> NDArray[np.float64]:
+        return self._sampled[1]
+
+    @cached_property
+    def _sampled(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+        weights: list[float] = []
+        times: list[tuple[float, float]] = []
+        for each in self._traffic.classes:
+            lengths = _spread(each.prompts)
+            weights += [each.rate / len(lengths)] * len(lengths)
+            times += [self.service.prompt_s(length) for length in lengths]
+        busy_s, alone_s = np.array(times, dtype=np.float64).reshape(-1, 2).T
+        shares = np.array(weights)
+        return shares / max(float(shares.sum()), 1e-12), busy_s, alone_s
+
+    @cached_property
+    def _tokens(self) -> tuple[float, float]:
+        """Return the tokens of a request after its first, and the mean context of a row; rows live as long as their
+        answers are, so long answers weigh more in the latter."""
+        tokens = keys = 0.0
+        for each in self._traffic.classes:
+            outputs = np.array(each.outputs, dtype=np.float64) - 1
+            prompt = sum(each.prompts) / len(each.prompts)
+            tokens += each.rate * float(outputs.mean())
+            keys += each.rate * float((outputs * (prompt + outputs / 2)).mean())
+        rate = self._traffic.rate
+        return (tokens / rate if rate else 0.0), (keys / tokens if tokens else 0.0)
+
+
+def _spread(lengths: Sequence[int]) -> list[int]:
+    """Return at most `_SAMPLED` of the lengths, evenly spaced by rank."""
+    ordered = sorted(lengths)
+    if len(ordered) <= _SAMPLED:
+        return ordered
+    return [ordered[int((place + 0.5) * len(ordered) / _SAMPLED)] for place in range(_SAMPLED)]
