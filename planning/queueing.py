@@ -87,7 +87,7 @@ def settled_rows(token_rate: float, step_s: Callable[[float], float], most: floa
     if token_rate * step_s(max(most, 1.0)) > most:
         return None
     low, high = 0.0, most
-    for _ in range(50):
+    for _ in range(30):
         middle = (low + high) / 2
         low, high = (middle, high) if token_rate * step_s(max(middle, 1.0)) > middle else (low, middle)
     return high

@@ -18,7 +18,7 @@ from orchestrator.autoscaling.allocation import cheapest_within_targets, most_go
 from orchestrator.autoscaling.config import AutoscalingConfig
 from orchestrator.autoscaling.demand import Backlog, ServiceModel
 from orchestrator.autoscaling.prediction import Allocation, Prediction, Predictor
-from orchestrator.autoscaling.traffic import TrafficClass, TrafficForecast, TrafficWindow
+from orchestrator.autoscaling.traffic import TrafficForecast, TrafficWindow
 
 MARGIN = 1.2
 """Factor of further traffic that a smaller allocation must bear."""
@@ -132,7 +132,7 @@ class Autoscaler:
         present = predictor.predict(state.target)
         if present.meets(self._config) and state.target.total <= self._config.max:
             self._missed_since_s = None
-            return self._fewer(now_s, state, present, traffic)
+            return self._fewer(now_s, state, present, predictor, traffic)
         self._enough_since_s = None
         wanted = cheapest_within_targets(predictor, self._config, state.target.total)
         reason = "a target would be missed"
@@ -149,10 +149,11 @@ class Autoscaler:
                 return self._stay(now_s, state, f"{reason}, not yet for {PATIENCE_S:g} s", present, traffic)
         return self._to(now_s, state, wanted.allocation, reason, present, wanted, traffic)
 
-    def _fewer(self, now_s: float, state: FleetState, present: Prediction, traffic: TrafficForecast) -> Decision:
+    def _fewer(
+        self, now_s: float, state: FleetState, present: Prediction, predictor: Predictor, traffic: TrafficForecast
+    ) -> Decision:
         """Return the decision while the targets are met: fewer groups, once these have been enough for long."""
-        busier = Predictor(self._service, _times(traffic, MARGIN), self._config, state.backlog)
-        wanted = cheapest_within_targets(busier, self._config)
+        wanted = cheapest_within_targets(predictor.busier(MARGIN), self._config)
         if wanted is None or wanted.allocation.total >= state.target.total:
             self._enough_since_s = None
             return self._stay(now_s, state, "targets are met", present, traffic)
@@ -236,9 +237,3 @@ def _lean(before: Allocation, after: Allocation) -> int:
     """Return 1 for a change towards prefill, -1 for one towards generation, 0 for neither."""
     change = (after.num_prefill - before.num_prefill) - (after.num_generate - before.num_generate)
     return (change > 0) - (change < 0)
-
-
-def _times(traffic: TrafficForecast, factor: float) -> TrafficForecast:
-    """Return `factor` times as much traffic."""
-    classes = [TrafficClass(each.rate * factor, each.prompts, each.outputs) for each in traffic.classes]
-    return TrafficForecast(tuple(classes), traffic.gap_scv)

@@ -15,7 +15,7 @@ from baton.types import TokenRange
 from orchestrator.autoscaling.traffic import TrafficForecast
 from planning.planner import ChainPlanner
 
-_SAMPLED = 16
+_SAMPLED = 8
 """Prompt lengths of a class that are predicted."""
 
 
@@ -59,21 +59,30 @@ NO_BACKLOG = Backlog()
 class Demand:
     """The demand of a forecast and a backlog on groups of one kind."""
 
-    def __init__(self, service: ServiceModel, traffic: TrafficForecast, backlog: Backlog = NO_BACKLOG) -> None:
+    def __init__(self, service: ServiceModel, traffic: TrafficForecast) -> None:
         self.service = service
         self.gap_scv = traffic.gap_scv
         self._traffic = traffic
-        self._backlog = backlog
+        self._backlog = NO_BACKLOG
+        self._factor = 1.0
+
+    def beside(self, backlog: Backlog, factor: float = 1.0) -> "Demand":
+        """Return the demand of `factor` times as much traffic beside this backlog; what is known is not predicted
+        again."""
+        made = Demand(self.service, self._traffic)
+        made._backlog, made._factor = backlog, factor
+        made._sampled, made._tokens = self._sampled, self._tokens
+        return made
 
     @cached_property
     def rate(self) -> float:
         """Return the requests a second."""
-        return self._traffic.rate + self._backlog.num_requests / self._backlog.clear_s
+        return self._traffic_rate + self._backlog.num_requests / self._backlog.clear_s
 
     @cached_property
     def prefill_work(self) -> float:
         """Return the seconds of prefill that are asked of all groups together, a second."""
-        return float(self.shares @ self._busy_s) * self._traffic.rate + self._backlog.prefill_s / self._backlog.clear_s
+        return self.prompt_s * self._traffic_rate + self._backlog.prefill_s / self._backlog.clear_s
 
     @cached_property
     def prompt_s(self) -> float:
@@ -95,6 +104,10 @@ class Demand:
     def context(self) -> float:
         """Return the mean tokens of a row."""
         return self._tokens[1]
+
+    @property
+    def _traffic_rate(self) -> float:
+        return self._factor * self._traffic.rate
 
     @property
     def shares(self) -> NDArray[np.float64]:

@@ -10,8 +10,9 @@ mean of two: with the work that waits and without it, so that an allocation that
 traffic is not preferred. Pure.
 """
 
+import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -86,25 +87,27 @@ class Predictor:
         self, service: ServiceModel, traffic: TrafficForecast, config: AutoscalingConfig, backlog: Backlog = NO_BACKLOG
     ) -> None:
         self._config = config
+        self._backlog = backlog
         self._steady = Demand(service, traffic)
-        self._loaded = Demand(service, traffic, backlog) if backlog.num_requests else self._steady
+        self._loaded = self._steady.beside(backlog)
         self._known: dict[Allocation, Prediction] = {}
+
+    def busier(self, factor: float) -> "Predictor":
+        """Return a predictor for `factor` times as much traffic and the same backlog."""
+        made = copy.copy(self)
+        made._steady, made._known = self._steady.beside(NO_BACKLOG, factor), {}
+        made._loaded = self._steady.beside(self._backlog, factor)
+        return made
 
     def predict(self, allocation: Allocation) -> Prediction:
         """Return the prediction for an allocation of at least one group of each role."""
         if allocation not in self._known:
             made = _predict(self._loaded, allocation, self._config)
-            if self._steady is not self._loaded:
+            if self._backlog.num_requests:
                 steady = _predict(self._steady, allocation, self._config)
-                made = _with_share(made, (made.good_share + steady.good_share) / 2)
+                made = replace(made, good_share=(made.good_share + steady.good_share) / 2)
             self._known[allocation] = made
         return self._known[allocation]
-
-
-def _with_share(made: Prediction, good_share: float) -> Prediction:
-    return Prediction(
-        made.allocation, made.ttft_p95_s, made.itl_p95_s, good_share, made.prefill_load, made.generation_load
-    )
 
 
 def _predict(demand: Demand, allocation: Allocation, config: AutoscalingConfig) -> Prediction:
@@ -166,7 +169,7 @@ def _ttft_p95_s(demand: Demand, prefill_wait: Wait, slot_wait: Wait) -> float:
         return 0.0
     high = float(demand.alone_s.max()) + prefill_wait.percentile(99) + slot_wait.percentile(99) + 1e-6
     low = 0.0
-    for _ in range(30):
+    for _ in range(20):
         middle = (low + high) / 2
         is_enough = _share_within(middle, demand, prefill_wait, slot_wait) >= 0.95
         low, high = (low, middle) if is_enough else (middle, high)
