@@ -158,6 +158,7 @@ class Prospects:
             self._chains[start] = outlook.policy.chains(tokens, self._record.request.tenant)
         pending = outlook.members.backlogs.pending(group.life, now_s)
         chain = self._chains[start].plan(len(group.endpoints), pending, now_s)
+        own_s = chain.choice.predicted_s or 0.0
         num_missing = self._record.num_tokens - self._cached_tokens(generation, generation.prefix_store)
         terms = chain_terms(
             outlook.planner,

@@ -1,0 +1,151 @@
+"""What does the autoscaler gain over fixed groups, over load regression without queueing, and over queue thresholds?
+
+A calculation: traces replayed by the traffic simulator (`deploy.traffic`), eight groups of Llama-3.1-8B on an A100 at
+nominal rates, cold start 30 s, role flip 2 s. Two kinds of request: 6,000 -> 64 tokens and 200 -> 512. What a division
+of the groups bears is the highest steady rate of which it serves 95 % within both targets, found by simulation; the
+best division's is the capacity for that kind. Traces at parts of these capacities: `shifting` changes the kind every
+300 s (10 cold starts), `steady` has one kind. All policies begin with four groups of each role. Rows: share of requests
+within both targets, and changes. `--bars`: on shifting traces at least 1.3 times the best fixed division's and 1.15
+times load regression's; on steady ones at least 0.97 times the best fixed division's; in each phase at most one change
+that takes back another.
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterable
+
+from benchmarks.support.harness import Bars
+from deploy.options.numbers import counts, positive
+from deploy.options.screen import number_table
+from deploy.traffic.comparing import Setting
+from deploy.traffic.generators import OUTPUT_HEAVY, PROMPT_HEAVY, Lengths, Phase, shifting, steady
+from deploy.traffic.results import Results, ScalerEvent
+from deploy.traffic.service import GroupSizes, RecallingPlanner
+from deploy.traffic.trace import Trace
+from orchestrator.autoscaling.config import AutoscalingConfig
+from planning.calibration import nominal
+from planning.hardware import hardware_of
+from planning.model_shape import shape_of
+from planning.step_times import nominal_steps
+
+MODEL, HARDWARE = "llama-3.1-8b", "a100-eager"
+NUM_GROUPS = 8
+PHASE_S = 300.0
+NUM_PHASES = 4
+LOADS = (0.8, 0.95)
+SEEDS = "0,1,2,3,4"
+SHIFT_BAR, LOAD_BAR, STEADY_BAR = 1.3, 1.15, 0.97
+POLICIES = ("autoscale", "load", "queue", "best-static")
+_BEARS = 0.95
+_PROBE_S = 150.0
+_PROBES = 7
+
+
+def setting() -> Setting:
+    """Return the cluster on paper: groups, targets and budget."""
+    shape, rates = shape_of(MODEL), hardware_of(HARDWARE)
+    steps = nominal_steps(MODEL, HARDWARE, shape, rates)
+    planner = RecallingPlanner(nominal(MODEL, HARDWARE, shape, rates), max_ranks=1, max_tokens=8192, steps=steps)
+    config = AutoscalingConfig(ttft_p95_s=6.0, itl_p95_s=0.04, min=2, max=NUM_GROUPS, cooldown_s=60.0)
+    half = NUM_GROUPS // 2
+    return Setting(planner, GroupSizes(1, 16, 30.0, 2.0), config, (half, NUM_GROUPS - half))
+
+
+def capacity(on: Setting, kind: Lengths) -> float:
+    """Return the highest steady rate of which the best division of the groups serves 95 % within both targets."""
+    guess = on.predicted_rate(kind)
+    low, high = 0.6 * guess, 1.4 * guess
+    for _ in range(_PROBES):
+        middle = (low + high) / 2
+        trace = steady(middle, _PROBE_S, 99, kind)
+        bears = any(on.replay(trace, split).summary(on.targets)["good_share"] >= _BEARS for split in _likely(on, kind))
+        low, high = (middle, high) if bears else (low, middle)
+    return low
+
+
+def reversals(events: Iterable[ScalerEvent]) -> int:
+    """Return the number of changes that move a group to a role within a phase in which one was moved away from it."""
+    num_reversed, last, phase = 0, 0, -1
+    for event in events:
+        before, after = (tuple(map(int, side.split(":"))) for side in event.what.split(" -> "))
+        lean = (after[0] - before[0]) - (after[1] - before[1])
+        if int(event.time_s // PHASE_S) != phase:
+            phase, last = int(event.time_s // PHASE_S), 0
+        num_reversed += lean * last < 0
+        last = lean or last
+    return num_reversed
+
+
+def traces(capacities: dict[Lengths, float], load: float, seed: int) -> list[Trace]:
+    """Return the traces of one load and seed: a shifting one, and a steady one of each kind."""
+    kinds = [(PROMPT_HEAVY, OUTPUT_HEAVY)[phase % 2] for phase in range(NUM_PHASES)]
+    made = [shifting([Phase(PHASE_S, load * capacities[kind], kind) for kind in kinds], seed)]
+    return made + [steady(load * rate, PHASE_S, seed, kind) for kind, rate in capacities.items()]
+
+
+def main() -> int:
+    """Run all loads and seeds; return 1 when a bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", default=SEEDS, metavar="N,...", help="seeds of the traces (default: %(default)s)")
+    parser.add_argument("--loads", default=",".join(map(str, LOADS)), metavar="X,...", help="parts of the capacity")
+    parser.add_argument(
+        "--capacities", metavar="A,B", help="requests a second of both kinds, in place of searching them"
+    )
+    parser.add_argument("--bars", action="store_true", help="check what is promised; exit status 1 when it is missed")
+    args = parser.parse_args()
+    on, bars = setting(), Bars()
+    kinds = (PROMPT_HEAVY, OUTPUT_HEAVY)
+    given = [positive("--capacities", each) for each in args.capacities.split(",")] if args.capacities else []
+    capacities = dict(zip(kinds, given or [capacity(on, kind) for kind in kinds], strict=True))
+    print(
+        "capacities: " + ", ".join(f"{kind.prompt} -> {kind.output}: {rate:.2f}/s" for kind, rate in capacities.items())
+    )
+    table = number_table(
+        "share of requests within both targets, %", ["case", *POLICIES, "changes", "back"], words="case"
+    )
+    ratios: dict[str, list[float]] = {"shifting": [], "regression": [], "steady": []}
+    for load in [positive("--loads", each) for each in args.loads.split(",")]:
+        for seed in counts("--seeds", args.seeds, 2**31, least=0):
+            for trace in traces(capacities, load, seed):
+                row = compare(on, trace, ratios)
+                case = f"{trace.name} {int(trace.prompt_tokens.mean())} load {load:g} seed {seed}"
+                print(case, *row, flush=True)
+                table.add_row(case, *row)
+                if args.bars:
+                    bars.at_most(f"{case}: changes taken back in {NUM_PHASES} phases", float(row[-1]), NUM_PHASES)
+    if args.bars:
+        check(bars, ratios)
+    return bars.close()
+
+
+def compare(on: Setting, trace: Trace, ratios: dict[str, list[float]]) -> list[str]:
+    """Run a trace under all policies, note the ratios, and return the row's cells."""
+    runs: dict[str, Results] = {policy: on.run(trace, policy)[1] for policy in POLICIES}
+    share = {policy: max(results.summary(on.targets)["good_share"], 1e-3) for policy, results in runs.items()}
+    if trace.name == "shifting":
+        ratios["shifting"].append(share["autoscale"] / share["best-static"])
+        ratios["regression"].append(share["autoscale"] / share["load"])
+    else:
+        ratios["steady"].append(share["autoscale"] / share["best-static"])
+    events = runs["autoscale"].scaler_events
+    return [*(f"{100 * share[policy]:.1f}" for policy in POLICIES), str(len(events)), str(reversals(events))]
+
+
+def check(bars: Bars, ratios: dict[str, list[float]]) -> None:
+    """Check the least ratio of all loads and seeds against each bar."""
+    for name, what, bar in (
+        ("shifting", "shifting, times the best fixed division", SHIFT_BAR),
+        ("regression", "shifting, times load regression without queueing", LOAD_BAR),
+        ("steady", "steady, times the best fixed division", STEADY_BAR),
+    ):
+        bars.at_least(f"{what}, the least (median {statistics.median(ratios[name]):.2f})", min(ratios[name]), bar)
+
+
+def _likely(on: Setting, kind: Lengths) -> list[tuple[int, int]]:
+    """Return the divisions that may be best for a kind: mostly prefill groups, or mostly generation groups."""
+    return [split for split in on.splits() if (split[0] > split[1]) == (kind is PROMPT_HEAVY)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
