@@ -22,7 +22,7 @@ from deploy.traffic.batch import StepLines
 from deploy.traffic.events import Timeline
 from deploy.traffic.fleet import Fleet, Role
 from deploy.traffic.gaps import GapHistogram
-from deploy.traffic.placing import Placing
+from deploy.traffic.placing import Asked, Placing
 from deploy.traffic.service import GroupSizes, RecallingPlanner
 from orchestrator.autoscaling.autoscaler import Autoscaler, FleetState, LeadTimes
 from orchestrator.autoscaling.config import AutoscalingConfig
@@ -92,12 +92,13 @@ def chooser_ms(planner: RecallingPlanner, num_groups: int, num_calls: int) -> fl
 def shortlist_ms(planner: RecallingPlanner, num_groups: int, num_calls: int) -> float:
     """Return the milliseconds of one choice of the simulator."""
     assert planner.steps is not None
-    fleet = Fleet(GroupSizes(), StepLines(planner.steps), Timeline(), GapHistogram())
+    timeline = Timeline()
+    fleet = Fleet(GroupSizes(), StepLines(planner.steps), timeline, GapHistogram())
     for role in Role:
         for _ in range(num_groups // 2):
             fleet.start(role, after_s=0.0)
-    placing = Placing(fleet, planner, WidthPolicy(planner, elastic=True, overtaking=0.15))
-    return _median_ms(lambda: placing.place(PROMPT, (), 512, 0.0), range(num_calls))
+    placing = Placing(fleet, planner, WidthPolicy(planner, elastic=True, overtaking=0.15), timeline)
+    return _median_ms(lambda: placing.place(Asked(0, PROMPT, 200)), range(num_calls))
 
 
 def autoscaler_ms(planner: RecallingPlanner, num_groups: int, num_calls: int) -> float:

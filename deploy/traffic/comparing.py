@@ -36,6 +36,9 @@ class Setting:
     max_blocks: int = 0
     """Blocks of earlier prompts' KV that each prefill group keeps; 0: none."""
 
+    whole_chooser: bool = False
+    """Whether the orchestrator's chooser compares all groups, in place of those that can win."""
+
     @property
     def service(self) -> ServiceModel:
         """Return the model of the groups that the autoscaler predicts by."""
@@ -61,7 +64,15 @@ class Setting:
 
     def replay(self, trace: Trace, start: tuple[int, int], scaler: Scaler | None = None) -> Results:
         """Return the results of a trace that begins with `start` groups."""
-        return Simulation(trace, self.planner, self.sizes, start, scaler=scaler, max_blocks=self.max_blocks).run()
+        return Simulation(
+            trace,
+            self.planner,
+            self.sizes,
+            start,
+            scaler=scaler,
+            max_blocks=self.max_blocks,
+            whole_chooser=self.whole_chooser,
+        ).run()
 
     def scaler(self, policy: str) -> Scaler:
         """Return a new scaling policy of that name. Raises InvalidArgumentError for an unknown one."""

@@ -57,6 +57,8 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     )
     text = "blocks of prompts' KV that a prefill group keeps, for traces with block ids (default: 0)"
     group.add_argument("--cached-blocks", default="0", metavar="N", help=text)
+    text = "place by the orchestrator's whole chooser, as it serves; slow from some tens of groups on"
+    group.add_argument("--whole-chooser", action="store_true", help=text)
     group = parser.add_argument_group("targets and scaling")
     group.add_argument("--ttft", default="2", metavar="S", help="seconds to the first token (default: %(default)s)")
     group.add_argument("--itl", default="0.05", metavar="S", help="seconds between tokens (default: %(default)s)")
@@ -93,7 +95,7 @@ def setting(args: argparse.Namespace) -> Setting:
         advisory=args.advisory,
     )
     max_blocks = option_values.count("--cached-blocks", args.cached_blocks, 2**30, least=0)
-    return Setting(planner(args, sizes.num_ranks), sizes, config, start, max_blocks)
+    return Setting(planner(args, sizes.num_ranks), sizes, config, start, max_blocks, args.whole_chooser)
 
 
 def planner(args: argparse.Namespace, num_ranks: int) -> RecallingPlanner:

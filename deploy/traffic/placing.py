@@ -8,7 +8,9 @@ prompt's beginning before, and one of the generation groups with most free slots
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
+from baton.clock import Clock
 from baton.types import TokenRange
 from deploy.traffic.fleet import Fleet, Member
 from orchestrator.membership.members import Load
@@ -26,6 +28,19 @@ SHORTLIST = 2
 
 
 @dataclass(frozen=True)
+class Asked:
+    """A request that is to be placed."""
+
+    number: int
+    num_tokens: int
+    """Prompt tokens."""
+    num_output_tokens: int
+    blocks: Sequence[int] = ()
+    """Ids of the prompt's blocks; empty: it shares nothing."""
+    block_tokens: int = 512
+
+
+@dataclass(frozen=True)
 class Spot:
     """The groups that serve a request, and the plan of its chain."""
 
@@ -36,14 +51,33 @@ class Spot:
     """Predicted seconds from the chain's end until the generation group has all KV."""
 
 
-class Placing:
+class Placer(Protocol):
     """Chooses groups for requests, and keeps the book of the work that they were given."""
 
-    def __init__(self, fleet: Fleet, planner: ChainPlanner, policy: WidthPolicy, *, max_blocks: int = 0) -> None:
+    backlogs: Backlogs
+    num_cached_tokens: int
+
+    def place(self, asked: Asked) -> Spot | None:
+        """Return where a request is served now; None while no group of either role has room."""
+
+    def sent(self, number: int) -> None:
+        """Record that a request's first token has been sent."""
+
+    def ended(self, number: int) -> None:
+        """Record that a request has ended."""
+
+
+class Placing:
+    """Compares a shortlist of groups. Implements `Placer`; what is sent and ended is not needed for it."""
+
+    def __init__(
+        self, fleet: Fleet, planner: ChainPlanner, policy: WidthPolicy, clock: Clock, *, max_blocks: int = 0
+    ) -> None:
         """`max_blocks`: blocks of KV that each prefill group keeps of earlier prompts; 0: none."""
         self._fleet = fleet
         self._planner = planner
         self._policy = policy
+        self._clock = clock
         self._max_blocks = max_blocks
         self._prefixes = PrefixIndex(max_blocks or 1)
         self._computed_by: dict[int, int] = {}
@@ -53,19 +87,26 @@ class Placing:
         self.num_cached_tokens = 0
         """Prompt tokens that no chain computed, because they were cached."""
 
-    def place(self, num_tokens: int, blocks: Sequence[int], block_tokens: int, now_s: float) -> Spot | None:
-        """Return where a prompt is served now; None while no group of either role has room."""
+    def sent(self, number: int) -> None:
+        """Ignore that a first token has been sent: the fleet knows what groups hold."""
+
+    def ended(self, number: int) -> None:
+        """Ignore that a request has ended: the fleet knows what groups hold."""
+
+    def place(self, asked: Asked) -> Spot | None:
+        """Return where a request is served now; None while no group of either role has room."""
         roomy = list(self._fleet.most_room(SHORTLIST))
         prefill = self._fleet.least_work(SHORTLIST)
         if not roomy or not prefill:
             return None
         by_name = {member.generation_view.name: member for member in roomy}
         chains: dict[int, PromptChains] = {}
+        blocks, now_s = asked.blocks, self._clock.unix_ns() / 1e9
         names = [str(block) for block in blocks] if self._max_blocks else []
         if not len(prefill[0].chain):
             del prefill[1:]  # none is free sooner than an idle group
         prefill += self._owners(prefill, blocks)
-        ways = [self._way(member, num_tokens, names, block_tokens, chains, now_s) for member in prefill]
+        ways = [self._way(member, asked, names, chains, now_s) for member in prefill]
         way = cheapest_chain(ways)
         assert way is not None
         chosen = cheapest_group(
@@ -82,14 +123,13 @@ class Placing:
     def _way(
         self,
         member: Member,
-        num_tokens: int,
+        asked: Asked,
         names: list[str],
-        block_tokens: int,
         chains: dict[int, PromptChains],
         now_s: float,
     ) -> ChainWay:
-        store = member.prefill_view.prefix_store
-        held = self._prefixes.num_held(store, names) * block_tokens if names else 0
+        store, num_tokens = member.prefill_view.prefix_store, asked.num_tokens
+        held = self._prefixes.num_held(store, names) * asked.block_tokens if names else 0
         start = min(held, num_tokens - 1)
         if start not in chains:
             chains[start] = self._policy.chains(TokenRange(start, num_tokens))

@@ -13,7 +13,7 @@ Deterministic. Pure.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -23,10 +23,11 @@ from baton.errors import ResourceExhaustedError
 from baton.ids import JobId
 from baton.types import Priority
 from deploy.traffic.batch import StepLines
+from deploy.traffic.choosing import WholeChooser
 from deploy.traffic.events import Timeline
 from deploy.traffic.fleet import Fleet, Member, Role
 from deploy.traffic.gaps import GapHistogram
-from deploy.traffic.placing import Placing, Spot
+from deploy.traffic.placing import Asked, Placer, Placing, Spot
 from deploy.traffic.results import Results, ScalerEvent
 from deploy.traffic.service import GroupSizes, RecallingPlanner
 from deploy.traffic.trace import Trace
@@ -98,8 +99,13 @@ class Simulation:
         scaler: Scaler | None = None,
         config: OrchestratorConfig = UNBOUNDED,
         max_blocks: int = 0,
+        whole_chooser: bool = False,
     ) -> None:
-        """Begin with `allocation` = (prefill groups, generation groups), all ready. `planner` has step times."""
+        """Begin with `allocation` = (prefill groups, generation groups), all ready. `planner` has step times.
+
+        `max_blocks`: blocks of earlier prompts' KV that each prefill group keeps. `whole_chooser`: whether the
+        orchestrator's chooser compares all groups, in place of those that can win.
+        """
         assert planner.steps is not None
         self.trace, self.planner, self.sizes = trace, planner, sizes
         self.timeline, self.counts = Timeline(), Counts()
@@ -108,7 +114,10 @@ class Simulation:
         self.fleet = Fleet(sizes, StepLines(planner.steps), self.timeline, self._gaps)
         self.fleet.on_row_end = lambda number, end_s: self.timeline.at(end_s, partial(self._end, number))
         policy = WidthPolicy(planner, elastic=config.elastic, overtaking=config.overtaking)
-        self.placing = Placing(self.fleet, planner, policy, max_blocks=max_blocks)
+        self.placing: Placer = Placing(self.fleet, planner, policy, self.timeline, max_blocks=max_blocks)
+        if whole_chooser:
+            chosen = replace(config, disaggregation="always", block_tokens=trace.block_tokens)
+            self.placing = WholeChooser(self.fleet, planner, self.timeline, chosen)
         self._scaler = scaler
         self._jobs: dict[int, _Job] = {}
         self._unplaced: deque[_Job] = deque()
@@ -183,7 +192,8 @@ class Simulation:
     def _placed(self, job: _Job) -> bool:
         now_s = self.timeline.now_s()
         blocks = self.trace.blocks[job.number] if self.trace.blocks else ()
-        spot = self.placing.place(self._prompts[job.number], blocks, self.trace.block_tokens, now_s)
+        tokens = self._prompts[job.number], self._outputs[job.number]
+        spot = self.placing.place(Asked(job.number, *tokens, blocks, self.trace.block_tokens))
         if spot is None:
             return False
         job.spot = spot
@@ -227,6 +237,7 @@ class Simulation:
         now_s, spot = self.timeline.now_s(), self._jobs[number].spot
         assert spot is not None
         self._first_s[number] = now_s
+        self.placing.sent(number)
         self.counts.num_unpulled -= 1
         self.counts.num_generating += 1
         self.fleet.hold(spot.prefill, -1)
@@ -246,6 +257,7 @@ class Simulation:
         job, now_s = self._jobs[number], self.timeline.now_s()
         assert job.spot is not None
         self._end_s[number] = now_s
+        self.placing.ended(number)
         self.counts.num_generating -= 1
         self.fleet.hold(job.spot.generation, -1)
         self.fleet.when_idle(job.spot.generation)

@@ -1,8 +1,8 @@
 """Decides where an attempt is served: one `Plan`, for which it waits a while where no group can take the request.
 
-Called by `orchestrator.dispatch.attempt`, which does what the plan says, and by `orchestrator.admission.forecast`. Only
-this module waits for groups. `orchestrator.placement.predictions` predicts, `comparison` compares, and `chain_width`
-plans chains. On the loop.
+Called by `orchestrator.dispatch.attempt`, which does what the plan says, by `orchestrator.admission.forecast`, and,
+without waiting, by the traffic simulator. Only this module waits for groups. `orchestrator.placement.predictions`
+predicts, `comparison` compares, and `chain_width` plans chains. On the loop.
 """
 
 import logging
@@ -98,6 +98,33 @@ class Chooser:
         held.enter_context(self._members.hold(generation.name, record.request.num_slots))
         prospects = Prospects(self._outlook, record, uses_cached=uses_cached, holds=True, fetches=fetches, blocks=made)
         way, placement = await self._decide(generation, record, prospects)
+        return self._planned(generation, record, prospects, way, placement)
+
+    def plan_now(self, record: RequestRecord, held: ExitStack) -> Plan | None:
+        """Return where the attempt is served, and hold the generation group in `held`; None where `plan` would wait,
+        for a generation group with room or for a prefill group."""
+        prospects = Prospects(self._outlook, record, uses_cached=True, holds=False)
+        generation = self._choose_generation(record, prospects, record.avoid)
+        if generation is None:
+            return None
+        way, placement = None, self._without_chain(generation, record, prospects)
+        if placement is None:
+            way = prospects.best_chain(generation, record.avoid)
+            if way is None:
+                return None
+            way, placement = self._compared(way, self._local(generation, prospects), record)
+        held.enter_context(self._members.hold(generation.name, record.request.num_slots))
+        return self._planned(generation, record, prospects, way, placement)
+
+    def _planned(
+        self,
+        generation: GenerationGroup,
+        record: RequestRecord,
+        prospects: Prospects,
+        way: ChainWay | None,
+        placement: Placement,
+    ) -> Plan:
+        """Enter the attempt, whose generation group is held, in the book, and return its plan."""
         local = prospects.local(generation) if way is None else None
         fetch = _fetch_of(way or local)
         if fetch is None and prospects.passed_over_fetch:
@@ -117,7 +144,7 @@ class Chooser:
         blocks = prospects.blocks(generation.layout_fingerprint)
         names = _slot_blocks(generation, blocks, way, record.wants_prompt_scores)
         finds_blocks = fetch is not None or bool(self.prefixes.num_held(generation.prefix_store, names))
-        reserves = way is not None or finds_blocks
+        reserves, uses_cached = way is not None or finds_blocks, prospects.uses_cached
         return Plan(generation, way, placement, blocks, names, reserves=reserves, uses_cached=uses_cached, fetch=fetch)
 
     def replan(self, plan: Plan, record: RequestRecord) -> Plan:
@@ -153,19 +180,23 @@ class Chooser:
         is_compared = policy == "auto" and not prospects.lacks_memory(generation)
         return local.own_s if local and is_compared and compare(way.terms, local).is_local else way.terms.own_s
 
-    async def _find_generation(
+    def _choose_generation(
         self, record: RequestRecord, prospects: Prospects, avoid: Collection[Hashable]
-    ) -> GenerationGroup:
-        """Return the group with room where the request costs least, waiting for one if need be."""
+    ) -> GenerationGroup | None:
+        """Return the group with room, outside `avoid`, where the request costs least; None when none has room."""
 
         def cost_s(group: GenerationGroup) -> float:
             return _ASKED_LAST_S if prospects.lacks_memory(group) else prospects.least_s(group)
 
-        def choose(avoid: Collection[Hashable]) -> GenerationGroup | None:
-            load = self._members.load
-            groups = groups_with_room(able_groups(self._members.view, record, avoid), load, record.request.num_slots)
-            return cheapest_group(groups, load, cost_s)
+        load = self._members.load
+        groups = groups_with_room(able_groups(self._members.view, record, avoid), load, record.request.num_slots)
+        return cheapest_group(groups, load, cost_s)
 
+    async def _find_generation(
+        self, record: RequestRecord, prospects: Prospects, avoid: Collection[Hashable]
+    ) -> GenerationGroup:
+        """Return the group with room where the request costs least, waiting for one if need be."""
+        choose = partial(self._choose_generation, record, prospects)
         found = await self._find(choose, avoid, self._config.generation_wait_s)
         if found is None:
             kind = "exact generation group" if record.request.exact else "generation group"
@@ -179,23 +210,40 @@ class Chooser:
         self, generation: GenerationGroup, record: RequestRecord, prospects: Prospects
     ) -> tuple[ChainWay | None, Placement]:
         """Return the chain that prefills, or None, and why; waits for a prefill group if need be."""
-        local, policy = _terms_of(prospects.local(generation)), self._policy(record)
-        if record.wants_prompt_scores:  # a chain's ranks compute no logits but the last
-            return None, Placement("prompt_scores", local=local)
-        if policy == "never":
-            return None, Placement("never", local=local)
-        if not self._members.view.chains_for(generation).prefill:
-            return None, Placement("no_prefill_groups", local=local)
-        if prospects.lacks_memory(generation):
-            local = None  # it is unknown when memory will be free
-        wait_s = self._config.prefill_wait_s
-        if policy == "auto" and local is not None:
+        placement = self._without_chain(generation, record, prospects)
+        if placement is not None:
+            return None, placement
+        local, wait_s = self._local(generation, prospects), self._config.prefill_wait_s
+        if self._policy(record) == "auto" and local is not None:
             wait_s = min(wait_s, local.own_s)  # by then a local prefill would be done
         way = await self._find(partial(prospects.best_chain, generation), record.avoid, wait_s)
         if way is None:
             self.num_degraded += 1
             logger.warning("degraded request=%s attempt=%d: no prefill group", record.request_id, record.attempt.number)
             return None, Placement("none_ready", local=local)
+        return self._compared(way, local, record)
+
+    def _without_chain(
+        self, generation: GenerationGroup, record: RequestRecord, prospects: Prospects
+    ) -> Placement | None:
+        """Return the placement where no chain is asked for, or there is none; None where a chain may prefill."""
+        if record.wants_prompt_scores:  # a chain's ranks compute no logits but the last
+            return Placement("prompt_scores", local=_terms_of(prospects.local(generation)))
+        if self._policy(record) == "never":
+            return Placement("never", local=_terms_of(prospects.local(generation)))
+        if not self._members.view.chains_for(generation).prefill:
+            return Placement("no_prefill_groups", local=_terms_of(prospects.local(generation)))
+        return None
+
+    def _local(self, generation: GenerationGroup, prospects: Prospects) -> PlacementTerms | None:
+        """Return the terms of a prefill by the group itself; None where it is unknown when memory will be free."""
+        return None if prospects.lacks_memory(generation) else _terms_of(prospects.local(generation))
+
+    def _compared(
+        self, way: ChainWay, local: PlacementTerms | None, record: RequestRecord
+    ) -> tuple[ChainWay | None, Placement]:
+        """Return the chain, or None where the generation group is predicted to be sooner, and why."""
+        policy = self._policy(record)
         placement = compare(way.terms, local) if policy == "auto" else Placement("always", way.terms, local)
         if placement.reason == "chain_faster":
             self._planner.pass_over_local()

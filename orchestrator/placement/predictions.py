@@ -79,6 +79,11 @@ class Prospects:
         self._batches: dict[str, tuple[int, float]] = {}
         """Number of rows and mean tokens of a row, by group; counting them is slow when many requests run."""
 
+    @property
+    def uses_cached(self) -> bool:
+        """Return whether the blocks that the prefix index names are counted as cached."""
+        return self._uses_cached
+
     def blocks(self, layout_fingerprint: str) -> PromptBlocks:
         """Return the blocks of all tokens whose KV the attempt has to make, in KV of that layout."""
         if layout_fingerprint not in self._blocks:

@@ -149,6 +149,22 @@ def test_cached_blocks_are_not_computed_again() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_shortlist_serves_as_the_whole_chooser_does(num_ranks: int) -> None:
+    trace = bursty(20.0, 15.0, seed=4)
+    sizes, planner = GroupSizes(num_ranks, 16), real_planner(num_ranks)
+    whole = Simulation(trace, planner, sizes, (3, 3), whole_chooser=True).run()
+    listed = Simulation(trace, planner, sizes, (3, 3)).run()
+    assert np.percentile(listed.ttft_s, [50, 95]) == pytest.approx(np.percentile(whole.ttft_s, [50, 95]), rel=0.05)
+    assert np.percentile(listed.itl_s, [50, 95]) == pytest.approx(np.percentile(whole.itl_s, [50, 95]), rel=0.05)
+
+
+def test_the_whole_chooser_finds_cached_blocks_too() -> None:
+    trace = Trace("chat", np.array([0.0, 5.0]), np.array([1500, 1500]), np.array([2, 2]), ((1, 2, 3), (1, 2, 3)))
+    results = Simulation(trace, real_planner(), GroupSizes(1, 4), (2, 1), whole_chooser=True).run()
+    assert results.num_cached_tokens == 1024
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_equal_runs_are_equal(num_ranks: int) -> None:
     def run() -> Results:
         trace = bursty(30.0, 20.0, seed=4)
