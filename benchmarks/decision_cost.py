@@ -24,7 +24,8 @@ from deploy.traffic.fleet import Fleet, Role
 from deploy.traffic.gaps import GapHistogram
 from deploy.traffic.placing import Asked, Placing
 from deploy.traffic.service import GroupSizes, RecallingPlanner
-from orchestrator.autoscaling.autoscaler import Autoscaler, FleetState, LeadTimes
+from orchestrator.autoscaling.actions import FleetState, LeadTimes
+from orchestrator.autoscaling.autoscaler import Autoscaler
 from orchestrator.autoscaling.config import AutoscalingConfig
 from orchestrator.autoscaling.demand import Backlog, ServiceModel
 from orchestrator.autoscaling.prediction import Allocation

@@ -12,8 +12,8 @@ from deploy.traffic.results import Results, Targets
 from deploy.traffic.service import GroupSizes, RecallingPlanner
 from deploy.traffic.simulation import Scaler, Simulation
 from deploy.traffic.trace import Trace
+from orchestrator.autoscaling.actions import LeadTimes
 from orchestrator.autoscaling.allocation import most_good
-from orchestrator.autoscaling.autoscaler import LeadTimes
 from orchestrator.autoscaling.config import AutoscalingConfig
 from orchestrator.autoscaling.demand import ServiceModel
 from orchestrator.autoscaling.prediction import Predictor

@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from deploy.traffic.fleet import Fleet, Role, State
 from deploy.traffic.results import ScalerEvent
 from deploy.traffic.simulation import Simulation
-from orchestrator.autoscaling.autoscaler import Action, Autoscaler, FleetState, LeadTimes, Move
+from orchestrator.autoscaling.actions import Action, FleetState, LeadTimes, Move, actions_between
+from orchestrator.autoscaling.autoscaler import Autoscaler
 from orchestrator.autoscaling.config import AutoscalingConfig
 from orchestrator.autoscaling.demand import Backlog, ServiceModel
 from orchestrator.autoscaling.prediction import Allocation
@@ -72,20 +73,9 @@ def _drain(fleet: Fleet, role: Role, *, flips: bool) -> None:
         fleet.drain(min(candidates, key=lambda each: (each.num_held, -each.number)), flips=flips)
 
 
-def between(before: Allocation, after: Allocation, takes_s: float = 0.0) -> tuple[Action, ...]:
-    """Return the actions from one allocation to another, flipping as many groups as can be."""
-    prefill, generate = after.num_prefill - before.num_prefill, after.num_generate - before.num_generate
-    num_flips = min(abs(prefill), abs(generate)) if prefill * generate < 0 else 0
-    sign = 1 if prefill > 0 else -1
-    prefill, generate = prefill - sign * num_flips, generate + sign * num_flips
-    moves = [
-        (Move.FLIP_TO_PREFILL if sign > 0 else Move.FLIP_TO_GENERATE, num_flips),
-        (Move.START_PREFILL, prefill),
-        (Move.START_GENERATE, generate),
-        (Move.DRAIN_PREFILL, -prefill),
-        (Move.DRAIN_GENERATE, -generate),
-    ]
-    return tuple(Action(move, number, takes_s) for move, number in moves if number > 0)
+def between(before: Allocation, after: Allocation) -> tuple[Action, ...]:
+    """Return the changes from one allocation to another, with as many changes of role as can be."""
+    return actions_between(FleetState(before), after, LeadTimes(cold_start_s=math.inf, flip_s=0.0), before.total)
 
 
 class AutoscalePolicy:
@@ -97,6 +87,8 @@ class AutoscalePolicy:
         self._service = service
         self._clear_s = times.cold_start_s
         self._autoscaler = Autoscaler(config, service, times)
+        self._advised: Allocation | None = None
+        """Allocation that was advised last, where decisions are not carried out."""
 
     def arrived(self, now_s: float, num_prompt_tokens: int) -> None:
         """Tell the autoscaler of a request that has come."""
@@ -113,7 +105,11 @@ class AutoscalePolicy:
         decision = self._autoscaler.decide(now_s, state)
         if not decision.actions:
             return []
-        if not self._config.advisory:
+        if self._config.advisory:
+            if decision.after == self._advised:
+                return []
+            self._advised = decision.after
+        else:
             carry_out(fleet, decision.actions)
         return [ScalerEvent(now_s, f"{decision.before} -> {decision.after}", decision.text)]
 

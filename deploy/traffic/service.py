@@ -4,51 +4,52 @@
 again. Pure.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from baton.errors import InvalidArgumentError
 from baton.types import TokenRange
+from planning.calibration import Calibration
 from planning.planner import ChainPlanner
+from planning.step_times import StepTimes
 
-T = TypeVar("T")
+Chunks = tuple[TokenRange, ...]
 
 
 class RecallingPlanner(ChainPlanner):
     """A planner whose costs never change, so that each prediction is made once."""
 
-    _recalled: dict[Hashable, object]
+    def __init__(self, calibration: Calibration, *, max_ranks: int, max_tokens: int, steps: StepTimes) -> None:
+        """Search knots as the planner does. Generation groups do not prefill by themselves."""
+        super().__init__(calibration, max_ranks=max_ranks, max_tokens=max_tokens, steps=steps)
+        self._known_chunks: dict[tuple[int, int, int], Chunks] = {}
+        self._known_ttft_s: dict[Chunks, float] = {}
+        self._known_rank_s: dict[Chunks, tuple[float, ...]] = {}
+        self._known_layer_s: dict[Chunks, float] = {}
 
-    def chunks(self, tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
-        known = self._known()
-        key = (0, tokens.start, tokens.end, num_ranks)
-        if key not in known:
-            known[key] = super().chunks(tokens, num_ranks)
-        return known[key]  # type: ignore[return-value]
+    def chunks(self, tokens: TokenRange, num_ranks: int) -> Chunks:
+        key = (tokens.start, tokens.end, num_ranks)
+        if key not in self._known_chunks:
+            self._known_chunks[key] = super().chunks(tokens, num_ranks)
+        return self._known_chunks[key]
 
     def ttft_s(self, chunks: Sequence[TokenRange]) -> float:
-        known, key = self._known(), (1, *chunks)
-        if key not in known:
-            known[key] = super().ttft_s(chunks)
-        return known[key]  # type: ignore[return-value]
+        key = tuple(chunks)
+        if key not in self._known_ttft_s:
+            self._known_ttft_s[key] = super().ttft_s(chunks)
+        return self._known_ttft_s[key]
 
     def rank_s(self, chunks: Sequence[TokenRange]) -> tuple[float, ...]:
-        known, key = self._known(), (2, *chunks)
-        if key not in known:
-            known[key] = super().rank_s(chunks)
-        return known[key]  # type: ignore[return-value]
+        key = tuple(chunks)
+        if key not in self._known_rank_s:
+            self._known_rank_s[key] = super().rank_s(chunks)
+        return self._known_rank_s[key]
 
     def layer_s(self, chunks: Sequence[TokenRange]) -> float:
-        known, key = self._known(), (3, *chunks)
-        if key not in known:
-            known[key] = super().layer_s(chunks)
-        return known[key]  # type: ignore[return-value]
-
-    def _known(self) -> dict[Hashable, object]:
-        if "_recalled" not in self.__dict__:
-            self._recalled = {}
-        return self._recalled
+        key = tuple(chunks)
+        if key not in self._known_layer_s:
+            self._known_layer_s[key] = super().layer_s(chunks)
+        return self._known_layer_s[key]
 
 
 @dataclass(frozen=True)

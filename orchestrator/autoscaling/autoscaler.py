@@ -12,13 +12,13 @@ Pure: the caller gives the time.
 """
 
 from dataclasses import dataclass
-from enum import Enum
 
+from orchestrator.autoscaling.actions import Action, FleetState, LeadTimes, actions_between
 from orchestrator.autoscaling.allocation import cheapest_within_targets, most_good
 from orchestrator.autoscaling.config import AutoscalingConfig
-from orchestrator.autoscaling.demand import Backlog, ServiceModel
+from orchestrator.autoscaling.demand import ServiceModel
 from orchestrator.autoscaling.prediction import Allocation, Prediction, Predictor
-from orchestrator.autoscaling.traffic import TrafficForecast, TrafficWindow
+from orchestrator.autoscaling.traffic import TrafficWindow
 
 MARGIN = 1.2
 """Factor of further traffic that a smaller allocation must bear."""
@@ -30,50 +30,6 @@ PATIENCE_S = 10.0
 """Seconds for which a target must have been missed before a change that gains fewer is made."""
 _WORTH_IT = 0.05
 """Share of requests that a change must gain where no allocation meets the targets."""
-
-
-class Move(Enum):
-    """The kinds of change to a group."""
-
-    START_PREFILL = "start prefill"
-    START_GENERATE = "start generate"
-    DRAIN_PREFILL = "drain prefill"
-    DRAIN_GENERATE = "drain generate"
-    FLIP_TO_PREFILL = "flip generate to prefill"
-    FLIP_TO_GENERATE = "flip prefill to generate"
-
-
-@dataclass(frozen=True)
-class Action:
-    """A change to some groups, and when it will have taken effect."""
-
-    move: Move
-    num_groups: int
-    takes_s: float
-    """Predicted seconds until the groups serve in their new role, or have left."""
-
-
-@dataclass(frozen=True)
-class LeadTimes:
-    """How long changes take."""
-
-    cold_start_s: float
-    """Seconds from the order for a new group until it serves."""
-    flip_s: float
-    """Seconds in which an idle group takes the other role; its weights stay loaded."""
-
-
-@dataclass(frozen=True)
-class FleetState:
-    """The groups at one moment, and the work that waits."""
-
-    target: Allocation
-    """Groups that there will be once all changes under way are done."""
-    backlog: Backlog
-    drain_prefill_s: float = 0.0
-    """Predicted seconds in which a prefill group ends the work that it has."""
-    drain_generate_s: float = 0.0
-    """Predicted seconds in which a generation group ends the streams that it has."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +59,23 @@ class Decision:
         return f"{self.before} -> {self.after} ({self.reason}): {moves or 'no change'}; {'; '.join(terms)}"
 
 
+@dataclass(frozen=True)
+class _Case:
+    """One question to the autoscaler, and what is predicted for it."""
+
+    now_s: float
+    state: FleetState
+    rate: float
+    predictor: Predictor
+    present: Prediction | None
+    """Prediction for the groups as they are; None where a role has none."""
+
+    def decide(self, chosen: Prediction, actions: tuple[Action, ...], reason: str) -> Decision:
+        """Return the decision for `chosen`."""
+        before = self.state.target
+        return Decision(self.now_s, before, chosen.allocation, actions, reason, self.present, chosen, self.rate)
+
+
 class Autoscaler:
     """Decides for one cluster. Tell it of requests through `window`; ask `decide` every `interval_s`."""
 
@@ -122,110 +95,71 @@ class Autoscaler:
 
     def decide(self, now_s: float, state: FleetState) -> Decision:
         """Return what is to be done now; a decision without actions when all is well."""
-        traffic = self.window.forecast(now_s, self._times.cold_start_s)
+        traffic, target = self.window.forecast(now_s, self._times.cold_start_s), state.target
         if not traffic.rate and not state.backlog.num_requests:
             return self._idle(now_s, state)
         predictor = Predictor(self._service, traffic, self._config, state.backlog)
-        if not state.target.num_prefill or not state.target.num_generate:
+        if not target.num_prefill or not target.num_generate:
             wanted = cheapest_within_targets(predictor, self._config) or most_good(predictor, self._config)
-            return self._to(now_s, state, wanted.allocation, "traffic has come", None, wanted, traffic)
-        present = predictor.predict(state.target)
-        if present.meets(self._config) and state.target.total <= self._config.max:
+            return self._change(_Case(now_s, state, traffic.rate, predictor, None), wanted, "traffic has come")
+        present = predictor.predict(target)
+        case = _Case(now_s, state, traffic.rate, predictor, present)
+        if present.meets(self._config) and target.total <= self._config.max:
             self._missed_since_s = None
-            return self._fewer(now_s, state, present, predictor, traffic)
+            return self._fewer(case, present)
         self._enough_since_s = None
-        wanted = cheapest_within_targets(predictor, self._config, state.target.total)
-        reason = "a target would be missed"
-        if wanted is None:
-            wanted, reason = most_good(predictor, self._config), "no allocation in the budget meets the targets"
-            if wanted.good_share - present.good_share < _WORTH_IT:
-                return self._stay(now_s, state, f"{reason}, and none serves more", present, traffic)
-        if self._missed_since_s is None:
-            self._missed_since_s = now_s
-        if not _is_urgent(present, wanted):
-            if self._takes_back(now_s, state.target, wanted.allocation):
-                return self._stay(now_s, state, "too soon after the last change", present, traffic)
-            if now_s - self._missed_since_s < PATIENCE_S:
-                return self._stay(now_s, state, f"{reason}, not yet for {PATIENCE_S:g} s", present, traffic)
-        return self._to(now_s, state, wanted.allocation, reason, present, wanted, traffic)
+        return self._more(case, present)
 
-    def _fewer(
-        self, now_s: float, state: FleetState, present: Prediction, predictor: Predictor, traffic: TrafficForecast
-    ) -> Decision:
+    def _more(self, case: _Case, present: Prediction) -> Decision:
+        """Return the decision while a target would be missed: more groups, or other roles."""
+        least = min(case.state.target.total, self._config.max)
+        wanted, reason = cheapest_within_targets(case.predictor, self._config, least), "a target would be missed"
+        if wanted is None:
+            wanted, reason = most_good(case.predictor, self._config), "no allocation in the budget meets the targets"
+            if wanted.good_share - present.good_share < _WORTH_IT:
+                return case.decide(present, (), f"{reason}, and none serves more")
+        if self._missed_since_s is None:
+            self._missed_since_s = case.now_s
+        if not _is_urgent(present, wanted):
+            if self._takes_back(case.now_s, case.state.target, wanted.allocation):
+                return case.decide(present, (), "too soon after the last change")
+            if case.now_s - self._missed_since_s < PATIENCE_S:
+                return case.decide(present, (), f"{reason}, not yet for {PATIENCE_S:g} s")
+        return self._change(case, wanted, reason)
+
+    def _fewer(self, case: _Case, present: Prediction) -> Decision:
         """Return the decision while the targets are met: fewer groups, once these have been enough for long."""
-        wanted = cheapest_within_targets(predictor.busier(MARGIN), self._config)
-        if wanted is None or wanted.allocation.total >= state.target.total:
+        wanted = cheapest_within_targets(case.predictor.busier(MARGIN), self._config)
+        if wanted is None or wanted.allocation.total >= case.state.target.total:
             self._enough_since_s = None
-            return self._stay(now_s, state, "targets are met", present, traffic)
+            return case.decide(present, (), "targets are met")
         if self._enough_since_s is None:
-            self._enough_since_s = now_s
-        left_s = self._enough_since_s + self._config.cooldown_s - now_s
+            self._enough_since_s = case.now_s
+        left_s = self._enough_since_s + self._config.cooldown_s - case.now_s
         if left_s > 0:
-            return self._stay(
-                now_s, state, f"{wanted.allocation} is enough, if so for {left_s:.0f} s", present, traffic
-            )
+            return case.decide(present, (), f"{wanted.allocation} is enough, if so for another {left_s:.0f} s")
         self._enough_since_s = None
-        return self._to(now_s, state, wanted.allocation, "fewer groups are enough", present, wanted, traffic)
+        return self._change(case, wanted, "fewer groups are enough")
 
     def _idle(self, now_s: float, state: FleetState) -> Decision:
         """Return the decision without traffic: as few groups as allowed, once there was none for a cool-down."""
-        latest_s = self.window.latest_s or 0.0
         floor = Allocation(self._config.min // 2, self._config.min - self._config.min // 2)
-        is_idle = now_s - latest_s >= self._config.cooldown_s and state.target.total > self._config.min
-        if not is_idle:
+        is_late = now_s - (self.window.latest_s or 0.0) >= self._config.cooldown_s
+        if not is_late or state.target.total <= self._config.min:
             return Decision(now_s, state.target, state.target, (), "no traffic", None, None, 0.0)
-        actions = self._actions(state, floor)
+        actions = actions_between(state, floor, self._times, self._config.max)
         return Decision(now_s, state.target, floor, actions, "no traffic for a cool-down", None, None, 0.0)
 
-    def _stay(
-        self, now_s: float, state: FleetState, reason: str, present: Prediction, traffic: TrafficForecast
-    ) -> Decision:
-        return Decision(now_s, state.target, state.target, (), reason, present, present, traffic.rate)
-
-    def _to(
-        self,
-        now_s: float,
-        state: FleetState,
-        after: Allocation,
-        reason: str,
-        present: Prediction | None,
-        chosen: Prediction,
-        traffic: TrafficForecast,
-    ) -> Decision:
-        actions = self._actions(state, after)
+    def _change(self, case: _Case, wanted: Prediction, reason: str) -> Decision:
+        """Return the decision for another allocation, and remember its direction."""
+        actions = actions_between(case.state, wanted.allocation, self._times, self._config.max)
         if actions:
-            self._changed_s, self._leaned = now_s, _lean(state.target, after)
-        return Decision(now_s, state.target, after, actions, reason, present, chosen, traffic.rate)
+            self._changed_s, self._leaned = case.now_s, _lean(case.state.target, wanted.allocation)
+        return case.decide(wanted, actions, reason)
 
     def _takes_back(self, now_s: float, before: Allocation, after: Allocation) -> bool:
         is_soon = now_s - self._changed_s < self._config.cooldown_s
         return is_soon and self._leaned * _lean(before, after) < 0
-
-    def _actions(self, state: FleetState, after: Allocation) -> tuple[Action, ...]:
-        """Return the changes that lead to `after`; flips first."""
-        more_prefill = after.num_prefill - state.target.num_prefill
-        more_generate = after.num_generate - state.target.num_generate
-        actions = []
-        if more_prefill * more_generate < 0:
-            surplus_drain_s = state.drain_generate_s if more_prefill > 0 else state.drain_prefill_s
-            flip_s = surplus_drain_s + self._times.flip_s
-            num_flips = min(abs(more_prefill), abs(more_generate))
-            if flip_s >= self._times.cold_start_s:  # then flip only what the budget cannot start anew
-                num_flips = min(num_flips, max(num_flips - (self._config.max - state.target.total), 0))
-            if num_flips:
-                move = Move.FLIP_TO_PREFILL if more_prefill > 0 else Move.FLIP_TO_GENERATE
-                actions.append(Action(move, num_flips, flip_s))
-                sign = 1 if more_prefill > 0 else -1
-                more_prefill, more_generate = more_prefill - sign * num_flips, more_generate + sign * num_flips
-        for more, start, drain, drain_s in (
-            (more_prefill, Move.START_PREFILL, Move.DRAIN_PREFILL, state.drain_prefill_s),
-            (more_generate, Move.START_GENERATE, Move.DRAIN_GENERATE, state.drain_generate_s),
-        ):
-            if more > 0:
-                actions.append(Action(start, more, self._times.cold_start_s))
-            elif more < 0:
-                actions.append(Action(drain, -more, drain_s))
-        return tuple(actions)
 
 
 def _is_urgent(present: Prediction, wanted: Prediction) -> bool:

@@ -8,8 +8,9 @@ from deploy.traffic.generators import OUTPUT_HEAVY, PROMPT_HEAVY, Lengths, stead
 from deploy.traffic.results import Targets
 from deploy.traffic.service import GroupSizes, RecallingPlanner
 from deploy.traffic.simulation import Simulation
+from orchestrator.autoscaling.actions import FleetState, LeadTimes, Move
 from orchestrator.autoscaling.allocation import cheapest_within_targets, most_good
-from orchestrator.autoscaling.autoscaler import PATIENCE_S, Autoscaler, FleetState, LeadTimes, Move
+from orchestrator.autoscaling.autoscaler import PATIENCE_S, Autoscaler
 from orchestrator.autoscaling.config import AutoscalingConfig
 from orchestrator.autoscaling.demand import Backlog, ServiceModel
 from orchestrator.autoscaling.prediction import Allocation, Predictor
@@ -139,10 +140,10 @@ def test_work_that_waits_counts_as_load(service: ServiceModel) -> None:
 
 
 def test_a_small_gain_is_awaited(service: ServiceModel) -> None:
-    autoscaler = watched(service, CONFIG, 20.5, PROMPT_HEAVY, 60.0)
+    autoscaler = watched(service, CONFIG, 21.8, PROMPT_HEAVY, 60.0)
     state = FleetState(Allocation(5, 3), NO_WORK)
     assert "not yet" in autoscaler.decide(60.0, state).reason
-    see(autoscaler, 20.5, PROMPT_HEAVY, 60.0, 60.0 + PATIENCE_S)
+    see(autoscaler, 21.8, PROMPT_HEAVY, 60.0, 60.0 + PATIENCE_S)
     assert autoscaler.decide(60.0 + PATIENCE_S, state).after == Allocation(6, 2)
 
 

@@ -1,0 +1,84 @@
+"""Changes to groups, and which of them lead from one allocation to another: starts, drains, and changes of role.
+
+Pure. `orchestrator.autoscaling.autoscaler` decides which allocation is wanted; `deploy` carries the changes out.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from orchestrator.autoscaling.demand import NO_BACKLOG, Backlog
+from orchestrator.autoscaling.prediction import Allocation
+
+
+class Move(Enum):
+    """The kinds of change to a group."""
+
+    START_PREFILL = "start prefill"
+    START_GENERATE = "start generate"
+    DRAIN_PREFILL = "drain prefill"
+    DRAIN_GENERATE = "drain generate"
+    FLIP_TO_PREFILL = "flip generate to prefill"
+    FLIP_TO_GENERATE = "flip prefill to generate"
+
+
+@dataclass(frozen=True)
+class Action:
+    """A change to some groups, and when it will have taken effect."""
+
+    move: Move
+    num_groups: int
+    takes_s: float
+    """Predicted seconds until the groups serve in their new role, or have left."""
+
+
+@dataclass(frozen=True)
+class LeadTimes:
+    """How long changes take."""
+
+    cold_start_s: float
+    """Seconds from the order for a new group until it serves."""
+    flip_s: float
+    """Seconds in which an idle group takes the other role; its weights stay loaded."""
+
+
+@dataclass(frozen=True)
+class FleetState:
+    """The groups at one moment, and the work that waits."""
+
+    target: Allocation
+    """Groups that there will be once all changes under way are done."""
+    backlog: Backlog = NO_BACKLOG
+    drain_prefill_s: float = 0.0
+    """Predicted seconds in which a prefill group ends the work that it has."""
+    drain_generate_s: float = 0.0
+    """Predicted seconds in which a generation group ends the streams that it has."""
+
+
+def actions_between(state: FleetState, after: Allocation, times: LeadTimes, most: int) -> tuple[Action, ...]:
+    """Return the changes from the state's target to `after`, flips first.
+
+    A group whose role has too many is flipped where draining and flipping it is sooner than a cold start, and where a
+    budget of `most` groups has no room to start another one.
+    """
+    prefill = after.num_prefill - state.target.num_prefill
+    generate = after.num_generate - state.target.num_generate
+    drains_s = {Move.DRAIN_PREFILL: state.drain_prefill_s, Move.DRAIN_GENERATE: state.drain_generate_s}
+    actions = []
+    if prefill * generate < 0:
+        sign = 1 if prefill > 0 else -1
+        surplus = Move.DRAIN_GENERATE if prefill > 0 else Move.DRAIN_PREFILL
+        flip_s, num_flips = drains_s[surplus] + times.flip_s, min(abs(prefill), abs(generate))
+        if flip_s >= times.cold_start_s:
+            num_flips = min(num_flips, max(num_flips - (most - state.target.total), 0))
+        if num_flips:
+            actions.append(Action(Move.FLIP_TO_PREFILL if sign > 0 else Move.FLIP_TO_GENERATE, num_flips, flip_s))
+        prefill, generate = prefill - sign * num_flips, generate + sign * num_flips
+    for more, start, drain in (
+        (prefill, Move.START_PREFILL, Move.DRAIN_PREFILL),
+        (generate, Move.START_GENERATE, Move.DRAIN_GENERATE),
+    ):
+        if more > 0:
+            actions.append(Action(start, more, times.cold_start_s))
+        elif more < 0:
+            actions.append(Action(drain, -more, drains_s[drain]))
+    return tuple(actions)
