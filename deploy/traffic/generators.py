@@ -45,7 +45,7 @@ class Phase:
 
     seconds: float
     rate: float
-    """Requests a second."""
+    """Requests that arrive a second."""
     lengths: Lengths
 
 

@@ -33,7 +33,7 @@ class Asked:
 
     number: int
     num_tokens: int
-    """Prompt tokens."""
+    """Tokens of the request's prompt."""
     num_output_tokens: int
     blocks: Sequence[int] = ()
     """Ids of the prompt's blocks; empty: it shares nothing."""

@@ -30,7 +30,7 @@ class TrafficClass:
     """The forecast for requests of similar prompt length."""
 
     rate: float
-    """Requests a second."""
+    """Requests of the class a second."""
     prompts: tuple[int, ...]
     """Prompt lengths in tokens, each as likely as the others."""
     outputs: tuple[int, ...]

@@ -6,7 +6,7 @@ import pytest
 from orchestrator.autoscaling.traffic import TrafficWindow
 
 
-def observe(window: TrafficWindow, rate: float, begin_s: float, end_s: float, tokens: int, seed: int = 1) -> None:
+def observe(window: TrafficWindow, rate: float, begin_s: float, end_s: float, tokens: int, *, seed: int = 1) -> None:
     generator = np.random.default_rng(seed)
     for arrival_s in np.sort(generator.uniform(begin_s, end_s, generator.poisson(rate * (end_s - begin_s)))):
         window.arrived(float(arrival_s), tokens)
@@ -36,8 +36,8 @@ def test_another_kind_of_request_is_seen_within_seconds() -> None:
 def test_a_slope_is_followed() -> None:
     window = TrafficWindow()
     for step in range(6):
-        observe(window, 30.0 + 2.4 * step, 10.0 * step, 10.0 * step + 10, 100, seed=step)
-    assert window.forecast(60.0, 30.0).rate > 1.1 * window.forecast(60.0).rate > 1.1 * 38
+        observe(window, 100.0 + 4 * step, 10.0 * step, 10.0 * step + 10, 100, seed=step)
+    assert window.forecast(60.0, 30.0).rate > window.forecast(60.0).rate + 6 > 115
 
 
 def test_answers_of_a_kind_that_comes_back_are_known() -> None:
