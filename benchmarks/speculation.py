@@ -1,7 +1,7 @@
 """Does speculation pay? Tokens a second with drafts and without, over batches, contexts, draft keys and drafts.
 
-Rows continue natural texts (tests/data), greedily, from KV that was prefilled once; with `--texts quotes` each begins
-to quote its own beginning. Sides take turns: plain steps, `--policies` with fixed numbers of drafts over fixed numbers
+Rows continue natural texts (tests/data), greedily, from KV that was prefilled once; with `--texts quotes` each is
+quoting its own beginning. Sides take turns: plain steps, `--policies` with fixed numbers of drafts over fixed numbers
 of keys, n-grams, and what `generate.speculation = auto` plans; with `--peer-python` also vLLM's CPU build, plain and
 with n-gram drafts (`peers/setup_vllm_cpu.sh`). `ratio` is to our plain steps. With `--residency host` KV lives at home,
 and rows say what crosses the link for a token. What bare forwards allow, T_target, T_verify and T_draft measured
@@ -66,8 +66,8 @@ _TEXTS = ("emma", "persuasion", "prideprejudice")
 _DATA = Path(__file__).parents[1] / "tests/data"
 _STRIDE = 9000
 """Tokens of a text from one row's start to the next row's."""
-_QUOTED = 48
-"""Tokens at a prompt's end that quote its beginning, with `--texts quotes`."""
+_QUOTED_PART = 4
+"""One such part of a prompt, at its end, quotes its beginning, with `--texts quotes`."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,8 @@ def texts_of(
         texts = []
         for text, start in starts:
             prompt = text[start : start + context]
-            texts.append(PrefilledText.of(decoder, prompt[:-_QUOTED] + prompt[:_QUOTED] if quotes else prompt))
+            quoted = context // _QUOTED_PART if quotes else 0
+            texts.append(PrefilledText.of(decoder, prompt[: context - quoted] + prompt[:quoted]))
             advance()
     return texts
 
