@@ -14,7 +14,7 @@ import pytest
 
 from deploy.commands.cluster_secrets import token_path
 from tests.support.clusters.listening import Listener, descendants, listeners
-from tests.support.clusters.ray_clusters import ServedCluster, launched, processes_of, secret_of, served, until
+from tests.support.clusters.ray_clusters import START_S, ServedCluster, launched, processes_of, secret_of, served, until
 
 METHODS = (
     "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo",
@@ -107,7 +107,7 @@ def test_another_cluster_of_its_user_joins_its_ray(cluster: ServedCluster, smoll
     same_user = {"XDG_CACHE_HOME": str(cluster.cache)}
     settings = ("name=second", "prefill.num_groups=0", "generate.num_slots=2")
     with launched(tmp_path, smollm2, *settings, address=ray_address(cluster), environment=same_user) as second:
-        until(lambda: second.process.poll() is not None or "\nready: " in second.stderr)
+        until(lambda: second.process.poll() is not None or "\nready: " in second.stderr, START_S)
         assert "\nready: " in second.stderr, second.stderr
 
 

@@ -186,6 +186,7 @@ async def test_a_hint_that_is_wrong_costs_a_try(nodes: list[Path]) -> None:
         second = await turn(made, first.then(20, seed=0), 1)
         assert (second.num_cached, second.num_fetched) == (0, 0)
         assert "is not in" in second.shortfall
+        assert second.local.fetch_s == 0.0  # planned anew
         third = await turn(made, (*FIRST[:20], 3, 4), 1)  # its blocks have been computed there meanwhile
         assert third.num_cached == 16
 
