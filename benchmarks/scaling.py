@@ -38,8 +38,8 @@ SEEDS = "0,1,2,3,4"
 SHIFT_BAR, LOAD_BAR, STEADY_BAR = 1.3, 1.15, 0.97
 POLICIES = ("autoscale", "load", "queue", "best-static")
 _BEARS = 0.95
-_PROBE_S = 150.0
-_PROBES = 7
+_PROBE_S = 600.0
+_PROBES = 6
 
 
 def setting() -> Setting:
@@ -55,11 +55,11 @@ def setting() -> Setting:
 def capacity(on: Setting, kind: Lengths) -> float:
     """Return the highest steady rate of which the best division of the groups serves 95 % within both targets."""
     guess = on.predicted_rate(kind)
-    low, high = 0.6 * guess, 1.4 * guess
+    low, high = 0.7 * guess, 1.1 * guess
     for _ in range(_PROBES):
         middle = (low + high) / 2
         trace = steady(middle, _PROBE_S, 99, kind)
-        bears = any(on.replay(trace, split).summary(on.targets)["good_share"] >= _BEARS for split in _likely(on, kind))
+        bears = any(on.replay(trace, split).summary(on.targets)["good_share"] >= _BEARS for split in _likely(kind))
         low, high = (middle, high) if bears else (low, middle)
     return low
 
@@ -142,9 +142,10 @@ def check(bars: Bars, ratios: dict[str, list[float]]) -> None:
         bars.at_least(f"{what}, the least (median {statistics.median(ratios[name]):.2f})", min(ratios[name]), bar)
 
 
-def _likely(on: Setting, kind: Lengths) -> list[tuple[int, int]]:
-    """Return the divisions that may be best for a kind: mostly prefill groups, or mostly generation groups."""
-    return [split for split in on.splits() if (split[0] > split[1]) == (kind is PROMPT_HEAVY)]
+def _likely(kind: Lengths) -> list[tuple[int, int]]:
+    """Return the divisions that may be best for a kind: nearly all groups for prompts, or for answers."""
+    few = (1, 2)
+    return [(NUM_GROUPS - each, each) if kind is PROMPT_HEAVY else (each, NUM_GROUPS - each) for each in few]
 
 
 if __name__ == "__main__":

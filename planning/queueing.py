@@ -15,6 +15,9 @@ from dataclasses import dataclass
 
 from baton.errors import InvalidArgumentError
 
+_MANY_SERVERS = 500
+"""Number of servers above which Erlang's formula is replaced by its limit, which is within some percent there."""
+
 
 @dataclass(frozen=True)
 class Wait:
@@ -53,10 +56,20 @@ def erlang_c(num_servers: int, load: float) -> float:
         raise InvalidArgumentError(f"num_servers = {num_servers}, load = {load}: give a server, and no negative load")
     if load >= num_servers:
         return 1.0
+    if num_servers > _MANY_SERVERS:
+        return _erlang_c_of_many(num_servers, load)
     blocking = 1.0
     for server in range(1, num_servers + 1):
         blocking = load * blocking / (server + load * blocking)
     return blocking / (1 - load / num_servers * (1 - blocking))
+
+
+def _erlang_c_of_many(num_servers: int, load: float) -> float:
+    """Return the limit of Erlang C for many servers (Halfin and Whitt, 1981)."""
+    spare = (num_servers - load) / math.sqrt(num_servers)
+    density = math.exp(-spare * spare / 2) / math.sqrt(2 * math.pi)
+    below = (1 + math.erf(spare / math.sqrt(2))) / 2
+    return density / (density + spare * below)
 
 
 def wait_for_servers(
@@ -93,11 +106,6 @@ def settled_rows(token_rate: float, step_s: Callable[[float], float], most: floa
     return high
 
 
-def poisson_percentile(mean: float, percent: float) -> float:
-    """Return about the number that a Poisson count of that mean exceeds in all but `percent` of cases."""
-    if mean <= 0:
-        return 0.0
-    deviations = {50: 0.0, 90: 1.2816, 95: 1.6449, 99: 2.3263}
-    if percent not in deviations:
-        raise InvalidArgumentError(f"percent = {percent} is unknown: use one of {', '.join(map(str, deviations))}")
-    return mean + deviations[percent] * math.sqrt(mean)
+def poisson_p95(mean: float) -> float:
+    """Return about the number that a Poisson count of that mean does not exceed in 95 of 100 cases."""
+    return mean + 1.6449 * math.sqrt(mean) if mean > 0 else 0.0

@@ -32,7 +32,9 @@ def draw(trace: Trace, runs: Mapping[str, Results], targets: Targets, path: Path
             np.nanpercentile(results.ttft_s[place == each], 95) if counts[each] else np.nan
             for each in range(len(middles))
         ]
-        shares = np.histogram(trace.arrivals_s, edges, weights=results.is_good(targets))[0] / np.maximum(counts, 1)
+        shares = np.histogram(trace.arrivals_s, edges, weights=results.is_good(targets).astype(float))[0] / np.maximum(
+            counts, 1
+        )
         first.plot(middles, late, label=name)
         good.plot(middles, 100 * shares, label=name)
     first.axhline(targets.ttft_s, color="0.5", linestyle=":")

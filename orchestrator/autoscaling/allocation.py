@@ -1,47 +1,61 @@
 """Chooses an allocation of groups in a budget: the cheapest that meets the targets, else the one that serves most.
 
-Latencies only fall when a pool grows. So for each number of prefill groups the least number of generation groups is
-found by bisection, and O(n log n) of the n^2 / 2 allocations are predicted. Pure.
+Latencies only fall when a pool grows. So the least number of groups of each role, beside more than enough of the other,
+is found by bisection, and the search goes up from the two together. Of many allocations of equal size, some evenly
+spaced ones are predicted, and then those around the best. Pure.
 """
+
+from collections.abc import Callable
 
 from orchestrator.autoscaling.config import AutoscalingConfig
 from orchestrator.autoscaling.prediction import Allocation, Prediction, Predictor
 
+_SPACED = 32
+"""Allocations of one size that are predicted at once."""
+
 
 def cheapest_within_targets(predictor: Predictor, config: AutoscalingConfig, least: int = 0) -> Prediction | None:
-    """Return the allocation of fewest groups, `least` or more, that meets both targets; of equals, the one with most
-    good requests. None when none in the budget meets them."""
-    found: list[Prediction] = []
-    for num_prefill in range(1, config.max):
-        fitting = _least_generate(predictor, config, num_prefill)
-        if fitting is not None:
-            found.append(fitting)
-    if not found:
+    """Return the allocation of fewest groups, `least` or more, that meets both targets; of equals, the best. None when
+    none in the budget meets them."""
+    num_prefill = _fewest(lambda number: predictor.predict(Allocation(number, config.max)).meets(config), config.max)
+    num_generate = _fewest(lambda number: predictor.predict(Allocation(config.max, number)).meets(config), config.max)
+    if num_prefill is None or num_generate is None:
         return None
-    fewest = max(min(each.allocation.total for each in found), config.min, least)
-    return max(
-        (predictor.predict(_widen(each.allocation, fewest)) for each in found if each.allocation.total <= fewest),
-        key=lambda each: each.good_share,
-    )
+    for total in range(max(num_prefill + num_generate, config.min, least), config.max + 1):
+        best = _best(predictor, total, num_prefill, total - num_generate)
+        if best.meets(config):
+            return best
+    return None
 
 
 def most_good(predictor: Predictor, config: AutoscalingConfig) -> Prediction:
     """Return the allocation of the whole budget that serves the largest share of requests within the targets."""
-    splits = [Allocation(num_prefill, config.max - num_prefill) for num_prefill in range(1, config.max)]
-    return max((predictor.predict(each) for each in splits), key=lambda each: each.good_share)
+    return _best(predictor, config.max, 1, config.max - 1)
 
 
-def _least_generate(predictor: Predictor, config: AutoscalingConfig, num_prefill: int) -> Prediction | None:
-    low, high = 0, config.max - num_prefill
-    if not predictor.predict(Allocation(num_prefill, high)).meets(config):
+def _best(predictor: Predictor, total: int, low: int, high: int) -> Prediction:
+    """Return the best allocation of `total` groups, `low` to `high` of them for prefill."""
+    while True:
+        step = max((high - low) // _SPACED, 1)
+        found = [predictor.predict(Allocation(num, total - num)) for num in range(low, high + 1, step)]
+        best = max(found, key=_worth)
+        if step == 1:
+            return best
+        middle = best.allocation.num_prefill
+        low, high = max(middle - step + 1, low), min(middle + step - 1, high)
+
+
+def _worth(prediction: Prediction) -> tuple[float, float]:
+    """Return a sort key: the share of good requests, and of equals, how far from full the fuller pool is."""
+    return round(prediction.good_share, 3), -max(prediction.prefill_load, prediction.generation_load)
+
+
+def _fewest(is_enough: Callable[[int], bool], most: int) -> int | None:
+    """Return the least number from 1 to `most` that is enough, where more are enough too; None when none is."""
+    if not is_enough(most):
         return None
+    low, high = 0, most
     while high - low > 1:
         middle = (low + high) // 2
-        meets = predictor.predict(Allocation(num_prefill, middle)).meets(config)
-        low, high = (low, middle) if meets else (middle, high)
-    return predictor.predict(Allocation(num_prefill, high))
-
-
-def _widen(allocation: Allocation, total: int) -> Allocation:
-    """Return the allocation with further generation groups, up to `total` groups in all."""
-    return Allocation(allocation.num_prefill, max(total - allocation.num_prefill, allocation.num_generate))
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high

@@ -19,11 +19,11 @@ import numpy as np
 from orchestrator.autoscaling.config import AutoscalingConfig
 from orchestrator.autoscaling.demand import NO_BACKLOG, Backlog, Demand, ServiceModel
 from orchestrator.autoscaling.traffic import TrafficForecast
-from planning.queueing import NO_WAIT, Wait, poisson_percentile, settled_rows, wait_for_servers
+from planning.queueing import NO_WAIT, Wait, poisson_p95, settled_rows, wait_for_servers
 
 _SATURATED = 0.98
 """Utilisation up to which waits are predicted."""
-_OVERLOAD_POWER = 3.0
+_OVERLOAD_POWER = 8.0
 """Power of capacity by demand with which good requests become fewer in an overload."""
 
 
@@ -144,7 +144,7 @@ def _batches(demand: Demand, num_groups: int) -> _Batches:
     if rows is None:
         full_s = step_s(num_slots)
         return _Batches(full_s, full_s, token_rate * full_s / num_slots)
-    most = min(poisson_percentile(rows * num_groups, 95) / num_groups, num_slots)
+    most = min(poisson_p95(rows * num_groups) / num_groups, num_slots)
     return _Batches(step_s(rows), step_s(most), rows / num_slots)
 
 

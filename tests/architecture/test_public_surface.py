@@ -115,6 +115,9 @@ COMMANDS = {
     "serve": f"--address {CONFIGURATION}",
     "simulate": "--attention-tflop-s --cached --calibration --contexts --hardware --linear-tflop-s --link-gb-s"
     " --link-us --model --plot --protocol --push-gb-s --ranks --shape",
+    "simulate-traffic": "--advisory --cached-blocks --calibration --cold-start --cooldown --explain --flip --groups"
+    " --hardware --itl --json --load --max --min --model --output --phases --plot --policy --prompt --ranks --rate"
+    " --requests --seconds --seed --slots --speed --step-times --trace --ttft --whole-chooser",
     "status": "name --api-key-env",
     "stop": "name",
 }

@@ -2,10 +2,11 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from baton.errors import InvalidArgumentError
-from planning.queueing import erlang_c, poisson_percentile, settled_rows, wait_for_servers
+from planning.queueing import erlang_c, poisson_p95, settled_rows, wait_for_servers
 
 
 @pytest.mark.parametrize(("num_servers", "load", "probability"), [(1, 0.7, 0.7), (2, 1.0, 1 / 3), (3, 2.0, 4 / 9)])
@@ -44,10 +45,18 @@ def test_rows_settle_where_littles_law_holds() -> None:
     assert settled_rows(2000.0, step_s, 64) is None
 
 
-def test_poisson_percentile_grows_with_its_mean_and_refuses_others() -> None:
-    assert poisson_percentile(100, 95) == pytest.approx(100 + 10 * 1.6449)
-    assert poisson_percentile(0, 95) == 0
-    with pytest.raises(InvalidArgumentError, match="percent = 42"):
-        poisson_percentile(1, 42)
+@pytest.mark.parametrize("load", [0.9, 0.97, 0.995])
+def test_many_servers_go_on_where_few_end(load: float) -> None:
+    exact, limit = erlang_c(500, 500 * load), erlang_c(501, 501 * load)
+    assert limit == pytest.approx(exact, rel=0.05, abs=0.003)
+
+
+def test_a_poisson_count_stays_below_its_percentile() -> None:
+    counts = np.random.default_rng(1).poisson(100, 10_000)
+    assert (counts <= poisson_p95(100)).mean() == pytest.approx(0.95, abs=0.02)
+    assert poisson_p95(0) == 0
+
+
+def test_servers_that_cannot_be_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="num_servers"):
         erlang_c(0, math.nan)

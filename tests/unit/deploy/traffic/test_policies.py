@@ -109,6 +109,7 @@ def test_advice_changes_nothing(on: Setting) -> None:
     assert np.array_equal(results.end_s, on.replay(trace, on.start).end_s)
 
 
+@pytest.mark.ci
 def test_the_autoscaler_follows_a_shift_that_no_fixed_division_bears(on: Setting) -> None:
     rates = {kind: 0.85 * on.predicted_rate(kind) for kind in (PROMPT_HEAVY, OUTPUT_HEAVY)}
     trace = shifting([Phase(100.0, rate, kind) for kind, rate in rates.items()], 1)

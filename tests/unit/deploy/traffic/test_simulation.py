@@ -61,21 +61,21 @@ def poisson_prompts(rate: float, prompts: np.ndarray[tuple[int], np.dtype[np.int
 
 @pytest.mark.parametrize("num_groups", [1, 4])
 def test_exponential_prompts_wait_as_erlang_says(num_groups: int) -> None:
-    prompts = np.ceil(np.random.default_rng(7).exponential(500, 8_000)).astype(np.int64)
+    prompts = np.ceil(np.random.default_rng(7).exponential(500, 4_000)).astype(np.int64)
     rate = 0.7 * num_groups / (prompts.mean() * TOKEN_S)
     results = simulate(poisson_prompts(rate, prompts), flat_planner(), (num_groups, 1))
     measured_s = float(np.mean(results.ttft_s - prompts * TOKEN_S))
     wait = wait_for_servers(num_groups, rate, float(prompts.mean()) * TOKEN_S)
     assert wait is not None
-    assert measured_s == pytest.approx(wait.mean_s, rel=0.1)
+    assert measured_s == pytest.approx(wait.mean_s, rel=0.15)
 
 
 def test_equal_prompts_wait_half_as_long() -> None:
-    prompts = np.full(8_000, 500)
+    prompts = np.full(4_000, 500)
     rate = 0.8 / 0.5
     results = simulate(poisson_prompts(rate, prompts), flat_planner(), (1, 1))
     exact_s = 0.8 * 0.5 / (2 * (1 - 0.8))  # Pollaczek and Khinchine, for M/D/1
-    assert float(np.mean(results.ttft_s)) - 0.5 == pytest.approx(exact_s, rel=0.1)
+    assert float(np.mean(results.ttft_s)) - 0.5 == pytest.approx(exact_s, rel=0.15)
 
 
 def test_rows_follow_littles_law() -> None:
