@@ -22,14 +22,29 @@ from orchestrator.autoscaling.traffic import TrafficWindow
 
 MARGIN = 1.2
 """Factor of further traffic that a smaller allocation must bear."""
-URGENT_GAIN = 0.3
-"""Share of requests from which on a change that gains them is made at once."""
-URGENT_FACTOR = 2.0
-"""Factor by which a change that is made at once makes good requests more."""
 PATIENCE_S = 10.0
 """Seconds for which a target must have been missed before a change that gains fewer is made."""
-_WORTH_IT = 0.05
-"""Share of requests that a change must gain where no allocation meets the targets."""
+
+
+@dataclass(frozen=True)
+class _Bar:
+    """What a change must gain, one of the two: a share of all requests, or a factor on the good ones, which tells
+    allocations apart where all of them are overloaded."""
+
+    share: float
+    factor: float
+
+    def is_reached(self, present: Prediction, wanted: Prediction) -> bool:
+        gain = wanted.good_share - present.good_share
+        return gain >= self.share or wanted.good_share >= self.factor * present.good_share
+
+
+_WORTH_IT = _Bar(0.05, 1.25)
+"""Bar of a change where no allocation meets the targets."""
+_URGENT = _Bar(0.3, 2.0)
+"""Bar of a change that is made at once."""
+_TAKING_BACK = _Bar(0.3, 8.0)
+"""Bar of a change within a cool-down of another one, which it takes back."""
 
 
 @dataclass(frozen=True)
@@ -116,15 +131,15 @@ class Autoscaler:
         wanted, reason = cheapest_within_targets(case.predictor, self._config, least), "a target would be missed"
         if wanted is None:
             wanted, reason = most_good(case.predictor, self._config), "no allocation in the budget meets the targets"
-            if wanted.good_share - present.good_share < _WORTH_IT:
+            if not _WORTH_IT.is_reached(present, wanted):
                 return case.decide(present, (), f"{reason}, and none serves more")
         if self._missed_since_s is None:
             self._missed_since_s = case.now_s
-        if not _is_urgent(present, wanted):
-            if self._takes_back(case.now_s, case.state.target, wanted.allocation):
-                return case.decide(present, (), "too soon after the last change")
-            if case.now_s - self._missed_since_s < PATIENCE_S:
-                return case.decide(present, (), f"{reason}, not yet for {PATIENCE_S:g} s")
+        takes_back = self._takes_back(case.now_s, case.state.target, wanted.allocation)
+        if takes_back and not _TAKING_BACK.is_reached(present, wanted):
+            return case.decide(present, (), "too soon after the last change")
+        if not _URGENT.is_reached(present, wanted) and case.now_s - self._missed_since_s < PATIENCE_S:
+            return case.decide(present, (), f"{reason}, not yet for {PATIENCE_S:g} s")
         return self._change(case, wanted, reason)
 
     def _fewer(self, case: _Case, present: Prediction) -> Decision:
@@ -160,11 +175,6 @@ class Autoscaler:
     def _takes_back(self, now_s: float, before: Allocation, after: Allocation) -> bool:
         is_soon = now_s - self._changed_s < self._config.cooldown_s
         return is_soon and self._leaned * _lean(before, after) < 0
-
-
-def _is_urgent(present: Prediction, wanted: Prediction) -> bool:
-    gain = wanted.good_share - present.good_share
-    return gain >= URGENT_GAIN or (gain >= _WORTH_IT and wanted.good_share >= URGENT_FACTOR * present.good_share)
 
 
 def _lean(before: Allocation, after: Allocation) -> int:
