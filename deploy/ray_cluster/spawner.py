@@ -177,7 +177,7 @@ def answer(reference: Any) -> Coroutine[Any, Any, Any]:
 
 def kill_process(pid: int, node_id: str) -> None:
     """Send SIGKILL to a process on that node; harmless when it has ended. On another node a task of Ray's does that,
-    and is not waited for: that node may be gone, and then its processes are, or nobody hears of them."""
+    and is not waited for, because the node may be gone."""
     if node_id == ray.get_runtime_context().get_node_id():
         _kill(pid)
         return
