@@ -59,10 +59,10 @@ def poisson_prompts(rate: float, prompts: np.ndarray[tuple[int], np.dtype[np.int
     return Trace("poisson", arrivals, prompts, np.full(len(prompts), outputs))
 
 
-@pytest.mark.parametrize("num_groups", [1, 4])
-def test_exponential_prompts_wait_as_erlang_says(num_groups: int) -> None:
-    prompts = np.ceil(np.random.default_rng(7).exponential(500, 4_000)).astype(np.int64)
-    rate = 0.7 * num_groups / (prompts.mean() * TOKEN_S)
+@pytest.mark.parametrize(("num_groups", "load", "num_prompts"), [(1, 0.6, 4000), (4, 0.7, 8000)])
+def test_exponential_prompts_wait_as_erlang_says(num_groups: int, load: float, num_prompts: int) -> None:
+    prompts = np.ceil(np.random.default_rng(7).exponential(500, num_prompts)).astype(np.int64)
+    rate = load * num_groups / (prompts.mean() * TOKEN_S)
     results = simulate(poisson_prompts(rate, prompts), flat_planner(), (num_groups, 1))
     measured_s = float(np.mean(results.ttft_s - prompts * TOKEN_S))
     wait = wait_for_servers(num_groups, rate, float(prompts.mean()) * TOKEN_S)
@@ -72,10 +72,21 @@ def test_exponential_prompts_wait_as_erlang_says(num_groups: int) -> None:
 
 def test_equal_prompts_wait_half_as_long() -> None:
     prompts = np.full(4_000, 500)
-    rate = 0.8 / 0.5
+    rate = 0.5 / 0.5
     results = simulate(poisson_prompts(rate, prompts), flat_planner(), (1, 1))
-    exact_s = 0.8 * 0.5 / (2 * (1 - 0.8))  # Pollaczek and Khinchine, for M/D/1
-    assert float(np.mean(results.ttft_s)) - 0.5 == pytest.approx(exact_s, rel=0.15)
+    exact_s = 0.5 * 0.5 / (2 * (1 - 0.5))  # Pollaczek and Khinchine, for M/D/1
+    assert float(np.mean(results.ttft_s)) - 0.5 == pytest.approx(exact_s, rel=0.1)
+
+
+def test_each_prompt_waits_as_lindleys_recursion_says() -> None:
+    prompts = np.ceil(np.random.default_rng(3).exponential(500, 500)).astype(np.int64)
+    results = simulate(poisson_prompts(1.8, prompts), flat_planner(), (1, 1))
+    wait_s, exact_s = 0.0, []
+    gaps_s = np.diff(results.trace.arrivals_s, append=0.0)
+    for num_tokens, gap_s in zip(prompts, gaps_s, strict=True):
+        exact_s.append(wait_s + num_tokens * TOKEN_S)
+        wait_s = max(exact_s[-1] - gap_s, 0.0)
+    assert results.ttft_s == pytest.approx(exact_s)
 
 
 def test_rows_follow_littles_law() -> None:
