@@ -70,7 +70,7 @@ FIELDS = {
     ),
     ModelInfo: "name max_tokens vocab_size dtype has_chat_template layout_fingerprint",
     ClusterState: "groups num_queued num_running num_degraded version num_queued_tokens why_not_serving why_degraded"
-    " metrics_endpoint",
+    " metrics_endpoint groups_away",
     GroupState: "name role endpoints epoch is_ready num_leaked num_requests is_drained is_broken generation ranks",
     baton.TokenEvent: "index token text unix_ns finish error choice prompt drafts",
     baton.DraftRound: "source num_drafts num_accepted num_tokens",
@@ -112,6 +112,7 @@ COMMANDS = {
     "prepare": "model --alpha --cache --context --cost --dtype --first --free-keys --kinds --last --lookahead"
     " --most-share --output --quantization --ratios --reach --rows --steps --text --threads",
     "reload": "name --api-key-env --group --model --target --timeout",
+    "scale": "name number pool --api-key-env --target --timeout",
     "serve": f"--address {CONFIGURATION}",
     "simulate": "--attention-tflop-s --cached --calibration --contexts --hardware --linear-tflop-s --link-gb-s"
     " --link-us --model --plot --protocol --push-gb-s --ranks --shape",

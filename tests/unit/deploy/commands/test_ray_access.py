@@ -74,7 +74,7 @@ async def test_a_choice_that_a_ray_refuses_is_named(mode: str) -> None:
         if mode == "token":
             await joining
         else:
-            with pytest.raises(ConfigError, match="asks for a token, and RAY_AUTH_MODE is disabled: unset that"):
+            with pytest.raises(ConfigError, match="asks for a token, and RAY_AUTH_MODE is disabled: unset it"):
                 await joining
 
 
