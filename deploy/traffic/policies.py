@@ -158,7 +158,8 @@ class QueuePolicy:
             return []
         self._changed_s = now_s
         carry_out(fleet, between(before, after))
-        return [ScalerEvent(now_s, f"{before} -> {after}", f"{queued:.1f} prompts a group, {used:.0%} of slots")]
+        change = f"{before} -> {after}"
+        return [ScalerEvent(now_s, change, f"{change}: {queued:.1f} prompts a group, {used:.0%} of slots")]
 
     def _after(self, before: Allocation, queued: float, used: float, now_s: float) -> Allocation:
         wants_prefill, wants_generate = queued > 3, used > 0.85
@@ -218,7 +219,8 @@ class LoadPolicy:
         if wanted == before:
             return []
         carry_out(fleet, between(before, wanted))
-        return [ScalerEvent(now_s, f"{before} -> {wanted}", f"{len(self._arrivals)} requests in {_WINDOW_S:g} s")]
+        change = f"{before} -> {wanted}"
+        return [ScalerEvent(now_s, change, f"{change}: {len(self._arrivals)} requests in {_WINDOW_S:g} s")]
 
     def _wanted(self, seconds: float) -> Allocation:
         rate = len(self._arrivals) / seconds

@@ -35,7 +35,7 @@ def table(trace: Trace, runs: Mapping[str, Results], targets: Targets) -> Table:
 
 def decisions(name: str, results: Results) -> str:
     """Return what a scaling policy did, one line a decision."""
-    lines = [f"  {event.time_s:8.1f} s  {event.what}: {event.why}" for event in results.scaler_events]
+    lines = [f"  {event.time_s:8.1f} s  {event.why}" for event in results.scaler_events]
     return "\n".join([f"{name}: {len(lines)} changes", *lines])
 
 

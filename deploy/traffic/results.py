@@ -28,9 +28,9 @@ class ScalerEvent:
 
     time_s: float
     what: str
-    """Change of groups, like prefill 2 -> 3."""
+    """Change of prefill:generation groups, like 2:2 -> 2:3."""
     why: str
-    """Terms of the decision."""
+    """The change, its reason and its terms in one line."""
 
 
 @dataclass(frozen=True)
