@@ -3,6 +3,7 @@
 `prefill_workers.host` and `generate_workers.host` call these once, when a worker starts. All block.
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
@@ -36,7 +37,7 @@ def use_cores(cores: Sequence[int], num_threads: int) -> None:
 def load(place: WorkerPlace) -> Decoder:
     """Pin the process as its place says, choose its kernels, and load the model. Raises ModelError, in one line."""
     allow_files()
-    use_cores(place.cores, place.num_threads)
+    use_cores(place.cores, place.num_threads or os.cpu_count() or 1)
     KERNELS.use(place.kernels)
     return load_decoder(place.model_folder, dtype=place.dtype, quantization=place.quantization)
 

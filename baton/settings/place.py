@@ -48,8 +48,8 @@ class WorkerPlace(ModelFormats, PrefixRoom):
     """Folders in which such a node looks for one named like `model_folder` first."""
     host: str = LOOPBACK
     """Address that the worker's server and links bind to, and others reach them at; empty: its node's own."""
-    num_threads: Count = 1
-    """Threads that the process computes with."""
+    num_threads: Annotated[int, Field(ge=0)] = 1
+    """Threads that the process computes with; 0: one for each core of its machine."""
     cores: Cores = ()
     """Cores that the process is pinned to; empty: not pinned."""
     cluster: str = ""

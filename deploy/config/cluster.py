@@ -19,7 +19,7 @@ from baton.settings.base import AbsolutePath, Count, Seconds, part_of, settings,
 from baton.settings.paths import cache_folder
 from baton.settings.place import LOOPBACK, Cores, ModelFormats, PrefixRoom, WorkerPlace
 from baton.types import KernelChoice
-from deploy.config.environment import DEFAULT_MODEL, read_variable, use_threads
+from deploy.config.environment import DEFAULT_MODEL, read_variable
 from deploy.config.worker import Role, WorkerConfig
 from generate_workers.config import EngineConfig
 from orchestrator.requests.config import OrchestratorConfig, OrchestratorLimits, PrefixRules
@@ -273,7 +273,7 @@ class ClusterConfig:
             model=model or self.model.name,
             model_search=tuple(Path(each) for each in self.model.search),
             host=self.worker_host or host,
-            num_threads=use_threads(section.num_threads),
+            num_threads=section.num_threads,
             cluster=cluster or self.name,
             prefix_disk=str(self.model.cache),
             num_engines=self.generate.num_groups,

@@ -186,7 +186,7 @@ async def start_doomed(config: WorkerConfig) -> Server:
     place, section = config.place, config.section
     if not isinstance(section, PrefillConfig):
         return await start_server(config)
-    torch.set_num_threads(place.num_threads)
+    torch.set_num_threads(place.num_threads or 1)
     fate = Fate(place.model_folder, config.name)
     secret = ClusterSecret(place.secret)
     server = make_server(check=secret.check)

@@ -57,7 +57,7 @@ def pair(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
         ray = stack.enter_context(ray_head({}, host=head))
         for host in (first, second):
             stack.enter_context(ray_node(ray, POOLS, host))
-        settings = ("prefill.across_nodes=true", "generate.num_groups=2", f"orchestrator.host={head.address}")
+        settings = ("prefill.across_nodes=true", "generate.num_groups=2", "orchestrator.host=0.0.0.0")
         cache = tmp_path_factory.mktemp("pair")
         running = stack.enter_context(served(cache, smollm2, *settings, address=ray.address, host=head))
         yield Pair(running, ray, head, first, second)
@@ -70,6 +70,7 @@ def test_a_chain_lies_on_two_hosts(pair: Pair, smollm2: Path) -> None:
             pair.first.address,
             pair.second.address,
         }
+        assert pair.running.target.startswith(f"{pair.head.address}:")  # of all interfaces, the one that others reach
         pair.ask(smollm2, 0, lambda: None)
         until_settled(pair.running, client)
 

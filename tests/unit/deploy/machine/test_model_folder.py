@@ -1,4 +1,5 @@
-"""A model may take another's place while a cluster serves if only weights differ. Drafts come from a folder."""
+"""A model may take another's place while a cluster serves if only weights differ. Drafts come from a folder. Nodes find
+the model in their own ways."""
 
 import json
 import shutil
@@ -8,8 +9,9 @@ import pytest
 from rich.console import Console
 
 from baton.errors import ConfigError, ModelError
+from baton.settings.place import WorkerPlace
 from deploy.config.file import load_config
-from deploy.machine.model_folder import require_alike, resolve_drafts
+from deploy.machine.model_folder import folder_on_node, require_alike, resolve_drafts
 from generate_workers.config import EngineConfig
 from tests.support.wire.secret import SECRET
 
@@ -65,3 +67,28 @@ def test_workers_get_the_draft_model_s_folder(smollm2: Path, monkeypatch: pytest
     unknown = load_config(None, ["generate.speculation=model", "generate.draft_model=gpt-5"])
     with pytest.raises(ModelError, match="model 'gpt-5' is neither a folder nor"):
         resolve_drafts(unknown, Console(stderr=True))
+
+
+def test_a_node_takes_the_launcher_s_folder_where_it_has_one(tmp_path: Path) -> None:
+    for folder in (tmp_path / "model", tmp_path / "share" / "model"):
+        folder.mkdir(parents=True)
+    place = WorkerPlace(model_folder=tmp_path / "model", model_search=(tmp_path / "share",))
+    assert folder_on_node(place) == tmp_path / "model"
+
+
+def test_a_node_looks_elsewhere_for_a_folder_of_that_name(tmp_path: Path) -> None:
+    (tmp_path / "share" / "model").mkdir(parents=True)
+    place = WorkerPlace(model_folder=tmp_path / "gone" / "model", model_search=(tmp_path, tmp_path / "share"))
+    assert folder_on_node(place) == tmp_path / "share" / "model"
+
+
+def test_a_node_may_get_the_model_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    place = WorkerPlace(model_folder=tmp_path / "model", model=str(tmp_path / "own"))
+    assert folder_on_node(place) == tmp_path / "own"
+
+
+def test_a_node_without_the_model_says_where_it_has_looked(tmp_path: Path) -> None:
+    place = WorkerPlace(model_folder=tmp_path / "model", model="nothing", model_search=(tmp_path / "share",))
+    with pytest.raises(ModelError, match="model is missing, model.search is .*/share, and model 'nothing' is neither"):
+        folder_on_node(place)
