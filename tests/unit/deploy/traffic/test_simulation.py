@@ -59,7 +59,9 @@ def poisson_prompts(rate: float, prompts: np.ndarray[tuple[int], np.dtype[np.int
     return Trace("poisson", arrivals, prompts, np.full(len(prompts), outputs))
 
 
-@pytest.mark.parametrize(("num_groups", "load", "num_prompts"), [(1, 0.6, 4000), (4, 0.7, 8000)])
+@pytest.mark.parametrize(
+    ("num_groups", "load", "num_prompts"), [(1, 0.6, 4000), pytest.param(4, 0.7, 8000, marks=pytest.mark.ci)]
+)
 def test_exponential_prompts_wait_as_erlang_says(num_groups: int, load: float, num_prompts: int) -> None:
     prompts = np.ceil(np.random.default_rng(7).exponential(500, num_prompts)).astype(np.int64)
     rate = load * num_groups / (prompts.mean() * TOKEN_S)
