@@ -43,7 +43,7 @@ METHODS = [method for service in services() for method in service.methods]
 async def served(folder: Path) -> AsyncIterator[dict[str, int]]:
     """The port of each service, by its name: of a rank, a generation group, an orchestrator and its host."""
     async with AsyncExitStack() as stack:
-        made = await stack.enter_async_context(relay(num_ranks=1))
+        made = await stack.enter_async_context(relay(num_ranks=1, group_folder=folder / "blocks"))
         host = OrchestratorHost(write_letters(folder), OrchestratorConfig(), host=HOST, secret=SECRET)
         await host.start()
         stack.push_async_callback(host.stop)
@@ -51,6 +51,7 @@ async def served(folder: Path) -> AsyncIterator[dict[str, int]]:
         yield {
             "GenerationGroup": group,
             "KvReceiver": group,
+            "BlockExchange": group,
             "PrefillRank": rank,
             "Keeping": host.port,
             "Admin": front,

@@ -6,6 +6,7 @@ addresses, but links cannot be cut, and memory is shared.
 """
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -16,6 +17,8 @@ from pathlib import Path
 
 _SUBNET = "10.213.{network}.{host}"
 _OUTSIDE = 254
+_NUMBERS = itertools.count()
+"""Numbers of the networks that this process has made: the kernel takes a while to forget the names of one."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,9 @@ def hosts(num_hosts: int) -> Iterator[Sequence[Host]]:
     if not can_make_hosts():
         yield [Host(f"127.0.0.{10 + number}") for number in range(num_hosts)]
         return
-    network = os.getpid() % 250
-    bridge, outside = f"bt{os.getpid()}", _SUBNET.format(network=network, host=_OUTSIDE)
+    number_of = f"{os.getpid()}{next(_NUMBERS)}"
+    network = int(number_of) % 250
+    bridge, outside = f"b{number_of}", _SUBNET.format(network=network, host=_OUTSIDE)
     with ExitStack() as stack:
         _ip("link", "add", bridge, "type", "bridge")
         stack.callback(_ip, "link", "del", bridge)
@@ -87,7 +91,7 @@ def hosts(num_hosts: int) -> Iterator[Sequence[Host]]:
         _ip("link", "set", bridge, "up")
         addresses = [_SUBNET.format(network=network, host=1 + number) for number in range(num_hosts)]
         yield [
-            stack.enter_context(_host(address, f"baton-{os.getpid()}-{number}", bridge, f"{bridge}n{number}", outside))
+            stack.enter_context(_host(address, f"baton-{number_of}-{number}", bridge, f"{bridge}n{number}", outside))
             for number, address in enumerate(addresses)
         ]
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from baton.results import ModelInfo
+from baton.settings.place import LOOPBACK
 from deploy.config.file import make_local_config
 from deploy.groups.cluster import LocalCluster
 from deploy.groups.group import Heartbeat, Surroundings
@@ -38,7 +39,7 @@ async def process_cluster(folder: Path, *, num_slots: int, max_tokens: int) -> A
             ModelInfo(folder.name, max_tokens, model.vocab_size, config.model.dtype, True, layout),
             model.eos_token_ids,
             partial(served_planner, config, folder),
-            config.worker_host,
+            LOOPBACK,
         )
         heartbeat = Heartbeat(supervision.heartbeat_s, supervision.dead_after_s)
         around = Surroundings(ProcessSpawner(supervision.start_timeout_s), heartbeat, CLOCK, lambda line: None)
