@@ -5,6 +5,7 @@ is found by bisection, and the search goes up from the two together. Of many all
 spaced ones are predicted, and then those around the best. Pure.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
 
 from orchestrator.autoscaling.config import AutoscalingConfig
@@ -52,10 +53,5 @@ def _worth(prediction: Prediction) -> tuple[float, float]:
 
 def _fewest(is_enough: Callable[[int], bool], most: int) -> int | None:
     """Return the least number from 1 to `most` that is enough, where more are enough too; None when none is."""
-    if not is_enough(most):
-        return None
-    low, high = 0, most
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_enough(middle) else (middle, high)
-    return high
+    found = 1 + bisect_left(range(1, most + 1), True, key=is_enough)
+    return found if found <= most else None

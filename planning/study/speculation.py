@@ -8,6 +8,7 @@ This is an upper bound: choosing keys, sampling and starting steps take no time 
 planned by costs learnt from steps (`planning.speculation`). Used by `baton plan`. Pure.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -95,10 +96,5 @@ def pays_from(
         found = best_round(model, chip, drafting, batch=batch, context=context, num_chips=num_chips)
         return found.num_drafts > 0 and found.speedup > 1
 
-    if not pays(longest):
-        return None
-    too_short, enough = 0, longest
-    while enough - too_short > 1:
-        middle = (too_short + enough) // 2
-        too_short, enough = (too_short, middle) if pays(middle) else (middle, enough)
-    return enough
+    found = 1 + bisect_left(range(1, longest + 1), True, key=pays)
+    return found if found <= longest else None
