@@ -4,9 +4,10 @@ leave. With --undo it brings the group back."""
 import argparse
 from typing import TYPE_CHECKING
 
-from baton.errors import InvalidArgumentError, UnavailableError
+from baton.errors import UnavailableError
 from deploy.commands.admin_channel import TARGET_HELP, add_key_option, admin_channel, given_key
 from deploy.options.command import add_command
+from deploy.options.numbers import check_timeout
 
 if TYPE_CHECKING:
     from baton.cluster_state import GroupState
@@ -45,8 +46,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """Run `baton drain`; return the exit status: 0 once the group has left, is drained, or may have work again."""
-    if args.timeout is not None and not 0 < args.timeout < float("inf"):
-        raise InvalidArgumentError(f"--timeout {args.timeout:g} is out of range: use a time above 0 seconds")
+    check_timeout(args.timeout)
     # Imported here, so that --help and mistyped options are answered without grpc.
     from baton.v1.admin_pb2_grpc import AdminStub
     from deploy.commands.record import secret_for, serving_endpoint

@@ -5,17 +5,16 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from baton.errors import BatonError, InvalidArgumentError, UnavailableError
-from deploy.commands.admin_channel import TARGET_HELP, add_key_option, admin_channel, given_key
+from baton.errors import BatonError, UnavailableError
+from deploy.commands.admin_channel import TARGET_HELP, add_key_option, admin_channel, ask_state, given_key
 from deploy.commands.drain import restore, withdraw
 from deploy.options.command import add_command
+from deploy.options.numbers import check_timeout
 
 if TYPE_CHECKING:
     import grpc
 
     from baton.cluster_state import GroupState
-
-_ANSWER_S = 10.0
 
 _DESCRIPTION = """\
 Gives each group new workers, one group after another, as `baton drain` and `baton drain --undo` would: a group finishes
@@ -54,8 +53,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """Run `baton reload`; return the exit status: 0 once all groups have new workers."""
-    if args.timeout is not None and not 0 < args.timeout < float("inf"):
-        raise InvalidArgumentError(f"--timeout {args.timeout:g} is out of range: use a time above 0 seconds")
+    check_timeout(args.timeout)
     # Imported here, so that --help and mistyped options are answered without grpc.
     from deploy.commands.record import secret_for, serving_endpoint
 
@@ -80,10 +78,9 @@ class _Rollout:
 
     def __init__(self, channel: "grpc.Channel", model: str, timeout_s: float | None) -> None:
         from baton.v1.admin_pb2_grpc import AdminStub
-        from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 
         self._admin = AdminStub(channel)
-        self._orchestrator = OrchestratorStub(channel)
+        self._channel = channel
         self._model = model
         self._timeout_s = timeout_s
         self._stand_in = ""
@@ -118,11 +115,7 @@ class _Rollout:
         return lines
 
     def _groups(self) -> "tuple[GroupState, ...]":
-        from baton.cluster_state import cluster_state_from_proto
-        from baton.v1 import orchestrator_pb2
-
-        state = self._orchestrator.GetClusterState(orchestrator_pb2.GetClusterStateRequest(), timeout=_ANSWER_S)
-        return cluster_state_from_proto(state).groups
+        return ask_state(self._channel).groups
 
     def _is_last_to_generate(self, name: str) -> bool:
         able = [group.name for group in self._groups() if group.role == "generate" and group.is_ready]

@@ -4,17 +4,17 @@ import argparse
 from typing import TYPE_CHECKING
 
 from baton.errors import ConfigError, InvalidArgumentError
-from deploy.commands.admin_channel import TARGET_HELP, add_key_option, admin_channel, given_key
+from deploy.commands.admin_channel import TARGET_HELP, add_key_option, admin_channel, ask_state, given_key
 from deploy.commands.drain import restore, withdraw
 from deploy.options.command import add_command
+from deploy.options.numbers import check_timeout
 
 if TYPE_CHECKING:
     import grpc
 
-    from baton.cluster_state import ClusterState, GroupState
+    from baton.cluster_state import GroupState
 
 POOLS = ("prefill", "generate")
-_ANSWER_S = 10.0
 
 _DESCRIPTION = """\
 Brings a pool to this number of groups that may get work. For more, groups that have left or are drained come back, and
@@ -47,8 +47,7 @@ def run(args: argparse.Namespace) -> int:
     least = 1 if args.pool == "generate" else 0
     if args.number < least:
         raise InvalidArgumentError(f"{args.number} groups are too few for the pool {args.pool}: use {least} or more")
-    if args.timeout is not None and not 0 < args.timeout < float("inf"):
-        raise InvalidArgumentError(f"--timeout {args.timeout:g} is out of range: use a time above 0 seconds")
+    check_timeout(args.timeout)
     # Imported here, so that --help and mistyped options are answered without grpc.
     from deploy.commands.record import secret_for, serving_endpoint
 
@@ -66,16 +65,15 @@ class _Scaling:
 
     def __init__(self, channel: "grpc.Channel", pool: str, timeout_s: float | None) -> None:
         from baton.v1.admin_pb2_grpc import AdminStub
-        from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 
         self._admin = AdminStub(channel)
-        self._orchestrator = OrchestratorStub(channel)
+        self._channel = channel
         self._pool = pool
         self._timeout_s = timeout_s
 
     def step(self, number: int) -> str:
         """Start a group or let one leave; return a line about it, empty once there are `number`. Raises BatonError."""
-        state = self._state()
+        state = ask_state(self._channel)
         groups = [group for group in state.groups if group.role == self._pool]
         working = [group for group in groups if not group.is_drained]
         drained = [group.name for group in groups if group.is_drained]
@@ -102,13 +100,6 @@ class _Scaling:
 
         with Console(stderr=True).status(f"starting another group like {group.name}"):
             return str(self._admin.StandIn(admin_pb2.StandInRequest(group=group.name), timeout=self._timeout_s).name)
-
-    def _state(self) -> "ClusterState":
-        from baton.cluster_state import cluster_state_from_proto
-        from baton.v1 import orchestrator_pb2
-
-        state = self._orchestrator.GetClusterState(orchestrator_pb2.GetClusterStateRequest(), timeout=_ANSWER_S)
-        return cluster_state_from_proto(state)
 
 
 def _number(group: str) -> int:

@@ -63,3 +63,9 @@ def check_threads(num_threads: int) -> None:
     """Raise InvalidArgumentError for a negative number of threads."""
     if num_threads < 0:
         raise InvalidArgumentError(f"--threads {num_threads} is out of range: use 0 (all cores) or more")
+
+
+def check_timeout(seconds: float | None) -> None:
+    """Raise InvalidArgumentError for a time to wait that is not above 0, or endless; None, no bound, is fine."""
+    if seconds is not None and not 0 < seconds < float("inf"):
+        raise InvalidArgumentError(f"--timeout {seconds:g} is out of range: use a time above 0 seconds")
