@@ -17,10 +17,7 @@ from tests.support.clusters.ray_heads import RayHead, ray_head, ray_node
 from tests.support.models.reference import check_equal_tokens
 from tests.support.models.texts import passage_ids
 
-pytestmark = [
-    pytest.mark.ci,
-    pytest.mark.skipif(not can_make_hosts(), reason="links of loopback addresses cannot be cut"),
-]
+pytestmark = pytest.mark.ci
 
 PARAMS = SamplingParams(max_tokens=120, ignore_eos=True)
 POOLS = {"baton_prefill": 1, "baton_generate": 1}
@@ -52,6 +49,8 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    if not can_make_hosts():
+        pytest.skip("links of loopback addresses cannot be cut")
     with ExitStack() as stack:
         head, first, second = stack.enter_context(hosts(3))
         ray = stack.enter_context(ray_head({}, host=head))
