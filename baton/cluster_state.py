@@ -40,6 +40,8 @@ class GroupState:
     """What a generation group said last; None for a prefill group, and while the group does not answer."""
     ranks: Mapping[int, PrefillStatus] = field(default_factory=dict)
     """What the ranks of a prefill group said last, by rank; those that do not answer are missing."""
+    lender: str = ""
+    """Name of the group from which the group has borrowed its worker; empty when its workers are its own."""
 
     @property
     def statuses(self) -> tuple[GenerationStatus | PrefillStatus, ...]:

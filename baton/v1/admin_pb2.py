@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import orchestrator_pb2 as baton_dot_v1_dot_orchestrator__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/admin.proto\x12\x08\x62\x61ton.v1\x1a\x1b\x62\x61ton/v1/orchestrator.proto\",\n\x0c\x44rainRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05leave\x18\x02 \x01(\x08\".\n\x0eUndrainRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\"\x1f\n\x0eStandInRequest\x12\r\n\x05group\x18\x01 \x01(\t2\xb6\x01\n\x05\x41\x64min\x12\x37\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x14.baton.v1.GroupState0\x01\x12\x39\n\x07Undrain\x12\x18.baton.v1.UndrainRequest\x1a\x14.baton.v1.GroupState\x12\x39\n\x07StandIn\x12\x18.baton.v1.StandInRequest\x1a\x14.baton.v1.GroupStateb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/admin.proto\x12\x08\x62\x61ton.v1\x1a\x1b\x62\x61ton/v1/orchestrator.proto\",\n\x0c\x44rainRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05leave\x18\x02 \x01(\x08\".\n\x0eUndrainRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\"\x1f\n\x0eStandInRequest\x12\r\n\x05group\x18\x01 \x01(\t\"*\n\x0b\x46lipRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04undo\x18\x02 \x01(\x08\x32\xed\x01\n\x05\x41\x64min\x12\x37\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x14.baton.v1.GroupState0\x01\x12\x39\n\x07Undrain\x12\x18.baton.v1.UndrainRequest\x1a\x14.baton.v1.GroupState\x12\x39\n\x07StandIn\x12\x18.baton.v1.StandInRequest\x1a\x14.baton.v1.GroupState\x12\x35\n\x04\x46lip\x12\x15.baton.v1.FlipRequest\x1a\x14.baton.v1.GroupState0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,6 +38,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_UNDRAINREQUEST']._serialized_end=155
   _globals['_STANDINREQUEST']._serialized_start=157
   _globals['_STANDINREQUEST']._serialized_end=188
-  _globals['_ADMIN']._serialized_start=191
-  _globals['_ADMIN']._serialized_end=373
+  _globals['_FLIPREQUEST']._serialized_start=190
+  _globals['_FLIPREQUEST']._serialized_end=232
+  _globals['_ADMIN']._serialized_start=235
+  _globals['_ADMIN']._serialized_end=472
 # @@protoc_insertion_point(module_scope)

@@ -82,3 +82,26 @@ class StandInRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StandInRequest: _TypeAlias = StandInRequest  # noqa: Y015
+
+@_typing.final
+class FlipRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    UNDO_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    undo: _builtins.bool
+    """Return the worker that the group has borrowed, or the last one that it has lent."""
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        undo: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "undo", b"undo"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlipRequest: _TypeAlias = FlipRequest  # noqa: Y015

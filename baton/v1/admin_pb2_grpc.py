@@ -50,6 +50,11 @@ class AdminStub:
                 request_serializer=baton_dot_v1_dot_admin__pb2.StandInRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_orchestrator__pb2.GroupState.FromString,
                 _registered_method=True)
+        self.Flip = channel.unary_stream(
+                '/baton.v1.Admin/Flip',
+                request_serializer=baton_dot_v1_dot_admin__pb2.FlipRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_orchestrator__pb2.GroupState.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -80,6 +85,18 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Flip(self, request, context):
+        """Lets the last worker of a group serve in the other role, with its weights still loaded: as a group of its own, which
+        has borrowed it. For a group that has borrowed its worker, and with `undo`, the worker goes back. Streams the states
+        of the groups that have to finish their work before, and at last that of the group that serves then. NOT_FOUND for a
+        group that does not exist; UNAVAILABLE for the last group that generates, for one without workers, where no
+        supervisor has workers, and when the worker does not serve in its new role: it then goes back. Nothing changes if
+        the call is given up before the worker could be spared.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -96,6 +113,11 @@ def add_AdminServicer_to_server(servicer, server):
             'StandIn': grpc.unary_unary_rpc_method_handler(
                     servicer.StandIn,
                     request_deserializer=baton_dot_v1_dot_admin__pb2.StandInRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_orchestrator__pb2.GroupState.SerializeToString,
+            ),
+            'Flip': grpc.unary_stream_rpc_method_handler(
+                    servicer.Flip,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.FlipRequest.FromString,
                     response_serializer=baton_dot_v1_dot_orchestrator__pb2.GroupState.SerializeToString,
             ),
     }
@@ -179,6 +201,33 @@ class Admin:
             target,
             '/baton.v1.Admin/StandIn',
             baton_dot_v1_dot_admin__pb2.StandInRequest.SerializeToString,
+            baton_dot_v1_dot_orchestrator__pb2.GroupState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Flip(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.Admin/Flip',
+            baton_dot_v1_dot_admin__pb2.FlipRequest.SerializeToString,
             baton_dot_v1_dot_orchestrator__pb2.GroupState.FromString,
             options,
             channel_credentials,

@@ -45,6 +45,14 @@ class AdminStub:
     """Starts another group with the configuration of the given one, and returns it when it serves; UNAVAILABLE when it
     cannot be started. The new group leaves for good when it is drained.
     """
+    Flip: _grpc.UnaryStreamMultiCallable[_admin_pb2.FlipRequest, _orchestrator_pb2.GroupState]
+    """Lets the last worker of a group serve in the other role, with its weights still loaded: as a group of its own, which
+    has borrowed it. For a group that has borrowed its worker, and with `undo`, the worker goes back. Streams the states
+    of the groups that have to finish their work before, and at last that of the group that serves then. NOT_FOUND for a
+    group that does not exist; UNAVAILABLE for the last group that generates, for one without workers, where no
+    supervisor has workers, and when the worker does not serve in its new role: it then goes back. Nothing changes if
+    the call is given up before the worker could be spared.
+    """
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -61,6 +69,14 @@ class AdminAsyncStub(AdminStub):
     StandIn: _aio.UnaryUnaryMultiCallable[_admin_pb2.StandInRequest, _orchestrator_pb2.GroupState]  # type: ignore[assignment]
     """Starts another group with the configuration of the given one, and returns it when it serves; UNAVAILABLE when it
     cannot be started. The new group leaves for good when it is drained.
+    """
+    Flip: _aio.UnaryStreamMultiCallable[_admin_pb2.FlipRequest, _orchestrator_pb2.GroupState]  # type: ignore[assignment]
+    """Lets the last worker of a group serve in the other role, with its weights still loaded: as a group of its own, which
+    has borrowed it. For a group that has borrowed its worker, and with `undo`, the worker goes back. Streams the states
+    of the groups that have to finish their work before, and at last that of the group that serves then. NOT_FOUND for a
+    group that does not exist; UNAVAILABLE for the last group that generates, for one without workers, where no
+    supervisor has workers, and when the worker does not serve in its new role: it then goes back. Nothing changes if
+    the call is given up before the worker could be spared.
     """
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
@@ -93,6 +109,20 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_orchestrator_pb2.GroupState, _abc.Awaitable[_orchestrator_pb2.GroupState]]:
         """Starts another group with the configuration of the given one, and returns it when it serves; UNAVAILABLE when it
         cannot be started. The new group leaves for good when it is drained.
+        """
+
+    @_abc_1.abstractmethod
+    def Flip(
+        self,
+        request: _admin_pb2.FlipRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_orchestrator_pb2.GroupState], _abc.AsyncIterator[_orchestrator_pb2.GroupState]]:
+        """Lets the last worker of a group serve in the other role, with its weights still loaded: as a group of its own, which
+        has borrowed it. For a group that has borrowed its worker, and with `undo`, the worker goes back. Streams the states
+        of the groups that have to finish their work before, and at last that of the group that serves then. NOT_FOUND for a
+        group that does not exist; UNAVAILABLE for the last group that generates, for one without workers, where no
+        supervisor has workers, and when the worker does not serve in its new role: it then goes back. Nothing changes if
+        the call is given up before the worker could be spared.
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

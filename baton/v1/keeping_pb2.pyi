@@ -386,10 +386,31 @@ class Orders(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class LentEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     DRAINED_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
     STAND_INS_FIELD_NUMBER: _builtins.int
     MODELS_FIELD_NUMBER: _builtins.int
+    LENT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def drained(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Groups that get no new work."""
@@ -406,6 +427,12 @@ class Orders(_message.Message):
     def models(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Folder of the model that a group loads when it starts, by the group's name."""
 
+    @_builtins.property
+    def lent(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Name of the worker, like prefill-0.1 or generate-0, that a stand-in has borrowed from a group of the other role, by
+        the stand-in's name. The worker goes back when the stand-in leaves.
+        """
+
     def __init__(
         self,
         *,
@@ -413,10 +440,11 @@ class Orders(_message.Message):
         leaving: _abc.Iterable[_builtins.str] | None = ...,
         stand_ins: _abc.Iterable[_builtins.str] | None = ...,
         models: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        lent: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drained", b"drained", "leaving", b"leaving", "models", b"models", "stand_ins", b"stand_ins"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drained", b"drained", "leaving", b"leaving", "lent", b"lent", "models", b"models", "stand_ins", b"stand_ins"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -777,6 +777,7 @@ class GroupState(_message.Message):
     IS_BROKEN_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    LENDER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     role: _builtins.str
     """prefill or generate."""
@@ -791,6 +792,8 @@ class GroupState(_message.Message):
     """Whether the group gets no new work because an operator drained it."""
     is_broken: _builtins.bool
     """Whether the group gets no new work for a while, because attempts there failed again and again."""
+    lender: _builtins.str
+    """Group of the other role from which the group has borrowed its worker; empty: its workers are its own."""
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Address of each rank."""
@@ -817,10 +820,11 @@ class GroupState(_message.Message):
         is_broken: _builtins.bool = ...,
         generation: _generate_pb2.GenerationStatus | None = ...,
         ranks: _abc.Mapping[_builtins.int, _prefill_pb2.PrefillStatus] | None = ...,
+        lender: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "epoch", b"epoch", "generation", b"generation", "is_broken", b"is_broken", "is_drained", b"is_drained", "is_ready", b"is_ready", "name", b"name", "num_leaked", b"num_leaked", "num_requests", b"num_requests", "ranks", b"ranks", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "epoch", b"epoch", "generation", b"generation", "is_broken", b"is_broken", "is_drained", b"is_drained", "is_ready", b"is_ready", "lender", b"lender", "name", b"name", "num_leaked", b"num_leaked", "num_requests", b"num_requests", "ranks", b"ranks", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -44,6 +44,7 @@ METHODS: Mapping[str, Access] = MappingProxyType(
         "/baton.v1.Admin/Drain": Access.OPERATORS,
         "/baton.v1.Admin/Undrain": Access.OPERATORS,
         "/baton.v1.Admin/StandIn": Access.OPERATORS,
+        "/baton.v1.Admin/Flip": Access.OPERATORS,
     }
 )
 """Access to each method that is served; a method that is missing here is for operators."""

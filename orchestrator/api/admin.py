@@ -1,7 +1,7 @@
-"""Serves operators' requests about groups over gRPC: drain, undrain, and start a stand-in.
+"""Serves operators' requests about groups over gRPC: drain, undrain, start a stand-in, and change a worker's role.
 
-The server's half of `baton drain` and `baton reload`; calls `orchestrator.observability.state`. On the process's
-asyncio loop.
+The server's half of `baton drain`, `baton reload` and `baton flip`; calls `orchestrator.observability.state`. On the
+process's asyncio loop.
 """
 
 import asyncio
@@ -52,6 +52,14 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     async def StandIn(self, request: pb.StandInRequest, context: Context) -> orchestrator_pb2.GroupState:
         """Start a group beside the named one, and return its state."""
         return group_state_to_proto(await self._overview.stand_in(request.group))
+
+    async def Flip(self, request: pb.FlipRequest, context: Context) -> AsyncIterator[orchestrator_pb2.GroupState]:
+        """Let the last worker of a group serve in the other role, or go back, and stream the states of the groups that
+        have to finish their work before, and at last that of the group that serves then."""
+        flipping = self._overview.unflip(request.group) if request.undo else self._overview.flip(request.group)
+        async with aclosing(flipping) as states:
+            async for state in states:
+                yield group_state_to_proto(state)
 
 
 def _require_below(folders: Sequence[Path], model: str) -> None:

@@ -48,6 +48,7 @@ def orders_to_proto(orders: Orders) -> pb.Orders:
         leaving=sorted(orders.leaving),
         stand_ins=sorted(orders.stand_ins),
         models=orders.models,
+        lent=orders.lent,
     )
 
 
@@ -58,6 +59,7 @@ def orders_from_proto(message: pb.Orders) -> Orders:
         leaving=frozenset(message.leaving),
         stand_ins=frozenset(message.stand_ins),
         models=dict(message.models),
+        lent=dict(message.lent),
     )
 
 

@@ -15,7 +15,7 @@ from baton.clock import SystemClock
 from baton.errors import NotFoundError, UnavailableError
 from orchestrator.membership.breakers import Breakers, BreakerState
 from orchestrator.membership.prefill_book import Backlogs
-from orchestrator.membership.view import AbsentGroup, ClusterView, G, Group, Orders
+from orchestrator.membership.view import AbsentGroup, ClusterView, G, Group, Orders, PrefillGroup
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ class Members:
     def view(self) -> ClusterView:
         """Return the groups to which new work may go: those present, except drained ones. A group that is being
         repaired, or kept from work by its breaker, is not ready in it."""
-        if not self.orders.drained and not self.breakers:
+        if not self.orders.drained and not self.orders.lent and not self.breakers:
             return self.present
         return ClusterView(
             prefill=tuple(self._seen(group) for group in self.present.prefill if not self.is_drained(group)),
@@ -98,6 +98,8 @@ class Members:
         self._require(name)
         if model and self.is_present(name):
             raise UnavailableError(f"{name} has workers, which keep their model: drain it first, without --keep")
+        if self.has_lent_all(name):
+            raise UnavailableError(f"{name} has lent its workers: return them by `baton flip {name} --undo`")
         if model:
             self.use_model(name, model)
         drained, leaving = self.orders.drained - {name}, self.orders.leaving - {name}
@@ -114,9 +116,7 @@ class Members:
         self._require(name)
         if self._kept is None:
             raise UnavailableError(f"nothing can stand in for {name}, as no supervisor starts workers here")
-        kind = name.rpartition("-")[0]
-        taken = {*self._names(), *self.orders.stand_ins}
-        made = next(f"{kind}-{number}" for number in itertools.count() if f"{kind}-{number}" not in taken)
+        made = self._unused(name.rpartition("-")[0])
         self.use_model(made, self.orders.models.get(name))
         self.keep_orders(replace(self.orders, stand_ins=self.orders.stand_ins | {made}))
         return made
@@ -126,6 +126,51 @@ class Members:
         if name in self.orders.stand_ins:
             drained, leaving = self.orders.drained | {name}, self.orders.leaving | {name}
             self.keep_orders(replace(self.orders, drained=drained, leaving=leaving))
+
+    def require_flippable(self, name: str) -> None:
+        """Raise an error that names the remedy if no worker of the group can change its role: NotFoundError for an
+        unknown name; UnavailableError where no supervisor has workers, for a group without workers, and for the last
+        group that may generate."""
+        self._require(name)
+        if self._kept is None:
+            raise UnavailableError(f"{name} keeps its role, as no supervisor is here that could change it")
+        if not self.is_present(name):
+            raise UnavailableError(f"{name} has no workers: start it first by `baton drain {name} --undo`")
+        others = [group for group in self.view.generation if group.ready and group.name != name]
+        if not others and any(group.name == name for group in self.present.generation):
+            raise UnavailableError(
+                f"{name} is the only group that may generate: have another first, by `baton scale generate 2`"
+            )
+
+    def lend(self, name: str) -> str:
+        """Order the last worker of a drained, idle group to serve as a group of the other role, and let what is left
+        of the drained group get work again; return the name of the new group. It leaves for good when it is drained,
+        and its worker goes back then."""
+        assert name in self.orders.drained, f"{name} may get work"
+        (group,) = (each for each in self.present.groups if each.name == name)
+        if isinstance(group, PrefillGroup):
+            lent = self.orders.borrowers(name)
+            rank = max(set(range(len(group.endpoints) + len(lent))) - lent.keys())
+            made, worker = self._unused("generate"), f"{name}.{rank}"
+        else:
+            made, worker = self._unused("prefill"), name
+        models = {**self.orders.models, **({made: self.orders.models[name]} if name in self.orders.models else {})}
+        self.keep_orders(
+            Orders(
+                drained=self.orders.drained - {name},
+                leaving=self.orders.leaving,
+                stand_ins=self.orders.stand_ins | {made},
+                models=models,
+                lent={**self.orders.lent, made: worker},
+            )
+        )
+        return made
+
+    def give_back(self, name: str) -> None:
+        """Order the worker that the drained, idle group has borrowed to go back to its own group, which gets no new
+        work until the worker is there, and then may get work again."""
+        drained = (self.orders.drained | {name}) - {self.orders.lender(name)}
+        self.keep_orders(replace(self.orders, drained=drained, leaving=self.orders.leaving | {name}))
 
     def keep_orders(self, orders: Orders) -> None:
         """Put these orders in force and drop all others, whether their groups are present or not."""
@@ -157,9 +202,20 @@ class Members:
         """Return what is known of a group without workers; None when it has some, or is unknown."""
         return next((group for group in self.present.absent if group.name == name), None)
 
+    def is_starting(self, name: str) -> bool:
+        """Return whether the group of that name has no workers and is to have some."""
+        absence = self.absence(name)
+        return absence is not None and absence.starts
+
     def is_drained(self, group: Group) -> bool:
-        """Return whether the group gets no new work because an operator has drained it."""
-        return group.name in self.orders.drained
+        """Return whether the group gets no new work because an operator has drained it, or because one of its workers
+        is about to go to another group or to come back from there."""
+        return group.name in self.orders.drained or any(map(self._moves, self.orders.borrowers(group.name).values()))
+
+    def has_lent_all(self, name: str) -> bool:
+        """Return whether the group has no workers because other groups have borrowed them."""
+        is_away = not self.is_present(name) and name not in self.orders.leaving
+        return is_away and bool(self.orders.borrowers(name)) and not self.is_starting(name)
 
     def is_broken(self, group: Group) -> bool:
         """Return whether the group's breaker is not closed, because attempts there failed again and again."""
@@ -205,6 +261,19 @@ class Members:
 
     def _seen(self, group: G) -> G:
         return group if self.breakers.of(group.life).admits else replace(group, ready=False)
+
+    def _moves(self, borrower: str) -> bool:
+        """Return whether the group's borrowed worker is still to come, or to go back. One that has failed to come is
+        not waited for."""
+        if borrower in self.orders.leaving:
+            return True
+        absence = self.absence(borrower)
+        return not self.is_present(borrower) and not (absence is not None and absence.error)
+
+    def _unused(self, kind: str) -> str:
+        """Return a name, like generate-2, that no group has."""
+        taken = {*self._names(), *self.orders.stand_ins}
+        return next(f"{kind}-{number}" for number in itertools.count() if f"{kind}-{number}" not in taken)
 
     def _names(self) -> list[str]:
         """Return the names of all known groups, sorted."""

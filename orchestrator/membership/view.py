@@ -120,8 +120,27 @@ class Orders:
     """Names of groups beyond the configured ones, which serve while others are away; one that has left is forgotten."""
     models: Mapping[str, str] = field(default_factory=dict)
     """Folder of the model that a group loads when it starts, by the group's name; others load the configured one."""
+    lent: Mapping[str, str] = field(default_factory=dict)
+    """Name of the worker that a stand-in has borrowed from a group of the other role, by the stand-in's name. The
+    worker goes back to its own group when the stand-in leaves."""
 
     def without(self, names: Collection[str]) -> "Orders":
         """Return these orders without any for the groups of these names."""
         models = {name: model for name, model in self.models.items() if name not in names}
-        return Orders(self.drained - {*names}, self.leaving - {*names}, self.stand_ins - {*names}, models)
+        lent = {name: worker for name, worker in self.lent.items() if name not in names}
+        return Orders(self.drained - {*names}, self.leaving - {*names}, self.stand_ins - {*names}, models, lent)
+
+    def lender(self, name: str) -> str:
+        """Return the name of the group whose worker the named group has borrowed; empty if it has borrowed none."""
+        return place_of(self.lent[name])[0] if name in self.lent else ""
+
+    def borrowers(self, name: str) -> dict[int, str]:
+        """Return the groups that have borrowed workers of the named group, by the workers' ranks in it."""
+        places = {borrower: place_of(worker) for borrower, worker in self.lent.items()}
+        return {rank: borrower for borrower, (group, rank) in places.items() if group == name}
+
+
+def place_of(worker: str) -> tuple[str, int]:
+    """Return the group and the rank of the worker of that name, like prefill-0.1 or generate-0."""
+    group, _, rank = worker.partition(".")
+    return group, int(rank or 0)

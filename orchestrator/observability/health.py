@@ -25,7 +25,8 @@ def why_not_serving(groups: Sequence[GroupState], *, leaks_count: bool = True) -
 def why_degraded(groups: Sequence[GroupState], absent: Sequence[AbsentGroup] = ()) -> tuple[str, ...]:
     """Return a line for each group that gets no work, and for the consequence; none while all groups get work."""
     reasons = [f"{group.name} {_absence(group)}" for group in groups if not group.is_ready]
-    reasons += [f"{group.name} {_whereabouts(group)}" for group in absent]
+    lent = {group.lender: group.name for group in groups if group.lender}
+    reasons += [f"{group.name} {_whereabouts(group, lent.get(group.name, ''))}" for group in absent]
     roles = {*(group.role for group in groups), *(group.role for group in absent)}
     if "prefill" in roles and not any(group.is_ready for group in groups if group.role == "prefill"):
         reasons.append("no prefill group is ready: generation groups prefill by themselves")
@@ -45,7 +46,10 @@ def _absence(group: GroupState) -> str:
     return "is not ready: its workers start, or are being repaired"
 
 
-def _whereabouts(group: AbsentGroup) -> str:
+def _whereabouts(group: AbsentGroup, borrower: str) -> str:
+    """Return why the group has no workers; `borrower` is a group that has borrowed one, if there is one."""
+    if not group.starts and borrower:
+        return f"has lent its workers: `baton flip {borrower} --undo` returns that of {borrower}"
     if not group.starts:
         return f"has left: `baton drain {group.name} --undo` starts it again"
     return f"did not start, and is tried again: {group.error}" if group.error else "starts"

@@ -1,4 +1,5 @@
-"""Answers operators of a running orchestrator: its state, its health, and the draining and starting of groups.
+"""Answers operators of a running orchestrator: its state, its health, and the draining, starting and flipping of
+groups.
 
 Reads the parts of `orchestrator.controller`, which owns it. Put on gRPC by `orchestrator.api.frontend` and
 `orchestrator.api.admin`; scraped by `orchestrator.observability.metrics_server`. On the loop.
@@ -6,6 +7,8 @@ Reads the parts of `orchestrator.controller`, which owns it. Put on gRPC by `orc
 
 import logging
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 
 from baton import __version__
@@ -72,32 +75,36 @@ class Overview:
         """Return whether a generation group can take requests and the workers' books are in order."""
         return not self._why_not_serving(self._census.groups())
 
-    async def drain(self, name: str, *, leave: bool) -> AsyncGenerator[GroupState, None]:
+    def drain(self, name: str, *, leave: bool) -> AsyncGenerator[GroupState, None]:
         """Keep new work from the group from now on, and yield its state, now and whenever it changes.
 
         Ends when the group has no work left and the supervisor has recorded the drain; if the group is to `leave`, when
-        its workers are gone after that; and when the group is undrained. Raises NotFoundError for an unknown name, and
-        UnavailableError where no supervisor ends workers and the group is to leave.
+        its workers are gone after that, a borrowed one to its own group; and when the group is undrained. Raises
+        NotFoundError for an unknown name, and UnavailableError where no supervisor ends workers and the group is to
+        leave.
         """
+        return self._give_back(name) if leave and name in self._members.orders.lent else self._drain(name, leave=leave)
+
+    async def _drain(self, name: str, *, leave: bool) -> AsyncGenerator[GroupState, None]:
         self._members.drain(name)
         logger.info("draining group=%s", name)
         told: GroupState | None = None
         while True:
             await self._census.ask()
-            state = self._census.group(name)
+            state, is_wanted = self._census.group(name), name not in self._members.orders.drained
             if state is None:
-                if leave and self._is_starting(name) and name in self._members.orders.drained:
+                if leave and self._members.is_starting(name) and name in self._members.orders.drained:
                     self._members.dismiss(name)
-                    await self._members.until(lambda: None if self._is_starting(name) else True, _POLL_S)
+                    await self._members.until(lambda: None if self._members.is_starting(name) else True, _POLL_S)
                     continue
                 logger.info("drained group=%s: it is gone", name)
                 return
             if state != told:
                 yield state
                 told = state
-            if state.is_drained != (name in self._members.orders.drained):
+            if is_wanted != (name not in self._members.orders.drained):
                 continue  # the order changed while the state was sent
-            if not state.is_drained:
+            if is_wanted:
                 logger.info("group=%s is wanted again", name)
                 return
             if self._is_idle(state) and self._members.is_kept(name):
@@ -141,6 +148,89 @@ class Overview:
             self._members.give_up(made)
             raise
 
+    def flip(self, name: str) -> AsyncGenerator[GroupState, None]:
+        """Let the last worker of the group serve in the other role, with its weights still loaded, and yield states:
+        those of the group while it finishes its work, and at last that of the new group that has borrowed the worker.
+
+        New requests go to other groups meanwhile, and no request is lost. What is left of a chain gets work again as
+        soon as the worker serves. A group that has borrowed its worker gives it back, as `unflip` does. If the caller
+        stops before the worker could be spared, nothing has changed. Raises NotFoundError for an unknown name;
+        UnavailableError for a group without workers, for the last one that may generate, without a supervisor, and when
+        the worker does not serve in its new role: it then goes back to its group, and the order is withdrawn.
+        """
+        return self._unflip(name) if name in self._members.orders.lent else self._lend(name)
+
+    def unflip(self, name: str) -> AsyncGenerator[GroupState, None]:
+        """Return the worker that the group has borrowed, or the last one that it has lent, and yield states: those of
+        the groups while they finish their work, and at last that of the group to which the worker has come back.
+
+        Raises NotFoundError when the group has neither borrowed nor lent a worker; UnavailableError for the last group
+        that may generate, and when a group without other workers does not come up again, which is tried on.
+        """
+        borrowers = self._members.orders.borrowers(name)
+        if name not in self._members.orders.lent and not borrowers:
+            raise NotFoundError(f"{name} has no worker to return: name a group that has borrowed or lent one")
+        return self._unflip(borrowers[min(borrowers)] if borrowers else name)
+
+    async def _lend(self, name: str) -> AsyncGenerator[GroupState, None]:
+        self._members.require_flippable(name)
+        async with aclosing(self._spare(name)) as states:
+            async for state in states:
+                yield state
+        made = self._members.lend(name)
+        logger.info("group=%s borrows a worker of group=%s", made, name)
+        try:
+            borrower = await self._until_there(made)
+        except UnavailableError:
+            async for _ in self._give_back(made):
+                pass
+            raise
+        yield borrower
+
+    async def _unflip(self, borrower: str) -> AsyncGenerator[GroupState, None]:
+        lender = self._members.orders.lender(borrower)
+        if borrower not in self._members.orders.leaving:
+            self._members.require_flippable(borrower)
+        async with aclosing(self._give_back(borrower)) as states:
+            async for state in states:
+                yield state
+        if lender not in self._members.orders.leaving:
+            yield await self._until_there(lender)
+
+    async def _give_back(self, borrower: str) -> AsyncGenerator[GroupState, None]:
+        """Return a borrowed worker once its group, and the group that it joins, have no work left. An order that was
+        given already is followed to its end."""
+        lender = self._members.orders.lender(borrower)
+        if borrower not in self._members.orders.leaving:
+            async with aclosing(self._spare(*filter(self._members.is_present, (borrower, lender)))) as states:
+                async for state in states:
+                    yield state
+            self._members.give_back(borrower)
+            logger.info("group=%s returns its worker to group=%s", borrower, lender)
+        while borrower in self._members.orders.lent:
+            if borrower not in self._members.orders.leaving:
+                raise UnavailableError(f"{borrower} was let have work again meanwhile: it keeps its worker")
+            await self._members.until(lambda: None if borrower in self._members.orders.lent else True, _POLL_S)
+
+    async def _spare(self, *names: str) -> AsyncGenerator[GroupState, None]:
+        """Drain the groups, and yield their states, until none has work left. They get work again if the caller stops
+        before. Raises UnavailableError when an operator lets one have work again, and when one is gone."""
+        before = self._members.orders.drained
+        is_spared = False
+        try:
+            for name in names:
+                async with aclosing(self._drain(name, leave=False)) as states:
+                    async for state in states:
+                        yield state
+            for name in names:
+                if name not in self._members.orders.drained or not self._members.is_present(name):
+                    raise UnavailableError(f"{name} was let have work again, or left, meanwhile: no role has changed")
+            is_spared = True
+        finally:
+            if not is_spared:
+                orders = self._members.orders
+                self._members.keep_orders(replace(orders, drained=orders.drained - ({*names} - before)))
+
     async def _until_there(self, name: str) -> GroupState:
         """Wait until the group has workers and return its state. Raises UnavailableError when it cannot be started, and
         NotFoundError when it is no longer known."""
@@ -156,10 +246,6 @@ class Overview:
     def _moved(self, name: str, num_requests: int) -> bool | None:
         is_as_before = self._members.load(name).num_requests == num_requests and self._members.is_present(name)
         return None if is_as_before else True
-
-    def _is_starting(self, name: str) -> bool:
-        absence = self._members.absence(name)
-        return absence is not None and absence.starts
 
     def _settled(self, name: str) -> bool | None:
         absence = self._members.absence(name)

@@ -181,4 +181,5 @@ class Census:
             is_broken=self._members.is_broken(group),
             generation=generation,
             ranks={rank: self._ranks[each] for rank, each in enumerate(endpoints) if each in self._ranks},
+            lender=self._members.orders.lender(group.name),
         )

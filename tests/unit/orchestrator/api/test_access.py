@@ -35,7 +35,7 @@ CONFIGS = {
     "no keys": Tenants(),
 }
 OPEN = ("Check", "Watch", "List")
-CHANGING = ("Drain", "Undrain", "StandIn", "UseCalibration", "UseStepTimes")
+CHANGING = ("Drain", "Undrain", "StandIn", "Flip", "UseCalibration", "UseStepTimes")
 
 Outcome = str | grpc.StatusCode
 

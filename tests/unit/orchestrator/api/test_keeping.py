@@ -34,7 +34,9 @@ VIEW = ClusterView(
     ),
     absent=(AbsentGroup("gone", "generate", True, "no room"), AbsentGroup("left", "prefill")),
 )
-ORDERS = Orders(frozenset({"p", "g"}), frozenset({"g"}), frozenset({"more"}), {"more": "/models/other"})
+ORDERS = Orders(
+    *(frozenset({"p", "g"}), frozenset({"g"}), frozenset({"more"})), {"more": "/models/other"}, {"more": "p.1"}
+)
 
 
 @pytest.mark.parametrize("view", [VIEW, ClusterView()])

@@ -68,6 +68,12 @@ def test_a_group_without_workers_is_said_to_have_left_or_to_start() -> None:
     )
 
 
+def test_a_group_that_has_lent_its_workers_is_not_said_to_have_left() -> None:
+    absent = [AbsentGroup("g", "generate")]
+    reasons = why_degraded([replace(CHAIN, name="q", lender="g"), replace(GROUP, name="h")], absent)
+    assert reasons == ("g has lent its workers: `baton flip q --undo` returns that of q",)
+
+
 def test_without_chains_configured_nothing_is_degraded() -> None:
     assert why_degraded([GROUP]) == ()
 
