@@ -18,7 +18,7 @@ from generate_workers.config import EngineConfig
 from generate_workers.servicer import GenerationServer
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder
-from modeling.hosting import load, prefix_options, sweep_node
+from modeling.hosting import LoadedModel, prefix_options, sweep_node
 from planning.step_times import load_kept
 from planning.work_cost import WorkCost
 from text.tokenizer import Tokenizer
@@ -27,10 +27,11 @@ from transport.identity import ClusterSecret
 logger = logging.getLogger(__name__)
 
 
-async def start_engine(place: WorkerPlace, config: EngineConfig) -> GenerationServer:
-    """Load the model and return the engine's server, accepting calls. Raises ModelError or ConfigError, one line."""
+async def start_engine(place: WorkerPlace, config: EngineConfig, model: LoadedModel | None = None) -> GenerationServer:
+    """Load the model unless `model` has it, and return the engine's server, accepting calls. Raises ModelError or
+    ConfigError, one line."""
     secret = ClusterSecret(place.secret)
-    decoder = await asyncio.to_thread(load, place)
+    decoder = await asyncio.to_thread((model or LoadedModel()).load, place)
     tokenizer = await asyncio.to_thread(Tokenizer.load, place.model_folder)
     server = await GenerationServer.start(
         decoder,

@@ -1,6 +1,7 @@
 """What a worker of either role does in the process that hosts it: loads its model, and finds its node's prefixes.
 
-`prefill_workers.host` and `generate_workers.host` call these once, when a worker starts. All block.
+`prefill_workers.host` and `generate_workers.host` call these when a worker starts: once in a process, or once for each
+role that it has in turn. All block.
 """
 
 import os
@@ -29,17 +30,33 @@ class PrefixOptions(TypedDict):
 
 
 def use_cores(cores: Sequence[int], num_threads: int) -> None:
-    """Pin this process to `cores` and give torch `num_threads` threads. Call before the model is loaded."""
+    """Pin this process to `cores` and give torch `num_threads` threads. Call before the model is loaded, and before the
+    threads start that compute."""
     pin(cores)
     torch.set_num_threads(num_threads)
 
 
-def load(place: WorkerPlace) -> Decoder:
-    """Pin the process as its place says, choose its kernels, and load the model. Raises ModelError, in one line."""
-    allow_files()
-    use_cores(place.cores, place.num_threads or os.cpu_count() or 1)
-    KERNELS.use(place.kernels)
-    return load_decoder(place.model_folder, dtype=place.dtype, quantization=place.quantization)
+class LoadedModel:
+    """The model that a process has loaded, which stays loaded while one server after another uses it. Owned by the
+    process; not thread-safe."""
+
+    def __init__(self) -> None:
+        self._source: tuple[Path, str, str] | None = None
+        """Folder, number format and quantization of the decoder."""
+        self._decoder: Decoder | None = None
+
+    def load(self, place: WorkerPlace) -> Decoder:
+        """Pin the process as its place says, choose its kernels, and return the model, which is loaded unless it is
+        there already. Raises ModelError, in one line."""
+        allow_files()
+        use_cores(place.cores, place.num_threads or os.cpu_count() or 1)
+        KERNELS.use(place.kernels)
+        source = (place.model_folder, place.dtype, place.quantization)
+        if self._decoder is None or self._source != source:
+            self._decoder = None  # first: there may be no memory for two
+            self._decoder = load_decoder(place.model_folder, dtype=place.dtype, quantization=place.quantization)
+            self._source = source
+        return self._decoder
 
 
 def prefix_options(place: WorkerPlace) -> PrefixOptions:

@@ -8,16 +8,17 @@ import asyncio
 
 from baton.clock import SystemClock
 from baton.settings.place import WorkerPlace
-from modeling.hosting import load, prefix_options, sweep_node
+from modeling.hosting import LoadedModel, prefix_options, sweep_node
 from prefill_workers.config import PrefillConfig
 from prefill_workers.servicer import PrefillServer
 from transport.identity import ClusterSecret
 
 
-async def start_rank(place: WorkerPlace, config: PrefillConfig) -> PrefillServer:
-    """Load the model, start the rank's server and return it, serving. Raises ModelError or ConfigError, one line."""
+async def start_rank(place: WorkerPlace, config: PrefillConfig, model: LoadedModel | None = None) -> PrefillServer:
+    """Load the model unless `model` has it, start the rank's server and return it, serving. Raises ModelError or
+    ConfigError, one line."""
     secret = ClusterSecret(place.secret)
-    decoder = await asyncio.to_thread(load, place)
+    decoder = await asyncio.to_thread((model or LoadedModel()).load, place)
     server = await PrefillServer.start(
         decoder,
         clock=SystemClock(),

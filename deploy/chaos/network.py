@@ -51,7 +51,8 @@ class FaultyNetwork(grpc.GenericRpcHandler):
     def __init__(self, plan: FaultPlan) -> None:
         self.endpoint = ""
         """Address of this network, host:port, which the rest of the cluster uses."""
-        self._plan = plan
+        self.plan = plan
+        """Plan of the faults."""
         self._thawed = asyncio.Event()
         self._thawed.set()
         self._closing = False
@@ -100,7 +101,7 @@ class FaultyNetwork(grpc.GenericRpcHandler):
 
     async def _forward(self, path: str, requests: AsyncIterator[bytes], context: Context) -> Replies:
         method = path.rpartition("/")[2]
-        strike = self._plan.next(method, _ALWAYS | {Fault.TWICE} if method in _REPEATABLE else _ALWAYS)
+        strike = self.plan.next(method, _ALWAYS | {Fault.TWICE} if method in _REPEATABLE else _ALWAYS)
         await self._thawed.wait()
         await _before(strike)
         if strike is not None and strike.fault is Fault.TWICE:
@@ -177,6 +178,14 @@ class NetworkedWorker:
             os.kill(self.pid, signal.SIGSTOP)
         else:
             self._network.freeze()
+
+    async def serve_as(self, config: WorkerConfig) -> None:
+        """Let the worker serve with this configuration, behind a network of its own."""
+        await self._network.close()
+        await self.inner.serve_as(config)
+        self._network = FaultyNetwork(self._network.plan)
+        await self._network.open(self.inner.endpoint)
+        self.endpoint = self._network.endpoint
 
     async def wait(self) -> str:
         """Wait until the worker and its calls have ended; return how the worker ended."""

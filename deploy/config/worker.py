@@ -1,5 +1,6 @@
 """Settings of one worker, as its launcher passes them to its process."""
 
+from dataclasses import replace
 from typing import Literal
 
 from baton.settings.base import settings
@@ -23,11 +24,26 @@ class WorkerConfig:
     place: WorkerPlace
     section: PrefillConfig | EngineConfig | OrchestratorConfig
     """Settings of the role."""
+    lent: str = ""
+    """Name of the worker in whose place this one runs, because its group has lent it; empty: it has a place of its
+    own."""
 
     @property
     def group_name(self) -> str:
         """Name of the worker's group: ROLE-GROUP."""
         return f"{self.role}-{self.group}"
+
+    @property
+    def place_name(self) -> str:
+        """Name of the worker that has the place where this one runs: its own name, or that of the lent worker."""
+        return self.lent or self.name
+
+    def in_place_of(self, home: "WorkerConfig") -> "WorkerConfig":
+        """Return this configuration for the process of another worker, which its group has lent: on its cores."""
+        cores, num_threads = home.place.cores, self.place.num_threads
+        if cores:
+            num_threads = min(num_threads or len(cores), len(cores))
+        return replace(self, lent=home.name, place=replace(self.place, cores=cores, num_threads=num_threads))
 
     @property
     def name(self) -> str:

@@ -8,6 +8,7 @@ supervisor's asyncio loop; leaves no worker behind.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from baton.clock import Clock
@@ -23,10 +24,13 @@ from deploy.groups.worker import Worker
 from deploy.machine.calibrations import engine_step_times
 from deploy.machine.limits import tokens_of_slot
 from orchestrator.membership.members import Members
-from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
+from orchestrator.membership.view import ClusterView, GenerationGroup, Orders, PrefillGroup, place_of
 from transport.identity import ClusterSecret
 
 logger = logging.getLogger(__name__)
+
+NO_ORDERS = Orders()
+"""The orders under which every group has the workers that are configured."""
 
 
 class Cluster:
@@ -123,11 +127,25 @@ class Cluster:
         )
 
 
-def group_of(workers: Sequence[WorkerConfig], around: Surroundings) -> WorkerGroup:
-    """Make the group of these workers, which is not started yet; a chain gets links."""
-    first = workers[0]
-    links = ChainLinks(around.host, around.heartbeat.dead_after_s) if first.role == "prefill" else None
-    return WorkerGroup(first.group_name, workers, around, links)
+def group_of(
+    name: str,
+    workers_of: Callable[[str], Sequence[WorkerConfig]],
+    around: Surroundings,
+    orders: Orders = NO_ORDERS,
+) -> WorkerGroup:
+    """Make the group of that name, which is not started yet; a chain gets links.
+
+    `workers_of` returns the configurations of all workers of a group, in rank order. Of these the group has those that
+    the orders leave to it: not those that are lent. A group that has borrowed a worker has one, in that one's place.
+    """
+    workers = workers_of(name)
+    links = ChainLinks(around.host, around.heartbeat.dead_after_s) if workers[0].role == "prefill" else None
+    if name in orders.lent:
+        lender, rank = place_of(orders.lent[name])
+        home = workers_of(lender)
+        return WorkerGroup(name, [workers[0].in_place_of(home[rank])], around, links, room=(lender, len(home)))
+    kept = [worker for worker in workers if worker.rank not in orders.borrowers(name)]
+    return WorkerGroup(name, kept, around, links, room=(name, len(workers)))
 
 
 def _by_number(group: WorkerGroup) -> tuple[int, str]:
@@ -166,8 +184,10 @@ class LocalCluster:
         """The secret of this cluster, which calls to its workers carry."""
         measured = engine_step_times(config, folder)
         for name in config.group_sizes:
-            workers = config.workers(name, folder, kernels, secret=self.secret, step_times=measured)
-            self._cluster.add(group_of(workers, self._around))
+            workers_of = partial(
+                config.workers, folder=folder, kernels=kernels, secret=self.secret, step_times=measured
+            )
+            self._cluster.add(group_of(name, workers_of, self._around))
 
     async def __aenter__(self) -> "LocalCluster":
         self._around.report(f"starting {self.config.num_workers} workers")

@@ -13,26 +13,23 @@ Runs on the supervisor's asyncio loop, in one task for each group.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from types import MappingProxyType
 
 import grpc
 
-from baton import __version__
 from baton.clock import Clock
-from baton.errors import BatonError, UnavailableError, VersionMismatchError
+from baton.errors import BatonError, UnavailableError
 from baton.process.endless import Pauses, describe, repeat, tell_end, tell_failure
 from baton.settings.place import LOOPBACK
-from baton.types import KernelChoice
 from baton.v1 import generate_pb2, prefill_pb2
 from deploy.config.worker import WorkerConfig
+from deploy.groups.agreement import Agreement
 from deploy.groups.chain_links import ChainLinks
 from deploy.groups.restarts import Backoff, Restarts
 from deploy.groups.spawner import Room, Spawner, WorkerHandle
-from deploy.groups.worker import Worker, WorkerStatus
-from modeling.kernels.native import choice_path
-from transport.proto_types import kernels_from_proto
+from deploy.groups.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -45,41 +42,6 @@ class Heartbeat:
     """Seconds between two heartbeats, and for an answer to one."""
     dead_after_s: float
     """Seconds without an answered heartbeat after which a worker is killed and replaced."""
-
-
-@dataclass
-class Agreement:
-    """What all workers of a cluster must have in common: the supervisor's version, the KV layout of those that load the
-    same model folder, and the kernels of those on the same kind of processor. The first worker that is asked sets the
-    latter two."""
-
-    layouts: dict[Path, tuple[str, str]] = field(default_factory=dict)
-    """KV layout by model folder: its fingerprint, and the worker that reported it."""
-    kernels: dict[str, tuple[KernelChoice, str]] = field(default_factory=dict)
-    """Kernels by kind of processor, with the worker that reported them."""
-
-    def check(self, config: WorkerConfig, status: WorkerStatus) -> None:
-        """Raise VersionMismatchError for a worker that differs from those checked before."""
-        if status.version != __version__:
-            raise VersionMismatchError(
-                f"{config.name} has Baton {status.version}, its supervisor {__version__}: run one version everywhere"
-            )
-        layout, told_by = self.layouts.setdefault(config.place.model_folder, (status.layout_fingerprint, config.name))
-        if status.layout_fingerprint != layout:
-            raise VersionMismatchError(
-                f"workers differ in KV layout: {told_by} has {layout}; {config.name} has {status.layout_fingerprint}: "
-                "run one model everywhere"
-            )
-        self._check_kernels(config, kernels_from_proto(status.kernels))
-
-    def _check_kernels(self, config: WorkerConfig, choice: KernelChoice) -> None:
-        agreed, told_by = self.kernels.setdefault(choice.processor, (choice, config.name))
-        if choice != agreed:
-            raise VersionMismatchError(
-                f"workers on {choice.processor} differ in kernels: {told_by} has {agreed}; {config.name} has {choice}: "
-                "install a C++ compiler on all nodes or none, and copy one node's choice-*.json to the others' "
-                f"{choice_path().parent}"
-            )
 
 
 @dataclass(frozen=True)
@@ -105,10 +67,19 @@ class WorkerGroup:
     """Workers that serve together or not at all: a chain's ranks, or one generation engine. Used once."""
 
     def __init__(
-        self, name: str, configs: Sequence[WorkerConfig], surroundings: Surroundings, links: ChainLinks | None = None
+        self,
+        name: str,
+        configs: Sequence[WorkerConfig],
+        surroundings: Surroundings,
+        links: ChainLinks | None = None,
+        *,
+        room: tuple[str, int] | None = None,
     ) -> None:
-        """Make a group that is not started yet. Only a chain has `links`."""
+        """Make a group that is not started yet. Only a chain has `links`. `room`: the group in whose room the workers
+        run, and the number of places there; None: the group's own, with a place for each of these workers."""
         self.name = name
+        self.room, self.num_places = room or (name, len(configs))
+        """The group in whose room the workers run, and the number of places there."""
         self.links = links
         self.workers: dict[int, Worker] = {}
         """Workers by rank, in their present lives; empty before the group has started."""
@@ -127,6 +98,8 @@ class WorkerGroup:
         """Workers whose process has ended and whose next life has not begun, by rank."""
         self._ready = asyncio.Event()
         self._look = asyncio.Event()
+        self._changing = asyncio.Lock()
+        """Held while workers are asked, replaced, given or received."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
 
@@ -147,6 +120,11 @@ class WorkerGroup:
         """Addresses of the workers, host:port, in rank order."""
         return tuple(self.workers[rank].handle.endpoint for rank in sorted(self.workers))
 
+    @property
+    def configs(self) -> Mapping[int, WorkerConfig]:
+        """Configurations of the workers that the group is to have, by rank."""
+        return {config.rank: config for config in self._configs}
+
     async def until_ready(self) -> None:
         """Wait until the group is ready."""
         await self._ready.wait()
@@ -157,12 +135,13 @@ class WorkerGroup:
         self._set_ready(False)
         self._look.set()
 
-    async def start(self) -> None:
-        """Start the workers and return when the group is ready; from then on it is watched. Raises the first failure;
-        `close` cleans up."""
+    async def start(self, given: Mapping[int, WorkerHandle] = MappingProxyType({})) -> None:
+        """Start the workers and return when the group is ready; from then on it is watched. The processes `given`, by
+        rank, which other groups have given up, become its workers. Raises the first failure; `close` cleans up."""
         if self._around.room is not None:
-            await self._around.room.reserve(self.name, len(self._configs))
-        started = await asyncio.gather(*(self._spawn(config) for config in self._configs), return_exceptions=True)
+            await self._around.room.reserve(self.room, self.num_places)
+        spawns = (self._spawn(config, given.get(config.rank)) for config in self._configs)
+        started = await asyncio.gather(*spawns, return_exceptions=True)
         for failure in started:
             if isinstance(failure, BaseException):
                 raise failure
@@ -173,21 +152,54 @@ class WorkerGroup:
         supervising.add_done_callback(self._tell_end)
         self._keep(supervising)
 
+    async def give(self, rank: int) -> WorkerHandle | None:
+        """Give up the place of this rank, and return its worker, which serves elsewhere from now on; None when its
+        process has ended. The other ranks of a chain are linked anew."""
+        async with self._changing:
+            worker = self.workers.get(rank)
+            if worker is not None:
+                await worker.disconnect()
+            self._configs = tuple(config for config in self._configs if config.rank != rank)
+            for known in (self.workers, self._missing, self._stores):
+                known.pop(rank, None)
+            self.suspect()
+            return None if worker is None or worker.handle.ended else worker.handle
+
+    async def receive(self, config: WorkerConfig, given: WorkerHandle | None) -> None:
+        """Add a worker, as which the process `given`, or a new one, serves from now on; a chain is linked anew with it.
+        If that fails, it is tried again as for a worker that has ended."""
+        async with self._changing:
+            self._set_ready(False)
+            self._configs = tuple(sorted((*self._configs, config), key=lambda each: each.rank))
+            self._restarts.setdefault(config.rank, Restarts(self._around.backoff, self._around.clock))
+            try:
+                await self._spawn(config, given)
+            except Exception as error:  # noqa: BLE001 - reported; logged with its traceback unless it is a BatonError
+                self._not_replaced(config, error)
+                self._missing[config.rank] = config
+            else:
+                with contextlib.suppress(BatonError, grpc.aio.AioRpcError):  # links are tried again below
+                    await self._repair()
+        self._look.set()
+
     async def close(self) -> None:
-        """End the supervision, then the workers, and release their room. For a group that was not started, this ends
-        what an earlier supervisor left. Idempotent."""
+        """End the supervision, then the workers. Their room, in which other groups may have workers, stays reserved.
+        Idempotent."""
         self._closing = True
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._set_ready(False)
         await asyncio.gather(*(worker.close() for worker in self.workers.values()))
-        if self._around.room is not None:
-            await self._around.room.release(self.name)
         self.workers.clear()
 
-    async def _spawn(self, config: WorkerConfig) -> None:
-        handle = await self._around.spawner.start(config)
+    async def _spawn(self, config: WorkerConfig, given: WorkerHandle | None = None) -> None:
+        """Start a worker, in a new process or the `given` one."""
+        if given is None:
+            handle = await self._around.spawner.start(config)
+        else:
+            await given.serve_as(config)
+            handle = given
         worker = Worker(handle)
         self.workers[config.rank] = worker
         self._keep(asyncio.create_task(self._wake_at_end(handle)))
@@ -253,7 +265,8 @@ class WorkerGroup:
             await asyncio.wait_for(self._look.wait(), self._around.heartbeat.interval_s)
         self._look.clear()
         try:
-            await self._repair()
+            async with self._changing:
+                await self._repair()
         except (BatonError, grpc.aio.AioRpcError) as error:
             self._set_ready(False)
             logger.warning("supervision of %s: %s; trying again", self.name, error)
@@ -350,15 +363,19 @@ class WorkerGroup:
         """Close the rest of the worker's former life, and begin a new one. Return whether that has begun; after any
         failure it is tried again after the worker's pause."""
         try:
-            await self.workers[config.rank].close()
+            if config.rank in self.workers:
+                await self.workers[config.rank].close()
             await self._spawn(config)
-        except Exception as error:  # noqa: BLE001 - logged with its traceback unless it is a BatonError
-            if not isinstance(error, BatonError):
-                tell_failure(f"{config.name} could not be replaced", error)
-            self._report_end(config.rank, f"{config.name} could not be replaced ({describe(error)})")
+        except Exception as error:  # noqa: BLE001 - reported; logged with its traceback unless it is a BatonError
+            self._not_replaced(config, error)
             return False
         del self._missing[config.rank]
         return True
+
+    def _not_replaced(self, config: WorkerConfig, error: Exception) -> None:
+        if not isinstance(error, BatonError):
+            tell_failure(f"{config.name} could not be replaced", error)
+        self._report_end(config.rank, f"{config.name} could not be replaced ({describe(error)})")
 
     def _report_end(self, rank: int, what: str) -> None:
         restarts = self._restarts[rank]

@@ -1,8 +1,9 @@
 """Workers as child processes: started, awaited, killed, and never left behind.
 
-Parent and child speak two lines: the parent writes the WorkerConfig as JSON to the child's standard input and keeps the
-pipe open; the child answers with one line of JSON on standard output, `{"port": ...}` or `{"error": ...}`. End of input
-tells the child to exit, so a killed parent takes its children along.
+Parent and child speak in lines: the parent writes a WorkerConfig as JSON to the child's standard input and keeps the
+pipe open; the child answers with one line of JSON on standard output, `{"port": ...}` or `{"error": ...}`. A further
+WorkerConfig gives the child another role. End of input tells the child to exit, so a killed parent takes its children
+along.
 
 Runs on the parent's asyncio loop.
 """
@@ -34,6 +35,8 @@ class WorkerProcess:
     endpoint: str
     """Address of the worker's gRPC server, host:port."""
     process: asyncio.subprocess.Process
+    start_timeout_s: float
+    """Seconds in which the child must serve in another role."""
 
     @property
     def pid(self) -> int:
@@ -45,6 +48,12 @@ class WorkerProcess:
 
     async def wait(self) -> str:
         return f"status {await self.process.wait()}"
+
+    async def serve_as(self, config: WorkerConfig) -> None:
+        """Serve with this configuration from now on. Raises WorkerStartError or UnavailableError; then the process has
+        ended."""
+        port = await _served(self.process, config, self.start_timeout_s)
+        self.config, self.endpoint = config, f"{config.place.host}:{port}"
 
     def kill(self) -> None:
         """Send SIGKILL, which also ends a stopped process; harmless when the process has ended."""
@@ -79,17 +88,22 @@ class ProcessSpawner:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", self._module, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
         )
-        try:
-            port = await asyncio.wait_for(_greet(process, config), self._timeout_s)
-        except BaseException as error:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-            if isinstance(error, TimeoutError):
-                reason = f"{config.name} did not start within {self._timeout_s:g} s: raise start_timeout_s"
-                raise UnavailableError(reason) from error
-            raise
-        return WorkerProcess(config, f"{config.place.host}:{port}", process)
+        port = await _served(process, config, self._timeout_s)
+        return WorkerProcess(config, f"{config.place.host}:{port}", process, self._timeout_s)
+
+
+async def _served(process: asyncio.subprocess.Process, config: WorkerConfig, timeout_s: float) -> int:
+    """Return the port at which the process serves with this configuration. After a failure the process has ended."""
+    try:
+        return await asyncio.wait_for(_greet(process, config), timeout_s)
+    except BaseException as error:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        if isinstance(error, TimeoutError):
+            reason = f"{config.name} did not start within {timeout_s:g} s: raise start_timeout_s"
+            raise UnavailableError(reason) from error
+        raise
 
 
 async def _greet(process: asyncio.subprocess.Process, config: WorkerConfig) -> int:

@@ -1,6 +1,11 @@
 """Which groups of a cluster have workers: configured groups and stand-ins, except those that operators sent away.
 Groups leave and come back one by one, while the others serve.
 
+A stand-in may borrow its worker from a group of the other role: the worker's process takes that role, and its model
+stays loaded. The lending group goes on with what it has left, and has no workers when all are lent. When the stand-in
+leaves, the worker goes back, unless its own group is to leave, too. All of them run in the lending group's room, which
+is released when none is left.
+
 The orders of operators come with every heartbeat (`orchestrator.membership.members.Orders`), and are compared with the
 present groups: an order that was missed is carried out later, and one that was taken back meanwhile is not. A group
 that cannot be started is tried again, after pauses that grow. Runs on the supervisor's loop, in one task for each group
@@ -9,7 +14,8 @@ that is starting or ending.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,14 +23,16 @@ from baton.errors import BatonError, UnavailableError
 from deploy.groups.cluster import Cluster
 from deploy.groups.group import Surroundings, WorkerGroup
 from deploy.groups.restarts import Restarts
-from orchestrator.membership.view import AbsentGroup, Orders
+from deploy.groups.spawner import WorkerHandle
+from orchestrator.membership.view import AbsentGroup, Orders, place_of, role_of
 
 logger = logging.getLogger(__name__)
 
-
-MakeGroup = Callable[[str, str], WorkerGroup]
-"""Makes a group's next life, from its name and the folder of its model (empty: the configured one). Raises ConfigError
-for a model that cannot be served here."""
+Given = dict[int, WorkerHandle]
+"""Workers on their way from one group to another, by the rank that they are to have."""
+MakeGroup = Callable[[str, Orders], WorkerGroup]
+"""Makes a group's next life, from its name and the orders, which say its model and what it has lent or borrowed. Raises
+ConfigError for a model that cannot be served here."""
 
 
 class Roster:
@@ -50,10 +58,10 @@ class Roster:
     async def adopt(self, orders: Orders) -> None:
         """Take over in a supervisor's second life: find the groups that should be there, and end what is left of the
         others. A group that does not come up is tried again later. Raises UnavailableError when none comes up."""
-        self._orders = orders
+        back = [name for name in orders.lent if name in orders.leaving and self._returns(name, orders)]
+        self._orders = orders.without(back)  # their workers belong to their own groups again
         for name in self._known:
-            is_leaving = name in orders.leaving
-            self._move(name, self._end(self._make(name, "")) if is_leaving else self._start(name))
+            self._move(self._end(self._leftover(name)) if name in orders.leaving else self._start(name), name)
         await asyncio.gather(*self._moves.values())
         errors = [f"{group.name}: {group.error}" for group in self.absent if group.error]
         if errors and not self._cluster.groups:
@@ -64,90 +72,194 @@ class Roster:
         To be called with every heartbeat."""
         self._orders = orders
         present = {group.name: group for group in self._cluster.groups}
-        for name in {*self._known, *present, *self._absent} - self._moves.keys():  # moving groups come later
+        for name in {*self._known, *present, *self._absent}:
+            if not {name, orders.lender(name)}.isdisjoint(self._moves):
+                continue  # moving groups come later
+            group = present.get(name)
             if name not in self._known or name in orders.leaving:
-                self._send_away(name, present.get(name))
-            elif name not in present and (name not in self._restarts or self._restarts[name].is_due):
-                self._move(name, self._start(name))
+                self._send_away(name, group)
+            elif group is not None:
+                self._complete(group)
+            elif self._is_due(name):
+                self._move(self._start(name), name, orders.lender(name))
 
     @property
     def _known(self) -> tuple[str, ...]:
         return (*self._configured, *sorted(self._orders.stand_ins))
 
     async def close(self) -> None:
-        """Cancel starts and ends that are under way; a group that was being started is ended. Groups of the cluster are
-        left to it."""
+        """Cancel starts and ends that are under way; a group that was being started is ended, and so is a worker on its
+        way to another group. Groups of the cluster are left to it, and rooms to the supervisor."""
         moves = tuple(self._moves.values())
         for move in moves:
             move.cancel()
         await asyncio.gather(*moves, return_exceptions=True)
 
+    def _present(self, name: str) -> WorkerGroup | None:
+        return next((group for group in self._cluster.groups if group.name == name), None)
+
+    def _is_due(self, name: str) -> bool:
+        """Return whether an absent group is to be started now: not if it has lent all its workers, or failed lately."""
+        has_left = name in self._absent and not self._absent[name].starts
+        if has_left and self._orders.borrowers(name):
+            return False
+        return name not in self._restarts or self._restarts[name].is_due
+
+    def _leftover(self, name: str) -> WorkerGroup:
+        """Return a group that is only to be closed, whatever its model was."""
+        return self._make(name, replace(self._orders, models={}))
+
     def _send_away(self, name: str, group: WorkerGroup | None) -> None:
         self._restarts.pop(name, None)
-        if group is not None:
-            self._move(name, self._end(group))
-        elif name not in self._absent or self._absent[name].starts:  # its end or start failed: workers may be left
-            self._move(name, self._end(self._make(name, "")))
-        elif name not in self._known:
-            del self._absent[name]
+        if group is None and name in self._absent and not self._absent[name].starts:
+            if name not in self._known:
+                del self._absent[name]
+        elif self._returns(name, self._orders):
+            self._move(self._return(name, group), name, self._orders.lender(name))
+        else:  # without a group its end or start failed: workers may be left
+            self._move(self._end(group or self._leftover(name)), name)
 
-    def _move(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        self._moves[name] = asyncio.create_task(self._watch(name, work))
+    def _returns(self, name: str, orders: Orders) -> bool:
+        """Return whether the group has borrowed a worker from a group that is to have workers."""
+        lender = orders.lender(name)
+        return lender in (*self._configured, *orders.stand_ins) and lender not in orders.leaving
 
-    async def _watch(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+    def _move(self, work: Coroutine[Any, Any, None], *names: str) -> None:
+        """Run `work` as a task, during which the groups of these names, if not empty, are left alone."""
+        task = asyncio.create_task(self._watch(work, names))
+        self._moves |= {name: task for name in names if name}
+
+    async def _watch(self, work: Coroutine[Any, Any, None], names: tuple[str, ...]) -> None:
         try:
             await work
         except Exception:  # any error: the next heartbeat tries again
-            logger.warning("%s could not be ended", name, exc_info=True)
+            logger.warning("%s could not be ended", names[0], exc_info=True)
         finally:
-            del self._moves[name]
+            for name in names:
+                self._moves.pop(name, None)
 
     async def _start(self, name: str) -> None:
-        before = self._absent.get(name, AbsentGroup(name, _role(name)))
+        async with _in_transit() as given:
+            if name in self._orders.lent:
+                await self._borrow(self._orders.lent[name], given)
+            await self._begin(name, self._orders, given)
+
+    async def _borrow(self, worker: str, given: Given) -> None:
+        """Take the worker of that name from its group, if that has it."""
+        name, rank = place_of(worker)
+        lender = self._present(name)
+        if lender is None:
+            return
+        handle = await lender.give(rank)
+        if handle is not None:
+            given[0] = handle
+        if not lender.configs:
+            await lender.close()
+            self._cluster.remove(lender)
+            self._set_absent(AbsentGroup(name, role_of(name)))
+
+    async def _return(self, name: str, group: WorkerGroup | None) -> None:
+        """Let the worker that the group has borrowed go back to its own group, which may have no other workers."""
+        lender, rank = place_of(self._orders.lent[name])
+        orders = replace(self._orders, lent=self._orders.without([name]).lent)
+        async with _in_transit() as given:
+            handle = None if group is None else await group.give(0)
+            if handle is not None:
+                given[rank] = handle
+            if group is not None:
+                await group.close()
+                self._cluster.remove(group)
+            self._set_absent(AbsentGroup(name, role_of(name), starts=True))
+            if (home := self._present(lender)) is None:
+                await self._begin(lender, orders, given)
+            elif rank not in home.configs:
+                await home.receive(self._make(lender, orders).configs[rank], handle)
+        self._around.report(f"{name} has left; its worker is with {lender} again")
+        self._set_absent(AbsentGroup(name, role_of(name)))
+
+    def _complete(self, group: WorkerGroup) -> None:
+        """Start a worker that the group once lent, and that did not come back: its orders were dropped meanwhile."""
+        lacking = set(range(group.num_places)) - group.configs.keys() - self._orders.borrowers(group.name).keys()
+        if group.room == group.name and lacking:
+            self._move(self._refill(group, min(lacking)), group.name)
+
+    async def _refill(self, group: WorkerGroup, rank: int) -> None:
+        await group.receive(self._make(group.name, self._orders).configs[rank], None)
+
+    async def _begin(self, name: str, orders: Orders, given: Given) -> None:
+        """Start the group, with the workers `given` in place of new ones of their ranks. A failure is reported, and the
+        start is tried again later."""
+        before = self._absent.get(name, AbsentGroup(name, role_of(name)))
         self._set_absent(replace(before, starts=True))
         try:
-            group = self._make(name, self._orders.models.get(name, ""))
-            await _started(group)
+            group = self._make(name, orders)
+            if not group.configs:
+                self._set_absent(AbsentGroup(name, role_of(name)))  # all are lent
+                return
+            await self._started(group, given)
         except Exception as error:  # any error: it is reported, and tried again
             logger.warning("%s could not be started", name, exc_info=not isinstance(error, BatonError))
             self._failed(name, error)
+            await _end_all(given)
             return
+        given.clear()
         self._restarts.pop(name, None)
         self._absent.pop(name)
         self._cluster.add(group)
         self._around.changed()
+
+    async def _started(self, group: WorkerGroup, given: Given) -> None:
+        """Start the group. If that fails or is cancelled, close what was started."""
+        try:
+            await group.start(given)
+        except BaseException:
+            await group.close()
+            await self._leave_room(group)
+            raise
 
     def _failed(self, name: str, error: Exception) -> None:
         # Not at once: the operator who ordered this start hears of its failure first, and may order another model.
         restarts = self._restarts.setdefault(name, Restarts(self._around.backoff, self._around.clock, num_at_once=0))
         text = str(error) if isinstance(error, BatonError) else repr(error)
         self._around.report(f"{name} could not be started ({text}): next try in {restarts.ended():g} s")
-        self._set_absent(AbsentGroup(name, _role(name), starts=True, error=text))
+        self._set_absent(AbsentGroup(name, role_of(name), starts=True, error=text))
 
     async def _end(self, group: WorkerGroup) -> None:
         try:
             await group.close()
+            await self._leave_room(group)
         except Exception:  # a group closed in part serves no more: it is ended again, or started again
             self._cluster.remove(group)
-            self._set_absent(AbsentGroup(group.name, _role(group.name), starts=True))
+            self._set_absent(AbsentGroup(group.name, role_of(group.name), starts=True))
             raise
         self._cluster.remove(group)
         self._around.report(f"{group.name} has left")
-        self._set_absent(AbsentGroup(group.name, _role(group.name)))
+        self._set_absent(AbsentGroup(group.name, role_of(group.name)))
+
+    async def _leave_room(self, group: WorkerGroup) -> None:
+        """Release the room of a closed group, unless other groups have workers there, or are to have some."""
+        others = (name for name in self._known if name not in self._orders.leaving)
+        users = {self._orders.lender(name) or name for name in others if name != group.name}
+        users |= {each.room for each in self._cluster.groups if each is not group}
+        if self._around.room is not None and group.room not in users:
+            await self._around.room.release(group.room)
 
     def _set_absent(self, group: AbsentGroup) -> None:
         self._absent[group.name] = group
         self._around.changed()
 
 
-async def _started(group: WorkerGroup) -> None:
-    """Start the group. If that fails or is cancelled, close what was started."""
+@asynccontextmanager
+async def _in_transit() -> AsyncIterator[Given]:
+    """Hold workers that no group has, by the rank that they are to have; those that are left at a failure are ended."""
+    given: Given = {}
     try:
-        await group.start()
+        yield given
     except BaseException:
-        await group.close()
+        await _end_all(given)
         raise
 
 
-def _role(name: str) -> str:
-    return name.partition("-")[0]
+async def _end_all(given: Given) -> None:
+    await asyncio.gather(*(handle.close() for handle in given.values()))
+    given.clear()

@@ -11,7 +11,7 @@ from deploy.config.worker import WorkerConfig
 
 
 class WorkerHandle(Protocol):
-    """One life of one worker, from when it serves. Owned by the supervisor that asked for it; used on its loop."""
+    """The process of a worker, from when it serves. Owned by the supervisor that asked for it; used on its loop."""
 
     @property
     def config(self) -> WorkerConfig: ...
@@ -33,6 +33,13 @@ class WorkerHandle(Protocol):
 
     async def wait(self) -> str:
         """Wait until the worker's process has ended, and return how. May be called any number of times."""
+        ...
+
+    async def serve_as(self, config: WorkerConfig) -> None:
+        """Serve with this configuration from now on, at another endpoint: the process ends its server, with the calls
+        that it still has, and starts the next, for which the model stays loaded if it is the same. Raises
+        WorkerStartError with the worker's own reason, or UnavailableError when the process ends or stays silent for too
+        long. After an error or a cancelled call the process has ended or is about to."""
         ...
 
     def kill(self) -> None:

@@ -52,7 +52,11 @@ class Worker:
             return await self.prefill.GetStatus(prefill_pb2.PrefillStatusRequest(), timeout=timeout_s)
         return await self.generation.GetStatus(generate_pb2.GenerationStatusRequest(), timeout=timeout_s)
 
+    async def disconnect(self) -> None:
+        """Close the channel, and leave the process as it is."""
+        await self._channel.close()
+
     async def close(self) -> None:
         """Close the channel and end the worker."""
-        await self._channel.close()
+        await self.disconnect()
         await self.handle.close()

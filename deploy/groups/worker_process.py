@@ -1,6 +1,7 @@
 """The process of one worker: `python -m deploy.groups.worker_process`, started by deploy.groups.processes.
 
-Reads its WorkerConfig from the first line of standard input, loads the model, serves, answers with its port, and exits
+Reads its WorkerConfig from the first line of standard input, loads the model, serves, and answers with its port. For
+each further line, a WorkerConfig of another role, the server is replaced, and the model stays loaded. The process exits
 when standard input ends. One asyncio loop owns gRPC; the engine has a thread of its own.
 """
 
@@ -9,38 +10,38 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Awaitable, Callable
 from typing import TextIO
 
 from baton.errors import BatonError
 from baton.settings.base import from_json
 from deploy.config.worker import WorkerConfig
-from deploy.groups.hosting import Server, start_server
+from deploy.groups.hosting import StartServer, WorkerHost, start_server
 
-StartServer = Callable[[WorkerConfig], Awaitable[Server]]
+_MAX_LINE_BYTES = 2**20
 
 
 def main(start: StartServer = start_server) -> int:
-    """Run the worker that `start` makes until standard input ends; return the exit status."""
+    """Run the workers that `start` makes, one after another, until standard input ends; return the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(process)d %(name)s %(levelname)s %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     answers, sys.stdout = sys.stdout, sys.stderr
     config = from_json(WorkerConfig, sys.stdin.readline())
     try:
-        asyncio.run(_run(config, answers, start))
+        asyncio.run(_run(config, answers, WorkerHost(start)))
     except BatonError as error:
         _answer(answers, {"error": str(error)})
         return 1
     return 0
 
 
-async def _run(config: WorkerConfig, answers: TextIO, start: StartServer) -> None:
-    server = await start(config)
+async def _run(config: WorkerConfig, answers: TextIO, host: WorkerHost) -> None:
+    further = await _further_lines()
     try:
-        _answer(answers, {"port": server.port})
-        await _end_of_input()
+        _answer(answers, {"port": await host.serve(config)})
+        while line := await further.readline():
+            _answer(answers, {"port": await host.serve(from_json(WorkerConfig, line.decode()))})
     finally:
-        await server.stop()
+        await host.stop()
 
 
 def _answer(answers: TextIO, message: dict[str, object]) -> None:
@@ -48,11 +49,12 @@ def _answer(answers: TextIO, message: dict[str, object]) -> None:
     answers.flush()
 
 
-async def _end_of_input() -> None:
-    reader = asyncio.StreamReader()
+async def _further_lines() -> asyncio.StreamReader:
+    """Return the lines of standard input after the first; each is sent once the one before it was answered."""
+    reader = asyncio.StreamReader(_MAX_LINE_BYTES)
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    await reader.read()
+    return reader
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from orchestrator.membership.view import Orders
 
 _KEY = "baton-supervisor"
 _SETS = ("drained", "leaving", "stand_ins")
+_MAPS = ("models", "lent")
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Memory:
         """Keep this for the cluster of that namespace, replacing what was kept before."""
         orders = {name: sorted(getattr(self.orders, name)) for name in _SETS}
         rest = {"ports": self.ports, "layout_fingerprint": self.layout_fingerprint}
-        fields = {**orders, "models": dict(self.orders.models), **rest}
+        fields = {**orders, **{name: dict(getattr(self.orders, name)) for name in _MAPS}, **rest}
         _internal_kv_put(_KEY, json.dumps(fields), namespace=namespace)
 
 
@@ -40,7 +41,8 @@ def load_memory(namespace: str) -> Memory | None:
     if text is None:
         return None
     fields = json.loads(text)
-    orders = Orders(**{name: frozenset(fields[name]) for name in _SETS}, models=fields["models"])
+    drained, leaving, stand_ins = (frozenset(fields[name]) for name in _SETS)
+    orders = Orders(drained, leaving, stand_ins, **{name: fields[name] for name in _MAPS})
     return Memory(orders, fields["ports"] and tuple(fields["ports"]), fields["layout_fingerprint"])
 
 

@@ -15,6 +15,7 @@ from ray.util.placement_group import PlacementGroup
 
 from baton.errors import ConfigError
 from deploy.ray_cluster.spawner import SMALL_CPU, pool
+from orchestrator.membership.view import role_of
 
 _POLL_S = 0.5
 
@@ -73,7 +74,7 @@ class RayRoom:
     def _make(self, group: str, num_workers: int) -> PlacementGroup:
         """Return a new placement group, on the group's target unless that is gone or full: then on any node. Without a
         target it lies on as few nodes as hold it."""
-        role = _role(group)
+        role = role_of(group)
         wanted = dict(self._labels.get(role, {}))
         target = self._targets[group]
         made: PlacementGroup = ray.util.placement_group(
@@ -97,7 +98,7 @@ def least_used(nodes: Sequence[Node], group: str, size: int, labels: Labels, hel
     """Return the id of the node for a further group of that size: of those that can hold it beside their other groups
     of the pool, the one with the fewest; if there is none, of those that could hold it alone; empty if none could.
     `held` has the workers of each role on each node, by the node's id."""
-    role = _role(group)
+    role = role_of(group)
     able = [node for node in nodes if node.holds(role, labels) >= size]
 
     def used(node: Node) -> int:
@@ -137,8 +138,8 @@ async def wait_for_room(
 def check_room(nodes: Sequence[Node], sizes: Mapping[str, int], labels: Labels, *, across_nodes: bool = False) -> None:
     """Raise ConfigError when these nodes, were they empty, could not hold all groups of these sizes, each on one node
     unless it may lie `across_nodes`. Groups of one pool are equally large."""
-    for role in {_role(name) for name in sizes}:
-        groups = {name: size for name, size in sizes.items() if _role(name) == role}
+    for role in {role_of(name) for name in sizes}:
+        groups = {name: size for name, size in sizes.items() if role_of(name) == role}
         held = [node.holds(role, labels) for node in nodes]
         (size,) = {*groups.values()}
         room = sum(held) // size if across_nodes else sum(each // size for each in held)
@@ -156,7 +157,7 @@ def _held(targets: Mapping[str, str]) -> dict[str, Counter[str]]:
         if place["state"] != "REMOVED":
             for node_id in place["bundles_to_node_id"].values():
                 node_id = node_id or targets.get(place["name"], "")
-                held.setdefault(node_id, Counter())[_role(place["name"])] += 1
+                held.setdefault(node_id, Counter())[role_of(place["name"])] += 1
     return held
 
 
@@ -169,12 +170,8 @@ def _find(group: str) -> PlacementGroup | None:
     return place
 
 
-def _role(group: str) -> str:
-    return group.partition("-")[0]
-
-
 def _no_room(name: str, size: int, why: str, labels: Labels) -> ConfigError:
-    role = _role(name)
+    role = role_of(name)
     wanted = ", ".join(f"{key}={value}" for key, value in labels.get(role, {}).items())
     where = f"one node labelled {wanted}" if wanted else "one node"
     declared = "that resource and those labels" if wanted else "that resource"

@@ -1,5 +1,7 @@
 """Workers as Ray actors: detached, named, each on a bundle of its group's placement group; found again by name.
 
+An actor keeps the name and the bundle of the worker that it was made as, also while its group has lent it, and a worker
+that replaces it there gets both.
 A supervisor that was restarted asks for the same workers and gets those that still serve. Ray does not see that a
 process is stopped, so `kill` sends the signal itself, on the worker's own node. Runs on the supervisor's loop.
 """
@@ -23,6 +25,7 @@ from baton.process.endless import describe, tell_failure
 from deploy.config.worker import WorkerConfig
 from deploy.groups.processes import CLOSE_GRACE_S, WorkerStartError
 from deploy.ray_cluster.worker import Served, WorkerActor
+from orchestrator.membership.view import place_of, role_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +37,11 @@ _MAX_CALLS = 16
 class RayWorker:
     """A Ray actor that serves as a worker. Implements WorkerHandle."""
 
-    def __init__(self, config: WorkerConfig, actor: "ActorHandle[Any]", served: Served) -> None:
+    def __init__(self, config: WorkerConfig, actor: "ActorHandle[Any]", served: Served, timeout_s: float) -> None:
         self.config = config
         self.endpoint = f"{served.host}:{served.port}"
         self.pid = served.pid
+        self._timeout_s = timeout_s
         self._node_id = served.node_id
         self._actor = actor
         self._end = ""
@@ -50,6 +54,12 @@ class RayWorker:
     async def wait(self) -> str:
         await asyncio.shield(self._watch)
         return self._end
+
+    async def serve_as(self, config: WorkerConfig) -> None:
+        """Serve with this configuration from now on. Raises WorkerStartError or UnavailableError; then the actor has
+        ended, or is about to."""
+        served = await _serve(self._actor, config, self._timeout_s)
+        self.config, self.endpoint = config, f"{served.host}:{served.port}"
 
     def kill(self) -> None:
         """Send SIGKILL on the worker's node, which also ends a stopped process; then tell Ray not to restart it."""
@@ -93,30 +103,18 @@ class RaySpawner:
         self._places = places
 
     async def start(self, config: WorkerConfig) -> RayWorker:
-        """Return the living actor of that name if its configuration equals `config`, else start a new one. Raises
-        WorkerStartError or UnavailableError."""
+        """Return the living actor in the worker's place if its configuration equals `config`, or is that of another
+        role, which it then changes; else start a new one. Raises WorkerStartError or UnavailableError."""
         actor = await self._find(config) or self._make(config)
-        try:
-            served: Served = await asyncio.wait_for(answer(actor.serve.remote()), self._timeout_s)
-        except BaseException as error:
-            ray.kill(actor)
-            if isinstance(error, TimeoutError | GetTimeoutError):
-                reason = f"{config.name} did not start within {self._timeout_s:g} s: raise supervision.start_timeout_s"
-                raise UnavailableError(reason) from error
-            if isinstance(error, RayError):
-                raise UnavailableError(f"{config.name} ended before it served: see Ray's logs") from error
-            raise
-        if served.error:
-            ray.kill(actor)
-            raise WorkerStartError(f"{config.name}: {served.error}")
-        return RayWorker(config, actor, served)
+        return RayWorker(config, actor, await _serve(actor, config, self._timeout_s), self._timeout_s)
 
     async def _find(self, config: WorkerConfig) -> "ActorHandle[Any] | None":
-        actor = _actor(self._namespace, config.name)
+        actor = _actor(self._namespace, config.place_name)
         if actor is None:
             return None
         try:
-            if await asyncio.wait_for(answer(actor.config.remote()), CLOSE_GRACE_S) == config:
+            found: WorkerConfig = await asyncio.wait_for(answer(actor.config.remote()), CLOSE_GRACE_S)
+            if found == config or found.role != config.role:
                 return actor
         except (RayError, TimeoutError) as error:
             logger.info("%s is dead or stopped (%s): a new actor takes its place", config.name, type(error).__name__)
@@ -125,7 +123,7 @@ class RaySpawner:
 
     def _make(self, config: WorkerConfig) -> "ActorHandle[Any]":
         made: Any = ray.remote(WorkerActor).options(
-            name=config.name,
+            name=config.place_name,
             namespace=self._namespace,
             lifetime="detached",
             max_restarts=0,
@@ -144,9 +142,27 @@ class RaySpawner:
         if config.role == "orchestrator":
             here = ray.get_runtime_context().get_node_id()
             return {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False), "num_cpus": 0}
-        place = self._places[config.group_name]
-        bundle = PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=config.rank)
-        return {"scheduling_strategy": bundle, "num_cpus": SMALL_CPU, "resources": {pool(config.role): 1}}
+        group, rank = place_of(config.place_name)
+        bundle = PlacementGroupSchedulingStrategy(self._places[group], placement_group_bundle_index=rank)
+        return {"scheduling_strategy": bundle, "num_cpus": SMALL_CPU, "resources": {pool(role_of(group)): 1}}
+
+
+async def _serve(actor: "ActorHandle[Any]", config: WorkerConfig, timeout_s: float) -> Served:
+    """Let the actor serve with this configuration. Raises WorkerStartError or UnavailableError, after a kill."""
+    try:
+        served: Served = await asyncio.wait_for(answer(actor.serve.remote(config)), timeout_s)
+    except BaseException as error:
+        ray.kill(actor)
+        if isinstance(error, TimeoutError | GetTimeoutError):
+            reason = f"{config.name} did not start within {timeout_s:g} s: raise supervision.start_timeout_s"
+            raise UnavailableError(reason) from error
+        if isinstance(error, RayError):
+            raise UnavailableError(f"{config.name} ended before it served: see Ray's logs") from error
+        raise
+    if served.error:
+        ray.kill(actor)
+        raise WorkerStartError(f"{config.name}: {served.error}")
+    return served
 
 
 async def end_worker(namespace: str, name: str) -> None:

@@ -181,27 +181,26 @@ class SupervisorActor:
         )
         self._report(f"starting {self._config.num_workers} workers")
         for name in self._sizes:
-            self._cluster.add(self._make_group(name, ""))
+            self._cluster.add(self._make_group(name, Orders()))
         await self._cluster.start()
 
-    def _make_group(self, name: str, model: str) -> WorkerGroup:
+    def _make_group(self, name: str, orders: Orders) -> WorkerGroup:
         """Make a group that is not started yet. Implements deploy.groups.roster.MakeGroup."""
+        model = orders.models.get(name, "")
         if model:
             require_alike(Path(model), self._folder)
         folder = Path(model) if model else self._folder
-        measured = engine_step_times(self._config, folder)
-        host = "" if self._config.ray.address else LOOPBACK
-        workers = self._config.workers(
-            name,
-            folder,
-            self._kernels,
-            self._store,
+        workers_of = partial(
+            self._config.workers,
+            folder=folder,
+            kernels=self._kernels,
+            cluster=self._store,
             secret=self._secret,
             model=model,
-            host=host,
-            step_times=measured,
+            host="" if self._config.ray.address else LOOPBACK,
+            step_times=engine_step_times(self._config, folder),
         )
-        return group_of(workers, self._around)
+        return group_of(name, workers_of, self._around, orders)
 
     def _follow(self, orders: Orders) -> Orders:
         """Take the operators' orders that come with each heartbeat of the orchestrator, and carry them out. Return

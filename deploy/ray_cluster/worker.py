@@ -1,4 +1,4 @@
-"""A worker as a Ray actor: one process for one rank, which runs the same server as a child process would.
+"""A worker as a Ray actor: one process for one worker after another, which runs the servers that a child would.
 
 Runs on the actor's asyncio loop.
 """
@@ -13,7 +13,7 @@ import ray
 
 from baton.errors import BatonError, ModelError
 from deploy.config.worker import WorkerConfig
-from deploy.groups.hosting import Server, start_server
+from deploy.groups.hosting import WorkerHost
 from deploy.machine.model_folder import folder_on_node
 
 
@@ -31,30 +31,36 @@ class Served:
 
 
 class WorkerActor:
-    """Hosts one worker's server. Called by its spawner only."""
+    """Hosts a worker's server. Called by its spawner only."""
 
     def __init__(self, config: WorkerConfig) -> None:
         level = logging.INFO if config.role == "orchestrator" else logging.WARNING
         logging.basicConfig(level=level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-        self._config = self._here = config
-        self._server: Server | None = None
+        self._config = config
+        self._host = WorkerHost()
+        self._served: Served | None = None
+        """How the worker serves now; None while it does not."""
         self._starting = asyncio.Lock()
 
-    async def serve(self) -> Served:
-        """Start the server unless it runs already, because a supervisor that was restarted asks again. Return its port
-        or its error."""
-        pid, node_id = os.getpid(), ray.get_runtime_context().get_node_id()
+    async def serve(self, config: WorkerConfig) -> Served:
+        """Serve with this configuration, in place of another if there was one; a server that has it already, because a
+        supervisor that was restarted asks again, goes on. Return its port or its error."""
         async with self._starting:
-            if self._server is None:
-                try:
-                    self._here = await asyncio.to_thread(_on_this_node, self._config)
-                    self._server = await start_server(self._here)
-                except BatonError as error:
-                    return Served(pid, node_id, error=str(error))
-            return Served(pid, node_id, self._here.place.host, self._server.port)
+            if self._served is None or config != self._config:
+                self._config, self._served = config, None
+                self._served = await self._start(config)
+            return self._served
+
+    async def _start(self, config: WorkerConfig) -> Served:
+        pid, node_id = os.getpid(), ray.get_runtime_context().get_node_id()
+        try:
+            here = await asyncio.to_thread(_on_this_node, config)
+            return Served(pid, node_id, here.place.host, await self._host.serve(here))
+        except BatonError as error:
+            return Served(pid, node_id, error=str(error))
 
     async def config(self) -> WorkerConfig:
-        """Return the configuration that the worker was made with."""
+        """Return the configuration that the worker serves with."""
         return self._config
 
     async def live(self) -> None:
@@ -63,8 +69,7 @@ class WorkerActor:
 
     async def stop(self) -> None:
         """End the server and the engine; the process stays until it is killed."""
-        if self._server is not None:
-            await self._server.stop()
+        await self._host.stop()
 
 
 def node_address() -> str:

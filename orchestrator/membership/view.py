@@ -140,6 +140,11 @@ class Orders:
         return {rank: borrower for borrower, (group, rank) in places.items() if group == name}
 
 
+def role_of(group: str) -> str:
+    """Return the role of the group of that name, like prefill for prefill-0."""
+    return group.partition("-")[0]
+
+
 def place_of(worker: str) -> tuple[str, int]:
     """Return the group and the rank of the worker of that name, like prefill-0.1 or generate-0."""
     group, _, rank = worker.partition(".")

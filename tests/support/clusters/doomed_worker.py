@@ -28,6 +28,7 @@ from deploy.groups.hosting import Server, start_server
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.attention import Attention
 from modeling.forward.decoder import Decoder, Step
+from modeling.hosting import LoadedModel
 from prefill_workers.config import PrefillConfig
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport, KvOutlet
@@ -181,11 +182,11 @@ class DoomedEngine(PrefillEngine):
         return super().submit(job, DoomedOutlet(outlet, self._fate))
 
 
-async def start_doomed(config: WorkerConfig) -> Server:
+async def start_doomed(config: WorkerConfig, model: LoadedModel | None) -> Server:
     """A prefill rank with a fate; generation engines have none."""
     place, section = config.place, config.section
     if not isinstance(section, PrefillConfig):
-        return await start_server(config)
+        return await start_server(config, model)
     torch.set_num_threads(place.num_threads or 1)
     fate = Fate(place.model_folder, config.name)
     secret = ClusterSecret(place.secret)

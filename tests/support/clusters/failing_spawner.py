@@ -5,7 +5,7 @@ from random import Random
 from deploy.config.worker import WorkerConfig
 from deploy.groups.spawner import Spawner, WorkerHandle
 
-CALLS = ("start", "kill", "wait", "close")
+CALLS = ("start", "serve_as", "kill", "wait", "close")
 """The calls of the two ports that can fail."""
 
 
@@ -47,10 +47,16 @@ class FailingWorker:
 
     def __init__(self, inner: WorkerHandle, failures: Failures) -> None:
         self.inner = inner
-        self.config = inner.config
-        self.endpoint = inner.endpoint
         self.pid = inner.pid
         self._failures = failures
+
+    @property
+    def config(self) -> WorkerConfig:
+        return self.inner.config
+
+    @property
+    def endpoint(self) -> str:
+        return self.inner.endpoint
 
     @property
     def ended(self) -> bool:
@@ -59,6 +65,10 @@ class FailingWorker:
     async def wait(self) -> str:
         self._failures.strike("wait")
         return await self.inner.wait()
+
+    async def serve_as(self, config: WorkerConfig) -> None:
+        self._failures.strike("serve_as")
+        await self.inner.serve_as(config)
 
     def kill(self) -> None:
         self._failures.strike("kill")

@@ -10,14 +10,14 @@ from pathlib import Path
 
 from baton.clock import SystemClock
 from baton.errors import ConfigError
-from deploy.groups.chain_links import ChainLinks
-from deploy.groups.cluster import Cluster
+from deploy.config.worker import WorkerConfig
+from deploy.groups.cluster import Cluster, group_of
 from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
 from deploy.groups.restarts import Backoff
 from deploy.groups.roster import Roster
 from orchestrator.membership.members import Members
-from orchestrator.membership.view import ClusterView
-from tests.support.clusters.spawners import HOST, InProcessSpawner, tiny_worker
+from orchestrator.membership.view import ClusterView, Orders
+from tests.support.clusters.spawners import InProcessSpawner, tiny_worker
 
 NUM_RANKS = 2
 NAMES = ("prefill-0", "generate-0", "generate-1")
@@ -71,14 +71,16 @@ class SupervisedCluster:
         self.cluster = Cluster([], [], self.around)
         self.roster = Roster(self.cluster, NAMES, self.make, self.around)
 
-    def make(self, name: str, model: str) -> WorkerGroup:
+    def make(self, name: str, orders: Orders) -> WorkerGroup:
         """A group's next life."""
-        role, _, number = name.partition("-")
-        if role == "generate":
-            engine = tiny_worker(role, group=int(number), folder=Path(model))
-            return WorkerGroup(name, [engine], self.around)
-        ranks = [tiny_worker(role, rank, folder=Path(model)) for rank in range(NUM_RANKS)]
-        return WorkerGroup(name, ranks, self.around, ChainLinks(HOST, 10.0))
+        folder = Path(orders.models.get(name, ""))
+
+        def workers_of(group: str) -> list[WorkerConfig]:
+            role, _, number = group.partition("-")
+            num_workers = NUM_RANKS if role == "prefill" else 1
+            return [tiny_worker(role, rank, int(number), folder) for rank in range(num_workers)]
+
+        return group_of(name, workers_of, self.around, orders)
 
     def view(self) -> ClusterView:
         """As the supervisor tells it."""
@@ -91,7 +93,7 @@ class SupervisedCluster:
     async def start(self) -> None:
         """All groups."""
         for name in NAMES:
-            self.cluster.add(self.make(name, ""))
+            self.cluster.add(self.make(name, Orders()))
         await self.cluster.start()
 
     def beat(self) -> None:
@@ -110,6 +112,8 @@ class SupervisedCluster:
         """As a supervisor ends."""
         await self.roster.close()
         await self.cluster.close()
+        for name in (*NAMES, *self.members.orders.stand_ins):
+            await self.room.release(name)
 
 
 @asynccontextmanager

@@ -1,9 +1,11 @@
 """A spawner of workers that are real servers in this process: made in milliseconds, and ended at a test's will."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from baton.clock import SystemClock
+from baton.errors import UnavailableError
 from baton.settings.place import WorkerPlace
 from deploy.config.worker import WorkerConfig
 from generate_workers.config import EngineConfig
@@ -40,14 +42,24 @@ def orchestrator_worker(
     return WorkerConfig("orchestrator", 0, 0, place, config or OrchestratorConfig())
 
 
-class InProcessWorker:
-    """One server. Implements WorkerHandle; nothing here can be stopped without being ended."""
+InProcessServer = PrefillServer | GenerationServer | OrchestratorHost
 
-    def __init__(self, config: WorkerConfig, server: PrefillServer | GenerationServer | OrchestratorHost) -> None:
+
+class InProcessWorker:
+    """One server after another. Implements WorkerHandle; nothing here can be stopped without being ended."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        server: InProcessServer,
+        serve: Callable[[WorkerConfig], Awaitable[InProcessServer]],
+    ) -> None:
+        """`serve` starts the next server."""
         self.config = config
         self.endpoint = f"{HOST}:{server.port}"
         self.pid = 0
         self.server = server
+        self._serve = serve
         self._ending: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
 
@@ -58,6 +70,20 @@ class InProcessWorker:
     async def wait(self) -> str:
         await self._over.wait()
         return "a word"
+
+    async def serve_as(self, config: WorkerConfig) -> None:
+        if self._ending is not None:
+            raise UnavailableError(f"{config.name} ended before it served")
+        await self.server.stop()
+        try:
+            self.server = await self._serve(config)
+        except BaseException:
+            self._over.set()
+            raise
+        self.config, self.endpoint = config, f"{HOST}:{self.server.port}"
+        if self._ending is not None:  # killed meanwhile
+            await self.server.stop()
+            raise UnavailableError(f"{config.name} ended before it served")
 
     def kill(self) -> None:
         if self._ending is None:
@@ -80,6 +106,8 @@ class InProcessSpawner:
         """All that were made, in order."""
         self.failures: list[Exception] = []
         """Raised instead of making a worker, one for each start."""
+        self.failures_in_new_roles: list[Exception] = []
+        """Raised by a worker instead of serving in a new role, one for each try."""
         self.decoders: dict[str, Decoder] = {}
         """For workers that are to have another model, by name or model folder."""
         self.prefix_folder: Path | None = None
@@ -92,9 +120,18 @@ class InProcessSpawner:
             raise self.failures.pop(0)
         if self.found is not None:
             return self.found
+        self.made.append(InProcessWorker(config, await self._serve(config), self._serve_again))
+        return self.made[-1]
+
+    async def _serve_again(self, config: WorkerConfig) -> InProcessServer:
+        if self.failures_in_new_roles:
+            raise self.failures_in_new_roles.pop(0)
+        return await self._serve(config)
+
+    async def _serve(self, config: WorkerConfig) -> InProcessServer:
         folder = str(config.place.model_folder)
         decoder = self.decoders.get(config.name) or self.decoders.get(folder) or random_decoder()
-        server: PrefillServer | GenerationServer | OrchestratorHost
+        server: InProcessServer
         if config.role == "prefill":
             server = await PrefillServer.start(
                 decoder, clock=SystemClock(), host=HOST, secret=SECRET, prefix_folder=self.prefix_folder
@@ -106,5 +143,4 @@ class InProcessSpawner:
             server = await GenerationServer.start(
                 decoder, letter_tokenizer(), config.section, clock=SystemClock(), host=HOST, secret=SECRET
             )
-        self.made.append(InProcessWorker(config, server))
-        return self.made[-1]
+        return server

@@ -87,7 +87,10 @@ class FaultySpawner:
         self._generate = generate
 
     async def start(self, config: WorkerConfig) -> InProcessWorker:
-        return InProcessWorker(config, await (self._rank() if config.role == "prefill" else self._group()))
+        return InProcessWorker(config, await self._serve(config), self._serve)
+
+    async def _serve(self, config: WorkerConfig) -> PrefillServer | GenerationServer:
+        return await (self._rank() if config.role == "prefill" else self._group())
 
     async def _rank(self) -> PrefillServer:
         server = make_server(check=SECRET.check)

@@ -13,9 +13,10 @@ from baton.clock import SystemClock
 from baton.errors import ModelError, UnavailableError, VersionMismatchError
 from baton.types import KernelChoice
 from baton.v1.prefill_pb2 import PrefillStatus
+from deploy.groups.agreement import Agreement
 from deploy.groups.chain_links import ChainLinks
 from deploy.groups.cluster import Cluster
-from deploy.groups.group import Agreement, Heartbeat, Surroundings, WorkerGroup
+from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
 from deploy.groups.restarts import Backoff
 from tests.support.clusters.spawners import HOST, InProcessSpawner, tiny_worker
 from tests.support.models.tiny_models import random_decoder
