@@ -262,7 +262,8 @@ class WorkerGroup:
         """Wait until a heartbeat is due or something failed, then repair what is wrong. What a worker refuses or leaves
         unanswered is tried again at the next heartbeat."""
         with contextlib.suppress(TimeoutError):  # not woken: the regular heartbeat is due
-            await asyncio.wait_for(self._look.wait(), self._around.heartbeat.interval_s)
+            async with asyncio.timeout(self._around.heartbeat.interval_s):  # wait_for may swallow a cancellation
+                await self._look.wait()
         self._look.clear()
         try:
             async with self._changing:

@@ -144,7 +144,8 @@ class OrchestratorKeeper:
         """Push the view when a heartbeat is due or it has changed; replace an orchestrator that has ended, or has been
         silent for too long."""
         with contextlib.suppress(TimeoutError):  # no news: the regular heartbeat is due
-            await asyncio.wait_for(self._news.wait(), self._around.heartbeat.interval_s)
+            async with asyncio.timeout(self._around.heartbeat.interval_s):  # wait_for may swallow a cancellation
+                await self._news.wait()
         self._news.clear()
         life = self._life
         if life is None or life.handle.ended:

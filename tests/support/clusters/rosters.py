@@ -3,21 +3,37 @@ orders that go between it and the roster, as heartbeats carry them."""
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from baton.clock import SystemClock
 from baton.errors import ConfigError
+from baton.proto_types import params_to_proto
+from baton.sampling_params import SamplingParams
+from baton.v1 import orchestrator_pb2 as pb
+from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from deploy.config.worker import WorkerConfig
 from deploy.groups.cluster import Cluster, group_of
 from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
 from deploy.groups.restarts import Backoff
 from deploy.groups.roster import Roster
+from modeling.forward.decoder import Decoder
 from orchestrator.membership.members import Members
 from orchestrator.membership.view import ClusterView, Orders
-from tests.support.clusters.spawners import InProcessSpawner, tiny_worker
+from orchestrator.observability.state import Overview
+from tests.support.clusters.orchestrators import Answer
+from tests.support.clusters.spawners import HOST, InProcessSpawner, tiny_worker
+from tests.support.clusters.storms import orchestrator_over
+from tests.support.engines.generation import prompt, reference_ids
+from tests.support.wire.secret import SECRET
+from transport.channel import make_channel
+
+if TYPE_CHECKING:
+    from baton.v1.orchestrator_pb2_grpc import OrchestratorAsyncStub
 
 NUM_RANKS = 2
 NAMES = ("prefill-0", "generate-0", "generate-1")
@@ -132,3 +148,57 @@ async def supervised() -> AsyncIterator[SupervisedCluster]:
         await made.close()
     assert all(worker.ended for worker in made.spawner.made)
     assert not made.room.taken
+
+
+ANSWER = SamplingParams(max_tokens=40, seed=4, ignore_eos=True)
+MAX_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Served:
+    """A supervised cluster behind an orchestrator."""
+
+    cluster: SupervisedCluster
+    overview: Overview
+    target: str
+    stub: "OrchestratorAsyncStub"
+
+    def endpoints(self) -> dict[str, tuple[str, ...]]:
+        """Of each group."""
+        view = self.cluster.view()
+        return {group.name: group.endpoints for group in view.prefill} | {
+            group.name: (group.endpoint,) for group in view.generation
+        }
+
+    async def ask(self, token_ids: tuple[int, ...]) -> list[int]:
+        """A stream to its end."""
+        request = pb.GenerateRequest(
+            request_id=uuid.uuid4().hex,
+            token_ids=pb.TokenIds(ids=token_ids),
+            sampling=params_to_proto(ANSWER),
+            seeded=True,
+        )
+        answer = Answer()
+        await answer.drain(self.stub.Generate(request, timeout=60))
+        return answer.token_ids
+
+    async def keep_asking(self, decoder: Decoder, over: asyncio.Event) -> int:
+        """Streams, one after another, all as they should be; how many there were."""
+        num_answers = 0
+        while not over.is_set():
+            token_ids = prompt(8 + num_answers % 8)
+            assert await self.ask(token_ids) == reference_ids(decoder, token_ids, ANSWER)
+            num_answers += 1
+        return num_answers
+
+
+@asynccontextmanager
+async def served(decoder: Decoder) -> AsyncIterator[Served]:
+    """All of it, and an orchestrator that serves clients."""
+    async with (
+        supervised() as cluster,
+        orchestrator_over(decoder, cluster.members, max_tokens=MAX_TOKENS) as server,
+        make_channel(f"{HOST}:{server.port}", secret=SECRET) as channel,
+    ):
+        overview = server.controller.overview
+        yield Served(cluster, overview, f"{HOST}:{server.port}", OrchestratorStub(channel))

@@ -1,37 +1,27 @@
 """`baton reload` as a user types it, against real workers that a real roster starts and ends, while streams run."""
 
 import asyncio
-import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from baton.errors import ModelError
-from baton.proto_types import params_to_proto
-from baton.sampling_params import SamplingParams
-from baton.v1 import orchestrator_pb2 as pb
-from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from deploy.cli import main
 from deploy.config.environment import SECRET_VARIABLE
-from modeling.forward.decoder import Decoder
 from orchestrator.membership.view import AbsentGroup, Orders
-from tests.support.clusters.orchestrators import HOST, Answer
-from tests.support.clusters.rosters import SupervisedCluster, supervised
-from tests.support.clusters.storms import orchestrator_over
+from tests.support.clusters.rosters import ANSWER, Served, served
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.models.tiny_models import random_decoder
 from tests.support.wire.secret import SECRET
-from transport.channel import make_channel
 
 if TYPE_CHECKING:
-    from baton.v1.orchestrator_pb2_grpc import OrchestratorAsyncStub
+    pass
 
-PARAMS = SamplingParams(max_tokens=40, seed=4, ignore_eos=True)
-MAX_TOKENS = 64
+
+async def reload(made: Served, *options: str) -> int:
+    """Its exit status."""
+    return await asyncio.to_thread(main, ["reload", "--target", made.target, *options])
 
 
 @pytest.fixture(autouse=True)
@@ -39,65 +29,13 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET_VARIABLE, SECRET.text)
 
 
-@dataclass(frozen=True)
-class Served:
-    """A supervised cluster behind an orchestrator."""
-
-    cluster: SupervisedCluster
-    target: str
-    stub: "OrchestratorAsyncStub"
-
-    def endpoints(self) -> dict[str, tuple[str, ...]]:
-        """Of each group."""
-        view = self.cluster.view()
-        return {group.name: group.endpoints for group in view.prefill} | {
-            group.name: (group.endpoint,) for group in view.generation
-        }
-
-    async def reload(self, *options: str) -> int:
-        """Its exit status."""
-        return await asyncio.to_thread(main, ["reload", "--target", self.target, *options])
-
-    async def ask(self, token_ids: tuple[int, ...]) -> list[int]:
-        """A stream to its end."""
-        request = pb.GenerateRequest(
-            request_id=uuid.uuid4().hex,
-            token_ids=pb.TokenIds(ids=token_ids),
-            sampling=params_to_proto(PARAMS),
-            seeded=True,
-        )
-        answer = Answer()
-        await answer.drain(self.stub.Generate(request, timeout=60))
-        return answer.token_ids
-
-
-@asynccontextmanager
-async def served(decoder: Decoder) -> AsyncIterator[Served]:
-    async with (
-        supervised() as cluster,
-        orchestrator_over(decoder, cluster.members, max_tokens=MAX_TOKENS) as server,
-        make_channel(f"{HOST}:{server.port}") as channel,
-    ):
-        yield Served(cluster, f"{HOST}:{server.port}", OrchestratorStub(channel))
-
-
-async def keep_asking(made: Served, decoder: Decoder, over: asyncio.Event) -> int:
-    """Streams, one after another, all as they should be; how many there were."""
-    num_answers = 0
-    while not over.is_set():
-        token_ids = prompt(8 + num_answers % 8)
-        assert await made.ask(token_ids) == reference_ids(decoder, token_ids, PARAMS)
-        num_answers += 1
-    return num_answers
-
-
 async def test_all_groups_get_new_workers_and_no_request_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
     decoder, over = random_decoder(), asyncio.Event()
     async with served(decoder) as made:
         before = made.endpoints()
         async with asyncio.TaskGroup() as streams:
-            asking = [streams.create_task(keep_asking(made, decoder, over)) for _ in range(3)]
-            assert await made.reload() == 0
+            asking = [streams.create_task(made.keep_asking(decoder, over)) for _ in range(3)]
+            assert await reload(made) == 0
             over.set()
         assert all(task.result() for task in asking)
         after = made.endpoints()
@@ -119,7 +57,7 @@ async def test_the_last_group_that_generates_is_replaced_behind_a_stand_in(
     async with served(random_decoder()) as made:
         await asyncio.to_thread(main, ["drain", "generate-1", "--target", made.target])
         before = made.endpoints()
-        assert await made.reload("--group", "generate-0") == 0
+        assert await reload(made, "--group", "generate-0") == 0
         after = made.endpoints()
         assert list(after) == ["prefill-0", "generate-0"]
         assert after["generate-0"] != before["generate-0"]
@@ -127,7 +65,7 @@ async def test_the_last_group_that_generates_is_replaced_behind_a_stand_in(
         assert "generate-2 has left" in made.cluster.reports
         await made.cluster.room.reserve("stranger", 1)
         capsys.readouterr()
-        assert await made.reload() == 1  # the chain first, which is no trouble
+        assert await reload(made) == 1  # the chain first, which is no trouble
         told = capsys.readouterr()
         assert told.out == "prefill-0 has new workers: 1 of 2 groups\n"
         assert told.err.splitlines() == [
@@ -136,7 +74,7 @@ async def test_the_last_group_that_generates_is_replaced_behind_a_stand_in(
             " start: no room for generate-2): make room for one",
         ]
         assert made.endpoints()["generate-0"] == after["generate-0"]
-        assert len(await made.ask(prompt(9))) == PARAMS.max_tokens
+        assert len(await made.ask(prompt(9))) == ANSWER.max_tokens
         await made.cluster.room.release("stranger")
 
 
@@ -144,7 +82,7 @@ async def test_other_weights_are_taken_group_by_group_and_never_mixed(capsys: py
     old, new, over = random_decoder(), random_decoder(seed=9), asyncio.Event()
     async with served(old) as made:
         made.cluster.spawner.decoders["other"] = new
-        answers = [reference_ids(decoder, prompt(9), PARAMS) for decoder in (old, new)]
+        answers = [reference_ids(decoder, prompt(9), ANSWER) for decoder in (old, new)]
         assert answers[0] != answers[1]
 
         async def keep_checking() -> None:
@@ -153,7 +91,7 @@ async def test_other_weights_are_taken_group_by_group_and_never_mixed(capsys: py
 
         async with asyncio.TaskGroup() as streams:
             streams.create_task(keep_checking())
-            assert await made.reload("--model", "other") == 0
+            assert await reload(made, "--model", "other") == 0
             over.set()
         assert await made.ask(prompt(9)) == answers[1]
         assert {group.layout_fingerprint for group in made.cluster.view().groups} == {new.layout.fingerprint}
@@ -164,7 +102,7 @@ async def test_a_group_that_cannot_be_started_anew_comes_back_with_what_it_had(
 ) -> None:
     async with served(random_decoder()) as made:
         made.cluster.spawner.failures = [ModelError("no such model")]
-        assert await made.reload("--group", "generate-1", "--model", "absent") == 1
+        assert await reload(made, "--group", "generate-1", "--model", "absent") == 1
         told = capsys.readouterr().err.splitlines()
         assert told == [
             f"the cluster serves on; to go on: `baton reload --target {made.target} --model absent --group generate-1`",
