@@ -30,9 +30,9 @@ from benchmarks.sparse import find_source, text_ids
 from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
 from benchmarks.support.local_config import local_config
 from benchmarks.support.streams import Load, Measured, StreamTimes
-from deploy.commands.local_relay import running_controller
 from deploy.config.cluster import ClusterConfig
 from deploy.groups.cluster import LocalCluster
+from deploy.groups.local_relay import running_controller
 from modeling.checkpoints.weights import load_decoder
 from modeling.sparse.selection_file import save_prepared
 from orchestrator.controller import Controller

@@ -17,8 +17,8 @@ from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
 from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Pairs, Reporter, case, make_parser, random_prompt, resolve
 from benchmarks.support.local_config import local_config
-from deploy.commands.local_relay import running_controller
 from deploy.groups.cluster import LocalCluster
+from deploy.groups.local_relay import running_controller
 from orchestrator.controller import Controller
 from orchestrator.requests.request import Request
 

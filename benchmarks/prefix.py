@@ -32,8 +32,8 @@ from benchmarks.support.harness import (
     resolve,
 )
 from benchmarks.support.local_config import local_config
-from deploy.commands.local_relay import running_controller
 from deploy.groups.cluster import LocalCluster
+from deploy.groups.local_relay import running_controller
 from orchestrator.controller import Controller
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Finished

@@ -7,7 +7,7 @@ from baton import __version__
 from baton.errors import BatonError, ConfigError, InvalidArgumentError
 from deploy.calibration import prefill as calibrate
 from deploy.chaos import command as chaos
-from deploy.commands import drain, gateway, generate, inspection, local, reload, scale, serving
+from deploy.commands import drain, flip, gateway, generate, inspection, local, reload, scale, serving
 from deploy.forecasts import plan, simulate
 from deploy.quality import evaluate, prepare
 from deploy.traffic import command as traffic
@@ -25,6 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     serving.add_parser(commands)
     gateway.add_parser(commands)
     drain.add_parser(commands)
+    flip.add_parser(commands)
     reload.add_parser(commands)
     scale.add_parser(commands)
     inspection.add_parser(commands)

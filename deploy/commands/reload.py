@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from baton.errors import BatonError, UnavailableError
 from deploy.commands.admin_channel import TARGET_HELP, add_key_option, admin_channel, ask_state, given_key
 from deploy.commands.drain import restore, withdraw
+from deploy.commands.flip import flip
 from deploy.options.command import add_command
 from deploy.options.numbers import check_timeout
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 _DESCRIPTION = """\
 Gives each group new workers, one group after another, as `baton drain` and `baton drain --undo` would: a group finishes
 what it has, leaves, and starts anew; requests that come meanwhile go to the others. No request is lost. Groups that are
-drained already stay as they are.
+drained already stay as they are; workers that a group has lent go back to it before.
 
 The only group that generates leaves no sooner than another stands in for it, for which there must be room. Without a
 group that prefills, generation groups do so by themselves. What fails or is interrupted leaves a cluster that serves,
@@ -89,12 +90,18 @@ class _Rollout:
         """Whether the group that is being reloaded has been asked to leave."""
 
     def names(self) -> list[str]:
-        """Return the names of all groups that are not drained."""
-        return [group.name for group in self._groups() if not group.is_drained]
+        """Return the names of all groups that are not drained, and have workers of their own."""
+        return [group.name for group in self._groups() if not group.is_drained and not group.lender]
 
     def reload(self, name: str) -> None:
-        """Give the group new workers, until it serves again. Raises BatonError; then it may be drained or away."""
+        """Give the group new workers, until it serves again; what it has lent comes back before. Raises BatonError;
+        then the group may be drained or away."""
         self._is_withdrawn = False
+        for group in self._groups():
+            if group.name == name and group.lender:
+                raise UnavailableError(f"{name} has a worker of {group.lender}: reload that, and the worker goes back")
+            if group.lender == name:
+                flip(self._admin, group.name, undo=True, timeout_s=self._timeout_s)
         if self._is_last_to_generate(name):
             self._stand_in = self._start_stand_in(name)
         self._is_withdrawn = True

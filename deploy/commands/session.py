@@ -16,10 +16,10 @@ from baton.clock import Clock, SystemClock
 from baton.errors import InvalidArgumentError
 from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
-from deploy.commands.local_relay import running_controller
 from deploy.commands.timeline import draw_timeline
 from deploy.config.cluster import ClusterConfig
 from deploy.groups.cluster import LocalCluster
+from deploy.groups.local_relay import running_controller
 from deploy.machine.limits import tokens_of_slot
 from deploy.machine.model_folder import prepare_kernels, resolve_drafts, resolve_folder
 from orchestrator.requests.record import Finished, Started

@@ -65,7 +65,8 @@ def groups_table(state: ClusterState) -> Table:
     for group in state.groups:
         preempted = "" if group.generation is None else group.generation.num_preemptions
         counts = (group.epoch, group.num_requests, group.num_leaked, preempted)
-        table.add_row(group.name, readiness(group), *(str(count) for count in counts), " ".join(group.endpoints))
+        name = f"{group.name} (lent by {group.lender})" if group.lender else group.name
+        table.add_row(name, readiness(group), *(str(count) for count in counts), " ".join(group.endpoints))
     return table
 
 

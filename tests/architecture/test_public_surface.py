@@ -71,7 +71,8 @@ FIELDS = {
     ModelInfo: "name max_tokens vocab_size dtype has_chat_template layout_fingerprint",
     ClusterState: "groups num_queued num_running num_degraded version num_queued_tokens why_not_serving why_degraded"
     " metrics_endpoint groups_away",
-    GroupState: "name role endpoints epoch is_ready num_leaked num_requests is_drained is_broken generation ranks",
+    GroupState: "name role endpoints epoch is_ready num_leaked num_requests is_drained is_broken generation ranks"
+    " lender",
     baton.TokenEvent: "index token text unix_ns finish error choice prompt drafts",
     baton.DraftRound: "source num_drafts num_accepted num_tokens",
     baton.SampledToken: "token_id logprob top",
@@ -101,6 +102,7 @@ COMMANDS = {
     "drain": "group name --api-key-env --keep --target --timeout --undo",
     "evaluate": "model --alpha --budget --cache --context --dtype --json --mass --needles --plot --policies --pool"
     " --quantization --rows --selection --steps --text --threads",
+    "flip": "group name --api-key-env --target --timeout --undo",
     "gateway": "--api-key-env --cache --grace --host --model --orchestrator --port",
     "generate": "prompt --api-key-env --chat --deadline --echo --exact --n --no-usage --priority --target --tenant"
     f" {SAMPLING}",

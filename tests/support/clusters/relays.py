@@ -15,9 +15,9 @@ from baton.results import Timings
 from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
 from baton.v1 import generate_pb2, prefill_pb2
-from deploy.commands.local_relay import running_controller
 from deploy.config.file import make_local_config
 from deploy.groups.cluster import LocalCluster
+from deploy.groups.local_relay import running_controller
 from orchestrator.controller import Controller
 from orchestrator.requests.record import Event, Finished
 from orchestrator.requests.request import Request
