@@ -1,12 +1,13 @@
 """What every Spawner promises, asked of the ones that run without Ray; tests/system asks the same of Ray's actors."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from baton.errors import BatonError
+from baton.errors import BatonError, UnavailableError
 from baton.v1.keeping_pb2 import UpdateRequest
 from baton.v1.keeping_pb2_grpc import KeepingStub
 from deploy.config.file import make_local_config
@@ -73,3 +74,45 @@ async def test_a_worker_that_cannot_start_gives_its_own_reason(rank: WorkerConfi
     with pytest.raises(WorkerStartError, match="prefill-0.0: /absent: is not a model folder") as caught:
         await ProcessSpawner(60.0).start(replace(rank, place=replace(rank.place, model_folder=Path("/absent"))))
     assert isinstance(caught.value, BatonError)
+
+
+@pytest.fixture
+def engine(smollm2: Path, rank: WorkerConfig) -> WorkerConfig:
+    """A generation engine in the place of the rank."""
+    config = make_local_config({"model": {"dtype": "float32"}, "generate": {"num_slots": 2, "max_slot_tokens": 256}})
+    return config.workers("generate-0", smollm2, secret=SECRET)[0].in_place_of(rank)
+
+
+async def test_a_worker_changes_its_role_in_the_same_process(
+    spawner: Spawner, rank: WorkerConfig, engine: WorkerConfig
+) -> None:
+    handle = await spawner.start(rank)
+    pid, first = handle.pid, handle.endpoint
+    await handle.serve_as(engine)
+    assert (handle.config, handle.pid) == (engine, pid)
+    assert handle.endpoint != first
+    await handle.serve_as(rank)
+    assert (handle.config, handle.pid) == (rank, pid)
+    assert not handle.ended
+    assert await _answers(handle)
+
+
+async def test_a_worker_that_cannot_serve_in_another_role_gives_its_reason_and_ends(
+    rank: WorkerConfig, engine: WorkerConfig
+) -> None:
+    handle = await ProcessSpawner(60.0).start(rank)
+    with pytest.raises(WorkerStartError, match="generate-0: /absent: is not a model folder"):
+        await handle.serve_as(replace(engine, place=replace(engine.place, model_folder=Path("/absent"))))
+    assert await handle.wait()
+
+
+async def test_a_worker_that_is_killed_meanwhile_ends(
+    spawner: Spawner, rank: WorkerConfig, engine: WorkerConfig
+) -> None:
+    handle = await spawner.start(rank)
+    changing = asyncio.create_task(handle.serve_as(engine))
+    await asyncio.sleep(0)
+    handle.kill()
+    with pytest.raises(UnavailableError, match="ended .*before it served"):
+        await changing
+    assert await handle.wait()
