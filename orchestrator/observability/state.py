@@ -85,7 +85,8 @@ class Overview:
         """
         return self._give_back(name) if leave and name in self._members.orders.lent else self._drain(name, leave=leave)
 
-    async def _drain(self, name: str, *, leave: bool) -> AsyncGenerator[GroupState, None]:
+    async def _drain(self, name: str, *, leave: bool, is_brief: bool = False) -> AsyncGenerator[GroupState, None]:
+        """Drain as `drain` says. A drain that `is_brief`, because another order follows, need not be recorded."""
         self._members.drain(name)
         logger.info("draining group=%s", name)
         told: GroupState | None = None
@@ -107,7 +108,7 @@ class Overview:
             if is_wanted:
                 logger.info("group=%s is wanted again", name)
                 return
-            if self._is_idle(state) and self._members.is_kept(name):
+            if self._is_idle(state) and (is_brief or self._members.is_kept(name)):
                 if not leave:
                     logger.info("group=%s is drained", name)
                     return
@@ -219,7 +220,7 @@ class Overview:
         is_spared = False
         try:
             for name in names:
-                async with aclosing(self._drain(name, leave=False)) as states:
+                async with aclosing(self._drain(name, leave=False, is_brief=True)) as states:
                     async for state in states:
                         yield state
             for name in names:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -20,15 +21,19 @@ from baton import Client
 from baton.channel_options import Keepalive, channel_options
 from baton.cluster_state import ClusterState
 from baton.errors import BatonError
+from baton.sampling_params import SamplingParams
 from baton.settings.paths import cache_folder
 from baton.v1.prefill_pb2 import PrefillStatusRequest
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
 from deploy.commands.cluster_secrets import load_secret
 from deploy.commands.keyed_channel import keyed
 from deploy.commands.record import process_start, store_name
+from modeling.checkpoints.weights import load_decoder
 from modeling.prefix_store.folder import node_folder
 from tests.support.clusters.hosts import MACHINE, Host
 from tests.support.folders import ROOT
+from tests.support.models.reference import check_equal_tokens
+from tests.support.models.texts import passage_ids
 from transport.identity import ClusterSecret
 
 START_S = 90.0
@@ -197,6 +202,46 @@ def processes_of(ray_folder: str) -> dict[int, str]:
             if any(str(file.readlink()).startswith(f"{ray_folder}/") for file in (process / "fd").iterdir()):
                 found[int(process.name)] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
     return {pid: command for pid, command in found.items() if process_start(pid)}
+
+
+ANSWER = SamplingParams(max_tokens=40, ignore_eos=True)
+
+
+class Streams:
+    """Streams of some prompts, again and again, until `check`; a context manager."""
+
+    def __init__(self, client: Client, model: Path, num_prompts: int = 4) -> None:
+        self._client = client
+        self._model = model
+        self._over = threading.Event()
+        self._pool = ThreadPoolExecutor(num_prompts)
+        prompts = [passage_ids(model, 20 + 9 * index, start=60 * index) for index in range(num_prompts)]
+        self._asking = {prompt: self._pool.submit(self._ask, prompt) for prompt in prompts}
+
+    def __enter__(self) -> "Streams":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._over.set()
+        self._pool.shutdown()
+
+    def check(self) -> None:
+        """All that ran have brought what they should: every token, and none twice."""
+        self._over.set()
+        decoder = load_decoder(self._model, dtype="float32")
+        for prompt, asking in self._asking.items():
+            answers = asking.result()
+            assert answers
+            for tokens in set(answers):
+                assert len(tokens) == ANSWER.max_tokens
+                check_equal_tokens(decoder, prompt, tokens, ANSWER)
+
+    def _ask(self, prompt: tuple[int, ...]) -> list[tuple[int, ...]]:
+        answers = []
+        while not self._over.is_set():
+            answer = self._client.generate(token_ids=prompt, params=ANSWER).collect()
+            answers.append(tuple(token.token_id for token in answer.tokens))
+        return answers
 
 
 def until(holds: Callable[[], bool], within_s: float = 60.0) -> None:

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,12 +13,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from baton import Client
-from baton.sampling_params import SamplingParams
 from deploy.commands.cluster_secrets import token_path
 from deploy.commands.record import process_start
 from modeling.checkpoints.weights import load_decoder
 from tests.support.clusters.ray_clusters import (
+    ANSWER,
     ServedCluster,
+    Streams,
     listener,
     served,
     supervisor,
@@ -32,7 +32,6 @@ from tests.support.models.reference import check_equal_tokens
 from tests.support.models.texts import passage_ids
 
 MODEL = "model.safetensors"
-PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
 SETTINGS = (
     *("prefill.num_ranks=1", "generate.num_groups=2", "generate.num_slots=8"),
     *("supervision.heartbeat_s=0.5", "supervision.dead_after_s=3", "orchestrator.lease_ttl_s=15"),
@@ -49,43 +48,6 @@ def cluster(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def client(cluster: ServedCluster) -> Iterator[Client]:
     with Client(cluster.target) as made:
         yield made
-
-
-class Streams:
-    """Streams of some prompts, again and again, until `check`; a context manager."""
-
-    def __init__(self, client: Client, model: Path, num_prompts: int = 4) -> None:
-        self._client = client
-        self._model = model
-        self._over = threading.Event()
-        self._pool = ThreadPoolExecutor(num_prompts)
-        prompts = [passage_ids(model, 20 + 9 * index, start=60 * index) for index in range(num_prompts)]
-        self._asking = {prompt: self._pool.submit(self._ask, prompt) for prompt in prompts}
-
-    def __enter__(self) -> "Streams":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._over.set()
-        self._pool.shutdown()
-
-    def check(self) -> None:
-        """All that ran have brought what they should: every token, and none twice."""
-        self._over.set()
-        decoder = load_decoder(self._model, dtype="float32")
-        for prompt, asking in self._asking.items():
-            answers = asking.result()
-            assert answers
-            for tokens in set(answers):
-                assert len(tokens) == PARAMS.max_tokens
-                check_equal_tokens(decoder, prompt, tokens, PARAMS)
-
-    def _ask(self, prompt: tuple[int, ...]) -> list[tuple[int, ...]]:
-        answers = []
-        while not self._over.is_set():
-            answer = self._client.generate(token_ids=prompt, params=PARAMS).collect()
-            answers.append(tuple(token.token_id for token in answer.tokens))
-        return answers
 
 
 def _names(client: Client) -> list[str]:
@@ -195,9 +157,9 @@ def test_other_weights_are_taken_by_all_groups(
         reloaded = cluster.command("reload", "--group", name, "--model", str(other))
         assert reloaded.returncode == 0, reloaded.stderr
     prompt = passage_ids(smollm2, 80)
-    tokens = [token.token_id for token in client.generate(token_ids=prompt, params=PARAMS).collect().tokens]
-    assert len(tokens) == PARAMS.max_tokens
-    check_equal_tokens(load_decoder(other, dtype="float32"), prompt, tokens, PARAMS)
+    tokens = [token.token_id for token in client.generate(token_ids=prompt, params=ANSWER).collect().tokens]
+    assert len(tokens) == ANSWER.max_tokens
+    check_equal_tokens(load_decoder(other, dtype="float32"), prompt, tokens, ANSWER)
     processes, epoch = _processes(client, *_names(client)), client.cluster_state().groups[0].epoch
     os.kill(supervisor(cluster.ray_folder), signal.SIGKILL)  # the next one finds workers of that model
     until(lambda: client.cluster_state().groups[0].epoch > epoch)
