@@ -112,6 +112,23 @@ def test_a_reload_under_streams_loses_nothing_though_the_supervisor_dies_in_the_
     _until_sound(cluster, client)
 
 
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize(
+    "num_times", [pytest.param(10, marks=pytest.mark.ci), pytest.param(100, marks=pytest.mark.soak)]
+)
+def test_a_pool_gets_smaller_and_larger_again_and_again_under_streams(
+    cluster: ServedCluster, client: Client, smollm2: Path, num_times: int
+) -> None:
+    with Streams(client, smollm2) as streams:
+        for _ in range(num_times):
+            for number in (1, 2):
+                scaled = cluster.command("scale", "generate", str(number))
+                assert scaled.returncode == 0, scaled.stderr
+                assert len([name for name in _names(client) if name.startswith("generate")]) == number
+        streams.check()
+    _until_sound(cluster, client)
+
+
 @pytest.mark.soak
 def test_the_last_group_that_generates_is_reloaded_behind_a_stand_in(
     cluster: ServedCluster, client: Client, smollm2: Path

@@ -1,12 +1,22 @@
-"""A worker that was handed no secret does not start: it would serve every caller, or none."""
+"""Servers of workers in a process: one without its cluster's secret does not start, for it would serve every caller, or
+none; and one after another leaves nothing behind but the model."""
 
+import gc
+import weakref
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, ModelError
 from deploy.config.worker import WorkerConfig
-from deploy.groups.hosting import start_server
+from deploy.groups.hosting import Server, WorkerHost, start_server
+from generate_workers.servicer import GenerationServer
+from modeling.forward.decoder import Decoder
+from modeling.hosting import LoadedModel
+from prefill_workers.servicer import PrefillServer
 from tests.support.clusters.spawners import NONE, orchestrator_worker, tiny_worker
 
 WORKERS = [tiny_worker("prefill"), tiny_worker("generate"), orchestrator_worker(NONE)]
@@ -16,3 +26,52 @@ WORKERS = [tiny_worker("prefill"), tiny_worker("generate"), orchestrator_worker(
 async def test_a_worker_without_its_clusters_secret_is_refused_before_it_loads_anything(config: WorkerConfig) -> None:
     with pytest.raises(ConfigError, match="the cluster's secret is nothing: give the 64 hexadecimal digits"):
         await start_server(replace(config, place=replace(config.place, secret="")))
+
+
+@pytest.fixture
+def own_process() -> Iterator[None]:
+    """As it was, for later tests: what a worker sets for its whole process."""
+    threshold, num_threads = gc.get_threshold(), torch.get_num_threads()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*threshold)
+    torch.set_num_threads(num_threads)
+
+
+class Servers:
+    """Starts them, and remembers each while something else does."""
+
+    def __init__(self) -> None:
+        self.decoders: list[Decoder] = []
+        self.former: list[weakref.ref[object]] = []
+
+    async def start(self, config: WorkerConfig, model: LoadedModel | None) -> Server:
+        server = await start_server(config, model)
+        assert isinstance(server, PrefillServer | GenerationServer) and model is not None
+        self.decoders.append(model.load(config.place))
+        self.former += [weakref.ref(server), weakref.ref(server.engine)]
+        if isinstance(server, GenerationServer):
+            self.former.append(weakref.ref(server.slots))
+        return server
+
+    @property
+    def num_alive(self) -> int:
+        """Servers, engines and tables of slots that are still in memory."""
+        return sum(each() is not None for each in self.former)
+
+
+@pytest.mark.usefixtures("own_process")
+async def test_a_change_of_roles_keeps_the_model_and_frees_all_else(smollm2: Path) -> None:
+    rank, engine = tiny_worker("prefill", folder=smollm2), tiny_worker("generate", folder=smollm2)
+    servers = Servers()
+    host = WorkerHost(servers.start)
+    try:
+        for config, num_own in ((rank, 2), (engine, 3), (rank, 2), (engine, 3)):
+            assert await host.serve(config)
+            assert servers.num_alive == num_own
+        assert len({id(decoder) for decoder in servers.decoders}) == 1
+        with pytest.raises(ModelError, match="is not a model folder"):
+            await host.serve(replace(rank, place=replace(rank.place, model_folder=Path("/absent"))))
+        assert servers.num_alive == 0
+    finally:
+        await host.stop()
