@@ -6,7 +6,7 @@ Reads the parts of `orchestrator.controller`, which owns it. Put on gRPC by `orc
 """
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -25,6 +25,10 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
 """Longest pause in seconds between two looks at a group that drains or starts; a change ends it early."""
+
+
+Check = Callable[[str], None]
+"""Raises an error when the group of that name cannot be spared."""
 
 
 class Overview:
@@ -174,8 +178,7 @@ class Overview:
         return self._unflip(borrowers[min(borrowers)] if borrowers else name)
 
     async def _lend(self, name: str) -> AsyncGenerator[GroupState, None]:
-        self._members.require_flippable(name)
-        async with aclosing(self._spare(name)) as states:
+        async with aclosing(self._spare(name, check=self._members.require_flippable)) as states:
             async for state in states:
                 yield state
         made = self._members.lend(name)
@@ -190,20 +193,19 @@ class Overview:
 
     async def _unflip(self, borrower: str) -> AsyncGenerator[GroupState, None]:
         lender = self._members.orders.lender(borrower)
-        if borrower not in self._members.orders.leaving:
-            self._members.require_flippable(borrower)
-        async with aclosing(self._give_back(borrower)) as states:
+        async with aclosing(self._give_back(borrower, check=self._members.require_flippable)) as states:
             async for state in states:
                 yield state
         if lender not in self._members.orders.leaving:
             yield await self._until_there(lender)
 
-    async def _give_back(self, borrower: str) -> AsyncGenerator[GroupState, None]:
-        """Return a borrowed worker once its group, and the group that it joins, have no work left. An order that was
-        given already is followed to its end."""
+    async def _give_back(self, borrower: str, check: Check = lambda name: None) -> AsyncGenerator[GroupState, None]:
+        """Return a borrowed worker once its group, and the group that it joins, have no work left; `check` is as in
+        `_spare`. An order that was given already is followed to its end."""
         lender = self._members.orders.lender(borrower)
         if borrower not in self._members.orders.leaving:
-            async with aclosing(self._spare(*filter(self._members.is_present, (borrower, lender)))) as states:
+            names = filter(self._members.is_present, (borrower, lender))
+            async with aclosing(self._spare(*names, check=check)) as states:
                 async for state in states:
                     yield state
             self._members.give_back(borrower)
@@ -213,11 +215,15 @@ class Overview:
                 raise UnavailableError(f"{borrower} was let have work again meanwhile: it keeps its worker")
             await self._members.until(lambda: None if borrower in self._members.orders.lent else True, _POLL_S)
 
-    async def _spare(self, *names: str) -> AsyncGenerator[GroupState, None]:
+    async def _spare(self, *names: str, check: Check) -> AsyncGenerator[GroupState, None]:
         """Drain the groups, and yield their states, until none has work left. They get work again if the caller stops
-        before. Raises UnavailableError when an operator lets one have work again, and when one is gone."""
+        before. Raises UnavailableError when an operator lets one have work again, and when one is gone; and what
+        `check` raises for the first of them, at the beginning or, as other groups may be drained meanwhile, at the
+        end."""
         before = self._members.orders.drained
         is_spared = False
+        for name in names[:1]:
+            check(name)
         try:
             for name in names:
                 async with aclosing(self._drain(name, leave=False, is_brief=True)) as states:
@@ -226,6 +232,8 @@ class Overview:
             for name in names:
                 if name not in self._members.orders.drained or not self._members.is_present(name):
                     raise UnavailableError(f"{name} was let have work again, or left, meanwhile: no role has changed")
+            for name in names[:1]:
+                check(name)
             is_spared = True
         finally:
             if not is_spared:

@@ -191,6 +191,16 @@ async def drained(made: Served, name: str) -> None:
             assert state.is_drained
 
 
+async def test_of_two_engines_that_are_flipped_at_once_one_stays() -> None:
+    async with served(random_decoder()) as made:
+        flips = (flip(made, "generate-0"), flip(made, "generate-1"))
+        outcomes = await asyncio.gather(*flips, return_exceptions=True)
+        assert any(isinstance(outcome, UnavailableError) for outcome in outcomes), outcomes
+        assert [name for name in names(made) if name.startswith("generate")]
+        await made.ask((1, 2, 3))
+        assert not made.cluster.members.orders.drained
+
+
 async def test_a_flip_that_is_given_up_before_the_worker_could_be_spared_changes_nothing() -> None:
     async with served(random_decoder()) as made:
         with made.cluster.members.hold("prefill-0"):
