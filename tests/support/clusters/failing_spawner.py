@@ -5,8 +5,8 @@ from random import Random
 from deploy.config.worker import WorkerConfig
 from deploy.groups.spawner import Spawner, WorkerHandle
 
-CALLS = ("start", "serve_as", "kill", "wait", "close")
-"""The calls of the two ports that can fail."""
+CALLS = ("start", "kill", "wait", "close")
+"""The calls of the two ports that a group's repair makes, and that can fail."""
 
 
 class Failures:
