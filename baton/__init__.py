@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from baton.client import AsyncClient, Client
-    from baton.cluster_state import ClusterState, GenerationStatus, GroupState, PrefillStatus
+    from baton.cluster_state import ClusterState, GenerationStatus, GroupState, PrefillStatus, Scaling, ScalingChange
     from baton.errors import BatonError
     from baton.results import (
         Choice,
@@ -57,6 +57,8 @@ __all__ = [
     "Reconnect",
     "SampledToken",
     "SamplingParams",
+    "Scaling",
+    "ScalingChange",
     "SpeculationTrace",
     "Stream",
     "Timings",
@@ -71,7 +73,7 @@ __all__ = [
 
 _NAMES_IN = {
     "baton.client": "AsyncClient Client",
-    "baton.cluster_state": "ClusterState GenerationStatus GroupState PrefillStatus",
+    "baton.cluster_state": "ClusterState GenerationStatus GroupState PrefillStatus Scaling ScalingChange",
     "baton.errors": "BatonError",
     "baton.results": "Choice Completion DraftCounts ModelInfo Placement PlacementTerms PrefillTrace PrefixFetch"
     " RankTiming SpeculationTrace Timings Usage WidthChoice WidthOption",

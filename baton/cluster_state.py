@@ -61,6 +61,39 @@ class GroupState:
 
 
 @dataclass(frozen=True)
+class ScalingChange:
+    """A decision of the autoscaler that changed groups, or would have."""
+
+    unix_ns: int
+    """Instant of the decision, in unix nanoseconds."""
+    explanation: str
+    """The decision with its terms, in one line for people."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The autoscaler's latest decision."""
+
+    mode: str
+    """Whether decisions are carried out (act), or only reported (advise)."""
+    num_prefill: int
+    """Prefill groups that there are to be."""
+    num_generate: int
+    """Generation groups that there are to be."""
+    explanation: str
+    """The decision with its terms, in one line for people."""
+    forecast_rate: float = 0.0
+    """Requests a second that are forecast."""
+    ttft_p95_s: float = 0.0
+    """95th percentile of the time to first token that is predicted for these groups, in seconds; infinite in an
+    overload, 0 without traffic."""
+    itl_p95_s: float = 0.0
+    """95th percentile of the time between tokens that is predicted for these groups, in seconds, likewise."""
+    changes: tuple[ScalingChange, ...] = ()
+    """The latest decisions that changed groups, or would have, oldest first."""
+
+
+@dataclass(frozen=True)
 class ClusterState:
     """Groups, queue and slots, as the orchestrator sees them."""
 
@@ -80,6 +113,8 @@ class ClusterState:
     """Address, host:port, at which Prometheus finds /metrics; empty when there is none."""
     groups_away: tuple[str, ...] = ()
     """Names of the groups that operators let leave: they have no workers until they are wanted again."""
+    scaling: Scaling | None = None
+    """What the autoscaler wants, and why; None while it is off, or has not decided yet."""
 
 
 def group_state_to_proto(group: GroupState) -> pb.GroupState:
@@ -97,7 +132,7 @@ def group_state_from_proto(message: pb.GroupState) -> GroupState:
 def cluster_state_to_proto(state: ClusterState) -> pb.ClusterState:
     """Return the state of groups, queue and slots as a message."""
     groups = [group_state_to_proto(group) for group in state.groups]
-    return pb.ClusterState(**vars(state) | {"groups": groups})
+    return pb.ClusterState(**vars(state) | {"groups": groups, "scaling": _scaling_to_proto(state.scaling)})
 
 
 def cluster_state_from_proto(message: pb.ClusterState) -> ClusterState:
@@ -110,4 +145,15 @@ def cluster_state_from_proto(message: pb.ClusterState) -> ClusterState:
         why_not_serving=tuple(message.why_not_serving),
         why_degraded=tuple(message.why_degraded),
         groups_away=tuple(message.groups_away),
+        scaling=_scaling_from_proto(message.scaling) if message.HasField("scaling") else None,
     )
+
+
+def _scaling_to_proto(scaling: Scaling | None) -> pb.Scaling | None:
+    if scaling is None:
+        return None
+    return pb.Scaling(**vars(scaling) | {"changes": [pb.ScalingChange(**vars(each)) for each in scaling.changes]})
+
+
+def _scaling_from_proto(message: pb.Scaling) -> Scaling:
+    return read(Scaling, message, changes=tuple(read(ScalingChange, each) for each in message.changes))

@@ -26,14 +26,13 @@ from deploy.traffic.placing import Asked, Placing
 from deploy.traffic.service import GroupSizes, RecallingPlanner
 from orchestrator.autoscaling.actions import FleetState, LeadTimes
 from orchestrator.autoscaling.autoscaler import Autoscaler
-from orchestrator.autoscaling.config import AutoscalingConfig
 from orchestrator.autoscaling.demand import Backlog, ServiceModel
 from orchestrator.autoscaling.prediction import Allocation
 from orchestrator.membership.members import Members
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
 from orchestrator.placement.chain_width import WidthPolicy
 from orchestrator.placement.chooser import Chooser
-from orchestrator.requests.config import OrchestratorConfig
+from orchestrator.requests.config import AutoscalingConfig, OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.request import Request
 from planning.calibration import nominal

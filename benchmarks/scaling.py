@@ -23,7 +23,7 @@ from deploy.traffic.generators import OUTPUT_HEAVY, PROMPT_HEAVY, Lengths, Phase
 from deploy.traffic.results import Results, ScalerEvent
 from deploy.traffic.service import GroupSizes, RecallingPlanner
 from deploy.traffic.trace import Trace
-from orchestrator.autoscaling.config import AutoscalingConfig
+from orchestrator.requests.config import AutoscalingConfig
 from planning.calibration import nominal
 from planning.hardware import hardware_of
 from planning.model_shape import shape_of

@@ -24,6 +24,7 @@ from baton.errors import (
     UnavailableError,
 )
 from baton.types import FinishReason, TokenEvent
+from orchestrator.actuation.scaler import Scaler
 from orchestrator.admission.fair_queue import FairQueue
 from orchestrator.admission.forecast import ChainForecast, Forecast
 from orchestrator.admission.gate import Admission, Entry
@@ -88,6 +89,12 @@ class Controller:
         ttl_s = self._config.lease_ttl_s
         self._census = Census(members, self._clients, clock, self._observe_step, lease_ttl_s=ttl_s)
         self.overview = Overview(members, self._census, self._admission, self._dispatcher, clock, lease_ttl_s=ttl_s)
+        self._scaler = Scaler(
+            *(members, self.overview, self._dispatcher.chooser.occupancy, planner, self.metrics),
+            clock=clock,
+            config=self._config.autoscaling,
+        )
+        self.overview.scaling = lambda: self._scaler.state
         self._budget = RetryBudget(clock)
         self._counting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Finished]] = set()
@@ -95,9 +102,10 @@ class Controller:
         members.on_update, members.breakers = self._resize, Breakers(clock)
 
     def start(self) -> None:
-        """Begin to ask workers periodically what they hold. To be called once, on the loop."""
+        """Begin to ask workers periodically what they hold, and to scale. To be called once, on the loop."""
         self._resize()
         self._counting = asyncio.create_task(self._census.run(self._config.poll_s))
+        self._scaler.start()
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Refuse new requests, give running ones `grace_s` seconds, then end the rest with UnavailableError.
@@ -105,6 +113,7 @@ class Controller:
         Frees the slots and streams that attempts held, and closes all channels to workers. Idempotent.
         """
         self._closing = True
+        await self._scaler.close()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=grace_s)
         await _cancel(*self._tasks)
@@ -156,6 +165,7 @@ class Controller:
             self.metrics.refused(error)
             raise
         self._budget.earn()
+        self._scaler.arrived(record)
         return _Run(record, entry, forecast)
 
     def _check_choices(self, num_choices: int) -> None:
@@ -190,7 +200,7 @@ class Controller:
 
     def _resize(self) -> None:
         num_slots = self._members.view.num_slots
-        self._admission.resize(num_slots)
+        self._admission.resize(num_slots, is_asleep=self._members.is_asleep("generate"))
         self._budget.resize(num_slots)
 
     def _observe_step(self, step: StepSample) -> None:
@@ -234,6 +244,7 @@ class Controller:
         self._admission.leave(run.entry)
         finished = self._interrupted(record) if task.cancelled() else task.result()
         run.events.put_nowait(finished)  # first, so that the client's stream ends even if the rest fails
+        self._scaler.ended(record)
         log_end(record, finished)
         if run.forecast is not None:
             self._forecast.ended(record, run.forecast, finished.timings.finished_ns)

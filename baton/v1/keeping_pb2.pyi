@@ -411,6 +411,7 @@ class Orders(_message.Message):
     STAND_INS_FIELD_NUMBER: _builtins.int
     MODELS_FIELD_NUMBER: _builtins.int
     LENT_FIELD_NUMBER: _builtins.int
+    SURPLUS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def drained(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Groups that get no new work."""
@@ -433,6 +434,10 @@ class Orders(_message.Message):
         the stand-in's name. The worker goes back when the stand-in leaves.
         """
 
+    @_builtins.property
+    def surplus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Drained groups that the autoscaler lets go, and may take back."""
+
     def __init__(
         self,
         *,
@@ -441,10 +446,11 @@ class Orders(_message.Message):
         stand_ins: _abc.Iterable[_builtins.str] | None = ...,
         models: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         lent: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        surplus: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drained", b"drained", "leaving", b"leaving", "lent", b"lent", "models", b"models", "stand_ins", b"stand_ins"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drained", b"drained", "leaving", b"leaving", "lent", b"lent", "models", b"models", "stand_ins", b"stand_ins", "surplus", b"surplus"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -694,6 +694,7 @@ class ClusterState(_message.Message):
     WHY_DEGRADED_FIELD_NUMBER: _builtins.int
     METRICS_ENDPOINT_FIELD_NUMBER: _builtins.int
     GROUPS_AWAY_FIELD_NUMBER: _builtins.int
+    SCALING_FIELD_NUMBER: _builtins.int
     num_queued: _builtins.int
     num_running: _builtins.int
     version: _builtins.str
@@ -717,6 +718,10 @@ class ClusterState(_message.Message):
     def groups_away(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the groups that operators let leave: they have no workers until they are wanted again."""
 
+    @_builtins.property
+    def scaling(self) -> Global___Scaling:
+        """What the autoscaler wants, and why; unset while it is off, or has not decided yet."""
+
     def __init__(
         self,
         *,
@@ -730,14 +735,87 @@ class ClusterState(_message.Message):
         why_degraded: _abc.Iterable[_builtins.str] | None = ...,
         metrics_endpoint: _builtins.str = ...,
         groups_away: _abc.Iterable[_builtins.str] | None = ...,
+        scaling: Global___Scaling | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["scaling", b"scaling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "groups_away", b"groups_away", "metrics_endpoint", b"metrics_endpoint", "num_degraded", b"num_degraded", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "version", b"version", "why_degraded", b"why_degraded", "why_not_serving", b"why_not_serving"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "groups_away", b"groups_away", "metrics_endpoint", b"metrics_endpoint", "num_degraded", b"num_degraded", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "scaling", b"scaling", "version", b"version", "why_degraded", b"why_degraded", "why_not_serving", b"why_not_serving"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClusterState: _TypeAlias = ClusterState  # noqa: Y015
+
+@_typing.final
+class Scaling(_message.Message):
+    """The autoscaler's latest decision."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    NUM_PREFILL_FIELD_NUMBER: _builtins.int
+    NUM_GENERATE_FIELD_NUMBER: _builtins.int
+    EXPLANATION_FIELD_NUMBER: _builtins.int
+    FORECAST_RATE_FIELD_NUMBER: _builtins.int
+    TTFT_P95_S_FIELD_NUMBER: _builtins.int
+    ITL_P95_S_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    mode: _builtins.str
+    """advise or act."""
+    num_prefill: _builtins.int
+    """Groups that there are to be."""
+    num_generate: _builtins.int
+    explanation: _builtins.str
+    """The decision with its terms, in one line for people."""
+    forecast_rate: _builtins.float
+    """Requests a second that are forecast."""
+    ttft_p95_s: _builtins.float
+    """Latencies that are predicted for these groups, infinite in an overload; 0 without traffic."""
+    itl_p95_s: _builtins.float
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScalingChange]:
+        """The latest decisions that changed groups, or would have, oldest first: when (unix ns), and why."""
+
+    def __init__(
+        self,
+        *,
+        mode: _builtins.str = ...,
+        num_prefill: _builtins.int = ...,
+        num_generate: _builtins.int = ...,
+        explanation: _builtins.str = ...,
+        forecast_rate: _builtins.float = ...,
+        ttft_p95_s: _builtins.float = ...,
+        itl_p95_s: _builtins.float = ...,
+        changes: _abc.Iterable[Global___ScalingChange] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "explanation", b"explanation", "forecast_rate", b"forecast_rate", "itl_p95_s", b"itl_p95_s", "mode", b"mode", "num_generate", b"num_generate", "num_prefill", b"num_prefill", "ttft_p95_s", b"ttft_p95_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Scaling: _TypeAlias = Scaling  # noqa: Y015
+
+@_typing.final
+class ScalingChange(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UNIX_NS_FIELD_NUMBER: _builtins.int
+    EXPLANATION_FIELD_NUMBER: _builtins.int
+    unix_ns: _builtins.int
+    explanation: _builtins.str
+    def __init__(
+        self,
+        *,
+        unix_ns: _builtins.int = ...,
+        explanation: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["explanation", b"explanation", "unix_ns", b"unix_ns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScalingChange: _TypeAlias = ScalingChange  # noqa: Y015
 
 @_typing.final
 class GroupState(_message.Message):

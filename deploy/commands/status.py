@@ -1,6 +1,7 @@
 """What `baton status` shows of a running cluster: its health, what its predictions rest on, its groups and slots."""
 
 from collections.abc import Iterator
+from datetime import UTC, datetime
 
 import grpc
 from rich.console import Console
@@ -20,6 +21,8 @@ from deploy.commands.record import load_record, secret_for
 from transport.proto_types import kernels_from_proto
 
 _ANSWER_S = 5.0
+_NUM_CHANGES = 5
+"""Latest changes by the autoscaler that are shown."""
 
 
 def show_status(name: str, api_key: str | None = None) -> int:
@@ -41,7 +44,7 @@ def show_status(name: str, api_key: str | None = None) -> int:
             return 1
     queued = f"{state.num_queued} queued with {state.num_queued_tokens} prompt tokens"
     print(f"cluster {name} on {record.endpoint}: {state.num_running} running, {queued}")
-    for line in (*_health(state), *predictions, *processors_of(state), *drafts_of(state)):
+    for line in (*_health(state), *predictions, *processors_of(state), *drafts_of(state), *scaling_of(state)):
         print(line)
     if state.metrics_endpoint:
         print(f"metrics on http://{state.metrics_endpoint}/metrics")
@@ -113,6 +116,16 @@ def _health(state: ClusterState) -> Iterator[str]:
     yield from (f"degraded: {why}" for why in state.why_degraded)
     if state.num_degraded:
         yield f"prefills without a prefill group so far, though there are some: {state.num_degraded}"
+
+
+def scaling_of(state: ClusterState) -> Iterator[str]:
+    """Yield the autoscaler's latest decision in a line, and the latest ones that changed groups, with their times."""
+    if (scaling := state.scaling) is None:
+        return
+    yield f"autoscaling ({scaling.mode}): {scaling.explanation}"
+    for change in scaling.changes[-_NUM_CHANGES:]:
+        made = datetime.fromtimestamp(change.unix_ns / 1e9, UTC).astimezone()
+        yield f"  {made:%H:%M:%S} {'' if scaling.mode == 'act' else 'would have: '}{change.explanation}"
 
 
 def processors_of(state: ClusterState) -> Iterator[str]:

@@ -22,7 +22,7 @@ from baton.types import KernelChoice
 from deploy.config.environment import DEFAULT_MODEL, read_variable
 from deploy.config.worker import Role, WorkerConfig
 from generate_workers.config import EngineConfig
-from orchestrator.requests.config import OrchestratorConfig, OrchestratorLimits, PrefixRules
+from orchestrator.requests.config import AutoscalingConfig, OrchestratorConfig, OrchestratorLimits, PrefixRules
 from orchestrator.requests.tenants import Tenant, TenantLimits, TenantName, Tenants, hash_key
 from prefill_workers.config import PrefillConfig
 from transport.identity import ClusterSecret
@@ -220,8 +220,18 @@ class ClusterConfig:
     prefill: PrefillSection = field(default_factory=PrefillSection)
     generate: GenerateSection = field(default_factory=GenerateSection)
     orchestrator: OrchestratorSection = field(default_factory=OrchestratorSection)
+    autoscaling: AutoscalingConfig = field(default_factory=AutoscalingConfig)
     supervision: SupervisionSection = field(default_factory=SupervisionSection)
     ray: RaySection = field(default_factory=RaySection)
+
+    @model_validator(mode="after")
+    def _groups_can_be_scaled(self) -> Self:
+        num_groups = self.prefill.num_groups + self.generate.num_groups
+        if self.autoscaling.mode != "off" and not self.prefill.num_groups:
+            raise ValueError("autoscaling needs a prefill group to begin with: set prefill.num_groups to 1 or more")
+        if self.autoscaling.mode != "off" and num_groups > self.autoscaling.max:
+            raise ValueError(f"autoscaling.max = {self.autoscaling.max} is below the {num_groups} groups configured")
+        return self
 
     @property
     def num_workers(self) -> int:
@@ -295,6 +305,7 @@ class ClusterConfig:
             **values_of(PrefixRules, self.prefill),
             tenants=self.orchestrator.tenancy(),
             model_folders=self.orchestrator.folders_of_models(folder, self.model.cache),
+            autoscaling=self.autoscaling,
         )
 
     def orchestrator_worker(self, folder: Path, secret: ClusterSecret) -> WorkerConfig:

@@ -14,10 +14,10 @@ from deploy.traffic.simulation import Scaler, Simulation
 from deploy.traffic.trace import Trace
 from orchestrator.autoscaling.actions import LeadTimes
 from orchestrator.autoscaling.allocation import most_good
-from orchestrator.autoscaling.config import AutoscalingConfig
 from orchestrator.autoscaling.demand import ServiceModel
 from orchestrator.autoscaling.prediction import Predictor
 from orchestrator.autoscaling.traffic import TrafficClass, TrafficForecast
+from orchestrator.requests.config import AutoscalingConfig
 
 POLICIES = ("static", "autoscale", "queue", "load", "best-static")
 """Policies that a trace can be run under: a fixed allocation, three that scale, and the best of all fixed ones."""

@@ -11,7 +11,7 @@ from deploy.traffic.generators import Lengths, Phase
 from deploy.traffic.service import GroupSizes, RecallingPlanner
 from deploy.traffic.trace import MAX_TOKENS, Trace
 from deploy.traffic.trace_files import read_trace
-from orchestrator.autoscaling.config import AutoscalingConfig
+from orchestrator.requests.config import AutoscalingConfig
 from planning import calibration, step_times
 from planning.hardware import HARDWARE, hardware_of
 from planning.model_shape import SHAPES, shape_of
@@ -92,7 +92,7 @@ def setting(args: argparse.Namespace) -> Setting:
         min=least,
         max=most,
         cooldown_s=option_values.positive("--cooldown", args.cooldown),
-        advisory=args.advisory,
+        mode="advise" if args.advisory else "act",
     )
     max_blocks = option_values.count("--cached-blocks", args.cached_blocks, 2**30, least=0)
     return Setting(planner(args, sizes.num_ranks), sizes, config, start, max_blocks, args.whole_chooser)

@@ -16,9 +16,9 @@ from deploy.traffic.results import ScalerEvent
 from deploy.traffic.simulation import Simulation
 from orchestrator.autoscaling.actions import Action, FleetState, LeadTimes, Move, actions_between
 from orchestrator.autoscaling.autoscaler import Autoscaler
-from orchestrator.autoscaling.config import AutoscalingConfig
 from orchestrator.autoscaling.demand import Backlog, ServiceModel
 from orchestrator.autoscaling.prediction import Allocation
+from orchestrator.requests.config import AutoscalingConfig
 
 _WINDOW_S = 30.0
 """Seconds over which the load regression takes its means."""
@@ -105,7 +105,7 @@ class AutoscalePolicy:
         decision = self._autoscaler.decide(now_s, state)
         if not decision.actions:
             return []
-        if self._config.advisory:
+        if self._config.mode == "advise":
             if decision.after == self._advised:
                 return []
             self._advised = decision.after

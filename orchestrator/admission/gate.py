@@ -142,10 +142,12 @@ class Admission:
         """Return the number of requests that run."""
         return len(self._running)
 
-    def resize(self, num_slots: int) -> None:
+    def resize(self, num_slots: int, *, is_asleep: bool = False) -> None:
         """Set the number of the cluster's slots, and admit requests that now fit. With 0 slots only the configured
-        limit holds, so that requests run and fail by themselves if no group comes."""
-        self._limit = min(num_slots or self._config.max_running, self._config.max_running)
+        limit holds, so that requests run and fail by themselves if no group comes; but while the groups are asleep,
+        all but one request wait in the queue until one is up."""
+        most = 1 if is_asleep else self._config.max_running
+        self._limit = min(num_slots or most, self._config.max_running)
         self._admit()
 
     def join(self, request: Claim, chain_s: float | None = None) -> Entry:

@@ -49,6 +49,7 @@ def orders_to_proto(orders: Orders) -> pb.Orders:
         stand_ins=sorted(orders.stand_ins),
         models=orders.models,
         lent=orders.lent,
+        surplus=sorted(orders.surplus),
     )
 
 
@@ -60,6 +61,7 @@ def orders_from_proto(message: pb.Orders) -> Orders:
         stand_ins=frozenset(message.stand_ins),
         models=dict(message.models),
         lent=dict(message.lent),
+        surplus=frozenset(message.surplus),
     )
 
 

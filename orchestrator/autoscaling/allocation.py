@@ -8,8 +8,8 @@ spaced ones are predicted, and then those around the best. Pure.
 from bisect import bisect_left
 from collections.abc import Callable
 
-from orchestrator.autoscaling.config import AutoscalingConfig
 from orchestrator.autoscaling.prediction import Allocation, Prediction, Predictor
+from orchestrator.requests.config import AutoscalingConfig
 
 _SPACED = 32
 """Allocations of one size that are predicted at once."""

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from orchestrator.autoscaling.actions import Action, FleetState, LeadTimes, actions_between
 from orchestrator.autoscaling.allocation import cheapest_within_targets, most_good
-from orchestrator.autoscaling.config import AutoscalingConfig
 from orchestrator.autoscaling.demand import ServiceModel
 from orchestrator.autoscaling.prediction import Allocation, Prediction, Predictor
 from orchestrator.autoscaling.traffic import TrafficWindow
+from orchestrator.requests.config import AutoscalingConfig
 
 MARGIN = 1.2
 """Factor of further traffic that a smaller allocation must bear."""
@@ -94,12 +94,15 @@ class _Case:
 class Autoscaler:
     """Decides for one cluster. Tell it of requests through `window`; ask `decide` every `interval_s`."""
 
-    def __init__(self, config: AutoscalingConfig, service: ServiceModel, times: LeadTimes) -> None:
-        self.window = TrafficWindow()
+    def __init__(
+        self, config: AutoscalingConfig, service: ServiceModel, times: LeadTimes, window: TrafficWindow | None = None
+    ) -> None:
+        self.window = window or TrafficWindow()
         """Observations of traffic; the caller tells it of arrivals and ends."""
+        self.times = times
+        """How long changes take; the caller replaces it by what it measures."""
         self._config = config
         self._service = service
-        self._times = times
         self._enough_since_s: float | None = None
         """Time since which fewer groups would have been enough; None while they are not."""
         self._missed_since_s: float | None = None
@@ -110,7 +113,7 @@ class Autoscaler:
 
     def decide(self, now_s: float, state: FleetState) -> Decision:
         """Return what is to be done now; a decision without actions when all is well."""
-        traffic, target = self.window.forecast(now_s, self._times.cold_start_s), state.target
+        traffic, target = self.window.forecast(now_s, self.times.cold_start_s), state.target
         if not traffic.rate and not state.backlog.num_requests:
             return self._idle(now_s, state)
         predictor = Predictor(self._service, traffic, self._config, state.backlog)
@@ -162,12 +165,12 @@ class Autoscaler:
         is_late = now_s - (self.window.latest_s or 0.0) >= self._config.cooldown_s
         if not is_late or state.target.total <= self._config.min:
             return Decision(now_s, state.target, state.target, (), "no traffic", None, None, 0.0)
-        actions = actions_between(state, floor, self._times, self._config.max)
+        actions = actions_between(state, floor, self.times, self._config.max)
         return Decision(now_s, state.target, floor, actions, "no traffic for a cool-down", None, None, 0.0)
 
     def _change(self, case: _Case, wanted: Prediction, reason: str) -> Decision:
         """Return the decision for another allocation, and remember its direction."""
-        actions = actions_between(case.state, wanted.allocation, self._times, self._config.max)
+        actions = actions_between(case.state, wanted.allocation, self.times, self._config.max)
         if actions:
             self._changed_s, self._leaned = case.now_s, _lean(case.state.target, wanted.allocation)
         return case.decide(wanted, actions, reason)

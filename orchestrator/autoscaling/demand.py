@@ -5,7 +5,7 @@ seconds in which it should be gone. Pure.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -13,10 +13,13 @@ from numpy.typing import NDArray
 
 from baton.types import TokenRange
 from orchestrator.autoscaling.traffic import TrafficForecast
+from planning.cost_model import CostModel
 from planning.planner import ChainPlanner
 
 _SAMPLED = 8
 """Prompt lengths of a class that are predicted."""
+_BITS = 7
+"""Bits of prompt lengths that are told apart: to a percent."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +30,22 @@ class ServiceModel:
     """Planner with step times, for chains of at least `num_ranks`."""
     num_ranks: int
     num_slots: int
+    _known: dict[int, tuple[float, float]] = field(default_factory=dict, compare=False, repr=False)
+    """Predictions for prompts, by their tokens, that hold for `_costs`."""
+    _costs: list[CostModel] = field(default_factory=list, compare=False, repr=False)
+    """The costs that predictions are remembered for, if any."""
 
     def prompt_s(self, num_tokens: int) -> tuple[float, float]:
         """Return the seconds for which a prompt keeps its group busy, and its seconds to a first token there alone,
-        transfer included."""
+        transfer included; for a length of `_BITS` significant bits, so that predictions can be remembered."""
+        if self._costs != [self.planner.cost]:
+            self._costs[:] = [self.planner.cost]
+            self._known.clear()
+        if (coarse := _rounded(num_tokens)) not in self._known:
+            self._known[coarse] = self._predict_s(coarse)
+        return self._known[coarse]
+
+    def _predict_s(self, num_tokens: int) -> tuple[float, float]:
         chunks = self.planner.chunks(TokenRange(0, num_tokens), self.num_ranks)
         alone_s = self.planner.ttft_s(chunks)
         busy_s = sum(self.planner.rank_s(chunks)) / self.num_ranks
@@ -147,6 +162,12 @@ class Demand:
             keys += each.rate * float((outputs * (prompt + outputs / 2)).mean())
         rate = self._traffic.rate
         return (tokens / rate if rate else 0.0), (keys / tokens if tokens else 0.0)
+
+
+def _rounded(num_tokens: int) -> int:
+    """Return the number with all but its first `_BITS` bits rounded away."""
+    shift = max(num_tokens.bit_length() - _BITS, 0)
+    return (num_tokens + (1 << shift >> 1)) >> shift << shift
 
 
 def _spread(lengths: Sequence[int]) -> list[int]:

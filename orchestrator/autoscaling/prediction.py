@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from orchestrator.autoscaling.config import AutoscalingConfig
 from orchestrator.autoscaling.demand import NO_BACKLOG, Backlog, Demand, ServiceModel
 from orchestrator.autoscaling.traffic import TrafficForecast
+from orchestrator.requests.config import AutoscalingConfig
 from planning.queueing import NO_WAIT, Wait, poisson_p95, settled_rows, wait_for_servers
 
 _SATURATED = 0.98

@@ -20,7 +20,7 @@ _SURPRISE = 3.5
 _KEPT_LENGTHS = 256
 """Latest lengths kept of each class."""
 _GUESSED_OUTPUT = 256
-"""Tokens of an answer that are assumed before any request has ended."""
+"""Tokens of an answer that are assumed before any request has ended, unless fewer were asked for."""
 _MOST_RISE = 2.0
 """Largest factor by which a forecast may exceed the present rate."""
 
@@ -59,6 +59,8 @@ class _ClassWindow:
         self.arrivals_s: deque[float] = deque()
         self.prompts: deque[int] = deque(maxlen=_KEPT_LENGTHS)
         self.outputs: deque[int] = deque(maxlen=_KEPT_LENGTHS)
+        self.guesses: deque[int] = deque(maxlen=_KEPT_LENGTHS)
+        """Lengths of answers that are assumed as long as none is known."""
 
     def rate(self, now_s: float, ahead_s: float, scatter: float) -> float:
         """Return the rate `ahead_s` from now; `scatter` is the variance of counts by their mean."""
@@ -104,8 +106,8 @@ class TrafficWindow:
         """Return the instant of the latest arrival; None before the first."""
         return self._latest_s
 
-    def arrived(self, now_s: float, num_prompt_tokens: int) -> None:
-        """Record a request that has come."""
+    def arrived(self, now_s: float, num_prompt_tokens: int, most_output_tokens: int = _GUESSED_OUTPUT) -> None:
+        """Record a request that has come; `most_output_tokens` bounds its answer."""
         if self._latest_s is None:
             self._begun_s = now_s
         else:
@@ -114,17 +116,23 @@ class TrafficWindow:
         window = self._class(num_prompt_tokens)
         window.arrivals_s.append(now_s)
         window.prompts.append(num_prompt_tokens)
+        window.guesses.append(max(min(most_output_tokens, _GUESSED_OUTPUT), 1))
 
     def ended(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Record the length of an answer."""
         self._class(num_prompt_tokens).outputs.append(num_output_tokens)
 
+    def longest_output(self, num_prompt_tokens: int) -> int:
+        """Return the longest of the latest answers to prompts of about that length, in tokens; a guess before any."""
+        window = self._class(num_prompt_tokens)
+        return max(window.outputs or window.guesses, default=_GUESSED_OUTPUT)
+
     def forecast(self, now_s: float, ahead_s: float = 0.0) -> TrafficForecast:
         """Return the traffic expected `ahead_s` seconds from now."""
         gap_scv = self._gap_scv()
-        known = [length for window in self._classes.values() for length in window.outputs] or [_GUESSED_OUTPUT]
+        known = [length for window in self._classes.values() for length in window.outputs]
         classes = [
-            TrafficClass(rate, tuple(window.prompts), tuple(window.outputs or known))
+            TrafficClass(rate, tuple(window.prompts), tuple(window.outputs or known or window.guesses))
             for _, window in sorted(self._classes.items())
             if (rate := window.rate(now_s, ahead_s, max(gap_scv, 1.0))) > 0
         ]

@@ -15,7 +15,7 @@ from baton.clock import SystemClock
 from baton.errors import NotFoundError, UnavailableError
 from orchestrator.membership.breakers import Breakers, BreakerState
 from orchestrator.membership.prefill_book import Backlogs
-from orchestrator.membership.view import AbsentGroup, ClusterView, G, Group, Orders, PrefillGroup
+from orchestrator.membership.view import AbsentGroup, ClusterView, G, Group, Orders, PrefillGroup, role_of
 
 T = TypeVar("T")
 
@@ -84,6 +84,12 @@ class Members:
         self._require(name)
         self.keep_orders(replace(self.orders, drained=self.orders.drained | {name}))
 
+    def let_go(self, name: str) -> None:
+        """Drain the group because fewer are enough, so that the autoscaler may take it back, also in the orchestrator's
+        next life. Raises NotFoundError for an unknown name."""
+        self.drain(name)
+        self.keep_orders(replace(self.orders, surplus=self.orders.surplus | {name}))
+
     def dismiss(self, name: str) -> None:
         """Order a drained, idle group's workers to be ended. Raises UnavailableError without a supervisor."""
         assert name in self.orders.drained, f"{name} may get work"
@@ -103,7 +109,8 @@ class Members:
         if model:
             self.use_model(name, model)
         drained, leaving = self.orders.drained - {name}, self.orders.leaving - {name}
-        self.keep_orders(replace(self.orders, drained=drained, leaving=leaving))
+        surplus = self.orders.surplus - {name}
+        self.keep_orders(replace(self.orders, drained=drained, leaving=leaving, surplus=surplus))
 
     def use_model(self, name: str, model: str | None) -> None:
         """Order the group to load the model in this folder when it starts; None: the configured model."""
@@ -156,12 +163,13 @@ class Members:
             made, worker = self._unused("prefill"), name
         models = {**self.orders.models, **({made: self.orders.models[name]} if name in self.orders.models else {})}
         self.keep_orders(
-            Orders(
+            replace(
+                self.orders,
                 drained=self.orders.drained - {name},
-                leaving=self.orders.leaving,
                 stand_ins=self.orders.stand_ins | {made},
                 models=models,
                 lent={**self.orders.lent, made: worker},
+                surplus=self.orders.surplus - {name},
             )
         )
         return made
@@ -197,6 +205,30 @@ class Members:
         """Return the names of the groups that have left as operators wanted, sorted, and may come back."""
         left = {group.name for group in self.present.absent if not group.starts}
         return tuple(sorted(left & self.orders.leaving))
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """Return the role, prefill or generate, of each known group by name: with workers or not, or ordered just
+        now."""
+        roles = {name: role_of(name) for name in self.orders.stand_ins}
+        roles |= {group.name: group.role for group in self.present.absent}
+        roles |= dict.fromkeys((group.name for group in self.present.prefill), "prefill")
+        return roles | dict.fromkeys((group.name for group in self.present.generation), "generate")
+
+    def is_coming(self, role: str) -> bool:
+        """Return whether a group of that role is being started that has not failed to."""
+        absent = {group.name: group for group in self.present.absent}
+        starts = any(group.role == role and group.starts and not group.error for group in absent.values())
+        ordered = {name for name in self.orders.stand_ins - self.orders.drained if role_of(name) == role}
+        return starts or any(name not in absent and not self.is_present(name) for name in ordered)
+
+    def is_asleep(self, role: str) -> bool:
+        """Return whether the role has no group with workers because the autoscaler let them go, or until the first one
+        that it ordered comes up."""
+        there = self.present.prefill if role == "prefill" else self.present.generation
+        if there:
+            return False
+        return self.is_coming(role) or any(self.roles.get(name) == role for name in self.orders.surplus)
 
     def absence(self, name: str) -> AbsentGroup | None:
         """Return what is known of a group without workers; None when it has some, or is unknown."""

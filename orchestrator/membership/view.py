@@ -124,11 +124,16 @@ class Orders:
     """Name of the worker that a stand-in has borrowed from a group of the other role, by the stand-in's name. The
     worker goes back to its own group when the stand-in leaves."""
 
+    surplus: frozenset[str] = frozenset()
+    """Names of drained groups that the autoscaler lets go, because fewer are enough: it may take them back."""
+
     def without(self, names: Collection[str]) -> "Orders":
         """Return these orders without any for the groups of these names."""
         models = {name: model for name, model in self.models.items() if name not in names}
         lent = {name: worker for name, worker in self.lent.items() if name not in names}
-        return Orders(self.drained - {*names}, self.leaving - {*names}, self.stand_ins - {*names}, models, lent)
+        kept = (each - {*names} for each in (self.drained, self.leaving, self.stand_ins, self.surplus))
+        drained, leaving, stand_ins, surplus = kept
+        return Orders(drained, leaving, stand_ins, models, lent, surplus)
 
     def lender(self, name: str) -> str:
         """Return the name of the group whose worker the named group has borrowed; empty if it has borrowed none."""

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from baton.cluster_state import ClusterState, GenerationStatus, GroupState, KvLedger
+from baton.cluster_state import ClusterState, GenerationStatus, GroupState, KvLedger, Scaling
 
 _Samples = Iterable[tuple[tuple[str, ...], float]]
 """Pairs of a sample's label values and its value."""
@@ -29,6 +29,8 @@ class StateCollector(Collector):
         """Yield all metric families, made of one state."""
         state = self._read()
         yield from _of_the_cluster(state)
+        if state.scaling is not None:
+            yield from _of_scaling(state.scaling)
         yield from _of_groups(state.groups)
         yield from _of_generation_groups({each.name: each.generation for each in state.groups if each.generation})
 
@@ -43,6 +45,15 @@ def _of_the_cluster(state: ClusterState) -> Iterator[Metric]:
     text = "Attempts whose generation group prefilled because no prefill group was ready in time"
     yield _counter("baton_degraded_prefills", text, [((), state.num_degraded)])
     yield _gauge("baton_info", "The version, as a label", [((state.version,), 1)], "version")
+
+
+def _of_scaling(scaling: Scaling) -> Iterator[Metric]:
+    wanted = [(("prefill",), scaling.num_prefill), (("generate",), scaling.num_generate)]
+    yield _gauge("baton_scaling_groups", "Groups that the autoscaler wants there to be", wanted, "role")
+    latencies = [(("ttft_p95",), scaling.ttft_p95_s), (("itl_p95",), scaling.itl_p95_s)]
+    text = "Latencies that it predicts for these groups, infinite in an overload"
+    yield _gauge("baton_scaling_predicted_seconds", text, latencies, "latency")
+    yield _gauge("baton_scaling_forecast_rate", "Requests a second that it expects", [((), scaling.forecast_rate)])
 
 
 def _of_groups(groups: Sequence[GroupState]) -> Iterator[Metric]:

@@ -4,17 +4,19 @@ Used by `orchestrator.observability.state`. Health is NOT_SERVING when no genera
 the workers' books do not balance or slots are leaked, because then no request can rely on them. Pure.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from baton.cluster_state import GroupState
 from orchestrator.membership.view import AbsentGroup
 
 
-def why_not_serving(groups: Sequence[GroupState], *, leaks_count: bool = True) -> tuple[str, ...]:
-    """Return a line for each reason why no request is served, if any. `leaks_count` is False while leases of an earlier
-    orchestrator may last."""
+def why_not_serving(
+    groups: Sequence[GroupState], *, is_asleep: bool = False, leaks_count: bool = True
+) -> tuple[str, ...]:
+    """Return a line for each reason why no request is served, if any. While the generation groups are asleep, the next
+    request wakes them. `leaks_count` is False while leases of an earlier orchestrator may last."""
     reasons = []
-    if not any(group.is_ready for group in groups if group.role == "generate"):
+    if not is_asleep and not any(group.is_ready for group in groups if group.role == "generate"):
         reasons.append("no generation group is ready")
     reasons += [f"{group.name}: {group.imbalance}" for group in groups if group.imbalance]
     if leaks_count:
@@ -22,11 +24,16 @@ def why_not_serving(groups: Sequence[GroupState], *, leaks_count: bool = True) -
     return tuple(reasons)
 
 
-def why_degraded(groups: Sequence[GroupState], absent: Sequence[AbsentGroup] = ()) -> tuple[str, ...]:
-    """Return a line for each group that gets no work, and for the consequence; none while all groups get work."""
-    reasons = [f"{group.name} {_absence(group)}" for group in groups if not group.is_ready]
+def why_degraded(
+    groups: Sequence[GroupState], absent: Sequence[AbsentGroup] = (), surplus: Collection[str] = ()
+) -> tuple[str, ...]:
+    """Return a line for each group that gets no work, and for the consequence; none while all groups get work, but for
+    those of which there are enough (`surplus`, by name)."""
+    idle = [group for group in groups if not group.is_ready and group.name not in surplus]
+    reasons = [f"{group.name} {_absence(group)}" for group in idle]
     lent = {group.lender: group.name for group in groups if group.lender}
-    reasons += [f"{group.name} {_whereabouts(group, lent.get(group.name, ''))}" for group in absent]
+    missing = [group for group in absent if group.name not in surplus]
+    reasons += [f"{group.name} {_whereabouts(group, lent.get(group.name, ''))}" for group in missing]
     roles = {*(group.role for group in groups), *(group.role for group in absent)}
     if "prefill" in roles and not any(group.is_ready for group in groups if group.role == "prefill"):
         reasons.append("no prefill group is ready: generation groups prefill by themselves")

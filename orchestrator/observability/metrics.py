@@ -55,10 +55,15 @@ class Metrics:
         self._pushed = self._counter("baton_kv_pushed_bytes", "KV that chains pushed to generation groups")
         text = "Fetches of cached KV from another node, by whether all of it came"
         self._fetches = self._counter("baton_prefix_fetches", text, "end")
+        self._scalings = self._counter("baton_scaling_changes", "Changes to groups that the autoscaler wanted", "move")
 
     def refused(self, error: BatonError) -> None:
         """Count a request that the queue did not accept."""
         self._refused.labels(type(error).__name__).inc()
+
+    def scaled(self, move: str, num_groups: int) -> None:
+        """Count changes to groups that the autoscaler has decided on."""
+        self._scalings.labels(move).inc(num_groups)
 
     def attempt_failed(self, error: BatonError) -> None:
         """Count an attempt that has failed; another may follow."""

@@ -13,7 +13,7 @@ from functools import partial
 
 from baton import __version__
 from baton.clock import Clock
-from baton.cluster_state import ClusterState, GroupState
+from baton.cluster_state import ClusterState, GroupState, Scaling
 from baton.errors import NotFoundError, UnavailableError
 from orchestrator.admission.gate import Admission
 from orchestrator.dispatch.attempt import Dispatcher
@@ -51,6 +51,8 @@ class Overview:
         self._dispatcher = dispatcher
         self._clock = clock
         self._leaks_count_from_s = clock.now_s() + lease_ttl_s
+        self.scaling: Callable[[], Scaling | None] = lambda: None
+        """Returns the autoscaler's latest decision; set once, by the controller."""
         self.metrics_endpoint = ""
         """host:port of the metrics; empty without them. Set once, by `orchestrator.api.frontend`."""
 
@@ -70,9 +72,10 @@ class Overview:
             version=__version__,
             num_queued_tokens=self._admission.num_queued_tokens,
             why_not_serving=self._why_not_serving(groups),
-            why_degraded=why_degraded(groups, self._members.present.absent),
+            why_degraded=why_degraded(groups, self._members.present.absent, self._members.orders.surplus),
             metrics_endpoint=self.metrics_endpoint,
             groups_away=self._members.away,
+            scaling=self.scaling(),
         )
 
     def is_serving(self) -> bool:
@@ -261,7 +264,11 @@ class Overview:
         return True if self._members.is_present(name) or (absence is not None and absence.error) else None
 
     def _why_not_serving(self, groups: tuple[GroupState, ...]) -> tuple[str, ...]:
-        return why_not_serving(groups, leaks_count=self._clock.now_s() > self._leaks_count_from_s)
+        return why_not_serving(
+            groups,
+            is_asleep=self._members.is_asleep("generate"),
+            leaks_count=self._clock.now_s() > self._leaks_count_from_s,
+        )
 
     def _is_idle(self, group: GroupState) -> bool:
         """Return whether no request, slot or memory of the group is in use. A group that is not ready and does not

@@ -66,12 +66,13 @@ class Chooser:
         """Index of the blocks in prefix stores, as workers report; written by dispatch and prefix discovery."""
         self._members = members
         self._planner = planner
-        self._occupancy = Occupancy(planner)
+        self.occupancy = Occupancy(planner)
+        """The book of which request is at which generation group."""
         policy = WidthPolicy(planner, elastic=config.elastic, overtaking=config.overtaking)
         self.sources = BlockSources(members, self.prefixes, planner, clock)
         """Stores from which cached KV may be fetched; dispatch says which fetches have failed."""
         self._outlook = Outlook(
-            *(members, planner, policy, self.prefixes, self.sources, self._occupancy, clock),
+            *(members, planner, policy, self.prefixes, self.sources, self.occupancy, clock),
             block_tokens=config.block_tokens,
         )
         self._config = config
@@ -133,7 +134,7 @@ class Chooser:
             "placed request=%s attempt=%d group=%s: %s",
             *(record.request_id, record.attempt.number, generation.name, placement.text),
         )
-        self._occupancy.place(
+        self.occupancy.place(
             record,
             generation.life,
             None if local is None else local.terms,
@@ -195,9 +196,12 @@ class Chooser:
     async def _find_generation(
         self, record: RequestRecord, prospects: Prospects, avoid: Collection[Hashable]
     ) -> GenerationGroup:
-        """Return the group with room where the request costs least, waiting for one if need be."""
+        """Return the group with room where the request costs least, waiting for one if need be; where there is none at
+        all, for as long as one is being started."""
         choose = partial(self._choose_generation, record, prospects)
         found = await self._find(choose, avoid, self._config.generation_wait_s)
+        while found is None and not self._members.present.generation and self._members.is_coming("generate"):
+            found = await self._find(choose, (), self._config.generation_wait_s)
         if found is None:
             kind = "exact generation group" if record.request.exact else "generation group"
             raise NoGroupError(

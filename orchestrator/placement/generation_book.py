@@ -88,6 +88,10 @@ class Occupancy:
         held = [guest.record.num_tokens for guest in self._present() if guest.life == life]
         return sum(held) / len(held) if held else None
 
+    def records(self, life: Hashable) -> list[RequestRecord]:
+        """Return the requests whose present attempts are at the group."""
+        return [guest.record for guest in self._present() if guest.life == life]
+
     def queue_s(self, life: Hashable, now_s: float) -> float:
         """Return the predicted seconds until the group has done all local prefills that it has before it."""
         left_s, factor = 0.0, self._planner.local_factor

@@ -1,14 +1,15 @@
 """The orchestrator's settings: what it accepts, how long it waits, and how it chooses."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from baton.settings.base import Count, Seconds, settings
 from orchestrator.requests.tenants import Tenants
 
 Disaggregation = Literal["auto", "always", "never"]
+ScalingMode = Literal["off", "advise", "act"]
 
 
 @settings
@@ -60,6 +61,38 @@ def _absolute(path: Path) -> Path:
 
 
 @settings
+class AutoscalingConfig:
+    """How many groups there are: latencies to hold, a budget of groups, and how fast they may come and go."""
+
+    mode: ScalingMode = "off"
+    """What the autoscaler does: nothing (off), only say what it would do (advise), or change the groups (act)."""
+    ttft_p95_s: Seconds = 2.0
+    """Seconds to the first token that 95 of 100 requests are to stay below."""
+    itl_p95_s: Seconds = 0.05
+    """Seconds between tokens that 95 of 100 requests are to stay below."""
+    min: Annotated[int, Field(ge=0)] = 2
+    """Groups of both roles together, at least; 0: all may leave while there is no traffic."""
+    max: Count = 8
+    """Groups of both roles together, at most; one of each role at least."""
+    cooldown_s: Seconds = 60.0
+    """Seconds for which a smaller allocation must have been enough before groups leave."""
+    interval_s: Seconds = 1.0
+    """Seconds between two decisions."""
+    cold_start_s: Seconds = 30.0
+    """Seconds that the start of a group is taken to last until one has been seen."""
+    flip_s: Seconds = 2.0
+    """Seconds that an idle group is taken to need for the other role until one has been seen."""
+
+    @model_validator(mode="after")
+    def _budget_holds_both_roles(self) -> Self:
+        if self.max < 2:
+            raise ValueError(f"max = {self.max} is out of range: use at least 2, a group of each role")
+        if self.min > self.max or self.min == 1:
+            raise ValueError(f"min = {self.min} is out of range: use 0, or 2 to max = {self.max}")
+        return self
+
+
+@settings
 class OrchestratorConfig(OrchestratorLimits, PrefixRules):
     """All that one orchestrator goes by, besides the model and its place."""
 
@@ -67,3 +100,5 @@ class OrchestratorConfig(OrchestratorLimits, PrefixRules):
     """The tenants that share the queue: their keys, weights and bounds."""
     model_folders: tuple[Annotated[Path, AfterValidator(_absolute)], ...] | None = None
     """Folders below which a model must lie that an operator names for a group; None: it may lie anywhere."""
+    autoscaling: AutoscalingConfig = AutoscalingConfig()
+    """Targets and bounds by which groups start, leave and change their role."""

@@ -14,7 +14,7 @@ import pytest
 from google.protobuf.message import Message
 
 import baton
-from baton.cluster_state import ClusterState, GenerationStatus, GroupState, PrefillStatus
+from baton.cluster_state import ClusterState, GenerationStatus, GroupState, PrefillStatus, Scaling, ScalingChange
 from baton.results import (
     Choice,
     Completion,
@@ -36,8 +36,8 @@ from deploy.cli import build_parser
 NAMES = """
     AsyncClient AsyncStream BatonError Choice Client ClusterState Completion DraftCounts DraftRound FinishReason
     GenerationStatus GroupState ModelInfo Placement PlacementTerms PrefillStatus PrefillTrace PrefixFetch RankTiming
-    Reconnect SampledToken SamplingParams SpeculationTrace Stream Timings TokenEvent TokenLogprob TokenRange Usage
-    WidthChoice WidthOption __version__
+    Reconnect SampledToken SamplingParams Scaling ScalingChange SpeculationTrace Stream Timings TokenEvent
+    TokenLogprob TokenRange Usage WidthChoice WidthOption __version__
 """
 
 CLIENT = {
@@ -70,7 +70,9 @@ FIELDS = {
     ),
     ModelInfo: "name max_tokens vocab_size dtype has_chat_template layout_fingerprint",
     ClusterState: "groups num_queued num_running num_degraded version num_queued_tokens why_not_serving why_degraded"
-    " metrics_endpoint groups_away",
+    " metrics_endpoint groups_away scaling",
+    Scaling: "mode num_prefill num_generate explanation forecast_rate ttft_p95_s itl_p95_s changes",
+    ScalingChange: "unix_ns explanation",
     GroupState: "name role endpoints epoch is_ready num_leaked num_requests is_drained is_broken generation ranks"
     " lender",
     baton.TokenEvent: "index token text unix_ns finish error choice prompt drafts",

@@ -324,7 +324,7 @@ class Relay:
             slots = [held_by(group) for group in state.groups]
             jobs = [rank.engine.status().num_jobs for rank in self.ranks]
             requests = [state.num_queued, state.num_running, *(group.num_requests for group in state.groups)]
-            booked = [len(self.members.backlogs), len(self.server.controller._dispatcher.chooser._occupancy)]
+            booked = [len(self.members.backlogs), len(self.server.controller._dispatcher.chooser.occupancy)]
             return [*slots, *jobs, *requests, *booked, *(group.num_leaked for group in state.groups)]
 
         await eventually(held, lambda counts: not any(counts), within_s)

@@ -35,6 +35,7 @@ from modeling.prefix_store.node import NodeStore
 from orchestrator.api.frontend import OrchestratorServer
 from orchestrator.membership.members import Members
 from orchestrator.requests.config import OrchestratorConfig
+from planning.planner import ChainPlanner
 from prefill_workers.servicer import PrefillRankServicer, PrefillServer
 from tests.support.clusters.orchestrators import Answer, held_by
 from tests.support.clusters.planners import linear_planner
@@ -181,7 +182,11 @@ async def stormy(plan: FaultPlan, num_groups: int = 2) -> AsyncIterator[Storm]:
 
 @asynccontextmanager
 async def orchestrator_over(
-    decoder: Decoder, members: Members, config: OrchestratorConfig = CONFIG, max_tokens: int = MAX_TOKENS
+    decoder: Decoder,
+    members: Members,
+    config: OrchestratorConfig = CONFIG,
+    max_tokens: int = MAX_TOKENS,
+    planner: ChainPlanner | None = None,
 ) -> AsyncIterator[OrchestratorServer]:
     """An orchestrator in this process, over workers of one tiny model."""
     layout = decoder.layout.fingerprint
@@ -195,7 +200,7 @@ async def orchestrator_over(
         secret=SECRET,
         eos_token_ids=(EOS_ID,),
         config=config,
-        planner=linear_planner(),
+        planner=planner or linear_planner(),
     )
     try:
         yield server

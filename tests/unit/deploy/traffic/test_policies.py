@@ -16,8 +16,8 @@ from deploy.traffic.results import Results, ScalerEvent
 from deploy.traffic.service import GroupSizes, RecallingPlanner
 from deploy.traffic.simulation import Simulation
 from deploy.traffic.trace import Trace
-from orchestrator.autoscaling.config import AutoscalingConfig
 from orchestrator.autoscaling.prediction import Allocation
+from orchestrator.requests.config import AutoscalingConfig
 from planning.calibration import nominal
 from planning.hardware import hardware_of
 from planning.model_shape import shape_of
@@ -103,7 +103,7 @@ def test_requests_wait_where_all_groups_have_left(on: Setting) -> None:
 
 def test_advice_changes_nothing(on: Setting) -> None:
     trace = shifting([Phase(40.0, 3.0, PROMPT_HEAVY), Phase(40.0, 6.0, OUTPUT_HEAVY)], 1)
-    advised = dataclasses.replace(on, config=dataclasses.replace(on.config, advisory=True))
+    advised = dataclasses.replace(on, config=dataclasses.replace(on.config, mode="advise"))
     _, results = advised.run(trace, "autoscale")
     assert results.scaler_events
     assert np.array_equal(results.end_s, on.replay(trace, on.start).end_s)

@@ -14,10 +14,10 @@ from deploy.traffic.simulation import Simulation
 from orchestrator.autoscaling.actions import FleetState, LeadTimes, Move
 from orchestrator.autoscaling.allocation import cheapest_within_targets, most_good
 from orchestrator.autoscaling.autoscaler import PATIENCE_S, Autoscaler
-from orchestrator.autoscaling.config import AutoscalingConfig
 from orchestrator.autoscaling.demand import Backlog, ServiceModel
 from orchestrator.autoscaling.prediction import Allocation, Predictor
 from orchestrator.autoscaling.traffic import TrafficClass, TrafficForecast
+from orchestrator.requests.config import AutoscalingConfig
 from planning.calibration import nominal
 from planning.hardware import hardware_of
 from planning.model_shape import shape_of

@@ -15,12 +15,12 @@ from baton.sampling_params import SamplingParams
 from baton.types import TokenRange
 from orchestrator.observability.metrics import Metrics, stages
 from orchestrator.observability.metrics_server import MetricsServer
-from orchestrator.requests.config import OrchestratorConfig
+from orchestrator.requests.config import AutoscalingConfig, OrchestratorConfig
 from planning.hardware import cpu_rank
 from planning.model_shape import SHAPES
 from planning.step_times import nominal_steps
 from tests.support.clusters.orchestrators import HASTY, relay
-from tests.support.clusters.planners import linear_planner, planner_of
+from tests.support.clusters.planners import deciding_planner, linear_planner, planner_of
 from tests.support.engines.generation import prompt
 from tests.support.engines.prefixes import prefix_folder
 from tests.support.eventually import eventually
@@ -209,7 +209,9 @@ STATES = ("free", "leased", "active", "quarantined")
 
 
 async def test_the_page_names_exactly_what_there_is() -> None:
-    async with relay(num_ranks=1) as made:
+    config = OrchestratorConfig(autoscaling=AutoscalingConfig(mode="advise", interval_s=0.05))
+    async with relay(num_ranks=1, config=config, planner=deciding_planner()) as made:
+        await eventually(made.metrics, lambda seen: "baton_scaling_forecast_rate" in seen, within_s=10)
         families = await made.scrape()
     there = {family.name + ("_total" if family.type == "counter" else "") for family in families}
     page = (ROOT / "docs" / "metrics.md").read_text()

@@ -1,0 +1,1 @@
+"""Tells the autoscaler of a running cluster, and carries its decisions out."""

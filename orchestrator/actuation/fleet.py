@@ -1,0 +1,94 @@
+"""What the autoscaler is told of a running cluster: the groups that there will be, the work that waits, and how soon a
+group of each role could leave.
+
+Reads the books of `orchestrator.membership` and `orchestrator.placement`; keeps only which requests run. On the loop.
+"""
+
+from baton.clock import Clock
+from orchestrator.autoscaling.actions import FleetState
+from orchestrator.autoscaling.demand import Backlog, ServiceModel
+from orchestrator.autoscaling.prediction import Allocation
+from orchestrator.autoscaling.traffic import TrafficWindow
+from orchestrator.membership.members import Members
+from orchestrator.placement.generation_book import Occupancy
+from orchestrator.requests.record import RequestRecord, RequestState
+
+_UNPLACED = frozenset((RequestState.QUEUED, RequestState.PLACING))
+_WITHOUT_TOKENS = _UNPLACED | {RequestState.PREFILLING}
+
+
+class LiveFleet:
+    """The groups and requests of a running cluster, as the autoscaler sees them."""
+
+    def __init__(self, members: Members, occupancy: Occupancy, window: TrafficWindow, clock: Clock) -> None:
+        self._members = members
+        self._occupancy = occupancy
+        self._window = window
+        self._clock = clock
+        self._records: dict[int, RequestRecord] = {}
+        """Requests that have come and not ended, by their identity."""
+
+    def arrived(self, record: RequestRecord) -> None:
+        """Take note of a request that was accepted. One that resumes a stream brings no new prompt."""
+        self._records[id(record)] = record
+        if not record.request.is_resumed:
+            request = record.request
+            self._window.arrived(self._clock.now_s(), len(request.prompt_ids), request.params.max_tokens)
+
+    def ended(self, record: RequestRecord) -> None:
+        """Take note of an accepted request's end; only answers that ended by themselves tell how long answers are."""
+        self._records.pop(id(record), None)
+        if record.is_complete and not record.request.is_resumed:
+            for choice in record.choices:
+                self._window.ended(len(record.request.prompt_ids), max(len(choice.output_ids), 1))
+
+    def state(self, target: Allocation, service: ServiceModel, clear_s: float) -> FleetState:
+        """Return the present state, with the groups in `target` to come. The work that waits should be gone in
+        `clear_s` seconds."""
+        return FleetState(
+            target,
+            self._backlog(service, clear_s),
+            drain_prefill_s=min(self._left_s(), default=0.0),
+            drain_generate_s=min(self._streams_s(service), default=0.0),
+        )
+
+    def target(self) -> Allocation:
+        """Return the numbers of groups that there will be once all that was ordered is done: all that are known and not
+        drained, present or not."""
+        drained = self._members.orders.drained
+        roles = [role for name, role in self._members.roles.items() if name not in drained]
+        return Allocation(roles.count("prefill"), roles.count("generate"))
+
+    def _backlog(self, service: ServiceModel, clear_s: float) -> Backlog:
+        records = self._records.values()
+        unplaced = [len(each.request.prompt_ids) for each in records if each.state in _UNPLACED]
+        work_s = sum(self._left_s())
+        if unplaced:
+            work_s += len(unplaced) * service.prompt_s(max(sum(unplaced) // len(unplaced), 1))[0]
+        return Backlog(work_s, sum(1 for each in records if each.state in _WITHOUT_TOKENS), clear_s)
+
+    def _left_s(self) -> list[float]:
+        """Return, for each prefill group that may get work, the seconds for which its jobs keep it busy."""
+        now_s, members = self._clock.unix_ns() / 1e9, self._members
+        return [
+            sum(sum(job.left_s.values()) for job in members.backlogs.pending(group.life, now_s)) / len(group.endpoints)
+            for group in members.view.prefill
+            if group.ready
+        ]
+
+    def _streams_s(self, service: ServiceModel) -> list[float]:
+        """Return, for each generation group that may get work, the predicted seconds until its rows have ended, if
+        their answers become as long as the longest ones of such prompts lately."""
+        seconds = []
+        for group in self._members.view.generation:
+            if group.ready and (rows := self._occupancy.records(group.life)):
+                context = sum(record.num_tokens for record in rows) / len(rows)
+                seconds.append(max(map(self._tokens_left, rows)) * service.step_s(len(rows), context))
+            elif group.ready:
+                seconds.append(0.0)
+        return seconds
+
+    def _tokens_left(self, record: RequestRecord) -> int:
+        longest = self._window.longest_output(len(record.request.prompt_ids))
+        most = min(record.request.params.max_tokens, longest)
+        return max(most - min(len(choice.output_ids) for choice in record.choices), 1)

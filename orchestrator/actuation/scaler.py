@@ -1,0 +1,142 @@
+"""Asks the autoscaler regularly what a running cluster needs, says what it answers, and has it carried out.
+
+Each decision is explained: to the log when it differs from the one before, as metrics, and in `baton status`. In the
+mode `advise` nothing is carried out. Made by `orchestrator.controller`. On the loop.
+"""
+
+import asyncio
+import logging
+from collections import deque
+
+from baton.clock import Clock
+from baton.cluster_state import Scaling, ScalingChange
+from baton.process.endless import Pauses, repeat
+from orchestrator.actuation.actuator import Actuator
+from orchestrator.actuation.fleet import LiveFleet
+from orchestrator.autoscaling.actions import LeadTimes
+from orchestrator.autoscaling.autoscaler import Autoscaler, Decision
+from orchestrator.autoscaling.demand import ServiceModel
+from orchestrator.autoscaling.traffic import TrafficWindow
+from orchestrator.membership.members import Members
+from orchestrator.observability.metrics import Metrics
+from orchestrator.observability.state import Overview
+from orchestrator.placement.generation_book import Occupancy
+from orchestrator.requests.config import AutoscalingConfig
+from orchestrator.requests.record import RequestRecord
+from planning.planner import ChainPlanner
+
+logger = logging.getLogger(__name__)
+
+_NUM_CHANGES = 20
+"""Latest decisions that changed groups, which are kept to be shown."""
+_MOST_PAUSE_S = 30.0
+"""Longest pause in seconds after an unforeseen failure."""
+
+
+class Scaler:
+    """Scales one cluster. Make it, `start` it, tell it of requests, `close` it."""
+
+    def __init__(
+        self,
+        members: Members,
+        overview: Overview,
+        occupancy: Occupancy,
+        planner: ChainPlanner,
+        metrics: Metrics,
+        *,
+        clock: Clock,
+        config: AutoscalingConfig,
+    ) -> None:
+        """`planner` needs step times, or nothing is decided. `occupancy` tells which requests a group generates for."""
+        self.state: Scaling | None = None
+        """The latest decision, as it is shown; None before the first. Replaced as a whole."""
+        self._members = members
+        self._planner = planner
+        self._metrics = metrics
+        self._clock = clock
+        self._config = config
+        self._window = TrafficWindow()
+        self._fleet = LiveFleet(members, occupancy, self._window, clock)
+        self._actuator = Actuator(members, overview, clock, LeadTimes(config.cold_start_s, config.flip_s))
+        self._autoscaler: Autoscaler | None = None
+        self._service: ServiceModel | None = None
+        self._changes: deque[ScalingChange] = deque(maxlen=_NUM_CHANGES)
+        self._told = ""
+        """Which decision was logged last."""
+        self._deciding: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to decide, unless that is off. To be called once, on the loop."""
+        if self._config.mode != "off":
+            self._deciding = asyncio.create_task(self._decide_always())
+
+    async def close(self) -> None:
+        """Decide no more. Idempotent."""
+        if self._deciding is not None:
+            self._deciding.cancel()
+            await asyncio.gather(self._deciding, return_exceptions=True)
+        await self._actuator.close()
+
+    def arrived(self, record: RequestRecord) -> None:
+        """Take note of a request that was accepted."""
+        self._fleet.arrived(record)
+
+    def ended(self, record: RequestRecord) -> None:
+        """Take note of an accepted request's end."""
+        self._fleet.ended(record)
+
+    async def _decide_always(self) -> None:
+        async def turn() -> None:
+            await asyncio.sleep(self._config.interval_s)
+            self._decide()
+
+        await repeat("the autoscaler", turn, Pauses(self._config.interval_s, _MOST_PAUSE_S))
+
+    def _decide(self) -> None:
+        """Decide once, and begin what was decided."""
+        service = self._service_model()
+        if service is None:
+            return
+        acts = self._config.mode == "act"
+        if acts:
+            self._actuator.resume()
+        if self._autoscaler is None or service != self._service:
+            self._service = service
+            self._autoscaler = Autoscaler(self._config, service, self._actuator.times, self._window)
+        self._autoscaler.times = times = self._actuator.times
+        state = self._fleet.state(self._fleet.target(), service, times.cold_start_s)
+        decision = self._autoscaler.decide(self._clock.now_s(), state)
+        self._tell(decision)
+        if acts:
+            self._actuator.carry_out(decision.actions)
+
+    def _service_model(self) -> ServiceModel | None:
+        """Return what groups are predicted to do; None as long as no generation group has come up, or without step
+        times."""
+        groups = self._members.present.generation
+        if not groups or self._planner.steps is None:
+            return self._service
+        return ServiceModel(self._planner, self._planner.max_ranks, groups[0].num_slots)
+
+    def _tell(self, decision: Decision) -> None:
+        """Show the decision; log it if it says anything new."""
+        mode, chosen = self._config.mode, decision.chosen
+        verdict = f"{decision.before} -> {decision.after}: {decision.reason}"
+        if decision.actions and (mode == "act" or verdict != self._told):
+            self._changes.append(ScalingChange(self._clock.unix_ns(), decision.text))
+            for action in decision.actions:
+                self._metrics.scaled(action.move.value, action.num_groups)
+        if verdict != self._told:
+            self._told = verdict
+            would = "" if mode == "act" or not decision.actions else "would scale "
+            logger.info("autoscaling %s%s", would, decision.text)
+        self.state = Scaling(
+            mode=mode,
+            num_prefill=decision.after.num_prefill,
+            num_generate=decision.after.num_generate,
+            explanation=decision.text,
+            forecast_rate=decision.rate,
+            ttft_p95_s=0.0 if chosen is None else chosen.ttft_p95_s,
+            itl_p95_s=0.0 if chosen is None else chosen.itl_p95_s,
+            changes=tuple(self._changes),
+        )

@@ -1,0 +1,197 @@
+"""A running cluster scales itself: real workers that a real roster starts and ends, by what the cost model says of the
+traffic that really comes."""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from baton.cluster_state import ClusterState, cluster_state_from_proto
+from baton.proto_types import params_to_proto
+from baton.sampling_params import SamplingParams
+from baton.v1 import orchestrator_pb2 as pb
+from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
+from modeling.forward.decoder import Decoder
+from orchestrator.membership.view import Orders
+from orchestrator.requests.config import AutoscalingConfig, OrchestratorConfig
+from tests.support.clusters.orchestrators import HOST, Answer
+from tests.support.clusters.planners import deciding_planner
+from tests.support.clusters.rosters import SupervisedCluster, supervised
+from tests.support.clusters.storms import orchestrator_over
+from tests.support.engines.generation import prompt, reference_ids
+from tests.support.eventually import eventually
+from tests.support.models.tiny_models import random_decoder
+from transport.channel import make_channel
+
+if TYPE_CHECKING:
+    from baton.v1.orchestrator_pb2_grpc import OrchestratorAsyncStub
+
+PARAMS = SamplingParams(max_tokens=8, seed=4, ignore_eos=True)
+BUSY_S = 0.05
+"""Between two requests: with chains that are supposed to take 160 ms for one, three at least."""
+
+
+def config(**settings: Any) -> OrchestratorConfig:
+    """Decides ten times a second, and lets groups leave soon."""
+    given: dict[str, Any] = {
+        "ttft_p95_s": 1.0,
+        "itl_p95_s": 0.1,
+        "max": 8,
+        "cooldown_s": 1.0,
+        "interval_s": 0.1,
+        "cold_start_s": 0.5,
+    }
+    return OrchestratorConfig(
+        disaggregation="always", autoscaling=AutoscalingConfig(**{"mode": "act"} | given | settings)
+    )
+
+
+@dataclass
+class Scaled:
+    """A supervised cluster that scales itself, and its clients."""
+
+    decoder: Decoder
+    cluster: SupervisedCluster
+    stub: "OrchestratorAsyncStub"
+    num_asked: int = 0
+    answers: list[asyncio.Task[None]] = field(default_factory=list)
+
+    async def ask(self) -> None:
+        """One stream to its end, equal to the reference."""
+        token_ids = prompt(16)
+        request = pb.GenerateRequest(
+            request_id=uuid.uuid4().hex,
+            token_ids=pb.TokenIds(ids=token_ids),
+            sampling=params_to_proto(PARAMS),
+            seeded=True,
+        )
+        answer = Answer()
+        await answer.drain(self.stub.Generate(request, timeout=60))
+        assert answer.token_ids == reference_ids(self.decoder, token_ids, PARAMS)
+
+    @asynccontextmanager
+    async def asked(self, gap_s: float) -> AsyncIterator[None]:
+        """Requests at this pace, whatever becomes of those before, all of which are answered in the end."""
+
+        async def keep_asking() -> None:
+            while True:
+                self.answers.append(asyncio.create_task(self.ask()))
+                await asyncio.sleep(gap_s)
+
+        asking = asyncio.create_task(keep_asking())
+        try:
+            yield
+        finally:
+            asking.cancel()
+            await asyncio.gather(*self.answers)
+
+    async def state(self) -> ClusterState:
+        return cluster_state_from_proto(await self.stub.GetClusterState(pb.GetClusterStateRequest(), timeout=10))
+
+    async def sizes(self) -> tuple[int, int]:
+        """Prefill and generation groups that get work."""
+        roles = [group.role for group in (await self.state()).groups if group.is_ready]
+        return roles.count("prefill"), roles.count("generate")
+
+
+@asynccontextmanager
+async def scaled(**settings: object) -> AsyncIterator[Scaled]:
+    async with supervised() as cluster:
+        cluster.room.num_places = 32
+        decoder = random_decoder()
+        made = orchestrator_over(
+            decoder, cluster.members, config(**settings), 64, deciding_planner(max_ranks=2, slower=20)
+        )
+        async with made as server, make_channel(f"{HOST}:{server.port}") as channel:
+            yield Scaled(decoder, cluster, OrchestratorStub(channel))
+
+
+async def test_groups_come_with_the_traffic_and_leave_after_it_and_no_request_is_lost() -> None:
+    async with scaled() as made:
+        async with made.asked(BUSY_S):
+            await eventually(made.sizes, lambda sizes: sizes[0] >= 3, within_s=30)
+        await eventually(made.sizes, lambda sizes: sizes == (1, 1), within_s=30)
+        await eventually(made.state, lambda state: not made.cluster.members.orders.stand_ins, within_s=10)
+        assert len(made.answers) > 10
+
+
+async def test_groups_that_left_come_back_under_their_names() -> None:
+    async with scaled() as made:
+        await eventually(made.sizes, lambda sizes: sizes == (1, 1), within_s=30)  # one generation group too many
+        left = await eventually(made.state, lambda state: len(state.groups) == 2, within_s=10)
+        (away,) = left.groups_away
+        assert away in ("generate-0", "generate-1")
+        assert not left.why_degraded and not left.why_not_serving
+        async with made.asked(0.01):
+            await eventually(lambda: ready_names(made), lambda names: away in names, within_s=30)
+
+
+async def ready_names(made: Scaled) -> set[str]:
+    return {group.name for group in (await made.state()).groups if group.is_ready}
+
+
+async def test_decisions_are_explained_and_only_explained_in_advisory_mode(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "orchestrator.actuation")
+    async with scaled(mode="advise") as made:
+        async with made.asked(BUSY_S):
+            state = await eventually(
+                made.state, lambda state: state.scaling is not None and state.scaling.num_prefill >= 3, within_s=30
+            )
+        assert made.cluster.members.orders == Orders()
+        scaling = state.scaling
+        assert scaling is not None and scaling.mode == "advise"
+        assert all(change.explanation.startswith("1:2 -> ") for change in scaling.changes)
+        assert "start prefill x" in scaling.explanation and "forecast " in scaling.explanation
+        assert scaling.forecast_rate > 5 and 0 < scaling.ttft_p95_s < 1.0
+        would = [record.getMessage() for record in caplog.records if "would scale" in record.getMessage()]
+        assert any("start prefill x" in line for line in would)
+
+
+async def test_all_groups_sleep_without_traffic_and_the_next_request_wakes_them() -> None:
+    async with scaled(min=0) as made:
+        await eventually(made.sizes, lambda sizes: sizes == (0, 0), within_s=30)
+        state = await eventually(made.state, lambda state: not state.groups, within_s=10)
+        assert not state.why_not_serving
+        await asyncio.gather(*(made.ask() for _ in range(5)))
+        assert (await made.sizes())[1] >= 1
+
+
+async def test_an_operators_drain_is_not_taken_back() -> None:
+    async with scaled() as made:
+        made.cluster.members.drain("generate-1")
+        async with made.asked(0.01):
+            names = await eventually(lambda: ready_names(made), lambda names: "generate-2" in names, within_s=30)
+        assert "generate-1" not in names
+
+
+async def test_starts_without_room_are_put_off() -> None:
+    async with scaled() as made:
+        made.cluster.room.num_places = len(made.cluster.room.taken) + 1
+        async with made.asked(BUSY_S):
+            await eventually(made.state, wants_prefill, within_s=30)
+            await eventually(made.state, lambda state: not made.cluster.members.orders.stand_ins, within_s=10)
+            assert (await made.sizes())[0] == 1
+
+
+def wants_prefill(state: ClusterState) -> bool:
+    return state.scaling is not None and "start prefill" in state.scaling.explanation
+
+
+async def test_a_drain_that_an_earlier_orchestrator_ordered_goes_on() -> None:
+    async with supervised() as cluster:
+        cluster.members.let_go("generate-1")
+        decoder = random_decoder()
+        planner = deciding_planner(max_ranks=2, slower=20)
+        async with orchestrator_over(decoder, cluster.members, config(cooldown_s=1000.0), 64, planner):
+
+            async def is_present() -> bool:
+                return cluster.members.is_present("generate-1")
+
+            await eventually(is_present, lambda present: not present, within_s=20)
