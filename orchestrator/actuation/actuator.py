@@ -3,7 +3,8 @@ the other role. No work is ended.
 
     start   a group that is being let go is taken back; else another one of its kind is started
     drain   a group that has not come up yet is given up; else the one with least to do is let go
-    flip    the group with least to do takes the other role, once it is idle
+    flip    the group with least to do lends its worker to the other role, or gives back one that it has borrowed, once
+            it is idle; a flip the other way that waits for that is called off instead
 
 Each change has a task of its own, until it has been carried out. What a change took is kept, so that the next decision
 expects it. Drains that an orchestrator ordered before it ended go on in its next life. On the loop.
@@ -11,18 +12,19 @@ expects it. Drains that an orchestrator ordered before it ended go on in its nex
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from baton.clock import Clock
-from baton.errors import BatonError
+from baton.errors import BatonError, UnavailableError
 from baton.process.endless import Pauses, tell_failure
 from orchestrator.autoscaling.actions import Action, LeadTimes, Move
+from orchestrator.autoscaling.prediction import Allocation
 from orchestrator.membership.members import Members
-from orchestrator.membership.view import Group
+from orchestrator.membership.view import Group, PrefillGroup, role_of
 from orchestrator.observability.state import Overview
 
 logger = logging.getLogger(__name__)
@@ -31,20 +33,32 @@ _REFUSED = Pauses(10.0, 300.0)
 """Pauses in starts of a role after those that failed, as for want of room."""
 _STARTS = {Move.START_PREFILL: "prefill", Move.START_GENERATE: "generate"}
 _DRAINS = {Move.DRAIN_PREFILL: "prefill", Move.DRAIN_GENERATE: "generate"}
+_FLIPS = {
+    Move.FLIP_TO_GENERATE: "prefill",
+    Move.FLIP_TO_PREFILL: "generate",
+    Move.LEND_RANK: "prefill",
+    Move.RETURN_RANK: "generate",
+}
 
 
 class Actuator:
     """Changes the groups of one cluster. `carry_out` and `resume` return at once."""
 
-    def __init__(self, members: Members, overview: Overview, clock: Clock, times: LeadTimes) -> None:
-        """`times` are supposed until changes have been seen."""
+    def __init__(
+        self, members: Members, overview: Overview, clock: Clock, times: LeadTimes, *, lends_ranks: bool = False
+    ) -> None:
+        """`times` are supposed until changes have been seen. `lends_ranks`: whether chains have several ranks, and
+        change the role of their last one only."""
         self.times = times
         """How long changes take: as supposed, then as measured last. Replaced as a whole."""
         self._members = members
+        self._lends_ranks = lends_ranks
         self._overview = overview
         self._clock = clock
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """Changes under way, by what they are about: the name of a group, or a number for one that has no name yet."""
+        self._flipping: dict[str, str] = {}
+        """Groups that are drained to change their role, and the role that they have."""
         self._num_started = 0
         self._failures: dict[str, tuple[int, float]] = {}
         """By role, the failed starts in a row, and the instant before which no further one is made."""
@@ -64,6 +78,8 @@ class Actuator:
                     self._start(_STARTS[action.move])
                 elif action.move in _DRAINS:
                     self._let_go(_DRAINS[action.move])
+                else:
+                    self._flip(_FLIPS[action.move])
 
     def resume(self) -> None:
         """Go on with drains that were ordered and have no task: those of an earlier life, and those that failed."""
@@ -71,6 +87,30 @@ class Actuator:
         for name in orders.surplus - orders.leaving - self._tasks.keys():
             if self._members.is_present(name):
                 self._run(name, self._leave(name))
+
+    def target(self) -> Allocation:
+        """Return the numbers of groups that there will be once all changes under way are done: all that are known and
+        not drained, present or not, but for those that have lent all their workers; those that are drained to change
+        their role count for the other."""
+        members, orders = self._members, self._members.orders
+        roles = [role for name, role in members.roles.items() if name not in orders.drained and not self._is_lent(name)]
+        turning = [role for name, role in self._flipping.items() if name in orders.drained - orders.leaving]
+        num_generate = roles.count("generate") + turning.count("prefill")
+        if not self._lends_ranks:
+            return Allocation(roles.count("prefill") + turning.count("generate"), num_generate)
+        kept = [
+            name for name in orders.lent if name not in orders.drained and role_of(orders.lender(name)) == "prefill"
+        ]
+        num_lent = min(len(kept) + turning.count("prefill"), num_generate)
+        return Allocation(roles.count("prefill") + turning.count("prefill"), num_generate, num_lent)
+
+    def _is_lent(self, name: str) -> bool:
+        """Return whether other groups have, or get, all workers of the group and keep them."""
+        members, orders = self._members, self._members.orders
+        kept = [each for each in orders.borrowers(name).values() if each not in orders.leaving]
+        if self._lends_ranks and members.roles[name] == "prefill":
+            return members.has_lent_all(name)
+        return bool(kept)
 
     def may_start(self, role: str) -> bool:
         """Return whether starts of that role are made now, and not put off because the last ones failed."""
@@ -122,17 +162,65 @@ class Actuator:
         if starting:
             members.give_up(starting[0])
             return
-        groups: Iterable[Group] = members.view.prefill if role == "prefill" else members.view.generation
-        name = min((group.name for group in groups), key=self._worth, default=None)
-        if name is not None:
+        orders = members.orders
+        names = [group.name for group in self._working(role)]
+        own = [name for name in names if name not in orders.lent and not orders.borrowers(name)]
+        if name := min(own or names, key=self._worth, default=""):
             members.let_go(name)
             self._run(name, self._leave(name))
+
+    def _flip(self, role: str) -> None:
+        members, orders = self._members, self._members.orders
+        turning = [name for name, each in self._flipping.items() if each != role and name in orders.drained]
+        if turning and (called_off := min(turning, key=self._worth)) not in orders.leaving:
+            members.undrain(called_off)
+            return
+        groups = [group for group in self._working(role) if group.ready]
+        if self._lends_ranks and role == "prefill":
+            groups = [group for group in members.view.prefill if group.ready and len(group.endpoints) > 1]
+        names = [group.name for group in groups]
+        borrowed = [name for name in names if name in orders.lent]
+        if name := min(
+            borrowed or ([] if self._lends_ranks and role == "generate" else names), key=self._worth, default=""
+        ):
+            members.let_go(name)  # so that the next orchestrator lets it go if this one ends before the flip
+            self._flipping[name] = role
+            self._run(name, self._turn(name))
+
+    def _may_turn(self, group: Group) -> bool:
+        """Return whether the group may lend its last worker, or give it back: a chain of several ranks is not to be
+        without any."""
+        if not self._lends_ranks:
+            return True
+        return len(group.endpoints) > 1 if isinstance(group, PrefillGroup) else group.name in self._members.orders.lent
+
+    def _working(self, role: str) -> Sequence[Group]:
+        """Return the groups of that role that may get work."""
+        view = self._members.view
+        return view.prefill if role == "prefill" else view.generation
 
     def _worth(self, name: str) -> tuple[int, int, bool, int]:
         """Return a sort key: groups with least to do first, and of equals those that stand in, the latest first."""
         load, number = self._members.load(name), name.rpartition("-")[2]
         is_configured = name not in self._members.orders.stand_ins
         return load.num_requests, load.num_slots, is_configured, -int(number) if number.isdigit() else 0
+
+    async def _turn(self, name: str) -> None:
+        """See a group through until its worker has the other role; what that took once the group was idle is what the
+        next flip is expected to take. The group works on if the flip fails or is called off."""
+        idle_s = self._clock.now_s()
+        try:
+            async with aclosing(self._overview.flip(name)) as states:
+                async for state in states:
+                    if state.name == name:
+                        idle_s = self._clock.now_s()
+            self.times = replace(self.times, flip_s=max(self._clock.now_s() - idle_s, 1e-3))
+        except UnavailableError as error:
+            logger.warning("group=%s keeps its role: %s", name, error)
+            if name in self._members.orders.surplus - self._members.orders.leaving:
+                self._members.undrain(name)
+        finally:
+            del self._flipping[name]
 
     async def _leave(self, name: str) -> None:
         """See a group through until it has left, or is wanted again."""

@@ -52,13 +52,6 @@ class LiveFleet:
             drain_generate_s=min(self._streams_s(service), default=0.0),
         )
 
-    def target(self) -> Allocation:
-        """Return the numbers of groups that there will be once all that was ordered is done: all that are known and not
-        drained, present or not."""
-        drained = self._members.orders.drained
-        roles = [role for name, role in self._members.roles.items() if name not in drained]
-        return Allocation(roles.count("prefill"), roles.count("generate"))
-
     def _backlog(self, service: ServiceModel, clear_s: float) -> Backlog:
         records = self._records.values()
         unplaced = [len(each.request.prompt_ids) for each in records if each.state in _UNPLACED]

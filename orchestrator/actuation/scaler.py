@@ -7,6 +7,7 @@ mode `advise` nothing is carried out. Made by `orchestrator.controller`. On the 
 import asyncio
 import logging
 from collections import deque
+from dataclasses import replace
 
 from baton.clock import Clock
 from baton.cluster_state import Scaling, ScalingChange
@@ -57,7 +58,9 @@ class Scaler:
         self._config = config
         self._window = TrafficWindow()
         self._fleet = LiveFleet(members, occupancy, self._window, clock)
-        self._actuator = Actuator(members, overview, clock, LeadTimes(config.cold_start_s, config.flip_s))
+        self._lends_ranks = planner.max_ranks > 1
+        times = LeadTimes(config.cold_start_s, config.flip_s)
+        self._actuator = Actuator(members, overview, clock, times, lends_ranks=self._lends_ranks)
         self._autoscaler: Autoscaler | None = None
         self._service: ServiceModel | None = None
         self._changes: deque[ScalingChange] = deque(maxlen=_NUM_CHANGES)
@@ -104,7 +107,8 @@ class Scaler:
             self._service = service
             self._autoscaler = Autoscaler(self._config, service, self._actuator.times, self._window)
         self._autoscaler.times = times = self._actuator.times
-        state = self._fleet.state(self._fleet.target(), service, times.cold_start_s)
+        state = self._fleet.state(self._actuator.target(), service, times.cold_start_s)
+        state = replace(state, lends_ranks=self._lends_ranks)
         decision = self._autoscaler.decide(self._clock.now_s(), state)
         self._tell(decision)
         if acts:

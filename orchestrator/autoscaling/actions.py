@@ -19,6 +19,8 @@ class Move(Enum):
     DRAIN_GENERATE = "drain generate"
     FLIP_TO_PREFILL = "flip generate to prefill"
     FLIP_TO_GENERATE = "flip prefill to generate"
+    LEND_RANK = "lend a rank to generate"
+    RETURN_RANK = "return a rank to prefill"
 
 
 @dataclass(frozen=True)
@@ -52,19 +54,27 @@ class FleetState:
     """Predicted seconds in which a prefill group ends the work that it has."""
     drain_generate_s: float = 0.0
     """Predicted seconds in which a generation group ends the streams that it has."""
+    lends_ranks: bool = False
+    """Whether chains lend their last rank for the other role, in place of changing their role as a whole."""
 
 
 def actions_between(state: FleetState, after: Allocation, times: LeadTimes, most: int) -> tuple[Action, ...]:
     """Return the changes from the state's target to `after`, flips first.
 
     A group whose role has too many is flipped where draining and flipping it is sooner than a cold start, and where a
-    budget of `most` groups has no room to start another one.
+    budget of `most` groups has no room to start another one. Chains of several ranks lend and get back single ranks
+    instead.
     """
+    lent = after.num_lent - state.target.num_lent
     prefill = after.num_prefill - state.target.num_prefill
-    generate = after.num_generate - state.target.num_generate
+    generate = after.num_generate - state.target.num_generate - lent
     drains_s = {Move.DRAIN_PREFILL: state.drain_prefill_s, Move.DRAIN_GENERATE: state.drain_generate_s}
     actions = []
-    if prefill * generate < 0:
+    if lent > 0:
+        actions.append(Action(Move.LEND_RANK, lent, state.drain_prefill_s + times.flip_s))
+    elif lent < 0:
+        actions.append(Action(Move.RETURN_RANK, -lent, state.drain_generate_s + times.flip_s))
+    if prefill * generate < 0 and not state.lends_ranks:
         sign = 1 if prefill > 0 else -1
         surplus = Move.DRAIN_GENERATE if prefill > 0 else Move.DRAIN_PREFILL
         flip_s, num_flips = drains_s[surplus] + times.flip_s, min(abs(prefill), abs(generate))

@@ -34,6 +34,30 @@ def most_good(predictor: Predictor, config: AutoscalingConfig) -> Prediction:
     return _best(predictor, config.max, 1, config.max - 1)
 
 
+def best_by_lending(predictor: Predictor, config: AutoscalingConfig, before: Allocation, ranks: int) -> Prediction:
+    """Return the allocation of the same groups, of `ranks` ranks each for prefill, with more or fewer ranks lent: the
+    one nearest to `before` that meets both targets, else the best."""
+    most = before.num_prefill * (ranks - 1)
+    found = []
+    for change in sorted(range(-before.num_lent, most - before.num_lent + 1), key=abs):
+        if before.num_generate + change > 0:
+            after = Allocation(before.num_prefill, before.num_generate + change, before.num_lent + change)
+            found.append(predictor.predict(after))
+            if found[-1].meets(config):
+                return found[-1]
+    return max(found, key=_worth)
+
+
+def is_better(one: Prediction, other: Prediction, config: AutoscalingConfig) -> bool:
+    """Return whether one prediction is at least as good as the other: in meeting the targets, in groups, then in the
+    share of good requests."""
+    if one.meets(config) != other.meets(config):
+        return one.meets(config)
+    if one.meets(config):
+        return one.allocation.total <= other.allocation.total
+    return _worth(one) >= _worth(other)
+
+
 def _best(predictor: Predictor, total: int, low: int, high: int) -> Prediction:
     """Return the best allocation of `total` groups, `low` to `high` of them for prefill."""
     while True:

@@ -5,6 +5,8 @@ Up    as soon as the prediction for the time after a cold start misses a target:
 Down  when fewer groups would meet both targets with `MARGIN` more traffic, for a whole cool-down
 Flip  in place of a new group: where the role of a group that is to leave can be changed sooner than a new group starts,
       or where the budget has no room for a new one before another has left
+Lend  likewise, where chains have several ranks: their last ones generate for a while, and come back when prompts need
+      them
 
 A change that gains little waits until the miss has been predicted for `PATIENCE_S`, and is not made if it takes back
 another one within a cool-down. Each decision carries its explanation. Actuates nothing: `deploy` carries decisions out.
@@ -14,7 +16,7 @@ Pure: the caller gives the time.
 from dataclasses import dataclass
 
 from orchestrator.autoscaling.actions import Action, FleetState, LeadTimes, actions_between
-from orchestrator.autoscaling.allocation import cheapest_within_targets, most_good
+from orchestrator.autoscaling.allocation import best_by_lending, cheapest_within_targets, is_better, most_good
 from orchestrator.autoscaling.demand import ServiceModel
 from orchestrator.autoscaling.prediction import Allocation, Prediction, Predictor
 from orchestrator.autoscaling.traffic import TrafficWindow
@@ -134,8 +136,11 @@ class Autoscaler:
         wanted, reason = cheapest_within_targets(case.predictor, self._config, least), "a target would be missed"
         if wanted is None:
             wanted, reason = most_good(case.predictor, self._config), "no allocation in the budget meets the targets"
-            if not _WORTH_IT.is_reached(present, wanted):
-                return case.decide(present, (), f"{reason}, and none serves more")
+        if self._lends_soon(case.state):
+            lending = best_by_lending(case.predictor, self._config, case.state.target, self._service.num_ranks)
+            wanted = lending if is_better(lending, wanted, self._config) else wanted
+        if not wanted.meets(self._config) and not _WORTH_IT.is_reached(present, wanted):
+            return case.decide(present, (), f"{reason}, and none serves more")
         if self._missed_since_s is None:
             self._missed_since_s = case.now_s
         takes_back = self._takes_back(case.now_s, case.state.target, wanted.allocation)
@@ -144,6 +149,13 @@ class Autoscaler:
         if not _URGENT.is_reached(present, wanted) and case.now_s - self._missed_since_s < PATIENCE_S:
             return case.decide(present, (), f"{reason}, not yet for {PATIENCE_S:g} s")
         return self._change(case, wanted, reason)
+
+    def _lends_soon(self, state: FleetState) -> bool:
+        """Return whether a chain's rank takes the other role sooner than a new group starts, or where there is no room
+        for one."""
+        is_full = state.target.total >= self._config.max
+        is_sooner = state.drain_prefill_s + self.times.flip_s < self.times.cold_start_s
+        return state.lends_ranks and (is_full or is_sooner)
 
     def _fewer(self, case: _Case, present: Prediction) -> Decision:
         """Return the decision while the targets are met: fewer groups, once these have been enough for long."""

@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from orchestrator.autoscaling.demand import NO_BACKLOG, Backlog, Demand, ServiceModel
 from orchestrator.autoscaling.traffic import TrafficForecast
@@ -33,14 +34,18 @@ class Allocation:
 
     num_prefill: int
     num_generate: int
+    num_lent: int = 0
+    """Ranks of the prefill groups that serve as generation groups, and count there, while their chains go on
+    without them."""
 
     @property
     def total(self) -> int:
-        """Return the number of groups."""
-        return self.num_prefill + self.num_generate
+        """Return the number of groups that are paid for."""
+        return self.num_prefill + self.num_generate - self.num_lent
 
     def __str__(self) -> str:
-        return f"{self.num_prefill}:{self.num_generate}"
+        lent = f" ({self.num_lent} lent)" if self.num_lent else ""
+        return f"{self.num_prefill}:{self.num_generate}{lent}"
 
 
 @dataclass(frozen=True)
@@ -111,25 +116,29 @@ class Predictor:
 
 
 def _predict(demand: Demand, allocation: Allocation, config: AutoscalingConfig) -> Prediction:
-    prefill_load = demand.prefill_work / allocation.num_prefill
+    slowness = 1 / (1 - allocation.num_lent / (allocation.num_prefill * demand.service.num_ranks))
+    alone_s = demand.alone_s * slowness
+    prefill_load = demand.prefill_work * slowness / allocation.num_prefill
     batches = _batches(demand, allocation.num_generate)
-    prefill_wait = _prefill_wait(demand, allocation.num_prefill, min(prefill_load, _SATURATED))
+    prefill_wait = _prefill_wait(demand, allocation.num_prefill, min(prefill_load, _SATURATED), slowness)
     slot_load = max(_slot_load(demand, allocation.num_generate, batches.step_s), batches.load)
     waits = (prefill_wait, _slot_wait(demand, allocation.num_generate, min(slot_load, _SATURATED)))
     is_stable = prefill_load <= _SATURATED and slot_load <= _SATURATED
-    ttft_s = _ttft_p95_s(demand, *waits) + batches.step_s / 2 if is_stable else math.inf
-    share = _share_within(config.ttft_p95_s - batches.step_s / 2, demand, *waits)
+    ttft_s = _ttft_p95_s(demand, alone_s, *waits) + batches.step_s / 2 if is_stable else math.inf
+    share = _share_within(config.ttft_p95_s - batches.step_s / 2, demand, alone_s, *waits)
     for overload in (prefill_load / _SATURATED, slot_load / _SATURATED, batches.late_step_s / config.itl_p95_s):
         share *= max(overload, 1.0) ** -_OVERLOAD_POWER
     itl_s = batches.late_step_s if batches.load <= 1 else math.inf
     return Prediction(allocation, ttft_s, itl_s, share, prefill_load, slot_load)
 
 
-def _prefill_wait(demand: Demand, num_groups: int, load: float) -> Wait:
+def _prefill_wait(demand: Demand, num_groups: int, load: float, slowness: float) -> Wait:
+    """Return the wait for one of the groups, which take `slowness` times as long as whole ones."""
     if not demand.prompt_s:
         return NO_WAIT
-    rate = load * num_groups / demand.prompt_s
-    wait = wait_for_servers(num_groups, rate, demand.prompt_s, service_scv=demand.prompt_scv, gap_scv=demand.gap_scv)
+    prompt_s = demand.prompt_s * slowness
+    rate = load * num_groups / prompt_s
+    wait = wait_for_servers(num_groups, rate, prompt_s, service_scv=demand.prompt_scv, gap_scv=demand.gap_scv)
     assert wait is not None
     return wait
 
@@ -164,26 +173,29 @@ def _slot_wait(demand: Demand, num_groups: int, load: float) -> Wait:
     return wait
 
 
-def _ttft_p95_s(demand: Demand, prefill_wait: Wait, slot_wait: Wait) -> float:
-    if not len(demand.alone_s):
+def _ttft_p95_s(demand: Demand, alone_s: NDArray[np.float64], prefill_wait: Wait, slot_wait: Wait) -> float:
+    if not len(alone_s):
         return 0.0
-    high = float(demand.alone_s.max()) + prefill_wait.percentile(99) + slot_wait.percentile(99) + 1e-6
+    high = float(alone_s.max()) + prefill_wait.percentile(99) + slot_wait.percentile(99) + 1e-6
     low = 0.0
     for _ in range(20):
         middle = (low + high) / 2
-        is_enough = _share_within(middle, demand, prefill_wait, slot_wait) >= 0.95
+        is_enough = _share_within(middle, demand, alone_s, prefill_wait, slot_wait) >= 0.95
         low, high = (low, middle) if is_enough else (middle, high)
     return high
 
 
-def _share_within(seconds: float, demand: Demand, prefill_wait: Wait, slot_wait: Wait) -> float:
-    """Return the share of requests that wait for a slot and a prefill group, and are prefilled, within `seconds`."""
-    if not len(demand.alone_s):
+def _share_within(
+    seconds: float, demand: Demand, alone_s: NDArray[np.float64], prefill_wait: Wait, slot_wait: Wait
+) -> float:
+    """Return the share of requests that wait for a slot and a prefill group, and are prefilled in `alone_s` [samples]
+    seconds, within `seconds`."""
+    if not len(alone_s):
         return 1.0
-    left_s = seconds - demand.alone_s
+    left_s = seconds - alone_s
     tails = np.zeros_like(left_s)
     if prefill_wait.mean_s > 0:
         falls = prefill_wait.probability / prefill_wait.mean_s
         tails = prefill_wait.probability * np.exp(-np.maximum(left_s, 0.0) * falls)
     share = float(demand.shares @ np.where(left_s >= 0, 1 - tails, 0.0))
-    return share * (1 - slot_wait.tail(seconds - float(demand.shares @ demand.alone_s)))
+    return share * (1 - slot_wait.tail(seconds - float(demand.shares @ alone_s)))

@@ -63,6 +63,8 @@ class CountedRoom:
 class SupervisedCluster:
     """What a supervisor has, without a process of its own."""
 
+    num_ranks: int = NUM_RANKS
+    """Of a chain."""
     spawner: InProcessSpawner = field(default_factory=InProcessSpawner)
     room: CountedRoom = field(default_factory=lambda: CountedRoom(NUM_RANKS + 2))
     members: Members = field(default_factory=Members)
@@ -93,7 +95,7 @@ class SupervisedCluster:
 
         def workers_of(group: str) -> list[WorkerConfig]:
             role, _, number = group.partition("-")
-            num_workers = NUM_RANKS if role == "prefill" else 1
+            num_workers = self.num_ranks if role == "prefill" else 1
             return [tiny_worker(role, rank, int(number), folder) for rank in range(num_workers)]
 
         return group_of(name, workers_of, self.around, orders)
@@ -133,9 +135,9 @@ class SupervisedCluster:
 
 
 @asynccontextmanager
-async def supervised() -> AsyncIterator[SupervisedCluster]:
+async def supervised(num_ranks: int = NUM_RANKS) -> AsyncIterator[SupervisedCluster]:
     """Everything up, and everything down again; in the end no worker is left, and no place is taken."""
-    made = SupervisedCluster()
+    made = SupervisedCluster(num_ranks)
     await made.start()
     made.beat()
     supervising = asyncio.create_task(made.supervise())

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from baton.v1.orchestrator_pb2_grpc import OrchestratorAsyncStub
 
 PARAMS = SamplingParams(max_tokens=8, seed=4, ignore_eos=True)
+LONG = SamplingParams(max_tokens=40, seed=4, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=2, seed=4, ignore_eos=True)
 BUSY_S = 0.05
 """Between two requests: with chains that are supposed to take 160 ms for one, three at least."""
 
@@ -61,26 +63,26 @@ class Scaled:
     num_asked: int = 0
     answers: list[asyncio.Task[None]] = field(default_factory=list)
 
-    async def ask(self) -> None:
+    async def ask(self, num_tokens: int = 16, params: SamplingParams = PARAMS) -> None:
         """One stream to its end, equal to the reference."""
-        token_ids = prompt(16)
+        token_ids = prompt(num_tokens)
         request = pb.GenerateRequest(
             request_id=uuid.uuid4().hex,
             token_ids=pb.TokenIds(ids=token_ids),
-            sampling=params_to_proto(PARAMS),
+            sampling=params_to_proto(params),
             seeded=True,
         )
         answer = Answer()
         await answer.drain(self.stub.Generate(request, timeout=60))
-        assert answer.token_ids == reference_ids(self.decoder, token_ids, PARAMS)
+        assert answer.token_ids == reference_ids(self.decoder, token_ids, params)
 
     @asynccontextmanager
-    async def asked(self, gap_s: float) -> AsyncIterator[None]:
+    async def asked(self, gap_s: float, num_tokens: int = 16, params: SamplingParams = PARAMS) -> AsyncIterator[None]:
         """Requests at this pace, whatever becomes of those before, all of which are answered in the end."""
 
         async def keep_asking() -> None:
             while True:
-                self.answers.append(asyncio.create_task(self.ask()))
+                self.answers.append(asyncio.create_task(self.ask(num_tokens, params)))
                 await asyncio.sleep(gap_s)
 
         asking = asyncio.create_task(keep_asking())
@@ -100,13 +102,12 @@ class Scaled:
 
 
 @asynccontextmanager
-async def scaled(**settings: object) -> AsyncIterator[Scaled]:
-    async with supervised() as cluster:
+async def scaled(num_ranks: int = 2, slower: float = 20, **settings: Any) -> AsyncIterator[Scaled]:
+    async with supervised(num_ranks) as cluster:
         cluster.room.num_places = 32
         decoder = random_decoder()
-        made = orchestrator_over(
-            decoder, cluster.members, config(**settings), 64, deciding_planner(max_ranks=2, slower=20)
-        )
+        planner = deciding_planner(max_ranks=num_ranks, slower=slower)
+        made = orchestrator_over(decoder, cluster.members, config(**settings), 64, planner)
         async with made as server, make_channel(f"{HOST}:{server.port}") as channel:
             yield Scaled(decoder, cluster, OrchestratorStub(channel))
 
@@ -161,6 +162,29 @@ async def test_all_groups_sleep_without_traffic_and_the_next_request_wakes_them(
         assert not state.why_not_serving
         await asyncio.gather(*(made.ask() for _ in range(5)))
         assert (await made.sizes())[1] >= 1
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+async def test_a_full_budget_is_divided_anew_by_workers_that_change_their_role(num_ranks: int) -> None:
+    budget = {"num_ranks": num_ranks, "slower": 4 / num_ranks, "min": 3, "max": 3, "flip_s": 0.2}
+    async with scaled(**budget, cooldown_s=0.5) as made:
+        async with made.asked(0.1, 48, SHORT):
+            for_prompts = (1, 2) if num_ranks == 2 else (2, 1)
+            await eventually(made.sizes, lambda sizes: sizes == for_prompts, within_s=30)
+        async with made.asked(0.15, 8, LONG):
+            for_answers = (1, 3) if num_ranks == 2 else (1, 2)
+            await eventually(made.sizes, lambda sizes: sizes == for_answers, within_s=30)
+        async with made.asked(0.04 if num_ranks == 2 else 0.1, 48, SHORT):
+            await eventually(made.sizes, lambda sizes: sizes == for_prompts, within_s=30)
+        there, back = ("lend a rank", "return a rank") if num_ranks == 2 else ("to generate x1", "to prefill x1")
+        changes = explained(await made.state())
+        assert any(there in each for each in changes) and any(back in each for each in changes)
+        assert not any("start " in each or "drain " in each for each in changes)
+
+
+def explained(state: ClusterState) -> list[str]:
+    assert state.scaling is not None
+    return [change.explanation for change in state.scaling.changes]
 
 
 async def test_an_operators_drain_is_not_taken_back() -> None:

@@ -165,3 +165,32 @@ def test_all_groups_leave_without_traffic_and_come_back_with_it(service: Service
 def test_bad_settings_are_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=field):
         dataclasses.replace(CONFIG, **{field: value})
+
+
+def test_chains_that_lend_half_of_their_ranks_bear_half_as_much_and_cost_no_further_group() -> None:
+    shape, rates = shape_of("llama-3.1-8b"), hardware_of("h100-flash")
+    steps = nominal_steps("llama-3.1-8b", "h100-flash", shape, rates)
+    costs = nominal("llama-3.1-8b", "h100-flash", shape, rates)
+    service = ServiceModel(RecallingPlanner(costs, max_ranks=2, max_tokens=8192, steps=steps), 2, 16)
+    predictor = Predictor(service, forecast(5.0), CONFIG)
+    lending, whole = predictor.predict(Allocation(2, 6, 2)), predictor.predict(Allocation(2, 6))
+    assert lending.prefill_load == pytest.approx(2 * whole.prefill_load)
+    assert lending.ttft_p95_s > 1.5 * whole.ttft_p95_s
+    assert lending.allocation.total == Allocation(2, 4).total
+    assert str(lending.allocation) == "2:6 (2 lent)"
+
+
+def test_a_rank_is_lent_only_where_that_is_sooner_than_a_new_group_or_the_budget_is_full() -> None:
+    shape, rates = shape_of("llama-3.1-8b"), hardware_of("h100-flash")
+    steps = nominal_steps("llama-3.1-8b", "h100-flash", shape, rates)
+    costs = nominal("llama-3.1-8b", "h100-flash", shape, rates)
+    service = ServiceModel(RecallingPlanner(costs, max_ranks=2, max_tokens=8192, steps=steps), 2, 16)
+    busy = FleetState(Allocation(2, 1), lends_ranks=True, drain_prefill_s=60.0)
+    for state, move in (
+        (dataclasses.replace(busy, drain_prefill_s=0.5), Move.LEND_RANK),
+        (busy, Move.START_GENERATE),
+        (dataclasses.replace(busy, lends_ranks=False, drain_prefill_s=0.5), Move.START_GENERATE),
+    ):
+        autoscaler = watched(service, CONFIG, 12.0, OUTPUT_HEAVY, 20.0)
+        decided = [autoscaler.decide(20.0 + second, state) for second in range(int(PATIENCE_S) + 2)]
+        assert move in {action.move for decision in decided for action in decision.actions}, move
