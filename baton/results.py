@@ -1,6 +1,6 @@
 """What a client receives besides tokens, as values. All are frozen and safe to share between threads."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Self
 
 from baton.types import DraftRound, FinishReason, SampledToken, TokenRange
@@ -123,7 +123,7 @@ class PlacementTerms:
         return self.own_s + self.others_s
 
     def _terms(self) -> list[tuple[str, float]]:
-        return [(term.name, getattr(self, term.name)) for term in fields(self)]
+        return list(vars(self).items())
 
     def __str__(self) -> str:
         shown = ", ".join(f"{name.removesuffix('_s')} {seconds:.3f}" for name, seconds in self._terms() if seconds)

@@ -186,13 +186,23 @@ class ChainPlanner:
         num_bytes = num_tokens * self.cost.kv_bytes * self.cost.num_layers
         return self._push_pace.factor * self._push_s(num_bytes, prefill_s)
 
-    def local_s(self, tokens: TokenRange, num_rows: float, context: float) -> tuple[float, float] | None:
+    def alone_s(self, tokens: TokenRange) -> float | None:
+        """Return the seconds in which a generation group without rows prefills `tokens` by itself, the earlier tokens
+        cached, not scaled by `local_factor`. None when it is unknown how groups prefill."""
+        if self.local is None:
+            return None
+        return sum(self._rank_s((tokens,), self._basis.calibration.cost)) / self.local.speed
+
+    def local_s(
+        self, tokens: TokenRange, num_rows: float, context: float, alone_s: float | None = None
+    ) -> tuple[float, float] | None:
         """Return the seconds in which a generation group computes to prefill `tokens` by itself, the earlier tokens
         cached, and the seconds in which it meanwhile decodes `num_rows` rows of `context` tokens. Both are scaled by
-        `local_factor`. None when it is unknown how groups prefill or what their steps take."""
-        if self.local is None or self._steps is None:
+        `local_factor`. None when it is unknown how groups prefill or what their steps take. `alone_s` is the method's
+        answer for the same tokens, which takes longer than the rest, where it is known already."""
+        prefill_s = self.alone_s(tokens) if alone_s is None else alone_s
+        if self.local is None or self._steps is None or prefill_s is None:
             return None
-        prefill_s = sum(self._rank_s((tokens,), self._basis.calibration.cost)) / self.local.speed
         step_s = self._steps.step_s(num_rows, context) if num_rows else 0.0
         factor = self.local_factor
         return factor * prefill_s, factor * self.local.steps_s(prefill_s, len(tokens), step_s)

@@ -26,27 +26,39 @@ def chain_terms(
     """Return the terms of a chain that computes for `prefill_s` and pushes the KV of `num_pushed` tokens to a group
     that runs `batch`. `is_elsewhere`: no rank of the chain is on the group's node; `fetch_s`: how long cached KV is
     fetched before."""
-    transfer_s = planner.push_s(num_pushed, prefill_s)
-    if is_elsewhere:
-        transfer_s += 2 * planner.cost.link.latency_s  # the last piece there, and the commit's answer back
     step_s = _step_s(planner, batch) if planner.steps is not None else 0.0
     return PlacementTerms(
         queue_s=queue_s,
         prefill_s=prefill_s,
         steps_s=step_s / 2,  # on average half of the step that runs when the last KV arrives
-        transfer_s=transfer_s,
+        transfer_s=transfer_s(planner, num_pushed, prefill_s, is_elsewhere=is_elsewhere),
         others_s=others_s,
         fetch_s=fetch_s,
     )
 
 
+def transfer_s(planner: ChainPlanner, num_pushed: int, prefill_s: float, *, is_elsewhere: bool) -> float:
+    """Return the seconds from the end of a chain that computes for `prefill_s` until the generation group has the KV
+    of `num_pushed` tokens. `is_elsewhere`: no rank of the chain is on the group's node."""
+    pushed_s = planner.push_s(num_pushed, prefill_s)
+    # to another node, the last piece there, and the commit's answer back
+    return pushed_s + 2 * planner.cost.link.latency_s if is_elsewhere else pushed_s
+
+
 def local_terms(
-    planner: ChainPlanner, tokens: TokenRange, batch: Batch, *, queue_s: float = 0.0, fetch_s: float = 0.0
+    planner: ChainPlanner,
+    tokens: TokenRange,
+    batch: Batch,
+    *,
+    alone_s: float | None = None,
+    queue_s: float = 0.0,
+    fetch_s: float = 0.0,
 ) -> PlacementTerms | None:
     """Return the terms of a prefill of `tokens` by a generation group that runs `batch`, after a fetch of `fetch_s`
-    seconds; None when it is unknown how groups prefill or what their steps take."""
+    seconds; None when it is unknown how groups prefill or what their steps take. `alone_s`: the planner's answer for
+    these tokens, where it has been asked before."""
     num_rows, context = batch
-    found = planner.local_s(tokens, max(num_rows, 1.0) if num_rows else 0.0, context)
+    found = planner.local_s(tokens, max(num_rows, 1.0) if num_rows else 0.0, context, alone_s)
     if found is None:
         return None
     prefill_s, steps_s = found

@@ -119,6 +119,11 @@ class Breakers:
         """Return this life's breaker; a closed one, which is not kept, where there is none."""
         return self._breakers.get(life) or Breaker(self._clock, self._policy)
 
+    def admits(self, life: Hashable) -> bool:
+        """Return whether this life of a group may be given an attempt now."""
+        breaker = self._breakers.get(life)
+        return breaker is None or breaker.admits
+
     def failed(self, life: Hashable) -> None:
         """Record that an attempt at this life of a group failed."""
         self._breakers.setdefault(life, self.of(life)).failed()

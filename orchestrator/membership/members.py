@@ -255,7 +255,7 @@ class Members:
 
     def may_have_work(self, group: Group) -> bool:
         """Return whether the group is ready, not drained, and admitted by its breaker."""
-        return group.ready and not self.is_drained(group) and self.breakers.of(group.life).admits
+        return group.ready and not self.is_drained(group) and self.breakers.admits(group.life)
 
     def load(self, name: str) -> Load:
         """Return the load of the group of that name."""
@@ -292,7 +292,7 @@ class Members:
         return None
 
     def _seen(self, group: G) -> G:
-        return group if self.breakers.of(group.life).admits else replace(group, ready=False)
+        return group if self.breakers.admits(group.life) else replace(group, ready=False)
 
     def _moves(self, borrower: str) -> bool:
         """Return whether the group's borrowed worker is still to come, or to go back. One that has failed to come is

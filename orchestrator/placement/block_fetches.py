@@ -98,7 +98,7 @@ class BlockSources:
 
     def admits(self, source: str, target: str) -> bool:
         """Return whether blocks may be fetched now from the one store into the other: no pause is in force."""
-        return self._pauses.of((source, target)).admits
+        return self._pauses.admits((source, target))
 
     def began(self, fetch: BlockFetch) -> bool:
         """Record that a fetch begins; return whether it is the first one after a pause, which no other may join."""
@@ -124,7 +124,7 @@ class BlockSources:
         notices when the same blocks are asked for twice. Stores of drained groups are among them."""
         found: dict[str, StoreAccess] = {}
         for group in self._members.present.groups:
-            if group.prefix_store and group.ready and self._members.breakers.of(group.life).admits:
+            if group.prefix_store and group.ready and self._members.breakers.admits(group.life):
                 found.setdefault(group.prefix_store, StoreAccess(group.prefix_store, group.name, endpoint_of(group)))
         return found
 

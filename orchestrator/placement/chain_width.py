@@ -102,6 +102,8 @@ class PromptChains:
         self._policy, self._planner, self._tokens, self._tenant = policy, policy.planner, tokens, tenant
         self._shapes: dict[int, _Shape] = {}
         """Shapes predicted so far, by width."""
+        self._layers_s: dict[int, float] = {}
+        """Predicted seconds of the longest layer of any rank, by width, as far as chains were planned."""
 
     def plan(self, num_ranks: int, pending: Sequence[Pending], now_s: float) -> ChainPlan:
         """Return the chain for a group of `num_ranks` with these jobs in flight, in serving order. `now_s` is in unix
@@ -124,7 +126,7 @@ class PromptChains:
         return ChainPlan(
             ranks=best.ranks,
             chunks=best.shape.chunks,
-            layer_s=self._planner.layer_s(best.shape.chunks),
+            layer_s=self._layer_s(best.shape.chunks),
             job=Pending(due_s, latest_s, dict(zip(best.ranks, best.shape.rank_s, strict=True)), self._tenant),
             choice=WidthChoice(
                 width=len(best.ranks),
@@ -141,6 +143,12 @@ class PromptChains:
             chunks = self._planner.chunks(self._tokens, width)
             self._shapes[width] = _Shape(chunks, self._planner.rank_s(chunks), self._planner.ttft_s(chunks))
         return self._shapes[width]
+
+    def _layer_s(self, chunks: tuple[TokenRange, ...]) -> float:
+        width = len(chunks)
+        if width not in self._layers_s:
+            self._layers_s[width] = self._planner.layer_s(chunks)
+        return self._layers_s[width]
 
 
 class _Group:

@@ -21,7 +21,7 @@ from orchestrator.placement.block_fetches import BlockFetch, BlockSources
 from orchestrator.placement.chain_width import WidthPolicy
 from orchestrator.placement.comparison import ChainWay, LocalWay, able_groups, cheapest_group, compare, groups_with_room
 from orchestrator.placement.generation_book import Occupancy
-from orchestrator.placement.predictions import Outlook, Prospects
+from orchestrator.placement.predictions import Outlook, Prompt, Prospects
 from orchestrator.placement.prefix_index import PrefixIndex
 from orchestrator.requests.config import Disaggregation, OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
@@ -93,18 +93,17 @@ class Chooser:
         `uses_cached`, a chain begins behind cached blocks, and if `fetches` as well, blocks may be fetched from another
         node before. Raises NoGroupError when no group has room in time.
         """
-        made: dict[str, PromptBlocks] = {}
-        before = Prospects(self._outlook, record, uses_cached=True, holds=False, fetches=fetches, blocks=made)
-        generation = await self._find_generation(record, before, record.avoid | {*full})
+        look = partial(Prospects, self._outlook, Prompt(self._outlook, record), fetches=fetches)
+        generation, prospects = await self._find_generation(record, look, record.avoid | {*full})
         held.enter_context(self._members.hold(generation.name, record.request.num_slots))
-        prospects = Prospects(self._outlook, record, uses_cached=uses_cached, holds=True, fetches=fetches, blocks=made)
-        way, placement = await self._decide(generation, record, prospects)
-        return self._planned(generation, record, prospects, way, placement)
+        prospects.held = generation.name
+        look = partial(look, uses_cached=uses_cached, held=generation.name)
+        return await self._decide(generation, record, prospects if uses_cached else look(), look)
 
     def plan_now(self, record: RequestRecord, held: ExitStack) -> Plan | None:
         """Return where the attempt is served, and hold the generation group in `held`; None where `plan` would wait,
         for a generation group with room or for a prefill group."""
-        prospects = Prospects(self._outlook, record, uses_cached=True, holds=False)
+        prospects = Prospects(self._outlook, Prompt(self._outlook, record))
         generation = self._choose_generation(record, prospects, record.avoid)
         if generation is None:
             return None
@@ -115,6 +114,7 @@ class Chooser:
                 return None
             way, placement = self._compared(way, self._local(generation, prospects), record)
         held.enter_context(self._members.hold(generation.name, record.request.num_slots))
+        prospects.held = generation.name
         return self._planned(generation, record, prospects, way, placement)
 
     def _planned(
@@ -128,7 +128,7 @@ class Chooser:
         """Enter the attempt, whose generation group is held, in the book, and return its plan."""
         local = prospects.local(generation) if way is None else None
         fetch = _fetch_of(way or local)
-        if fetch is None and prospects.passed_over_fetch:
+        if fetch is None and prospects.passes_over_fetch(generation, by_chain=placement.chain is not None):
             self._planner.pass_over_fetch()
         logger.info(
             "placed request=%s attempt=%d group=%s: %s",
@@ -153,10 +153,9 @@ class Chooser:
         ready prefill group."""
         if plan.way is None:
             return plan
-        made = {plan.generation.layout_fingerprint: plan.blocks}
-        prospects = Prospects(
-            self._outlook, record, uses_cached=plan.uses_cached, holds=True, fetches=False, blocks=made
-        )
+        prompt = Prompt(self._outlook, record, {plan.generation.layout_fingerprint: plan.blocks})
+        held = plan.generation.name
+        prospects = Prospects(self._outlook, prompt, uses_cached=plan.uses_cached, fetches=False, held=held)
         return replace(plan, way=prospects.best_chain(plan.generation, record.avoid) or plan.way)
 
     def has_room(self, record: RequestRecord, avoid: Collection[Hashable]) -> bool:
@@ -169,7 +168,7 @@ class Chooser:
         if any has; 0 where nothing is known."""
         groups = able_groups(self._members.view, record)
         roomy = groups_with_room(groups, self._members.load, record.request.num_slots)
-        prospects = Prospects(self._outlook, record, uses_cached=True, holds=False)
+        prospects = Prospects(self._outlook, Prompt(self._outlook, record))
         return min((self._predict_at_s(group, record, prospects) for group in roomy or groups), default=0.0)
 
     def _predict_at_s(self, generation: GenerationGroup, record: RequestRecord, prospects: Prospects) -> float:
@@ -194,11 +193,16 @@ class Chooser:
         return cheapest_group(groups, load, cost_s)
 
     async def _find_generation(
-        self, record: RequestRecord, prospects: Prospects, avoid: Collection[Hashable]
-    ) -> GenerationGroup:
-        """Return the group with room where the request costs least, waiting for one if need be; where there is none at
-        all, for as long as one is being started."""
-        choose = partial(self._choose_generation, record, prospects)
+        self, record: RequestRecord, look: Callable[[], Prospects], avoid: Collection[Hashable]
+    ) -> tuple[GenerationGroup, Prospects]:
+        """Return the group with room where the request costs least, and the predictions by which it was chosen. Waits
+        for one if need be; where there is no group at all, for as long as one is being started."""
+
+        def choose(avoid: Collection[Hashable]) -> tuple[GenerationGroup, Prospects] | None:
+            prospects = look()
+            group = self._choose_generation(record, prospects, avoid)
+            return None if group is None else (group, prospects)
+
         found = await self._find(choose, avoid, self._config.generation_wait_s)
         while found is None and not self._members.present.generation and self._members.is_coming("generate"):
             found = await self._find(choose, (), self._config.generation_wait_s)
@@ -211,21 +215,26 @@ class Chooser:
         return found
 
     async def _decide(
-        self, generation: GenerationGroup, record: RequestRecord, prospects: Prospects
-    ) -> tuple[ChainWay | None, Placement]:
-        """Return the chain that prefills, or None, and why; waits for a prefill group if need be."""
+        self, generation: GenerationGroup, record: RequestRecord, prospects: Prospects, look: Callable[[], Prospects]
+    ) -> Plan:
+        """Return the plan at this generation group, which is held, by the present predictions; waits for a prefill
+        group, looking anew, if need be."""
         placement = self._without_chain(generation, record, prospects)
         if placement is not None:
-            return None, placement
+            return self._planned(generation, record, prospects, None, placement)
         local, wait_s = self._local(generation, prospects), self._config.prefill_wait_s
         if self._policy(record) == "auto" and local is not None:
             wait_s = min(wait_s, local.own_s)  # by then a local prefill would be done
-        way = await self._find(partial(prospects.best_chain, generation), record.avoid, wait_s)
-        if way is None:
+
+        found = _chain_of(prospects, generation, record.avoid) or await self._find(
+            lambda avoid: _chain_of(look(), generation, avoid), record.avoid, wait_s
+        )
+        if found is None:
             self.num_degraded += 1
             logger.warning("degraded request=%s attempt=%d: no prefill group", record.request_id, record.attempt.number)
-            return None, Placement("none_ready", local=local)
-        return self._compared(way, local, record)
+            return self._planned(generation, record, look(), None, Placement("none_ready", local=local))
+        way, prospects = found
+        return self._planned(generation, record, prospects, *self._compared(way, local, record))
 
     def _without_chain(
         self, generation: GenerationGroup, record: RequestRecord, prospects: Prospects
@@ -266,6 +275,14 @@ class Chooser:
             if found is not None:
                 return found
         return await self._members.until(partial(choose, ()), wait_s)
+
+
+def _chain_of(
+    prospects: Prospects, generation: GenerationGroup, avoid: Collection[Hashable]
+) -> tuple[ChainWay, Prospects] | None:
+    """Return the cheapest chain for the group by these predictions, and the predictions; None without a chain."""
+    way = prospects.best_chain(generation, avoid)
+    return None if way is None else (way, prospects)
 
 
 def _terms_of(way: LocalWay | None) -> PlacementTerms | None:

@@ -5,7 +5,7 @@ until it has a token, so no caller removes entries. The time that a local prefil
 when it is seen. On the loop.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from baton.results import PlacementTerms
@@ -22,8 +22,6 @@ class _Guest:
 
     record: RequestRecord
     attempt: int
-    life: Hashable
-    """The life of the group at which the attempt is."""
     ends_s: float | None = None
     """Time when the attempt's local prefill is predicted to be done, in unix seconds; None when a chain prefills."""
     nominal_s: float = 0.0
@@ -54,12 +52,15 @@ class Occupancy:
 
     def __init__(self, planner: ChainPlanner) -> None:
         self._planner = planner
-        self._guests: dict[int, _Guest] = {}
-        """Attempts by the identity of their records, which they keep alive."""
+        self._guests: dict[Hashable, dict[int, _Guest]] = {}
+        """Attempts by the identity of their records, which they keep alive, at each life of a group; the life that was
+        looked through least recently by `place` is the first."""
+        self._life_of: dict[int, Hashable] = {}
+        """Life at which a record's latest attempt is, by the identity of the record."""
 
     def __len__(self) -> int:
         """Return the number of attempts that run."""
-        return sum(1 for _ in self._present())
+        return sum(len(self._present(life)) for life in list(self._guests))
 
     def place(
         self,
@@ -75,17 +76,20 @@ class Occupancy:
 
         With `has_room` a local prefill waits only for others, and its duration will be reported to the planner.
         """
-        guest = _Guest(record, record.attempt.number, life)
+        guest = _Guest(record, record.attempt.number)
         if local is not None:
             factor = self._planner.local_factor
             queued_s = local.queue_s / factor if has_room else None
             nominal_s = (local.prefill_s + local.steps_s) / factor
             guest = replace(guest, ends_s=now_s + local.own_s, nominal_s=nominal_s, queued_s=queued_s)
-        self._guests[id(record)] = guest
+        self._forget(id(record))
+        self._guests.setdefault(life, {})[id(record)] = guest
+        self._life_of[id(record)] = life
+        self._look_through_one()
 
     def context_tokens(self, life: Hashable) -> float | None:
         """Return the mean number of tokens of a row of the group; None when it has no row."""
-        held = [guest.record.num_tokens for guest in self._present() if guest.life == life]
+        held = [guest.record.num_tokens for guest in self._present(life)]
         return sum(held) / len(held) if held else None
 
     def records(self, life: Hashable) -> list[RequestRecord]:
@@ -94,25 +98,42 @@ class Occupancy:
 
     def queue_s(self, life: Hashable, now_s: float) -> float:
         """Return the predicted seconds until the group has done all local prefills that it has before it."""
+        waiting = [guest for guest in self._present(life) if guest.ends_s is not None and not guest.has_token]
+        if not waiting:
+            return 0.0
         left_s, factor = 0.0, self._planner.local_factor
-        for ends_s, nominal_s in sorted((guest.ends_s or 0.0, guest.nominal_s) for guest in self._waiting(life)):
+        for ends_s, nominal_s in sorted((guest.ends_s or 0.0, guest.nominal_s) for guest in waiting):
             share = 1.0 if left_s else _LEAST_LEFT  # an attempt behind another has not begun
             left_s = max(ends_s - now_s, left_s + share * factor * nominal_s)
         return left_s
 
-    def _waiting(self, life: Hashable) -> list[_Guest]:
-        """Return the attempts that the group still has to prefill by itself."""
-        present = [guest for guest in self._present() if guest.life == life and not guest.has_token]
-        return [guest for guest in present if guest.ends_s is not None]
+    def _look_through_one(self) -> None:
+        """Look through one life's attempts, each life in its turn, because no other call asks for groups that are
+        gone."""
+        life = next(iter(self._guests))
+        self._present(life)
+        if guests := self._guests.pop(life, None):
+            self._guests[life] = guests
 
-    def _present(self) -> Iterator[_Guest]:
-        """Yield the attempts that run, and forget the others; report finished local prefills to the planner."""
-        for key, guest in list(self._guests.items()):
+    def _present(self, life: Hashable) -> list[_Guest]:
+        """Return the attempts that run at the group in that life, and forget the others; report finished local prefills
+        to the planner."""
+        present = []
+        for key, guest in list(self._guests.get(life, {}).items()):
             if guest.ends_s is not None and guest.has_token:
                 if guest.queued_s is not None and guest.attempt == 1 and guest.took_s is not None:
                     self._planner.observe_local(guest.took_s, guest.queued_s + guest.nominal_s)
-                self._guests[key] = guest = _Guest(guest.record, guest.attempt, guest.life)
+                self._guests[life][key] = guest = _Guest(guest.record, guest.attempt)
             if guest.is_there:
-                yield guest
+                present.append(guest)
             else:
-                del self._guests[key]
+                self._forget(key)
+        return present
+
+    def _forget(self, key: int) -> None:
+        """Forget the attempt of the record of that identity, if there is one."""
+        life = self._life_of.pop(key, None)
+        if life is not None:
+            del self._guests[life][key]
+            if not self._guests[life]:
+                del self._guests[life]

@@ -1,28 +1,30 @@
 """Predicts each way to serve one request at present: the terms that `orchestrator.placement.comparison` compares.
 
-Made by `orchestrator.placement.chooser` for one choice; its chains are predicted once, however many groups are looked
-at. Changes nothing; on the loop.
+Made by `orchestrator.placement.chooser` for one moment. The chains of all prefill groups are planned once, and
+`orchestrator.placement.chain_ranking` finds the cheapest of them for each generation group. Changes nothing; on the
+loop.
 """
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from functools import cached_property
 
 from baton.clock import Clock
 from baton.prefix_blocks import PromptBlocks
+from baton.results import PlacementTerms
 from baton.types import TokenRange
 from orchestrator.membership.members import Members
-from orchestrator.membership.view import GenerationGroup, PrefillGroup
+from orchestrator.membership.prefill_book import Pending
+from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
 from orchestrator.placement.block_fetches import BlockFetch, BlockSources, PromptSources, node_of
-from orchestrator.placement.chain_width import PromptChains, WidthPolicy
-from orchestrator.placement.comparison import ChainWay, LocalWay, cheapest_chain
+from orchestrator.placement.chain_ranking import ChainRanking, GroupChain
+from orchestrator.placement.chain_width import ChainPlan, PromptChains, WidthPolicy
+from orchestrator.placement.comparison import ChainWay, LocalWay
 from orchestrator.placement.generation_book import Occupancy
 from orchestrator.placement.prefix_index import PrefixIndex
 from orchestrator.requests.record import RequestRecord
 from planning.planner import ChainPlanner
 from planning.terms import chain_terms, local_terms
-
-Way = TypeVar("Way", ChainWay, LocalWay)
 
 
 @dataclass(frozen=True)
@@ -44,73 +46,111 @@ class Outlook:
         return self.clock.unix_ns() / 1e9
 
 
-class Prospects:
-    """Predictions for one attempt at one request."""
+class Prompt:
+    """What is known of the prompt of one attempt, however long the attempt waits: its blocks, and its chains on idle
+    ranks. Each is made when it is first asked for, because naming and predicting a long prompt takes a while."""
 
     def __init__(
-        self,
-        outlook: Outlook,
-        record: RequestRecord,
-        *,
-        uses_cached: bool,
-        holds: bool,
-        fetches: bool = True,
-        blocks: dict[str, PromptBlocks] | None = None,
+        self, outlook: Outlook, record: RequestRecord, blocks: Mapping[str, PromptBlocks] | None = None
     ) -> None:
-        """`uses_cached`: whether the blocks that the prefix index names are counted as cached; `fetches`: whether those
-        of other nodes are, too, where fetching them is predicted to be faster than computing.
-
-        `holds`: whether the load of the group that is asked about includes the request's own slots. `blocks` are the
-        prompt's blocks as far as they are known, by the fingerprint of their layout; others are added, for naming a
-        long prompt's blocks takes a while.
-        """
+        """`blocks`: the prompt's blocks as far as they are known, by the fingerprint of their layout."""
+        self.record = record
         self._outlook = outlook
-        self._record = record
-        self.passed_over_fetch = False
-        """Whether a fetch was possible on some way, and computing was predicted to be faster."""
-        self._uses_cached = uses_cached
-        self._fetches = uses_cached and fetches
-        self._sources: dict[str, PromptSources] = {}
-        """Stores that have the prompt's first blocks, by the fingerprint of the blocks' layout."""
-        self._num_own = record.request.num_slots if holds else 0
-        self._blocks = {} if blocks is None else blocks
+        self._blocks = dict(blocks or {})
         self._chains: dict[int, PromptChains] = {}
-        """Chains of the prompt, by their first token."""
-        self._batches: dict[str, tuple[int, float]] = {}
-        """Number of rows and mean tokens of a row, by group; counting them is slow when many requests run."""
-
-    @property
-    def uses_cached(self) -> bool:
-        """Return whether the blocks that the prefix index names are counted as cached."""
-        return self._uses_cached
 
     def blocks(self, layout_fingerprint: str) -> PromptBlocks:
         """Return the blocks of all tokens whose KV the attempt has to make, in KV of that layout."""
         if layout_fingerprint not in self._blocks:
-            request = self._record.request
-            token_ids = (*request.prompt_ids, *self._record.output_ids)
+            request = self.record.request
+            token_ids = (*request.prompt_ids, *self.record.output_ids)
             made = PromptBlocks.of(token_ids, self._outlook.block_tokens, layout_fingerprint, request.prefix_salt)
             self._blocks[layout_fingerprint] = made
         return self._blocks[layout_fingerprint]
 
+    def chains(self, start: int) -> PromptChains:
+        """Return the prompt's chains behind its first `start` tokens."""
+        if start not in self._chains:
+            tokens = TokenRange(start, self.record.num_tokens)
+            self._chains[start] = self._outlook.policy.chains(tokens, self.record.request.tenant)
+        return self._chains[start]
+
+
+class Prospects:
+    """Predictions for one attempt at one request at one moment: no other task may run while they are asked for."""
+
+    def __init__(
+        self,
+        outlook: Outlook,
+        prompt: Prompt,
+        *,
+        uses_cached: bool = True,
+        fetches: bool = True,
+        held: str = "",
+    ) -> None:
+        """`uses_cached`: whether the blocks that the prefix index names are counted as cached; `fetches`: whether those
+        of other nodes are, too, where fetching them is predicted to be faster than computing. `held`: name of the group
+        whose load includes the request's own slots; empty: none."""
+        self.held = held
+        self.uses_cached = uses_cached
+        self._outlook = outlook
+        self._prompt = prompt
+        self._record = prompt.record
+        self._fetches = uses_cached and fetches
+        self._now_s = outlook.now_s
+        self._cached: dict[tuple[str, str], int] = {}
+        """Number of first tokens with KV in a store, by the fingerprint of its layout and the store's name."""
+        self._sources: dict[str, PromptSources] = {}
+        """Stores that have the prompt's first blocks, by the fingerprint of the blocks' layout."""
+        self._chains: dict[str, list[GroupChain]] = {}
+        """The prompt's chains in all ready prefill groups, by the fingerprint of the layout of their KV."""
+        self._rankings: dict[tuple[str, frozenset[Hashable]], ChainRanking] = {}
+        """The chains compared, by the fingerprint of the layout and the lives that are avoided."""
+        self._idle: dict[tuple[int, int], ChainPlan] = {}
+        """Chains in groups without any job, by their first token and the number of ranks."""
+        self._alone_s: dict[int, float | None] = {}
+        """Seconds of prefills by a generation group without rows, by their first token."""
+        self._batches: dict[str, tuple[int, float]] = {}
+        """Number of rows and mean tokens of a row, by group."""
+
+    @cached_property
+    def view(self) -> ClusterView:
+        """The groups to which new work may go."""
+        return self._outlook.members.view
+
+    def blocks(self, layout_fingerprint: str) -> PromptBlocks:
+        """Return the blocks of all tokens whose KV the attempt has to make, in KV of that layout."""
+        return self._prompt.blocks(layout_fingerprint)
+
     def best_chain(self, generation: GenerationGroup, avoid: Collection[Hashable] = ()) -> ChainWay | None:
         """Return the chain of least cost with KV for `generation`, in a ready prefill group whose life is not in
         `avoid`; None when there is none."""
-        groups = self._outlook.members.view.chains_for(generation).prefill
-        return cheapest_chain(
-            self._chain(generation, group) for group in groups if group.ready and group.life not in avoid
-        )
+        found = self._ranking(generation, avoid).best(self._num_missing(generation), node_of(generation.endpoint))
+        if found is None:
+            return None
+        terms = self._terms(found, generation)
+        if found.fetch is None or found.without_fetch is None:
+            return ChainWay(found.group, found.chain, terms)
+        fetch = _saving(found.fetch, self._terms(found.without_fetch, generation), terms)
+        return ChainWay(found.group, found.chain, terms, fetch)
 
     def local(self, generation: GenerationGroup) -> LocalWay | None:
         """Return the prefill by the generation group itself, behind what its node has or fetches; None when its terms
         cannot be predicted."""
-        fetch = None if self._record.wants_prompt_scores else self._fetch(generation, generation.prefix_store)
-        return self._cheaper(lambda each: self._local(generation, each), fetch)
+        return _cheaper(*self._local_ways(generation))
 
     def least_s(self, generation: GenerationGroup) -> float:
         """Return the predicted seconds of the best way that uses this group; 0 when nothing is known."""
         chain, local = self.best_chain(generation), self.local(generation)
         return min((way.terms.cost_s for way in (chain, local) if way is not None), default=0.0)
+
+    def passes_over_fetch(self, generation: GenerationGroup, *, by_chain: bool) -> bool:
+        """Return whether a fetch is possible before a prefill by the group itself, or, if `by_chain`, before a chain,
+        and computing is predicted to be faster there."""
+        plain, fetching = self._local_ways(generation)
+        if fetching is not None and _cheaper(plain, fetching) is plain:
+            return True
+        return by_chain and self._ranking(generation).passes_over_fetch(self._num_missing(generation))
 
     def lacks_memory(self, generation: GenerationGroup) -> bool:
         """Return whether the group's free memory, as last reported, is too small even for the KV to be made."""
@@ -120,62 +160,80 @@ class Prospects:
         num_tokens = self._record.request.num_slots * self._record.num_tokens
         return free < num_tokens * cost.num_layers * cost.kv_bytes
 
+    def _local_ways(self, generation: GenerationGroup) -> tuple[LocalWay | None, LocalWay | None]:
+        """Return the prefill by the generation group behind what its node has, and behind what it may fetch; None where
+        there is nothing to fetch or to predict."""
+        plain = self._local(generation, None)
+        fetch = None if self._record.wants_prompt_scores else self._fetch(generation, generation.prefix_store)
+        if fetch is None or plain is None:
+            return plain, None
+        fetching = self._local(generation, fetch)
+        if fetching is None:
+            return plain, None
+        return plain, replace(fetching, fetch=_saving(fetch, plain.terms, fetching.terms))
+
     def _local(self, generation: GenerationGroup, fetch: BlockFetch | None) -> LocalWay | None:
         outlook, record = self._outlook, self._record
         start = 0 if record.wants_prompt_scores else self._start(generation, generation.prefix_store, fetch)
-        queue_s, fetch_s = outlook.occupancy.queue_s(generation.life, outlook.now_s), _fetch_s(fetch)
+        tokens = TokenRange(start, record.num_tokens)
+        if start not in self._alone_s:
+            self._alone_s[start] = outlook.planner.alone_s(tokens)
+        fetch_s = 0.0 if fetch is None else fetch.predicted_s
         terms = local_terms(
             outlook.planner,
-            TokenRange(start, record.num_tokens),
+            tokens,
             self._batch(generation),
-            queue_s=max(queue_s - fetch_s, 0.0),
+            alone_s=self._alone_s[start],
+            queue_s=max(outlook.occupancy.queue_s(generation.life, self._now_s) - fetch_s, 0.0),
             fetch_s=fetch_s,
         )
         return None if terms is None else LocalWay(terms, fetch)
 
-    def _chain(self, generation: GenerationGroup, group: PrefillGroup) -> ChainWay:
-        """Return the prompt's chain in that prefill group: behind what its node has or fetches, with KV for
-        `generation`."""
-        fetch = self._fetch(generation, group.prefix_store)
-        way = self._cheaper(lambda each: self._chain_behind(generation, group, each), fetch)
-        assert way is not None, "chains are always predicted"
-        return way
+    def _ranking(self, generation: GenerationGroup, avoid: Collection[Hashable] = ()) -> ChainRanking:
+        """Return the prompt's chains, but those in groups whose life is in `avoid`, with KV that the group takes."""
+        layout = generation.layout_fingerprint
+        key = layout, frozenset(avoid)
+        if key not in self._rankings:
+            if layout not in self._chains:
+                self._chains[layout] = list(self._all_chains(generation))
+            chains = [each for each in self._chains[layout] if each.group.life not in avoid]
+            self._rankings[key] = ChainRanking(self._outlook.planner, chains)
+        return self._rankings[key]
 
-    def _cheaper(self, way_of: Callable[[BlockFetch | None], Way | None], fetch: BlockFetch | None) -> Way | None:
-        """Return the way with the fetch if that makes it cheaper as a whole, else the way without."""
-        plain = way_of(None)
-        fetching = way_of(fetch) if fetch is not None else None
-        if fetch is None or plain is None or fetching is None:
-            return plain
-        if plain.terms.cost_s <= fetching.terms.cost_s:
-            self.passed_over_fetch = True
-            return plain
-        saved_s = plain.terms.cost_s - fetching.terms.cost_s + fetch.predicted_s
-        return replace(fetching, fetch=replace(fetch, saved_s=saved_s))
+    def _all_chains(self, generation: GenerationGroup) -> Iterator[GroupChain]:
+        """Yield the prompt's chains in all ready groups with KV of the layout that `generation` takes: behind what
+        their nodes have, and also behind what they may fetch."""
+        for place, group in enumerate(self.view.chains_for(generation).prefill):
+            if not group.ready:
+                continue
+            pending = self._outlook.members.backlogs.pending(group.life, self._now_s)
+            start = self._cached_tokens(generation, group.prefix_store)
+            plain = _group_chain(group, place, self._plan(start, group, pending))
+            yield plain
+            fetch = self._fetch(generation, group.prefix_store)
+            if fetch is not None:
+                behind = _group_chain(group, place, self._plan(fetch.num_tokens, group, pending), fetch)
+                yield replace(behind, without_fetch=plain)
 
-    def _chain_behind(
-        self, generation: GenerationGroup, group: PrefillGroup, fetch: BlockFetch | None
-    ) -> ChainWay | None:
-        outlook, start = self._outlook, self._start(generation, group.prefix_store, fetch)
-        now_s = outlook.now_s
-        if start not in self._chains:
-            tokens = TokenRange(start, self._record.num_tokens)
-            self._chains[start] = outlook.policy.chains(tokens, self._record.request.tenant)
-        pending = outlook.members.backlogs.pending(group.life, now_s)
-        chain = self._chains[start].plan(len(group.endpoints), pending, now_s)
-        own_s = chain.choice.predicted_s or 0.0
-        num_missing = self._record.num_tokens - self._cached_tokens(generation, generation.prefix_store)
-        terms = chain_terms(
-            outlook.planner,
-            chain.ttft_s,
-            num_missing,
+    def _plan(self, start: int, group: PrefillGroup, pending: Sequence[Pending]) -> ChainPlan:
+        chains, num_ranks = self._prompt.chains(start), len(group.endpoints)
+        if pending:
+            return chains.plan(num_ranks, pending, self._now_s)
+        if (start, num_ranks) not in self._idle:
+            self._idle[start, num_ranks] = chains.plan(num_ranks, (), self._now_s)
+        return self._idle[start, num_ranks]
+
+    def _terms(self, found: GroupChain, generation: GenerationGroup) -> PlacementTerms:
+        return chain_terms(
+            self._outlook.planner,
+            found.chain.ttft_s,
+            self._num_missing(generation),
             self._batch(generation),
-            is_elsewhere=node_of(generation.endpoint) not in map(node_of, group.endpoints),
-            queue_s=max(own_s - chain.ttft_s - _fetch_s(fetch), 0.0),  # others are served during the fetch
-            others_s=chain.cost_s - own_s,
-            fetch_s=_fetch_s(fetch),
+            is_elsewhere=node_of(generation.endpoint) not in map(node_of, found.group.endpoints),
+            queue_s=found.queue_s,
+            others_s=found.others_s,
+            fetch_s=found.fetch_s,
         )
-        return ChainWay(group, chain, terms, fetch)
 
     def _fetch(self, generation: GenerationGroup, store: str) -> BlockFetch | None:
         """Return the fetch into the store of the prompt's first blocks that another store has; None when none has any
@@ -194,23 +252,45 @@ class Prospects:
         one."""
         return self._cached_tokens(generation, store) if fetch is None else fetch.num_tokens
 
+    def _num_missing(self, generation: GenerationGroup) -> int:
+        """Return the number of tokens whose KV a chain pushes to the group."""
+        return self._record.num_tokens - self._cached_tokens(generation, generation.prefix_store)
+
     def _cached_tokens(self, generation: GenerationGroup, store: str) -> int:
         """Return how many of the first tokens have KV in the store, of the layout that the group takes."""
-        if not self._uses_cached or not store:
+        if not self.uses_cached or not store:
             return 0
-        blocks = self.blocks(generation.layout_fingerprint)
-        return blocks.cached_tokens(self._outlook.prefixes.num_held(store, blocks.names))
+        key = generation.layout_fingerprint, store
+        if key not in self._cached:
+            blocks = self.blocks(generation.layout_fingerprint)
+            self._cached[key] = blocks.cached_tokens(self._outlook.prefixes.num_held(store, blocks.names))
+        return self._cached[key]
 
     def _batch(self, generation: GenerationGroup) -> tuple[int, float]:
         """Return the group's number of rows, including those to come but not this request's own, and the mean tokens of
         a row."""
         if generation.name not in self._batches:
             load = self._outlook.members.load(generation.name)
+            num_own = self._record.request.num_slots if generation.name == self.held else 0
             context = self._outlook.occupancy.context_tokens(generation.life)
-            num_rows = max(load.num_slots - self._num_own, 0)
+            num_rows = max(load.num_slots - num_own, 0)
             self._batches[generation.name] = num_rows, self._record.num_tokens if context is None else context
         return self._batches[generation.name]
 
 
-def _fetch_s(fetch: BlockFetch | None) -> float:
-    return 0.0 if fetch is None else fetch.predicted_s
+def _group_chain(group: PrefillGroup, place: int, chain: ChainPlan, fetch: BlockFetch | None = None) -> GroupChain:
+    own_s, fetch_s = chain.choice.predicted_s or 0.0, 0.0 if fetch is None else fetch.predicted_s
+    queue_s = max(own_s - chain.ttft_s - fetch_s, 0.0)  # others are served during the fetch
+    return GroupChain(group, place, chain, queue_s, fetch)
+
+
+def _cheaper(plain: LocalWay | None, fetching: LocalWay | None) -> LocalWay | None:
+    """Return the way with the fetch if that makes it cheaper as a whole, else the way without."""
+    if plain is None or fetching is None or plain.terms.cost_s <= fetching.terms.cost_s:
+        return plain
+    return fetching
+
+
+def _saving(fetch: BlockFetch, plain: PlacementTerms, fetching: PlacementTerms) -> BlockFetch:
+    """Return the fetch with the predicted seconds of computing that it saves."""
+    return replace(fetch, saved_s=plain.cost_s - fetching.cost_s + fetch.predicted_s)
