@@ -21,6 +21,8 @@ from orchestrator.placement.chain_width import ChainPlan
 from planning.planner import ChainPlanner
 from planning.terms import transfer_s
 
+_DIGITS = 9
+"""Decimals to which seconds are compared, because chains that wait for the same link cost the same but for rounding."""
 _Rank = tuple[float, int, bool]
 """Seconds, then what decides between equals: a group's place among all, and whether its chain begins with a fetch."""
 
@@ -33,17 +35,20 @@ class GroupChain:
     place: int
     """The group's number in the view: of equal chains the first is taken."""
     chain: ChainPlan
-    queue_s: float
-    """Predicted seconds in which others are served before the chain, and not during the fetch."""
     fetch: BlockFetch | None = None
     """Cached KV that is fetched to the chain's node before, and behind which the chain begins; None if none is."""
     without_fetch: "GroupChain | None" = None
     """The same group's chain without the fetch; None if there is no fetch."""
 
     @property
+    def queue_s(self) -> float:
+        """Return the predicted seconds in which others are served before the chain, and not during the fetch."""
+        return max(self._own_s - self.chain.ttft_s - self.fetch_s, 0.0)
+
+    @property
     def others_s(self) -> float:
         """Return the predicted seconds that the chain costs other prompts."""
-        return self.chain.cost_s - (self.chain.choice.predicted_s or 0.0)
+        return self.chain.cost_s - self._own_s
 
     @property
     def fetch_s(self) -> float:
@@ -55,9 +60,13 @@ class GroupChain:
         """Return the predicted seconds that the chain costs, to its own prompt and others, until it has computed."""
         return self.queue_s + self.chain.ttft_s + self.fetch_s + self.others_s
 
+    @property
+    def _own_s(self) -> float:
+        return self.chain.choice.predicted_s or 0.0
+
     def rank(self, transfer_s: float = 0.0) -> _Rank:
         """Return the chain's cost with a transfer of so many seconds, as a key: the chain with the least is chosen."""
-        return self.alone_s + transfer_s, self.place, self.fetch is not None
+        return round(self.alone_s + transfer_s, _DIGITS), self.place, self.fetch is not None
 
 
 class ChainRanking:

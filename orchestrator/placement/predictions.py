@@ -137,7 +137,10 @@ class Prospects:
     def local(self, generation: GenerationGroup) -> LocalWay | None:
         """Return the prefill by the generation group itself, behind what its node has or fetches; None when its terms
         cannot be predicted."""
-        return _cheaper(*self._local_ways(generation))
+        plain, fetching = self._local_ways(generation)
+        if plain is None or fetching is None or fetching.fetch is None or not _is_cheaper(fetching, plain):
+            return plain
+        return replace(fetching, fetch=_saving(fetching.fetch, plain.terms, fetching.terms))
 
     def least_s(self, generation: GenerationGroup) -> float:
         """Return the predicted seconds of the best way that uses this group; 0 when nothing is known."""
@@ -148,7 +151,7 @@ class Prospects:
         """Return whether a fetch is possible before a prefill by the group itself, or, if `by_chain`, before a chain,
         and computing is predicted to be faster there."""
         plain, fetching = self._local_ways(generation)
-        if fetching is not None and _cheaper(plain, fetching) is plain:
+        if plain is not None and fetching is not None and not _is_cheaper(fetching, plain):
             return True
         return by_chain and self._ranking(generation).passes_over_fetch(self._num_missing(generation))
 
@@ -165,12 +168,7 @@ class Prospects:
         there is nothing to fetch or to predict."""
         plain = self._local(generation, None)
         fetch = None if self._record.wants_prompt_scores else self._fetch(generation, generation.prefix_store)
-        if fetch is None or plain is None:
-            return plain, None
-        fetching = self._local(generation, fetch)
-        if fetching is None:
-            return plain, None
-        return plain, replace(fetching, fetch=_saving(fetch, plain.terms, fetching.terms))
+        return plain, None if fetch is None else self._local(generation, fetch)
 
     def _local(self, generation: GenerationGroup, fetch: BlockFetch | None) -> LocalWay | None:
         outlook, record = self._outlook, self._record
@@ -208,12 +206,11 @@ class Prospects:
                 continue
             pending = self._outlook.members.backlogs.pending(group.life, self._now_s)
             start = self._cached_tokens(generation, group.prefix_store)
-            plain = _group_chain(group, place, self._plan(start, group, pending))
+            plain = GroupChain(group, place, self._plan(start, group, pending))
             yield plain
             fetch = self._fetch(generation, group.prefix_store)
             if fetch is not None:
-                behind = _group_chain(group, place, self._plan(fetch.num_tokens, group, pending), fetch)
-                yield replace(behind, without_fetch=plain)
+                yield GroupChain(group, place, self._plan(fetch.num_tokens, group, pending), fetch, plain)
 
     def _plan(self, start: int, group: PrefillGroup, pending: Sequence[Pending]) -> ChainPlan:
         chains, num_ranks = self._prompt.chains(start), len(group.endpoints)
@@ -278,17 +275,8 @@ class Prospects:
         return self._batches[generation.name]
 
 
-def _group_chain(group: PrefillGroup, place: int, chain: ChainPlan, fetch: BlockFetch | None = None) -> GroupChain:
-    own_s, fetch_s = chain.choice.predicted_s or 0.0, 0.0 if fetch is None else fetch.predicted_s
-    queue_s = max(own_s - chain.ttft_s - fetch_s, 0.0)  # others are served during the fetch
-    return GroupChain(group, place, chain, queue_s, fetch)
-
-
-def _cheaper(plain: LocalWay | None, fetching: LocalWay | None) -> LocalWay | None:
-    """Return the way with the fetch if that makes it cheaper as a whole, else the way without."""
-    if plain is None or fetching is None or plain.terms.cost_s <= fetching.terms.cost_s:
-        return plain
-    return fetching
+def _is_cheaper(way: LocalWay, other: LocalWay) -> bool:
+    return way.terms.cost_s < other.terms.cost_s
 
 
 def _saving(fetch: BlockFetch, plain: PlacementTerms, fetching: PlacementTerms) -> BlockFetch:

@@ -1,0 +1,151 @@
+"""The choice of a way by looking at every pair of a prefill and a generation group, each predicted by itself: slow, and
+by nothing but the definitions. `orchestrator.placement` has to choose the same.
+"""
+
+from collections.abc import Collection, Hashable, Iterator
+from dataclasses import dataclass, replace
+
+from baton.prefix_blocks import PromptBlocks
+from baton.results import PlacementTerms
+from baton.types import TokenRange
+from orchestrator.membership.view import GenerationGroup, PrefillGroup
+from orchestrator.placement.block_fetches import BlockFetch, node_of
+from orchestrator.placement.chain_width import ChainPlan
+from orchestrator.placement.predictions import Outlook
+from orchestrator.requests.record import RequestRecord
+from planning.terms import chain_terms, local_terms
+
+
+@dataclass(frozen=True)
+class PairWay:
+    """One way to serve a request."""
+
+    terms: PlacementTerms
+    fetch: BlockFetch | None
+    group: PrefillGroup | None = None
+    """The group that prefills; None: the generation group by itself."""
+    chain: ChainPlan | None = None
+
+
+def cost_s(way: PairWay) -> float:
+    """In whole nanoseconds, so that rounding decides nothing."""
+    return round(way.terms.cost_s, 9)
+
+
+@dataclass(frozen=True)
+class AllPairs:
+    """All ways to serve one request, at one moment."""
+
+    outlook: Outlook
+    record: RequestRecord
+
+    def chains(self, generation: GenerationGroup) -> list[PairWay]:
+        """The better way of each prefill group that may work for this group, in the order of the view."""
+        view = self.outlook.members.view
+        groups = [group for group in view.prefill if group.layout_fingerprint in ("", generation.layout_fingerprint)]
+        return [self._cheaper(self._chains(generation, group)) for group in groups if group.ready]
+
+    def local(self, generation: GenerationGroup) -> PairWay | None:
+        """The better way in which the group prefills by itself."""
+        ways = list(self._locals(generation))
+        return self._cheaper(iter(ways)) if ways else None
+
+    def generation(self, avoid: Collection[Hashable] = ()) -> GenerationGroup | None:
+        """The group with room, outside the lives in `avoid`, whose cheapest way costs least."""
+        members, request = self.outlook.members, self.record.request
+        able = [
+            group
+            for group in members.view.generation
+            if group.ready
+            and group.life not in avoid
+            and (not request.exact or not group.is_approximate)
+            and group.max_slot_tokens >= request.capacity_tokens
+            and members.load(group.name).num_slots + request.num_slots <= group.num_slots
+        ]
+        if len(able) < 2:
+            return able[0] if able else None
+        return min(able, key=lambda each: (self._cost_s(each) // 1e-3, self._room(each)))
+
+    def lacks_memory(self, generation: GenerationGroup) -> bool:
+        """Whether the group is known to have too little memory for the request's prompt."""
+        free, cost = self.outlook.members.num_bytes_free.get(generation.name), self.outlook.planner.cost
+        needed = self.record.request.num_slots * self.record.num_tokens * cost.num_layers * cost.kv_bytes
+        return free is not None and free < needed
+
+    def _room(self, generation: GenerationGroup) -> int:
+        return self.outlook.members.load(generation.name).num_slots - generation.num_slots
+
+    def _cost_s(self, generation: GenerationGroup) -> float:
+        if self.lacks_memory(generation):
+            return 1e6
+        ways = [*self.chains(generation), self.local(generation)]
+        return min((way.terms.cost_s for way in ways if way is not None), default=0.0)
+
+    def _chains(self, generation: GenerationGroup, group: PrefillGroup) -> Iterator[PairWay]:
+        outlook = self.outlook
+        pending = outlook.members.backlogs.pending(group.life, outlook.now_s)
+        num_pushed = self.record.num_tokens - self._cached_tokens(generation, generation.prefix_store)
+        for start, fetch in self._starts(generation, group.prefix_store):
+            tokens, fetch_s = TokenRange(start, self.record.num_tokens), 0.0 if fetch is None else fetch.predicted_s
+            chains = outlook.policy.chains(tokens, self.record.request.tenant)
+            chain = chains.plan(len(group.endpoints), pending, outlook.now_s)
+            own_s = min(chain.choice.options, key=lambda option: option.cost_s).own_s
+            terms = chain_terms(
+                outlook.planner,
+                chain.ttft_s,
+                num_pushed,
+                self._batch(generation),
+                is_elsewhere=all(node_of(each) != node_of(generation.endpoint) for each in group.endpoints),
+                queue_s=max(own_s - chain.ttft_s - fetch_s, 0.0),
+                others_s=chain.cost_s - own_s,
+                fetch_s=fetch_s,
+            )
+            yield PairWay(terms, fetch, group, chain)
+
+    def _locals(self, generation: GenerationGroup) -> Iterator[PairWay]:
+        outlook, record = self.outlook, self.record
+        queue_s = outlook.occupancy.queue_s(generation.life, outlook.now_s)
+        starts = iter([(0, None)]) if record.wants_prompt_scores else self._starts(generation, generation.prefix_store)
+        for start, fetch in starts:
+            fetch_s = 0.0 if fetch is None else fetch.predicted_s
+            terms = local_terms(
+                outlook.planner,
+                TokenRange(start, record.num_tokens),
+                self._batch(generation),
+                queue_s=max(queue_s - fetch_s, 0.0),
+                fetch_s=fetch_s,
+            )
+            if terms is not None:
+                yield PairWay(terms, fetch)
+
+    def _starts(self, generation: GenerationGroup, store: str) -> Iterator[tuple[int, BlockFetch | None]]:
+        """The first tokens that need not be computed with that store, without and with a fetch into it."""
+        yield self._cached_tokens(generation, store), None
+        blocks = self._blocks(generation)
+        names = blocks.cached(blocks.cached_tokens(len(blocks.names)))
+        fetch = self.outlook.sources.of(names, blocks.block_tokens).into(store) if store else None
+        if fetch is not None:
+            yield fetch.num_tokens, fetch
+
+    def _cached_tokens(self, generation: GenerationGroup, store: str) -> int:
+        blocks = self._blocks(generation)
+        return blocks.cached_tokens(self.outlook.prefixes.num_held(store, blocks.names))
+
+    def _blocks(self, generation: GenerationGroup) -> PromptBlocks:
+        request, layout = self.record.request, generation.layout_fingerprint
+        return PromptBlocks.of(request.prompt_ids, self.outlook.block_tokens, layout, request.prefix_salt)
+
+    def _batch(self, generation: GenerationGroup) -> tuple[int, float]:
+        context = self.outlook.occupancy.context_tokens(generation.life)
+        num_rows = self.outlook.members.load(generation.name).num_slots
+        return num_rows, self.record.num_tokens if context is None else context
+
+    @staticmethod
+    def _cheaper(ways: Iterator[PairWay]) -> PairWay:
+        """The way without a fetch, which comes first, or the one with it, if that is cheaper."""
+        plain, *others = ways
+        for way in others:
+            if cost_s(way) < cost_s(plain) and way.fetch is not None:
+                saved_s = plain.terms.cost_s - way.terms.cost_s + way.fetch.predicted_s
+                return replace(way, fetch=replace(way.fetch, saved_s=saved_s))
+        return plain

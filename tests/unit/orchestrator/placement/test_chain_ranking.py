@@ -1,0 +1,218 @@
+"""The chooser looks at each group once, and chooses as if it had predicted every pair of groups."""
+
+import math
+import random
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.ids import Epoch, JobId, Rank, RequestId
+from baton.prefix_blocks import PromptBlocks
+from baton.sampling_params import SamplingParams
+from baton.types import TokenRange
+from orchestrator.membership.breakers import BreakerPolicy, Breakers
+from orchestrator.membership.members import Members, NoGroupError
+from orchestrator.membership.prefill_book import Pending
+from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
+from orchestrator.placement.chain_ranking import ChainRanking, GroupChain
+from orchestrator.placement.chain_width import WidthPolicy
+from orchestrator.placement.chooser import Chooser, Plan
+from orchestrator.requests.config import OrchestratorConfig
+from orchestrator.requests.record import RequestRecord
+from orchestrator.requests.request import Request
+from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
+from planning.cost_model import CostModel, Link
+from planning.local_prefill import LocalPrefill
+from planning.planner import ChainPlanner
+from planning.step_times import StepTimes
+from planning.work_cost import WorkCost
+from tests.support.clusters.all_pairs import AllPairs, PairWay, cost_s
+from tests.support.clusters.planners import deciding_planner, planner_of
+from tests.support.manual_clock import ManualClock
+
+BLOCK = 16
+LAYOUTS = ("old", "old", "old", "new")
+NODES = ("n0", "n1", "n2", "n3")
+PROMPT = tuple(range(200))
+STEPS = StepTimes("by hand", "none", deciding_planner().calibration.shape, WorkCost(0.0113, 3e-4, 1.3e-6, 0.0))
+KV_BYTES = 259
+"""Of a token, in all layers."""
+CONFIG = OrchestratorConfig(block_tokens=BLOCK, prefill_wait_s=1e-4, generation_wait_s=1e-4, avoid_s=1e-4)
+
+
+def planner(bandwidth: float, local: LocalPrefill | None) -> ChainPlanner:
+    """With a link that slow; a rank computes the whole prompt in 150 ms."""
+    link = Link(2.3e-3, bandwidth)
+    cost = CostModel(
+        7, linear_s=3.3e-5 * math.pi, pair_s=5.4e-9 * math.pi, kv_bytes=KV_BYTES // 7, head_s=3e-4, link=link
+    )
+    return planner_of(cost, max_ranks=4, steps=STEPS, local=local)
+
+
+PLANNERS = [planner(speed, local) for speed in (2e7, 4.7e5, 2.9e5) for local in (None, LocalPrefill(0.61, 1.9, 64))]
+
+
+@dataclass
+class Cluster:
+    """A cluster at random: groups of both roles on few nodes, some drained, broken or not ready, with jobs and rows;
+    stores that hold parts of the prompt."""
+
+    rng: random.Random
+    num_groups: int
+    clock: ManualClock = field(default_factory=lambda: ManualClock(1000.0))
+    members: Members = field(default_factory=Members)
+    chooser: Chooser = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.members.breakers = Breakers(self.clock, BreakerPolicy(num_failures=1))
+        prefill = tuple(self._prefill(number) for number in range(self.rng.randint(0, 2 * self.num_groups)))
+        generation = tuple(self._generation(number) for number in range(self.rng.randint(1, self.num_groups)))
+        self.members.update(ClusterView(prefill, generation))
+        self.chooser = Chooser(self.members, self.rng.choice(PLANNERS), self.clock, CONFIG)
+        for each in prefill:
+            self._busy(each)
+        for group in self.members.present.groups:
+            self._hold_back(group.name)
+            if group.prefix_store:
+                names = PromptBlocks.of(PROMPT, BLOCK, self.rng.choice(LAYOUTS)).names
+                self.chooser.prefixes.use(group.prefix_store, names[: self.rng.choice((0, 0, 1, 4, 9, len(names)))])
+
+    def serve(self, held: ExitStack) -> None:
+        """Give groups a few requests, each where the chooser wants it."""
+        for number in range(self.rng.randint(0, self.num_groups)):
+            record = asked(self.rng, f"r{number}")
+            plan = self.chooser.plan_now(record, held)
+            if plan is not None:
+                record.place(self.clock.unix_ns(), placement=plan.placement)
+                if plan.way is not None:
+                    job = plan.way.chain.job
+                    self.members.backlogs.add(plan.way.group.life, JobId(number), job, self.clock.unix_ns() / 1e9)
+            self.clock.advance(self.rng.choice((0.0, 0.001, 0.0173)))
+
+    def _prefill(self, number: int) -> PrefillGroup:
+        rng, num_ranks = self.rng, self.rng.choice((1, 1, 1, 4))
+        nodes = [rng.choice(NODES)] * num_ranks if rng.random() < 0.7 else [rng.choice(NODES) for _ in range(num_ranks)]
+        endpoints = tuple(f"{node}:{100 + 10 * number + rank}" for rank, node in enumerate(nodes))
+        return PrefillGroup(
+            f"prefill-{number}",
+            endpoints,
+            Epoch(1),
+            ready=rng.random() < 0.9,
+            prefix_store=rng.choice(("", f"store-{nodes[0]}", f"own-{number}")),
+            layout_fingerprint=rng.choice(("", *LAYOUTS)),
+        )
+
+    def _generation(self, number: int) -> GenerationGroup:
+        rng, node = self.rng, self.rng.choice(NODES)
+        return GenerationGroup(
+            f"generate-{number}",
+            f"{node}:{900 + number}",
+            rng.choice(LAYOUTS),
+            num_slots=rng.choice((2, 8, 8)),
+            max_slot_tokens=rng.choice((150, 400, 400, 400, 400)),
+            ready=rng.random() < 0.9,
+            prefix_store=rng.choice(("", f"store-{node}", f"slots-{number}")),
+            is_approximate=rng.random() < 0.3,
+        )
+
+    def _busy(self, group: PrefillGroup) -> None:
+        for number in range(self.rng.choice((0, 0, 0, 1, 3))):
+            ranks = self.rng.sample(range(len(group.endpoints)), self.rng.randint(1, len(group.endpoints)))
+            left_s = {Rank(rank): self.rng.choice((0.0, 0.004, 0.0271)) for rank in sorted(ranks)}
+            due_s = 1000.0 + self.rng.choice((-1.0, 0.005, 9.0))
+            tenant = self.rng.choice((DEFAULT_TENANT, Tenant("other")))
+            job = Pending(due_s, due_s + self.rng.choice((0.0, 0.01, 1.0)), left_s, tenant)
+            self.members.backlogs.add(group.life, JobId(1000 + number), job, 1000.0)
+
+    def _hold_back(self, name: str) -> None:
+        chance = self.rng.random()
+        if chance < 0.1:
+            self.members.drain(name)
+        elif chance < 0.2:
+            life = next(group.life for group in self.members.present.groups if group.name == name)
+            self.members.breakers.failed(life)
+        elif chance < 0.3:
+            self.members.num_bytes_free[name] = self.rng.randint(0, 2 * len(PROMPT) * KV_BYTES)
+
+
+def asked(rng: random.Random, name: str = "asked") -> RequestRecord:
+    params = SamplingParams(
+        max_tokens=10, n=rng.choice((1, 1, 1, 2)), prompt_logprobs=1 if rng.random() < 0.05 else None
+    )
+    prompt = PROMPT[: rng.choice((5, 90, len(PROMPT), len(PROMPT)))]
+    exact, by_chain = rng.random() < 0.2, rng.random() < 0.3
+    request = Request(RequestId(name), prompt, params, exact=exact, by_chain=by_chain)
+    record = RequestRecord.of(request, received_ns=0)
+    record.admit(1)
+    return record
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32), num_groups=st.integers(1, 7))
+async def test_the_choice_is_that_among_all_pairs(seed: int, num_groups: int) -> None:
+    await check(random.Random(seed), num_groups)
+
+
+@pytest.mark.ci
+@settings(max_examples=4000, deadline=None)
+@given(seed=st.integers(0, 2**32), num_groups=st.integers(1, 12))
+async def test_the_choice_is_that_among_all_pairs_of_more_clusters(seed: int, num_groups: int) -> None:
+    await check(random.Random(seed), num_groups)
+
+
+async def check(rng: random.Random, num_groups: int) -> None:
+    """Choose once, by the chooser and among all pairs."""
+    cluster = Cluster(rng, num_groups)
+    with ExitStack() as held:
+        cluster.serve(held)
+        record = asked(rng)
+        for group in cluster.members.present.groups:
+            if rng.random() < 0.1:
+                record.blame(group.life)
+        pairs = AllPairs(cluster.chooser._outlook, record)
+        generation = pairs.generation(record.avoid) or pairs.generation()
+        if generation is None:
+            with pytest.raises(NoGroupError):
+                await cluster.chooser.plan(record, held)
+            return
+        chains, local = pairs.chains(generation), pairs.local(generation)
+        lacks_memory = pairs.lacks_memory(generation)
+        plan = await cluster.chooser.plan(record, held)
+        assert plan.generation == generation
+        chains = [way for way in chains if way.group and way.group.life not in record.avoid] or chains
+        if record.wants_prompt_scores or not chains:
+            assert plan.way is None
+        else:
+            known = None if lacks_memory or record.request.by_chain else local
+            check_way(plan, chains, known)
+        if plan.way is None and not record.wants_prompt_scores:
+            assert plan.fetch == (local and local.fetch)
+
+
+def check_way(plan: Plan, chains: list[PairWay], local: PairWay | None) -> None:
+    """The plan is the cheapest of these ways; `local` is None where that is not compared."""
+    best = min(chains, key=cost_s)
+    if local is not None and cost_s(local) != cost_s(best):
+        assert plan.placement.is_local == (cost_s(local) < cost_s(best))
+    if plan.way is not None:
+        assert (plan.way.group, plan.way.chain, plan.way.terms) == (best.group, best.chain, best.terms)
+        assert plan.fetch == best.fetch
+
+
+def test_which_chain_is_cheapest_depends_on_how_much_kv_it_pushes() -> None:
+    slow = planner(3e5, None)  # the whole prompt's KV takes 0.17 s, a 150 ms chain hides most of that
+    policy = WidthPolicy(slow, elastic=True, overtaking=0.15)
+    busy = [Pending(0.0, 1e9, {Rank(0): 0.1})]
+    short = policy.chains(TokenRange(192, 200)).plan(1, busy, 1000.0)
+    whole = policy.chains(TokenRange(0, 200)).plan(1, (), 1000.0)
+    groups = [PrefillGroup(name, ("n0:1",), Epoch(1)) for name in ("short", "whole")]
+    chains = [GroupChain(groups[0], 0, short), GroupChain(groups[1], 1, whole)]
+    assert short.cost_s < whole.cost_s
+    ranking = ChainRanking(slow, chains)
+    for num_missing, best in ((8, chains[0]), (200, chains[1]), (8, chains[0])):
+        assert ranking.best(num_missing, "n1") is best
+    assert ranking.best(8, "n0") is chains[0]
+    assert ChainRanking(slow, ()).best(8, "n0") is None
