@@ -34,6 +34,8 @@ pytestmark = pytest.mark.ci
 
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 START_S = 30.0
+TURN_TOKENS = (240, 130, 212, 150)
+"""New tokens of each turn of a chat; blocks have 128."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def test_tokens_of_a_cluster_over_hosts_are_those_of_the_model(spread: Spread, s
         answer = _ask(client, prompt)
         until_settled(spread.running, client)
         assert client.cluster_state().num_degraded == 0
-    check_equal_tokens(load_decoder(smollm2), prompt, [token.token_id for token in answer.tokens], PARAMS)
+    check_equal_tokens(load_decoder(smollm2), prompt, _ids(answer), PARAMS)
 
 
 def test_a_gateway_on_another_host_streams_the_same(spread: Spread, smollm2: Path) -> None:
@@ -82,7 +84,20 @@ def test_a_gateway_on_another_host_streams_the_same(spread: Spread, smollm2: Pat
         direct = _ask(client, prompt)
     with _gateway(spread, smollm2) as target, Client(target) as client:
         through = _ask(client, prompt)
-    assert [token.token_id for token in through.tokens] == [token.token_id for token in direct.tokens]
+    assert _ids(through) == _ids(direct)
+
+
+def test_a_chat_over_hosts_computes_as_little_as_on_one(
+    spread: Spread, smollm2: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with served(tmp_path_factory.mktemp("one"), smollm2) as one_host:
+        here = _chat(one_host, smollm2)
+    there = _chat(spread.running, smollm2)
+    assert [_num_cached(turn) for turn in here] == [_num_cached(turn) for turn in there] == [0, 256, 384, 640]
+    assert [_ids(turn) for turn in here] == [_ids(turn) for turn in there]
+    if spread.prefill.namespace:  # else all hosts share their memory, and so the blocks
+        fetched = [turn.timings is not None and turn.timings.prefill.fetch is not None for turn in there]
+        assert fetched == [False, True, False, True]
 
 
 def test_a_node_that_joins_is_used_by_a_pool_that_grows(spread: Spread, smollm2: Path) -> None:
@@ -100,6 +115,29 @@ def test_a_node_that_joins_is_used_by_a_pool_that_grows(spread: Spread, smollm2:
 
 def _ask(client: Client, prompt: tuple[int, ...]) -> Completion:
     return client.generate(token_ids=prompt, params=PARAMS).collect()
+
+
+def _ids(answer: Completion) -> list[int]:
+    return [token.token_id for token in answer.tokens]
+
+
+def _num_cached(turn: Completion) -> int:
+    assert turn.usage is not None
+    return turn.usage.num_cached_tokens
+
+
+def _chat(running: ServedCluster, model: Path) -> list[Completion]:
+    """Four turns, each asked once the one before holds nothing any more. The second and the fourth find a block that
+    only an answer completed."""
+    turns: list[Completion] = []
+    prompt: tuple[int, ...] = ()
+    with Client(running.target) as client:
+        for number, num_tokens in enumerate(TURN_TOKENS):
+            prompt += passage_ids(model, num_tokens, start=3000 + 500 * number)
+            turns.append(_ask(client, prompt))
+            prompt += tuple(_ids(turns[-1]))
+            until_settled(running, client)
+    return turns
 
 
 @contextlib.contextmanager
