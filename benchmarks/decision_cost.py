@@ -1,9 +1,11 @@
 """What does a placement cost, by number of groups, and what an autoscaler's decision?
 
-`chooser` is the orchestrator's own choice (`orchestrator.placement.chooser`), which predicts every pair of an idle
-prefill group and a generation group; `shortlist` is the traffic simulator's, which compares the groups that can win;
-`autoscaler` is one decision in a budget of so many groups. Nominal costs of Llama-3.1-8B on H100s, half of the groups
-of each role, idle; prompts of 1,500 tokens that were predicted before. Median milliseconds of a few calls here.
+`idle` and `busy` are the orchestrator's own choice (`orchestrator.placement.chooser`) of a way to serve a prompt of
+1,500 tokens. Idle: no group has work, and no store has a block. Busy: each prefill group has two jobs before it, each
+generation group 8 to 12 rows and a prefix store of its own; stores of an eighth of the groups have one to five of the
+prompt's blocks, which all others may fetch; and generation groups may prefill by themselves. `shortlist` is the traffic
+simulator's choice, which compares the groups that can win; `autoscaler` is one decision in a budget of so many groups.
+Nominal costs of Llama-3.1-8B on H100s, half of the groups of each role. Median milliseconds of a few calls here.
 """
 
 import argparse
@@ -14,7 +16,8 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 
 from baton.clock import SystemClock
-from baton.ids import Epoch, RequestId
+from baton.ids import Epoch, JobId, Rank, RequestId
+from baton.prefix_blocks import PromptBlocks
 from baton.sampling_params import SamplingParams
 from deploy.options.numbers import counts
 from deploy.options.screen import number_table
@@ -29,6 +32,7 @@ from orchestrator.autoscaling.autoscaler import Autoscaler
 from orchestrator.autoscaling.demand import Backlog, ServiceModel
 from orchestrator.autoscaling.prediction import Allocation
 from orchestrator.membership.members import Members
+from orchestrator.membership.prefill_book import Pending
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
 from orchestrator.placement.chain_width import WidthPolicy
 from orchestrator.placement.chooser import Chooser
@@ -37,12 +41,11 @@ from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.request import Request
 from planning.calibration import nominal
 from planning.hardware import hardware_of
+from planning.local_prefill import LocalPrefill
 from planning.model_shape import shape_of
 from planning.step_times import nominal_steps
 
 PROMPT = 1500
-MOST_FOR_CHOOSER = 200
-"""Groups beyond which the chooser is not asked: its time grows with their square."""
 
 
 def main() -> int:
@@ -53,28 +56,46 @@ def main() -> int:
     )
     parser.add_argument("--calls", default=9, type=int, metavar="N", help="calls of each kind (default: %(default)s)")
     args = parser.parse_args()
-    shape, rates = shape_of("llama-3.1-8b"), hardware_of("h100-flash")
-    steps = nominal_steps("llama-3.1-8b", "h100-flash", shape, rates)
-    planner = RecallingPlanner(nominal("llama-3.1-8b", "", shape, rates), max_ranks=1, max_tokens=8192, steps=steps)
-    table = number_table("milliseconds a decision", ["groups", "chooser", "shortlist", "autoscaler"])
+    planner = planner_here(None)
+    table = number_table("milliseconds a decision", ["groups", "idle", "busy", "shortlist", "autoscaler"])
     for num_groups in counts("--groups", args.groups, 20_000, least=2):
-        chooser = chooser_ms(planner, num_groups, args.calls) if num_groups <= MOST_FOR_CHOOSER else float("nan")
-        cells = (chooser, shortlist_ms(planner, num_groups, args.calls), autoscaler_ms(planner, num_groups, args.calls))
+        cells = (
+            chooser_ms(planner, num_groups, args.calls, is_busy=False),
+            chooser_ms(planner_here(LocalPrefill(0.7, 2.0, 256)), num_groups, args.calls, is_busy=True),
+            shortlist_ms(planner, num_groups, args.calls),
+            autoscaler_ms(planner, num_groups, args.calls),
+        )
         print(num_groups, *(f"{cell:.3f}" for cell in cells), flush=True)
         table.add_row(str(num_groups), *(f"{cell:.3f}" for cell in cells))
     return 0
 
 
-def chooser_ms(planner: RecallingPlanner, num_groups: int, num_calls: int) -> float:
+def planner_here(local: LocalPrefill | None) -> RecallingPlanner:
+    """Return a planner by nominal costs; `local`: how generation groups prefill by themselves, None if they do not."""
+    shape, rates = shape_of("llama-3.1-8b"), hardware_of("h100-flash")
+    steps = nominal_steps("llama-3.1-8b", "h100-flash", shape, rates)
+    planner = RecallingPlanner(nominal("llama-3.1-8b", "", shape, rates), max_ranks=1, max_tokens=8192, steps=steps)
+    planner.local = local
+    return planner
+
+
+def chooser_ms(planner: RecallingPlanner, num_groups: int, num_calls: int, *, is_busy: bool) -> float:
     """Return the milliseconds of one choice of the orchestrator."""
-    members, half = Members(), num_groups // 2
+    members, half, clock = Members(), num_groups // 2, SystemClock()
+    stores = [f"store-{each}" if is_busy else "" for each in range(half)]
     members.update(
         ClusterView(
-            tuple(PrefillGroup(f"prefill-{each}", (f"node-{each}:1",), Epoch(0)) for each in range(half)),
-            tuple(GenerationGroup(f"generate-{each}", f"node-{each}:2", "", 32, 2**20) for each in range(half)),
+            tuple(
+                PrefillGroup(f"prefill-{each}", (f"node-{each}:1",), Epoch(0), prefix_store=store)
+                for each, store in enumerate(stores)
+            ),
+            tuple(
+                GenerationGroup(f"generate-{each}", f"node-{each}:2", "", 32, 2**20, prefix_store=store)
+                for each, store in enumerate(stores)
+            ),
         )
     )
-    chooser = Chooser(members, planner, SystemClock(), OrchestratorConfig())
+    chooser = Chooser(members, planner, clock, OrchestratorConfig())
     request = Request(RequestId("asked"), tuple(range(PROMPT)), SamplingParams(max_tokens=200))
 
     async def choose() -> list[float]:
@@ -86,7 +107,30 @@ def chooser_ms(planner: RecallingPlanner, num_groups: int, num_calls: int) -> fl
                 times.append(time.perf_counter() - begin_s)
         return times[1:]
 
-    return 1e3 * statistics.median(asyncio.run(choose()))
+    with ExitStack() as work:
+        if is_busy:
+            _busy(chooser, members, work)
+        return 1e3 * statistics.median(asyncio.run(choose()))
+
+
+def _busy(chooser: Chooser, members: Members, work: ExitStack) -> None:
+    """Give all groups work, and an eighth of the stores the first blocks of the prompt."""
+    now_s, num_groups = time.time(), len(members.present.prefill)
+    blocks = PromptBlocks.of(tuple(range(PROMPT)), OrchestratorConfig().block_tokens, "")
+    for number in range(0, num_groups, max(num_groups // 8, 1)):
+        chooser.prefixes.use(members.present.prefill[number].prefix_store, blocks.names[: 1 + number % 5])
+    for number, group in enumerate(members.present.prefill):
+        for job in range(2):
+            left_s = {Rank(0): 60.0 + 0.001 * ((7 * number + 3 * job) % 50)}
+            members.backlogs.add(group.life, JobId(job), Pending(now_s + job, now_s + 600.0, left_s), now_s)
+    for number, row in ((each, row) for each in range(num_groups) for row in range(8 + each % 5)):
+        prompt = (number, *range(100 + (70 * number + 50 * row) % 900))
+        record = RequestRecord.of(Request(RequestId(f"{number}.{row}"), prompt, SamplingParams(max_tokens=200)), 1)
+        record.admit(1)
+        record.place(1)
+        generation = members.present.generation[number]
+        work.enter_context(members.hold(generation.name, 1))
+        chooser.occupancy.place(record, generation.life)
 
 
 def shortlist_ms(planner: RecallingPlanner, num_groups: int, num_calls: int) -> float:

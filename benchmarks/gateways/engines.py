@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 from baton.types import FinishReason, KvLayout, SampledToken, TokenEvent
@@ -18,6 +19,7 @@ from benchmarks.gateways.process import Answer, usage
 from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.rows import EventSink, GenerationRequest, Ticket
 from generate_workers.engine.status import EngineStatus
+from generate_workers.residency.traits import policy_named
 from generate_workers.servicer import GenerationServicer
 from generate_workers.slots.leases import KvLedger, SlotLedger
 from transport.channel import bind, make_server
@@ -49,6 +51,7 @@ class ScriptedEngine:
     """The part of an engine that a servicer uses; every stream has one choice and gets a token at each step."""
 
     def __init__(self, num_slots: int) -> None:
+        self.residency = SimpleNamespace(traits=policy_named("device"))
         self._num_slots = num_slots
         self._rows: dict[Ticket, _Row] = {}
         self._lock = threading.Lock()
