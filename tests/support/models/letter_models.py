@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,51 +13,66 @@ from tests.support.models.tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, writ
 
 NUM_LAYERS = 6
 MAX_TOKENS = 512
-_HIDDEN, _INNER, _HEADS, _KV_HEADS = 64, 96, 4, 2
 
 
-def write_letter_model(folder: Path, seed: int = 0) -> Path:
+@dataclass(frozen=True)
+class LetterShape:
+    """Sizes of such a model."""
+
+    num_layers: int = NUM_LAYERS
+    hidden: int = 64
+    inner: int = 96
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    max_tokens: int = MAX_TOKENS
+
+
+LETTERS = LetterShape()
+
+
+def write_letter_model(folder: Path, seed: int = 0, shape: LetterShape = LETTERS) -> Path:
     """Writes weights, configuration and tokenizer; returns the folder. Logits spread over several units."""
     generator = torch.Generator().manual_seed(seed)
-    kv_width = _HIDDEN * _KV_HEADS // _HEADS
+    hidden, inner = shape.hidden, shape.inner
+    kv_width = hidden * shape.num_kv_heads // shape.num_heads
 
-    def matrix(rows: int, columns: int = _HIDDEN) -> Tensor:
+    def matrix(rows: int, columns: int = hidden) -> Tensor:
         return torch.randn(rows, columns, generator=generator) * (1.5 / math.sqrt(columns))
 
     def norm() -> Tensor:
-        return 1.0 + 0.1 * torch.randn(_HIDDEN, generator=generator)
+        return 1.0 + 0.1 * torch.randn(hidden, generator=generator)
 
     tensors = {"model.embed_tokens.weight": matrix(VOCAB_SIZE), "lm_head.weight": matrix(VOCAB_SIZE)}
     tensors["model.norm.weight"] = norm()
-    for layer in range(NUM_LAYERS):
+    for layer in range(shape.num_layers):
         at = f"model.layers.{layer}"
         tensors |= {
             f"{at}.input_layernorm.weight": norm(),
             f"{at}.post_attention_layernorm.weight": norm(),
-            f"{at}.self_attn.q_proj.weight": matrix(_HIDDEN),
+            f"{at}.self_attn.q_proj.weight": matrix(hidden),
             f"{at}.self_attn.k_proj.weight": matrix(kv_width),
             f"{at}.self_attn.v_proj.weight": matrix(kv_width),
-            f"{at}.self_attn.o_proj.weight": matrix(_HIDDEN),
-            f"{at}.mlp.gate_proj.weight": matrix(_INNER),
-            f"{at}.mlp.up_proj.weight": matrix(_INNER),
-            f"{at}.mlp.down_proj.weight": matrix(_HIDDEN, _INNER),
+            f"{at}.self_attn.o_proj.weight": matrix(hidden),
+            f"{at}.mlp.gate_proj.weight": matrix(inner),
+            f"{at}.mlp.up_proj.weight": matrix(inner),
+            f"{at}.mlp.down_proj.weight": matrix(hidden, inner),
         }
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(_config()))
+    (folder / "config.json").write_text(json.dumps(_config(shape)))
     return write_letters(folder)
 
 
-def _config() -> dict[str, object]:
+def _config(shape: LetterShape) -> dict[str, object]:
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": VOCAB_SIZE,
-        "hidden_size": _HIDDEN,
-        "intermediate_size": _INNER,
-        "num_hidden_layers": NUM_LAYERS,
-        "num_attention_heads": _HEADS,
-        "num_key_value_heads": _KV_HEADS,
-        "max_position_embeddings": MAX_TOKENS,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.inner,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "max_position_embeddings": shape.max_tokens,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "hidden_act": "silu",

@@ -1,0 +1,227 @@
+"""A supervised cluster of paced workers, each a process of its own, behind a real orchestrator, which is one, too.
+
+Groups start and leave as orders say (`baton scale`, `baton drain`): the roster follows what comes back with each
+heartbeat of the orchestrator, as in `baton serve`. A start takes a configured time.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from baton.clock import Clock, SystemClock
+from baton.results import ModelInfo
+from baton.settings.place import LOOPBACK
+from deploy.config.cluster import ClusterConfig
+from deploy.config.file import make_local_config
+from deploy.config.worker import WorkerConfig
+from deploy.groups.cluster import Cluster, group_of
+from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
+from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
+from deploy.groups.processes import ProcessSpawner
+from deploy.groups.roster import Roster
+from deploy.groups.spawner import Spawner, WorkerHandle
+from modeling.checkpoints.weights import load_config
+from modeling.kernels.process_kernels import KERNELS
+from orchestrator.membership.view import ClusterView, Orders
+from planning.planner import ChainPlanner
+from tests.support.paced.hardware import PacedHardware
+from transport.channel import make_channel
+from transport.identity import ClusterSecret
+
+_START_S = 120.0
+
+
+@dataclass(frozen=True)
+class PacedPlan:
+    """What a paced cluster is made of."""
+
+    start: tuple[int, int]
+    """Prefill and generation groups at the beginning."""
+    most: tuple[int, int] | None = None
+    """Groups of each role that may be ordered; None: as at the beginning."""
+    num_ranks: int = 1
+    num_slots: int = 16
+    max_tokens: int = 32_768
+    """Of a request, prompt and output together."""
+    cold_start_s: float = 0.0
+    """Seconds from an order until a group serves, if its process is not slower; those of the beginning are there at
+    once."""
+    orchestrator: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of its section in the cluster's configuration."""
+    sections: Mapping[str, Any] = field(default_factory=dict)
+    """Further sections."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the groups at the beginning."""
+        return frozenset(
+            f"{role}-{number}"
+            for role, num_groups in zip(("prefill", "generate"), self.start, strict=True)
+            for number in range(num_groups)
+        )
+
+    def config(self, folder: Path) -> ClusterConfig:
+        """Of all groups that may be ordered."""
+        num_prefill, num_generate = self.most or self.start
+        return make_local_config(
+            {
+                "model": {"name": str(folder), "dtype": "float32"},
+                "prefill": {"num_groups": num_prefill, "num_ranks": self.num_ranks, "prefix_share": 0.0},
+                "generate": {
+                    "num_groups": num_generate,
+                    "num_slots": self.num_slots,
+                    "max_slot_tokens": self.max_tokens,
+                    "num_threads": 1,
+                    "speculation": "off",
+                },
+                "orchestrator": {"port": 0, **self.orchestrator},
+                **self.sections,
+            }
+        )
+
+
+class ColdSpawner:
+    """Makes workers by another spawner, and takes at least the time of a cold start. Implements Spawner."""
+
+    def __init__(self, inner: Spawner, clock: Clock) -> None:
+        self.cold_start_s = 0.0
+        """Of workers that start from now on."""
+        self._inner, self._clock = inner, clock
+
+    async def start(self, config: WorkerConfig) -> WorkerHandle:
+        due_s = self._clock.now_s() + self.cold_start_s
+        worker = await self._inner.start(config)
+        try:
+            await asyncio.sleep(due_s - self._clock.now_s())
+        except BaseException:
+            worker.kill()
+            await worker.wait()
+            raise
+        return worker
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """How many groups of each role there were from an instant on."""
+
+    since_s: float
+    num_ready: tuple[int, int]
+    num_paid: int
+    """Of both roles, those that are starting included."""
+
+
+@dataclass
+class PacedCluster:
+    """The running cluster; made by `paced_cluster`."""
+
+    plan: PacedPlan
+    folder: Path
+    hardware: PacedHardware
+    clock: Clock = field(default_factory=SystemClock)
+    secret: ClusterSecret = field(default_factory=ClusterSecret.new)
+    reports: list[str] = field(default_factory=list)
+    history: list[Allocation] = field(default_factory=list)
+    """Each change of the groups, on the clock's now_s."""
+    keeper: OrchestratorKeeper | None = None
+
+    def __post_init__(self) -> None:
+        self.config = self.plan.config(self.folder)
+        supervision = self.config.supervision
+        self.spawner = ColdSpawner(ProcessSpawner(_START_S, "tests.support.paced.worker"), self.clock)
+        heartbeat = Heartbeat(supervision.heartbeat_s, supervision.dead_after_s)
+        self._around = Surroundings(self.spawner, heartbeat, self.clock, self.reports.append, self._changed)
+        self.cluster = Cluster([], [], self._around)
+        self.roster = Roster(self.cluster, self.config.group_sizes, self._make, self._around)
+        away = frozenset(self.config.group_sizes) - self.plan.names
+        self._orders = Orders(drained=away, leaving=away)
+
+    @property
+    def endpoint(self) -> str:
+        """Where clients are served, host:port."""
+        assert self.keeper is not None
+        return f"{LOOPBACK}:{self.keeper.ports[0]}"
+
+    def channel(self) -> grpc.aio.Channel:
+        """To the orchestrator, for clients and operators."""
+        return make_channel(self.endpoint, secret=self.secret)
+
+    def group_s(self, start_s: float, end_s: float) -> float:
+        """Seconds of all groups together, those that start included, between two instants of the clock."""
+        total_s = 0.0
+        for index, each in enumerate(self.history):
+            until_s = self.history[index + 1].since_s if index + 1 < len(self.history) else end_s
+            total_s += each.num_paid * max(min(until_s, end_s) - max(each.since_s, start_s), 0.0)
+        return total_s
+
+    async def start(self) -> None:
+        """All groups of the beginning, then the orchestrator."""
+        for name in sorted(self.plan.names):
+            self.cluster.add(self._make(name, ""))
+        await self.cluster.start()
+        self.roster.follow(self._orders)
+        around = replace(self._around, spawner=ProcessSpawner(_START_S))
+        self.keeper = OrchestratorKeeper(self._orchestrator_plan(), self._view, around)
+        self.keeper.orders, self.keeper.follow = self._orders, self._follow
+        await self.keeper.start()
+        await self.cluster.until_ready(_START_S)
+        self.spawner.cold_start_s = self.plan.cold_start_s
+
+    async def close(self) -> None:
+        if self.keeper is not None:
+            await self.keeper.close()
+        await self.roster.close()
+        await self.cluster.close()
+
+    def _make(self, name: str, model: str) -> WorkerGroup:
+        """A group's next life. Implements MakeGroup."""
+        assert not model, "all groups have one model"
+        kernels = (KERNELS.choice,)
+        return group_of(self.config.workers(name, self.folder, kernels, secret=self.secret), self._around)
+
+    def _orchestrator_plan(self) -> OrchestratorPlan:
+        model = load_config(self.folder)
+        layout = self.cluster.generation[0].layout_fingerprint
+        return OrchestratorPlan(
+            self.config.orchestrator_worker(self.folder, self.secret),
+            ModelInfo(self.folder.name, self.plan.max_tokens, model.vocab_size, "float32", False, layout),
+            model.eos_token_ids,
+            self._planner,
+            LOOPBACK,
+        )
+
+    def _planner(self, former: ChainPlanner | None) -> ChainPlanner:
+        return former or self.hardware.planner(max_ranks=self.plan.num_ranks)
+
+    def _follow(self, orders: Orders) -> Orders:
+        self._orders = orders
+        self.roster.follow(orders)
+        return orders
+
+    def _view(self) -> ClusterView:
+        view = self.cluster.view(self.plan.num_slots, self.plan.max_tokens)
+        return replace(view, absent=self.roster.absent)
+
+    def _changed(self) -> None:
+        roles = self.cluster.prefill, self.cluster.generation
+        num_ready = tuple(sum(group.ready for group in groups) for groups in roles)
+        starting = sum(group.starts for group in self.roster.absent)
+        num_paid = len(self.cluster.groups) + starting
+        self.history.append(Allocation(self.clock.now_s(), (num_ready[0], num_ready[1]), num_paid))
+        if self.keeper is not None:
+            self.keeper.tell()
+
+
+@asynccontextmanager
+async def paced_cluster(folder: Path, hardware: PacedHardware, plan: PacedPlan) -> AsyncIterator[PacedCluster]:
+    """Everything up, over the model in `folder`, and everything down again."""
+    made = PacedCluster(plan, folder, hardware)
+    try:
+        await made.start()
+        yield made
+    finally:
+        await made.close()

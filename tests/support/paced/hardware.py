@@ -1,0 +1,118 @@
+"""Hardware on paper: what it takes for a chunk of a prompt and for a generation step, by the product's cost model.
+
+A paced cluster's workers wait until these times have passed; its orchestrator and the traffic simulator predict by the
+same two files. The model is a tiny one, whose tokens and KV are real and cost next to nothing; only the times stand for
+a large model's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from baton.types import TokenRange
+from deploy.traffic.service import RecallingPlanner
+from generate_workers.engine.model_shape import model_shape
+from modeling.checkpoints.weights import load_config
+from planning import calibration, step_times
+from planning.calibration import Calibration
+from planning.chain.wavefront import rank_seconds, work_of
+from planning.cost_model import BATON, CostModel, Kernel, Link
+from planning.planner import ChainPlanner
+from planning.step_times import StepTimes
+from planning.work_cost import WorkCost
+from tests.support.models.letter_models import LetterShape, write_letter_model
+
+SHAPE = LetterShape(num_layers=6, hidden=16, inner=16, num_heads=1, num_kv_heads=1, max_tokens=32_768)
+"""Of the tiny model. A prompt of 6,000 tokens takes it a tenth of a second of a core."""
+PROMPT_TOKEN_S, PAIR_S = 2e-4, 1.7e-8
+"""Of all layers: 6,000 tokens take 1.5 s, 1,500 take 0.32 s and 200 take 40 ms."""
+STEP = WorkCost(step_s=0.03, token_s=6e-4, key_s=2.5e-7, pair_s=2.5e-8)
+"""A step of one row of 200 tokens takes 31 ms, one of 16 rows of 1,500 tokens 46 ms."""
+LOOPBACK_LINK = Link(2e-4, 1e9)
+_FILES = ("paced-prefill.json", "paced-steps.json")
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds of one rank's parts of a layer."""
+
+    project: float
+    """Until the chunk's KV can leave."""
+    own: float
+    """Attention to the chunk itself."""
+    far: float
+    """Attention to earlier tokens, and the rest of the layer."""
+    last_own: float
+    """As `own`, in the last layer of a chain's last rank, which computes one token there."""
+    last_far: float
+
+
+@dataclass(frozen=True)
+class PacedHardware:
+    """What prefill and generation steps take on it."""
+
+    prefill: Calibration
+    steps: StepTimes
+
+    @classmethod
+    def of(cls, folder: Path, cost: CostModel | None = None, step: WorkCost = STEP) -> Self:
+        """Hardware that takes so long for the tiny model in `folder`."""
+        shape = model_shape(load_config(folder), dtype_bytes=4)
+        cost = cost or CostModel(
+            num_layers=shape.num_layers,
+            linear_s=PROMPT_TOKEN_S / shape.num_layers,
+            pair_s=PAIR_S / shape.num_layers,
+            kv_bytes=shape.kv_bytes,
+            project_share=shape.project_share,
+            link=LOOPBACK_LINK,
+        )
+        assert not cost.issue_s and not cost.copy_s and cost.push is None, "these are not paced"
+        # a point makes it count as measured: nothing that jobs take changes the predictions
+        whole_s = cost.num_layers * (cost.linear_s + cost.pair_s / 2)
+        names = folder.name, "paced"
+        made = Calibration(*names, Kernel.CAUSAL, shape, ((1.0, whole_s),), (), cost)
+        return cls(made, StepTimes(*names, shape, step))
+
+    def save(self, folder: Path) -> None:
+        """Into the model's folder, where the workers find it."""
+        calibration.save(self.prefill, folder / _FILES[0])
+        step_times.save(self.steps, folder / _FILES[1])
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        return cls(calibration.load(folder / _FILES[0]), step_times.load(folder / _FILES[1]))
+
+    def planner(self, *, max_ranks: int, max_tokens: int = 8192) -> ChainPlanner:
+        """As the orchestrator predicts."""
+        return ChainPlanner(self.prefill, max_ranks=max_ranks, max_tokens=max_tokens, steps=self.steps)
+
+    def recalling_planner(self, *, max_ranks: int, max_tokens: int = 8192) -> RecallingPlanner:
+        """As the traffic simulator predicts."""
+        return RecallingPlanner(self.prefill, max_ranks=max_ranks, max_tokens=max_tokens, steps=self.steps)
+
+    def layers(self, chunks: Sequence[TokenRange], place: int) -> LayerTimes:
+        """What the rank at a place of the chain takes for each layer."""
+        work = work_of(_lengths(chunks), self.prefill.cost, BATON, chunks[0].start)
+        parts = (work.project, work.own, work.far, work.last_own, work.last_far)
+        return LayerTimes(*(float(each[0, place]) for each in parts))
+
+    def chunk_s(self, tokens: TokenRange) -> float:
+        """What one rank takes for tokens behind others whose KV is there."""
+        cost = self.prefill.cost
+        work = work_of(_lengths([tokens]), cost, BATON, tokens.start)
+        return float(rank_seconds(work, np.array([True]), cost, BATON)[0, 0]) + cost.head_s
+
+
+def write_paced_model(folder: Path) -> PacedHardware:
+    """Writes the tiny model and its hardware into a folder; returns the latter."""
+    write_letter_model(folder, shape=SHAPE)
+    hardware = PacedHardware.of(folder)
+    hardware.save(folder)
+    return hardware
+
+
+def _lengths(chunks: Sequence[TokenRange]) -> "np.ndarray[tuple[int, int], np.dtype[np.float64]]":
+    return np.array([[len(chunk) for chunk in chunks]], dtype=np.float64)

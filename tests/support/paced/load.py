@@ -1,0 +1,120 @@
+"""Plays a trace against a running cluster, at its front door: requests come when the trace says, served or not."""
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import grpc
+import numpy as np
+
+from baton.proto_types import params_to_proto
+from baton.sampling_params import SamplingParams
+from baton.v1 import orchestrator_pb2 as pb
+from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
+from deploy.traffic.gaps import GapHistogram
+from deploy.traffic.results import Results
+from deploy.traffic.trace import Trace
+from tests.support.models.tiny_tokenizer import NUM_LETTERS
+
+if TYPE_CHECKING:
+    from baton.v1.orchestrator_pb2_grpc import OrchestratorAsyncStub
+
+
+@dataclass
+class Fate:
+    """What became of one request; times in seconds from the trace's beginning."""
+
+    sent_s: float = 0.0
+    token_s: list[float] = field(default_factory=list)
+    """When each token came to the client."""
+    token_ids: list[int] = field(default_factory=list)
+    error: str = ""
+    """The status with which it failed; empty when it was served to its end."""
+    finished: pb.Finished | None = None
+
+
+@dataclass(frozen=True)
+class Played:
+    """One trace, as the client saw it."""
+
+    trace: Trace
+    seed: int
+    fates: list[Fate]
+    start_s: float
+    """The trace's beginning, on the monotonic clock."""
+
+    def prompt(self, number: int) -> tuple[int, ...]:
+        """Token ids of a request's prompt."""
+        return random_letters(int(self.trace.prompt_tokens[number]), self.seed, number)
+
+    def params(self, number: int) -> SamplingParams:
+        return greedy(int(self.trace.output_tokens[number]))
+
+    @property
+    def errors(self) -> list[str]:
+        """Of the requests that failed."""
+        return [fate.error for fate in self.fates if fate.error]
+
+    def results(self, group_s: float = 0.0) -> Results:
+        """As a simulation of the same trace has them."""
+        gaps = GapHistogram()
+        for fate in self.fates:
+            for before_s, after_s in pairwise(fate.token_s):
+                gaps.add(after_s - before_s, 1)
+        ends = [(fate.token_s[0], fate.token_s[-1]) if fate.finished else (np.nan, np.nan) for fate in self.fates]
+        first_s, end_s = np.array(ends, dtype=np.float64).T
+        return Results(self.trace, first_s, end_s, gaps, group_s, num_events=0, num_cached_tokens=0)
+
+
+async def play(channel: grpc.aio.Channel, trace: Trace, seed: int = 0) -> Played:
+    """Plays the whole trace; returns when the last request has ended. Prompts are random, and share nothing."""
+    stub: OrchestratorAsyncStub = OrchestratorStub(channel)
+    requests = await asyncio.to_thread(_requests, trace, seed)
+    fates = [Fate() for _ in requests]
+    start_s = time.monotonic() + 0.1
+    tasks = []
+    for at_s, request, fate in zip(trace.arrivals_s.tolist(), requests, fates, strict=True):
+        await asyncio.sleep(max(start_s + at_s - time.monotonic(), 0.0))
+        tasks.append(asyncio.create_task(_ask(stub, request, fate, start_s)))
+    await asyncio.gather(*tasks)
+    return Played(trace, seed, fates, start_s)
+
+
+def random_letters(num_tokens: int, seed: int, number: int) -> tuple[int, ...]:
+    """A prompt of its own for each request of each seed."""
+    return tuple(random.Random(f"{seed}/{number}").choices(range(NUM_LETTERS), k=num_tokens))
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
+
+
+def _requests(trace: Trace, seed: int) -> Sequence[pb.GenerateRequest]:
+    lengths = zip(trace.prompt_tokens.tolist(), trace.output_tokens.tolist(), strict=True)
+    return [
+        pb.GenerateRequest(
+            request_id=f"{seed}-{number}",
+            token_ids=pb.TokenIds(ids=random_letters(num_prompt, seed, number)),
+            sampling=params_to_proto(greedy(num_output)),
+            seeded=True,
+        )
+        for number, (num_prompt, num_output) in enumerate(lengths)
+    ]
+
+
+async def _ask(stub: "OrchestratorAsyncStub", request: pb.GenerateRequest, fate: Fate, start_s: float) -> None:
+    fate.sent_s = time.monotonic() - start_s
+    try:
+        async for event in stub.Generate(request):
+            match event.WhichOneof("event"):
+                case "token":
+                    fate.token_s.append(time.monotonic() - start_s)
+                    fate.token_ids.append(event.token.token.token_id)
+                case "finished":
+                    fate.finished = event.finished
+    except grpc.aio.AioRpcError as error:
+        fate.error = f"{error.code().name}: {error.details()}"

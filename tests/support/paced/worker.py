@@ -1,0 +1,76 @@
+"""A worker process of the product whose engine is paced. `python -m tests.support.paced.worker`, for
+deploy.groups.processes; the hardware lies in the model's folder."""
+
+import asyncio
+import sys
+from dataclasses import replace
+
+from baton.clock import SystemClock
+from baton.process.garbage import collect_rarely
+from baton.settings.place import WorkerPlace
+from baton.v1 import generate_pb2_grpc, prefill_pb2_grpc
+from deploy.config.worker import WorkerConfig
+from deploy.groups import worker_process
+from deploy.groups.hosting import Server
+from generate_workers.config import EngineConfig
+from generate_workers.engine.core import GenerationEngine
+from generate_workers.engine.decode_first import DecodeFirst
+from generate_workers.engine.memory_limits import make_memory
+from generate_workers.servicer import GenerationServer, GenerationServicer
+from generate_workers.slots.table import SlotTable
+from modeling.hosting import load
+from prefill_workers.config import PrefillConfig
+from prefill_workers.servicer import PrefillRankServicer, PrefillServer
+from tests.support.paced.engines import PacedBatcher, PacedPrefillEngine, PacedStepDecoder, PacedSteps
+from tests.support.paced.hardware import PacedHardware
+from text.tokenizer import Tokenizer
+from transport.channel import bind, make_server
+from transport.identity import ClusterSecret
+from transport.kv_receiver import KvReceiverServicer
+
+
+async def start_paced(config: WorkerConfig) -> Server:
+    """A worker of either role. It keeps no prefixes."""
+    hardware = PacedHardware.load(config.place.model_folder)
+    if isinstance(config.section, PrefillConfig):
+        server: Server = await start_rank(config.place, config.section, hardware)
+    else:
+        assert isinstance(config.section, EngineConfig)
+        server = await start_group(config.place, config.section, hardware)
+    collect_rarely()
+    return server
+
+
+async def start_rank(place: WorkerPlace, section: PrefillConfig, hardware: PacedHardware) -> PrefillServer:
+    secret = ClusterSecret(place.secret)
+    decoder = await asyncio.to_thread(load, place)
+    server = make_server(check=secret.check)
+    port = bind(server, place.host)
+    engine = PacedPrefillEngine(decoder, hardware, floor_s=section.watchdog_floor_s)
+    servicer = PrefillRankServicer(engine, place.host, secret)
+    prefill_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
+    await server.start()
+    return PrefillServer(server, servicer, port)
+
+
+async def start_group(place: WorkerPlace, section: EngineConfig, hardware: PacedHardware) -> GenerationServer:
+    assert section.speculation == "off", "drafts are not paced"
+    clock, steps = SystemClock(), PacedSteps(hardware)
+    decoder = PacedStepDecoder(await asyncio.to_thread(load, place), steps)
+    section = replace(section, max_slot_tokens=min(section.max_slot_tokens, decoder.config.max_position))
+    server = make_server(check=ClusterSecret(place.secret).check)
+    port = bind(server, place.host)
+    slots = SlotTable(make_memory(decoder, section, place.num_engines), clock, endpoint=f"{place.host}:{port}")
+    tokenizer = await asyncio.to_thread(Tokenizer.load, place.model_folder)
+    batcher = PacedBatcher(DecodeFirst.of(section, decoder.config), steps)
+    engine = GenerationEngine(decoder, tokenizer, slots, clock, section, batcher=batcher)
+    servicer = GenerationServicer(engine, decoder.layout)
+    generate_pb2_grpc.add_GenerationGroupServicer_to_server(servicer, server)
+    KvReceiverServicer(slots, None, clock=clock).add_to(server)
+    await server.start()
+    engine.start()
+    return GenerationServer(server, servicer, slots, port)
+
+
+if __name__ == "__main__":
+    sys.exit(worker_process.main(start_paced))
