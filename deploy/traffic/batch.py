@@ -81,6 +81,12 @@ class Batch:
         self.num_keys += context
         self._relate()
 
+    def boundary_s(self, now_s: float) -> float:
+        """Return the instant of the first step boundary that is not before `now_s`; `now_s` itself without rows."""
+        if not self._ends or now_s <= self._at_s:
+            return max(now_s, self._at_s)
+        return self._at_s + self._seconds(self._steps_begun(now_s))
+
     def advance(self) -> None:
         """Run all steps until the next row leaves, and let it leave, with all others that leave at that boundary."""
         if self._ends:

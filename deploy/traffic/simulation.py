@@ -3,8 +3,9 @@
     arrival      the production gate with its fair queue (`orchestrator.admission`), under the simulator's clock
     placement    `deploy.traffic.placing`, by the production comparison
     prefill      `deploy.traffic.chain_queue`: ranks with their jobs in production's order
-    transfer     the planner's seconds until the generation group has the KV; then the first token is sent
-    generation   `deploy.traffic.batch`: rows in a batch whose steps take what the planner predicts
+    transfer     the planner's seconds until the generation group has the KV
+    generation   `deploy.traffic.batch`: rows in a batch whose steps take what the planner predicts; between two steps
+                 a row joins, and its first token is sent
 
 A slot is held from the placement to the last token, as in production. A scaling policy is asked regularly and changes
 the fleet. Not simulated: failures, speculation, prefill by generation groups, links that several transfers share.
@@ -203,7 +204,7 @@ class Simulation:
         self.fleet.work(spot.prefill, sum(spot.plan.job.left_s.values()) / self.sizes.num_ranks)
         self.placing.backlogs.add(spot.prefill.prefill_view.life, JobId(job.number), spot.plan.job, now_s)
         spot.prefill.chain.add(job.number, spot.plan, now_s)
-        self._watch(spot.prefill, spot.prefill.chain.next_end_s, self._advance_chain)
+        self._watch(spot.prefill, spot.prefill.chain.next_turn_s, self._advance_chain)
         return True
 
     def _place_waiting(self) -> None:
@@ -230,22 +231,24 @@ class Simulation:
             assert spot is not None
             self.counts.num_prefilling -= 1
             self.counts.num_unpulled += 1
-            self.timeline.at(end_s + spot.transfer_s, partial(self._first_token, number))
-        self._watch(member, member.chain.next_end_s, self._advance_chain)
+            self.timeline.at(end_s + spot.transfer_s, partial(self._pulled, number))
+        self._watch(member, member.chain.next_turn_s, self._advance_chain)
 
-    def _first_token(self, number: int) -> None:
+    def _pulled(self, number: int) -> None:
+        """Let a request whose KV is in its slot join the batch: between two steps, and only then its first token, which
+        came with the KV, is sent."""
         now_s, spot = self.timeline.now_s(), self._jobs[number].spot
         assert spot is not None
-        self._first_s[number] = now_s
-        self.placing.sent(number)
         self.counts.num_unpulled -= 1
         self.counts.num_generating += 1
         self.fleet.hold(spot.prefill, -1)
         self.fleet.when_idle(spot.prefill)
-        if self._outputs[number] == 1:
-            self._end(number)
-            return
         member = spot.generation
+        self._first_s[number] = first_s = member.batch.boundary_s(now_s)
+        self.timeline.at(first_s, partial(self.placing.sent, number))
+        if self._outputs[number] == 1:
+            self.timeline.at(first_s, partial(self._end, number))
+            return
         member.batch.join(number, self._prompts[number] + 1, self._outputs[number] - 1, now_s)
         self._watch(member, member.batch.next_end_s, self._advance_batch)
 

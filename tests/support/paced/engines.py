@@ -62,14 +62,13 @@ class _Course:
 class PacedRankDecoder(Decoder):
     """A prefill rank's decoder, which takes its job's times on the device."""
 
-    def __init__(self, inner: Decoder, device: Device, hardware: PacedHardware) -> None:
+    def __init__(self, inner: Decoder, device: Device) -> None:
         super().__init__(inner.config, inner.weights, inner.kernel)
         self.times = LayerTimes(0.0, 0.0, 0.0, 0.0, 0.0)
         """Of the job whose turn it is."""
         self.ready_s = -math.inf
         """When this turn could begin."""
         self._device = device
-        self._head_s = hardware.prefill.cost.head_s
 
     def project(self, layer: int, hidden_TD: Tensor, step: Step) -> Tensor:
         self._device.put(self.times.project, self.ready_s)
@@ -88,12 +87,6 @@ class PacedRankDecoder(Decoder):
         self._device.wait()
         return hidden_TD
 
-    def logits(self, hidden_RD: Tensor) -> Tensor:
-        self._device.put(self._head_s)
-        logits_RV = super().logits(hidden_RD)
-        self._device.wait()
-        return logits_RV
-
     def _is_last(self, layer: int) -> bool:
         return layer == self.config.num_layers - 1
 
@@ -104,7 +97,7 @@ class PacedPrefillEngine(PrefillEngine):
     def __init__(self, decoder: Decoder, hardware: PacedHardware, *, floor_s: float) -> None:
         self._pace_clock, self._hardware = SystemClock(), hardware
         self._courses: WeakKeyDictionary[ChainJob, _Course] = WeakKeyDictionary()
-        self._paced = PacedRankDecoder(decoder, Device(self._pace_clock), hardware)
+        self._paced = PacedRankDecoder(decoder, Device(self._pace_clock))
         super().__init__(self._paced, self._pace_clock, watchdog_floor_s=floor_s)
 
     def _make(self, job: Job, outlet: KvOutlet, life: EpochLife) -> ChainJob:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,11 +15,15 @@ import numpy as np
 from baton.proto_types import params_to_proto
 from baton.sampling_params import SamplingParams
 from baton.v1 import orchestrator_pb2 as pb
+from baton.v1 import planning_pb2
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
+from baton.v1.planning_pb2_grpc import PlanningStub
 from deploy.traffic.gaps import GapHistogram
 from deploy.traffic.results import Results
 from deploy.traffic.trace import Trace
+from planning import calibration
 from tests.support.models.tiny_tokenizer import NUM_LETTERS
+from tests.support.paced.hardware import PacedHardware
 
 if TYPE_CHECKING:
     from baton.v1.orchestrator_pb2_grpc import OrchestratorAsyncStub
@@ -82,6 +87,28 @@ async def play(channel: grpc.aio.Channel, trace: Trace, seed: int = 0) -> Played
         tasks.append(asyncio.create_task(_ask(stub, request, fate, start_s)))
     await asyncio.gather(*tasks)
     return Played(trace, seed, fates, start_s)
+
+
+async def request_s(channel: grpc.aio.Channel, num_requests: int = 16) -> float:
+    """What a request takes besides its chain on an idle cluster, the median: from the client and back to it."""
+    arrivals_s = np.linspace(0.0, 0.4 * num_requests, num_requests)
+    alone = Trace("alone", arrivals_s, np.full(num_requests, 400), np.ones(num_requests, np.int64))
+    played = await play(channel, alone, seed=-1)
+    besides: list[float] = []
+    for at_s, fate in zip(arrivals_s.tolist(), played.fates, strict=True):
+        assert fate.finished is not None, fate.error
+        ranks = fate.finished.timings.prefill.ranks
+        chain_ns = max(rank.end_ns for rank in ranks) - min(rank.start_ns for rank in ranks)
+        besides.append(fate.token_s[0] - at_s - chain_ns / 1e9)
+    return statistics.median(besides[num_requests // 4 :])  # the first ones connect processes
+
+
+async def calibrate(channel: grpc.aio.Channel, hardware: PacedHardware) -> PacedHardware:
+    """Measures what a request takes besides its chain, and lets the orchestrator predict by it from then on."""
+    measured = hardware.besides(await request_s(channel))
+    text = calibration.dumps(measured.prefill)
+    await PlanningStub(channel).UseCalibration(planning_pb2.UseCalibrationRequest(calibration=text, force=True))
+    return measured
 
 
 def random_letters(num_tokens: int, seed: int, number: int) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from planning.work_cost import WorkCost
 
 TOKEN_S = 1e-3
 STEP_S = 0.01
+NUM_LAYERS = 50
 FIRST_COME = dataclasses.replace(UNBOUNDED, elastic=False)
 """Prompts in the order of arrival, as the closed forms suppose."""
 
@@ -29,7 +30,7 @@ FIRST_COME = dataclasses.replace(UNBOUNDED, elastic=False)
 def flat_planner(step: WorkCost | None = None) -> RecallingPlanner:
     """Return a planner by which a prompt takes `TOKEN_S` a token and a step `STEP_S` whatever is in it."""
     shape, rates = SHAPES["smollm2-135m"], hardware_of("cpu-core")
-    cost = CostModel(num_layers=1, linear_s=TOKEN_S, pair_s=0.0, kv_bytes=0, project_share=1.0)
+    cost = CostModel(NUM_LAYERS, linear_s=TOKEN_S / NUM_LAYERS, pair_s=0.0, kv_bytes=0, project_share=1.0)
     origin = nominal("flat", "none", shape, rates)
     calibration = Calibration("flat", "none", origin.kernel, shape, (), (), cost)
     steps = StepTimes("flat", "none", shape, step or WorkCost(STEP_S, 0.0, 0.0, 0.0))

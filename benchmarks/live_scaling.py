@@ -1,0 +1,168 @@
+"""Does a live cluster serve traffic as the traffic simulator says it would?
+
+A real orchestrator, supervisor, gRPC and KV transfers, and a process for each worker; only the engines are paced
+(tests.support.paced): they compute with a tiny model, and wait until the time has passed that the cost model gives for
+a large one. The same traces go to the cluster's front door, open loop, and through the simulator, with one cost model;
+to it belongs what a request takes besides its chain, measured on the idle cluster as `baton calibrate` does.
+
+Three traces, whose seeds were written down before any was run: `bimodal` (three prompts in ten of 3,000 tokens, the
+others of 100), `bursty` (gaps with a squared variation of 8) and `shifting` (long prompts, then long answers). Each
+comes at a part (load) of the rate of which the best fixed division of the groups, by the simulator, serves 95 % within
+4 s to the first token and 90 ms between tokens, and is served by that division. Rows: 50th and 95th percentile of the
+time to first token and of the gaps between tokens, as the client saw them; baseline `simulated`.
+
+`--bars`: the 50th percentiles are within 15 % of each other, the 95th within 25 %, and no request fails.
+"""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.support.harness import Bars, Pairs, Reporter, case
+from deploy.traffic.generators import Lengths, Phase, bimodal, bursty, shifting
+from deploy.traffic.results import Targets
+from deploy.traffic.trace import Trace
+from tests.support.paced.cluster import PacedPlan
+from tests.support.paced.comparing import LATENCIES, PERCENTILES, Comparison, compare, simulate
+from tests.support.paced.hardware import PacedHardware, write_paced_model
+
+NUM_GROUPS = 7
+NUM_SLOTS = 16
+SECONDS, QUICK_SECONDS = 90.0, 15.0
+TARGETS = Targets(ttft_s=4.0, itl_s=0.09)
+BARS = {"p50": 0.15, "p95": 0.25}
+LONG_PROMPTS, LONG_ANSWERS, MIXED = Lengths(3000, 32), Lengths(100, 128), Lengths(1000, 64)
+_BEARS = 0.95
+_PROBE_S = 240.0
+_PROBE_SEED = 99
+_PROBES = 8
+_MOST_RATE = 40.0
+
+MakeTrace = Callable[[float, float, int], Trace]
+"""Makes a trace of a rate, a number of seconds and a seed."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Traffic of one kind, and how busy it keeps the groups."""
+
+    make: MakeTrace
+    load: float
+    """Part of the rate that the best fixed division bears."""
+    seed: int
+
+
+def _bimodal(rate: float, seconds: float, seed: int) -> Trace:
+    return bimodal(rate, seconds, seed, (LONG_PROMPTS, LONG_ANSWERS), share=0.3)
+
+
+def _bursty(rate: float, seconds: float, seed: int) -> Trace:
+    return bursty(rate, seconds, seed, MIXED)
+
+
+def _shifting(rate: float, seconds: float, seed: int) -> Trace:
+    phases = [Phase(seconds / 2, share * rate, kind) for share, kind in ((0.7, LONG_PROMPTS), (1.3, LONG_ANSWERS))]
+    return shifting(phases, seed)
+
+
+SCENARIOS = {
+    "bimodal": Scenario(_bimodal, 0.9, seed=1),
+    "bursty": Scenario(_bursty, 0.8, seed=2),
+    "shifting": Scenario(_shifting, 0.9, seed=3),
+}
+
+
+def capacity(scenario: Scenario, hardware: PacedHardware, num_ranks: int) -> tuple[float, tuple[int, int]]:
+    """Return the highest rate of which a fixed division serves `_BEARS` within both targets, and that division."""
+    best = (0.0, (1, 1))
+    for num_prefill in range(1, NUM_GROUPS):
+        split = num_prefill, NUM_GROUPS - num_prefill
+        plan = _plan(split, num_ranks)
+
+        def bears(rate: float, plan: PacedPlan = plan) -> bool:
+            trace = scenario.make(rate, _PROBE_S, _PROBE_SEED)
+            return bool(simulate(trace, hardware, plan).is_good(TARGETS).mean() >= _BEARS)
+
+        low, high = best[0], _MOST_RATE
+        if low and not bears(low):
+            continue
+        for _ in range(_PROBES):
+            middle = (low + high) / 2
+            low, high = (middle, high) if bears(middle) else (low, middle)
+        best = max(best, (low, split))
+    return best
+
+
+def _plan(split: tuple[int, int], num_ranks: int) -> PacedPlan:
+    """Return the cluster of a division, whose queue refuses nothing and whose requests wait for groups."""
+    limits = {"max_queued_requests": 10**6, "max_queued_tokens": 10**9, "generation_wait_s": 600.0}
+    return PacedPlan(split, num_ranks=num_ranks, num_slots=NUM_SLOTS, orchestrator=limits)
+
+
+class _Bench:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._reporter, self._bars = Reporter("live_scaling", args.json), Bars()
+        self._console = Console(stderr=True, highlight=False)
+
+    async def run(self) -> int:
+        """Compare all traces that were asked for; return the exit status."""
+        with tempfile.TemporaryDirectory() as made:
+            folder = Path(made) / "paced"
+            folder.mkdir()
+            hardware = write_paced_model(folder)
+            for name in self._args.traces.split(","):
+                await self._compare(name, folder, hardware)
+        self._reporter.close()
+        return self._bars.close() if self._args.bars else 0
+
+    async def _compare(self, name: str, folder: Path, hardware: PacedHardware) -> None:
+        scenario, num_ranks = SCENARIOS[name], self._args.ranks
+        rate, split = capacity(scenario, hardware, num_ranks)
+        seconds = QUICK_SECONDS if self._args.quick else SECONDS
+        trace = scenario.make(scenario.load * rate, seconds, scenario.seed)
+        shown = f"{len(trace)} requests at {scenario.load:g} of {rate:.2f}/s, which {split[0]}:{split[1]} groups bear"
+        self._console.print(f"  {name}: {shown}", markup=False)
+        found = await compare(folder, hardware, _plan(split, num_ranks), trace, seed=scenario.seed)
+        self._report(name, found)
+
+    def _report(self, name: str, found: Comparison) -> None:
+        besides_ms, errors = 1000 * found.hardware.prefill.cost.head_s, found.played.errors
+        self._console.print(
+            f"  {name}: a request takes {besides_ms:.1f} ms besides its chain; requests were sent up to "
+            f"{1000 * found.late_s:.1f} ms late (p95); {len(errors)} failed",
+            markup=False,
+        )
+        self._bars.at_most(f"{name}: failed requests", len(errors), 0)
+        for latency in LATENCIES:
+            for percentile in PERCENTILES:
+                live_s, simulated_s = found.values(latency, percentile)
+                named = case(trace=name, ranks=self._args.ranks)
+                metric = f"{percentile}_{latency}"
+                self._reporter.add(named, metric, "s", "simulated", Pairs([live_s], [simulated_s]))
+                off = abs(found.ratio(latency, percentile) - 1)
+                self._bars.at_most(f"{name}: {metric}, off by", off, BARS[percentile])
+
+
+def main() -> int:
+    """Run the benchmark; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", default=",".join(SCENARIOS), metavar="NAME,...", help="of these (default: all)")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="of a prefill group (default: 1)")
+    parser.add_argument("--quick", action="store_true", help="short traces, which are not compared in earnest")
+    parser.add_argument("--json", action="store_true", help="print rows as JSON lines")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    args = parser.parse_args()
+    if unknown := set(args.traces.split(",")) - set(SCENARIOS):
+        parser.error(f"--traces: {', '.join(sorted(unknown))} is unknown: use {', '.join(SCENARIOS)}")
+    return asyncio.run(_Bench(args).run())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
