@@ -153,6 +153,23 @@ def test_short_prompts_pass_long_ones_where_production_lets_them() -> None:
     assert elastic.ttft_s[2] < 0.1 * in_order.ttft_s[2]
 
 
+def test_a_shorter_prompt_waits_for_the_layer_that_runs() -> None:
+    layer_s = 4000 * TOKEN_S / NUM_LAYERS
+    trace = Trace("two", np.array([0.0, 10.3 * layer_s]), np.array([4000, 10]), np.ones(2, dtype=np.int64))
+    results = simulate(trace, flat_planner(), (1, 1), config=UNBOUNDED)
+    assert results.first_s == pytest.approx([4010 * TOKEN_S, 11 * layer_s + 10 * TOKEN_S])
+
+
+@pytest.mark.parametrize("num_output", [1, 20])
+def test_a_first_token_is_sent_between_two_steps(num_output: int) -> None:
+    trace = Trace("two", np.array([0.0, 0.3 * STEP_S]), np.array([10, 12]), np.array([50, num_output]))
+    results = simulate(trace, flat_planner(), (2, 1))
+    first_s, second_s = results.first_s
+    assert first_s == pytest.approx(10 * TOKEN_S)
+    assert second_s == pytest.approx(first_s + STEP_S)
+    assert results.end_s[1] == pytest.approx(second_s + (num_output - 1) * STEP_S)
+
+
 def test_cached_blocks_are_not_computed_again() -> None:
     blocks = ((1, 2, 3), (1, 2, 3))
     trace = Trace("chat", np.array([0.0, 5.0]), np.array([1500, 1500]), np.array([2, 2]), blocks)
