@@ -205,7 +205,7 @@ class RaySection:
     object_store_mib: Annotated[int, Field(ge=75)] = 80
     """Object store of a Ray that is started here, in MiB. Baton puts nothing large into it."""
     node_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Seconds that a start on a running Ray waits for nodes with room for all groups to join; 0: none."""
+    """Seconds that a group may wait for a node with room for it, which Ray's autoscaler may start; 0: none."""
 
 
 @settings

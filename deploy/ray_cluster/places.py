@@ -1,10 +1,12 @@
-"""Room on Ray: a placement group for each group of workers, and an error at once when no node can ever hold one.
+"""Room on Ray: a placement group for each group of workers, and an error when no node can hold one in time.
 
 A group's workers are packed on one node, as a chain has to be; the groups of a pool are spread over the nodes that have
-its labels. What nodes have is what they declare. Used by the supervisor, on its loop.
+its labels. What nodes have is what they declare. A placement group that waits for a node is the demand by which Ray's
+autoscaler starts one, so it is made before there is room. Used by the supervisor, on its loop.
 """
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,9 +16,13 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from baton.errors import ConfigError
-from deploy.ray_cluster.spawner import SMALL_CPU, pool
+from deploy.ray_cluster.spawner import SMALL_CPU, is_placed, pool
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
+_SOON_S = 2.0
+"""Seconds in which Ray places a group that a living node can hold; only longer waits are reported."""
 
 Labels = Mapping[str, Mapping[str, str]]
 """Labels that nodes of a pool have, by role; a role that is not there takes any node."""
@@ -41,44 +47,81 @@ class Node:
 class RayRoom:
     """Reserves the room of groups on Ray. Implements Room."""
 
-    def __init__(self, timeout_s: float, labels: Labels, *, across_nodes: bool = False) -> None:
-        """Make a Room that waits up to `timeout_s` seconds for room that is taken now. With `across_nodes` a group that
-        no node could hold lies on several."""
+    def __init__(
+        self,
+        timeout_s: float,
+        labels: Labels,
+        *,
+        node_wait_s: float = 0.0,
+        across_nodes: bool = False,
+        report: Callable[[str], None] = logger.info,
+    ) -> None:
+        """Make a Room that waits up to `timeout_s` seconds for room that is taken now, and up to `node_wait_s` for
+        nodes that Ray does not have yet (0: it refuses at once). With `across_nodes` a group that no node could hold
+        lies on several. `report` gets a line for each group that waits."""
         self.places: dict[str, PlacementGroup] = {}
         """Placement group of each group of workers, by name."""
         self._timeout_s = timeout_s
         self._labels = labels
+        self._node_wait_s = node_wait_s
         self._across_nodes = across_nodes
+        self._report = report
         self._targets: dict[str, str] = {}
         """The node that was chosen for each group, which counts until Ray has placed the group."""
 
     async def reserve(self, group: str, num_workers: int) -> None:
-        place = _find(group)
+        place, soon_s = _find(group), _SOON_S
         if place is None:
             nodes = living_nodes()
-            check_room(nodes, {group: num_workers}, self._labels, across_nodes=self._across_nodes)
-            held = _held(self._targets)
-            self._targets[group] = least_used(nodes, group, num_workers, self._labels, held)
+            try:
+                self._check({group: num_workers}, nodes)
+            except ConfigError:
+                if not self._node_wait_s:
+                    raise
+                soon_s = 0.0
+            self._targets[group] = least_used(nodes, group, num_workers, self._labels, _held(self._targets))
             place = self._make(group, num_workers)
         self.places[group] = place
-        if not await asyncio.to_thread(place.wait, self._timeout_s):
+        if await _placed_within(place, soon_s):
+            return
+        wait_s = max(self._timeout_s, self._node_wait_s)
+        wanted = f"{num_workers} of {_wanted(group, self._labels)}"
+        self._report(f"{group} waits up to {wait_s:g} s for a node with room for it ({wanted})")
+        if not await _placed_within(place, wait_s):
             await self.release(group)
-            raise _no_room(group, num_workers, f"not within {self._timeout_s:g} s", self._labels)
+            raise _no_room(group, num_workers, f"not within {wait_s:g} s", self._labels)
+
+    async def reserve_all(self, sizes: Mapping[str, int]) -> None:
+        """Reserve room for all groups of these sizes at once, so that Ray sees the whole demand. Returns when there is
+        room for every one. Raises ConfigError as `reserve` does; the caller then releases the groups."""
+        if not self._node_wait_s:
+            self._check(sizes, living_nodes())
+        reserving = [asyncio.create_task(self.reserve(name, size)) for name, size in sizes.items()]
+        try:
+            await asyncio.gather(*reserving)
+        finally:
+            for each in reserving:
+                each.cancel()
+            await asyncio.gather(*reserving, return_exceptions=True)
 
     async def release(self, group: str) -> None:
         place = self.places.pop(group, None) or _find(group)
+        self._targets.pop(group, None)
         if place is not None:
             await asyncio.to_thread(ray.util.remove_placement_group, place)
 
+    def _check(self, sizes: Mapping[str, int], nodes: Sequence[Node]) -> None:
+        check_room(nodes, sizes, self._labels, across_nodes=self._across_nodes)
+
     def _make(self, group: str, num_workers: int) -> PlacementGroup:
         """Return a new placement group, on the group's target unless that is gone or full: then on any node. Without a
-        target it lies on as few nodes as hold it."""
+        target it waits for a node that holds it or, `across_nodes`, lies on as few nodes as hold it."""
         role = _role(group)
         wanted = dict(self._labels.get(role, {}))
         target = self._targets[group]
         made: PlacementGroup = ray.util.placement_group(
             [{"CPU": SMALL_CPU, pool(role): 1.0}] * num_workers,
-            strategy="STRICT_PACK" if target else "PACK",
+            strategy="STRICT_PACK" if target or not self._across_nodes else "PACK",
             name=group,
             lifetime="detached",
             bundle_label_selector=[wanted] * num_workers if wanted else None,
@@ -107,33 +150,6 @@ def least_used(nodes: Sequence[Node], group: str, size: int, labels: Labels, hel
     return min(free or able, key=used).node_id if able else ""
 
 
-async def wait_for_room(
-    sizes: Mapping[str, int],
-    timeout_s: float,
-    report: Callable[[str], None],
-    labels: Labels,
-    list_nodes: Callable[[], Sequence[Node]] = living_nodes,
-    *,
-    across_nodes: bool = False,
-) -> None:
-    """Return when Ray's nodes, were they empty, could hold all groups of these sizes: at once, or when further nodes
-    have joined. The first lack is reported. Raises ConfigError, as `check_room` does, after `timeout_s` seconds."""
-    loop = asyncio.get_running_loop()
-    deadline_s, reported = loop.time() + timeout_s, False
-    while True:
-        try:
-            check_room(await asyncio.to_thread(list_nodes), sizes, labels, across_nodes=across_nodes)
-        except ConfigError as error:
-            if loop.time() >= deadline_s:
-                raise
-            if not reported:
-                report(f"waiting up to {timeout_s:g} s for nodes to join: {error}")
-                reported = True
-        else:
-            return
-        await asyncio.sleep(_POLL_S)
-
-
 def check_room(nodes: Sequence[Node], sizes: Mapping[str, int], labels: Labels, *, across_nodes: bool = False) -> None:
     """Raise ConfigError when these nodes, were they empty, could not hold all groups of these sizes, each on one node
     unless it may lie `across_nodes`. Groups of one pool are equally large."""
@@ -160,6 +176,17 @@ def _held(targets: Mapping[str, str]) -> dict[str, Counter[str]]:
     return held
 
 
+async def _placed_within(place: PlacementGroup, timeout_s: float) -> bool:
+    """Return whether Ray places a group within so many seconds."""
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + timeout_s
+    while not await asyncio.to_thread(is_placed, place):  # by short looks: a wait in a thread would keep the thread
+        if loop.time() >= deadline_s:
+            return False
+        await asyncio.sleep(_POLL_S)
+    return True
+
+
 def _find(group: str) -> PlacementGroup | None:
     """Return the placement group of that name in this supervisor's namespace; None when there is none."""
     try:
@@ -174,11 +201,15 @@ def _role(group: str) -> str:
 
 
 def _no_room(name: str, size: int, why: str, labels: Labels) -> ConfigError:
-    role = _role(name)
-    wanted = ", ".join(f"{key}={value}" for key, value in labels.get(role, {}).items())
-    where = f"one node labelled {wanted}" if wanted else "one node"
-    declared = "that resource and those labels" if wanted else "that resource"
+    declared = "that resource and those labels" if labels.get(_role(name)) else "that resource"
     return ConfigError(
-        f"Ray has no room for {name} ({size} of {pool(role)} on {where}; {why}): use fewer ranks or groups, or add "
-        f"nodes that declare {declared}"
+        f"Ray has no room for {name} ({size} of {_wanted(name, labels)}; {why}): use fewer ranks or groups, or add "
+        f"nodes that declare {declared}; ray.node_wait_s lets it wait for them"
     )
+
+
+def _wanted(name: str, labels: Labels) -> str:
+    """Return what a group asks of its node, in words."""
+    wanted = ", ".join(f"{key}={value}" for key, value in labels.get(_role(name), {}).items())
+    where = f"one node labelled {wanted}" if wanted else "one node"
+    return f"{pool(_role(name))} on {where}"

@@ -33,7 +33,7 @@ from deploy.machine.calibrations import engine_step_times, served_calibration_pa
 from deploy.machine.limits import tokens_of_slot
 from deploy.machine.model_folder import require_alike
 from deploy.ray_cluster.memory import Memory, forget_memory, load_memory
-from deploy.ray_cluster.places import RayRoom, wait_for_room
+from deploy.ray_cluster.places import RayRoom
 from deploy.ray_cluster.spawner import RaySpawner, end_worker
 from deploy.ray_cluster.worker import node_address
 from orchestrator.membership.view import ClusterView, Orders
@@ -84,7 +84,11 @@ class SupervisorActor:
         self._state = SupervisorState(os.getpid(), ray.get_runtime_context().get_node_id())
         own_host = config.worker_host or (node_address() if config.ray.address else LOOPBACK)
         self._room = RayRoom(
-            config.supervision.start_timeout_s, config.node_labels, across_nodes=config.prefill.across_nodes
+            config.supervision.start_timeout_s,
+            config.node_labels,
+            node_wait_s=config.ray.node_wait_s,
+            across_nodes=config.prefill.across_nodes,
+            report=self._report,
         )
         self._around = Surroundings(
             RaySpawner(config.name, config.supervision.start_timeout_s, self._room.places),
@@ -172,13 +176,7 @@ class SupervisorActor:
 
     async def _start_all(self) -> None:
         """Start the cluster's first life: all groups or none. Raises the first failure."""
-        await wait_for_room(
-            self._sizes,
-            self._config.ray.node_wait_s,
-            self._report,
-            self._config.node_labels,
-            across_nodes=self._config.prefill.across_nodes,
-        )
+        await self._room.reserve_all(self._sizes)
         self._report(f"starting {self._config.num_workers} workers")
         for name in self._sizes:
             self._cluster.add(self._make_group(name, ""))

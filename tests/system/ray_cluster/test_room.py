@@ -1,6 +1,8 @@
 """Room on a Ray of two nodes: the groups of a pool are spread, each of them on one node, and labels are kept to."""
 
+import asyncio
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -55,6 +57,36 @@ async def test_a_pool_s_labels_are_kept_to() -> None:
     assert nodes_of("prefill-0") == nodes_of("prefill-1") == {labelled}
     for name in ("prefill-0", "prefill-1"):
         await room.release(name)
+
+
+@pytest.mark.usefixtures("joined")
+async def test_groups_wait_for_a_node_that_may_still_join_and_say_so(head: RayHead) -> None:
+    reports = asyncio.Queue[str]()
+    room = RayRoom(30.0, {}, node_wait_s=60.0, report=reports.put_nowait)
+    sizes = {"prefill-0": 6, "prefill-1": 6}
+    reserving = asyncio.create_task(room.reserve_all(sizes))
+    for name in sizes:
+        assert (
+            await reports.get()
+            == f"{name} waits up to 60 s for a node with room for it (6 of baton_prefill on one node)"
+        )
+    with ExitStack() as stack:
+        await asyncio.to_thread(stack.enter_context, ray_node(head, {"baton_prefill": 12}))
+        await reserving
+        assert len(nodes_of("prefill-0")) == 1 and nodes_of("prefill-0") == nodes_of("prefill-1")
+        for name in sizes:
+            await room.release(name)
+
+
+@pytest.mark.usefixtures("joined")
+async def test_of_groups_that_are_refused_no_room_is_kept_once_all_are_released() -> None:
+    room = RayRoom(1.0, {}, node_wait_s=1.0)
+    sizes = {"prefill-0": 4, "prefill-1": 9}
+    with pytest.raises(ConfigError, match=r"no room for prefill-1 \(9 of baton_prefill on one node; not within 1 s\)"):
+        await room.reserve_all(sizes)
+    for name in sizes:
+        await room.release(name)
+    assert nodes_of("prefill-0") == nodes_of("prefill-1") == set()
 
 
 def nodes_of(group: str) -> set[str]:
