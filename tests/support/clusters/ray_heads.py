@@ -90,7 +90,7 @@ def ray_head(
     places = [f"--port={port or free_port()}", f"--ray-client-server-port={free_port()}", f"--temp-dir={folder}"]
     output = Path(folder) / "output.txt"
     command = (*_HEAD_OPTIONS, *places, f"--num-cpus={num_cpus}", *options)
-    process = _start(host, pools, output, environment(token) | variables, *command)
+    process = _start(host, pools, output, {**environment(token), **variables}, *command)
     try:
         until(lambda: _address(output) is not None or process.poll() is not None, START_S)
         address = _address(output)
@@ -139,7 +139,7 @@ def _start(
     with output.open("w") as file:
         return subprocess.Popen(
             command,
-            env=os.environ | variables,
+            env={**os.environ, **variables},
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
