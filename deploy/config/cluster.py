@@ -298,8 +298,15 @@ class ClusterConfig:
         )
 
     def orchestrator_worker(self, folder: Path, secret: ClusterSecret) -> WorkerConfig:
-        """Return the configuration of the orchestrator's process, which its supervisor reaches on the same machine."""
-        place = WorkerPlace(model_folder=folder, cores=self.orchestrator.cores, secret=secret.text)
+        """Return the configuration of the orchestrator's process, which its supervisor reaches on the same machine.
+        `folder` holds the resolved model on the launcher's machine; others find the model by its name."""
+        place = WorkerPlace(
+            model_folder=folder,
+            model=self.model.name,
+            model_search=tuple(Path(each) for each in self.model.search),
+            cores=self.orchestrator.cores,
+            secret=secret.text,
+        )
         return WorkerConfig("orchestrator", 0, 0, place, self.orchestrator_config(folder))
 
 

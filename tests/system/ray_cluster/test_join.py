@@ -90,3 +90,14 @@ def test_groups_that_no_node_can_hold_are_refused_at_once(head: RayHead, smollm2
     assert "Traceback" not in refused.stderr
     until(head.is_empty)
     assert not list((tmp_path / "baton" / "clusters").iterdir())
+
+
+def test_a_gateway_asks_a_ray_with_its_token_for_the_orchestrator(head: RayHead, tmp_path: Path) -> None:
+    lone = ("gateway", "--address", head.address, "--cluster", "lone")
+    refused = run_baton(tmp_path, *lone, environment=variables(head))
+    assert refused.returncode == 1
+    reason = f"cluster lone on Ray at {head.address} does not serve: start it with `baton serve`, or check --cluster"
+    assert refused.stderr.splitlines()[-1] == f"baton: {reason}"
+    if head.token is not None:
+        refused = run_baton(tmp_path, *lone, environment={"RAY_AUTH_MODE": "disabled"})
+        assert "asks for a token" in refused.stderr
