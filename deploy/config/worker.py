@@ -9,6 +9,7 @@ from orchestrator.requests.config import OrchestratorConfig
 from prefill_workers.config import PrefillConfig
 
 Role = Literal["prefill", "generate", "orchestrator"]
+Section = PrefillConfig | EngineConfig | OrchestratorConfig
 
 
 @settings
@@ -21,7 +22,7 @@ class WorkerConfig:
     rank: int
     """Rank in the prefill group; 0 for other roles."""
     place: WorkerPlace
-    section: PrefillConfig | EngineConfig | OrchestratorConfig
+    section: Section
     """Settings of the role."""
 
     @property

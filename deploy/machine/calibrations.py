@@ -111,12 +111,18 @@ def served_step_times(config: ClusterConfig, folder: Path) -> StepTimes:
     return find_step_times(_assumed_steps(config, folder), served_calibration_path(config, folder))
 
 
+def served_step_times_path(config: ClusterConfig, folder: Path) -> Path:
+    """Return the path of the file in which a cluster's step times are kept, whether or not there are any. Raises
+    ModelError."""
+    return path_beside(served_calibration_path(config, folder), _assumed_steps(config, folder))
+
+
 def engine_step_times(config: ClusterConfig, folder: Path) -> str:
     """Return the path of the step times by which the engines of a cluster plan drafts, whether or not there are any;
     empty without speculation. Raises ModelError."""
     if config.generate.speculation == "off":
         return ""
-    return str(path_beside(served_calibration_path(config, folder), _assumed_steps(config, folder)))
+    return str(served_step_times_path(config, folder))
 
 
 def _assumed_steps(config: ClusterConfig, folder: Path) -> StepTimes:

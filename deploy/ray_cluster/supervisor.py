@@ -31,9 +31,15 @@ from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
 from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
 from deploy.groups.restarts import Restarts
 from deploy.groups.roster import Roster
-from deploy.machine.calibrations import engine_step_times, served_calibration_path, served_planner
+from deploy.machine.calibrations import (
+    engine_step_times,
+    served_calibration_path,
+    served_planner,
+    served_step_times_path,
+)
 from deploy.machine.limits import tokens_of_slot
 from deploy.machine.model_folder import folder_on_node, require_alike
+from deploy.ray_cluster.kept_files import file_here, forget_files, keep_file
 from deploy.ray_cluster.memory import Address, Memory, forget_memory, load_memory
 from deploy.ray_cluster.places import RayRoom
 from deploy.ray_cluster.spawner import RaySpawner, end_worker
@@ -177,6 +183,7 @@ class SupervisorActor:
         while True:
             try:
                 self._here = await asyncio.to_thread(self._folder_here, "")
+                await asyncio.to_thread(self._share_measurements)
                 self._keeper = keeper = OrchestratorKeeper(self._plan(), self._view, self._around)
                 keeper.orders, keeper.follow = self._memory.orders, self._follow
                 await keeper.start()
@@ -233,7 +240,21 @@ class SupervisorActor:
             self._memory = replace(self._memory, step_times={**kept, str(folder): found})
             if self._keeper is not None:  # else it is kept when all groups have started
                 self._memory.save(self._config.name)
-        return self._memory.step_times[str(folder)]
+        path = self._memory.step_times[str(folder)]
+        if path:  # measured anew, perhaps
+            keep_file(self._config.name, Path(path))
+        return path
+
+    def _share_measurements(self) -> None:
+        """Keep this node's calibration and step times for others, or get those that were kept. Blocks."""
+        name, config = self._config.name, self._config
+        steps, calibration = served_step_times_path(config, self._here), served_calibration_path(config, self._here)
+        for path in (steps, calibration):
+            keep_file(name, path)
+        file_here(name, steps)
+        found = file_here(name, calibration)
+        given = str(found) if config.prefill.calibration else ""
+        self._config = replace(config, prefill=replace(config.prefill, calibration=given))
 
     def _folder_here(self, model: str) -> Path:
         """Return the folder, on this node, of the model that `baton reload` was given (empty: the configured one).
@@ -337,4 +358,5 @@ def end_supervisor(namespace: str) -> bool:
         ray.get(actor.stop.remote(), timeout=_STOP_S)
     ray.kill(actor)
     forget_memory(namespace)
+    forget_files(namespace)
     return True

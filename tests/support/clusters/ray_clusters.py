@@ -131,7 +131,7 @@ def launched(
         yield ServedCluster(process, cache, target="", ray_folder="", host=host)
     finally:
         if process.poll() is None:
-            process.send_signal(signal.SIGINT)
+            os.kill(host.inner(process.pid), signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(60)
         if process.poll() is None:

@@ -56,6 +56,11 @@ def test_a_cluster_serves_without_its_ray_s_head_and_is_supervised_by_the_next(s
         assert grown.returncode == 0, grown.stderr
         ask(client, smollm2, 600)
 
+        os.kill(second.inner(running.process.pid), signal.SIGINT)
+        assert running.process.wait(60) == 0
+        held = held_of(again.address)
+        assert not held["actors"] and not held["places"]
+
 
 def ask(client: Client, smollm2: Path, start: int, doomed: RayHead | None = None) -> None:
     """An answer, which must be the model's; in the middle of it the head is killed, if one is given."""
@@ -76,10 +81,10 @@ def redis_on(host: Host) -> Iterator[None]:
     assert REDIS is not None
     options = ("--port", str(REDIS_PORT), "--bind", host.address, "--save", "", "--protected-mode", "no")
     command = host.command(REDIS, *options)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             assert any("Ready to accept connections" in line for line in process.stdout)
             yield
         finally:
-            os.killpg(process.pid, signal.SIGTERM)  # a process that enters a host passes no signal on
+            os.kill(host.inner(process.pid), signal.SIGTERM)
