@@ -43,6 +43,8 @@ class Memory:
     step_times: Mapping[str, str] = field(default_factory=dict)
     """Path of the step times that engines were given, by the folder of their model: another node would choose another,
     and workers are found again by an equal configuration."""
+    worker_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of memory that workers ask of their node, by role; none are asked of a Ray that was started here."""
 
     def save(self, namespace: str) -> None:
         """Keep this for the cluster of that namespace, replacing what was kept before."""
@@ -51,6 +53,7 @@ class Memory:
             "address": None if self.address is None else asdict(self.address),
             "layout_fingerprint": self.layout_fingerprint,
             "step_times": dict(self.step_times),
+            "worker_bytes": dict(self.worker_bytes),
         }
         fields = {**orders, "models": dict(self.orders.models), **rest}
         _internal_kv_put(KEY, json.dumps(fields), namespace=namespace)
@@ -69,7 +72,7 @@ def memory_of(text: str | bytes) -> Memory:
     address = fields["address"]
     if address is not None:
         address = Address(address["endpoint"], address["node_id"], tuple(address["ports"]))
-    return Memory(orders, address, fields["layout_fingerprint"], fields["step_times"])
+    return Memory(orders, address, fields["layout_fingerprint"], fields["step_times"], fields["worker_bytes"])
 
 
 def forget_memory(namespace: str) -> None:

@@ -39,9 +39,10 @@ from deploy.machine.calibrations import (
 )
 from deploy.machine.limits import tokens_of_slot
 from deploy.machine.model_folder import folder_on_node, require_alike
+from deploy.machine.needs import worker_bytes
 from deploy.ray_cluster.kept_files import file_here, forget_files, keep_file
 from deploy.ray_cluster.memory import Address, Memory, forget_memory, load_memory
-from deploy.ray_cluster.places import RayRoom
+from deploy.ray_cluster.places import RayRoom, needs_of
 from deploy.ray_cluster.spawner import RaySpawner, end_worker
 from deploy.ray_cluster.worker import node_address
 from orchestrator.membership.view import ClusterView, Orders
@@ -94,7 +95,7 @@ class SupervisorActor:
         own_host = config.worker_host or (node_address() if config.ray.address else LOOPBACK)
         self._room = RayRoom(
             config.supervision.start_timeout_s,
-            config.node_labels,
+            needs_of(config.node_labels, {}),
             node_wait_s=config.ray.node_wait_s,
             across_nodes=config.prefill.across_nodes,
             report=self._report,
@@ -166,10 +167,16 @@ class SupervisorActor:
 
     async def _serve(self) -> None:
         before = load_memory(self._config.name)
+        if before is not None:
+            self._memory = before
+        elif self._config.ray.address:
+            folder = await asyncio.to_thread(self._folder_here, "")
+            asked = await asyncio.to_thread(worker_bytes, self._config, folder)
+            self._memory = replace(self._memory, worker_bytes=asked)
+        self._room.needs = needs_of(self._config.node_labels, self._memory.worker_bytes)
         if before is None:
             await self._start_all()
         else:
-            self._memory = before
             await self._roster.adopt(before.orders)
         if self._cluster.groups:  # if all groups have left, what the former life was told still holds
             self._memory = replace(self._memory, layout_fingerprint=self._cluster.groups[0].layout_fingerprint)

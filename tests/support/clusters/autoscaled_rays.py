@@ -11,16 +11,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ray.autoscaler._private.fake_multi_node.node_provider import (
-    FAKE_HEAD_NODE_ID,
-    FAKE_HEAD_NODE_TYPE,
-    FakeMultiNodeProvider,
-)
+from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID, FAKE_HEAD_NODE_TYPE
 
 from tests.support.clusters.ray_heads import RayHead, environment, free_port, ray_head
+from tests.support.folders import ROOT
+from tests.support.node_provider import NodeProvider
 
 IDLE_S = 6.0
 """Seconds without work after which a node goes."""
+NODE_BYTES = 4 * 2**30
+"""Memory that a node declares."""
 _LOOK = """
 import json, sys
 from ray.autoscaler.v2.sdk import get_cluster_status
@@ -39,6 +39,7 @@ def autoscaled_ray(node_types: Mapping[str, Mapping[str, int]], *, most: int = 3
         config.write_text(json.dumps(_config(node_types, most, f"127.0.0.1:{port}")))
         variables = {
             "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+            "PYTHONPATH": str(ROOT),
             "RAY_CLOUD_INSTANCE_ID": FAKE_HEAD_NODE_ID,
             "RAY_FAKE_CLUSTER": "1",
             "RAY_NODE_TYPE_NAME": FAKE_HEAD_NODE_TYPE,
@@ -64,7 +65,7 @@ def _config(node_types: Mapping[str, Mapping[str, int]], most: int, address: str
     one of somebody else's, which has no defaults."""
     types = {
         name: {
-            "resources": {"CPU": 1, "object_store_memory": 80_000_000, **resources},
+            "resources": {"CPU": 1, "memory": NODE_BYTES, "object_store_memory": 80_000_000, **resources},
             "labels": {"baton-pool": name},
             "node_config": {},
             "min_workers": 0,
@@ -79,7 +80,7 @@ def _config(node_types: Mapping[str, Mapping[str, int]], most: int, address: str
         "idle_timeout_minutes": IDLE_S / 60,
         "provider": {
             "type": "external",
-            "module": f"{FakeMultiNodeProvider.__module__}.{FakeMultiNodeProvider.__name__}",
+            "module": f"{NodeProvider.__module__}.{NodeProvider.__name__}",
             "gcs_address": address,
             "head_node_id": FAKE_HEAD_NODE_ID,
             "launch_multiple": True,

@@ -50,7 +50,9 @@ def grown(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[G
 
 def test_a_cluster_that_starts_on_a_bare_head_gets_a_node_for_each_pool(grown: Grown, smollm2: Path) -> None:
     for name, role in (("prefill-0", "prefill"), ("generate-0", "generate")):
-        wanted = f"{name} waits up to 120 s for a node with room for it (1 of baton_{role} on one node labelled"
+        wanted = (
+            f"{name} waits up to 120 s for a node with room for it (1 worker, each baton_{role} 1, CPU 0.01, memory "
+        )
         assert wanted in grown.running.stderr
     assert nodes_by_type(grown.ray) == {"prefill": 1, "generate": 1}
     ask(grown, smollm2, 0)

@@ -86,7 +86,7 @@ def test_groups_that_no_node_can_hold_are_refused_at_once(head: RayHead, smollm2
     assert time.monotonic() - began_s < 60  # where starting a worker may take 120
     assert refused.returncode == 1
     reason = refused.stderr.splitlines()[-1]
-    assert reason.startswith("baton: Ray has no room for prefill-0 (3 of baton_prefill on one node; it has 1 nodes")
+    assert reason.startswith("baton: Ray has no room for prefill-0 (3 workers, each baton_prefill 1, CPU 0.01, memory ")
     assert "Traceback" not in refused.stderr
     until(head.is_empty)
     assert not list((tmp_path / "baton" / "clusters").iterdir())
