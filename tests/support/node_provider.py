@@ -7,7 +7,7 @@ from ray.autoscaler._private.fake_multi_node.node_provider import FakeMultiNodeP
 
 
 class NodeProvider(FakeMultiNodeProvider):
-    """As Ray's own, for types of nodes that declare memory, which it would take for a resource that Ray does not know."""
+    """As Ray's own, for types of nodes that declare memory, which Ray would not know as a resource."""
 
     def create_node_with_resources_and_labels(
         self,
