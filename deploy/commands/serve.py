@@ -162,6 +162,8 @@ class _Launch:
         self._num_shown = state.num_reports
         if state.phase == "failed":
             raise _Failed(state.error)
+        if state.phase in ("stopping", "stopped"):
+            raise _Failed(f"cluster {self._config.name} was stopped by `baton stop --address`")
         if state.phase == "running" and state.endpoint != self._record.endpoint:
             self._record = self._record.serving(state.endpoint)
             self._record.save()

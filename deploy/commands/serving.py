@@ -40,6 +40,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         parser.set_defaults(run=run)
         if run is run_status:
             add_key_option(parser)
+        else:
+            parser.add_argument(
+                "--address",
+                metavar="HOST:PORT",
+                help="of the Ray that the cluster runs on, for a cluster whose launcher's machine is lost",
+            )
 
 
 def run_serve(args: argparse.Namespace) -> int:
@@ -61,6 +67,13 @@ def run_stop(args: argparse.Namespace) -> int:
     """Run `baton stop`: end the cluster with all its processes. Return 0, or 1 if the launcher does not end."""
     from deploy.commands.record import kill_ray, load_record
 
+    if args.address is not None:
+        from deploy.commands.ray_access import require_reachable
+
+        require_reachable(args.address)
+        found = _end_on(args.address, args.name)
+        print(f"cluster {args.name}: {'stopped' if found else 'not running'} on Ray at {args.address}")
+        return 0
     record = load_record(args.name)
     if record is None:
         print(f"cluster {args.name}: not running")
@@ -87,21 +100,22 @@ def run_stop(args: argparse.Namespace) -> int:
     return 0
 
 
-def _end_on(address: str, name: str) -> None:
-    """End the cluster of that name on a Ray that goes on running; does nothing when that Ray is gone."""
+def _end_on(address: str, name: str) -> bool:
+    """End the cluster of that name on a Ray that goes on running; return whether there was one. Does nothing when that
+    Ray is gone."""
     from baton.errors import UnavailableError
     from deploy.commands.ray_access import prepare_to_join
 
     try:
         prepare_to_join(address)
     except UnavailableError:
-        return
+        return False
     import ray
 
     from deploy.ray_cluster.supervisor import end_supervisor
 
     ray.init(address, namespace=name, configure_logging=False, log_to_driver=False)
     try:
-        end_supervisor(name)
+        return end_supervisor(name)
     finally:
         ray.shutdown()

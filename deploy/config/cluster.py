@@ -205,7 +205,7 @@ class RaySection:
     object_store_mib: Annotated[int, Field(ge=75)] = 80
     """Object store of a Ray that is started here, in MiB. Baton puts nothing large into it."""
     node_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Seconds that a start on a running Ray waits for nodes with room for all groups to join; 0: none."""
+    """Seconds that a group may wait for a node with room for it, which Ray's autoscaler may start; 0: none."""
 
 
 @settings
@@ -309,8 +309,15 @@ class ClusterConfig:
         )
 
     def orchestrator_worker(self, folder: Path, secret: ClusterSecret) -> WorkerConfig:
-        """Return the configuration of the orchestrator's process, which its supervisor reaches on the same machine."""
-        place = WorkerPlace(model_folder=folder, cores=self.orchestrator.cores, secret=secret.text)
+        """Return the configuration of the orchestrator's process, which its supervisor reaches on the same machine.
+        `folder` holds the resolved model on the launcher's machine; others find the model by its name."""
+        place = WorkerPlace(
+            model_folder=folder,
+            model=self.model.name,
+            model_search=tuple(Path(each) for each in self.model.search),
+            cores=self.orchestrator.cores,
+            secret=secret.text,
+        )
         return WorkerConfig("orchestrator", 0, 0, place, self.orchestrator_config(folder))
 
 

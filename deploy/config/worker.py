@@ -10,6 +10,7 @@ from orchestrator.requests.config import OrchestratorConfig
 from prefill_workers.config import PrefillConfig
 
 Role = Literal["prefill", "generate", "orchestrator"]
+Section = PrefillConfig | EngineConfig | OrchestratorConfig
 
 
 @settings
@@ -22,7 +23,7 @@ class WorkerConfig:
     rank: int
     """Rank in the prefill group; 0 for other roles."""
     place: WorkerPlace
-    section: PrefillConfig | EngineConfig | OrchestratorConfig
+    section: Section
     """Settings of the role."""
     lent: str = ""
     """Name of the worker in whose place this one runs, because its group has lent it; empty: it has a place of its

@@ -33,7 +33,7 @@ def nominal_calibration(folder: Path, dtype: str, num_threads: int, quantization
     """Return the nominal calibration of the model in `folder` on ranks of `num_threads` threads on this machine. Raises
     ModelError."""
     hardware = _machine(f"{num_threads} thread{'s' if num_threads > 1 else ''} a rank", quantization)
-    shape = _shape(folder, dtype)
+    shape = shape_of(folder, dtype)
     return nominal(folder.name, hardware, shape, cpu_rank(num_threads, shape.dtype_bytes))
 
 
@@ -69,7 +69,7 @@ def nominal_step_times(
     machine, with KV where `residency` keeps it. Raises ModelError."""
     threads = f"{num_threads} thread{'s' if num_threads > 1 else ''} an engine"
     hardware = _machine(f"{threads}, residency {residency}", quantization)
-    shape, weight_bytes = _shape(folder, dtype), _WEIGHT_BYTES.get(quantization)
+    shape, weight_bytes = shape_of(folder, dtype), _WEIGHT_BYTES.get(quantization)
     rates = cpu_rank(num_threads, shape.dtype_bytes)
     return nominal_steps(folder.name, hardware, shape, rates, weight_bytes=weight_bytes)
 
@@ -111,12 +111,18 @@ def served_step_times(config: ClusterConfig, folder: Path) -> StepTimes:
     return find_step_times(_assumed_steps(config, folder), served_calibration_path(config, folder))
 
 
+def served_step_times_path(config: ClusterConfig, folder: Path) -> Path:
+    """Return the path of the file in which a cluster's step times are kept, whether or not there are any. Raises
+    ModelError."""
+    return path_beside(served_calibration_path(config, folder), _assumed_steps(config, folder))
+
+
 def engine_step_times(config: ClusterConfig, folder: Path) -> str:
     """Return the path of the step times by which the engines of a cluster plan drafts, whether or not there are any;
     empty without speculation. Raises ModelError."""
     if config.generate.speculation == "off":
         return ""
-    return str(path_beside(served_calibration_path(config, folder), _assumed_steps(config, folder)))
+    return str(served_step_times_path(config, folder))
 
 
 def _assumed_steps(config: ClusterConfig, folder: Path) -> StepTimes:
@@ -167,7 +173,8 @@ def _processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _shape(folder: Path, dtype: str) -> ModelShape:
+def shape_of(folder: Path, dtype: str) -> ModelShape:
+    """Return the shape of the model in `folder` with weights and KV of that dtype. Raises ModelError."""
     from generate_workers.engine.model_shape import model_shape
     from modeling.checkpoints.weights import load_config  # imports torch
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -13,11 +14,14 @@ from baton.settings.paths import cache_folder
 from baton.settings.place import WorkerPlace
 from baton.types import KernelChoice
 from deploy.config.cluster import ClusterConfig
+from deploy.config.worker import Section
+from generate_workers.config import EngineConfig
 from modeling.checkpoints.catalog import resolve_model
 from modeling.kernels import native
 from modeling.kernels.kept_choice import load_choice
 from text.gguf_tokenizer import write_tokenizer
 
+S = TypeVar("S", bound=Section)
 _TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -49,6 +53,31 @@ def folder_on_node(place: WorkerPlace) -> Path:
     except ModelError as error:
         searched = ", ".join(map(str, place.model_search)) or "empty"
         raise ModelError(f"{place.model_folder} is missing, model.search is {searched}, and {error}") from error
+
+
+def path_on_node(path: Path, place: WorkerPlace, field: str) -> Path:
+    """Return where this node has a file or folder that the configuration names by the launcher's path: there, or by the
+    same name below `model_search`. Raises ConfigError, which names the configuration's `field`, when it has none."""
+    for each in (path, *(folder / path.name for folder in place.model_search)):
+        if each.exists():
+            return each
+    searched = ", ".join(map(str, place.model_search)) or "empty"
+    raise ConfigError(f"{field} = {path} is missing, and model.search is {searched}: put a copy of that name there")
+
+
+def section_on_node(section: S, place: WorkerPlace) -> S:
+    """Return a worker's settings with the paths that they name where this node has them. Raises ConfigError."""
+    if not isinstance(section, EngineConfig):
+        return section
+
+    def here(text: str, field: str) -> str:
+        return str(path_on_node(Path(text), place, f"generate.{field}")) if text else ""
+
+    return replace(
+        section,
+        selection_file=here(section.selection_file, "selection_file"),
+        draft_model=here(section.draft_model, "draft_model"),
+    )
 
 
 def resolve_drafts(config: ClusterConfig, console: Console) -> ClusterConfig:

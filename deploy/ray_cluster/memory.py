@@ -1,20 +1,35 @@
-"""What a supervisor's next life has to know: operators' orders, the orchestrator's ports, and the KV layout of groups
-that may all have left since. Kept in Ray's key-value store, which lives as long as that Ray does.
+"""What a supervisor's next life has to know, perhaps on another node: operators' orders, where the orchestrator
+serves, and what the workers were made with. Kept in Ray's key-value store, which lives as long as that Ray does.
 
 Orders are written before they are carried out, so that a group that was to leave does not come back with a new
-supervisor; the next orchestrator gets them from the supervisor.
+supervisor; the next orchestrator gets them from the supervisor. Gateways read the orchestrator's address there
+(`deploy.ray_cluster.finding`).
 """
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 from orchestrator.membership.view import Orders
 
-_KEY = "baton-supervisor"
-_SETS = ("drained", "leaving", "stand_ins")
+KEY = "baton-supervisor"
+"""Key of the memory in Ray's key-value store, in the cluster's namespace."""
+_SETS = ("drained", "leaving", "stand_ins", "surplus")
 _MAPS = ("models", "lent")
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where an orchestrator serves."""
+
+    endpoint: str
+    """Address for clients, host:port."""
+    node_id: str
+    """Id of its node in Ray."""
+    ports: tuple[int, int | None]
+    """Ports for clients and for metrics; None: no metrics."""
 
 
 @dataclass(frozen=True)
@@ -22,30 +37,46 @@ class Memory:
     """What the supervisor of one cluster keeps for its next life."""
 
     orders: Orders
-    ports: tuple[int, int | None] | None = None
-    """Ports of the orchestrator and of its metrics (None: no metrics); None before the orchestrator has served."""
+    address: Address | None = None
+    """Where the orchestrator serves, or served last; None before it has served."""
     layout_fingerprint: str = ""
     """Fingerprint of the KV layout of the groups that were there when this was kept."""
+    step_times: Mapping[str, str] = field(default_factory=dict)
+    """Path of the step times that engines were given, by the folder of their model: another node would choose another,
+    and workers are found again by an equal configuration."""
+    worker_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of memory that workers ask of their node, by role; none are asked of a Ray that was started here."""
 
     def save(self, namespace: str) -> None:
         """Keep this for the cluster of that namespace, replacing what was kept before."""
         orders = {name: sorted(getattr(self.orders, name)) for name in _SETS}
-        rest = {"ports": self.ports, "layout_fingerprint": self.layout_fingerprint}
+        rest = {
+            "address": None if self.address is None else asdict(self.address),
+            "layout_fingerprint": self.layout_fingerprint,
+            "step_times": dict(self.step_times),
+            "worker_bytes": dict(self.worker_bytes),
+        }
         fields = {**orders, **{name: dict(getattr(self.orders, name)) for name in _MAPS}, **rest}
-        _internal_kv_put(_KEY, json.dumps(fields), namespace=namespace)
+        _internal_kv_put(KEY, json.dumps(fields), namespace=namespace)
 
 
 def load_memory(namespace: str) -> Memory | None:
     """Return what an earlier supervisor of the cluster kept; None when its groups have never been up."""
-    text = _internal_kv_get(_KEY, namespace=namespace)
-    if text is None:
-        return None
+    text: bytes | None = _internal_kv_get(KEY, namespace=namespace)
+    return None if text is None else memory_of(text)
+
+
+def memory_of(text: str | bytes) -> Memory:
+    """Return the memory that was kept as this text."""
     fields = json.loads(text)
-    drained, leaving, stand_ins = (frozenset(fields[name]) for name in _SETS)
-    orders = Orders(drained, leaving, stand_ins, **{name: fields[name] for name in _MAPS})
-    return Memory(orders, fields["ports"] and tuple(fields["ports"]), fields["layout_fingerprint"])
+    sets = {name: frozenset(fields[name]) for name in _SETS}
+    orders = Orders(**sets, **{name: fields[name] for name in _MAPS})
+    address = fields["address"]
+    if address is not None:
+        address = Address(address["endpoint"], address["node_id"], tuple(address["ports"]))
+    return Memory(orders, address, fields["layout_fingerprint"], fields["step_times"], fields["worker_bytes"])
 
 
 def forget_memory(namespace: str) -> None:
     """Delete what is kept for a cluster that has ended. Harmless when nothing was kept."""
-    _internal_kv_del(_KEY, namespace=namespace)
+    _internal_kv_del(KEY, namespace=namespace)

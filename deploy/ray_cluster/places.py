@@ -1,26 +1,63 @@
-"""Room on Ray: a placement group for each group of workers, and an error at once when no node can ever hold one.
+"""Room on Ray: a placement group for each group of workers, and an error when no node can hold one in time.
 
 A group's workers are packed on one node, as a chain has to be; the groups of a pool are spread over the nodes that have
-its labels. What nodes have is what they declare. Used by the supervisor, on its loop.
+its labels. What nodes have is what they declare, and what workers need is in `WorkerNeeds`. A placement group that
+waits for a node is the demand by which Ray's autoscaler starts one, so it is made before there is room. Used by the
+supervisor, on its loop.
 """
 
 import asyncio
+import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
 
 from baton.errors import ConfigError
-from deploy.ray_cluster.spawner import SMALL_CPU, pool
+from deploy.ray_cluster.spawner import SMALL_CPU, is_placed, pool
 from orchestrator.membership.view import role_of
 
-_POLL_S = 0.5
+logger = logging.getLogger(__name__)
 
-Labels = Mapping[str, Mapping[str, str]]
-"""Labels that nodes of a pool have, by role; a role that is not there takes any node."""
+_POLL_S = 0.5
+_SOON_S = 2.0
+"""Seconds in which Ray places a group that a living node can hold; only longer waits are reported."""
+
+_GIB = 2**30
+_MOST_SHOWN = 8
+"""Most nodes that an error lists."""
+
+
+@dataclass(frozen=True)
+class WorkerNeeds:
+    """What a worker of a pool asks of its node."""
+
+    resources: Mapping[str, float]
+    """Amounts by Ray's names; memory in bytes."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels that the node must have."""
+
+    def __str__(self) -> str:
+        """Return the needs in words, for errors."""
+        where = f" labelled {_listed('{}={}'.format, self.labels)}" if self.labels else ""
+        return f"{_amounts(self.resources)}, on one node{where}"
+
+
+Needs = Mapping[str, WorkerNeeds]
+"""What workers of each role ask."""
+
+
+def needs_of(labels: Mapping[str, Mapping[str, str]], memory_bytes: Mapping[str, int]) -> Needs:
+    """Return what workers of each role ask: one of their pool's resource, few CPUs, the pool's labels, and memory, if
+    its bytes are given for the role."""
+    needs = {}
+    for role in ("prefill", "generate"):
+        memory = {"memory": float(memory_bytes[role])} if role in memory_bytes else {}
+        needs[role] = WorkerNeeds({pool(role): 1.0, "CPU": SMALL_CPU, **memory}, labels.get(role, {}))
+    return needs
 
 
 @dataclass(frozen=True)
@@ -31,58 +68,99 @@ class Node:
     resources: Mapping[str, float]
     """What it has in all, in use or not."""
     labels: Mapping[str, str]
+    address: str = ""
 
-    def holds(self, role: str, labels: Labels) -> int:
-        """Return how many workers of a role the node has room for when it is empty; 0 without the pool's labels."""
-        if not labels.get(role, {}).items() <= self.labels.items():
+    def holds(self, needs: WorkerNeeds) -> int:
+        """Return how many workers with these needs the node has room for when it is empty; 0 without their labels."""
+        if not needs.labels.items() <= self.labels.items():
             return 0
-        return int(self.resources.get(pool(role), 0))
+        return min(int(self.resources.get(name, 0) / amount) for name, amount in needs.resources.items())
 
 
 class RayRoom:
     """Reserves the room of groups on Ray. Implements Room."""
 
-    def __init__(self, timeout_s: float, labels: Labels, *, across_nodes: bool = False) -> None:
-        """Make a Room that waits up to `timeout_s` seconds for room that is taken now. With `across_nodes` a group that
-        no node could hold lies on several."""
+    def __init__(
+        self,
+        timeout_s: float,
+        needs: Needs,
+        *,
+        node_wait_s: float = 0.0,
+        across_nodes: bool = False,
+        report: Callable[[str], None] = logger.info,
+    ) -> None:
+        """Make a Room that waits up to `timeout_s` seconds for room that is taken now, and up to `node_wait_s` for
+        nodes that Ray does not have yet (0: it refuses at once). With `across_nodes` a group that no node could hold
+        lies on several. `report` gets a line for each group that waits."""
         self.places: dict[str, PlacementGroup] = {}
         """Placement group of each group of workers, by name."""
+        self.needs = needs
+        """What workers ask. Owned by the supervisor, which may replace it before the first group is placed."""
         self._timeout_s = timeout_s
-        self._labels = labels
+        self._node_wait_s = node_wait_s
         self._across_nodes = across_nodes
+        self._report = report
         self._targets: dict[str, str] = {}
         """The node that was chosen for each group, which counts until Ray has placed the group."""
 
     async def reserve(self, group: str, num_workers: int) -> None:
-        place = _find(group)
+        place, soon_s = _find(group), _SOON_S
         if place is None:
             nodes = living_nodes()
-            check_room(nodes, {group: num_workers}, self._labels, across_nodes=self._across_nodes)
-            held = _held(self._targets)
-            self._targets[group] = least_used(nodes, group, num_workers, self._labels, held)
+            try:
+                self._check({group: num_workers}, nodes)
+            except ConfigError:
+                if not self._node_wait_s:
+                    raise
+                soon_s = 0.0
+            self._targets[group] = least_used(nodes, group, num_workers, self._of(group), _held(self._targets))
             place = self._make(group, num_workers)
         self.places[group] = place
-        if not await asyncio.to_thread(place.wait, self._timeout_s):
+        if await _placed_within(place, soon_s):
+            return
+        wait_s = max(self._timeout_s, self._node_wait_s)
+        wanted = _wanted(num_workers, self._of(group))
+        self._report(f"{group} waits up to {wait_s:g} s for a node with room for it ({wanted})")
+        if not await _placed_within(place, wait_s):
             await self.release(group)
-            raise _no_room(group, num_workers, f"not within {self._timeout_s:g} s", self._labels)
+            nodes = await asyncio.to_thread(living_nodes)
+            raise _no_room(group, num_workers, self._of(group), nodes, f"not within {wait_s:g} s; ")
+
+    async def reserve_all(self, sizes: Mapping[str, int]) -> None:
+        """Reserve room for all groups of these sizes at once, so that Ray sees the whole demand. Returns when there is
+        room for every one. Raises ConfigError as `reserve` does; the caller then releases the groups."""
+        if not self._node_wait_s:
+            self._check(sizes, living_nodes())
+        reserving = [asyncio.create_task(self.reserve(name, size)) for name, size in sizes.items()]
+        try:
+            await asyncio.gather(*reserving)
+        finally:
+            for each in reserving:
+                each.cancel()
+            await asyncio.gather(*reserving, return_exceptions=True)
 
     async def release(self, group: str) -> None:
         place = self.places.pop(group, None) or _find(group)
+        self._targets.pop(group, None)
         if place is not None:
             await asyncio.to_thread(ray.util.remove_placement_group, place)
 
+    def _check(self, sizes: Mapping[str, int], nodes: Sequence[Node]) -> None:
+        check_room(nodes, sizes, self.needs, across_nodes=self._across_nodes)
+
+    def _of(self, group: str) -> WorkerNeeds:
+        return self.needs[role_of(group)]
+
     def _make(self, group: str, num_workers: int) -> PlacementGroup:
         """Return a new placement group, on the group's target unless that is gone or full: then on any node. Without a
-        target it lies on as few nodes as hold it."""
-        role = role_of(group)
-        wanted = dict(self._labels.get(role, {}))
-        target = self._targets[group]
+        target it waits for a node that holds it or, `across_nodes`, lies on as few nodes as hold it."""
+        target, needs = self._targets[group], self._of(group)
         made: PlacementGroup = ray.util.placement_group(
-            [{"CPU": SMALL_CPU, pool(role): 1.0}] * num_workers,
-            strategy="STRICT_PACK" if target else "PACK",
+            [dict(needs.resources)] * num_workers,
+            strategy="STRICT_PACK" if target or not self._across_nodes else "PACK",
             name=group,
             lifetime="detached",
-            bundle_label_selector=[wanted] * num_workers if wanted else None,
+            bundle_label_selector=[dict(needs.labels)] * num_workers if needs.labels else None,
             _soft_target_node_id=target or None,
         )
         return made
@@ -91,61 +169,40 @@ class RayRoom:
 def living_nodes() -> list[Node]:
     """Return Ray's living nodes."""
     list_nodes: Callable[[], list[dict[str, Any]]] = ray.nodes  # untyped in ray
-    return [Node(each["NodeID"], each["Resources"], each["Labels"]) for each in list_nodes() if each["Alive"]]
+    return [
+        Node(each["NodeID"], each["Resources"], each["Labels"], each["NodeManagerAddress"])
+        for each in list_nodes()
+        if each["Alive"]
+    ]
 
 
-def least_used(nodes: Sequence[Node], group: str, size: int, labels: Labels, held: Mapping[str, Counter[str]]) -> str:
+def least_used(
+    nodes: Sequence[Node], group: str, size: int, needs: WorkerNeeds, held: Mapping[str, Counter[str]]
+) -> str:
     """Return the id of the node for a further group of that size: of those that can hold it beside their other groups
     of the pool, the one with the fewest; if there is none, of those that could hold it alone; empty if none could.
     `held` has the workers of each role on each node, by the node's id."""
     role = role_of(group)
-    able = [node for node in nodes if node.holds(role, labels) >= size]
+    able = [node for node in nodes if node.holds(needs) >= size]
 
     def used(node: Node) -> int:
         return held.get(node.node_id, Counter[str]())[role]
 
-    free = [node for node in able if node.holds(role, labels) - used(node) >= size]
+    free = [node for node in able if node.holds(needs) - used(node) >= size]
     return min(free or able, key=used).node_id if able else ""
 
 
-async def wait_for_room(
-    sizes: Mapping[str, int],
-    timeout_s: float,
-    report: Callable[[str], None],
-    labels: Labels,
-    list_nodes: Callable[[], Sequence[Node]] = living_nodes,
-    *,
-    across_nodes: bool = False,
-) -> None:
-    """Return when Ray's nodes, were they empty, could hold all groups of these sizes: at once, or when further nodes
-    have joined. The first lack is reported. Raises ConfigError, as `check_room` does, after `timeout_s` seconds."""
-    loop = asyncio.get_running_loop()
-    deadline_s, reported = loop.time() + timeout_s, False
-    while True:
-        try:
-            check_room(await asyncio.to_thread(list_nodes), sizes, labels, across_nodes=across_nodes)
-        except ConfigError as error:
-            if loop.time() >= deadline_s:
-                raise
-            if not reported:
-                report(f"waiting up to {timeout_s:g} s for nodes to join: {error}")
-                reported = True
-        else:
-            return
-        await asyncio.sleep(_POLL_S)
-
-
-def check_room(nodes: Sequence[Node], sizes: Mapping[str, int], labels: Labels, *, across_nodes: bool = False) -> None:
+def check_room(nodes: Sequence[Node], sizes: Mapping[str, int], needs: Needs, *, across_nodes: bool = False) -> None:
     """Raise ConfigError when these nodes, were they empty, could not hold all groups of these sizes, each on one node
-    unless it may lie `across_nodes`. Groups of one pool are equally large."""
+    unless it may lie `across_nodes`. Groups of one pool are equally large. Pools are looked at one by one."""
     for role in {role_of(name) for name in sizes}:
         groups = {name: size for name, size in sizes.items() if role_of(name) == role}
-        held = [node.holds(role, labels) for node in nodes]
+        held = [node.holds(needs[role]) for node in nodes]
         (size,) = {*groups.values()}
         room = sum(held) // size if across_nodes else sum(each // size for each in held)
         if len(groups) > room:
             name = list(groups)[room]
-            raise _no_room(name, groups[name], f"it has {len(held)} nodes, with {max(held, default=0)} at most", labels)
+            raise _no_room(name, groups[name], needs[role], nodes)
 
 
 def _held(targets: Mapping[str, str]) -> dict[str, Counter[str]]:
@@ -161,6 +218,17 @@ def _held(targets: Mapping[str, str]) -> dict[str, Counter[str]]:
     return held
 
 
+async def _placed_within(place: PlacementGroup, timeout_s: float) -> bool:
+    """Return whether Ray places a group within so many seconds."""
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + timeout_s
+    while not await asyncio.to_thread(is_placed, place):  # by short looks: a wait in a thread would keep the thread
+        if loop.time() >= deadline_s:
+            return False
+        await asyncio.sleep(_POLL_S)
+    return True
+
+
 def _find(group: str) -> PlacementGroup | None:
     """Return the placement group of that name in this supervisor's namespace; None when there is none."""
     try:
@@ -170,12 +238,29 @@ def _find(group: str) -> PlacementGroup | None:
     return place
 
 
-def _no_room(name: str, size: int, why: str, labels: Labels) -> ConfigError:
-    role = role_of(name)
-    wanted = ", ".join(f"{key}={value}" for key, value in labels.get(role, {}).items())
-    where = f"one node labelled {wanted}" if wanted else "one node"
-    declared = "that resource and those labels" if wanted else "that resource"
+def _no_room(name: str, size: int, needs: WorkerNeeds, nodes: Sequence[Node], why: str = "") -> ConfigError:
+    has = [f"{each.address or each.node_id} {_amounts(each.resources, needs.resources)}" for each in nodes]
+    more = [f"{len(has) - _MOST_SHOWN} more"] if len(has) > _MOST_SHOWN else []
+    there = f"nodes have {'; '.join([*has[:_MOST_SHOWN], *more])}" if has else "it has no nodes"
     return ConfigError(
-        f"Ray has no room for {name} ({size} of {pool(role)} on {where}; {why}): use fewer ranks or groups, or add "
-        f"nodes that declare {declared}"
+        f"Ray has no room for {name} ({_wanted(size, needs)}; {why}{there}): use fewer ranks or groups, or add "
+        "nodes that declare this; ray.node_wait_s lets groups wait for them"
     )
+
+
+def _wanted(size: int, needs: WorkerNeeds) -> str:
+    """Return what a group of that size asks, in words."""
+    return f"{size} worker{'s' if size > 1 else ''}, each {needs}"
+
+
+def _amounts(resources: Mapping[str, float], names: Iterable[str] | None = None) -> str:
+    """Return the amounts of these resources, all or those of `names`, in words."""
+    return _listed(_amount, {name: resources.get(name, 0) for name in (resources if names is None else names)})
+
+
+def _amount(name: str, amount: float) -> str:
+    return f"{name} {amount / _GIB:.1f} GiB" if name == "memory" else f"{name} {amount:g}"
+
+
+def _listed(show: Callable[[str, Any], str], items: Mapping[str, Any]) -> str:
+    return ", ".join(show(name, value) for name, value in items.items())

@@ -104,9 +104,18 @@ class RaySpawner:
 
     async def start(self, config: WorkerConfig) -> RayWorker:
         """Return the living actor in the worker's place if its configuration equals `config`, or is that of another
-        role, which it then changes; else start a new one. Raises WorkerStartError or UnavailableError."""
+        role, which it then changes; else start a new one. Raises WorkerStartError or UnavailableError, the latter at
+        once while no node has room for the worker's group."""
+        await self._require_place(config)
         actor = await self._find(config) or self._make(config)
         return RayWorker(config, actor, await _serve(actor, config, self._timeout_s), self._timeout_s)
+
+    async def _require_place(self, config: WorkerConfig) -> None:
+        """Raise UnavailableError for a worker whose group lost its node, until Ray has found the group another."""
+        group, _ = place_of(config.place_name)
+        place = self._places.get(group)
+        if place is not None and not await asyncio.to_thread(is_placed, place):
+            raise UnavailableError(f"{config.name} waits for a node with room for {group}")
 
     async def _find(self, config: WorkerConfig) -> "ActorHandle[Any] | None":
         actor = _actor(self._namespace, config.place_name)
@@ -174,6 +183,13 @@ async def end_worker(namespace: str, name: str) -> None:
     with contextlib.suppress(RayError, TimeoutError):  # the actor is killed next, whatever it answers
         await asyncio.wait_for(answer(actor.stop.remote()), CLOSE_GRACE_S)
     ray.kill(actor)
+
+
+def is_placed(place: PlacementGroup) -> bool:
+    """Return whether all workers of a placement group have their room now. A group whose node was lost has none until
+    Ray has found it another. Blocks for an answer of Ray's control store."""
+    told: dict[str, Any] = ray.util.placement_group_table(place)
+    return bool(told.get("state") == "CREATED")
 
 
 def pool(role: str) -> str:

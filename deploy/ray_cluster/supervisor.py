@@ -1,8 +1,8 @@
 """The supervisor: a detached Ray actor that makes all groups and the orchestrator, watches them, and ends them.
 
-It outlives its launcher and is restarted by Ray. A new life adopts what the last one left, ends groups that operators
-had sent away, and links the chains anew. Its loop has a thread of its own, started with the actor, so that a restart
-needs no call.
+It outlives its launcher and is restarted by Ray, on another node when its own is lost. A new life adopts what the last
+one left, ends groups that operators had sent away, links the chains anew, and gives the orchestrator a place beside it.
+Its loop has a thread of its own, started with the actor, so that a restart needs no call.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import contextlib
 import ipaddress
 import logging
 import os
+import socket
 import threading
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,12 +29,20 @@ from deploy.config.cluster import ClusterConfig
 from deploy.groups.cluster import Cluster, group_of
 from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
 from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
+from deploy.groups.restarts import Restarts
 from deploy.groups.roster import Roster
-from deploy.machine.calibrations import engine_step_times, served_calibration_path, served_planner
+from deploy.machine.calibrations import (
+    engine_step_times,
+    served_calibration_path,
+    served_planner,
+    served_step_times_path,
+)
 from deploy.machine.limits import tokens_of_slot
-from deploy.machine.model_folder import require_alike
-from deploy.ray_cluster.memory import Memory, forget_memory, load_memory
-from deploy.ray_cluster.places import RayRoom, wait_for_room
+from deploy.machine.model_folder import folder_on_node, require_alike
+from deploy.machine.needs import worker_bytes
+from deploy.ray_cluster.kept_files import file_here, forget_files, keep_file
+from deploy.ray_cluster.memory import Address, Memory, forget_memory, load_memory
+from deploy.ray_cluster.places import RayRoom, needs_of
 from deploy.ray_cluster.spawner import RaySpawner, end_worker
 from deploy.ray_cluster.worker import node_address
 from orchestrator.membership.view import ClusterView, Orders
@@ -53,7 +62,7 @@ class SupervisorState:
     pid: int
     node_id: str
     phase: str = "starting"
-    """Phase of the cluster: starting, running, failed or stopped."""
+    """Phase of the cluster: starting, running, stopping, failed or stopped."""
     reports: tuple[str, ...] = ()
     """Lines for the user, the latest of this life."""
     num_reports: int = 0
@@ -77,14 +86,19 @@ class SupervisorActor:
         cluster's processes share."""
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         self._config = config
-        self._folder = folder
+        self._folder = self._here = folder
+        """The model's folder on the launcher's node, and on this one."""
         self._kernels = kernels
         self._store = store
         self._secret = secret
         self._state = SupervisorState(os.getpid(), ray.get_runtime_context().get_node_id())
         own_host = config.worker_host or (node_address() if config.ray.address else LOOPBACK)
         self._room = RayRoom(
-            config.supervision.start_timeout_s, config.node_labels, across_nodes=config.prefill.across_nodes
+            config.supervision.start_timeout_s,
+            needs_of(config.node_labels, {}),
+            node_wait_s=config.ray.node_wait_s,
+            across_nodes=config.prefill.across_nodes,
+            report=self._report,
         )
         self._around = Surroundings(
             RaySpawner(config.name, config.supervision.start_timeout_s, self._room.places),
@@ -116,6 +130,7 @@ class SupervisorActor:
 
     def stop(self) -> None:
         """End everything that was made; return when it has ended."""
+        self._state = replace(self._state, phase="stopping")
         self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join(_STOP_S)
 
@@ -152,33 +167,54 @@ class SupervisorActor:
 
     async def _serve(self) -> None:
         before = load_memory(self._config.name)
+        if before is not None:
+            self._memory = before
+        elif self._config.ray.address:
+            folder = await asyncio.to_thread(self._folder_here, "")
+            asked = await asyncio.to_thread(worker_bytes, self._config, folder)
+            self._memory = replace(self._memory, worker_bytes=asked)
+        self._room.needs = needs_of(self._config.node_labels, self._memory.worker_bytes)
         if before is None:
             await self._start_all()
         else:
-            self._memory = before
             await self._roster.adopt(before.orders)
         if self._cluster.groups:  # if all groups have left, what the former life was told still holds
             self._memory = replace(self._memory, layout_fingerprint=self._cluster.groups[0].layout_fingerprint)
         self._memory.save(self._config.name)
-        keeper = OrchestratorKeeper(self._plan(), self._view, self._around)
-        keeper.orders, keeper.follow = self._memory.orders, self._follow
-        self._keeper = keeper
-        await keeper.start()
-        self._memory = replace(self._memory, ports=keeper.ports)
-        self._memory.save(self._config.name)
+        await self._start_orchestrator(is_first=before is None)
+
+    async def _start_orchestrator(self, *, is_first: bool) -> None:
+        """Start the orchestrator, or find that of an earlier life. Raises its error when the cluster starts. Later the
+        workers serve already, and the start is tried again until it succeeds."""
+        restarts = Restarts(self._around.backoff, self._around.clock, num_at_once=0)
+        while True:
+            try:
+                self._here = await asyncio.to_thread(self._folder_here, "")
+                await asyncio.to_thread(self._share_measurements)
+                self._keeper = keeper = OrchestratorKeeper(self._plan(), self._view, self._around)
+                keeper.orders, keeper.follow = self._memory.orders, self._follow
+                await keeper.start()
+            except BatonError as error:
+                if is_first:
+                    raise
+                pause_s = restarts.ended()
+                self._report(f"the orchestrator could not be started ({error}): next try in {pause_s:g} s")
+                await asyncio.sleep(pause_s)
+            else:
+                self._serves(keeper)
+                return
+
+    def _serves(self, keeper: OrchestratorKeeper) -> None:
+        """Keep and report where the orchestrator serves now."""
         endpoint = f"{self._client_host()}:{keeper.ports[0]}"
+        self._memory = replace(self._memory, address=Address(endpoint, self._state.node_id, keeper.ports))
+        self._memory.save(self._config.name)
         self._report(f"orchestrator serves on {endpoint}")
         self._state = replace(self._state, phase="running", endpoint=endpoint)
 
     async def _start_all(self) -> None:
         """Start the cluster's first life: all groups or none. Raises the first failure."""
-        await wait_for_room(
-            self._sizes,
-            self._config.ray.node_wait_s,
-            self._report,
-            self._config.node_labels,
-            across_nodes=self._config.prefill.across_nodes,
-        )
+        await self._room.reserve_all(self._sizes)
         self._report(f"starting {self._config.num_workers} workers")
         for name in self._sizes:
             self._cluster.add(self._make_group(name, Orders()))
@@ -188,7 +224,7 @@ class SupervisorActor:
         """Make a group that is not started yet. Implements deploy.groups.roster.MakeGroup."""
         model = orders.models.get(name, "")
         if model:
-            require_alike(Path(model), self._folder)
+            require_alike(self._folder_here(model), self._folder_here(""))
         folder = Path(model) if model else self._folder
         workers_of = partial(
             self._config.workers,
@@ -198,9 +234,40 @@ class SupervisorActor:
             secret=self._secret,
             model=model,
             host="" if self._config.ray.address else LOOPBACK,
-            step_times=engine_step_times(self._config, folder),
+            step_times=self._step_times(folder, model),
         )
         return group_of(name, workers_of, self._around, orders)
+
+    def _step_times(self, folder: Path, model: str) -> str:
+        """Return the path of the step times for engines whose model is in that folder on the launcher's machine: the
+        same in all lives of the supervisor."""
+        kept = self._memory.step_times
+        if str(folder) not in kept:
+            found = engine_step_times(self._config, self._folder_here(model))
+            self._memory = replace(self._memory, step_times={**kept, str(folder): found})
+            if self._keeper is not None:  # else it is kept when all groups have started
+                self._memory.save(self._config.name)
+        path = self._memory.step_times[str(folder)]
+        if path:  # measured anew, perhaps
+            keep_file(self._config.name, Path(path))
+        return path
+
+    def _share_measurements(self) -> None:
+        """Keep this node's calibration and step times for others, or get those that were kept. Blocks."""
+        name, config = self._config.name, self._config
+        steps, calibration = served_step_times_path(config, self._here), served_calibration_path(config, self._here)
+        for path in (steps, calibration):
+            keep_file(name, path)
+        file_here(name, steps)
+        found = file_here(name, calibration)
+        given = str(found) if config.prefill.calibration else ""
+        self._config = replace(config, prefill=replace(config.prefill, calibration=given))
+
+    def _folder_here(self, model: str) -> Path:
+        """Return the folder, on this node, of the model that `baton reload` was given (empty: the configured one).
+        Blocks. Raises ModelError."""
+        place = self._config.orchestrator_worker(self._folder, self._secret).place
+        return folder_on_node(replace(place, model=model, model_folder=Path(model)) if model else place)
 
     def _follow(self, orders: Orders) -> Orders:
         """Take the operators' orders that come with each heartbeat of the orchestrator, and carry them out. Return
@@ -220,31 +287,38 @@ class SupervisorActor:
         from modeling.checkpoints.weights import load_config
         from text.tokenizer import Tokenizer
 
-        model = load_config(self._folder)
-        self._max_tokens = tokens_of_slot(self._folder, self._config.generate.max_slot_tokens)
+        model = load_config(self._here)
+        self._max_tokens = tokens_of_slot(self._here, self._config.generate.max_slot_tokens)
         info = ModelInfo(
             name=Path(self._config.model.name).name,
             max_tokens=self._max_tokens,
             vocab_size=model.vocab_size,
             dtype=self._config.model.description,
-            has_chat_template=Tokenizer.load(self._folder).has_chat_template,
+            has_chat_template=Tokenizer.load(self._here).has_chat_template,
             layout_fingerprint=self._memory.layout_fingerprint,
         )
-        section = self._config.orchestrator
+        section, before = self._config.orchestrator, self._memory.address
+        configured = (section.port, None if section.metrics_port < 0 else section.metrics_port)
         return OrchestratorPlan(
             self._config.orchestrator_worker(self._folder, self._secret),
             info,
             model.eos_token_ids,
-            partial(served_planner, self._config, self._folder),
-            section.host,
-            self._memory.ports or (section.port, None if section.metrics_port < 0 else section.metrics_port),
-            served_calibration_path(self._config, self._folder),
+            partial(served_planner, self._config, self._here),
+            self._host(),
+            before.ports if before is not None and before.node_id == self._state.node_id else configured,
+            served_calibration_path(self._config, self._here),
             self._config.supervision.start_timeout_s,
         )
 
+    def _host(self) -> str:
+        """Return the interface on which clients are served here: the configured one, or this node's address where that
+        is another node's."""
+        host = self._config.orchestrator.host
+        return host if _is_own(host) else node_address()
+
     def _client_host(self) -> str:
         """Return the address at which clients reach an orchestrator on this node."""
-        host = self._config.orchestrator.host
+        host = self._host()
         return node_address() if _is_wildcard(host) else host
 
     def _view(self) -> ClusterView:
@@ -269,13 +343,27 @@ def _is_wildcard(host: str) -> bool:
         return False
 
 
-def end_supervisor(namespace: str) -> None:
-    """Stop the supervisor of that namespace, with all that it made. Harmless when there is none."""
+def _is_own(host: str) -> bool:
+    """Return whether this machine has an interface with that address, or takes it for all of its interfaces."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)
+        for family, kind, protocol, _, address in found:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def end_supervisor(namespace: str) -> bool:
+    """Stop the supervisor of that namespace, with all that it made. Return whether there was one."""
     try:
         actor = ray.get_actor(NAME, namespace=namespace)
     except ValueError:
-        return
+        return False
     with contextlib.suppress(RayError):  # the actor is killed next, whatever it answers
         ray.get(actor.stop.remote(), timeout=_STOP_S)
     ray.kill(actor)
     forget_memory(namespace)
+    forget_files(namespace)
+    return True

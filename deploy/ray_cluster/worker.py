@@ -8,13 +8,15 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import ray
 
-from baton.errors import BatonError, ModelError
+from baton.errors import BatonError
 from deploy.config.worker import WorkerConfig
 from deploy.groups.hosting import WorkerHost
-from deploy.machine.model_folder import folder_on_node
+from deploy.machine.model_folder import folder_on_node, section_on_node
+from deploy.ray_cluster.kept_files import file_here
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,8 @@ class WorkerActor:
             here = await asyncio.to_thread(_on_this_node, config)
             return Served(pid, node_id, here.place.host, await self._host.serve(here))
         except BatonError as error:
-            return Served(pid, node_id, error=str(error))
+            where = "" if config.place.host else f"on node {node_address()}: "
+            return Served(pid, node_id, error=f"{where}{error}")
 
     async def config(self) -> WorkerConfig:
         """Return the configuration that the worker serves with."""
@@ -79,11 +82,9 @@ def node_address() -> str:
 
 
 def _on_this_node(config: WorkerConfig) -> WorkerConfig:
-    """Return the configuration with what it leaves to the node: its address, and where its copy of the model is.
-    Blocks; converts the model if that is how the node gets it. Raises ModelError, with the node's address."""
-    address, place = node_address(), config.place
-    try:
-        folder = folder_on_node(place)
-    except ModelError as error:
-        raise ModelError(f"on node {address}: {error}") from error
-    return replace(config, place=replace(place, host=place.host or address, model_folder=folder))
+    """Return the configuration with what it leaves to the node: its address, and where its copies of the model and of
+    other files are. Blocks; converts the model if that is how the node gets it. Raises ModelError or ConfigError."""
+    place, namespace = config.place, ray.get_runtime_context().namespace
+    step_times = str(file_here(namespace, Path(place.step_times))) if place.step_times else ""
+    here = replace(place, host=place.host or node_address(), model_folder=folder_on_node(place), step_times=step_times)
+    return replace(config, place=here, section=section_on_node(config.section, place))

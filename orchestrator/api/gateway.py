@@ -2,13 +2,15 @@
 
 Runs in a process of its own, started by `deploy.commands.gateway`. It reads requests by `orchestrator.api.reading`, and
 passes on token ids, the caller's metadata, the time left before the deadline, and cancellations. Replies pass through
-byte for byte, errors included. It stores nothing of a stream: any gateway can resume another's. On the process's
-asyncio loop; long prompts are tokenized in threads.
+byte for byte, errors included. It stores nothing of a stream: any gateway can resume another's. When the orchestrator
+moves to another address, the gateway is told so (`Gateway.move`). On the process's asyncio loop; long prompts are
+tokenized in threads.
 """
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from functools import partial
 from typing import Any, Self
 
@@ -19,7 +21,7 @@ from grpc_reflection.v1alpha import reflection
 
 from baton.clock import Clock
 from baton.errors import BatonError, ConfigError, UnavailableError
-from baton.process.endless import Pauses, repeat
+from baton.process.endless import Pauses, is_task_cancelled, repeat
 from baton.proto_types import model_from_proto
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
@@ -38,6 +40,8 @@ _GenerateCall = grpc.aio.UnaryStreamCall[pb.GenerateRequest, bytes]
 SERVICE = pb.DESCRIPTOR.services_by_name["Orchestrator"].full_name
 _STATUS_GRACE_S = 1.0
 """Seconds that the last statuses have to leave, when no request runs any more."""
+_PASSED_ON = ("GetModel", "GetClusterState")
+"""Methods whose messages pass through as they are."""
 _CLOSING = "the gateway is shutting down: try again"
 _ANSWER_S = 10.0
 """Seconds that the orchestrator has to answer which model it serves."""
@@ -52,12 +56,9 @@ class GatewayServicer:
     """Serves baton.v1.Orchestrator by an orchestrator elsewhere; messages that only pass through are bytes."""
 
     def __init__(self, orchestrator: grpc.aio.Channel, reader: RequestReader, model: str, clock: Clock) -> None:
-        self._generate: grpc.aio.UnaryStreamMultiCallable[pb.GenerateRequest, bytes] = orchestrator.unary_stream(
-            f"/{SERVICE}/Generate", pb.GenerateRequest.SerializeToString
-        )
-        self._unary: dict[str, grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]] = {
-            name: orchestrator.unary_unary(f"/{SERVICE}/{name}") for name in ("GetModel", "GetClusterState")
-        }
+        self._generate: grpc.aio.UnaryStreamMultiCallable[pb.GenerateRequest, bytes]
+        self._unary: dict[str, grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]]
+        self.use(orchestrator)
         self._reader = reader
         self._model = model
         self._clock = clock
@@ -65,13 +66,18 @@ class GatewayServicer:
         """Calls to the orchestrator, by the tasks that pass on their messages."""
         self._closing = False
 
+    def use(self, orchestrator: grpc.aio.Channel) -> None:
+        """Send what comes from now on to this orchestrator; calls to a former one go on until its channel is closed."""
+        self._generate = orchestrator.unary_stream(f"/{SERVICE}/Generate", pb.GenerateRequest.SerializeToString)
+        self._unary = {name: orchestrator.unary_unary(f"/{SERVICE}/{name}") for name in _PASSED_ON}
+
     def handler(self) -> grpc.GenericRpcHandler:
         """Return the service's methods, to be added to a server."""
         methods: dict[str, Any] = {  # their types are those of synchronous servers
             "Generate": grpc.unary_stream_rpc_method_handler(self.generate, pb.GenerateRequest.FromString),
         }
-        for name, call in self._unary.items():
-            methods[name] = grpc.unary_unary_rpc_method_handler(partial(_pass_on, call))
+        for name in _PASSED_ON:
+            methods[name] = grpc.unary_unary_rpc_method_handler(partial(self._pass_on, name))
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[bytes]:
@@ -104,13 +110,23 @@ class GatewayServicer:
 
     async def _messages(self, call: _GenerateCall) -> AsyncIterator[bytes]:
         """Yield all messages that the orchestrator sends; raise the error with which it ended the call."""
+        with self._translated():
+            while isinstance(message := await call.read(), bytes):
+                yield message
+
+    async def _pass_on(self, name: str, request: bytes, context: Context) -> bytes:
+        metadata = _passed_on(context.invocation_metadata() or ())
+        with self._translated():
+            return await self._unary[name](request, timeout=context.time_remaining(), metadata=metadata)
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Raise the BatonError that an error of a call to the orchestrator stands for."""
         try:
             with translate_rpc_errors():
-                while isinstance(message := await call.read(), bytes):
-                    yield message
+                yield
         except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            if is_task_cancelled():
                 raise  # the client has gone
             why = _CLOSING if self._closing else "the orchestrator gave the call up: try again"
             raise UnavailableError(why) from error  # grpc.aio's report of a call that was cancelled
@@ -136,14 +152,15 @@ class Gateway:
         servicer: GatewayServicer,
         port: int,
         shown: health.HealthServicer,
-        watch: asyncio.Task[None],
+        watch: Callable[[grpc.aio.Channel], Coroutine[Any, Any, None]],
     ) -> None:
-        """`shown` is the server's health service; the task `watch` keeps it as the orchestrator's health is."""
+        """`shown` is the server's health service, which `watch` keeps as an orchestrator's health is."""
         self.port = port
         self._server = server
         self._servicer = servicer
         self._shown = shown
         self._watch = watch
+        self._watching: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(
@@ -177,21 +194,33 @@ class Gateway:
         reflection.enable_server_reflection((SERVICE, health_name, reflection.SERVICE_NAME), server)
         await _show(shown, health_pb2.HealthCheckResponse.NOT_SERVING)  # until the orchestrator answers
         await server.start()
-        watch = asyncio.create_task(_show_health(shown, orchestrator, model, caller))
-        return cls(server, servicer, bound, shown, watch)
+        gateway = cls(server, servicer, bound, shown, partial(_show_health, shown, model, caller))
+        await gateway.move(orchestrator)
+        return gateway
+
+    async def move(self, orchestrator: grpc.aio.Channel) -> None:
+        """Serve by this orchestrator from now on. Streams of the former one end with UNAVAILABLE when the caller closes
+        its channel, and their clients resume them here."""
+        await self._end_watch()
+        self._servicer.use(orchestrator)
+        self._watching = asyncio.create_task(self._watch(orchestrator))
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuse new requests and connections, give running ones `grace_s` seconds, and end the rest with UNAVAILABLE.
 
         Clients of ended streams resume them at another gateway, or at this one's next life. Idempotent.
         """
-        self._watch.cancel()
-        await asyncio.gather(self._watch, return_exceptions=True)
+        await self._end_watch()
         await self._shown.enter_graceful_shutdown()
         leaving = asyncio.create_task(self._server.stop(grace_s + _STATUS_GRACE_S))  # clients are told to go elsewhere
         await self._servicer.close(grace_s)
         await self._server.stop(_STATUS_GRACE_S)  # no longer waits for clients that only watch the health
         await leaving
+
+    async def _end_watch(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
 
 
 async def ask_model(orchestrator: grpc.aio.Channel, timeout_s: float, caller: Metadata = ()) -> pb.Model:
@@ -206,7 +235,7 @@ async def ask_model(orchestrator: grpc.aio.Channel, timeout_s: float, caller: Me
 
 
 async def _show_health(
-    shown: health.HealthServicer, orchestrator: grpc.aio.Channel, model: pb.Model, caller: Metadata
+    shown: health.HealthServicer, model: pb.Model, caller: Metadata, orchestrator: grpc.aio.Channel
 ) -> None:
     """Show the orchestrator's health until cancelled; NOT_SERVING while it is away or serves another model."""
     told = ""
@@ -251,12 +280,6 @@ async def _follow_health(shown: health.HealthServicer, orchestrator: grpc.aio.Ch
 async def _show(shown: health.HealthServicer, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
     for service in ("", SERVICE):
         await shown.set(service, status)
-
-
-async def _pass_on(call: "grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]", request: bytes, context: Context) -> bytes:
-    metadata = _passed_on(context.invocation_metadata() or ())
-    with translate_rpc_errors():
-        return await call(request, timeout=context.time_remaining(), metadata=metadata)
 
 
 def _passed_on(metadata: Iterable[tuple[str, str | bytes]]) -> Metadata:

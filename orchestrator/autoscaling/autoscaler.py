@@ -5,8 +5,8 @@ Up    as soon as the prediction for the time after a cold start misses a target:
 Down  when fewer groups would meet both targets with `MARGIN` more traffic, for a whole cool-down
 Flip  in place of a new group: where the role of a group that is to leave can be changed sooner than a new group starts,
       or where the budget has no room for a new one before another has left
-Lend  likewise, where chains have several ranks: their last ones generate for a while, and come back when prompts need
-      them
+Lend  a rank in place of a new generation group, for the same reasons, where chains have several ranks: the chain goes
+      on without it, and gets it back when prompts need it
 
 A change that gains little waits until the miss has been predicted for `PATIENCE_S`, and is not made if it takes back
 another one within a cool-down. Each decision carries its explanation. Actuates nothing: `deploy` carries decisions out.

@@ -94,7 +94,7 @@ class Occupancy:
 
     def records(self, life: Hashable) -> list[RequestRecord]:
         """Return the requests whose present attempts are at the group."""
-        return [guest.record for guest in self._present() if guest.life == life]
+        return [guest.record for guest in self._present(life)]
 
     def queue_s(self, life: Hashable, now_s: float) -> float:
         """Return the predicted seconds until the group has done all local prefills that it has before it."""

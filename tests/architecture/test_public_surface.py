@@ -105,7 +105,7 @@ COMMANDS = {
     "evaluate": "model --alpha --budget --cache --context --dtype --json --mass --needles --plot --policies --pool"
     " --quantization --rows --selection --steps --text --threads",
     "flip": "group name --api-key-env --target --timeout --undo",
-    "gateway": "--api-key-env --cache --grace --host --model --orchestrator --port",
+    "gateway": "--address --api-key-env --cache --cluster --grace --host --model --orchestrator --port",
     "generate": "prompt --api-key-env --chat --deadline --echo --exact --n --no-usage --priority --target --tenant"
     f" {SAMPLING}",
     "local": "prompt --cache --chat --colocated --dtype --model --no-timeline --quantization --ranks --threads"
@@ -124,7 +124,7 @@ COMMANDS = {
     " --hardware --itl --json --load --max --min --model --output --phases --plot --policy --prompt --ranks --rate"
     " --requests --seconds --seed --slots --speed --step-times --trace --ttft --whole-chooser",
     "status": "name --api-key-env",
-    "stop": "name",
+    "stop": "name --address",
 }
 """Each command's arguments and options."""
 

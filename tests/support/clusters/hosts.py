@@ -39,6 +39,18 @@ class Host:
             return [*arguments]
         return ["nsenter", f"--target={self.init_pid}", "--net", "--mount", "--pid", "--wd=.", *arguments]
 
+    def inner(self, pid: int) -> int:
+        """The process that runs what `command` names, given the process of that command line, which passes no signal
+        on."""
+        if not self.namespace:
+            return pid
+        children = (Path("/proc") / str(pid) / "task" / str(pid) / "children").read_text().split()
+        return int(children[0]) if children else pid
+
+    def run(self, *arguments: str) -> None:
+        """A command on this host, which must succeed."""
+        subprocess.run(self.command(*arguments), check=True)
+
     @contextlib.contextmanager
     def unplugged(self) -> Iterator[None]:
         """Nothing comes from this host or to it."""

@@ -136,7 +136,7 @@ def launched(
         yield ServedCluster(process, cache, target="", ray_folder="", host=host)
     finally:
         if process.poll() is None:
-            process.send_signal(signal.SIGINT)
+            os.kill(host.inner(process.pid), signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(60)
         if process.poll() is None:
@@ -156,11 +156,11 @@ def shared_files(cache: Path) -> list[Path]:
     return [path for path in node_folder("").parent.iterdir() if path.name.endswith(of_cache)]
 
 
-def listener(endpoint: str) -> int:
-    """The process that listens on host:port."""
+def listener(endpoint: str, host: Host = MACHINE) -> int:
+    """The process that listens on host:port, on this machine or a host of it."""
     port = f":{int(endpoint.rpartition(':')[2]):04X}"
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        for line in Path(table).read_text().splitlines()[1:]:
+    for table in ("tcp", "tcp6"):
+        for line in (Path("/proc") / str(host.init_pid or "self") / "net" / table).read_text().splitlines()[1:]:
             fields = line.split()
             if fields[1].endswith(port) and fields[3] == "0A":
                 return _owner(f"socket:[{fields[9]}]")

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from deploy.commands.ray_access import is_loopback
 from deploy.commands.record import kill_ray
 from tests.support.clusters.hosts import MACHINE, Host
-from tests.support.clusters.ray_clusters import until
+from tests.support.clusters.ray_clusters import NO_VARIABLES, until
 
 START_S = 60.0
 _OPTIONS = ("start", "--block", "--object-store-memory=80000000")
@@ -74,14 +74,23 @@ def environment(token: Path | None) -> dict[str, str]:
 
 @contextlib.contextmanager
 def ray_head(
-    pools: dict[str, int], num_cpus: int = 2, host: Host = MACHINE, token: Path | None = None
+    pools: dict[str, int],
+    num_cpus: int = 2,
+    host: Host = MACHINE,
+    token: Path | None = None,
+    *,
+    port: int = 0,
+    options: Sequence[str] = (),
+    variables: Mapping[str, str] = NO_VARIABLES,
 ) -> Iterator[RayHead]:
     """A Ray of one node, this machine or a host of it, that declares these resources, and asks for the token in this
-    file, if any; gone at the end, with all nodes that joined it."""
+    file, if any; with further options and environment variables. It is gone at the end, with all nodes that joined
+    it."""
     folder = tempfile.mkdtemp(prefix="baton-head-")
-    options = [f"--port={_free_port()}", f"--ray-client-server-port={_free_port()}", f"--temp-dir={folder}"]
+    places = [f"--port={port or free_port()}", f"--ray-client-server-port={free_port()}", f"--temp-dir={folder}"]
     output = Path(folder) / "output.txt"
-    process = _start(host, pools, output, token, *_HEAD_OPTIONS, *options, f"--num-cpus={num_cpus}")
+    command = (*_HEAD_OPTIONS, *places, f"--num-cpus={num_cpus}", *options)
+    process = _start(host, pools, output, {**environment(token), **variables}, *command)
     try:
         until(lambda: _address(output) is not None or process.poll() is not None, START_S)
         address = _address(output)
@@ -105,7 +114,9 @@ def ray_node(
     with tempfile.TemporaryDirectory(prefix="baton-node-") as folder:
         output = Path(folder) / "output.txt"
         labels = [f"--labels={label}"] if label else []
-        process = _start(host, pools, output, head.token, f"--address={head.address}", "--num-cpus=2", *labels)
+        process = _start(
+            host, pools, output, environment(head.token), f"--address={head.address}", "--num-cpus=2", *labels
+        )
         try:
             until(lambda: _JOINED in output.read_text() or process.poll() is not None, START_S)
             assert process.poll() is None, f"the node did not start: {output.read_text()}"
@@ -120,7 +131,7 @@ def ray_node(
 
 
 def _start(
-    host: Host, pools: dict[str, int], output: Path, token: Path | None, *options: str
+    host: Host, pools: dict[str, int], output: Path, variables: Mapping[str, str], *options: str
 ) -> "subprocess.Popen[bytes]":
     program = Path(sys.executable).with_name("ray")
     address = [f"--node-ip-address={host.address}"] if host is not MACHINE else []
@@ -128,14 +139,15 @@ def _start(
     with output.open("w") as file:
         return subprocess.Popen(
             command,
-            env=os.environ | environment(token),
+            env={**os.environ, **variables},
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback interface that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

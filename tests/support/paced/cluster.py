@@ -161,7 +161,7 @@ class PacedCluster:
     async def start(self) -> None:
         """All groups of the beginning, then the orchestrator."""
         for name in sorted(self.plan.names):
-            self.cluster.add(self._make(name, ""))
+            self.cluster.add(self._make(name, Orders()))
         await self.cluster.start()
         self.roster.follow(self._orders)
         around = replace(self._around, spawner=ProcessSpawner(_START_S))
@@ -177,11 +177,14 @@ class PacedCluster:
         await self.roster.close()
         await self.cluster.close()
 
-    def _make(self, name: str, model: str) -> WorkerGroup:
+    def _make(self, name: str, orders: Orders) -> WorkerGroup:
         """A group's next life. Implements MakeGroup."""
-        assert not model, "all groups have one model"
-        kernels = (KERNELS.choice,)
-        return group_of(self.config.workers(name, self.folder, kernels, secret=self.secret), self._around)
+        assert not orders.models, "all groups have one model"
+
+        def workers_of(group: str) -> tuple[WorkerConfig, ...]:
+            return self.config.workers(group, self.folder, (KERNELS.choice,), secret=self.secret)
+
+        return group_of(name, workers_of, self._around, orders)
 
     def _orchestrator_plan(self) -> OrchestratorPlan:
         model = load_config(self.folder)

@@ -18,7 +18,8 @@ from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.servicer import GenerationServer, GenerationServicer
 from generate_workers.slots.table import SlotTable
-from modeling.hosting import load
+from modeling.forward.decoder import Decoder
+from modeling.hosting import LoadedModel
 from prefill_workers.config import PrefillConfig
 from prefill_workers.servicer import PrefillRankServicer, PrefillServer
 from tests.support.paced.engines import PacedBatcher, PacedPrefillEngine, PacedStepDecoder, PacedSteps
@@ -29,21 +30,24 @@ from transport.identity import ClusterSecret
 from transport.kv_receiver import KvReceiverServicer
 
 
-async def start_paced(config: WorkerConfig) -> Server:
+async def start_paced(config: WorkerConfig, model: LoadedModel | None) -> Server:
     """A worker of either role. It keeps no prefixes."""
+    assert model is not None
+    decoder = await asyncio.to_thread(model.load, config.place)
     hardware = PacedHardware.load(config.place.model_folder)
     if isinstance(config.section, PrefillConfig):
-        server: Server = await start_rank(config.place, config.section, hardware)
+        server: Server = await start_rank(config.place, config.section, hardware, decoder)
     else:
         assert isinstance(config.section, EngineConfig)
-        server = await start_group(config.place, config.section, hardware)
+        server = await start_group(config.place, config.section, hardware, decoder)
     collect_rarely()
     return server
 
 
-async def start_rank(place: WorkerPlace, section: PrefillConfig, hardware: PacedHardware) -> PrefillServer:
+async def start_rank(
+    place: WorkerPlace, section: PrefillConfig, hardware: PacedHardware, decoder: Decoder
+) -> PrefillServer:
     secret = ClusterSecret(place.secret)
-    decoder = await asyncio.to_thread(load, place)
     server = make_server(check=secret.check)
     port = bind(server, place.host)
     engine = PacedPrefillEngine(decoder, hardware, floor_s=section.watchdog_floor_s)
@@ -53,10 +57,12 @@ async def start_rank(place: WorkerPlace, section: PrefillConfig, hardware: Paced
     return PrefillServer(server, servicer, port)
 
 
-async def start_group(place: WorkerPlace, section: EngineConfig, hardware: PacedHardware) -> GenerationServer:
+async def start_group(
+    place: WorkerPlace, section: EngineConfig, hardware: PacedHardware, model: Decoder
+) -> GenerationServer:
     assert section.speculation == "off", "drafts are not paced"
     clock, steps = SystemClock(), PacedSteps(hardware)
-    decoder = PacedStepDecoder(await asyncio.to_thread(load, place), steps)
+    decoder = PacedStepDecoder(model, steps)
     section = replace(section, max_slot_tokens=min(section.max_slot_tokens, decoder.config.max_position))
     server = make_server(check=ClusterSecret(place.secret).check)
     port = bind(server, place.host)

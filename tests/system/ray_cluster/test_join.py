@@ -68,7 +68,7 @@ def test_a_cluster_waits_for_the_nodes_of_its_pools_and_runs_on_them(smollm2: Pa
         head = held.enter_context(ray_head({}, num_cpus=0))
         asked = launched(tmp_path, smollm2, "ray.node_wait_s=100", *settings, address=head.address)
         starting = held.enter_context(asked)
-        until(lambda: "waiting up to 100 s for nodes to join" in starting.stderr, START_S)
+        until(lambda: starting.stderr.count("waits up to 120 s for a node with room for it") == 2, START_S)
         for role, size in (("prefill", 2), ("generate", 1)):
             held.enter_context(ray_node(head, {f"baton_{role}": size}, label=labels[role]))
         with Client(ready(starting).target) as client:
@@ -86,7 +86,18 @@ def test_groups_that_no_node_can_hold_are_refused_at_once(head: RayHead, smollm2
     assert time.monotonic() - began_s < 60  # where starting a worker may take 120
     assert refused.returncode == 1
     reason = refused.stderr.splitlines()[-1]
-    assert reason.startswith("baton: Ray has no room for prefill-0 (3 of baton_prefill on one node; it has 1 nodes")
+    assert reason.startswith("baton: Ray has no room for prefill-0 (3 workers, each baton_prefill 1, CPU 0.01, memory ")
     assert "Traceback" not in refused.stderr
     until(head.is_empty)
     assert not list((tmp_path / "baton" / "clusters").iterdir())
+
+
+def test_a_gateway_asks_a_ray_with_its_token_for_the_orchestrator(head: RayHead, tmp_path: Path) -> None:
+    lone = ("gateway", "--address", head.address, "--cluster", "lone")
+    refused = run_baton(tmp_path, *lone, environment=variables(head))
+    assert refused.returncode == 1
+    reason = f"cluster lone on Ray at {head.address} does not serve: start it with `baton serve`, or check --cluster"
+    assert refused.stderr.splitlines()[-1] == f"baton: {reason}"
+    if head.token is not None:
+        refused = run_baton(tmp_path, *lone, environment={"RAY_AUTH_MODE": "disabled"})
+        assert "asks for a token" in refused.stderr

@@ -11,7 +11,7 @@ from rich.console import Console
 from baton.errors import ConfigError, ModelError
 from baton.settings.place import WorkerPlace
 from deploy.config.file import load_config
-from deploy.machine.model_folder import folder_on_node, require_alike, resolve_drafts
+from deploy.machine.model_folder import folder_on_node, require_alike, resolve_drafts, section_on_node
 from generate_workers.config import EngineConfig
 from tests.support.wire.secret import SECRET
 
@@ -92,3 +92,26 @@ def test_a_node_without_the_model_says_where_it_has_looked(tmp_path: Path) -> No
     place = WorkerPlace(model_folder=tmp_path / "model", model="nothing", model_search=(tmp_path / "share",))
     with pytest.raises(ModelError, match="model is missing, model.search is .*/share, and model 'nothing' is neither"):
         folder_on_node(place)
+
+
+def test_an_engine_finds_what_its_settings_name_below_the_folders_to_search(tmp_path: Path) -> None:
+    launcher, share = tmp_path / "launcher", tmp_path / "share"
+    (share / "small").mkdir(parents=True)
+    (share / "chosen.safetensors").touch()
+    place = WorkerPlace(model_folder=tmp_path, model_search=(tmp_path, share))
+    section = EngineConfig(
+        selection_file=str(launcher / "chosen.safetensors"), speculation="model", draft_model=str(launcher / "small")
+    )
+    found = section_on_node(section, place)
+    assert (found.selection_file, found.draft_model) == (str(share / "chosen.safetensors"), str(share / "small"))
+    (launcher / "small").mkdir(parents=True)
+    assert section_on_node(section, place).draft_model == section.draft_model  # where the launcher has it
+    assert section_on_node(EngineConfig(), place) == EngineConfig()
+
+
+def test_an_engine_without_what_its_settings_name_says_where_it_has_looked(tmp_path: Path) -> None:
+    place = WorkerPlace(model_folder=tmp_path, model_search=(tmp_path / "share",))
+    section = EngineConfig(selection_file="/launcher/chosen.safetensors")
+    text = "generate.selection_file = /launcher/chosen.safetensors is missing, and model.search is .*/share: put a copy"
+    with pytest.raises(ConfigError, match=text):
+        section_on_node(section, place)

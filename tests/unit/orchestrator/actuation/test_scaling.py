@@ -166,8 +166,8 @@ async def test_all_groups_sleep_without_traffic_and_the_next_request_wakes_them(
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 async def test_a_full_budget_is_divided_anew_by_workers_that_change_their_role(num_ranks: int) -> None:
-    budget = {"num_ranks": num_ranks, "slower": 4 / num_ranks, "min": 3, "max": 3, "flip_s": 0.2}
-    async with scaled(**budget, cooldown_s=0.5) as made:
+    budget = {"min": 3, "max": 3}
+    async with scaled(num_ranks, 4 / num_ranks, **budget, flip_s=0.2, cooldown_s=0.5) as made:
         async with made.asked(0.1, 48, SHORT):
             for_prompts = (1, 2) if num_ranks == 2 else (2, 1)
             await eventually(made.sizes, lambda sizes: sizes == for_prompts, within_s=30)

@@ -208,6 +208,28 @@ async def test_a_stream_goes_on_after_the_orchestrators_restart(tokenizer: Token
     assert list(second.requests[-1].outputs[0].token_ids) == [1000, 1001]
 
 
+async def test_a_stream_goes_on_where_the_orchestrator_has_moved_to(tokenizer: Tokenizer) -> None:
+    first, second = ScriptedOrchestrator([Fault(after=2, hang=True)]), ScriptedOrchestrator()
+    async with (
+        serving(first) as before,  # which does not end: a host that is cut off does not close its connections
+        serving(second) as after,
+        gateway_of(before, tokenizer) as gateway,
+        make_channel(before) as former,
+        make_channel(after) as present,
+        AsyncClient(f"{HOST}:{gateway.port}", reconnect=HASTY) as client,
+    ):
+        await gateway.move(former)
+        stream = client.generate("Hi", max_tokens=5)
+        await anext(stream)
+        await asyncio.wait_for(first.hanging.wait(), 10)
+        await gateway.move(present)
+        await former.close()
+        output = await asyncio.wait_for(stream.collect(), 20)
+        assert (await client.model()).name == MODEL.name
+    assert (output.text, output.num_resumes) == (text_of(5), 1)
+    assert list(second.requests[-1].outputs[0].token_ids) == [1000, 1001]
+
+
 async def test_a_gateway_that_ends_sends_its_clients_elsewhere(tokenizer: Tokenizer) -> None:
     service = ScriptedOrchestrator([Fault(after=2, hang=True)])
     async with serving(service) as target, gateway_of(target, tokenizer) as other:
@@ -250,7 +272,7 @@ async def test_a_gateway_that_ends_turns_new_connections_away_at_once(tokenizer:
     ):
         hanging = client.generate("Hi", max_tokens=5)
         await anext(hanging)
-        gateway._watch.cancel()  # the scripted one says nothing of its health
+        await gateway._end_watch()  # the scripted one says nothing of its health
         await gateway._shown.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
         watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
         said = aiter(watching)

@@ -1,0 +1,51 @@
+"""Finds a cluster's orchestrator from any machine that reaches the Ray it runs on, also after it has moved to another
+node: the supervisor keeps the address in Ray's key-value store (`deploy.ray_cluster.memory`).
+
+Asks Ray's control store by gRPC, without joining that Ray: the caller's machine needs no node of it, and the caller
+goes on while the store is away. Runs on the caller's asyncio loop.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from ray._private.grpc_utils import init_grpc_channel
+from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+
+from baton.errors import UnavailableError
+from deploy.ray_cluster.memory import KEY, memory_of
+
+_ANSWER_S = 5.0
+
+
+class OrchestratorFinder:
+    """Asks the Ray at one address where the orchestrator of one cluster serves. `deploy.commands.ray_access` prepares
+    the environment first."""
+
+    def __init__(self, address: str, name: str) -> None:
+        """Make a finder for the cluster of that name on the Ray at host:port."""
+        self._where = f"cluster {name} on Ray at {address}"
+        self._name = name
+        self._channel: Any = init_grpc_channel(address, (("grpc.enable_http_proxy", 0),), asynchronous=True)
+        make_stub: Callable[[Any], Any] = gcs_service_pb2_grpc.InternalKVGcsServiceStub  # untyped in ray
+        self._store = make_stub(self._channel)
+
+    async def find(self) -> str:
+        """Return host:port of the orchestrator that serves, or of the last one while none does. Raises UnavailableError
+        when there has been none, or Ray does not answer."""
+        messages: Any = gcs_service_pb2  # untyped in ray
+        question = messages.InternalKVGetRequest(key=KEY.encode(), namespace=self._name.encode())
+        try:
+            answer = await self._store.InternalKVGet(question, timeout=_ANSWER_S)
+        except grpc.RpcError as error:
+            raise UnavailableError(
+                f"{self._where} cannot be asked for ({error.code().name}): check --address"
+            ) from error
+        address = memory_of(answer.value).address if answer.value else None
+        if address is None:
+            raise UnavailableError(f"{self._where} does not serve: start it with `baton serve`, or check --cluster")
+        return address.endpoint
+
+    async def close(self) -> None:
+        """Close the connection to Ray. Idempotent."""
+        await self._channel.close()
