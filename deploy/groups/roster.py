@@ -49,6 +49,9 @@ class Roster:
         self._restarts: dict[str, Restarts] = {}
         """Failed starts of groups that could not be started, by name."""
         self._moves: dict[str, asyncio.Task[None]] = {}
+        """What is done with groups now, by name; two groups that pass a worker on have one task."""
+        self._lent_out: set[str] = set()
+        """Names of groups that have no workers because all are lent."""
 
     @property
     def absent(self) -> tuple[AbsentGroup, ...]:
@@ -90,7 +93,7 @@ class Roster:
     async def close(self) -> None:
         """Cancel starts and ends that are under way; a group that was being started is ended, and so is a worker on its
         way to another group. Groups of the cluster are left to it, and rooms to the supervisor."""
-        moves = tuple(self._moves.values())
+        moves = {*self._moves.values()}
         for move in moves:
             move.cancel()
         await asyncio.gather(*moves, return_exceptions=True)
@@ -100,8 +103,7 @@ class Roster:
 
     def _is_due(self, name: str) -> bool:
         """Return whether an absent group is to be started now: not if it has lent all its workers, or failed lately."""
-        has_left = name in self._absent and not self._absent[name].starts
-        if has_left and self._orders.borrowers(name):
+        if name in self._lent_out and self._orders.borrowers(name):
             return False
         return name not in self._restarts or self._restarts[name].is_due
 
@@ -139,10 +141,11 @@ class Roster:
                 self._moves.pop(name, None)
 
     async def _start(self, name: str) -> None:
+        orders = self._orders
         async with _in_transit() as given:
-            if name in self._orders.lent:
-                await self._borrow(self._orders.lent[name], given)
-            await self._begin(name, self._orders, given)
+            if name in orders.lent:
+                await self._borrow(orders.lent[name], given)
+            await self._begin(name, orders, given)
 
     async def _borrow(self, worker: str, given: Given) -> None:
         """Take the worker of that name from its group, if that has it."""
@@ -156,7 +159,7 @@ class Roster:
         if not lender.configs:
             await lender.close()
             self._cluster.remove(lender)
-            self._set_absent(AbsentGroup(name, role_of(name)))
+            self._set_lent_out(name)
 
     async def _return(self, name: str, group: WorkerGroup | None) -> None:
         """Let the worker that the group has borrowed go back to its own group, which may have no other workers."""
@@ -194,7 +197,7 @@ class Roster:
         try:
             group = self._make(name, orders)
             if not group.configs:
-                self._set_absent(AbsentGroup(name, role_of(name)))  # all are lent
+                self._set_lent_out(name)
                 return
             await self._started(group, given)
         except Exception as error:  # any error: it is reported, and tried again
@@ -204,6 +207,7 @@ class Roster:
             return
         given.clear()
         self._restarts.pop(name, None)
+        self._lent_out.discard(name)
         self._absent.pop(name)
         self._cluster.add(group)
         self._around.changed()
@@ -240,9 +244,13 @@ class Roster:
         """Release the room of a closed group, unless other groups have workers there, or are to have some."""
         others = (name for name in self._known if name not in self._orders.leaving)
         users = {self._orders.lender(name) or name for name in others if name != group.name}
-        users |= {each.room for each in self._cluster.groups if each is not group}
+        users |= {each.room for each in self._cluster.groups if each.workers}
         if self._around.room is not None and group.room not in users:
             await self._around.room.release(group.room)
+
+    def _set_lent_out(self, name: str) -> None:
+        self._lent_out.add(name)
+        self._set_absent(AbsentGroup(name, role_of(name)))
 
     def _set_absent(self, group: AbsentGroup) -> None:
         self._absent[group.name] = group

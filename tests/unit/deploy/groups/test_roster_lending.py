@@ -3,6 +3,7 @@ and whatever fails on the way leaves a cluster that serves."""
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
@@ -165,6 +166,9 @@ async def test_a_lender_that_leaves_keeps_its_room_until_its_worker_has_left_too
         await drained(made, "prefill-0")
         assert made.cluster.room.taken == {"prefill-0": NUM_RANKS, "generate-0": 1, "generate-1": 1}
         await made.ask((1, 2, 3))
+        await made.overview.undrain("prefill-0")
+        assert len(made.cluster.view().prefill[0].endpoints) == NUM_RANKS - 1
+        await drained(made, "prefill-0")
         await drained(made, "generate-2")
         assert made.cluster.room.taken == {"generate-0": 1, "generate-1": 1}
         assert names(made) == ["generate-0", "generate-1"]
@@ -172,6 +176,21 @@ async def test_a_lender_that_leaves_keeps_its_room_until_its_worker_has_left_too
         await made.overview.undrain("prefill-0")
         assert len(made.cluster.view().prefill[0].endpoints) == NUM_RANKS
         assert made.cluster.members.orders == Orders()
+
+
+@pytest.mark.ci
+async def test_a_lender_and_its_borrower_that_leave_at_once_release_their_room() -> None:
+    async with served(random_decoder()) as made:
+        assert await flip(made, "prefill-0") == "generate-2"
+        both = frozenset({"prefill-0", "generate-2"})
+        made.cluster.members.keep_orders(replace(made.cluster.members.orders, drained=both, leaving=both))
+        await eventually(lambda: taken(made), lambda rooms: rooms == {"generate-0", "generate-1"}, within_s=20)
+        assert names(made) == ["generate-0", "generate-1"]
+
+
+async def taken(made: Served) -> set[str]:
+    """The rooms that are."""
+    return {*made.cluster.room.taken}
 
 
 @pytest.mark.ci
@@ -217,7 +236,7 @@ async def num_ready_ranks(made: Served) -> int:
 
 
 LENT = Orders(stand_ins=frozenset({"generate-2"}), lent={"generate-2": "prefill-0.1"})
-RETURNING = Orders(**{**vars(LENT), "drained": LENT.stand_ins, "leaving": LENT.stand_ins})
+RETURNING = replace(LENT, drained=LENT.stand_ins, leaving=LENT.stand_ins)
 
 
 async def test_the_next_supervisor_finds_what_is_lent() -> None:
