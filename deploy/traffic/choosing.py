@@ -1,7 +1,7 @@
 """Places simulated requests by the orchestrator's whole chooser, as it serves.
 
-The chooser (`orchestrator.placement.chooser`) predicts every pair of a prefill and a generation group, which takes
-milliseconds for ten groups; `deploy.traffic.placing` compares the groups that can win, and is held against this. Pure.
+The chooser (`orchestrator.placement.chooser`) looks at every group, which takes milliseconds for hundreds of them;
+`deploy.traffic.placing` compares the groups that can win, and is held against this. Pure.
 """
 
 from contextlib import ExitStack

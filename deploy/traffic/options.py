@@ -57,7 +57,7 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     )
     text = "blocks of prompts' KV that a prefill group keeps, for traces with block ids (default: 0)"
     group.add_argument("--cached-blocks", default="0", metavar="N", help=text)
-    text = "place by the orchestrator's whole chooser, as it serves; slow from some tens of groups on"
+    text = "place by the orchestrator's whole chooser, as it serves; slow from some hundreds of groups on"
     group.add_argument("--whole-chooser", action="store_true", help=text)
     group = parser.add_argument_group("targets and scaling")
     group.add_argument("--ttft", default="2", metavar="S", help="seconds to the first token (default: %(default)s)")

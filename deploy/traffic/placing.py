@@ -1,7 +1,7 @@
 """Where the simulator places a request: the production comparison over the groups that can win it.
 
-The production chooser predicts every pair of groups, which costs as much as there are pairs. All groups of a role are
-alike here, so the cheapest way uses one of the prefill groups that are free first, or the one that has computed the
+The production chooser looks at every group, which takes milliseconds for hundreds of them, and a simulation places
+millions of requests. All groups of a role are alike here, so the cheapest way uses one of the prefill groups that are free first, or the one that has computed the
 prompt's beginning before, and one of the generation groups with most free slots. Only these are planned
 (`orchestrator.placement.chain_width`) and compared (`orchestrator.placement.comparison`). Pure.
 """

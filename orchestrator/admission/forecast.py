@@ -118,7 +118,7 @@ class Forecast:
 
 
 class ChainForecast:
-    """Predicts the prefill time of a request that is placed now. A call takes some tenths of a millisecond."""
+    """Predicts the prefill time of a request that is placed now. A call takes as long as a choice of groups."""
 
     def __init__(self, chooser: Chooser) -> None:
         self._chooser = chooser
