@@ -1,9 +1,10 @@
 """Where the simulator places a request: the production comparison over the groups that can win it.
 
 The production chooser looks at every group, which takes milliseconds for hundreds of them, and a simulation places
-millions of requests. All groups of a role are alike here, so the cheapest way uses one of the prefill groups that are free first, or the one that has computed the
-prompt's beginning before, and one of the generation groups with most free slots. Only these are planned
-(`orchestrator.placement.chain_width`) and compared (`orchestrator.placement.comparison`). Pure.
+millions of requests. All groups of a role are alike here, so the cheapest way uses one of the prefill groups that are
+free first, or the one that has computed the prompt's beginning before, and one of the generation groups with most free
+slots. Only these are planned (`orchestrator.placement.chain_width`) and compared (`orchestrator.placement.comparison`).
+Pure.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,8 @@
 """Who is at a generation group, as the records of requests tell."""
 
+import gc
+import weakref
+
 import pytest
 
 from baton.ids import RequestId
@@ -67,3 +70,26 @@ def test_a_retried_request_is_prefilled_until_it_goes_on(book: Occupancy) -> Non
     assert book.queue_s("life", NOW_S + 5) == pytest.approx(2.0)
     token(made, NOW_S + 6, index=1)
     assert book.queue_s("life", NOW_S + 6) == 0.0
+
+
+def test_an_attempt_that_is_planned_at_another_group_counts_there_alone(book: Occupancy) -> None:
+    made = record()
+    for life in ("full", "free"):
+        book.place(made, life, TERMS, now_s=NOW_S, has_room=True)
+    assert (book.context_tokens("full"), book.queue_s("full", NOW_S)) == (None, 0.0)
+    assert (book.context_tokens("free"), len(book)) == (3.0, 1)
+
+
+def test_attempts_at_groups_of_which_nobody_asks_any_more_are_forgotten(book: Occupancy) -> None:
+    ended = [record() for _ in range(3)]
+    for number, made in enumerate(ended):
+        book.place(made, f"gone {number}")
+        made.advance(RequestMove.FINISH)
+    kept = [weakref.ref(made) for made in ended]
+    del ended, made
+    others = [record() for _ in range(4)]
+    for other in others:
+        book.place(other, "here")
+    gc.collect()
+    assert [reference() for reference in kept] == [None] * 3
+    assert len(book) == 4
