@@ -9,6 +9,7 @@ supervisor; the next orchestrator gets them from the supervisor. Gateways read t
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
@@ -69,8 +70,8 @@ def load_memory(namespace: str) -> Memory | None:
 def memory_of(text: str | bytes) -> Memory:
     """Return the memory that was kept as this text."""
     fields = json.loads(text)
-    sets = {name: frozenset(fields[name]) for name in _SETS}
-    orders = Orders(**sets, **{name: fields[name] for name in _MAPS})
+    kept: dict[str, Any] = {name: frozenset(fields[name]) for name in _SETS}
+    orders = Orders(**kept | {name: fields[name] for name in _MAPS})
     address = fields["address"]
     if address is not None:
         address = Address(address["endpoint"], address["node_id"], tuple(address["ports"]))

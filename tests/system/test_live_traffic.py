@@ -5,22 +5,16 @@ import asyncio
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from baton.v1 import orchestrator_pb2 as pb
-from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from deploy.cli import main
 from deploy.config.environment import SECRET_VARIABLE
 from deploy.traffic.generators import Lengths, bimodal, steady
-from modeling.checkpoints.weights import load_decoder
-from tests.support.clusters.orchestrators import held_by
-from tests.support.eventually import eventually
-from tests.support.models.reference import check_equal_tokens
 from tests.support.paced.cluster import PacedCluster, PacedPlan, paced_cluster
 from tests.support.paced.comparing import both_ways
 from tests.support.paced.hardware import PacedHardware, write_paced_model
-from tests.support.paced.load import Played, play
+from tests.support.paced.load import play
+from tests.support.paced.serving import check_served
 
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(300)]
 
@@ -62,23 +56,3 @@ async def test_groups_start_cold_and_leave_as_ordered(folder: Path, monkeypatch:
 async def scale(cluster: PacedCluster, num_groups: int) -> int:
     """As an operator does; the command's exit status."""
     return await asyncio.to_thread(main, ["scale", "generate", str(num_groups), "--target", cluster.endpoint])
-
-
-async def check_served(cluster: PacedCluster, played: Played) -> None:
-    """All requests have all their tokens, some of them those of the tiny model; nothing is held afterwards."""
-    assert not played.errors
-    assert [len(fate.token_ids) for fate in played.fates] == played.trace.output_tokens.tolist()
-    decoder = await asyncio.to_thread(load_decoder, cluster.folder, dtype="float32")
-    for number in np.linspace(0, len(played.fates) - 1, 8).astype(int).tolist():
-        tokens = played.prompt(number), played.fates[number].token_ids
-        await asyncio.to_thread(check_equal_tokens, decoder, *tokens, played.params(number))
-    async with cluster.channel() as channel:
-        stub = OrchestratorStub(channel)
-
-        async def held() -> list[int]:
-            state = await stub.GetClusterState(pb.GetClusterStateRequest(), timeout=10)
-            imbalances = [group.generation.imbalance for group in state.groups if group.HasField("generation")]
-            assert not any(imbalances), imbalances
-            return [state.num_queued, state.num_running, *(held_by(group) + group.num_leaked for group in state.groups)]
-
-        await eventually(held, lambda counts: not any(counts), within_s=10)

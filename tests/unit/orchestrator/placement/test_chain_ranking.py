@@ -29,7 +29,7 @@ from planning.local_prefill import LocalPrefill
 from planning.planner import ChainPlanner
 from planning.step_times import StepTimes
 from planning.work_cost import WorkCost
-from tests.support.clusters.all_pairs import AllPairs, PairWay, cost_s
+from tests.support.all_pairs import AllPairs, PairWay, cost_s
 from tests.support.clusters.planners import deciding_planner, planner_of
 from tests.support.manual_clock import ManualClock
 
