@@ -177,7 +177,7 @@ class SupervisorActor:
         if before is None:
             await self._start_all()
         else:
-            await self._roster.adopt(before.orders)
+            await self._adopt(before.orders)
         if self._cluster.groups:  # if all groups have left, what the former life was told still holds
             self._memory = replace(self._memory, layout_fingerprint=self._cluster.groups[0].layout_fingerprint)
         self._memory.save(self._config.name)
@@ -211,6 +211,19 @@ class SupervisorActor:
         self._memory.save(self._config.name)
         self._report(f"orchestrator serves on {endpoint}")
         self._state = replace(self._state, phase="running", endpoint=endpoint)
+
+    async def _adopt(self, orders: Orders) -> None:
+        """Find the groups that an earlier life left. Groups that take long, because their node was lost as well, join
+        later, and do not keep the others from serving."""
+        adopting = asyncio.create_task(self._roster.adopt(orders))
+        try:
+            await asyncio.wait_for(asyncio.shield(adopting), self._config.supervision.dead_after_s)
+        except TimeoutError:
+            adopting.add_done_callback(self._tell_adopted)
+
+    def _tell_adopted(self, adopting: "asyncio.Task[None]") -> None:
+        if not adopting.cancelled() and (error := adopting.exception()) is not None:
+            tell_failure("groups are still missing", error, self._report)
 
     async def _start_all(self) -> None:
         """Start the cluster's first life: all groups or none. Raises the first failure."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from baton import Client
+from baton import Client, Reconnect
 from baton.sampling_params import SamplingParams
 from modeling.checkpoints.weights import load_decoder
 from tests.support.clusters.hosts import Host, can_make_hosts, hosts
@@ -23,18 +23,19 @@ from tests.support.folders import ROOT
 from tests.support.models.reference import check_equal_tokens
 from tests.support.models.texts import passage_ids
 
-pytestmark = pytest.mark.ci
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(300)]
 
 PARAMS = SamplingParams(max_tokens=160, ignore_eos=True)
 GATEWAY_OUTPUT = "gateway.txt"
 START_S = 40.0
+PATIENT = Reconnect(num_resumes=60)
 SOON_LOST = {"RAY_health_check_period_ms": "1000", "RAY_health_check_timeout_ms": "2000"}
 """By default Ray takes a minute to find that a host is gone which has not closed its connections."""
 
 
 @dataclass(frozen=True)
 class Doomed:
-    """A cluster whose launcher's host will be lost, and a gateway on another one."""
+    """A cluster whose launcher's host, with an engine, will be lost, and a gateway on another one."""
 
     running: ServedCluster
     ray: RayHead
@@ -52,9 +53,9 @@ def doomed(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     with ExitStack() as stack:
         head, launcher, workers, outside = stack.enter_context(hosts(4))
         ray = stack.enter_context(ray_head({}, host=head, variables=SOON_LOST))
-        for host, pools in ((launcher, {}), (workers, {"baton_prefill": 1, "baton_generate": 1})):
+        for host, pools in ((launcher, {"baton_generate": 1}), (workers, {"baton_prefill": 1, "baton_generate": 1})):
             stack.enter_context(ray_node(ray, pools, host))
-        settings = ("prefill.num_ranks=1", f"orchestrator.host={launcher.address}")
+        settings = ("prefill.num_ranks=1", "generate.num_groups=2", f"orchestrator.host={launcher.address}")
         running = stack.enter_context(served(cache, smollm2, *settings, address=ray.address, host=launcher))
         gateway = stack.enter_context(gateway_on(outside, ray, cache, smollm2))
         yield Doomed(running, ray, head, launcher, gateway)
@@ -62,7 +63,7 @@ def doomed(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 def test_a_stream_through_a_gateway_survives_the_loss_of_the_orchestrator_s_host(doomed: Doomed, smollm2: Path) -> None:
     prompt, tokens = passage_ids(smollm2, 120), []
-    with ExitStack() as lost, Client(doomed.gateway) as client:
+    with ExitStack() as lost, Client(doomed.gateway, reconnect=PATIENT) as client:
         for event in client.generate(token_ids=prompt, params=PARAMS):
             if event.token is None:
                 continue
