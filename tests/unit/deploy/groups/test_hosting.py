@@ -2,9 +2,11 @@
 none; and one after another leaves nothing behind but the model."""
 
 import gc
+import operator
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from modeling.forward.decoder import Decoder
 from modeling.hosting import LoadedModel
 from prefill_workers.servicer import PrefillServer
 from tests.support.clusters.spawners import NONE, orchestrator_worker, tiny_worker
+from tests.support.eventually import eventually
 
 WORKERS = [tiny_worker("prefill"), tiny_worker("generate"), orchestrator_worker(NONE)]
 
@@ -54,8 +57,7 @@ class Servers:
             self.former.append(weakref.ref(server.slots))
         return server
 
-    @property
-    def num_alive(self) -> int:
+    async def num_alive(self) -> int:
         """Servers, engines and tables of slots that are still in memory."""
         return sum(each() is not None for each in self.former)
 
@@ -68,10 +70,10 @@ async def test_a_change_of_roles_keeps_the_model_and_frees_all_else(smollm2: Pat
     try:
         for config, num_own in ((rank, 2), (engine, 3), (rank, 2), (engine, 3)):
             assert await host.serve(config)
-            assert servers.num_alive == num_own
+            await eventually(servers.num_alive, partial(operator.eq, num_own), within_s=5)
         assert len({id(decoder) for decoder in servers.decoders}) == 1
         with pytest.raises(ModelError, match="is not a model folder"):
             await host.serve(replace(rank, place=replace(rank.place, model_folder=Path("/absent"))))
-        assert servers.num_alive == 0
+        await eventually(servers.num_alive, lambda num_alive: not num_alive, within_s=5)
     finally:
         await host.stop()
