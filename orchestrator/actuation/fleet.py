@@ -39,8 +39,9 @@ class LiveFleet:
         """Take note of an accepted request's end; only answers that ended by themselves tell how long answers are."""
         self._records.pop(id(record), None)
         if record.is_complete and not record.request.is_resumed:
+            num_cached = record.attempt.num_cached_tokens
             for choice in record.choices:
-                self._window.ended(len(record.request.prompt_ids), max(len(choice.output_ids), 1))
+                self._window.ended(len(record.request.prompt_ids), max(len(choice.output_ids), 1), num_cached)
 
     def state(self, target: Allocation, service: ServiceModel, clear_s: float) -> FleetState:
         """Return the present state, with the groups in `target` to come. The work that waits should be gone in

@@ -145,7 +145,8 @@ class Demand:
         for each in self._traffic.classes:
             lengths = _spread(each.prompts)
             weights += [each.rate / len(lengths)] * len(lengths)
-            times += [self.service.prompt_s(length) for length in lengths]
+            computed = 1 - each.cached_share
+            times += [self.service.prompt_s(max(round(length * computed), 1)) for length in lengths]
         busy_s, alone_s = np.array(times, dtype=np.float64).reshape(-1, 2).T
         shares = np.array(weights)
         return shares / max(float(shares.sum()), 1e-12), busy_s, alone_s

@@ -35,6 +35,8 @@ class TrafficClass:
     """Prompt lengths in tokens, each as likely as the others."""
     outputs: tuple[int, ...]
     """Lengths of answers in tokens, each as likely as the others."""
+    cached_share: float = 0.0
+    """Part of a prompt's tokens whose KV is cached, on average."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class _ClassWindow:
         self.arrivals_s: deque[float] = deque()
         self.prompts: deque[int] = deque(maxlen=_KEPT_LENGTHS)
         self.outputs: deque[int] = deque(maxlen=_KEPT_LENGTHS)
+        self.cached_shares: deque[float] = deque(maxlen=_KEPT_LENGTHS)
         self.guesses: deque[int] = deque(maxlen=_KEPT_LENGTHS)
         """Lengths of answers that are assumed as long as none is known."""
 
@@ -118,9 +121,11 @@ class TrafficWindow:
         window.prompts.append(num_prompt_tokens)
         window.guesses.append(max(min(most_output_tokens, _GUESSED_OUTPUT), 1))
 
-    def ended(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Record the length of an answer."""
-        self._class(num_prompt_tokens).outputs.append(num_output_tokens)
+    def ended(self, num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int = 0) -> None:
+        """Record the length of an answer, and how much of its prompt was cached."""
+        window = self._class(num_prompt_tokens)
+        window.outputs.append(num_output_tokens)
+        window.cached_shares.append(min(num_cached_tokens / max(num_prompt_tokens, 1), 1.0))
 
     def longest_output(self, num_prompt_tokens: int) -> int:
         """Return the longest of the latest answers to prompts of about that length, in tokens; a guess before any."""
@@ -132,7 +137,10 @@ class TrafficWindow:
         gap_scv = self._gap_scv()
         known = [length for window in self._classes.values() for length in window.outputs]
         classes = [
-            TrafficClass(rate, tuple(window.prompts), tuple(window.outputs or known or window.guesses))
+            TrafficClass(
+                *(rate, tuple(window.prompts), tuple(window.outputs or known or window.guesses)),
+                cached_share=sum(window.cached_shares) / max(len(window.cached_shares), 1),
+            )
             for _, window in sorted(self._classes.items())
             if (rate := window.rate(now_s, ahead_s, max(gap_scv, 1.0))) > 0
         ]

@@ -167,6 +167,14 @@ def test_bad_settings_are_refused_by_name(field: str, value: Any) -> None:
         dataclasses.replace(CONFIG, **{field: value})
 
 
+def test_prompts_that_are_mostly_cached_ask_for_less_prefill(service: ServiceModel) -> None:
+    seen = forecast(5.0).classes[0]
+    cached = TrafficForecast((dataclasses.replace(seen, cached_share=0.75),))
+    whole, rest = (Predictor(service, each, CONFIG).predict(Allocation(4, 4)) for each in (forecast(5.0), cached))
+    assert rest.prefill_load < 0.3 * whole.prefill_load
+    assert rest.itl_p95_s == whole.itl_p95_s
+
+
 def test_chains_that_lend_half_of_their_ranks_bear_half_as_much_and_cost_no_further_group() -> None:
     shape, rates = shape_of("llama-3.1-8b"), hardware_of("h100-flash")
     steps = nominal_steps("llama-3.1-8b", "h100-flash", shape, rates)

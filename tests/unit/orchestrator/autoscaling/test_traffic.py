@@ -59,3 +59,21 @@ def test_bursts_are_seen_in_the_gaps() -> None:
 
 def test_no_traffic_is_no_class() -> None:
     assert TrafficWindow().forecast(10.0).rate == 0.0
+
+
+def test_what_was_cached_of_prompts_lately_is_forecast() -> None:
+    window = TrafficWindow()
+    for second in range(20):
+        window.arrived(float(second), 1000)
+        window.ended(1000, 50, 750 if second % 2 else 250)
+    assert window.forecast(20.0).classes[0].cached_share == pytest.approx(0.5)
+
+
+def test_unknown_answers_are_as_long_as_they_may_be() -> None:
+    window = TrafficWindow()
+    for second in range(5):
+        window.arrived(float(second), 100, 8)
+    assert set(window.forecast(5.0).classes[0].outputs) == {8}
+    assert window.longest_output(100) == 8
+    window.ended(100, 3)
+    assert window.longest_output(100) == 3
