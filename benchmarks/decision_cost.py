@@ -21,12 +21,12 @@ from baton.prefix_blocks import PromptBlocks
 from baton.sampling_params import SamplingParams
 from deploy.options.numbers import counts
 from deploy.options.screen import number_table
-from deploy.traffic.batch import StepLines
 from deploy.traffic.events import Timeline
 from deploy.traffic.fleet import Fleet, Role
 from deploy.traffic.gaps import GapHistogram
 from deploy.traffic.placing import Asked, Placing
 from deploy.traffic.service import GroupSizes, RecallingPlanner
+from deploy.traffic.work.batch import StepLines
 from orchestrator.autoscaling.actions import FleetState, LeadTimes
 from orchestrator.autoscaling.autoscaler import Autoscaler
 from orchestrator.autoscaling.demand import Backlog, ServiceModel
@@ -137,7 +137,7 @@ def shortlist_ms(planner: RecallingPlanner, num_groups: int, num_calls: int) -> 
     """Return the milliseconds of one choice of the simulator."""
     assert planner.steps is not None
     timeline = Timeline()
-    fleet = Fleet(GroupSizes(), StepLines(planner.steps), timeline, GapHistogram())
+    fleet = Fleet(GroupSizes(), planner.cost, StepLines(planner.steps), timeline, GapHistogram())
     for role in Role:
         for _ in range(num_groups // 2):
             fleet.start(role, after_s=0.0)

@@ -39,7 +39,7 @@ TARGETS = Targets(ttft_s=4.0, itl_s=0.09)
 BARS = {"p50": 0.15, "p95": 0.25}
 LONG_PROMPTS, LONG_ANSWERS, MIXED = Lengths(3000, 32), Lengths(100, 128), Lengths(1000, 64)
 _BEARS = 0.95
-_PROBE_S = 240.0
+_PROBE_S, _QUICK_PROBE_S = 240.0, 30.0
 _PROBE_SEED = 99
 _PROBES = 8
 _MOST_RATE = 40.0
@@ -78,15 +78,18 @@ SCENARIOS = {
 }
 
 
-def capacity(scenario: Scenario, hardware: PacedHardware, num_ranks: int) -> tuple[float, tuple[int, int]]:
-    """Return the highest rate of which a fixed division serves `_BEARS` within both targets, and that division."""
+def capacity(
+    scenario: Scenario, hardware: PacedHardware, num_ranks: int, probe_s: float
+) -> tuple[float, tuple[int, int]]:
+    """Return the highest rate of which a fixed division serves `_BEARS` within both targets, by simulated traces of
+    `probe_s`, and that division."""
     best = (0.0, (1, 1))
     for num_prefill in range(1, NUM_GROUPS):
         split = num_prefill, NUM_GROUPS - num_prefill
         plan = _plan(split, num_ranks)
 
         def bears(rate: float, plan: PacedPlan = plan) -> bool:
-            trace = scenario.make(rate, _PROBE_S, _PROBE_SEED)
+            trace = scenario.make(rate, probe_s, _PROBE_SEED)
             return bool(simulate(trace, hardware, plan).is_good(TARGETS).mean() >= _BEARS)
 
         low, high = best[0], _MOST_RATE
@@ -124,8 +127,8 @@ class _Bench:
 
     async def _compare(self, name: str, folder: Path, hardware: PacedHardware) -> None:
         scenario, num_ranks = SCENARIOS[name], self._args.ranks
-        rate, split = capacity(scenario, hardware, num_ranks)
-        seconds = QUICK_SECONDS if self._args.quick else SECONDS
+        probe_s, seconds = (_QUICK_PROBE_S, QUICK_SECONDS) if self._args.quick else (_PROBE_S, SECONDS)
+        rate, split = capacity(scenario, hardware, num_ranks, probe_s)
         trace = scenario.make(scenario.load * rate, seconds, scenario.seed)
         shown = f"{len(trace)} requests at {scenario.load:g} of {rate:.2f}/s, which {split[0]}:{split[1]} groups bear"
         self._console.print(f"  {name}: {shown}", markup=False)

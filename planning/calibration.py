@@ -97,7 +97,7 @@ def calibrate_chain(
         fixed_s=fit.fixed_s,
         issue_s=0.0,
         head_s=request_s,
-        link=_measured_link(link_points, former.link) if link_points else former.link,
+        link=measured_link(link_points, former.link) if link_points else former.link,
     )
     measured = dataclasses.replace(
         origin, prefill_points=(), link_points=link_points, rank_rows=tuple(rank_rows), cost=cost
@@ -171,7 +171,9 @@ def _calibration(data: dict[str, Any]) -> Calibration:
     return Calibration(model, hardware, kernel, shape, points, messages, cost, _rows(data))
 
 
-def _measured_link(points: Points, former: Link) -> Link:
+def measured_link(points: Points, former: Link) -> Link:
+    """Return the link whose messages took so long, measured as (bytes, seconds). Keeps the bandwidth of `former` where
+    larger messages took no longer."""
     try:
         return fit_link(points)
     except InvalidArgumentError:  # all sizes are alike, or made no difference: only the latency can be fitted

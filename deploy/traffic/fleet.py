@@ -13,12 +13,14 @@ from functools import partial
 from itertools import count, islice
 
 from baton.ids import Epoch
-from deploy.traffic.batch import Batch, StepLines
-from deploy.traffic.chain_queue import ChainQueue
 from deploy.traffic.events import Timeline
 from deploy.traffic.gaps import GapHistogram
 from deploy.traffic.service import GroupSizes
+from deploy.traffic.work.batch import Batch, StepLines
+from deploy.traffic.work.chain_queue import PrefillWork, RankQueue
+from deploy.traffic.work.chain_turns import ChainTurns
 from orchestrator.membership.view import GenerationGroup, PrefillGroup
+from planning.cost_model import CostModel
 
 
 class Role(Enum):
@@ -60,7 +62,7 @@ class Member:
     """Changes of the group's role so far; each begins a new life."""
     version: int = 0
     """Number of the latest event set for the group; earlier ones are void."""
-    chain: ChainQueue = field(init=False)
+    chain: PrefillWork = field(init=False)
     """Work of a prefill group."""
     batch: Batch = field(init=False)
     """Rows of a generation group."""
@@ -73,12 +75,15 @@ class Member:
 class Fleet:
     """All groups that have started and not left."""
 
-    def __init__(self, sizes: GroupSizes, lines: StepLines, timeline: Timeline, gaps: GapHistogram) -> None:
+    def __init__(
+        self, sizes: GroupSizes, cost: CostModel, lines: StepLines, timeline: Timeline, gaps: GapHistogram
+    ) -> None:
         self.on_change: Callable[[], None] = lambda: None
         """Called whenever the set of ready groups has changed."""
         self.on_row_end: Callable[[int, float], None] = lambda number, end_s: None
         """Called with a request's number and the instant of its last token."""
         self._sizes = sizes
+        self._cost = cost
         self._lines = lines
         self._timeline = timeline
         self._gaps = gaps
@@ -185,8 +190,9 @@ class Fleet:
     def _ready(self, member: Member) -> None:
         if member.number in self.members and member.state is State.STARTING:
             if member.role is Role.PREFILL:
-                member.chain = ChainQueue(self._sizes.num_ranks)
-                endpoints = tuple(f"node-{member.number}:{rank + 1}" for rank in range(self._sizes.num_ranks))
+                num_ranks = self._sizes.num_ranks
+                member.chain = ChainTurns(num_ranks, self._cost) if num_ranks > 1 else RankQueue()
+                endpoints = tuple(f"node-{member.number}:{rank + 1}" for rank in range(num_ranks))
                 name, store = f"group-{member.number}", f"store-{member.number}-{member.num_flips}"
                 member.prefill_view = PrefillGroup(name, endpoints, Epoch(member.num_flips), prefix_store=store)
                 member.free_at_s = self._timeline.now_s()

@@ -2,10 +2,10 @@
 
     arrival      the production gate with its fair queue (`orchestrator.admission`), under the simulator's clock
     placement    `deploy.traffic.placing`, by the production comparison
-    prefill      `deploy.traffic.chain_queue`: ranks with their jobs in production's order
+    prefill      `deploy.traffic.work.chain_queue`, `chain_turns`: ranks with their jobs in production's order
     transfer     the planner's seconds until the generation group has the KV
-    generation   `deploy.traffic.batch`: rows in a batch whose steps take what the planner predicts; between two steps
-                 a row joins, and its first token is sent
+    generation   `deploy.traffic.work.batch`: rows in a batch whose steps take what the planner predicts; between two
+                 steps a row joins, and its first token is sent
 
 A slot is held from the placement to the last token, as in production. A scaling policy is asked regularly and changes
 the fleet. Not simulated: failures, speculation, prefill by generation groups, links that several transfers share.
@@ -23,7 +23,6 @@ import numpy as np
 from baton.errors import ResourceExhaustedError
 from baton.ids import JobId
 from baton.types import Priority
-from deploy.traffic.batch import StepLines
 from deploy.traffic.choosing import WholeChooser
 from deploy.traffic.events import Timeline
 from deploy.traffic.fleet import Fleet, Member, Role
@@ -32,6 +31,7 @@ from deploy.traffic.placing import Asked, Placer, Placing, Spot
 from deploy.traffic.results import Results, ScalerEvent
 from deploy.traffic.service import GroupSizes, RecallingPlanner
 from deploy.traffic.trace import Trace
+from deploy.traffic.work.batch import StepLines
 from orchestrator.admission.fair_queue import FairQueue
 from orchestrator.admission.gate import Admission, Entry
 from orchestrator.placement.chain_width import WidthPolicy
@@ -112,7 +112,7 @@ class Simulation:
         self.timeline, self.counts = Timeline(), Counts()
         self._gaps = GapHistogram()
         self._admission = Admission(config, self.timeline, FairQueue())
-        self.fleet = Fleet(sizes, StepLines(planner.steps), self.timeline, self._gaps)
+        self.fleet = Fleet(sizes, planner.cost, StepLines(planner.steps), self.timeline, self._gaps)
         self.fleet.on_row_end = lambda number, end_s: self.timeline.at(end_s, partial(self._end, number))
         policy = WidthPolicy(planner, elastic=config.elastic, overtaking=config.overtaking)
         self.placing: Placer = Placing(self.fleet, planner, policy, self.timeline, max_blocks=max_blocks)

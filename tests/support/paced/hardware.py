@@ -17,7 +17,7 @@ from deploy.traffic.service import RecallingPlanner
 from generate_workers.engine.model_shape import model_shape
 from modeling.checkpoints.weights import load_config
 from planning import calibration, step_times
-from planning.calibration import Calibration
+from planning.calibration import Calibration, Points, measured_link
 from planning.chain.wavefront import rank_seconds, work_of
 from planning.cost_model import BATON, CostModel, Kernel, Link
 from planning.planner import ChainPlanner
@@ -105,10 +105,13 @@ class PacedHardware:
         work = work_of(_lengths([tokens]), cost, BATON, tokens.start)
         return float(rank_seconds(work, np.array([True]), cost, BATON)[0, 0])
 
-    def besides(self, request_s: float) -> Self:
-        """The same, and what a request takes besides its chain, as `baton calibrate` measures and books it: real time
-        of gRPC and of the orchestrator, for which no worker waits."""
-        return replace(self, prefill=replace(self.prefill, cost=replace(self.prefill.cost, head_s=request_s)))
+    def measured(self, request_s: float, link_points: Points = ()) -> Self:
+        """The same with what is not paced, as `baton calibrate` measures and books it: what a request takes besides its
+        chain (gRPC, the orchestrator), and messages between ranks, as (bytes, seconds)."""
+        given = self.prefill
+        link = measured_link(link_points, given.cost.link) if link_points else given.cost.link
+        cost = replace(given.cost, head_s=request_s, link=link)
+        return replace(self, prefill=replace(given, cost=cost, link_points=link_points))
 
 
 def write_paced_model(folder: Path) -> PacedHardware:

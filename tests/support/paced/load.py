@@ -4,6 +4,7 @@ import asyncio
 import random
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -27,6 +28,9 @@ from tests.support.paced.hardware import PacedHardware
 
 if TYPE_CHECKING:
     from baton.v1.orchestrator_pb2_grpc import OrchestratorAsyncStub
+
+_NUM_FIRST = 4
+"""Requests that connect processes, and are not measured."""
 
 
 @dataclass
@@ -89,23 +93,23 @@ async def play(channel: grpc.aio.Channel, trace: Trace, seed: int = 0) -> Played
     return Played(trace, seed, fates, start_s)
 
 
-async def request_s(channel: grpc.aio.Channel, num_requests: int = 16) -> float:
-    """What a request takes besides its chain on an idle cluster, the median: from the client and back to it."""
-    arrivals_s = np.linspace(0.0, 0.4 * num_requests, num_requests)
-    alone = Trace("alone", arrivals_s, np.full(num_requests, 400), np.ones(num_requests, np.int64))
-    played = await play(channel, alone, seed=-1)
+async def calibrate(channel: grpc.aio.Channel, hardware: PacedHardware, num_requests: int = 16) -> PacedHardware:
+    """Measures on an idle cluster what is not paced: what a request takes besides its chain, from the client and back
+    to it, and a message between ranks. Lets the orchestrator predict by that from then on."""
+    arrivals_s, tokens = np.linspace(0.0, 0.5 * num_requests, num_requests), np.resize([300, 1200], num_requests)
+    played = await play(channel, Trace("alone", arrivals_s, tokens, np.ones(num_requests, np.int64)), seed=-1)
     besides: list[float] = []
-    for at_s, fate in zip(arrivals_s.tolist(), played.fates, strict=True):
+    links: defaultdict[float, list[float]] = defaultdict(list)
+    for at_s, fate in list(zip(arrivals_s.tolist(), played.fates, strict=True))[_NUM_FIRST:]:
         assert fate.finished is not None, fate.error
         ranks = fate.finished.timings.prefill.ranks
         chain_ns = max(rank.end_ns for rank in ranks) - min(rank.start_ns for rank in ranks)
         besides.append(fate.token_s[0] - at_s - chain_ns / 1e9)
-    return statistics.median(besides[num_requests // 4 :])  # the first ones connect processes
-
-
-async def calibrate(channel: grpc.aio.Channel, hardware: PacedHardware) -> PacedHardware:
-    """Measures what a request takes besides its chain, and lets the orchestrator predict by it from then on."""
-    measured = hardware.besides(await request_s(channel))
+        for rank in ranks:
+            if rank.num_messages_sent:
+                links[rank.num_bytes_sent / rank.num_messages_sent].append(rank.send_s / rank.num_messages_sent)
+    points = tuple((num_bytes, statistics.median(seconds)) for num_bytes, seconds in sorted(links.items()))
+    measured = hardware.measured(statistics.median(besides), points)
     text = calibration.dumps(measured.prefill)
     await PlanningStub(channel).UseCalibration(planning_pb2.UseCalibrationRequest(calibration=text, force=True))
     return measured
