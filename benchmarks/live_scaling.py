@@ -11,6 +11,9 @@ comes at a part (load) of the rate of which the best fixed division of the group
 4 s to the first token and 90 ms between tokens, and is served by that division. Rows: 50th and 95th percentile of the
 time to first token and of the gaps between tokens, as the client saw them; baseline `simulated`.
 
+`--policy autoscale`: the cluster scales itself, from that division on, and so does the simulated one, with the same
+budget of groups, targets, and seconds for a start and a flip.
+
 `--bars`: the 50th percentiles are within 15 % of each other, the 95th within 25 %, and no request fails.
 """
 
@@ -19,15 +22,21 @@ import asyncio
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from benchmarks.support.harness import Bars, Pairs, Reporter, case
 from deploy.traffic.generators import Lengths, Phase, bimodal, bursty, shifting
+from deploy.traffic.policies import AutoscalePolicy
 from deploy.traffic.results import Targets
 from deploy.traffic.trace import Trace
+from orchestrator.autoscaling.actions import LeadTimes
+from orchestrator.autoscaling.demand import ServiceModel
+from orchestrator.requests.config import AutoscalingConfig
 from tests.support.paced.cluster import PacedPlan
 from tests.support.paced.comparing import LATENCIES, PERCENTILES, Comparison, compare, simulate
 from tests.support.paced.hardware import PacedHardware, write_paced_model
@@ -43,6 +52,18 @@ _PROBE_S, _QUICK_PROBE_S = 240.0, 30.0
 _PROBE_SEED = 99
 _PROBES = 8
 _MOST_RATE = 40.0
+
+COLD_START_S, FLIP_S = 5.0, 1.0
+SCALING: dict[str, Any] = {
+    "mode": "act",
+    "ttft_p95_s": TARGETS.ttft_s,
+    "itl_p95_s": TARGETS.itl_s,
+    "min": 2,
+    "max": NUM_GROUPS,
+    "cooldown_s": 20.0,
+    "cold_start_s": COLD_START_S,
+    "flip_s": FLIP_S,
+}
 
 MakeTrace = Callable[[float, float, int], Trace]
 """Makes a trace of a rate, a number of seconds and a seed."""
@@ -108,6 +129,12 @@ def _plan(split: tuple[int, int], num_ranks: int) -> PacedPlan:
     return PacedPlan(split, num_ranks=num_ranks, num_slots=NUM_SLOTS, orchestrator=limits)
 
 
+def _scaler(num_ranks: int, hardware: PacedHardware) -> AutoscalePolicy:
+    """Return the simulated cluster's autoscaler, which has the live one's settings."""
+    service = ServiceModel(hardware.recalling_planner(max_ranks=num_ranks), num_ranks, NUM_SLOTS)
+    return AutoscalePolicy(AutoscalingConfig(**SCALING), service, LeadTimes(COLD_START_S, FLIP_S))
+
+
 class _Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -132,7 +159,11 @@ class _Bench:
         trace = scenario.make(scenario.load * rate, seconds, scenario.seed)
         shown = f"{len(trace)} requests at {scenario.load:g} of {rate:.2f}/s, which {split[0]}:{split[1]} groups bear"
         self._console.print(f"  {name}: {shown}", markup=False)
-        found = await compare(folder, hardware, _plan(split, num_ranks), trace, seed=scenario.seed)
+        plan, scaler = _plan(split, num_ranks), None
+        if self._args.policy == "autoscale":
+            plan = replace(plan, cold_start_s=COLD_START_S, flip_s=FLIP_S, sections={"autoscaling": SCALING})
+            scaler = partial(_scaler, num_ranks)
+        found = await compare(folder, hardware, plan, trace, seed=scenario.seed, scaler=scaler)
         self._report(name, found)
 
     def _report(self, name: str, found: Comparison) -> None:
@@ -146,7 +177,7 @@ class _Bench:
         for latency in LATENCIES:
             for percentile in PERCENTILES:
                 live_s, simulated_s = found.values(latency, percentile)
-                named = case(trace=name, ranks=self._args.ranks)
+                named = case(trace=name, ranks=self._args.ranks, policy=self._args.policy)
                 metric = f"{percentile}_{latency}"
                 self._reporter.add(named, metric, "s", "simulated", Pairs([live_s], [simulated_s]))
                 off = abs(found.ratio(latency, percentile) - 1)
@@ -157,6 +188,7 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", default=",".join(SCENARIOS), metavar="NAME,...", help="of these (default: all)")
+    parser.add_argument("--policy", choices=("static", "autoscale"), default="static", help="(default: static)")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="of a prefill group (default: 1)")
     parser.add_argument("--quick", action="store_true", help="short traces, which are not compared in earnest")
     parser.add_argument("--json", action="store_true", help="print rows as JSON lines")

@@ -51,6 +51,8 @@ class PacedPlan:
     cold_start_s: float = 0.0
     """Seconds from an order until a group serves, if its process is not slower; those of the beginning are there at
     once."""
+    flip_s: float = 1.0
+    """Seconds of a change of role, as simulated."""
     orchestrator: Mapping[str, Any] = field(default_factory=dict)
     """Fields of its section in the cluster's configuration."""
     sections: Mapping[str, Any] = field(default_factory=dict)

@@ -53,7 +53,7 @@ def simulate(trace: Trace, hardware: PacedHardware, plan: PacedPlan, scaler: Any
     return Simulation(
         trace,
         hardware.recalling_planner(max_ranks=plan.num_ranks),
-        GroupSizes(plan.num_ranks, plan.num_slots, plan.cold_start_s),
+        GroupSizes(plan.num_ranks, plan.num_slots, plan.cold_start_s, plan.flip_s),
         plan.start,
         scaler=None if scaler is None else scaler(hardware),
         config=plan.config(Path("none")).orchestrator_config(Path("none")),
