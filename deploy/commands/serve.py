@@ -235,12 +235,9 @@ def declared_pools(config: ClusterConfig, num_cores: int) -> dict[str, float]:
     cores have threads for, but at least what is configured, and one group more, which stands in while one is reloaded;
     what the autoscaler may start counts as configured."""
     asked = {"prefill": config.prefill.num_ranks, "generate": 1}
-    groups = {"prefill": config.prefill.num_groups, "generate": config.generate.num_groups}
-    if config.autoscaling.mode == "act":
-        groups = {role: max(number, config.autoscaling.max - 1) for role, number in groups.items()}
     threads = {"prefill": config.prefill.num_threads, "generate": config.generate.num_threads or num_cores}
     return {
-        f"baton_{role}": float(max((groups[role] + 1) * size, num_cores // threads[role]))
+        f"baton_{role}": float(max((config.most_groups[role] + 1) * size, num_cores // threads[role]))
         for role, size in asked.items()
     }
 

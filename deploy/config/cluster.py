@@ -234,6 +234,14 @@ class ClusterConfig:
         return self
 
     @property
+    def most_groups(self) -> dict[str, int]:
+        """Number of groups of each role that there may be: as configured, or as many as the autoscaler may start."""
+        groups = {"prefill": self.prefill.num_groups, "generate": self.generate.num_groups}
+        if self.autoscaling.mode != "act":
+            return groups
+        return {role: max(number, self.autoscaling.max - 1) for role, number in groups.items()}
+
+    @property
     def num_workers(self) -> int:
         """Workers in all: ranks and engines, without the orchestrator."""
         return self.prefill.num_groups * self.prefill.num_ranks + self.generate.num_groups
@@ -268,8 +276,8 @@ class ClusterConfig:
         holds the resolved model; nodes without it find the model by the name `model` (empty: the configured one).
         `cluster` is the name by which workers share files on a node; empty: that of the cluster. `secret` is the secret
         that the cluster's processes share. `host` is the address that workers bind to without a `worker_host`; empty:
-        each node's own. `step_times` is the file of what engines
-        measured earlier, if any.
+        each node's own. `step_times` is the file of what engines measured earlier, if any. Memory for KV is shared by
+        all engines that there may be, where all lie on one machine.
         """
         number = int(name.partition("-")[2])
         is_chain = name.startswith("prefill-")
@@ -286,7 +294,7 @@ class ClusterConfig:
             num_threads=section.num_threads,
             cluster=cluster or self.name,
             prefix_disk=str(self.model.cache),
-            num_engines=self.generate.num_groups,
+            num_engines=self.generate.num_groups if self.ray.address else self.most_groups["generate"],
             kernels=kernels,
             secret=secret.text,
             step_times="" if is_chain else step_times,

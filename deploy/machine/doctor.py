@@ -155,6 +155,10 @@ def check_memory(config: ClusterConfig, folder: Path, machine: Machine) -> Findi
     if needed > machine.available_bytes:
         remedy = "use fewer ranks or groups, a smaller model, or bfloat16"
         return Finding("memory", Verdict.FAILED, f"{text}: {remedy}")
+    most = max(config.num_workers, (config.autoscaling.max - 1) * config.prefill.num_ranks + 1)
+    if config.autoscaling.mode == "act" and needed * most > machine.available_bytes * config.num_workers:
+        text = f"{text}, and the autoscaler may start {most}: lower autoscaling.max"
+        return Finding("memory", Verdict.WARNING, text)
     kv_bytes = config.generate.num_groups * config.generate.kv_memory_bytes
     if needed + kv_bytes > machine.available_bytes:
         text = f"{text} and {kv_bytes / GIB:.1f} GiB for KV: lower generate.kv_memory_bytes"

@@ -14,6 +14,7 @@ from deploy.config.file import load_config
         (64, ("prefill.num_threads=8", "generate.num_threads=16"), (8, 4)),
         (2, ("prefill.num_groups=3", "prefill.num_ranks=4", "generate.num_groups=5"), (16, 6)),
         (2, ("prefill.num_groups=0",), (2, 2)),
+        (2, ("autoscaling.mode=act", "autoscaling.max=4"), (8, 4)),  # at most three of one role
     ],
 )
 def test_pools_are_as_large_as_the_cores_and_the_configuration_make_them(

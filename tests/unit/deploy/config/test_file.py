@@ -1,6 +1,7 @@
 """What a user writes becomes a configuration, or one line that says what is wrong with it."""
 
 import os
+import re
 from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -83,6 +84,7 @@ def test_whole_numbers_are_taken_for_seconds() -> None:
         ("orchestrator.port=70000", "orchestrator.port = 70000 is wrong: input should be less than or equal to 65535"),
         ("model.dtype=fp8", "model.dtype = 'fp8' is wrong: input should be 'bfloat16' or 'float32'"),
         ("name=a b", "name = 'a b' is wrong"),
+        ("autoscaling.min=1", "autoscaling: min = 1 is out of range: use 0, or 2 to max = 8"),
         ("supervision.dead_after_s=0.5", "supervision: dead_after_s = 0.5 is out of range: use more than heartbeat_s"),
         ("supervision.heartbeat_s=nan", "supervision.heartbeat_s = nan is wrong"),
         ("prefill.cores=[[0]]", "prefill: cores has 1 lists: give one for each of the 2 ranks, or none"),
@@ -249,3 +251,17 @@ def test_the_documented_tenants_are_a_configuration(tmp_path: Path, monkeypatch:
     path.write_text(page.split("```toml")[1].split("```")[0])
     tenants = load_config(path).orchestrator.tenancy()
     assert [tenants.of((("x-api-key", key),)).name for key in ("k-1", "secret")] == ["acme", "acme"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "refusal"),
+    [
+        (("autoscaling.max=2", "generate.num_groups=2"), "autoscaling.max = 2 is below the 3 groups configured"),
+        (("prefill.num_groups=0",), "autoscaling needs a prefill group to begin with: set prefill.num_groups"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["advise", "act"])
+def test_what_the_autoscaler_could_not_hold_is_refused(settings: tuple[str, ...], refusal: str, mode: str) -> None:
+    load_config(None, settings)
+    with pytest.raises(ConfigError, match=re.escape(refusal)):
+        load_config(None, (f"autoscaling.mode={mode}", *settings))

@@ -81,6 +81,15 @@ def test_a_model_that_drafts_must_be_whole_and_takes_memory(folder: Path, tmp_pa
     assert check_memory(load_config(None), folder, machine).verdict is Verdict.OK
 
 
+def test_memory_for_all_groups_that_may_be_started_is_looked_at(folder: Path) -> None:
+    config = load_config(None, ["autoscaling.mode=act", "autoscaling.max=6", "prefill.num_ranks=2"])
+    worker = weight_bytes(folder, "bfloat16") + WORKER_BYTES
+    scarce, enough = (replace(MACHINE, available_bytes=number * worker) for number in (10, 11))
+    assert check_memory(config, folder, scarce).verdict is Verdict.WARNING
+    assert "the autoscaler may start 11: lower autoscaling.max" in check_memory(config, folder, scarce).text
+    assert check_memory(config, folder, enough).verdict is Verdict.OK
+
+
 @pytest.mark.parametrize("field", ["residency", "speculation"])
 def test_keys_cannot_be_chosen_by_what_nobody_prepared(
     field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
