@@ -7,9 +7,14 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.support import leaks, tools
+
+# How long an example takes says how crowded the machine is: no test fails for that.
+hypothesis.settings.register_profile("patient", deadline=None)
+hypothesis.settings.load_profile("patient")
 
 # Before anything imports torch: tests share few cores, with each other and with the worker processes they start.
 os.environ["OMP_NUM_THREADS"] = "1"

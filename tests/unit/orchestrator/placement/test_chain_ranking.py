@@ -150,14 +150,15 @@ def asked(rng: random.Random, name: str = "asked") -> RequestRecord:
     return record
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 2**32), num_groups=st.integers(1, 7))
 async def test_the_choice_is_that_among_all_pairs(seed: int, num_groups: int) -> None:
     await check(random.Random(seed), num_groups)
 
 
 @pytest.mark.ci
-@settings(max_examples=4000, deadline=None)
+@pytest.mark.timeout(600)
+@settings(max_examples=4000)
 @given(seed=st.integers(0, 2**32), num_groups=st.integers(1, 12))
 async def test_the_choice_is_that_among_all_pairs_of_more_clusters(seed: int, num_groups: int) -> None:
     await check(random.Random(seed), num_groups)
