@@ -8,6 +8,7 @@ Flip  in place of a new group: where the role of a group that is to leave can be
 Lend  a rank in place of a new generation group, for the same reasons, where chains have several ranks: the chain goes
       on without it, and gets it back when prompts need it
 
+Nothing changes before an answer has ended, unless that takes `PATIENCE_S`: until then their lengths are a guess.
 A change that gains little waits until the miss has been predicted for `PATIENCE_S`, and is not made if it takes back
 another one within a cool-down. Each decision carries its explanation. Actuates nothing: `deploy` carries decisions out.
 Pure: the caller gives the time.
@@ -123,6 +124,8 @@ class Autoscaler:
             wanted = cheapest_within_targets(predictor, self._config) or most_good(predictor, self._config)
             return self._change(_Case(now_s, state, traffic.rate, predictor, None), wanted, "traffic has come")
         present = predictor.predict(target)
+        if self.window.is_guess(now_s, PATIENCE_S):
+            return Decision(now_s, target, target, (), "no answer has ended yet", present, present, traffic.rate)
         case = _Case(now_s, state, traffic.rate, predictor, present)
         if present.meets(self._config) and target.total <= self._config.max:
             self._missed_since_s = None

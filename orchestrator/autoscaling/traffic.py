@@ -109,6 +109,11 @@ class TrafficWindow:
         """Return the instant of the latest arrival; None before the first."""
         return self._latest_s
 
+    def is_guess(self, now_s: float, patience_s: float) -> bool:
+        """Return whether no answer has ended yet, and the first request came less than `patience_s` seconds ago."""
+        is_known = any(window.outputs for window in self._classes.values())
+        return not is_known and self._latest_s is not None and now_s - self._begun_s < patience_s
+
     def arrived(self, now_s: float, num_prompt_tokens: int, most_output_tokens: int = _GUESSED_OUTPUT) -> None:
         """Record a request that has come; `most_output_tokens` bounds its answer."""
         if self._latest_s is None:
