@@ -276,13 +276,14 @@ class WorkerGroup:
             raise
 
     async def _repair(self) -> None:
-        """Ask all workers for their status, replace those that ended, and link a chain anew if necessary. The group is
-        ready afterwards, unless a worker is missing or silent."""
+        """Ask all workers for their status, replace those that ended, and link a chain anew if necessary: also one that
+        is not ready, whatever its ranks say, as links that failed are tried again, and ranks may have come or gone. The
+        group is ready afterwards, unless a worker is missing, or silent when a chain is to be linked."""
         broken = await self._hear_all()
         replaced = await self._replace_ended()
         if self._missing:
             return
-        if self.links is not None and (broken or replaced):
+        if self.links is not None and (broken or replaced or not self.ready):
             self._set_ready(False)
             if any(worker.is_silent for worker in self.workers.values()):
                 return  # the others would wait in vain: the silent worker answers soon, or is killed
@@ -317,8 +318,7 @@ class WorkerGroup:
             await self._kill(worker, f"hangs ({status.stall})")
             return False
         has_moved = await self._has_moved(worker, status.epoch)
-        # A group that could not be linked is tried again; so is a rank that a replaced supervisor left without links.
-        return bool(status.epoch_error) or has_moved or not self.ready
+        return bool(status.epoch_error) or has_moved
 
     async def _has_moved(self, worker: Worker, epoch: int) -> bool:
         """Return whether a rank is in another epoch than its group, as a foreign StartEpoch call makes it; the next

@@ -145,6 +145,21 @@ async def test_a_worker_that_ends_again_and_again_is_waited_for_and_its_neighbou
     assert not [line for line in bench.reports if "prefill-0.0 ended" in line]
 
 
+async def test_a_chain_whose_ranks_are_late_to_answer_waits_for_links_to_the_rank_that_came(bench: Bench) -> None:
+    async with running(bench):
+        joining = bench.chain.configs[1]
+        worker = await bench.chain.give(1)
+        await bench.chain.until_ready()
+        alone, punctual = bench.links.epoch, bench.around.heartbeat
+        bench.chain._around = replace(bench.around, heartbeat=replace(punctual, interval_s=-1.0))  # all are late
+        await bench.chain.receive(joining, worker)
+        assert len(bench.chain.endpoints) == 2
+        assert not bench.chain.ready or bench.links.epoch > alone
+        bench.chain._around = bench.around
+        await bench.chain.until_ready()
+        assert bench.links.epoch > alone
+
+
 async def test_a_failed_start_leaves_nothing(bench: Bench) -> None:
     bench.spawner.failures = [ModelError("no such model")]
     with pytest.raises(ModelError, match="no such model"):
