@@ -29,6 +29,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.support.crowding import Crowding
 from benchmarks.support.harness import Bars, Pairs, Reporter, case
 from deploy.traffic.generators import Lengths, Phase, bimodal, bursty, shifting
 from deploy.traffic.policies import AutoscalePolicy
@@ -163,14 +164,16 @@ class _Bench:
         if self._args.policy == "autoscale":
             plan = replace(plan, cold_start_s=COLD_START_S, flip_s=FLIP_S, sections={"autoscaling": SCALING})
             scaler = partial(_scaler, num_ranks)
+        crowding = Crowding()
         found = await compare(folder, hardware, plan, trace, seed=scenario.seed, scaler=scaler)
-        self._report(name, found)
+        self._report(name, found, crowding.share())
 
-    def _report(self, name: str, found: Comparison) -> None:
+    def _report(self, name: str, found: Comparison, others: float) -> None:
         besides_ms, errors = 1000 * found.hardware.prefill.cost.head_s, found.played.errors
         self._console.print(
             f"  {name}: a request takes {besides_ms:.1f} ms besides its chain; requests were sent up to "
-            f"{1000 * found.late_s:.1f} ms late (p95); {len(errors)} failed",
+            f"{1000 * found.late_s:.1f} ms late (p95); {len(errors)} failed; other programs took "
+            f"{others:.0%} of the processors' time",
             markup=False,
         )
         self._bars.at_most(f"{name}: failed requests", len(errors), 0)
