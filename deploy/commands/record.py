@@ -20,7 +20,7 @@ from baton.errors import ConfigError, UnavailableError
 from baton.settings.paths import cache_folder
 from deploy.commands.cluster_secrets import load_secret, remove_secrets, token_path
 from deploy.config.environment import SECRET_VARIABLE, read_variable
-from modeling.prefix_store.folder import sweep
+from modeling.prefix_store.folder import node_folder, remove_left, sweep
 from transport.identity import ClusterSecret
 
 _POLL_S = 0.05
@@ -58,11 +58,12 @@ class ClusterRecord:
         return replace(self, endpoint=endpoint)
 
     def remove(self) -> None:
-        """Remove the record, the cluster's secrets, its Ray's folder, and prefixes that killed workers left. Harmless
-        when they are gone."""
+        """Remove the record, the cluster's secrets, its Ray's folder, and prefixes that killed workers left, waiting a
+        while for workers that are about to end. Harmless when they are gone."""
         if self.ray_folder:
             shutil.rmtree(self.ray_folder, ignore_errors=True)
         remove_secrets(record_path(self.name))
+        remove_left(node_folder(store_name(record_path(self.name))))
         sweep()
         record_path(self.name).unlink(missing_ok=True)
 

@@ -14,6 +14,8 @@ import logging
 import os
 import resource
 import shutil
+import threading
+import time
 from pathlib import Path
 
 from baton.errors import ConfigError
@@ -26,6 +28,7 @@ MEMORY = Path("/dev/shm")
 """The file system whose files are memory."""
 _KIND = "baton-prefixes"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_POLL_S = 0.05
 _REMEDY = "make room for it, or set prefill.prefix_share to 0"
 
 
@@ -87,15 +90,34 @@ class StoreFolder:
 def sweep(parent: Path = MEMORY) -> None:
     """Remove this user's folders in `parent` that no process uses."""
     for path in parent.glob(f"{_KIND}-{os.getuid()}-*"):
-        # the folder is gone meanwhile; the folder is in use
-        with contextlib.suppress(FileNotFoundError, BlockingIOError):
-            file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path)
-                logger.info("removed %s, which a cluster had left", path)
-            finally:
-                os.close(file)
+        _remove_unused(path)
+
+
+def remove_left(path: Path, within_s: float = 5.0) -> None:
+    """Remove the folder of processes that were ended or killed, once they let go of it: a process that looks dead may
+    have threads that are not, and locks. Blocks. A folder that is still used after `within_s` seconds stays."""
+    deadline_s, pause = time.monotonic() + within_s, threading.Event()
+    while not _remove_unused(path) and time.monotonic() < deadline_s:
+        pause.wait(_POLL_S)
+
+
+def _remove_unused(path: Path) -> bool:
+    """Remove the folder if no process uses it. Return whether it is gone."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path)
+        logger.info("removed %s, which a cluster had left", path)
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:
+        logger.debug("another process removed %s", path)
+    finally:
+        os.close(file)
+    return True
 
 
 def _lock_shared(path: Path) -> int:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from baton.errors import ConfigError
 from modeling.prefix_store import folder as store_folder
-from modeling.prefix_store.folder import StoreFolder, node_folder, share_bytes, sweep
+from modeling.prefix_store.folder import StoreFolder, node_folder, remove_left, share_bytes, sweep
 
 
 @pytest.fixture
@@ -55,6 +56,30 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert path.exists()
     sweep(parent)
     assert not path.exists()
+
+
+def test_what_a_dying_user_holds_is_removed_once_it_lets_go(parent: Path) -> None:
+    """The user is a process whose first thread has ended, like a killed one that is slow to end."""
+    path = node_folder("c")
+    program = f"""
+import ctypes, sys, threading
+from pathlib import Path
+from modeling.prefix_store.folder import StoreFolder
+folder = StoreFolder(Path({str(path)!r}))
+print("held", flush=True)
+threading.Thread(target=lambda: (sys.stdin.read(), ctypes.CDLL(None)._exit(0))).start()
+ctypes.CDLL(None).pthread_exit(None)  # ends this thread alone
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as dying:
+        assert dying.stdin is not None and dying.stdout is not None
+        assert dying.stdout.readline() == b"held\n"
+        remove_left(path, within_s=0.1)
+        assert path.exists()
+        removing = threading.Thread(target=remove_left, args=(path, 30.0))
+        removing.start()
+        dying.stdin.close()
+        removing.join(30.0)
+        assert not path.exists()
 
 
 def test_what_is_left_under_a_name_is_taken_over(parent: Path) -> None:
