@@ -17,6 +17,8 @@ DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 Quantization = Literal["none", "int8"]
 """Quantization of projections' weights: none, or rounded to int8 with one scale an output."""
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
+DeviceName = Literal["auto", "cpu", "cuda", "emulated"]
+"""Where a worker computes: the CPU, a GPU, or the CPU in the place of a GPU, with memory of its own behind a link."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one element, by the dtype's name on the wire."""
 MAX_PROMPT_BYTES = 8 * 2**20

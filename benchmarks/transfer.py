@@ -26,6 +26,7 @@ from generate_workers.residency.policies import make_residency
 from generate_workers.residency.port import KvShape
 from generate_workers.slots.memory import KvMemory, MemoryLimits
 from generate_workers.slots.table import SlotTable
+from modeling.device.cpu import CpuDevice
 from modeling.kv.buffers import KvBuffer
 from transport.channel import bind, make_channel, make_server
 from transport.kv_client import KvClient
@@ -71,7 +72,7 @@ def _receive(pipe: Connection) -> None:
         server = make_server()
         port = bind(server, "127.0.0.1", 0)
         shape = KvShape(LAYOUT, (None,) * LAYOUT.num_layers, num_slots=1, max_slot_tokens=MAX_TOKENS)
-        residency = make_residency("device", shape, torch.device("cpu"))
+        residency = make_residency("device", shape, CpuDevice())
         memory = KvMemory(residency, shape, MemoryLimits(MAX_TOKENS * LAYOUT.token_bytes), growth_tokens=1)
         slots = SlotTable(memory, SystemClock(), endpoint=f"127.0.0.1:{port}")
         KvReceiverServicer(slots).add_to(server)

@@ -4,6 +4,7 @@
 role that it has in turn. All block.
 """
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +13,11 @@ from typing import TypedDict
 import torch
 
 from baton.process.cores import pin
-from baton.settings.place import WorkerPlace
+from baton.settings.base import values_of
+from baton.settings.place import EmulatedLink, WorkerPlace
 from modeling.checkpoints.weights import load_decoder
+from modeling.device.copying import LinkRate
+from modeling.device.making import make_device
 from modeling.forward.decoder import Decoder
 from modeling.kernels.process_kernels import KERNELS
 from modeling.prefix_store.folder import allow_files, node_folder, share_bytes, sweep
@@ -41,20 +45,22 @@ class LoadedModel:
     process; not thread-safe."""
 
     def __init__(self) -> None:
-        self._source: tuple[Path, str, str] | None = None
-        """Folder, number format and quantization of the decoder."""
+        self._source: tuple[object, ...] | None = None
+        """Folder, number formats and device of the decoder."""
         self._decoder: Decoder | None = None
 
     def load(self, place: WorkerPlace) -> Decoder:
         """Pin the process as its place says, choose its kernels, and return the model, which is loaded unless it is
-        there already. Raises ModelError, in one line."""
+        there already, on the same device. Raises ModelError or ConfigError, in one line."""
         allow_files()
         use_cores(place.cores, place.num_threads or os.cpu_count() or 1)
         KERNELS.use(place.kernels)
-        source = (place.model_folder, place.dtype, place.quantization)
+        source = place.model_folder, place.dtype, place.quantization, place.device, values_of(EmulatedLink, place)
         if self._decoder is None or self._source != source:
             self._decoder = None  # first: there may be no memory for two
-            self._decoder = load_decoder(place.model_folder, dtype=place.dtype, quantization=place.quantization)
+            device = make_device(place.device, LinkRate(place.link or math.inf, place.link_latency_s))
+            formats = {"dtype": place.dtype, "quantization": place.quantization}
+            self._decoder = load_decoder(place.model_folder, **formats, device=device)
             self._source = source
         return self._decoder
 

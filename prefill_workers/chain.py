@@ -32,7 +32,8 @@ from baton.results import Interval
 from baton.types import SampledToken
 from modeling.forward.decoder import Decoder
 from modeling.forward.sampling import SamplerState, sample
-from modeling.kv.buffers import BufferSpan, KvBuffer
+from modeling.kv.buffers import KvBuffer, KvRows, byte_view
+from prefill_workers.device_kv import kv_of
 from prefill_workers.job import Job, JobReport, KvOutlet
 from prefill_workers.relay import Relay
 
@@ -57,7 +58,7 @@ class ChainJob:
         self.parked_s = clock.now_s()
         """Time at which the last turn ended, or the job was made, on the clock's now_s."""
         self._own_kv, self._decoder, self._clock = own_kv, decoder, clock
-        self._span = BufferSpan(own_kv, relay.own)
+        self._kv = kv_of(job, relay, own_kv, decoder.device)
         self._token_ids = job.token_ids[relay.own.start : relay.own.end]
         self._needs: int | None = None
         self._computed = False
@@ -127,34 +128,33 @@ class ChainJob:
     def _run(self) -> Generator[int]:
         """Compute the chunk; yield, before part 2 of each layer, the layer whose earlier rows are needed."""
         decoder, relay = self._decoder, self.relay
-        step = decoder.begin([self._span])
+        step = decoder.begin([self._kv.span])
         hidden_TD = decoder.embed(self._token_ids, step)
         last_layer = decoder.config.num_layers - 1
         for layer in range(last_layer + 1):
             start_ns = self._clock.unix_ns()
             q_TNH = decoder.project(layer, hidden_TD, step)
+            own = self._kv.own_rows(layer)
             self._push(layer)
             relay.projected()
             if layer < last_layer:
-                hidden_TD = yield from self._attend(layer, q_TNH, hidden_TD)
+                hidden_TD = yield from self._attend(layer, q_TNH, hidden_TD, own)
             elif relay.target is None:
-                hidden_TD = yield from self._attend(layer, q_TNH[-1:], hidden_TD[-1:])
+                hidden_TD = yield from self._attend(layer, q_TNH[-1:], hidden_TD[-1:], own)
+            self._kv.leave(layer)
             self._layer_spans.append(Interval(start_ns, self._clock.unix_ns()))
         self.outlet.finish(self._sample(hidden_TD) if relay.target is None else ())
 
-    def _attend(self, layer: int, q_TNH: Tensor, hidden_TD: Tensor) -> Generator[int, None, Tensor]:
+    def _attend(self, layer: int, q_TNH: Tensor, hidden_TD: Tensor, own: KvRows) -> Generator[int, None, Tensor]:
         """Attend for the chunk's last len(q_TNH) rows and complete the layer; return these rows' hidden states."""
-        job, relay = self.job, self.relay
+        relay = self.relay
         attention = self._decoder.attention(layer, q_TNH, relay.own.end - len(q_TNH))
-        attention.add(self._own_kv.rows(layer, relay.own))
+        attention.add(own)
         yield layer
-        earlier = [piece.rows(layer, tokens) for piece, tokens in job.cached_pieces]
-        if len(relay.earlier):
-            earlier.append(relay.earlier_rows(layer))
-        attention.add(*earlier)
+        attention.add(*self._kv.other_rows(layer))
         if len(relay.earlier):
             if relay.target is None:
-                self.outlet.received(layer, relay.earlier, relay.earlier_bytes(layer))
+                self.outlet.received(layer, relay.earlier, byte_view(relay.earlier_span(layer)))
             relay.attended(layer)
         return self._decoder.complete(layer, hidden_TD, attention.result())
 

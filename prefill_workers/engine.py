@@ -174,6 +174,7 @@ class PrefillEngine:
         self._thread.join()
         self._has_left.set()
         self._watcher.join()
+        self.decoder.device.link.rest()
         if self._life is not None and self._life.links is not None:
             self._life.links.wait_closed(timeout_s)
 

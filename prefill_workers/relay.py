@@ -25,6 +25,8 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
+from torch import Tensor
+
 from baton.clock import Clock
 from baton.errors import ChainError
 from baton.ids import Rank
@@ -138,10 +140,11 @@ class Relay:
         with self._lock:
             return self._earlier_kv.rows(layer, self.earlier)
 
-    def earlier_bytes(self, layer: int) -> memoryview:
-        """Return the memory of the earlier tokens' rows of a layer that was received; to be read before `attended`."""
+    def earlier_span(self, layer: int) -> Tensor:
+        """Return the earlier tokens' rows of a layer that was received, `[T, 2, G, H]`; to be read before
+        `attended`."""
         with self._lock:
-            return byte_view(self._earlier_kv.span(layer, self.earlier))
+            return self._earlier_kv.span(layer, self.earlier)
 
     def attended(self, layer: int) -> None:
         """Note that this rank has attended to the earlier tokens' rows of `layer`, and needs them no more."""

@@ -15,12 +15,14 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import ErrorDetails
 
 from baton.errors import ConfigError
-from baton.settings.byte_sizes import parse_bytes
+from baton.settings.byte_sizes import parse_bytes, parse_rate
 
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
 """A number of bytes, or text like "1.5GiB"."""
+ByteRate = Annotated[int, BeforeValidator(parse_rate), Field(ge=0)]
+"""Bytes a second, or text like "25GBps"."""
 
 
 def _absolute(path: str) -> str:

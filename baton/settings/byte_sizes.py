@@ -1,4 +1,4 @@
-"""Parses amounts of memory as people write them, like "1.5GiB"."""
+"""Parses amounts of memory, and rates, as people write them, like "1.5GiB" and "25GBps"."""
 
 import re
 from fractions import Fraction
@@ -17,3 +17,14 @@ def parse_bytes(value: object) -> object:
         units = ", ".join(unit for unit in _UNITS if unit)
         raise ValueError(f"{value!r} is no amount of memory: use a number, alone (bytes) or with one of {units}")
     return int(Fraction(match[1]) * _UNITS[match[2]])
+
+
+def parse_rate(value: object) -> object:
+    """Return the bytes a second of a text like "25GBps" or "4 GB/s"; any value but a text as it is. Raises
+    ValueError."""
+    if not isinstance(value, str):
+        return value
+    amount = value.strip().removesuffix("ps").removesuffix("/s")
+    if amount == value.strip():
+        raise ValueError(f"{value!r} is no rate: use a number of bytes a second, or one like 25GBps")
+    return parse_bytes(amount)

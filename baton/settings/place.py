@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from baton.settings.base import Bytes, Count, settings
-from baton.types import Dtype, KernelChoice, Quantization
+from baton.settings.base import ByteRate, Bytes, Count, settings
+from baton.types import DeviceName, Dtype, KernelChoice, Quantization
 
 LOOPBACK = "127.0.0.1"
 """Address that only processes of the same machine reach."""
@@ -37,7 +37,17 @@ class PrefixRoom:
 
 
 @settings
-class WorkerPlace(ModelFormats, PrefixRoom):
+class EmulatedLink:
+    """The link between home memory and the memory of an emulated device."""
+
+    link: ByteRate = 0
+    """Bytes a second in each direction, like "25GBps"; 0: as fast as the machine copies."""
+    link_latency_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Seconds that a transfer takes besides its bytes."""
+
+
+@settings
+class WorkerPlace(ModelFormats, PrefixRoom, EmulatedLink):
     """The process of a worker and what it finds there."""
 
     model_folder: Path = field(kw_only=True)
@@ -48,6 +58,8 @@ class WorkerPlace(ModelFormats, PrefixRoom):
     """Folders in which such a node looks for one named like `model_folder` first."""
     host: str = LOOPBACK
     """Address that the worker's server and links bind to, and others reach them at; empty: its node's own."""
+    device: DeviceName = "cpu"
+    """Where the worker computes."""
     num_threads: Annotated[int, Field(ge=0)] = 1
     """Threads that the process computes with; 0: one for each core of its machine."""
     cores: Cores = ()

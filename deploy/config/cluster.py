@@ -17,8 +17,8 @@ from pydantic import AfterValidator, Field, model_validator
 from baton.errors import ConfigError
 from baton.settings.base import AbsolutePath, Count, Seconds, part_of, settings, values_of
 from baton.settings.paths import cache_folder
-from baton.settings.place import LOOPBACK, Cores, ModelFormats, PrefixRoom, WorkerPlace
-from baton.types import KernelChoice
+from baton.settings.place import LOOPBACK, Cores, EmulatedLink, ModelFormats, PrefixRoom, WorkerPlace
+from baton.types import DeviceName, KernelChoice
 from deploy.config.environment import DEFAULT_MODEL, read_variable
 from deploy.config.worker import Role, WorkerConfig
 from generate_workers.config import EngineConfig
@@ -84,6 +84,8 @@ class PrefillSection(PrefillConfig, PrefixRoom, PrefixRules):
     """Ranks of each prefill group."""
     across_nodes: bool = False
     """Whether a group that no node has room for may lie on several; it then begins no prompt from cached KV."""
+    device: DeviceName = "auto"
+    """Where each rank computes: cpu, cuda, emulated (docs/devices.md), or auto: the CPU."""
     num_threads: Count = 1
     """Threads with which each rank computes."""
     cores: CoresOfEach = ()
@@ -105,6 +107,8 @@ class GenerateSection(EngineConfig):
 
     num_groups: Annotated[int, Field(ge=1, le=64)] = 1
     """Generation groups, each an engine with a batch of its own."""
+    device: DeviceName = "auto"
+    """Where each engine computes: cpu, cuda, emulated (docs/devices.md), or auto: the CPU."""
     num_threads: Annotated[int, Field(ge=0)] = 0
     """Threads with which each engine computes; 0: one for each core."""
     cores: CoresOfEach = ()
@@ -116,6 +120,11 @@ class GenerateSection(EngineConfig):
     def _one_list_for_each_engine(self) -> Self:
         _check_cores(self.cores, self.num_groups, "engines")
         return self
+
+
+@settings
+class DeviceSection(EmulatedLink):
+    """Emulated devices, for groups whose device is emulated: the CPU, with memory of its own behind a link."""
 
 
 @settings
@@ -219,6 +228,7 @@ class ClusterConfig:
     model: ModelSection = field(default_factory=ModelSection)
     prefill: PrefillSection = field(default_factory=PrefillSection)
     generate: GenerateSection = field(default_factory=GenerateSection)
+    device: DeviceSection = field(default_factory=DeviceSection)
     orchestrator: OrchestratorSection = field(default_factory=OrchestratorSection)
     autoscaling: AutoscalingConfig = field(default_factory=AutoscalingConfig)
     supervision: SupervisionSection = field(default_factory=SupervisionSection)
@@ -287,6 +297,8 @@ class ClusterConfig:
         place = WorkerPlace(
             **values_of(ModelFormats, self.model),
             **values_of(PrefixRoom, self.prefill),
+            **values_of(EmulatedLink, self.device),
+            device=section.device,
             model_folder=folder,
             model=model or self.model.name,
             model_search=tuple(Path(each) for each in self.model.search),

@@ -102,7 +102,7 @@ class Reading:
 def prefill(decoder: Decoder, token_ids: Sequence[int], done: Callable[[int], None] | None = None) -> KvBuffer:
     """Compute the KV of `token_ids` by full attention, chunk by chunk; `done` is called with the tokens of each chunk.
     Raises the errors of OUT_OF_MEMORY."""
-    kv = KvBuffer(decoder.layout, TokenRange(0, len(token_ids)), decoder.device)
+    kv = decoder.device.buffer(decoder.layout, TokenRange(0, len(token_ids)))
     with torch.inference_mode():
         for chunk in kv.tokens.split(_CHUNK_TOKENS):
             decoder.forward(token_ids[chunk.start : chunk.end], [BufferSpan(kv, chunk)])

@@ -96,6 +96,7 @@ class GenerationEngine:
         else:
             self._end_all()
         self.residency.close()
+        self._decoder.device.link.rest()
 
     def submit(self, request: GenerationRequest, on_event: EventSink, hook: RowEndHook | None = None) -> Ticket:
         """Open a stream. From then on `on_event` is called on the engine's thread, the last time for each choice with a

@@ -4,7 +4,6 @@
 """
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from baton.errors import ConfigError
@@ -16,10 +15,12 @@ from generate_workers.residency.policies import SelectionSource, make_residency
 from generate_workers.residency.port import DraftKeys, KvShape, Residency
 from generate_workers.residency.sparse.pool import Eviction, PoolSize
 from generate_workers.slots.memory import KvMemory, MemoryLimits
+from modeling.device.port import NO_MEMORY, MemoryUse
 from modeling.forward.decoder import Decoder
-from modeling.kv.memory import memory_on
 from planning.speculation import MOST_DRAFTS
 
+_DEVICE_SHARE = 0.9
+"""Largest part of a device's free memory for KV by default: activations need some too."""
 _SHARE = 0.5
 """Largest part of the free memory for KV of all engines by default: weights and other processes need some too."""
 
@@ -39,7 +40,9 @@ def make_memory(
     taken = TakenBytes(weight_bytes(decoder.weights))
     if draft_model is not None:
         taken = _with_drafts(taken, draft_model, config)
-    limits = memory_limits(config, residency, taken, num_engines)
+    limits = memory_limits(config, residency, taken, num_engines, decoder.device.memory_use)
+    if config.device_memory_bytes:
+        decoder.device.bound(config.device_memory_bytes - taken.weights)
     return KvMemory(residency, shape, limits, config.growth_tokens)
 
 
@@ -66,8 +69,15 @@ class TakenBytes:
         return f"{text} and the KV of drafts {self.draft_kv}" if self.draft_kv else text
 
 
-def memory_limits(config: EngineConfig, residency: Residency, taken: TakenBytes, num_engines: int = 1) -> MemoryLimits:
-    """Return the limits of KV. Raises ConfigError when what is taken, or one token's KV, exceeds them."""
+def memory_limits(
+    config: EngineConfig,
+    residency: Residency,
+    taken: TakenBytes,
+    num_engines: int = 1,
+    memory: MemoryUse = NO_MEMORY,
+) -> MemoryLimits:
+    """Return the limits of KV. `memory` is that of the device, where there are weights already. Raises ConfigError when
+    what is taken, or one token's KV, exceeds them."""
     kv_bytes = config.kv_memory_bytes
     if kv_bytes:
         kv_bytes -= taken.draft_kv
@@ -84,6 +94,8 @@ def memory_limits(config: EngineConfig, residency: Residency, taken: TakenBytes,
         device_bytes = config.device_memory_bytes - taken.weights - taken.draft_kv
         if device_bytes <= 0:
             raise ConfigError(f"device_memory_bytes = {config.device_memory_bytes} is out of range: {taken}, use more")
+    elif memory.limit_bytes is not None:
+        device_bytes = int(_DEVICE_SHARE * (memory.limit_bytes - memory.num_bytes)) - taken.draft_kv
     limits = MemoryLimits(kv_bytes, device_bytes)
     if limit := limits.exceeded_by(residency.bytes_for(1)):
         raise ConfigError(f"{limit}, less than one token of KV takes: raise it")
@@ -93,7 +105,7 @@ def memory_limits(config: EngineConfig, residency: Residency, taken: TakenBytes,
 def _with_drafts(taken: TakenBytes, draft_model: Decoder, config: EngineConfig) -> TakenBytes:
     """Return what is taken with a draft model: its weights, and the most KV that it keeps for all slots."""
     keys = DraftKeys.of(config.draft_keys, MOST_DRAFTS)
-    kv = Beside(draft_model.layout, partial(memory_on, device=draft_model.device), keys)
+    kv = Beside(draft_model.layout, draft_model.device.row_memory, keys)
     return TakenBytes(
         taken.weights + weight_bytes(draft_model.weights), config.num_slots * kv.bytes_for(config.max_slot_tokens)
     )

@@ -45,7 +45,7 @@ class Beside:
         """Begin a claim: nothing is copied yet."""
         self._memory.expect(min(num_tokens, self._size.num_places))
         tokens = TokenRange(0, self._size.num_places)
-        self._buffer = KvBuffer.of(self._layout, tokens, self._memory.data_LS2GH)
+        self._buffer = KvBuffer.of(self._layout, tokens, self._memory.data_LS2GH, self._memory.access)
         self._num_copied, self._start = 0, self._size.num_first
 
     def copy_from(self, other: "Beside", num_tokens: int) -> None:

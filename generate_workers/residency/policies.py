@@ -7,12 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from baton.errors import ConfigError
-from baton.types import KvLayout
 from generate_workers.residency.device import DeviceResidency
-from generate_workers.residency.host import HostLink, HostResidency
+from generate_workers.residency.host import HostResidency
 from generate_workers.residency.int4.infinigen import InfinigenInt4Residency
 from generate_workers.residency.int4.whole import make_int4
 from generate_workers.residency.port import KvShape, Residency
@@ -26,10 +23,11 @@ from generate_workers.residency.sparse.pool import PoolSize
 from generate_workers.residency.sparse.selective import NO_CHOSEN_DRAFTS, require_selective
 from generate_workers.residency.sparse.window import WindowResidency
 from generate_workers.residency.traits import POOLED, policy_named
+from modeling.device.port import Device
 from modeling.forward.decoder import Decoder
 from modeling.kernels import native
 from modeling.kv.buffers import OUT_OF_MEMORY
-from modeling.kv.memory import PagedMemory, RowMemory, TensorMemory, memory_on
+from modeling.kv.memory import PagedMemory
 from modeling.sparse.bases import NUM_WHOLE_LAYERS
 from modeling.sparse.selection_file import PreparedSelection, load_prepared, prepared_path
 
@@ -56,32 +54,24 @@ class SelectionSource:
         return self.load().selection.most_share
 
 
-Make = Callable[[KvShape, torch.device, SelectionSource | None], Residency]
+Make = Callable[[KvShape, Device, SelectionSource | None], Residency]
 
 
-def _device(shape: KvShape, device: torch.device, source: SelectionSource | None) -> Residency:
-    def make(layout: KvLayout, max_tokens: int) -> RowMemory:
-        return _on_device(layout, max_tokens, device)
-
+def _device(shape: KvShape, device: Device, source: SelectionSource | None) -> Residency:
     if source is None or not source.serves_drafts:
-        return DeviceResidency(shape, make)
+        return DeviceResidency(shape, device.row_memory)
     require_selective("speculation = 'infinigen'", shape, device, NO_CHOSEN_DRAFTS)
-    return IndexedResidency(shape, make, source.load())
+    return IndexedResidency(shape, device.row_memory, source.load())
 
 
-def _host(shape: KvShape, device: torch.device, source: SelectionSource | None) -> Residency:
-    def make_home(layout: KvLayout, max_tokens: int) -> RowMemory:
-        if device.type == "cpu":
-            return PagedMemory(layout, max_tokens)
-        return TensorMemory(layout, max_tokens, torch.device("cpu"), pinned=True)
-
-    return HostResidency(shape, make_home, lambda layout, most: _on_device(layout, most, device), HostLink())
+def _host(shape: KvShape, device: Device, source: SelectionSource | None) -> Residency:
+    return HostResidency(shape, device)
 
 
 def _selecting(name: str, make: Callable[[KvShape, SelectionSource], Residency], *others: str) -> Make:
     """Return a maker of a policy that attends to some keys, which checks for its kernels and `others`. CPU only."""
 
-    def made(shape: KvShape, device: torch.device, source: SelectionSource | None) -> Residency:
+    def made(shape: KvShape, device: Device, source: SelectionSource | None) -> Residency:
         require_selective(f"residency = {name!r}", shape, device)
         if not all(native.load(kernel) for kernel in ("key_selection", *others)):
             raise ConfigError(
@@ -108,10 +98,6 @@ def _h2o(shape: KvShape, source: SelectionSource) -> Residency:
     return H2oResidency(shape, PagedMemory, source.decoder, HeavyBudget.halved(source.most_share))
 
 
-def _on_device(layout: KvLayout, max_tokens: int, device: torch.device) -> RowMemory:
-    return memory_on(layout, max_tokens, device)
-
-
 MAKERS: Mapping[str, Make] = {
     "device": _device,
     "host": _host,
@@ -125,7 +111,7 @@ MAKERS: Mapping[str, Make] = {
 """How each policy is made, for a decoder on a device."""
 
 
-def make_residency(name: str, shape: KvShape, device: torch.device, source: SelectionSource | None = None) -> Residency:
+def make_residency(name: str, shape: KvShape, device: Device, source: SelectionSource | None = None) -> Residency:
     """Make the policy of that name for all slots; policies that choose keys need a `source`. Raises ConfigError for an
     unknown name, for a policy that cannot run here, and when the slots' address space cannot be had; ModelError for a
     `source` without what it should hold."""

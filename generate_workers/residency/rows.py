@@ -71,7 +71,8 @@ class PagedKv:
         """Begin a claim; `num_tokens` tokens will be written for sure."""
         self.memory.expect(num_tokens)
         tokens = TokenRange(0, capacity_tokens)
-        self._buffer = KvBuffer.of(self.layout, tokens, self.memory.data_LS2GH[:, :capacity_tokens])
+        data_LS2GH = self.memory.data_LS2GH[:, :capacity_tokens]
+        self._buffer = KvBuffer.of(self.layout, tokens, data_LS2GH, self.memory.access)
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
         """Copy pushed KV into place, committing its memory. `layer`: counted from the first of these layers."""

@@ -1,7 +1,6 @@
 """Makes the speculation that an engine is configured for."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import torch
 
@@ -28,7 +27,6 @@ from generate_workers.speculation.speculator import DraftSteps, Source, Speculat
 from generate_workers.speculation.streaming import StreamingView
 from generate_workers.speculation.topk import TopKeysView
 from modeling.forward.decoder import Decoder
-from modeling.kv.memory import memory_on
 from planning.hardware import cpu_rank, derive_step
 from planning.speculation import MOST_DRAFTS
 from planning.step_costs import StepCosts
@@ -127,7 +125,7 @@ def _by_model(draft_model: Decoder, config: EngineConfig) -> Source:
             " another draft_model, or speculation auto, ngram or off"
         )
     keys = DraftKeys.of(config.draft_keys, MOST_DRAFTS)
-    make_memory, keeps = partial(memory_on, device=draft_model.device), config.acceptance == "maximal"
+    make_memory, keeps = draft_model.device.row_memory, config.acceptance == "maximal"
     drafter = ModelDrafter(draft_model, keys, config.num_slots, make_memory, keeps=keeps)
     return Source(drafter, Acceptances(_MODEL_ACCEPTED), config.draft_keys)
 

@@ -41,7 +41,7 @@ from generate_workers.speculation.choosing import by_kv_head, top_keys
 from generate_workers.speculation.self_drafts import DraftStep
 from modeling.forward.decoder import Decoder
 from modeling.forward.selection import StepPicks
-from modeling.kv.buffers import BufferSpan, KvBuffer, KvRows
+from modeling.kv.buffers import BufferSpan, KvRows
 
 _WINDOW_TOKENS = 32
 _POOLED_KEYS = 5
@@ -127,7 +127,7 @@ class SnapKvView:
         layout = decoder.layout
         windows = [TokenRange(row.num_known - size, row.num_known) for row in rows]
         scratch = replace(layout, num_layers=1)  # layers take turns in it
-        spans = [BufferSpan(KvBuffer(scratch, window), window) for window in windows]
+        spans = [BufferSpan(decoder.device.buffer(scratch, window), window) for window in windows]
         keys_LBGK = torch.empty(layout.num_layers, len(rows), layout.num_kv_heads, self._width, dtype=torch.int32)
         for place, window in enumerate(windows):
             keys_LBGK[:, place, :, num_selected:] = window.start + torch.arange(self._width - num_selected)

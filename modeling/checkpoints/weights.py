@@ -8,6 +8,8 @@ from pathlib import Path
 from baton.errors import ModelError
 from baton.types import QUANTIZATIONS
 from modeling.checkpoints.registry import read_model
+from modeling.device.cpu import CpuDevice
+from modeling.device.port import Device
 from modeling.families.checkpoint import Checkpoint, read_json
 from modeling.families.family import Family
 from modeling.forward.decoder import Decoder
@@ -20,10 +22,13 @@ def load_config(folder: Path) -> ModelConfig:
     return _load_model(folder).config
 
 
-def load_decoder(folder: Path, *, dtype: str = "float32", device: str = "cpu", quantization: str = "none") -> Decoder:
+def load_decoder(
+    folder: Path, *, dtype: str = "float32", device: Device | None = None, quantization: str = "none"
+) -> Decoder:
     """Return a Decoder that computes in `dtype` on `device`, from a Hugging Face folder; conversion happens on load.
+    Without a device it is the CPU.
 
-    Raises ModelError, one line, for anything wrong with the folder, the dtype, the device or the memory. Its weights'
+    Raises ModelError, one line, for anything wrong with the folder, the dtype or the memory. Its weights'
     fingerprint hashes every tensor's name, type, shape and bytes, the config, `dtype` and `quantization`; it does not
     depend on how the checkpoint is split into files.
     """
@@ -32,8 +37,9 @@ def load_decoder(folder: Path, *, dtype: str = "float32", device: str = "cpu", q
     if quantization not in QUANTIZATIONS:
         raise ModelError(f"quantization {quantization!r} is not supported; choose one of {', '.join(QUANTIZATIONS)}")
     model = _load_model(folder)
-    checkpoint = Checkpoint(folder, TORCH_DTYPES[dtype], device, int8=quantization == "int8")
-    return Decoder(model.config, model.load(checkpoint))
+    device = device or CpuDevice()
+    checkpoint = Checkpoint(folder, TORCH_DTYPES[dtype], str(device.torch_device), int8=quantization == "int8")
+    return Decoder(model.config, model.load(checkpoint), device=device)
 
 
 def _load_model(folder: Path) -> Family:

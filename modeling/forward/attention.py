@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from modeling.device.port import Device
 from modeling.kernels import native
 from modeling.kernels.process_kernels import KERNELS
 from modeling.kv.buffers import KvRows
@@ -122,6 +123,20 @@ def is_native(dtype: torch.dtype, head_dim: int) -> bool:
 def has_native_kernel() -> bool:
     """Return whether `native_kernel` can run here; builds it at the first call."""
     return native.load("prefill_attention")
+
+
+def on_device(kernel: Kernel, device: Device) -> Kernel:
+    """Return the kernel, which raises WrongMemoryError for keys that do not lie in the device's memory."""
+    if device.is_home:
+        return kernel
+
+    @functools.wraps(kernel)
+    def run(q_TNH: Tensor, pieces: Sequence[KvRows], causal: bool, mask_TS: Tensor | None) -> Partial:
+        for k_SGH in (rows.k_SGH for rows in pieces if len(rows.k_SGH)):
+            device.require(k_SGH.data_ptr(), (k_SGH.stride(0) * (len(k_SGH) - 1) + 1) * k_SGH.element_size())
+        return kernel(q_TNH, pieces, causal, mask_TS)
+
+    return run
 
 
 def default_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:

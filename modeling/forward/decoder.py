@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 
 from baton.types import KvLayout, TokenRange
-from modeling.forward.attention import Attention, Kernel, default_kernel
+from modeling.device.cpu import CpuDevice
+from modeling.device.port import Device
+from modeling.forward.attention import Attention, Kernel, default_kernel, on_device
 from modeling.forward.fused_layers import fuse
 from modeling.forward.layers import Layer
 from modeling.forward.linear import Linear
@@ -105,14 +107,23 @@ class Step:
 class Decoder:
     """A model, ready to run. Engines call all methods under torch.inference_mode()."""
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, kernel: Kernel | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        kernel: Kernel | None = None,
+        *,
+        device: Device | None = None,
+    ) -> None:
+        """`device`: where the weights are, and all KV that is computed with. None: the CPU."""
         self.config = config
         self.weights = weights
-        self.device = weights.device
+        self.device = device or CpuDevice()
+        assert weights.device == self.device.torch_device, (weights.device, self.device.torch_device)
         self.dtype = weights.dtype
-        self.kernel = kernel or default_kernel(self.device, self.dtype)
+        self.kernel = on_device(kernel or default_kernel(weights.device, self.dtype), self.device)
         self._has_no_windows = all(window is None for window in config.windows)
-        self._has_rows = kernel is None and has_native_rows(self.device, self.dtype, config.head_dim)
+        self._has_rows = kernel is None and has_native_rows(weights.device, self.dtype, config.head_dim)
         self.fused = fuse(weights.layers, weights.positions, config) if self._has_rows else None
         """All layers in one call, if the layers and this machine allow it, else None."""
         self.layout = KvLayout(
@@ -129,7 +140,7 @@ class Decoder:
 
     def embed(self, token_ids: Sequence[int], step: Step) -> Tensor:
         """Return hidden states `[T, D]` of token ids in the spans' order; learned positions included."""
-        hidden_TD = self.weights.embedding.rows(torch.tensor(token_ids, device=self.device))
+        hidden_TD = self.weights.embedding.rows(torch.tensor(token_ids, device=self.weights.device))
         step.positions.enter(hidden_TD)
         return hidden_TD
 
@@ -145,6 +156,7 @@ class Decoder:
             step.rows.append(layer, k_TGH, v_TGH)
         for span, where in step.spans:
             own_T2GH = span.own(layer)
+            self.device.require(own_T2GH.data_ptr(), own_T2GH.nbytes)
             own_T2GH[:, 0] = k_TGH[where]
             own_T2GH[:, 1] = v_TGH[where]
         return q_TNH
@@ -210,9 +222,17 @@ class Decoder:
             if place is None:
                 others.append((span, where))
             else:
+                self._require(place)
                 few.append((where.start, place))
         rows = DecodeRows(few, self.layout.row_bytes, self.config.windows) if few else None
         return Step(self._positions(spans), tuple(others), rows), others
+
+    def _require(self, place: KvPlace) -> None:
+        """Raise WrongMemoryError unless the sequence's KV lies in the device's memory."""
+        num_bytes = (place.num_layers - 1) * place.layer_bytes + place.num_keys * self.layout.row_bytes
+        self.device.require(place.address, num_bytes)
+        if place.others is not None:
+            self._require(place.others)
 
     def _attend(
         self,

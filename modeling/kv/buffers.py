@@ -1,26 +1,53 @@
 """KV memory: token-major buffers, views for attention, and raw bytes for the transport.
 
 Both worker roles keep KV in these buffers; `modeling.forward.attention` reads their views, and `transport` moves their
-bytes. S cached tokens, G kv heads, H head dim, L layers.
+bytes. A buffer lies in home memory, whose bytes the host reads and writes where they are, or in a device's, which it
+reaches over a link (`modeling.device`). S cached tokens, G kv heads, H head dim, L layers.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from baton.types import KvLayout, TokenRange
+from modeling.kv.arena import WrongMemoryError, require_home
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """torch's dtype by the name that KvLayout carries."""
 
 OUT_OF_MEMORY = (MemoryError, RuntimeError)
 """What numpy and torch raise when a buffer's memory cannot be had."""
+
+
+class HostAccess(Protocol):
+    """How the host reads and writes bytes of the memory that a buffer lies in. Any thread; both methods block."""
+
+    def read(self, source: Tensor) -> memoryview:
+        """Return the bytes of a contiguous tensor: the memory itself where it is the host's, else a copy."""
+
+    def write(self, to: Tensor, data: memoryview) -> None:
+        """Copy `data`, exactly the contiguous tensor's bytes, into it. Releases the GIL while copying."""
+
+
+class HomeAccess:
+    """HostAccess to home memory."""
+
+    def read(self, source: Tensor) -> memoryview:
+        """Return the memory itself."""
+        return byte_view(source)
+
+    def write(self, to: Tensor, data: memoryview) -> None:
+        """Copy in place: by numpy, because torch takes no read-only memory, which is what gRPC hands out."""
+        np.copyto(np.asarray(byte_view(to)), np.frombuffer(data, np.uint8))
+
+
+HOME = HomeAccess()
 
 
 @dataclass(frozen=True)
@@ -53,11 +80,13 @@ class KvBuffer:
     concurrent writers must write different token ranges, and a range is read only after it was written.
     """
 
-    def __init__(self, layout: KvLayout, tokens: TokenRange, device: torch.device | str = "cpu") -> None:
-        """Allocate the buffer. Raises what is in OUT_OF_MEMORY."""
+    access: HostAccess = HOME
+
+    def __init__(self, layout: KvLayout, tokens: TokenRange) -> None:
+        """Allocate the buffer in home memory. Raises what is in OUT_OF_MEMORY."""
         self.layout = layout
         self.tokens = tokens
-        self.data = _empty(_shape(layout, tokens), TORCH_DTYPES[layout.dtype], torch.device(device))
+        self.data = _empty(_shape(layout, tokens), TORCH_DTYPES[layout.dtype])
 
     @classmethod
     def over(cls, layout: KvLayout, tokens: TokenRange, memory: memoryview) -> Self:
@@ -67,13 +96,15 @@ class KvBuffer:
         return cls.of(layout, tokens, data)
 
     @classmethod
-    def of(cls, layout: KvLayout, tokens: TokenRange, data: Tensor) -> Self:
-        """Return a buffer whose data is `data`, `[L, S, 2, G, H]`; each layer lies in one piece."""
+    def of(cls, layout: KvLayout, tokens: TokenRange, data: Tensor, access: HostAccess = HOME) -> Self:
+        """Return a buffer whose data is `data`, `[L, S, 2, G, H]`, in memory that `access` reaches; each layer lies in
+        one piece."""
         assert data.shape == _shape(layout, tokens), f"{tuple(data.shape)} for {tokens}"
         self = cls.__new__(cls)
         self.layout = layout
         self.tokens = tokens
         self.data = data
+        self.access = access
         return self
 
     @property
@@ -92,25 +123,16 @@ class KvBuffer:
         return KvRows(span[:, 0], span[:, 1], tokens.start)
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
-        """Return the bytes of `tokens` in `layer`: the memory itself on the CPU, on CUDA a pinned copy (blocks)."""
-        span = self.span(layer, tokens)
-        if span.device.type != "cpu":
-            host = torch.empty(span.shape, dtype=span.dtype, pin_memory=True)
-            span = host.copy_(span)
-        return byte_view(span)
+        """Return the bytes of `tokens` in `layer`: the memory itself of home memory, a copy of a device's (blocks)."""
+        return self.access.read(self.span(layer, tokens))
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
         """Copy `data` (exactly the range's bytes) into place; releases the GIL while copying."""
-        span = self.span(layer, tokens)
         assert data.nbytes == len(tokens) * self.layout.row_bytes, f"{data.nbytes} bytes for {tokens}"
-        host = span if span.device.type == "cpu" else torch.empty(span.shape, dtype=span.dtype, pin_memory=True)
-        # numpy, because torch takes no read-only memory, which is what gRPC hands out
-        np.copyto(np.asarray(byte_view(host)), np.frombuffer(data, np.uint8))
-        if host is not span:
-            span.copy_(host)
+        self.access.write(self.span(layer, tokens), data)
 
     def copy_from(self, other: "KvBuffer", tokens: TokenRange) -> None:
-        """Copy `tokens` of all layers from another buffer of the same layout and device."""
+        """Copy `tokens` of all layers from another buffer of the same layout and memory."""
         for layer in range(self.layout.num_layers):
             self.span(layer, tokens).copy_(other.span(layer, tokens))
 
@@ -197,17 +219,23 @@ def _shape(layout: KvLayout, tokens: TokenRange) -> tuple[int, ...]:
     return (layout.num_layers, len(tokens), 2, layout.num_kv_heads, layout.head_dim)
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate a tensor. On the CPU from numpy, which asks for huge pages where memory is large: first touches, with
-    one fault for each 4 KiB otherwise, took two thirds of the time of a push into a new slot."""
-    if device.type != "cpu":
-        return torch.empty(shape, dtype=dtype, device=device)
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Allocate a tensor from numpy, which asks for huge pages where memory is large: first touches, with one fault for
+    each 4 KiB otherwise, took two thirds of the time of a push into a new slot."""
     memory = np.empty(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(memory).view(dtype).view(shape)
 
 
 def byte_view(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor of any dtype as writable bytes; valid while the view lives."""
+    """Return the memory of a contiguous tensor of any dtype as writable bytes; valid while the view lives. Raises
+    WrongMemoryError for memory of a device."""
+    if tensor.device.type != "cpu":
+        raise WrongMemoryError(f"a tensor on {tensor.device} has no bytes of the host: copy it over the link first")
+    require_home(tensor.data_ptr())
+    return bytes_of(tensor)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory as `byte_view` does, also that of an emulated device: for links, which alone touch both."""
     assert tensor.is_contiguous()
-    assert tensor.device.type == "cpu"
     return tensor.view(torch.uint8).view(-1).numpy().data

@@ -8,6 +8,7 @@ L layers, S tokens, G kv heads, H head dim.
 
 import contextlib
 import mmap
+import weakref
 from typing import Protocol
 
 import numpy as np
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from baton.types import KvLayout, TokenRange
-from modeling.kv.buffers import TORCH_DTYPES
+from modeling.kv.arena import Arena
+from modeling.kv.buffers import HOME, TORCH_DTYPES, HostAccess
 
 PAGE_BYTES = mmap.PAGESIZE
 _HUGE_BYTES = 2 << 20
@@ -30,6 +32,8 @@ class RowMemory(Protocol):
     """All of the memory; bytes that were not committed must not be touched."""
     num_bytes: int
     """Bytes that are committed now."""
+    access: HostAccess
+    """How the host reads and writes the memory."""
 
     def bytes_for(self, num_tokens: int) -> int:
         """Return the bytes that the first `num_tokens` tokens take, once committed in all layers."""
@@ -46,13 +50,18 @@ class RowMemory(Protocol):
 
 
 class PagedMemory:
-    """RowMemory of the CPU. Each layer begins at a huge page, so that a long prompt's layers may be made of huge pages.
-    These are requested only where every byte will be written, so that pages are counted right but for up to one huge
-    page a layer, while a prompt is being written."""
+    """RowMemory of the CPU, home memory or an emulated device's. Each layer begins at a huge page, so that a long
+    prompt's layers may be made of huge pages. These are requested only where every byte will be written, so that pages
+    are counted right but for up to one huge page a layer, while a prompt is being written."""
 
-    def __init__(self, layout: KvLayout, max_tokens: int) -> None:
-        """Raise OSError when so much address space cannot be had."""
+    def __init__(
+        self, layout: KvLayout, max_tokens: int, arena: Arena | None = None, access: HostAccess = HOME
+    ) -> None:
+        """`arena`: the emulated device's, which the memory is part of, and `access` how the host reaches it. Raises
+        OSError when so much address space cannot be had."""
         self.num_bytes = 0
+        self.access = access
+        self._arena = arena
         self._row_bytes = layout.row_bytes
         self._num_layers = layout.num_layers
         self._layer_bytes = _ceil(max_tokens * layout.row_bytes, _HUGE_BYTES)
@@ -65,6 +74,9 @@ class PagedMemory:
         self.address = whole.data_ptr() + self._offset
         """Address of layer 0 in the mapping."""
         self.data_LS2GH = _strided(whole[self._offset :], layout, max_tokens, self._layer_bytes)
+        if arena is not None:
+            arena.add_region(self.address, self._size)
+            weakref.finalize(self, arena.remove_region, self.address, self._size)  # when nobody reads it any more
         self._has_page_LP = np.zeros(
             (self._num_layers, _ceil(max_tokens * self._row_bytes, PAGE_BYTES) // PAGE_BYTES), bool
         )
@@ -85,13 +97,17 @@ class PagedMemory:
                 self._advise(mmap.MADV_HUGEPAGE, self._offset + layer * self._layer_bytes, num_huge_bytes)
 
     def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
-        """Count the pages that were not written before: the operating system commits them at the first write."""
+        """Count the pages that were not written before: the operating system commits them at the first write. Raises
+        MemoryError when they exceed the limit of an emulated device."""
         if tokens.end <= self._num_whole:
             return
         end = _ceil(tokens.end * self._row_bytes, PAGE_BYTES) // PAGE_BYTES
         layers = slice(None) if layer is None else slice(layer, layer + 1)
         has_LP = self._has_page_LP[layers, tokens.start * self._row_bytes // PAGE_BYTES : end]
-        self.num_bytes += PAGE_BYTES * (has_LP.size - int(np.count_nonzero(has_LP)))
+        num_bytes = PAGE_BYTES * (has_LP.size - int(np.count_nonzero(has_LP)))
+        if self._arena is not None:
+            self._arena.take(num_bytes)
+        self.num_bytes += num_bytes
         has_LP[:] = True
         if layer is None:
             self._num_whole = end * PAGE_BYTES // self._row_bytes
@@ -104,6 +120,8 @@ class PagedMemory:
         if self._is_advised:
             self._advise(mmap.MADV_NOHUGEPAGE, 0, self._size + _HUGE_BYTES)
         self._has_page_LP[:] = False
+        if self._arena is not None:
+            self._arena.give(self.num_bytes)
         self.num_bytes, self._num_whole, self._is_advised = 0, 0, False
 
     def _advise(self, advice: int, start: int, length: int) -> None:
@@ -112,10 +130,20 @@ class PagedMemory:
 
 
 class TensorMemory:
-    """RowMemory of a device, or pinned: one tensor for the longest row, counted from `expect` to `release`."""
+    """RowMemory of a CUDA device, or pinned: one tensor for the longest row, counted from `expect` to `release`."""
 
-    def __init__(self, layout: KvLayout, max_tokens: int, device: torch.device, *, pinned: bool = False) -> None:
+    def __init__(
+        self,
+        layout: KvLayout,
+        max_tokens: int,
+        device: torch.device,
+        *,
+        pinned: bool = False,
+        access: HostAccess = HOME,
+    ) -> None:
+        """`access`: how the host reaches the device's memory."""
         self.num_bytes = 0
+        self.access = access
         self._shape = (layout.num_layers, max_tokens, 2, layout.num_kv_heads, layout.head_dim)
         self._dtype = TORCH_DTYPES[layout.dtype]
         self._whole_bytes = max_tokens * layout.token_bytes
@@ -140,12 +168,6 @@ class TensorMemory:
         """Drop the tensor; its memory is freed with its last view."""
         self.data_LS2GH = torch.empty(0)
         self.num_bytes = 0
-
-
-def memory_on(layout: KvLayout, max_tokens: int, device: torch.device) -> RowMemory:
-    """Return memory for one row on a device: of pages that are committed as they are written, where that is the CPU.
-    Raises OSError when so much address space cannot be had."""
-    return PagedMemory(layout, max_tokens) if device.type == "cpu" else TensorMemory(layout, max_tokens, device)
 
 
 def _strided(memory: Tensor, layout: KvLayout, max_tokens: int, layer_bytes: int) -> Tensor:

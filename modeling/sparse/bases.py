@@ -30,7 +30,7 @@ from baton.types import TokenRange
 from modeling.forward.decoder import Decoder
 from modeling.forward.positions import PositionTable
 from modeling.forward.selection import KeyProjection
-from modeling.kv.buffers import BufferSpan, KvBuffer
+from modeling.kv.buffers import BufferSpan
 
 NUM_WHOLE_LAYERS = 2
 """The first layers attend to all keys, as in the paper: their attention is spread too wide to leave much out."""
@@ -109,7 +109,7 @@ class Basis:
 def sample_layers(decoder: Decoder, token_ids: Sequence[int]) -> Iterator[LayerSample]:
     """Run one sequence; yield what each layer but NUM_WHOLE_LAYERS compares. To be used in torch.inference_mode()."""
     tokens = TokenRange(0, len(token_ids))
-    buffer = KvBuffer(decoder.layout, tokens, decoder.device)
+    buffer = decoder.device.buffer(decoder.layout, tokens)
     step = decoder.begin([BufferSpan(buffer, tokens)])
     hidden_TD = decoder.embed(token_ids, step)
     early_TNH: Tensor | None = None

@@ -29,6 +29,7 @@ from baton.types import KvLayout, TokenRange
 from generate_workers.residency.port import KvShape
 from generate_workers.residency.rows import MakeMemory, PagedKv, Part, StoredRow
 from generate_workers.residency.steps import RowStep
+from modeling.device.port import Device
 from modeling.forward.decoder import SequenceSpan
 from modeling.forward.rows import has_native_rows
 from modeling.forward.selection import Picks
@@ -39,18 +40,16 @@ NO_CHOSEN_DRAFTS = "use speculation auto, ngram or off"
 """Remedy where drafts cannot attend to some of the keys."""
 
 
-def require_selective(
-    what: str, shape: KvShape, device: torch.device, remedy: str = "use residency device or host"
-) -> None:
+def require_selective(what: str, shape: KvShape, device: Device, remedy: str = "use residency device or host") -> None:
     """Raise ConfigError where rows cannot attend to some of the keys. `what` is the setting that asks for it, with its
     value; `remedy`: what to do without."""
     where = f"{what} is not there"
     layout = shape.layout
-    if device.type != "cpu":
-        raise ConfigError(f"{where} on device {device.type}: {remedy}, or device cpu")
+    if not device.is_home:
+        raise ConfigError(f"{where} on device {device.name}: {remedy}, or device cpu")
     if any(window is not None for window in shape.windows):
         raise ConfigError(f"{where} for models with sliding windows: {remedy}")
-    if not has_native_rows(device, TORCH_DTYPES[layout.dtype], layout.head_dim):
+    if not has_native_rows(device.torch_device, TORCH_DTYPES[layout.dtype], layout.head_dim):
         kernels = f"kernels in C++ for {layout.dtype} and head dim {layout.head_dim}"
         raise ConfigError(f"{where} without {kernels}: install a C++ compiler, or {remedy}")
 

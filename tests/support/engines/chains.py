@@ -271,7 +271,7 @@ def reference(decoder: Decoder, token_ids: Sequence[int]) -> tuple[Tensor, Tenso
     """One process, whole prompt: KV `[L, S, 2, G, H]` and the last token's logits `[V]`, both fp32."""
     with torch.inference_mode():
         tokens = TokenRange(0, len(token_ids))
-        buffer = KvBuffer(decoder.layout, tokens)
+        buffer = decoder.device.buffer(decoder.layout, tokens)
         hidden_TD = decoder.forward(token_ids, [BufferSpan(buffer, tokens)])
         return buffer.data.float(), decoder.logits(hidden_TD[-1:])[0]
 
@@ -287,10 +287,12 @@ def reference_token(decoder: Decoder, job: Job) -> SampledToken:
 def cached_prefix(decoder: Decoder, token_ids: Sequence[int], num_tokens: int) -> KvBuffer:
     """The KV of the first `num_tokens` tokens, as a prefix store would hand it out."""
     tokens = TokenRange(0, num_tokens)
-    buffer = KvBuffer(decoder.layout, tokens)
+    there, home = decoder.device.buffer(decoder.layout, tokens), KvBuffer(decoder.layout, tokens)
     with torch.inference_mode():
-        decoder.forward(token_ids[:num_tokens], [BufferSpan(buffer, tokens)])
-    return buffer
+        decoder.forward(token_ids[:num_tokens], [BufferSpan(there, tokens)])
+    for layer in range(decoder.layout.num_layers):
+        home.write(layer, tokens, there.export(layer, tokens))
+    return home
 
 
 def poisoned_buffer(layout: KvLayout, tokens: TokenRange) -> KvBuffer:

@@ -23,7 +23,6 @@ from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.rows import GenerationRequest, Ticket
 from generate_workers.engine.speculation import Speculation
 from generate_workers.prefixes.answer_saving import AnswerSaver
-from generate_workers.residency.host import CopyTensor, copy_tensor
 from generate_workers.residency.port import DraftKeys, KvShape
 from generate_workers.residency.sparse.draft_index import IndexedResidency
 from generate_workers.slots.memory import KvMemory, MemoryLimits
@@ -31,6 +30,7 @@ from generate_workers.slots.table import SlotTable
 from generate_workers.speculation.draft_model import ModelDrafter
 from generate_workers.speculation.making import make_speculation
 from generate_workers.speculation.speculator import Speculator
+from modeling.device.copying import CopyTensor, copy_bytes
 from modeling.forward.decoder import Decoder
 from modeling.forward.sampling import SamplerState, sample
 from modeling.kv.buffers import BufferSpan, KvBuffer
@@ -177,7 +177,7 @@ def harness(
     growth_tokens: int = 256,
     max_step_stretch: float = math.inf,
     policy: Policy = "device",
-    copy: CopyTensor = copy_tensor,
+    copy: CopyTensor = copy_bytes,
     poison: bool = True,
     store: PrefixStore | None = None,
     batcher: Batcher | None = None,
@@ -196,7 +196,9 @@ def harness(
     drafts = None if speculation in ("off", "ngram", "model") else DraftKeys.of(draft_keys, MOST_DRAFTS)
     shape = KvShape(decoder.layout, decoder.config.windows, num_slots, max_slot_tokens, drafts)
     policy = _with_partial_keys(policy, speculation, decoder)
-    memory = KvMemory(make_residency(shape, policy, copy, poison=poison), shape, limits, growth_tokens)
+    device = None if decoder.device.is_home else decoder.device
+    residency = make_residency(shape, policy, copy, poison=poison, device=device)
+    memory = KvMemory(residency, shape, limits, growth_tokens)
     slots = SlotTable(memory, clock, endpoint="127.0.0.1:1")
     config = EngineConfig(
         *(num_slots, max_slot_tokens, max_prefill_tokens_per_step, max_waiting),
@@ -224,6 +226,7 @@ def harness(
         engine.close()
         if saver is not None:
             saver.close()
+        decoder.device.link.rest()
     _check_ended(engine)
 
 
@@ -270,7 +273,7 @@ def prefilled(decoder: Decoder, token_ids: Sequence[int]) -> tuple[KvBuffer, tor
     """`(KV of all tokens, logits_TV)` by one whole forward."""
     tokens = TokenRange(0, len(token_ids))
     with torch.inference_mode(False):
-        buffer = KvBuffer(decoder.layout, tokens)
+        buffer = decoder.device.buffer(decoder.layout, tokens)
     hidden_TD = decoder.forward(list(token_ids), [BufferSpan(buffer, tokens)])
     return buffer, decoder.logits(hidden_TD)
 

@@ -13,8 +13,8 @@ from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.steps import RowResidency
 from modeling.forward.decoder import Decoder, LayerTurns
 from modeling.forward.selection import Picks
+from tests.support.engines.devices import PoisonedMemory
 from tests.support.engines.generation import prefilled
-from tests.support.engines.slot_tables import PoisonedMemory
 
 Disturb = Callable[[int, Picks], None]
 """(layer, picks): called when they are chosen, before anybody attends to them."""

@@ -1,26 +1,27 @@
 """Slot tables for tests: tiny, on a manual clock, with memory poisoned by NaN until it is written."""
 
-import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-
-import numpy as np
 
 from baton.clock import Clock
 from baton.errors import LeaseExpiredError, StaleStampError
 from baton.ids import RequestId
 from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
 from generate_workers.residency.device import DeviceResidency
-from generate_workers.residency.host import CopyTensor, HostLink, HostResidency, copy_tensor
+from generate_workers.residency.host import HostResidency
 from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.steps import RowResidency
 from generate_workers.slots.leases import KvLedger, Seat, SlotLedger, SlotState
 from generate_workers.slots.memory import KvMemory, MemoryLimits
 from generate_workers.slots.table import SlotTable
+from modeling.device.copying import CopyTensor, copy_bytes
+from modeling.device.cpu import CpuDevice
+from modeling.device.port import Device
 from modeling.kv.buffers import KvBuffer
 from modeling.kv.memory import PAGE_BYTES, PagedMemory
+from tests.support.engines.devices import PoisonedCpu
 from transport.kv_sink import ReserveSpec
 
 Policy = str | Callable[[KvShape, MakeMemory], Residency]
@@ -30,26 +31,19 @@ FIRST = SampledToken(token_id=7)
 UNLIMITED = MemoryLimits(1 << 40)
 
 
-class PoisonedMemory(PagedMemory):
-    """Memory in which every row that nobody wrote shows: NaN spreads to whatever reads it."""
-
-    def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
-        had_LP = self._has_page_LP.copy()
-        super().commit(tokens, layer)
-        for at, page in np.argwhere(self._has_page_LP & ~had_LP):
-            ctypes.memset(self.address + int(at) * self._layer_bytes + int(page) * PAGE_BYTES, 0xFF, PAGE_BYTES)
-
-
 def make_residency(
-    shape: KvShape, policy: Policy = "device", copy: CopyTensor = copy_tensor, *, poison: bool = True
+    shape: KvShape,
+    policy: Policy = "device",
+    copy: CopyTensor = copy_bytes,
+    *,
+    poison: bool = True,
+    device: Device | None = None,
 ) -> Residency:
-    """A policy, over poisoned memory unless told otherwise."""
-    make = PoisonedMemory if poison else PagedMemory
+    """A policy, over poisoned memory unless told otherwise, on the CPU unless told otherwise."""
+    device = device or (PoisonedCpu(copy) if poison else CpuDevice(copy))
     if not isinstance(policy, str):
-        return policy(shape, make)
-    if policy == "host":
-        return HostResidency(shape, make, make, HostLink(copy))
-    return DeviceResidency(shape, make)
+        return policy(shape, device.row_memory)
+    return HostResidency(shape, device) if policy == "host" else DeviceResidency(shape, device.row_memory)
 
 
 def memories_of(memory: KvMemory) -> list[PagedMemory]:

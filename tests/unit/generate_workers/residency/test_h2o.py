@@ -19,8 +19,8 @@ from generate_workers.residency.sparse.h2o import H2oResidency
 from generate_workers.residency.sparse.heavy_hitters import HeavyBudget, HeavyHitters
 from modeling.forward.rows import has_native_rows
 from modeling.kv.buffers import BufferSpan, KvBuffer
+from tests.support.engines.devices import PoisonedMemory
 from tests.support.engines.generation import prefilled, prompt
-from tests.support.engines.slot_tables import PoisonedMemory
 from tests.support.models.tiny_models import random_decoder
 
 needs_kernel = pytest.mark.skipif(

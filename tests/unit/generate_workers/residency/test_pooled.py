@@ -20,11 +20,13 @@ from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.sparse.infinigen_pooled import PooledResidency, PooledStep
 from generate_workers.residency.sparse.pool import Eviction, PoolLimit, PoolSize
 from generate_workers.slots.memory import MemoryLimits
+from modeling.device.cpu import CpuDevice
 from modeling.forward.decoder import LayerTurns
 from modeling.forward.selection import Picks, Selection
 from modeling.kv.buffers import KvBuffer, KvPlace, KvRows
 from modeling.kv.memory import PAGE_BYTES, PagedMemory
 from modeling.sparse.selection_file import save_prepared
+from tests.support.engines.devices import PoisonedMemory
 from tests.support.engines.generation import harness, prefilled, prompt
 from tests.support.engines.infinigen import (
     DECODER,
@@ -40,7 +42,6 @@ from tests.support.engines.infinigen import (
 )
 from tests.support.engines.pools import Trace, row_of
 from tests.support.engines.selective import Bench, lists
-from tests.support.engines.slot_tables import PoisonedMemory
 
 NUM_HEADS = LAYOUT.num_kv_heads
 evictions = pytest.mark.parametrize("eviction", list(Eviction))
@@ -355,7 +356,7 @@ def test_a_pool_that_is_too_small_or_means_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="pool_tokens = 4 has no room for the 2 first and the 3 latest"):
         pooled(4)(shape, PagedMemory)
     with pytest.raises(ConfigError, match="residency = 'window' keeps all KV: leave pool_tokens at 0"):
-        make_residency("window", shape, torch.device("cpu"), SelectionSource(DECODER, None, PoolSize(20)))
+        make_residency("window", shape, CpuDevice(), SelectionSource(DECODER, None, PoolSize(20)))
     with pytest.raises(ConfigError, match="pool_tokens = 20 means nothing to residency host: use 0, or infinigen"):
         EngineConfig(2, 64, residency="host", pool_tokens=20)
     with pytest.raises(ConfigError, match="pool_tokens = -1 is wrong: input should be greater than or equal to 0"):

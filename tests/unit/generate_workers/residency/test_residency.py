@@ -15,13 +15,18 @@ from baton.ids import SlotId
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, KvLayout, TokenRange
 from generate_workers.config import SpeculationName
-from generate_workers.residency.host import HostLink, HostRow, copy_tensor
+from generate_workers.residency.host import HostRow
 from generate_workers.residency.policies import make_residency
 from generate_workers.residency.port import KvBytes, KvShape
 from generate_workers.residency.rows import Area, PagedKv
 from generate_workers.slots.memory import MemoryLimits
+from modeling.device.copying import ThreadLink, copy_bytes
+from modeling.device.cpu import CpuDevice
 from modeling.forward.decoder import Decoder
+from modeling.kv.arena import WrongMemoryError
+from modeling.kv.buffers import BufferSpan, KvBuffer
 from modeling.kv.memory import PAGE_BYTES, PagedMemory, TensorMemory
+from tests.support.engines.devices import PoisonedDevice, on_emulated
 from tests.support.engines.generation import eos_decoder, harness, prompt, reference_ids
 from tests.support.engines.slot_tables import make_residency as poisoned
 from tests.support.engines.slot_tables import page_bytes
@@ -36,7 +41,7 @@ CPU = torch.device("cpu")
 
 def answers(
     policy: str,
-    copy: Callable[[Tensor, Tensor], None] = copy_tensor,
+    copy: Callable[[Tensor, Tensor], None] = copy_bytes,
     decoder: Decoder = DECODER,
     speculation: SpeculationName = "off",
 ) -> list[list[int]]:
@@ -60,8 +65,9 @@ SPECULATIONS: tuple[SpeculationName, ...] = ("off", "streaming", "ngram", "auto"
 
 @pytest.mark.parametrize("speculation", SPECULATIONS)
 @pytest.mark.parametrize("policy", ["device", "host"])
-def test_tokens_are_those_of_whole_forwards(policy: str, speculation: SpeculationName) -> None:
-    ids = answers(policy, speculation=speculation)
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_tokens_are_those_of_whole_forwards(device: str, policy: str, speculation: SpeculationName) -> None:
+    ids = answers(policy, decoder=DECODER if device == "cpu" else on_emulated(DECODER), speculation=speculation)
     for length, got in zip((*LENGTHS, 33), ids, strict=False):
         assert got == reference_ids(DECODER, prompt(length), PARAMS)
 
@@ -73,7 +79,31 @@ def test_choices_have_the_same_tokens_under_every_policy(speculation: Speculatio
 
 def test_rows_of_the_native_kernel_have_the_same_tokens_too() -> None:
     decoder = random_decoder(dtype="bfloat16", head_dim=64, num_layers=3)
-    assert answers("host", decoder=decoder) == answers("device", decoder=decoder)
+    for each in (decoder, on_emulated(decoder)):
+        assert answers("host", decoder=each) == answers("device", decoder=decoder)
+
+
+@pytest.mark.parametrize("policy", ["device", "host"])
+def test_an_emulated_device_holds_what_its_rows_are_promised(policy: str) -> None:
+    device = PoisonedDevice()
+    decoder = on_emulated(DECODER, device)
+    with harness(decoder=decoder, policy=policy) as made:
+        limit = 4 * made.slots.memory.residency.bytes_for(64).device
+    device.bound(limit)
+    limits = MemoryLimits(1 << 40, limit)
+    with harness(decoder=decoder, policy=policy, limits=limits, growth_tokens=1, num_slots=8) as made:
+        streams = [made.submit(prompt(50), PARAMS)[1] for _ in range(8)]
+        made.run()
+        assert all(stream.token_ids == reference_ids(DECODER, prompt(50), PARAMS) for stream in streams)
+    assert 0 < device.memory_use.peak_bytes <= limit
+    assert device.memory_use.num_bytes == 0
+
+
+def test_rows_of_home_memory_are_no_rows_of_a_device() -> None:
+    decoder = on_emulated(DECODER)
+    span = BufferSpan(KvBuffer(LAYOUT, TokenRange(0, 4)), TokenRange(0, 4))
+    with pytest.raises(WrongMemoryError, match="are home memory"):
+        decoder.forward([1, 2, 3, 4], [span])
 
 
 @pytest.mark.parametrize(("seed", "speculation"), [(0, "off"), (1, "off"), (2, "off"), (0, "streaming")])
@@ -84,11 +114,11 @@ def test_tokens_do_not_depend_on_when_copies_are_done(seed: int, speculation: Sp
     def slow(to: Tensor, source: Tensor) -> None:
         threads.add(threading.current_thread().name)
         time.sleep(delays.choice((0.0, 0.0, 0.001)))
-        copy_tensor(to, source)
+        copy_bytes(to, source)
         time.sleep(delays.choice((0.0, 0.0, 0.001)))
 
     assert answers("host", slow, speculation=speculation) == answers("host")
-    assert any(name.startswith("kv-link") for name in threads)
+    assert any(name.startswith("kv-fetch") for name in threads)
 
 
 def test_the_next_layer_is_fetched_while_this_one_computes() -> None:
@@ -97,9 +127,9 @@ def test_the_next_layer_is_fetched_while_this_one_computes() -> None:
     allowed = threading.Semaphore(1)
 
     def gated(to: Tensor, source: Tensor) -> None:
-        if threading.current_thread().name.startswith("kv-link"):
+        if threading.current_thread().name.startswith("kv-fetch"):
             assert allowed.acquire(timeout=10)
-        copy_tensor(to, source)
+        copy_bytes(to, source)
 
     residency = poisoned(shape, "host", gated)
     row = residency.open(SlotId(0), 5, 8)
@@ -127,7 +157,7 @@ def test_nothing_is_on_its_way_any_more_when_a_step_has_failed() -> None:
 
     def gated(to: Tensor, source: Tensor) -> None:
         assert go.wait(timeout=10)
-        copy_tensor(to, source)
+        copy_bytes(to, source)
         done.set()
 
     residency = poisoned(KvShape(LAYOUT, DECODER.config.windows, 1, 64), "host", gated)
@@ -149,7 +179,7 @@ def test_a_copy_that_fails_fails_the_step_and_nothing_else(speculation: Speculat
     def broken(to: Tensor, source: Tensor) -> None:
         if fails:
             raise RuntimeError("the link is down")
-        copy_tensor(to, source)
+        copy_bytes(to, source)
 
     fails = False
     with harness(decoder=DECODER, policy="host", copy=broken, speculation=speculation) as made:
@@ -167,7 +197,7 @@ def test_bytes_over_the_link_are_those_of_the_formula() -> None:
 
     def counted(to: Tensor, source: Tensor) -> None:
         copied.append(source.nbytes)
-        copy_tensor(to, source)
+        copy_bytes(to, source)
 
     with harness(decoder=DECODER, policy="host", copy=counted, max_prefill_tokens_per_step=64) as made:
         for length in LENGTHS:
@@ -225,7 +255,7 @@ def deep_decoder_layout() -> KvLayout:
 @pytest.mark.parametrize(("policy", "device_layers"), [("device", 30), ("host", 2)])
 def test_what_a_row_takes_of_the_device(policy: str, device_layers: int) -> None:
     layout = deep_decoder_layout()
-    residency = make_residency(policy, KvShape(layout, (None,) * 30, 2, 100), CPU)
+    residency = make_residency(policy, KvShape(layout, (None,) * 30, 2, 100), CpuDevice())
     page_rows = -(-50 * layout.row_bytes // PAGE_BYTES) * PAGE_BYTES
     assert residency.bytes_for(50) == KvBytes(30 * page_rows, device_layers * page_rows)
     assert (residency.traits.is_exact, residency.traits.name) == (True, policy)
@@ -244,13 +274,13 @@ def test_device_refuses_what_its_budget_does_not_hold_and_names_the_remedy() -> 
 
 def test_an_unknown_policy_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="residency = 'disk' is unknown: use one of device, host, "):
-        make_residency("disk", KvShape(LAYOUT, (None, None), 1, 8), CPU)
+        make_residency("disk", KvShape(LAYOUT, (None, None), 1, 8), CpuDevice())
 
 
 def test_address_space_that_cannot_be_had_is_a_config_error() -> None:
     shape = KvShape(dataclasses.replace(LAYOUT, num_layers=2), (None, None), 2, 1 << 42)
     with pytest.raises(ConfigError, match="address space for 2 slots"):
-        make_residency("device", shape, CPU)
+        make_residency("device", shape, CpuDevice())
 
 
 def test_windows_bound_what_attention_reads() -> None:
@@ -260,12 +290,12 @@ def test_windows_bound_what_attention_reads() -> None:
     assert shape.bytes_read([TokenRange(4, 5), TokenRange(0, 3)]) == (5 + 5 + 3 + 3) * LAYOUT.row_bytes
 
 
-def test_a_closed_link_has_no_thread() -> None:
-    link = HostLink()
+def test_a_link_at_rest_has_no_thread() -> None:
+    link = ThreadLink()
     link.fetch([(torch.zeros(4), torch.ones(4))]).result()
-    link.close()
-    link.close()
-    assert not any(thread.name.startswith("kv-link") for thread in threading.enumerate())
+    link.rest()
+    link.rest()
+    assert not any(thread.name.startswith("kv-fetch") for thread in threading.enumerate())
 
 
 def test_a_row_whose_area_cannot_be_had_holds_no_home_memory() -> None:

@@ -10,8 +10,8 @@ from generate_workers.residency.port import KvBytes
 from generate_workers.residency.rows import Area, PagedKv, StoredRow
 from modeling.kv.buffers import byte_view
 from modeling.kv.memory import PAGE_BYTES, PagedMemory
+from tests.support.engines.devices import PoisonedMemory
 from tests.support.engines.infinigen import LAYOUT
-from tests.support.engines.slot_tables import PoisonedMemory
 
 NUM_FIRST = 2
 NUM_TOKENS, CAPACITY = 9, 20

@@ -16,6 +16,8 @@ from generate_workers.residency.port import KvBytes, KvShape, Residency
 from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.sparse.oracle import OracleResidency, best_keys
 from generate_workers.residency.sparse.window import WindowResidency, first_and_last
+from modeling.device.cpu import CpuDevice
+from modeling.device.emulated import EmulatedDevice
 from modeling.forward.selection import Picks, Selection
 from modeling.kv.memory import PAGE_BYTES
 from tests.support.engines.generation import harness, prompt, reference_ids
@@ -24,7 +26,7 @@ from tests.support.models.tiny_models import random_decoder
 
 DECODER = random_decoder(num_layers=4)
 LAYOUT = DECODER.layout
-CPU = torch.device("cpu")
+CPU = CpuDevice()
 ALL = Selection(math.inf, 1.0, 0, 1)
 SOME = Selection(3.0, 0.2, 2, 3)
 PARAMS = SamplingParams(max_tokens=10, ignore_eos=True)
@@ -250,8 +252,8 @@ def test_without_kernels_for_the_keys_they_are_refused() -> None:
 
 def test_elsewhere_than_on_a_cpu_they_are_refused() -> None:
     shape = KvShape(LAYOUT, (None,) * 4, 1, 8)
-    with pytest.raises(ConfigError, match="'oracle' is not there on device cuda: use residency device or host"):
-        make_residency("oracle", shape, torch.device("cuda"))
+    with pytest.raises(ConfigError, match="'oracle' is not there on device emulated: use residency device or host"):
+        make_residency("oracle", shape, EmulatedDevice())
 
 
 def test_models_with_windows_are_refused() -> None:

@@ -4,7 +4,6 @@ import contextlib
 from dataclasses import dataclass
 
 import pytest
-import torch
 
 from baton.ids import SlotId
 from generate_workers.residency.int4.format import has_int4_kernel
@@ -14,11 +13,12 @@ from generate_workers.residency.sparse.infinigen import ScoredRow
 from generate_workers.residency.sparse.pool import Eviction, PoolSize
 from generate_workers.residency.sparse.selective import SelectiveRow
 from generate_workers.residency.traits import POLICIES, POOLED
+from modeling.device.cpu import CpuDevice
 from modeling.sparse.selection_file import PreparedSelection
 from tests.support.engines.infinigen import DECODER, LAYOUT, prepared
 
 SHAPE = KvShape(LAYOUT, DECODER.config.windows, 2, 64)
-CPU = torch.device("cpu")
+CPU = CpuDevice()
 needs_kernels = pytest.mark.skipif(not has_int4_kernel(), reason="needs a C++ compiler")
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from baton.sampling_params import SamplingParams
 from generate_workers.engine.status import StepStats
 from generate_workers.engine.step_runner import bytes_per_step
-from generate_workers.residency.host import copy_tensor
+from modeling.device.copying import copy_bytes
 from modeling.forward.decoder import Decoder, SequenceSpan
 from tests.support.engines.generation import Harness, eos_decoder, harness, prompt, small_decoder
 
@@ -32,7 +32,7 @@ class Counted:
 
     def copy(self, to: Tensor, source: Tensor) -> None:
         self.num_link_bytes += source.nbytes
-        copy_tensor(to, source)
+        copy_bytes(to, source)
 
 
 def steps_of(made: Harness, *prompts: tuple[int, ...], max_tokens: int = 30) -> list[StepStats]:

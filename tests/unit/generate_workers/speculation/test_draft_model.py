@@ -35,6 +35,7 @@ from modeling.forward.attention import plain_kernel
 from modeling.forward.decoder import Decoder
 from modeling.kv.buffers import BufferSpan, KvBuffer
 from planning.work_cost import StepWork, WorkCost
+from tests.support.engines.devices import PoisonedMemory
 from tests.support.engines.generation import (
     Harness,
     draft_kv_of,
@@ -44,7 +45,7 @@ from tests.support.engines.generation import (
     reference_ids,
     small_decoder,
 )
-from tests.support.engines.slot_tables import PoisonedMemory, page_bytes
+from tests.support.engines.slot_tables import page_bytes
 from tests.support.manual_clock import ManualClock
 from tests.support.models.letter_models import write_letter_model
 from tests.support.models.tiny_models import random_decoder

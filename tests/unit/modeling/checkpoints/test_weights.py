@@ -67,9 +67,9 @@ def write_sharded(folder: Path, content: Tensors) -> Path:
     return folder
 
 
-def refusal(folder: Path, dtype: str = "float32", device: str = "cpu") -> str:
+def refusal(folder: Path, dtype: str = "float32") -> str:
     with pytest.raises(ModelError) as refused:
-        load_decoder(folder, dtype=dtype, device=device)
+        load_decoder(folder, dtype=dtype)
     message = str(refused.value)
     assert ";" in message or ": " in message
     assert "\n" not in message
@@ -279,11 +279,6 @@ def test_config_that_is_no_json_object_is_refused(text: str, tmp_path: Path) -> 
 
 def test_unknown_dtype_is_refused(tmp_path: Path) -> None:
     assert "dtype 'int4' is not supported; choose one of" in refusal(write(tmp_path, tensors()), dtype="int4")
-
-
-@pytest.mark.parametrize("device", ["warp", "cuda:77"])
-def test_device_that_is_not_there_is_refused(device: str, tmp_path: Path) -> None:
-    assert f"device '{device}'" in refusal(write(tmp_path, tensors()), device=device)
 
 
 def test_model_larger_than_memory_is_refused(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from modeling.forward.decoder import Decoder
 from modeling.kernels import native
 from modeling.kv.buffers import BufferSpan, KvBuffer, byte_view
 from modeling.kv.memory import PAGE_BYTES
+from tests.support.engines.devices import PoisonedMemory
 from tests.support.engines.generation import prefilled, prompt
-from tests.support.engines.slot_tables import PoisonedMemory
 from tests.support.kernels.int4 import HEAD_DIMS, INSTRUCTION_SETS, form_of, packed, random_kv, there_and_back
 from tests.support.kernels.paths import require
 from tests.support.models.tiny_models import random_decoder

@@ -13,8 +13,9 @@ from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.sparse.h2o import H2oResidency
 from generate_workers.residency.sparse.heavy_hitters import HeavyBudget
 from modeling.forward.rows import has_native_rows
+from tests.support.engines.devices import PoisonedMemory
 from tests.support.engines.generation import Harness, harness, prefilled, prompt, reference_ids
-from tests.support.engines.slot_tables import PoisonedMemory, push_buffer
+from tests.support.engines.slot_tables import push_buffer
 from tests.support.models.tiny_models import random_decoder
 
 pytestmark = pytest.mark.skipif(

@@ -26,8 +26,8 @@ from modeling.forward.selection import Selection
 from modeling.kv.buffers import KvBuffer, KvRows
 from modeling.sparse.bases import Basis, BasisKind, fit_layer
 from modeling.sparse.selection_file import PreparedSelection
+from tests.support.engines.devices import PoisonedMemory
 from tests.support.engines.selective import lists
-from tests.support.engines.slot_tables import PoisonedMemory
 from tests.support.kernels.brute_attention import brute_attention
 from tests.support.models.tiny_models import random_decoder
 

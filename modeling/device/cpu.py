@@ -1,0 +1,40 @@
+"""The device cpu: computing's memory is home memory, so that a copy is one from memory to memory."""
+
+import torch
+
+from baton.types import KvLayout, TokenRange
+from modeling.device.copying import CopyTensor, ThreadLink, copy_bytes
+from modeling.device.port import NO_MEMORY
+from modeling.kv.buffers import KvBuffer
+from modeling.kv.memory import PagedMemory
+
+
+class CpuDevice:
+    """The CPU. Implements Device. Its link copies at the memory's rate, for policies that keep KV apart even here."""
+
+    name = "cpu"
+    torch_device = torch.device("cpu")
+    is_home = True
+    memory_use = NO_MEMORY
+
+    def __init__(self, copy: CopyTensor = copy_bytes) -> None:
+        """`copy` is the function that copies one tensor for the link."""
+        self.link = ThreadLink(copy)
+
+    def row_memory(self, layout: KvLayout, max_tokens: int) -> PagedMemory:
+        """Make memory that is committed as it is written."""
+        return PagedMemory(layout, max_tokens)
+
+    def home_memory(self, layout: KvLayout, max_tokens: int) -> PagedMemory:
+        """Make memory that is committed as it is written."""
+        return PagedMemory(layout, max_tokens)
+
+    def buffer(self, layout: KvLayout, tokens: TokenRange) -> KvBuffer:
+        """Make a buffer."""
+        return KvBuffer(layout, tokens)
+
+    def bound(self, limit_bytes: int | None) -> None:
+        """Do nothing: home memory has limits of its own."""
+
+    def require(self, address: int, num_bytes: int) -> None:
+        """Do nothing: all memory is the device's."""

@@ -1,0 +1,31 @@
+"""Makes devices by name, and says which there are. `modeling.hosting` makes one for each worker's process."""
+
+import torch
+
+from baton.errors import ConfigError
+from modeling.device.copying import UNBOUND, LinkRate
+from modeling.device.cpu import CpuDevice
+from modeling.device.cuda import CudaDevice
+from modeling.device.emulated import EmulatedDevice
+from modeling.device.port import Device
+
+
+def make_device(name: str, rate: LinkRate = UNBOUND) -> Device:
+    """Return the device of that name: cpu, cuda, emulated, or auto, which is the CPU. `rate` is that of an
+    emulated one's link. Raises ConfigError for another name, and where there is no such device."""
+    if name in ("auto", "cpu"):
+        return CpuDevice()
+    if name == "emulated":
+        return EmulatedDevice(rate)
+    if name == "cuda":
+        require_cuda()
+        return CudaDevice()
+    raise ConfigError(f"device = {name!r} is unknown: use auto, cpu, cuda or emulated")
+
+
+def require_cuda() -> None:
+    """Raise ConfigError, with the reason, where torch sees no CUDA device."""
+    if torch.version.cuda is None:
+        raise ConfigError("device = cuda is not there: this torch is built without CUDA; install one with, or use cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("device = cuda is not there: torch sees no GPU; see nvidia-smi, or use cpu")

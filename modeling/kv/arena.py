@@ -1,0 +1,77 @@
+"""The memory of an emulated device: parts of this process's memory that stand for the device's own.
+
+`modeling.device.emulated` makes one for each device; `modeling.kv.memory` lays rows into it. What lies in an arena is
+counted, and told from home memory by its address, so that a read across the link that did not go over the link is found
+(`require_home`, `Arena.require`).
+"""
+
+import threading
+from bisect import bisect_right, insort
+
+_lock = threading.Lock()
+_regions: list[tuple[int, int]] = []
+"""Start and end of all regions of all arenas in this process, ascending; they do not overlap."""
+
+
+class WrongMemoryError(AssertionError):
+    """Memory of a device was touched as if it were the host's, or the reverse: a fault of this program."""
+
+
+class Arena:
+    """The memory of one emulated device. Thread-safe."""
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        """`limit_bytes`: most bytes in use at a time. None: no limit."""
+        self.limit_bytes = limit_bytes
+        self.num_bytes = 0
+        """Bytes in use now."""
+        self.peak_bytes = 0
+        """Most bytes that were in use at a time."""
+        self._own: list[tuple[int, int]] = []
+
+    def add_region(self, start: int, num_bytes: int) -> None:
+        """Count these addresses as the device's, until `remove_region`. Nothing there is in use yet."""
+        with _lock:
+            insort(_regions, (start, start + num_bytes))
+            insort(self._own, (start, start + num_bytes))
+
+    def remove_region(self, start: int, num_bytes: int) -> None:
+        """Count these addresses as home memory again."""
+        with _lock:
+            _regions.remove((start, start + num_bytes))
+            self._own.remove((start, start + num_bytes))
+
+    def take(self, num_bytes: int) -> None:
+        """Count bytes as in use. Raises MemoryError, and counts nothing, where that exceeds the limit."""
+        with _lock:
+            if self.limit_bytes is not None and self.num_bytes + num_bytes > self.limit_bytes:
+                raise MemoryError(f"{num_bytes} bytes beside {self.num_bytes} exceed the device's {self.limit_bytes}")
+            self.num_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+
+    def give(self, num_bytes: int) -> None:
+        """Count bytes as free again."""
+        with _lock:
+            self.num_bytes -= num_bytes
+
+    def require(self, address: int, num_bytes: int) -> None:
+        """Raise WrongMemoryError unless all of these bytes are the device's."""
+        with _lock:
+            is_there = _holds(self._own, address, num_bytes)
+        if num_bytes and not is_there:
+            raise WrongMemoryError(f"{num_bytes} bytes at {address:#x} are home memory: fetch them over the link first")
+
+
+def require_home(address: int) -> None:
+    """Raise WrongMemoryError if the address is in the memory of an emulated device."""
+    if not _regions:
+        return
+    with _lock:
+        is_there = _holds(_regions, address, 1)
+    if is_there:
+        raise WrongMemoryError(f"{address:#x} is memory of an emulated device: copy it over the link first")
+
+
+def _holds(regions: list[tuple[int, int]], address: int, num_bytes: int) -> bool:
+    at = bisect_right(regions, address, key=lambda region: region[0]) - 1
+    return at >= 0 and address + num_bytes <= regions[at][1]

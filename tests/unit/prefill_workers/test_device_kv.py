@@ -1,0 +1,87 @@
+"""A chain on devices with memory of their own: the KV and tokens of one process, and one layer of it on the device."""
+
+import random
+
+import pytest
+import torch
+
+from baton.errors import RequestCancelledError
+from baton.types import TokenRange
+from modeling.device.copying import LinkRate
+from modeling.device.emulated import EmulatedDevice
+from modeling.forward.decoder import Decoder
+from modeling.kv.memory import PAGE_BYTES
+from tests.support.engines.chains import (
+    ChainGroup,
+    Run,
+    cached_prefix,
+    largest_error,
+    poisoned_buffer,
+    random_chunks,
+    random_tokens,
+    reference,
+    reference_token,
+)
+from tests.support.engines.devices import PoisonedDevice, on_emulated
+from tests.support.engines.link_groups import MakeConnect, in_process_connects, torch_connects
+from tests.support.models.tiny_models import random_decoder
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def run_chain(group: ChainGroup, seed: int, prefix_tokens: int, num_tokens: int = 60) -> Run:
+    rng = random.Random(seed)
+    ids = random_tokens(rng, num_tokens, group.decoder)
+    chunks = random_chunks(rng, TokenRange(prefix_tokens, num_tokens), len(group.engines))
+    prefix = (lambda: cached_prefix(group.decoder, ids, prefix_tokens)) if prefix_tokens else None
+    return group.submit(group.prepare(ids, chunks, prefix=prefix))
+
+
+def assert_equal(cpu: Decoder, run: Run) -> None:
+    kv, _ = reference(cpu, run.job.token_ids)
+    assert largest_error(run.kv(cpu.layout), kv) <= 1e-5
+    assert run.first_token() == reference_token(cpu, run.job)
+
+
+@pytest.mark.parametrize("connects", [in_process_connects, torch_connects])
+@pytest.mark.parametrize("prefix_tokens", [0, 16])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_kv_and_first_token_are_those_of_the_cpu(num_ranks: int, prefix_tokens: int, connects: MakeConnect) -> None:
+    cpu = random_decoder(num_layers=3)
+    with ChainGroup(on_emulated(cpu), num_ranks, connects=connects, make_buffer=poisoned_buffer) as group:
+        for seed in range(3):
+            assert_equal(cpu, run_chain(group, seed, prefix_tokens))
+
+
+def test_a_slow_link_changes_nothing() -> None:
+    cpu = random_decoder(num_layers=3)
+    with ChainGroup(on_emulated(cpu, PoisonedDevice(LinkRate(5e6, 1e-3))), 2) as group:
+        assert_equal(cpu, run_chain(group, 1, 16))
+
+
+def test_the_device_holds_one_layer_of_a_job_and_nothing_afterwards() -> None:
+    cpu, device = random_decoder(num_layers=6, num_kv_heads=4), EmulatedDevice()
+    with ChainGroup(on_emulated(cpu, device), 1) as group:
+        run = run_chain(group, 3, 100, num_tokens=500)
+        run.reports()
+        device_bytes = device.memory_use
+    layer = sum(-(-num * cpu.layout.row_bytes // PAGE_BYTES) * PAGE_BYTES for num in (100, 400))
+    whole = -(-100 * cpu.layout.row_bytes // PAGE_BYTES) * PAGE_BYTES * 6  # the test's own prefix, before
+    assert device_bytes.num_bytes == 0
+    assert device_bytes.peak_bytes <= max(layer, whole)
+
+
+def test_a_job_that_is_given_up_gives_its_memory_back() -> None:
+    device = EmulatedDevice(LinkRate(1e6))
+    decoder = on_emulated(random_decoder(num_layers=3), device)
+    with ChainGroup(decoder, 2) as group:
+        run = run_chain(group, 2, 0)
+        for engine in group.engines:
+            engine.cancel(run.job.number)
+        assert isinstance(run.error(0), RequestCancelledError)
+        group.wait_idle()
+        assert_equal(random_decoder(num_layers=3), run_chain(group, 4, 0))
+    assert device.memory_use.num_bytes == 0
