@@ -4,8 +4,8 @@ Rows continue natural texts (tests/data), greedily, from KV that was prefilled o
 quoting its own beginning. Sides take turns: plain steps, `--policies` with fixed numbers of drafts over fixed numbers
 of keys, n-grams, and what `generate.speculation = auto` plans; with `--peer-python` also vLLM's CPU build, plain and
 with n-gram drafts (`peers/setup_vllm_cpu.sh`). `ratio` is to our plain steps. With `--residency host` KV lives at home,
-and rows say what crosses the link for a token. What bare forwards allow, T_target, T_verify and T_draft measured
-without the engine, is, at the tokens a round that were measured,
+and rows say what crosses the link for a token; with `--link RATE` it is that of an emulated device. What bare forwards
+allow, T_target, T_verify and T_draft measured without the engine, is, at the tokens a round that were measured,
 
     T_target tokens / (drafts T_draft + T_verify)
 
@@ -27,6 +27,7 @@ from rich.console import Console
 
 from baton.process.garbage import collect_rarely
 from baton.sampling_params import SamplingParams
+from baton.settings.byte_sizes import parse_rate
 from benchmarks.plots.speculation import Cell, draw
 from benchmarks.sides.text_rows import Measured, PrefilledText, TextRows
 from benchmarks.sides.vllm_peer import VllmPeer
@@ -34,6 +35,8 @@ from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser,
 from generate_workers.config import EngineConfig, SpeculationName
 from generate_workers.residency.port import DraftKeys
 from modeling.checkpoints.weights import load_decoder
+from modeling.device.copying import LinkRate
+from modeling.device.emulated import EmulatedDevice
 from modeling.forward.decoder import Decoder
 from modeling.hosting import use_cores
 from modeling.kernels.process_kernels import KERNELS
@@ -196,7 +199,13 @@ class Bench:
         num_tokens = _TOKENS + _BEFORE + 4 * MOST_DRAFTS
         params = SamplingParams(max_tokens=num_tokens, temperature=self.args.temperature, seed=1, ignore_eos=True)
         config = choice.config(len(texts), len(texts[0].token_ids), num_tokens, self.args.residency)
-        return TextRows.running(self.decoder, self.folder, texts, params, config)
+        return TextRows.running(self._served(), self.folder, texts, params, config)
+
+    def _served(self) -> Decoder:
+        """Return the decoder, on an emulated device if there is to be a link."""
+        if not self.args.link:
+            return self.decoder
+        return Decoder(self.decoder.config, self.decoder.weights, device=EmulatedDevice(LinkRate(self.args.link)))
 
     def _measure(self, texts: Sequence[PrefilledText], choice: Choice) -> Measured:
         with self._running(texts, choice) as rows:
@@ -281,6 +290,7 @@ def main() -> int:
     parser.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0: greedy")
     parser.add_argument("--texts", choices=("novels", "quotes"), default="novels", help="what rows continue")
     parser.add_argument("--residency", choices=("device", "host"), default="device", help="where KV lives")
+    parser.add_argument("--link", type=parse_rate, default=0, help="rate to an emulated device, like 4GBps; 0: none")
     parser.add_argument("--peer-python", type=Path, default=None, help="Python of vLLM's environment")
     parser.add_argument("--peer-model", type=Path, default=None, help="Hugging Face folder for vLLM; default: ours")
     parser.add_argument("--plot", type=Path, default=None, help="file for a plot (PNG)")

@@ -268,6 +268,12 @@ class ClusterConfig:
         asked = {"prefill": self.prefill.node_labels, "generate": self.generate.node_labels}
         return {role: dict(each.split("=", 1) for each in labels) for role, labels in asked.items() if labels}
 
+    @property
+    def roles_on_gpus(self) -> frozenset[str]:
+        """Roles whose workers each compute on a GPU."""
+        devices = {"prefill": self.prefill.device, "generate": self.generate.device}
+        return frozenset(role for role, device in devices.items() if device == "cuda")
+
     def workers(
         self,
         name: str,

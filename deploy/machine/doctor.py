@@ -76,7 +76,7 @@ def examine(config: ClusterConfig, folder: Path, machine: Machine) -> list[Findi
     """Run all checks of the model in `folder` and, unless the cluster runs on another Ray, of this machine's size."""
     findings = [versions(), check_model(config, folder)]
     if not config.ray.address:
-        findings += [check_selection(config), check_cores(config, machine)]
+        findings += [check_devices(config), check_selection(config), check_cores(config, machine)]
         findings += [check_memory(config, folder, machine), check_shm(config, machine)]
     return [*findings, check_compiler(machine), check_port(config)]
 
@@ -108,6 +108,32 @@ def check_model(config: ClusterConfig, folder: Path) -> Finding:
             return Finding("model", Verdict.FAILED, f"{each} lacks {', '.join(missing)}: set {field} to a whole model")
         found.append(f"{each}, {weight_bytes(each, config.model.dtype) / GIB:.2f} GiB as {config.model.dtype}")
     return Finding("model", Verdict.OK, "; drafts by ".join(found))
+
+
+def check_devices(config: ClusterConfig) -> Finding:
+    """Check that the devices on which workers are to compute are there, and say which there are."""
+    from modeling.device.making import list_gpus, require_cuda  # imports torch
+
+    asked = {"prefill": config.prefill.device, "generate": config.generate.device}
+    if not config.prefill.num_groups:
+        del asked["prefill"]
+    names = {role: "cpu" if name == "auto" else name for role, name in asked.items()}
+    link = config.device
+    rate = f"{link.link / 1e9:g} GB/s, {1e6 * link.link_latency_s:g} us" if link.link else "as fast as memory copies"
+    where = {"emulated": f"emulated (link {rate})"}
+    used = ", ".join(f"{role} on {where.get(name, name)}" for role, name in names.items())
+    gpus = list_gpus()
+    found = f"{used}; {'; '.join(gpus) or 'no GPU that torch sees'}"
+    for role, name in names.items():
+        try:
+            if name == "cuda":
+                require_cuda()
+        except ConfigError as error:
+            return Finding("devices", Verdict.FAILED, f"{role}.{error}")
+    if gpus and "cuda" not in names.values():
+        remedy = "auto is the CPU, as CUDA is not measured yet (docs/devices.md); device = cuda uses them"
+        return Finding("devices", Verdict.WARNING, f"{found}: {remedy}")
+    return Finding("devices", Verdict.OK, found)
 
 
 def check_selection(config: ClusterConfig) -> Finding:

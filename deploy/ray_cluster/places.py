@@ -9,7 +9,7 @@ supervisor, on its loop.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,13 +50,16 @@ Needs = Mapping[str, WorkerNeeds]
 """What workers of each role ask."""
 
 
-def needs_of(labels: Mapping[str, Mapping[str, str]], memory_bytes: Mapping[str, int]) -> Needs:
-    """Return what workers of each role ask: one of their pool's resource, few CPUs, the pool's labels, and memory, if
-    its bytes are given for the role."""
+def needs_of(
+    labels: Mapping[str, Mapping[str, str]], memory_bytes: Mapping[str, int], on_gpus: Collection[str] = ()
+) -> Needs:
+    """Return what workers of each role ask: one of their pool's resource, few CPUs, the pool's labels, memory, if its
+    bytes are given for the role, and a GPU of its own, if the role is `on_gpus`."""
     needs = {}
     for role in ("prefill", "generate"):
         memory = {"memory": float(memory_bytes[role])} if role in memory_bytes else {}
-        needs[role] = WorkerNeeds({pool(role): 1.0, "CPU": SMALL_CPU, **memory}, labels.get(role, {}))
+        gpu = {"GPU": 1.0} if role in on_gpus else {}
+        needs[role] = WorkerNeeds({pool(role): 1.0, "CPU": SMALL_CPU, **memory, **gpu}, labels.get(role, {}))
     return needs
 
 

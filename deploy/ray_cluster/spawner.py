@@ -153,7 +153,9 @@ class RaySpawner:
             return {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False), "num_cpus": 0}
         group, rank = place_of(config.place_name)
         bundle = PlacementGroupSchedulingStrategy(self._places[group], placement_group_bundle_index=rank)
-        return {"scheduling_strategy": bundle, "num_cpus": SMALL_CPU, "resources": {pool(role_of(group)): 1}}
+        num_gpus = 1 if config.place.device == "cuda" else 0  # Ray makes this one visible, and no other
+        resources = {pool(role_of(group)): 1}
+        return {"scheduling_strategy": bundle, "num_cpus": SMALL_CPU, "num_gpus": num_gpus, "resources": resources}
 
 
 async def _serve(actor: "ActorHandle[Any]", config: WorkerConfig, timeout_s: float) -> Served:

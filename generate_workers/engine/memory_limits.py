@@ -15,7 +15,7 @@ from generate_workers.residency.policies import SelectionSource, make_residency
 from generate_workers.residency.port import DraftKeys, KvShape, Residency
 from generate_workers.residency.sparse.pool import Eviction, PoolSize
 from generate_workers.slots.memory import KvMemory, MemoryLimits
-from modeling.device.port import NO_MEMORY, MemoryUse
+from modeling.device.port import MemoryUse
 from modeling.forward.decoder import Decoder
 from planning.speculation import MOST_DRAFTS
 
@@ -35,14 +35,15 @@ def make_memory(
     shape = KvShape(decoder.layout, decoder.config.windows, config.num_slots, config.max_slot_tokens, drafts)
     path = Path(config.selection_file) if config.selection_file else None
     pool = PoolSize(config.pool_tokens, Eviction(config.pool_eviction)) if config.pool_tokens else None
-    source = SelectionSource(decoder, path, pool, serves_drafts=config.speculation == "infinigen")
-    residency = make_residency(config.residency, shape, decoder.device, source)
     taken = TakenBytes(weight_bytes(decoder.weights))
     if draft_model is not None:
         taken = _with_drafts(taken, draft_model, config)
-    limits = memory_limits(config, residency, taken, num_engines, decoder.device.memory_use)
-    if config.device_memory_bytes:
-        decoder.device.bound(config.device_memory_bytes - taken.weights)
+    device_bytes = _device_bytes(config, taken, decoder.device.memory_use)
+    source = SelectionSource(decoder, path, pool, device_bytes, serves_drafts=config.speculation == "infinigen")
+    residency = make_residency(config.residency, shape, decoder.device, source)
+    limits = memory_limits(config, residency, taken, num_engines, device_bytes)
+    if device_bytes is not None:
+        decoder.device.bound(device_bytes + taken.draft_kv)
     return KvMemory(residency, shape, limits, config.growth_tokens)
 
 
@@ -74,10 +75,10 @@ def memory_limits(
     residency: Residency,
     taken: TakenBytes,
     num_engines: int = 1,
-    memory: MemoryUse = NO_MEMORY,
+    device_bytes: int | None = None,
 ) -> MemoryLimits:
-    """Return the limits of KV. `memory` is that of the device, where there are weights already. Raises ConfigError when
-    what is taken, or one token's KV, exceeds them."""
+    """Return the limits of KV. `device_bytes`: memory of the device for KV, None without a limit. Raises ConfigError
+    when what is taken, or one token's KV, exceeds them."""
     kv_bytes = config.kv_memory_bytes
     if kv_bytes:
         kv_bytes -= taken.draft_kv
@@ -89,17 +90,25 @@ def memory_limits(
     else:
         all_slots = residency.bytes_for(config.max_slot_tokens).home * config.num_slots
         kv_bytes = min(all_slots, int(_SHARE * free_bytes()) // num_engines - taken.draft_kv)
-    device_bytes = None
-    if config.device_memory_bytes:
-        device_bytes = config.device_memory_bytes - taken.weights - taken.draft_kv
-        if device_bytes <= 0:
-            raise ConfigError(f"device_memory_bytes = {config.device_memory_bytes} is out of range: {taken}, use more")
-    elif memory.limit_bytes is not None:
-        device_bytes = int(_DEVICE_SHARE * (memory.limit_bytes - memory.num_bytes)) - taken.draft_kv
+    if device_bytes is not None:
+        device_bytes -= residency.scratch_bytes
     limits = MemoryLimits(kv_bytes, device_bytes)
     if limit := limits.exceeded_by(residency.bytes_for(1)):
         raise ConfigError(f"{limit}, less than one token of KV takes: raise it")
     return limits
+
+
+def _device_bytes(config: EngineConfig, taken: TakenBytes, memory: MemoryUse) -> int | None:
+    """Return the memory of the device for the KV of rows: as configured, else of what it has, where that is its own;
+    None without a limit. Weights are there already. Raises ConfigError when nothing is left."""
+    if config.device_memory_bytes:
+        left = config.device_memory_bytes - taken.weights - taken.draft_kv
+        if left <= 0:
+            raise ConfigError(f"device_memory_bytes = {config.device_memory_bytes} is out of range: {taken}, use more")
+        return left
+    if memory.limit_bytes is None:
+        return None
+    return int(_DEVICE_SHARE * (memory.limit_bytes - memory.num_bytes)) - taken.draft_kv
 
 
 def _with_drafts(taken: TakenBytes, draft_model: Decoder, config: EngineConfig) -> TakenBytes:

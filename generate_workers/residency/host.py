@@ -10,8 +10,8 @@ odd layers. Only layer 0's fetch is not hidden behind computing.
 
 A step fetches L x rows x tokens x row bytes, the tokens being those cached before it, and stores the new ones. Every
 copy goes over the device's link (`modeling.device`), which counts it: fetches in the order in which they were asked
-for, while the engine's thread computes. Nobody else touches memory of a copy until it is done. Where the device is the
-CPU, the link is memory bandwidth.
+for, while the engine's thread computes. No other thread touches memory of a copy until it is done. Where the device is
+the CPU, the link is memory bandwidth.
 """
 
 from collections.abc import Iterable, Sequence

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from baton.errors import ConfigError
 from generate_workers.residency.device import DeviceResidency
+from generate_workers.residency.fetched.infinigen import FetchedInfinigenResidency
 from generate_workers.residency.host import HostResidency
 from generate_workers.residency.int4.infinigen import InfinigenInt4Residency
 from generate_workers.residency.int4.whole import make_int4
@@ -41,6 +42,8 @@ class SelectionSource:
     """Path of that file. None: the default one for the model."""
     pool: PoolSize | None = None
     """How much of its KV a row keeps. None: all of it."""
+    device_bytes: int | None = None
+    """Memory of the device for the KV of all slots. None: no limit."""
     serves_drafts: bool = False
     """Whether drafts choose keys by it, so that policy `device` keeps partial keys beside its KV."""
 
@@ -68,11 +71,14 @@ def _host(shape: KvShape, device: Device, source: SelectionSource | None) -> Res
     return HostResidency(shape, device)
 
 
-def _selecting(name: str, make: Callable[[KvShape, SelectionSource], Residency], *others: str) -> Make:
-    """Return a maker of a policy that attends to some keys, which checks for its kernels and `others`. CPU only."""
+def _selecting(
+    name: str, make: Callable[[KvShape, SelectionSource], Residency], *others: str, fetches: bool = False
+) -> Make:
+    """Return a maker of a policy that attends to some keys, which checks for its kernels and `others`. `fetches`:
+    whether the policy runs on an emulated device, too, else on the CPU only."""
 
     def made(shape: KvShape, device: Device, source: SelectionSource | None) -> Residency:
-        require_selective(f"residency = {name!r}", shape, device)
+        require_selective(f"residency = {name!r}", shape, device, fetches=fetches)
         if not all(native.load(kernel) for kernel in ("key_selection", *others)):
             raise ConfigError(
                 f"residency = {name!r} is not there without kernels in C++: see the log why they do not build"
@@ -85,9 +91,19 @@ def _selecting(name: str, make: Callable[[KvShape, SelectionSource], Residency],
 
 def _infinigen(shape: KvShape, source: SelectionSource) -> Residency:
     pool = source.pool
+    if not source.decoder.device.is_home:
+        return _fetched_infinigen(shape, source)
     if pool is None or pool.num_tokens >= shape.max_slot_tokens or shape.layout.num_layers <= NUM_WHOLE_LAYERS:
         return InfinigenResidency(shape, PagedMemory, source.load(), source.decoder)
     return PooledResidency(shape, PagedMemory, source.load(), source.decoder, pool)
+
+
+def _fetched_infinigen(shape: KvShape, source: SelectionSource) -> Residency:
+    if source.pool is not None:
+        raise ConfigError("pool_tokens is not there on a device with memory of its own: leave it at 0")
+    if shape.layout.num_layers <= NUM_WHOLE_LAYERS:
+        raise ConfigError(f"residency = 'infinigen' needs more than {NUM_WHOLE_LAYERS} layers: use residency device")
+    return FetchedInfinigenResidency(shape, source.load(), source.decoder, source.device_bytes)
 
 
 def _infinigen_int4(shape: KvShape, source: SelectionSource) -> Residency:
@@ -101,7 +117,7 @@ def _h2o(shape: KvShape, source: SelectionSource) -> Residency:
 MAKERS: Mapping[str, Make] = {
     "device": _device,
     "host": _host,
-    "infinigen": _selecting("infinigen", _infinigen, "pool_notes"),
+    "infinigen": _selecting("infinigen", _infinigen, "pool_notes", "hot_keys", fetches=True),
     "infinigen_int4": _selecting("infinigen_int4", _infinigen_int4, "kv_int4"),
     "window": _selecting("window", lambda shape, source: WindowResidency(shape, PagedMemory, source.load().selection)),
     "oracle": _selecting("oracle", lambda shape, source: OracleResidency(shape, PagedMemory, source.load().selection)),

@@ -152,6 +152,11 @@ class Residency(Protocol):
         """Return the bytes copied between host and device so far; on a CPU those that attention read from home."""
         ...
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Return the bytes of the device that the policy holds beside its rows."""
+        ...
+
     def bytes_for(self, num_tokens: int) -> KvBytes:
         """Return the bytes that a row of that many tokens takes."""
         ...

@@ -58,6 +58,8 @@ class RowResidency(Generic[R]):
     """A Residency of Rows. A subclass makes them, and says what runs them."""
 
     traits: ClassVar[PolicyTraits]
+    scratch_bytes = 0
+    """Bytes of the device that belong to no row."""
 
     def __init__(self, rows: list[R], make_step: Callable[[Sequence[tuple[R, TokenRange]]], RowStep[R]]) -> None:
         """`rows`: one for each slot. `make_step`: makes a step of rows with committed memory, or raises RowError."""

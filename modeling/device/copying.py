@@ -1,5 +1,6 @@
 """Links whose copies threads of the host make: of the CPU to itself, and of an emulated device."""
 
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +23,52 @@ CopyTensor = Callable[[Tensor, Tensor], None]
 def copy_bytes(to: Tensor, source: Tensor) -> None:
     """Copy a tensor on one core and without the GIL: torch would take the cores that compute."""
     np.copyto(np.asarray(bytes_of(to)), np.asarray(bytes_of(source)))
+
+
+@dataclass(frozen=True)
+class PickedHeads:
+    """Keys and values that kv heads picked, to be fetched: addresses of rows, and what is wanted of each.
+
+    B rows, G kv heads, K picks at most.
+    """
+
+    home_B: Tensor
+    """Addresses of the rows' KV of a layer at home, int64."""
+    there_B: Tensor
+    """Addresses of the rows' places on the device, int64."""
+    pairs_BGK2: Tensor
+    """Number of a key at home and of its place on the device, int32."""
+    num_BG: Tensor
+    """Number of pairs, int32."""
+    head_bytes: int
+    """Bytes of a head's key, and of its value."""
+
+    @functools.cached_property
+    def num_bytes(self) -> int:
+        """Return the bytes that are fetched."""
+        return int(self.num_BG.sum()) * 2 * self.head_bytes
+
+
+@dataclass(frozen=True)
+class RowCopies:
+    """The same number of bytes of each row, to be stored: addresses of B rows, int64."""
+
+    there_B: Tensor
+    home_B: Tensor
+    row_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes that are stored."""
+        return len(self.home_B) * self.row_bytes
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Copies of one transfer."""
+
+    work: Callable[[], None]
+    num_bytes: int
 
 
 class ThreadLink:
@@ -47,12 +94,21 @@ class ThreadLink:
 
     def fetch(self, copies: Copies) -> Transfer:
         """Begin to copy, on the thread."""
-        return Running(self._submit("kv-fetch", self._fetch, copies))
+        return self._begin_fetch(self._job_of(copies))
+
+    def fetch_heads(self, heads: PickedHeads) -> Transfer:
+        """Begin to copy picked keys and values, on the thread."""
+        args = heads.home_B, heads.there_B, heads.pairs_BGK2, heads.num_BG, heads.head_bytes
+        return self._begin_fetch(_Job(functools.partial(torch.ops.baton.copy_heads, *args), heads.num_bytes))
 
     def store(self, copies: Copies) -> Transfer:
         """Copy, and return when that is done."""
-        self._store(copies)
-        return Finished()
+        return self._begin_store(self._job_of(copies))
+
+    def store_rows(self, rows: RowCopies) -> Transfer:
+        """Copy rows home, as `store` does."""
+        args = rows.there_B, rows.home_B, rows.row_bytes
+        return self._begin_store(_Job(functools.partial(torch.ops.baton.copy_rows, *args), rows.num_bytes))
 
     def rest(self) -> None:
         """Wait for the copies that were asked for, and end the threads."""
@@ -61,21 +117,33 @@ class ThreadLink:
         for thread in threads.values():
             thread.shutdown()
 
-    def _submit(self, name: str, work: Callable[[Copies], None], copies: Copies) -> "Future[None]":
+    def _job_of(self, copies: Copies) -> _Job:
+        def work() -> None:
+            for to, source in copies:
+                self._copy(to, source)
+
+        return _Job(work, num_bytes_of(copies))
+
+    def _begin_fetch(self, job: _Job) -> Transfer:
+        return Running(self._submit("kv-fetch", self._fetch, job))
+
+    def _begin_store(self, job: _Job) -> Transfer:
+        self._store(job)
+        return Finished()
+
+    def _submit(self, name: str, run: Callable[[_Job], None], job: _Job) -> "Future[None]":
         with self._starting:
             if name not in self._threads:
                 self._threads[name] = ThreadPoolExecutor(1, thread_name_prefix=name)
-            return self._threads[name].submit(work, copies)
+            return self._threads[name].submit(run, job)
 
-    def _fetch(self, copies: Copies) -> None:
-        for to, source in copies:
-            self._copy(to, source)
-            self._num_bytes_fetched += source.nbytes
+    def _fetch(self, job: _Job) -> None:
+        job.work()
+        self._num_bytes_fetched += job.num_bytes
 
-    def _store(self, copies: Copies) -> None:
-        for to, source in copies:
-            self._copy(to, source)
-            self._num_bytes_stored += source.nbytes
+    def _store(self, job: _Job) -> None:
+        job.work()
+        self._num_bytes_stored += job.num_bytes
 
 
 @dataclass(frozen=True)
@@ -115,6 +183,24 @@ class _Pace:
             time.sleep(left_s)  # noqa: TID251 - the time that the emulated link takes
 
 
+class _Awaited(Running):
+    """A fetch that notes how long it was waited for."""
+
+    def __init__(self, future: "Future[None]", link: "PacedLink") -> None:
+        super().__init__(future)
+        self._link = link
+
+    def result(self) -> None:
+        """Wait for the thread; raise what went wrong there."""
+        began_s = time.monotonic()
+        try:
+            super().result()
+        finally:
+            self._link.waited_s += time.monotonic() - began_s
+
+    join = result
+
+
 class PacedLink(ThreadLink):
     """A Link that copies for real, and takes as long as one of the given rate, in both directions at the same time."""
 
@@ -123,21 +209,25 @@ class PacedLink(ThreadLink):
         self._in, self._out = _Pace(rate), _Pace(rate)
         self.fetch_s = 0.0
         """Seconds in which fetches were on their way, together."""
+        self.waited_s = 0.0
+        """Seconds in which threads waited for fetches."""
 
-    def store(self, copies: Copies) -> Transfer:
-        """Begin to copy, on a thread of its own."""
-        return Running(self._submit("kv-store", self._store, copies))
+    def _begin_fetch(self, job: _Job) -> Transfer:
+        return _Awaited(self._submit("kv-fetch", self._fetch, job), self)
 
-    def _fetch(self, copies: Copies) -> None:
+    def _begin_store(self, job: _Job) -> Transfer:
+        return Running(self._submit("kv-store", self._store, job))
+
+    def _fetch(self, job: _Job) -> None:
         began_s = time.monotonic()
-        super()._fetch(copies)
-        self._in.keep(began_s, num_bytes_of(copies))
+        super()._fetch(job)
+        self._in.keep(began_s, job.num_bytes)
         self.fetch_s += time.monotonic() - began_s
 
-    def _store(self, copies: Copies) -> None:
+    def _store(self, job: _Job) -> None:
         began_s = time.monotonic()
-        super()._store(copies)
-        self._out.keep(began_s, num_bytes_of(copies))
+        super()._store(job)
+        self._out.keep(began_s, job.num_bytes)
 
 
 class LinkAccess:
@@ -154,7 +244,7 @@ class LinkAccess:
         return cls(link, lambda like: torch.empty(like.shape, dtype=like.dtype))
 
     def read(self, source: Tensor) -> memoryview:
-        """Return a copy."""
+        """Return a copy in memory of the host."""
         staging = self._make_staging(source)
         self._link.store([(staging, source)]).result()
         return bytes_of(staging)

@@ -30,7 +30,7 @@ class CpuDevice:
         return PagedMemory(layout, max_tokens)
 
     def buffer(self, layout: KvLayout, tokens: TokenRange) -> KvBuffer:
-        """Make a buffer."""
+        """Make a buffer in home memory."""
         return KvBuffer(layout, tokens)
 
     def bound(self, limit_bytes: int | None) -> None:

@@ -34,7 +34,8 @@ class CudaLink:
     """A Link of two streams. Bytes count when their copies are asked for."""
 
     def __init__(self, device: torch.device) -> None:
-        self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.num_bytes_fetched = 0
         self.num_bytes_stored = 0
 
@@ -59,7 +60,7 @@ class CudaLink:
             for to, source in copies:
                 to.copy_(source, non_blocking=True)
                 (to if to.is_cuda else source).record_stream(stream)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
         return CudaTransfer(event)
 
@@ -78,7 +79,7 @@ class CudaDevice:
 
     @property
     def memory_use(self) -> MemoryUse:
-        """Return what torch holds of the device's memory, and what there is, whoever holds it."""
+        """Return what torch holds of the device's memory, and what there is, held by any process."""
         device = self.torch_device
         _, num_bytes = torch.cuda.mem_get_info(device)
         return MemoryUse(num_bytes, torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))

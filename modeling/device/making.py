@@ -23,6 +23,12 @@ def make_device(name: str, rate: LinkRate = UNBOUND) -> Device:
     raise ConfigError(f"device = {name!r} is unknown: use auto, cpu, cuda or emulated")
 
 
+def list_gpus() -> list[str]:
+    """Return the name and memory of each GPU that torch sees here."""
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB" for gpu in gpus]
+
+
 def require_cuda() -> None:
     """Raise ConfigError, with the reason, where torch sees no CUDA device."""
     if torch.version.cuda is None:

@@ -43,7 +43,7 @@ class Transfer(Protocol):
         device waits, not the thread."""
 
     def wait(self) -> None:
-        """Wait until nobody copies any more, whatever went wrong."""
+        """Wait until the copying has ended, even if it failed."""
 
 
 class Link(Protocol):
@@ -80,7 +80,7 @@ class MemoryUse:
 
 
 NO_MEMORY = MemoryUse(None, 0, 0)
-"""That of a device which computes in home memory."""
+"""The memory use of a device that computes in home memory."""
 
 
 class Device(Protocol):
@@ -127,7 +127,7 @@ class Finished:
     """A Transfer that is done."""
 
     def result(self) -> None:
-        """Return at once."""
+        """Return at once: there is nothing to wait for."""
 
     join = wait = result
 

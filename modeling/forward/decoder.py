@@ -251,7 +251,8 @@ class Decoder:
             out_TNH[rows.tokens_B] = out_BNH
         for span, where in others:
             attention = self.attention(layer, q_TNH[where], span.tokens.start)
-            attention.add(*span.segments(layer))
+            for rows_of_keys in span.segments(layer):
+                attention.add(rows_of_keys)
             out_TNH[where] = attention.result()
         return out_TNH
 

@@ -35,14 +35,14 @@ class DecodeRows:
         self.in_order = tokens == list(range(len(tokens)))
         """Whether these tokens are the step's first, one after the other."""
         places = [place for _, place in spans]
-        addresses_LB, lengths_LB = _lie(places, len(windows))
+        addresses_LB, lengths_LB, ends_LB = _lie(places, len(windows))
         self.queries_B: Tensor | None = None
         """At the first row of each span the number of its rows; None: one each."""
         if any(place.num_new > 1 for place in places):
             counts_S = torch.tensor([place.num_new for place in places])
             later_B = torch.tensor([back for place in places for back in reversed(range(place.num_new))])
             addresses_LB = addresses_LB.repeat_interleave(counts_S, 1)
-            lengths_LB = lengths_LB.repeat_interleave(counts_S, 1) - later_B
+            lengths_LB = ends_LB = lengths_LB.repeat_interleave(counts_S, 1) - later_B
             self.queries_B = counts_S.repeat_interleave(counts_S)
         self.unseen_B2: Tensor | None = None
         """Keys of each row, from the first to before the second number, that it does not attend to; None: none."""
@@ -58,13 +58,14 @@ class DecodeRows:
         hidden_LB = (lengths_LB - windows_L.unsqueeze(1)).clamp(min=0)  # keys that a sliding window hides
         self._addresses = addresses_LB.unbind()
         self._lengths = lengths_LB.unbind()
+        self._ends = ends_LB.unbind()
         self._first_seen = (addresses_LB + hidden_LB * row_bytes).unbind()
         self._num_seen = (lengths_LB - hidden_LB).unbind()
 
     def append(self, layer: int, k_TGH: Tensor, v_TGH: Tensor) -> None:
         """Write the rows' new keys and values to their places; the arguments are those of all of the step's tokens."""
         k_BGH, v_BGH = self._of_rows(k_TGH), self._of_rows(v_TGH)
-        torch.ops.baton.append_kv(k_BGH, v_BGH, self._addresses[layer], self._lengths[layer])
+        torch.ops.baton.append_kv(k_BGH, v_BGH, self._addresses[layer], self._ends[layer])
 
     def attend(self, layer: int, q_TNH: Tensor, num_kv_heads: int, picks: Picks | None = None) -> Tensor:
         """Return the rows' attention `[B, N, H]`, in the queries' dtype; `q_TNH` are those of all of the step's tokens.
@@ -93,8 +94,8 @@ def has_native_rows(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     return fits and native.load("decode_attention")
 
 
-def _lie(places: Sequence[KvPlace], num_layers: int) -> tuple[Tensor, Tensor]:
-    """Return addresses and numbers of keys, `[L, B]`."""
+def _lie(places: Sequence[KvPlace], num_layers: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return addresses, numbers of keys, and the numbers that are behind those of the last new keys, `[L, B]`."""
     (num_here,) = {place.num_layers for place in places}
     others = [place.others for place in places if place.others is not None]
     layers = torch.arange(num_here if others else num_layers)
@@ -102,8 +103,10 @@ def _lie(places: Sequence[KvPlace], num_layers: int) -> tuple[Tensor, Tensor]:
     layer_bytes_B = torch.tensor([place.layer_bytes for place in places])
     addresses_LB = addresses_B + layer_bytes_B * (layers % num_here).unsqueeze(1)
     lengths_LB = torch.tensor([place.num_keys for place in places]).repeat(len(layers), 1)
+    ends = [place.num_keys if place.own is None else place.own + 1 for place in places]
+    here = addresses_LB, lengths_LB, torch.tensor(ends).repeat(len(layers), 1)
     if not others:
-        return addresses_LB, lengths_LB
+        return here
     assert len(others) == len(places), "all rows have memory for the same layers"
-    other_addresses_LB, other_lengths_LB = _lie(others, num_layers - num_here)
-    return torch.cat((addresses_LB, other_addresses_LB)), torch.cat((lengths_LB, other_lengths_LB))
+    first, second, third = map(torch.cat, zip(here, _lie(others, num_layers - num_here), strict=True))
+    return first, second, third

@@ -22,7 +22,7 @@ have partial keys, K picks at most, C blocks of I = 16 keys, X lists of picks.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,7 @@ from torch import Tensor
 from baton.errors import ConfigError
 from baton.types import KvLayout, TokenRange
 from modeling.kernels import native
-from modeling.kv.memory import PagedMemory
+from modeling.kv.memory import PagedMemory, RowMemory
 
 _BLOCK = 16
 """Keys whose columns lie together."""
@@ -120,13 +120,21 @@ class PartialKeys:
     """The partial keys of one slot's row, in some layers, claim after claim: bf16, in pages committed as they are
     written. A layer lies as `[C, G, R, I]`: for I keys column by column. Not thread-safe."""
 
-    def __init__(self, layers: range, num_kv_heads: int, num_columns: int, max_tokens: int) -> None:
-        """`layers`: the model's layers with partial keys. Raises OSError for too much address space."""
+    def __init__(
+        self,
+        layers: range,
+        num_kv_heads: int,
+        num_columns: int,
+        max_tokens: int,
+        make_memory: Callable[[KvLayout, int], RowMemory] = PagedMemory,
+    ) -> None:
+        """`layers`: the model's layers with partial keys. `make_memory`: makes the CPU's memory that compute reads.
+        Raises OSError for too much address space."""
         native.load("partial_keys")  # builds it now, not when the first keys come
         self.layers = layers
         # A block takes the place of a token in the layout of KV: K and V together hold G heads of 16 R numbers.
         layout = KvLayout("", len(layers), num_kv_heads, num_columns * _BLOCK // 2, "bfloat16")
-        self._memory = PagedMemory(layout, _num_blocks(max_tokens))
+        self._memory = make_memory(layout, _num_blocks(max_tokens))
         data_LS2GH = self._memory.data_LS2GH
         layer_stride, block_stride = data_LS2GH.stride()[:2]
         shape = (len(layers), data_LS2GH.shape[1], num_kv_heads, num_columns, _BLOCK)
@@ -146,7 +154,7 @@ class PartialKeys:
 
     def address(self, layer: int) -> int:
         """Return the address of the layer's first block."""
-        return self._memory.address + (layer - self.layers.start) * self.data_LCGRI.stride(0) * _DTYPE.itemsize
+        return self.data_LCGRI.data_ptr() + (layer - self.layers.start) * self.data_LCGRI.stride(0) * _DTYPE.itemsize
 
     def expect(self, num_tokens: int) -> None:
         """Announce that so many tokens' partial keys will surely be written. At most once between two releases."""

@@ -32,6 +32,7 @@ NAMES = (
     "key_selection",
     "partial_keys",
     "pool_notes",
+    "hot_keys",
     "kv_int4",
     "linear",
     "rotary",

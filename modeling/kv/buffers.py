@@ -188,6 +188,8 @@ class KvPlace:
     """Keys of new tokens, the last ones; each new token sees the keys up to its own."""
     unseen: TokenRange | None = None
     """Keys, numbered from the first position's, that no new token attends to; the new ones are not among them."""
+    own: int | None = None
+    """Number of the new token's key, of a sequence whose only one it is. None: new tokens' keys are the last ones."""
     others: "KvPlace | None" = None
     """Where the layers from number `num_layers` on lie. None: here."""
 

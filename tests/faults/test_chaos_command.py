@@ -24,8 +24,11 @@ PLAIN = ("--set", "generate.speculation=off")
 SPECULATING = ("--set", "generate.speculation=auto", "--set", "generate.residency=host")
 
 
+EMULATED = (*SPECULATING, "--set", "prefill.device=emulated", "--set", "generate.device=emulated")
+
+
 @pytest.mark.ci
-@pytest.mark.parametrize("settings", [PLAIN, SPECULATING], ids=["plain", "speculating"])
+@pytest.mark.parametrize("settings", [PLAIN, SPECULATING, EMULATED], ids=["plain", "speculating", "emulated"])
 def test_a_seed_is_replayed_on_a_cluster_of_its_own(tmp_path: Path, settings: tuple[str, ...]) -> None:
     model = str(write_letter_model(tmp_path))
     log = tmp_path / "chaos.log"

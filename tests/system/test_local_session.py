@@ -7,6 +7,8 @@ import pytest
 from tests.support.clusters.ray_clusters import run_baton
 
 OPTIONS = ("--colocated", "--dtype", "float32", "--threads", "1", "--max-tokens", "12", "--ignore-eos")
+PROMPT = "Elizabeth listened in silence, but was not convinced; their behaviour at the assembly had not been"
+EMULATED = ("prefill.device=emulated", "generate.device=emulated", "device.link=4GBps")
 DRAFTS = ("generate.speculation=auto", "generate.draft_tokens=2")
 
 
@@ -19,3 +21,15 @@ def test_a_streams_drafts_are_drawn_with_its_tokens(smollm2: Path, tmp_path: Pat
     lines = shown.stderr.splitlines()
     (drafts,) = [number for number, line in enumerate(lines) if "steps, drafts accepted: " in line]
     assert lines[drafts + 1].startswith("tokens")
+
+
+@pytest.mark.parametrize("residency", ["device", "host"])
+def test_devices_with_memory_of_their_own_give_the_same_answer(smollm2: Path, tmp_path: Path, residency: str) -> None:
+    def answer(*assignments: str) -> str:
+        settings = [part for each in assignments for part in ("--set", each)]
+        options = ("--dtype", "float32", "--max-tokens", "12")
+        shown = run_baton(tmp_path, "local", "--model", str(smollm2), *options, *settings, PROMPT)
+        assert shown.returncode == 0, shown.stderr
+        return shown.stdout
+
+    assert answer(*EMULATED, f"generate.residency={residency}") == answer() != ""

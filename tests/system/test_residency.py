@@ -15,11 +15,14 @@ from baton.types import KvLayout, SampledToken, TokenRange
 from generate_workers.config import EngineConfig
 from generate_workers.engine.step_runner import weight_bytes
 from modeling.checkpoints.weights import load_decoder
+from modeling.device.copying import LinkRate
+from modeling.device.emulated import EmulatedDevice
 from modeling.forward.decoder import Decoder
 from modeling.forward.selection import PartialKeys, Selection
 from modeling.kv.buffers import BufferSpan, KvBuffer
 from modeling.sparse.bases import Basis, BasisKind
 from modeling.sparse.selection_file import PreparedSelection, save_prepared
+from tests.support.engines.devices import on_emulated
 from tests.support.engines.generation import prefilled, prompt
 from tests.support.engines.generation_servers import Client, ids_in, read, serving
 from tests.support.engines.slot_tables import page_bytes
@@ -87,10 +90,14 @@ async def test_a_device_too_small_for_the_kv_serves_it_from_host_memory() -> Non
     assert sum(buffer.num_bytes for buffer in kv) > 5 * (budget - weight_bytes(decoder.weights))
     async with serving(dataclasses.replace(config, device_memory_bytes=0), decoder) as client:
         expected = await pushed_at_once(client, kv, prompts)
-    async with serving(dataclasses.replace(config, residency="host"), decoder) as client:
-        assert await pushed_at_once(client, kv, prompts) == expected
-        await check_link_bytes(client, length)
-        await client.until_empty()
+    device = EmulatedDevice(LinkRate(bytes_per_s=1e9))
+    for served in (decoder, on_emulated(decoder, device)):
+        async with serving(dataclasses.replace(config, residency="host"), served) as client:
+            assert await pushed_at_once(client, kv, prompts) == expected
+            await check_link_bytes(client, length)
+            await client.until_empty()
+    assert 0 < device.memory_use.peak_bytes <= budget - weight_bytes(decoder.weights)
+    assert device.memory_use.num_bytes == 0
 
 
 async def test_the_same_on_the_device_is_refused_with_what_to_do() -> None:

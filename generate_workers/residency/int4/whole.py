@@ -13,7 +13,6 @@ and unpacking itself reads home memory, so that nothing has to be fetched ahead 
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from baton.errors import ConfigError
@@ -24,6 +23,7 @@ from generate_workers.residency.port import KvShape
 from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.steps import RowResidency, RowStep
 from generate_workers.residency.traits import POLICIES
+from modeling.device.port import Device
 from modeling.kv.memory import PagedMemory
 from modeling.sparse.bases import NUM_WHOLE_LAYERS
 
@@ -71,8 +71,8 @@ class Int4Residency(RowResidency[Int4Row]):
         super().__init__(rows, lambda rows: Int4Step(form, rows, shape.bytes_read(tokens for _, tokens in rows)))
 
 
-def make_int4(shape: KvShape, device: torch.device) -> Int4Residency:
+def make_int4(shape: KvShape, device: Device) -> Int4Residency:
     """Make the policy over paged memory. Raises ConfigError where it cannot run."""
-    if device.type != "cpu":
-        raise ConfigError(f"residency = int4 runs on CPUs only, not on {device.type}: use host or device")
+    if not device.is_home:
+        raise ConfigError(f"residency = int4 runs on CPUs only, not on {device.name}: use host or device")
     return Int4Residency(shape, PagedMemory)

@@ -30,6 +30,7 @@ from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
 from modeling.forward.decoder import Decoder, Step
 from modeling.forward.selection import PartialKeys, PartialRows, Picks, select_keys
+from modeling.kv.memory import PagedMemory
 from modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
 from modeling.sparse.selection_file import PreparedSelection
 
@@ -37,10 +38,10 @@ from modeling.sparse.selection_file import PreparedSelection
 class PartialIndex(PartialKeys):
     """A Part of a row: the partial keys by one basis, in the layers that choose."""
 
-    def __init__(self, layout: KvLayout, basis: Basis, max_tokens: int) -> None:
+    def __init__(self, layout: KvLayout, basis: Basis, max_tokens: int, make_memory: MakeMemory = PagedMemory) -> None:
         """Raise OSError when so much address space cannot be had."""
         layers = range(NUM_WHOLE_LAYERS, layout.num_layers)
-        super().__init__(layers, layout.num_kv_heads, basis.num_columns, max_tokens)
+        super().__init__(layers, layout.num_kv_heads, basis.num_columns, max_tokens, make_memory)
         self._basis = basis
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:

@@ -40,12 +40,19 @@ NO_CHOSEN_DRAFTS = "use speculation auto, ngram or off"
 """Remedy where drafts cannot attend to some of the keys."""
 
 
-def require_selective(what: str, shape: KvShape, device: Device, remedy: str = "use residency device or host") -> None:
+def require_selective(
+    what: str,
+    shape: KvShape,
+    device: Device,
+    remedy: str = "use residency device or host",
+    *,
+    fetches: bool = False,
+) -> None:
     """Raise ConfigError where rows cannot attend to some of the keys. `what` is the setting that asks for it, with its
-    value; `remedy`: what to do without."""
+    value; `remedy`: what to do without; `fetches`: whether it serves an emulated device, too."""
     where = f"{what} is not there"
     layout = shape.layout
-    if not device.is_home:
+    if not device.is_home and not (fetches and device.name == "emulated"):
         raise ConfigError(f"{where} on device {device.name}: {remedy}, or device cpu")
     if any(window is not None for window in shape.windows):
         raise ConfigError(f"{where} for models with sliding windows: {remedy}")

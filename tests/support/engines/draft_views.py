@@ -29,7 +29,7 @@ VIEWS: tuple[SpeculationName, ...] = ("snapkv", "infinigen", "quest", "topk")
 DECODER = random_decoder(num_layers=4)
 """A model with layers that may choose, behind the two that stay whole."""
 needs_rows = pytest.mark.skipif(
-    not has_native_rows(DECODER.device, DECODER.dtype, DECODER.config.head_dim), reason="needs a C++ compiler"
+    not has_native_rows(DECODER.weights.device, DECODER.dtype, DECODER.config.head_dim), reason="needs a C++ compiler"
 )
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 

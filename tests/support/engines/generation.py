@@ -189,15 +189,14 @@ def harness(
     draft_model: Decoder | None = None,
     speculator: Callable[[SlotTable, Speculation | None], Speculation] | None = None,
 ) -> Iterator[Harness]:
-    """An engine; at the end every stream has had its one terminal event and nothing is held. `speculator` makes of its
-    slots, and of the speculation that it would have, the one that it has."""
+    """An engine; in the end each stream had its one terminal event, and nothing is held. `speculator` makes the
+    speculation, of its slots and of what it would have."""
     decoder, clock = decoder or eos_decoder(), clock or ManualClock(start_s=100.0)
     drafting = (draft_model or small_decoder()) if speculation == "model" else None
     drafts = None if speculation in ("off", "ngram", "model") else DraftKeys.of(draft_keys, MOST_DRAFTS)
     shape = KvShape(decoder.layout, decoder.config.windows, num_slots, max_slot_tokens, drafts)
     policy = _with_partial_keys(policy, speculation, decoder)
-    device = None if decoder.device.is_home else decoder.device
-    residency = make_residency(shape, policy, copy, poison=poison, device=device)
+    residency = make_residency(shape, policy, copy, poison=poison, device=decoder.device)
     memory = KvMemory(residency, shape, limits, growth_tokens)
     slots = SlotTable(memory, clock, endpoint="127.0.0.1:1")
     config = EngineConfig(
@@ -223,11 +222,15 @@ def harness(
             yield made
         check_streams(made.streams)
     finally:
-        engine.close()
-        if saver is not None:
-            saver.close()
-        decoder.device.link.rest()
+        _end(engine, saver, decoder)
     _check_ended(engine)
+
+
+def _end(engine: GenerationEngine, saver: AnswerSaver | None, decoder: Decoder) -> None:
+    engine.close()
+    if saver is not None:
+        saver.close()
+    decoder.device.link.rest()
 
 
 def check_streams(streams: Sequence[Collector]) -> None:

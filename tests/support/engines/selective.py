@@ -50,15 +50,21 @@ class Bench:
     decoder: Decoder
     residency: Residency
     lengths: dict[int, int] = field(default_factory=dict)
+    room: int = 16
+    """Tokens that a row may get."""
 
     @classmethod
     def of(
-        cls, decoder: Decoder, make: Callable[[KvShape, MakeMemory], Residency], prompts: Sequence[Sequence[int]]
+        cls,
+        decoder: Decoder,
+        make: Callable[[KvShape, MakeMemory], Residency],
+        prompts: Sequence[Sequence[int]],
+        room: int = 16,
     ) -> "Bench":
         """A slot for each prompt, with its KV, and room for some tokens more."""
-        most = max(len(ids) for ids in prompts) + 16
+        most = max(len(ids) for ids in prompts) + room
         shape = KvShape(decoder.layout, decoder.config.windows, len(prompts), most)
-        made = cls(decoder, make(shape, PoisonedMemory))
+        made = cls(decoder, make(shape, PoisonedMemory), room=room)
         for slot, ids in enumerate(prompts):
             made.fill(slot, ids)
         return made
@@ -66,7 +72,7 @@ class Bench:
     def fill(self, slot: int, ids: Sequence[int]) -> None:
         """Pushes what a forward of its own made."""
         buffer, _ = prefilled(self.decoder, ids)
-        row = self.residency.open(SlotId(slot), len(ids), len(ids) + 16)
+        row = self.residency.open(SlotId(slot), len(ids), len(ids) + self.room)
         for layer in range(self.decoder.layout.num_layers):
             row.write(layer, buffer.tokens, buffer.export(layer, buffer.tokens))
         self.lengths[slot] = len(ids)

@@ -40,7 +40,8 @@ def make_residency(
     device: Device | None = None,
 ) -> Residency:
     """A policy, over poisoned memory unless told otherwise, on the CPU unless told otherwise."""
-    device = device or (PoisonedCpu(copy) if poison else CpuDevice(copy))
+    if device is None or device.is_home:
+        device = PoisonedCpu(copy) if poison else CpuDevice(copy)
     if not isinstance(policy, str):
         return policy(shape, device.row_memory)
     return HostResidency(shape, device) if policy == "host" else DeviceResidency(shape, device.row_memory)

@@ -21,6 +21,7 @@ from tests.support.engines.chains import (
     random_tokens,
     reference,
     reference_token,
+    until,
 )
 from tests.support.engines.devices import PoisonedDevice, on_emulated
 from tests.support.engines.link_groups import MakeConnect, in_process_connects, torch_connects
@@ -67,11 +68,11 @@ def test_the_device_holds_one_layer_of_a_job_and_nothing_afterwards() -> None:
     with ChainGroup(on_emulated(cpu, device), 1) as group:
         run = run_chain(group, 3, 100, num_tokens=500)
         run.reports()
-        device_bytes = device.memory_use
+        peak_bytes = device.memory_use.peak_bytes
+        until(lambda: device.memory_use.num_bytes == 0)
     layer = sum(-(-num * cpu.layout.row_bytes // PAGE_BYTES) * PAGE_BYTES for num in (100, 400))
     whole = -(-100 * cpu.layout.row_bytes // PAGE_BYTES) * PAGE_BYTES * 6  # the test's own prefix, before
-    assert device_bytes.num_bytes == 0
-    assert device_bytes.peak_bytes <= max(layer, whole)
+    assert peak_bytes <= max(layer, whole)
 
 
 def test_a_job_that_is_given_up_gives_its_memory_back() -> None:
@@ -84,4 +85,4 @@ def test_a_job_that_is_given_up_gives_its_memory_back() -> None:
         assert isinstance(run.error(0), RequestCancelledError)
         group.wait_idle()
         assert_equal(random_decoder(num_layers=3), run_chain(group, 4, 0))
-    assert device.memory_use.num_bytes == 0
+        until(lambda: device.memory_use.num_bytes == 0)

@@ -3,7 +3,7 @@
 import pytest
 
 from baton.errors import ConfigError
-from baton.settings.byte_sizes import parse_bytes
+from baton.settings.byte_sizes import parse_bytes, parse_rate
 from deploy.config.file import format_config, load_config
 
 
@@ -40,3 +40,15 @@ def test_a_configuration_takes_amounts_and_repeats_them_in_bytes() -> None:
 def test_a_wrong_amount_names_its_key(value: str) -> None:
     with pytest.raises(ConfigError, match=r"^generate\.kv_memory_bytes"):
         load_config(None, [f"generate.kv_memory_bytes={value}"])
+
+
+@pytest.mark.parametrize(("text", "expected"), [("25GBps", 25 * 10**9), ("4 GB/s", 4 * 10**9), ("1.5GiBps", 3 << 29)])
+def test_rates(text: str, expected: int) -> None:
+    assert parse_rate(text) == expected
+    assert load_config(None, [f"device.link={text}"]).device.link == expected
+
+
+@pytest.mark.parametrize("text", ["25GB", "fast", "GBps", "25Gbps"])
+def test_what_is_no_rate_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="device.link"):
+        load_config(None, [f"device.link={text}"])

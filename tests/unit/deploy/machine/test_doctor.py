@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 from baton.errors import ConfigError
@@ -20,6 +21,7 @@ from deploy.machine.doctor import (
     Verdict,
     check_compiler,
     check_cores,
+    check_devices,
     check_memory,
     check_model,
     check_port,
@@ -79,6 +81,21 @@ def test_a_model_that_drafts_must_be_whole_and_takes_memory(folder: Path, tmp_pa
     machine = replace(MACHINE, available_bytes=needed + 2**20)
     assert check_memory(config, folder, machine).verdict is Verdict.FAILED
     assert check_memory(load_config(None), folder, machine).verdict is Verdict.OK
+
+
+def test_devices_are_listed_with_what_each_role_would_use() -> None:
+    settings = ["generate.device=emulated", "device.link=4GBps", "device.link_latency_s=1e-5"]
+    found = check_devices(load_config(None, settings))
+    assert found.verdict is Verdict.OK
+    assert found.text.startswith("prefill on cpu, generate on emulated (link 4 GB/s, 10 us); ")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("role", ["prefill", "generate"])
+def test_a_device_that_is_not_there_is_named_with_its_role(role: str) -> None:
+    found = check_devices(load_config(None, [f"{role}.device=cuda"]))
+    assert (found.verdict, "\n" in found.text) == (Verdict.FAILED, False)
+    assert found.text.startswith(f"{role}.device = cuda is not there: ")
 
 
 def test_memory_for_all_groups_that_may_be_started_is_looked_at(folder: Path) -> None:

@@ -16,6 +16,8 @@ from baton.types import TokenRange
 from generate_workers.residency.int4.format import Int4Format, has_int4_kernel
 from generate_workers.residency.int4.whole import Int4Residency, make_int4
 from generate_workers.residency.port import KvBytes, KvShape
+from modeling.device.cpu import CpuDevice
+from modeling.device.emulated import EmulatedDevice
 from modeling.forward.decoder import Decoder
 from modeling.kernels import native
 from modeling.kv.buffers import BufferSpan, KvBuffer, byte_view
@@ -28,7 +30,7 @@ from tests.support.models.tiny_models import random_decoder
 
 pytestmark = pytest.mark.skipif(not has_int4_kernel(), reason="needs a C++ compiler")
 
-CPU = torch.device("cpu")
+CPU = CpuDevice()
 SLOT, OTHER = SlotId(0), SlotId(1)
 MAX_TOKENS = 128
 DECODER = random_decoder(num_layers=5, head_dim=64)
@@ -313,5 +315,5 @@ def test_kv_that_cannot_be_packed_is_a_config_error(changes: dict[str, Any], mes
 
 
 def test_another_device_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="residency = int4 runs on CPUs only, not on cuda: use host or device"):
-        make_int4(KvShape(DECODER.layout, (None,) * 5, 1, 16), torch.device("cuda"))
+    with pytest.raises(ConfigError, match="residency = int4 runs on CPUs only, not on emulated: use host or device"):
+        make_int4(KvShape(DECODER.layout, (None,) * 5, 1, 16), EmulatedDevice())
