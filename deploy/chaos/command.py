@@ -20,10 +20,12 @@ _EXAMPLES = """\
 examples:
   baton chaos --seeds 10        ten schedules, one after the other
   baton chaos --seed 7          the seventh again
-  baton chaos --set generate.speculation=streaming --set generate.residency=host"""
+  baton chaos --set generate.speculation=streaming --set generate.residency=host
+  baton chaos --set prefill.device=emulated --set generate.device=emulated --set device.link=25GBps"""
 
+_SECTIONS = "generate", "device"
 _FIXED = "num_groups", "num_threads", "num_slots", "max_slot_tokens"
-"""Fields of section generate that are the schedules' own."""
+"""Fields that are the schedules' own."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -39,8 +41,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--set",
         action="append",
         default=[],
-        metavar="generate.FIELD=VALUE",
-        help="a setting of the generation engines; may be repeated; `baton config` lists all fields",
+        metavar="SECTION.FIELD=VALUE",
+        help="a setting of the engines, or of devices; may be repeated; `baton config` lists all fields",
     )
     parser.add_argument("--model", default=DEFAULT_MODEL, help="Hugging Face folder, GGUF file, or known name")
     parser.add_argument("--cache", type=Path, default=cache_folder(), help="folder for converted models")
@@ -58,10 +60,12 @@ def run(args: argparse.Namespace) -> int:
     if args.blows < 0:
         raise InvalidArgumentError(f"--blows {args.blows} is out of range: use 0 or more")
     for each in args.set:
-        section, _, field = each.partition("=")[0].strip().partition(".")
-        if section != "generate" or field in _FIXED:
+        name = each.partition("=")[0].strip()
+        section, _, field = name.partition(".")
+        if (section not in _SECTIONS and name != "prefill.device") or field in _FIXED:
             raise InvalidArgumentError(
-                f"--set {each!r} cannot be set here: use fields of generate, but not {', '.join(_FIXED)}"
+                f"--set {each!r} cannot be set here: use fields of generate, but not {', '.join(_FIXED)},"
+                " those of device, or prefill.device"
             )
     # Imported here, because it imports torch: --help and mistyped options are answered at once.
     from deploy.chaos.session import run_session

@@ -57,6 +57,14 @@ class SequenceSpan(Span, Protocol):
         """Return where all those keys lie, if they are in one piece of the CPU's memory in every layer; else None."""
 
 
+class PassingSpan:
+    """Base of a SequenceSpan whose pieces pass through one memory: each is valid until the next is asked for."""
+
+    def segments(self, layer: int) -> Iterator[KvRows]:
+        """Yield the pieces, one at a time."""
+        raise NotImplementedError
+
+
 class LayerTurns(Protocol):
     """A policy's turns between the layers of a forward: it fetches keys in time, or leaves them out."""
 
@@ -251,8 +259,11 @@ class Decoder:
             out_TNH[rows.tokens_B] = out_BNH
         for span, where in others:
             attention = self.attention(layer, q_TNH[where], span.tokens.start)
-            for rows_of_keys in span.segments(layer):
-                attention.add(rows_of_keys)
+            if isinstance(span, PassingSpan):
+                for piece in span.segments(layer):
+                    attention.add(piece)
+            else:
+                attention.add(*span.segments(layer))
             out_TNH[where] = attention.result()
         return out_TNH
 

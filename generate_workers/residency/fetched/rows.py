@@ -21,7 +21,7 @@ from generate_workers.residency.rows import PagedKv
 from generate_workers.residency.sparse.infinigen import PartialIndex, ScoredRow
 from generate_workers.residency.sparse.selective import SplitSpan
 from modeling.device.port import Device
-from modeling.forward.decoder import SequenceSpan
+from modeling.forward.decoder import PassingSpan, SequenceSpan
 from modeling.kv.buffers import BufferSpan, KvBuffer, KvPlace, KvRows
 from modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
 
@@ -81,7 +81,7 @@ class FetchedRow(ScoredRow):
         if len(tokens) == 1:
             return SplitSpan(whole, HotSpan(self.hot, tokens, self.hot.own_place(tokens.start)))
         self.hot.forget()
-        return SplitSpan(whole, LongSpan(self.others.buffer, tokens, self._make_buffer(self._new, tokens), self._read))
+        return LongSpan(whole, self.others.buffer, self._make_buffer(self._new, tokens), self._read)
 
 
 @dataclass(frozen=True)
@@ -106,22 +106,30 @@ class HotSpan:
 
 
 @dataclass(frozen=True)
-class LongSpan:
-    """A SequenceSpan of several new tokens, in the layers whose KV lies at home."""
+class LongSpan(PassingSpan):
+    """A SequenceSpan of several new tokens: the first layers' KV is on the device, earlier tokens' of others passes."""
 
+    whole: BufferSpan
     home: KvBuffer
-    tokens: TokenRange
+    """KV of the other layers."""
     new: KvBuffer
     """Memory of the device for the new tokens' KV of one layer."""
     pieces: Pieces
 
+    @property
+    def tokens(self) -> TokenRange:
+        return self.whole.tokens
+
     def own(self, layer: int) -> Tensor:
-        return self.new.span(0, self.tokens)
+        return self.whole.own(layer) if layer < NUM_WHOLE_LAYERS else self.new.span(0, self.tokens)
 
     def segments(self, layer: int) -> Iterator[KvRows]:
-        """Yield earlier tokens' pieces, each valid until the next, then the new tokens."""
+        """Yield earlier tokens' pieces, then the new tokens."""
+        if layer < NUM_WHOLE_LAYERS:
+            yield from self.whole.segments(layer)
+            return
         for part in TokenRange(0, self.tokens.start).split(PIECE_TOKENS) if self.tokens.start else []:
-            piece = self.pieces.bring(self.home.span(layer, part))
+            piece = self.pieces.bring(self.home.span(layer - NUM_WHOLE_LAYERS, part))
             yield KvRows(piece[:, 0], piece[:, 1], part.start)
         yield self.new.rows(0, self.tokens)
 
