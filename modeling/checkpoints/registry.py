@@ -39,7 +39,8 @@ def read_model(
     transformers.
 
     `raw` is config.json; `generation`, if given, is generation_config.json, whose end-of-sequence ids win. `source`
-    names the file in errors. Raises ModelError for a model that our decoder cannot run and for missing fields.
+    names the file in errors. How weights are quantised is not looked at: `modeling.quantized.reading` does. Raises
+    ModelError for a model that our decoder cannot run and for missing fields.
     """
     fields = Fields(raw, source, generation)
     model_type = raw.get("model_type")
@@ -51,6 +52,4 @@ def read_model(
     if architectures and architectures != [architecture]:
         remedy = f"choose a model whose architecture is {architecture}"
         raise fields.error("architectures", f"{architectures!r} is not supported", remedy)
-    if raw.get("quantization_config"):
-        raise fields.error("quantization_config", "is not supported", "use the unquantized model, or a GGUF file")
     return read(fields)

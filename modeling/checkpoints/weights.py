@@ -3,6 +3,7 @@
 A worker's host calls `load_decoder` once at its start, before any request, on whatever thread; it blocks.
 """
 
+import logging
 from pathlib import Path
 
 from baton.errors import ModelError
@@ -10,16 +11,39 @@ from baton.types import QUANTIZATIONS
 from modeling.checkpoints.registry import read_model
 from modeling.device.cpu import CpuDevice
 from modeling.device.port import Device
-from modeling.families.checkpoint import Checkpoint, read_json
+from modeling.families.checkpoint import Checkpoint, WeightFormat, read_json
 from modeling.families.family import Family
 from modeling.forward.decoder import Decoder
 from modeling.forward.model_config import ModelConfig
 from modeling.kv.buffers import TORCH_DTYPES
+from modeling.quantized.reading import CONFIG_FIELDS, read_format
+
+logger = logging.getLogger(__name__)
+
+_SIDE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files in which early tools described quantised weights, where config.json does not, and their quant_method."""
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """Return the config in `folder`'s config.json and, if there, generation_config.json. Raises ModelError."""
-    return _load_model(folder).config
+    """Return the config in `folder`'s config.json and, if there, generation_config.json. Raises ModelError for a model
+    that cannot be run, and for weights that are quantised in a way that cannot be read."""
+    config = _load_model(folder).config
+    load_format(folder)
+    return config
+
+
+def load_format(folder: Path) -> WeightFormat | None:
+    """Return how the weights in `folder` are quantised, as its config.json says; None if they are plain. Raises
+    ModelError for a format that cannot be read."""
+    path = folder / "config.json"
+    raw = read_json(path)
+    for field in CONFIG_FIELDS:
+        if raw.get(field):
+            return read_format(raw[field], f"{path}: {field}")
+    for name, method in _SIDE_FILES.items():
+        if (folder / name).is_file():
+            return read_format({"quant_method": method, **read_json(folder / name)}, str(folder / name))
+    return None
 
 
 def load_decoder(
@@ -28,18 +52,31 @@ def load_decoder(
     """Return a Decoder that computes in `dtype` on `device`, from a Hugging Face folder; conversion happens on load.
     Without a device it is the CPU.
 
-    Raises ModelError, one line, for anything wrong with the folder, the dtype or the memory. Its weights'
-    fingerprint hashes every tensor's name, type, shape and bytes, the config, `dtype` and `quantization`; it does not
-    depend on how the checkpoint is split into files.
+    Quantised weights are dequantised to `dtype`, one after another, and one line of the log says so. Raises ModelError,
+    one line, for anything wrong with the folder, the dtype or the memory. The weights' fingerprint hashes
+    every tensor's name, type, shape and bytes as they are stored, the config, the format, `dtype` and `quantization`;
+    it does not depend on how the checkpoint is split into files.
     """
     if dtype not in TORCH_DTYPES:
         raise ModelError(f"dtype {dtype!r} is not supported; choose one of {', '.join(TORCH_DTYPES)}")
     if quantization not in QUANTIZATIONS:
         raise ModelError(f"quantization {quantization!r} is not supported; choose one of {', '.join(QUANTIZATIONS)}")
-    model = _load_model(folder)
+    model, stored = _load_model(folder), load_format(folder)
     device = device or CpuDevice()
-    checkpoint = Checkpoint(folder, TORCH_DTYPES[dtype], str(device.torch_device), int8=quantization == "int8")
-    return Decoder(model.config, model.load(checkpoint), device=device)
+    where, int8 = str(device.torch_device), quantization == "int8"
+    checkpoint = Checkpoint(folder, TORCH_DTYPES[dtype], where, int8=int8, weight_format=stored)
+    decoder = Decoder(model.config, model.load(checkpoint), device=device)
+    if stored is not None:
+        logger.warning("%s: %s", folder, _account(stored, checkpoint, dtype))
+    return decoder
+
+
+def _account(stored: WeightFormat, checkpoint: Checkpoint, dtype: str) -> str:
+    """Return what became of a checkpoint's quantised weights, in one line."""
+    done = f"{checkpoint.num_dequantised} weights dequantised to {dtype}, for there are no kernels for this format"
+    tensors = [f"{number} {kind}" for kind, number in sorted(checkpoint.num_unused.items())]
+    unused = ", ".join([*stored.unused, *tensors])
+    return f"{stored.description}: {done}{f'; not used: {unused}' if unused else ''}"
 
 
 def _load_model(folder: Path) -> Family:

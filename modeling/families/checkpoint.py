@@ -1,11 +1,15 @@
 """A Hugging Face folder's safetensors, read tensor by tensor, without pickle.
 
 Families take their tensors from it when `modeling.checkpoints.weights` loads a model, on any thread; blocks. At most
-one tensor is held besides those that were taken. Every tensor is hashed as it is read (XXH3).
+one tensor, as it is stored, is held besides those that were taken; a quantised one is dequantised in parts of
+`_PART_ELEMENTS`. Every tensor is hashed as it is stored (XXH3).
+
+N rows, K columns of a weight.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +25,54 @@ from modeling.kv.buffers import TORCH_DTYPES, byte_view
 _HARMLESS = ("rotary_emb.inv_freq",)
 """Endings of tensors that old checkpoints carry and no family needs: RoPE is computed from the config."""
 _PICKLES = ("*.bin", "*.pt", "*.pth")
+_PACKED = ("qweight", "weight_packed")
+"""Names of a weight whose codes are packed into words."""
+_PART_ELEMENTS = 2**20
+"""Most elements of a weight that are dequantised at a time, 4 MiB in fp32; a part has at least `_PART_ROWS` rows."""
+_PART_ROWS = 32
+
+Shapes = Mapping[torch.dtype, Collection[tuple[int, ...]]]
+"""Shapes that a tensor may have, by the type that it has."""
+
+
+class StoredTensors(Protocol):
+    """The tensors of a checkpoint as they are stored, for a `WeightFormat`."""
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a tensor `name`."""
+
+    def stored(self, name: str, allowed: Shapes) -> Tensor:
+        """Return the tensor `name` as it is stored, and count it among those taken. Raises ModelError for a tensor that
+        is missing, or whose type and shape are not allowed."""
+
+    def error(self, name: str, problem: str, remedy: str) -> ModelError:
+        """Return an error about the tensor `name`, which names its file."""
+
+
+class StoredWeight(Protocol):
+    """A quantised weight `[N, K]`, read from a checkpoint."""
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Return rows `start` to `stop`, dequantised, in fp32. `start` is a multiple of 32."""
+
+
+class WeightFormat(Protocol):
+    """How a checkpoint stores weights that are quantised. `str` of it names all that changes what its tensors mean."""
+
+    @property
+    def description(self) -> str:
+        """Return the format in a few words, for logs."""
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Return what the checkpoint's config describes besides its weights, and is not done here, in words."""
+
+    def weight(self, module: str, shape: tuple[int, ...], tensors: StoredTensors) -> StoredWeight | None:
+        """Return the weight of `module`, which has this shape once dequantised; None if it is not quantised. Raises
+        ModelError for tensors that do not fit the format."""
+
+    def unused_kind(self, name: str) -> str | None:
+        """Return what the tensor `name`, which was not taken, is for, in words, if no weight needs it; else None."""
 
 
 class _TensorFile(Protocol):
@@ -34,9 +86,24 @@ class _TensorFile(Protocol):
 class Checkpoint:
     """The tensors of a folder's safetensors files; records which were taken, and their hashes. Used by one thread."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: str, *, int8: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: str,
+        *,
+        int8: bool = False,
+        weight_format: WeightFormat | None = None,
+    ) -> None:
+        """`weight_format`: how quantised weights are stored; None if there are none."""
         self.int8 = int8
         """Whether the linear layers made of these tensors are to be rounded to int8."""
+        self.num_dequantised = 0
+        """Weights that were dequantised when they were taken."""
+        self.num_unused: Counter[str] = Counter()
+        """Tensors that were not taken and do not matter to a quantised checkpoint's weights, by what they are for;
+        counted by `seal`."""
+        self._weight_format = weight_format
         self._folder = folder
         self._dtype = dtype
         self._device = device
@@ -57,7 +124,7 @@ class Checkpoint:
             fused = torch.empty((num_rows, *parts[0][1][1:]), dtype=self._dtype, device=self._device)
         start = 0
         for name, shape in parts:
-            fused[start : start + shape[0]].copy_(self._read(name, shape))
+            self._fill(fused[start : start + shape[0]], name)
             start += shape[0]
         return fused
 
@@ -71,7 +138,7 @@ class Checkpoint:
             return
         with _opened(self._file_by_name[name]) as file:
             digest = _digest(file.get_tensor(name))
-        if digest != self._digests[other]:
+        if digest != self._digests.get(other):
             remedy = "set tie_word_embeddings to false in config.json if the model has its own output head"
             raise ModelError(f"{self._folder}: {name} differs from {other}, to which it is tied; {remedy}")
         self._repeated.add(name)
@@ -83,30 +150,73 @@ class Checkpoint:
         the tensors taken, the dtype, and `description`: all else that changes KV. Repeated tensors do not count.
         """
         left = self._file_by_name.keys() - self._digests.keys() - self._repeated
-        unknown = sorted(name for name in left if not name.endswith(_HARMLESS))
+        unknown = sorted(name for name in left if not name.endswith(_HARMLESS) and not self._is_unused(name))
         if unknown:
             remedy = "config.json describes another model; use the one that belongs to the weights"
             raise ModelError(f"{self._folder}: {len(unknown)} unknown tensors, the first is {unknown[0]}; {remedy}")
         format = f"{self._dtype}/int8" if self.int8 else str(self._dtype)
+        if self._weight_format is not None:
+            format = f"{format}/{self._weight_format}"
         total = xxhash.xxh3_64(f"{format}/{description}".encode())
         for name in sorted(self._digests):
             total.update(f"{name}={self._digests[name]};".encode())
         return total.hexdigest()
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def stored(self, name: str, allowed: Shapes) -> Tensor:
+        """Return the tensor `name` as it is stored, for a `WeightFormat`."""
         path = self._file_by_name.get(name)
         if path is None:
-            raise ModelError(f"{self._folder}: tensor {name} is missing; download the model again")
+            raise ModelError(f"{self._folder}: tensor {name} is missing; {self._remedy(name)}")
         with _opened(path) as file:
             tensor = file.get_tensor(name)
-        if tuple(tensor.shape) != shape:
-            problem = f"tensor {name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}"
-            raise ModelError(f"{path}: {problem}; use the config.json that belongs to the weights")
-        if tensor.dtype not in TORCH_DTYPES.values():
-            problem = f"tensor {name} has type {tensor.dtype}"
-            raise ModelError(f"{path}: {problem}; use weights in {', '.join(TORCH_DTYPES)}, or a GGUF file")
+        if tensor.dtype not in allowed:
+            remedy = f"use weights in {', '.join(TORCH_DTYPES)}, or a GGUF file"
+            raise self.error(name, f"has type {tensor.dtype}, not {' or '.join(map(str, allowed))}", remedy)
+        if tuple(tensor.shape) not in allowed[tensor.dtype]:
+            shapes = " or ".join(str(list(shape)) for shape in allowed[tensor.dtype])
+            remedy = "use the config.json that belongs to the weights"
+            raise self.error(name, f"has shape {list(tensor.shape)}, config.json asks for {shapes}", remedy)
         self._digests[name] = _digest(tensor)
         return tensor
+
+    def error(self, name: str, problem: str, remedy: str) -> ModelError:
+        """Return an error about the tensor `name`, which names its file."""
+        return ModelError(f"{self._file_by_name[name]}: tensor {name} {problem}; {remedy}")
+
+    def _remedy(self, name: str) -> str:
+        """Return what to do about a tensor that is missing."""
+        module = name.removesuffix(".weight")
+        packed = [f"{module}.{part}" for part in _PACKED if self.has(f"{module}.{part}")]
+        if name.endswith(".weight") and packed:
+            return f"{packed[0]} is there: use the config.json whose quantization_config belongs to the weights"
+        return "download the model again"
+
+    def _fill(self, part: Tensor, name: str) -> None:
+        """Copy the tensor `name`, dequantised if it is quantised, into `part`, which has its shape."""
+        shape = tuple(part.shape)
+        weight = None
+        if self._weight_format is not None and len(shape) == 2:
+            weight = self._weight_format.weight(name.removesuffix(".weight"), shape, self)
+        if weight is None:
+            part.copy_(self.stored(name, {dtype: [shape] for dtype in TORCH_DTYPES.values()}))
+            return
+        num_rows = max(_PART_ELEMENTS // shape[1] // _PART_ROWS, 1) * _PART_ROWS
+        for start in range(0, shape[0], num_rows):
+            stop = min(start + num_rows, shape[0])
+            part[start:stop].copy_(weight.rows(start, stop))
+        self.num_dequantised += 1
+
+    def _is_unused(self, name: str) -> bool:
+        """Return whether a tensor that was not taken belongs to a quantised checkpoint and changes nothing here."""
+        if self._weight_format is None:
+            return False
+        kind = self._weight_format.unused_kind(name)
+        if kind is None and name.endswith(".bias"):  # tools give every layer a bias: zero where the model has none
+            with _opened(self._file_by_name[name]) as file:
+                kind = None if file.get_tensor(name).any() else "biases of zero"
+        if kind is not None:
+            self.num_unused[kind] += 1
+        return kind is not None
 
     @contextmanager
     def _allocating(self) -> Iterator[None]:
@@ -137,7 +247,9 @@ def _files(folder: Path) -> Iterable[Path]:
     if pickles:
         remedy = "convert them to safetensors with transformers' save_pretrained on a machine that trusts them"
         raise ModelError(f"{folder}: holds only pickled weights ({pickles[0]}), which could run any code; {remedy}")
-    raise ModelError(f"{folder}: holds no model.safetensors and no {index.name}; download the model again")
+    others = sorted(path.name for path in folder.glob("*.safetensors"))  # AutoGPTQ names its file by bits and groups
+    remedy = f"rename {others[0]} to {single.name}" if len(others) == 1 else "download the model again"
+    raise ModelError(f"{folder}: holds no {single.name} and no {index.name}; {remedy}")
 
 
 def _tensor_names(path: Path) -> list[str]:
@@ -156,7 +268,7 @@ def _opened(path: Path) -> Iterator[_TensorFile]:
 
 
 def _digest(tensor: Tensor) -> str:
-    return f"{tensor.dtype}{list(tensor.shape)}{xxhash.xxh3_64_hexdigest(byte_view(tensor))}"
+    return f"{tensor.dtype}{list(tensor.shape)}{xxhash.xxh3_64_hexdigest(byte_view(tensor.flatten()))}"
 
 
 def read_json(path: Path) -> dict[str, object]:

@@ -222,7 +222,6 @@ def test_missing_field_is_named(field: str) -> None:
         ("model_type", None),
         ("architectures", ["LlamaForSequenceClassification"]),
         ("architectures", ["MistralForCausalLM"]),
-        ("quantization_config", {"quant_method": "gptq"}),
         ("hidden_act", "gelu"),
         ("num_key_value_heads", 3),
         ("num_hidden_layers", 2.5),

@@ -1,0 +1,1 @@
+"""Formats of quantised weights in Hugging Face folders, dequantised as they are loaded."""

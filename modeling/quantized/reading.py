@@ -1,0 +1,38 @@
+"""Reads from config.json how a checkpoint stores quantised weights; refuses formats that are not known.
+
+`modeling.checkpoints.weights` calls it when a model's configuration is read, before any weight is.
+"""
+
+from collections.abc import Callable, Mapping
+
+from baton.errors import ModelError
+from modeling.families.checkpoint import WeightFormat
+from modeling.families.fields import Fields
+from modeling.quantized.awq import AwqFormat
+from modeling.quantized.compressed_tensors import CompressedTensorsFormat
+from modeling.quantized.fp8 import Fp8Format
+from modeling.quantized.gptq import GptqFormat
+
+CONFIG_FIELDS = ("quantization_config", "compression_config")
+"""Fields of config.json that describe quantised weights; early versions of compressed-tensors wrote the second."""
+
+_FORMATS: dict[str, Callable[[Fields], WeightFormat]] = {
+    "compressed-tensors": CompressedTensorsFormat.read,
+    "fp8": Fp8Format.read,
+    "awq": AwqFormat.read,
+    "gptq": GptqFormat.read,
+}
+"""By quant_method: the function that reads the format."""
+
+
+def read_format(raw: object, source: str) -> WeightFormat:
+    """Return the format that a `quantization_config` describes. `source` names the file and the field in errors.
+    Raises ModelError, one line, for a format that cannot be read."""
+    if not isinstance(raw, Mapping):
+        raise ModelError(f"{source}: is not an object; correct the file, or choose another model")
+    fields = Fields(raw, source)
+    method = raw.get("quant_method")
+    if not isinstance(method, str) or method not in _FORMATS:
+        remedy = f"use the unquantised model, a GGUF file, or weights in {', '.join(_FORMATS)}"
+        raise fields.error("quant_method", f"{method!r} is not supported", remedy)
+    return _FORMATS[method](fields)
