@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import struct
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton import __version__
-from baton.errors import BatonError, ConfigError
+from baton.errors import BatonError, ConfigError, ModelError
 from baton.types import DTYPE_BYTES
 from deploy.config.cluster import ClusterConfig
 from deploy.config.environment import use_threads
@@ -25,6 +26,11 @@ from generate_workers.residency.traits import POLICIES
 from modeling.kernels import native
 
 GIB = 2**30
+_PACKED_NAMES = (".qweight", ".weight_packed")
+"""Endings of tensors that hold several weights in a word."""
+_QUANTIZE_FILES = ("quantize_config.json", "quant_config.json")
+"""Files in which early tools described quantised weights."""
+_BITS = re.compile(r'"(?:bits|w_bit|num_bits)"\s*:\s*(4|8)\b')
 _PACKAGES = ("torch", "ray", "grpcio", "protobuf", "transformers")
 WORKER_BYTES = GIB // 2
 """Bytes that a worker takes besides weights and KV: an upper estimate for torch and the process itself."""
@@ -95,7 +101,10 @@ def versions() -> Finding:
 
 
 def check_model(config: ClusterConfig, folder: Path) -> Finding:
-    """Check that the model's folder, and that of a model that drafts, hold the files that are needed."""
+    """Check that the model's folder, and that of a model that drafts, hold the files that are needed, and weights in a
+    format that can be read."""
+    from modeling.checkpoints.weights import load_format  # imports torch
+
     folders = {"model.name": folder}
     if config.generate.draft_model:
         folders["generate.draft_model"] = Path(config.generate.draft_model)
@@ -106,7 +115,12 @@ def check_model(config: ClusterConfig, folder: Path) -> Finding:
             missing.append("*.safetensors")
         if missing:
             return Finding("model", Verdict.FAILED, f"{each} lacks {', '.join(missing)}: set {field} to a whole model")
-        found.append(f"{each}, {weight_bytes(each, config.model.dtype) / GIB:.2f} GiB as {config.model.dtype}")
+        try:
+            stored = load_format(each)
+        except ModelError as error:
+            return Finding("model", Verdict.FAILED, f"{field}: {error}")
+        size = f"{weight_bytes(each, config.model.dtype) / GIB:.2f} GiB as {config.model.dtype}"
+        found.append(f"{each}, {size}{'' if stored is None else f', dequantised from {stored.description}'}")
     return Finding("model", Verdict.OK, "; drafts by ".join(found))
 
 
@@ -255,17 +269,30 @@ def measure_rates(config: ClusterConfig, folder: Path, machine: Machine) -> Find
 
 def weight_bytes(folder: Path, dtype: str) -> int:
     """Return the bytes of the model's weights as `dtype`, from files' headers. Raises ConfigError for a bad file."""
-    return sum(_num_elements(path) for path in folder.glob("*.safetensors")) * DTYPE_BYTES[dtype]
+    weights_a_word = _weights_a_word(folder / "config.json")
+    return sum(_num_weights(path, weights_a_word) for path in folder.glob("*.safetensors")) * DTYPE_BYTES[dtype]
 
 
-def _num_elements(path: Path) -> int:
+def _num_weights(path: Path, weights_a_word: int) -> int:
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(length))
     except (OSError, ValueError, struct.error) as error:
         raise ConfigError(f"model file {path} is no safetensors file: download or convert the model anew") from error
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return sum(
+        math.prod(tensor["shape"]) * (weights_a_word if name.endswith(_PACKED_NAMES) else 1)
+        for name, tensor in header.items()
+        if name != "__metadata__"
+    )
+
+
+def _weights_a_word(config: Path) -> int:
+    """Return the weights that a word of 32 bits holds where they are packed, by the fewest bits that config.json or the
+    file of an early tool beside it names; 8 where none is named."""
+    files = [path for path in (config, *map(config.with_name, _QUANTIZE_FILES)) if path.is_file()]
+    named = [int(bits) for path in files for bits in _BITS.findall(path.read_text(encoding="utf-8", errors="replace"))]
+    return 32 // min(named, default=4)
 
 
 def _available_bytes() -> int:

@@ -1,5 +1,6 @@
 """The doctor sees what would keep a cluster from running, and says what would help."""
 
+import json
 import re
 import socket
 from dataclasses import replace
@@ -64,6 +65,31 @@ def test_a_model_that_lacks_files_fails(folder: Path) -> None:
     finding = check_model(load_config(None), folder)
     assert finding.verdict is Verdict.FAILED
     assert "lacks tokenizer.json" in finding.text
+
+
+def test_packed_weights_are_counted_by_their_bits(folder: Path) -> None:
+    tensors: dict[str, Any] = {"m.qweight": np.zeros((3, 5), np.int32), "m.scales": np.zeros(7, np.float16)}
+    save_file(tensors, folder / "model.safetensors")
+    int4_beside_int8 = {"input_activations": {"num_bits": 8}, "weights": {"num_bits": 4}}
+    cases: list[tuple[dict[str, Any], int]] = [({"bits": 4}, 8), ({"bits": 8}, 4), ({}, 8), (int4_beside_int8, 8)]
+    for settings, weights_a_word in cases:
+        (folder / "config.json").write_text(json.dumps({"quantization_config": settings}))
+        assert weight_bytes(folder, "bfloat16") == 2 * (15 * weights_a_word + 7)
+    (folder / "config.json").write_text("{}")
+    (folder / "quant_config.json").write_text('{"w_bit": 8}')
+    assert weight_bytes(folder, "bfloat16") == 2 * (15 * 4 + 7)
+
+
+def test_format_of_quantised_weights_is_shown_and_one_that_cannot_be_read_fails(folder: Path) -> None:
+    settings = {"quant_method": "awq", "bits": 4, "group_size": 128}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    assert "as bfloat16, dequantised from awq, 4 bits, groups of 128" in check_model(load_config(None), folder).text
+    (folder / "config.json").write_text(json.dumps({"quantization_config": {**settings, "bits": 3}}))
+    finding = check_model(load_config(None), folder)
+    assert finding.verdict is Verdict.FAILED
+    assert (
+        "model.name: " in finding.text and "quantization_config: bits: 3 is not supported; choose AWQ" in finding.text
+    )
 
 
 def test_a_model_that_drafts_must_be_whole_and_takes_memory(folder: Path, tmp_path: Path) -> None:
