@@ -1,0 +1,45 @@
+"""What launches of Triton kernels share: whether Triton is there, whether its interpreter runs, and the device."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from baton.errors import ConfigError
+
+
+def require_triton() -> None:
+    """Import Triton. Raises ConfigError where it is not installed."""
+    try:
+        import triton  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigError("kernels for CUDA need Triton: run `pip install 'baton-serve[cuda]'`") from error
+
+
+def check(holds: bool, text: str) -> None:
+    """Raise RuntimeError with `text`, as the operators in C++ do, unless the condition holds."""
+    if not holds:
+        raise RuntimeError(text)
+
+
+def is_interpreted(kernel: Any) -> bool:
+    """Return whether Triton's interpreter runs the kernel: the process had TRITON_INTERPRET=1 when it was imported."""
+    import triton
+
+    return not isinstance(kernel, triton.runtime.JITFunction)
+
+
+def widens(kernel: Any, dtype: torch.dtype) -> bool:
+    """Return whether the kernel must widen operands of products to fp32: the interpreter cannot multiply bf16. Rounded
+    to bf16 before, they give the same products."""
+    return dtype == torch.bfloat16 and is_interpreted(kernel)
+
+
+def on(device: torch.device, kernel: Any) -> AbstractContextManager[Any]:
+    """Return a context in which a kernel is launched on a device. Raises RuntimeError for a CPU, unless the interpreter
+    runs the kernel."""
+    if device.type == "cuda":
+        return torch.cuda.device(device)
+    text = f"Triton compiles for GPUs, and the tensors are on {device.type}: use the kernels in C++"
+    check(device.type != "cpu" or is_interpreted(kernel), text)
+    return nullcontext()

@@ -1,0 +1,108 @@
+"""Kernel of prefill attention: a program attends with a block of one head's queries to a segment of keys. Imports
+Triton.
+
+T queries, N heads, R heads that share a kv head, H head dim (padded), M queries of a program, S keys of a tile.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from modeling.kernels.triton.softmax import LN_2, begun, ended, product, weighed
+
+
+@dataclass(frozen=True)
+class PrefillShape:
+    """What the kernel is compiled for: another value of a field is another kernel."""
+
+    group: int
+    """Heads that share a kv head."""
+    head_dim: int
+    head_pad: int
+    is_causal: bool
+    window: int
+    """Keys that a query sees up to its own position; 0: all."""
+    has_mask: bool
+    tile_rows: int
+    tile_keys: int
+    scale: float
+    """Factor of scores: 1 / sqrt(head dim), times log2(e)."""
+    widen: bool
+    """Whether operands of products are widened to fp32, as the interpreter needs for bf16."""
+
+
+class Heads(NamedTuple):
+    """Heads of tokens in memory: an address, and elements from one token or head to the next."""
+
+    data: Any
+    token_stride: int
+    head_stride: int
+
+
+class Segment(NamedTuple):
+    """Queries, keys and values, and addresses of the results `[T, N, H]`, log-sum-exps `[T, N]` and mask `[T, S]`."""
+
+    q: Heads
+    k: Heads
+    v: Heads
+    o: Any
+    lse: Any
+    mask: Any
+    mask_stride: int
+
+
+@triton.jit
+def loaded(heads: Heads, head: tl.tensor, token_X: tl.tensor, is_token_X: tl.tensor, shape: tl.constexpr) -> tl.tensor:
+    """Load one head of some tokens, `[X, H]`, with zeros where there is no token or dim."""
+    dim_H = tl.arange(0, shape.head_pad)
+    at_X = token_X.to(tl.int64) * heads.token_stride + head * heads.head_stride
+    is_here_XH = is_token_X[:, None] & (dim_H < shape.head_dim)[None, :]
+    return tl.load(heads.data + at_X[:, None] + dim_H[None, :], mask=is_here_XH, other=0.0)
+
+
+@triton.jit(do_not_specialize=["shift", "num_queries", "num_keys"])
+def attend_block(segment: Segment, shift: int, num_queries: int, num_keys: int, shape: tl.constexpr) -> None:
+    """Attend with one block of one head's queries. Grid: (blocks of queries, N). Query t stands at key number t +
+    shift; `num_queries` and `num_keys` change with each call, and are no reason to compile again."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the blocks that see most keys first, the least at the end
+    head = tl.program_id(1)
+    kv_head = head // shape.group
+    query_M = block * shape.tile_rows + tl.arange(0, shape.tile_rows)
+    is_query_M = query_M < num_queries
+    own_M = query_M + shift
+    begin = 0
+    end = num_keys
+    if shape.is_causal:
+        last = tl.minimum((block + 1) * shape.tile_rows, num_queries) - 1
+        end = tl.minimum(num_keys, last + shift + 1)
+    if shape.window > 0:
+        begin = tl.maximum(block * shape.tile_rows + shift - shape.window + 1, 0)
+    q_MH = loaded(segment.q, head, query_M, is_query_M, shape)
+    largest_M, total_M, sum_MH = begun(shape.tile_rows, shape.head_pad)
+    for first in range(begin, end, shape.tile_keys):
+        key_S = first + tl.arange(0, shape.tile_keys)
+        is_key_S = key_S < end
+        k_SH = loaded(segment.k, kv_head, key_S, is_key_S, shape)
+        sees_MS = is_key_S[None, :] & is_query_M[:, None]
+        if shape.is_causal:
+            sees_MS = sees_MS & (key_S[None, :] <= own_M[:, None])
+        if shape.window > 0:
+            sees_MS = sees_MS & (key_S[None, :] > own_M[:, None] - shape.window)
+        if shape.has_mask:
+            mask_MS = segment.mask + query_M.to(tl.int64)[:, None] * segment.mask_stride + key_S[None, :]
+            sees_MS = sees_MS & (tl.load(mask_MS, mask=sees_MS, other=0) != 0)
+        score_MS = product(q_MH, tl.trans(k_SH), shape.widen) * shape.scale
+        score_MS = tl.where(sees_MS, score_MS, float("-inf"))
+        weight_MS, shrink_M, largest_M, total_M = weighed(score_MS, largest_M, total_M)
+        v_SH = loaded(segment.v, kv_head, key_S, is_key_S, shape)
+        sum_MH = sum_MH * shrink_M[:, None] + product(weight_MS.to(v_SH.dtype), v_SH, shape.widen)
+
+    o_MH, lse_M = ended(largest_M, total_M, sum_MH)
+    dim_H = tl.arange(0, shape.head_pad)
+    pair_M = query_M.to(tl.int64) * tl.num_programs(1) + head
+    at_MH = pair_M[:, None] * shape.head_dim + dim_H[None, :]
+    is_o_MH = is_query_M[:, None] & (dim_H < shape.head_dim)[None, :]
+    tl.store(segment.o + at_MH, o_MH.to(segment.o.dtype.element_ty), mask=is_o_MH)
+    tl.store(segment.lse + pair_M, lse_M * LN_2, mask=is_query_M)
