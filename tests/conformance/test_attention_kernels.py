@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from modeling.forward.attention import Kernel, Partial, attend, cpu_flash_kernel, native_kernel, plain_kernel
+from modeling.forward.triton_attention import triton_kernel
 from modeling.kernels import native
 from modeling.kv.buffers import KvRows
 from tests.support.kernels.brute_attention import brute_attention
@@ -68,6 +69,8 @@ CASES = [
     pytest.param(Case(plain_kernel, "cpu", torch.bfloat16), id="plain-cpu-bfloat16"),
     pytest.param(Case(plain_kernel, "cuda", torch.float32), id="plain-cuda-float32", marks=NEEDS_CUDA),
     pytest.param(Case(plain_kernel, "cuda", torch.bfloat16), id="plain-cuda-bfloat16", marks=NEEDS_CUDA),
+    pytest.param(Case(triton_kernel, "cuda", torch.float32), id="triton-cuda-float32", marks=NEEDS_CUDA),
+    pytest.param(Case(triton_kernel, "cuda", torch.bfloat16), id="triton-cuda-bfloat16", marks=NEEDS_CUDA),
 ]
 HEADS = [pytest.param((4, 4), id="mha"), pytest.param((6, 2), id="gqa"), pytest.param((4, 1), id="mqa")]
 HEAD_DIM = 16

@@ -9,7 +9,7 @@ from pathlib import Path
 from modeling.kernels.native import find_compiler
 
 _COMMANDS = ("git", "hadolint", "make")
-_MODULES = ("check_jsonschema", "kubernetes_validate", "matplotlib", "ray", "scipy")
+_MODULES = ("check_jsonschema", "kubernetes_validate", "matplotlib", "ray", "scipy", "triton")
 
 
 def find_command(name: str) -> str | None:

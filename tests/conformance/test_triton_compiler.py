@@ -1,0 +1,47 @@
+"""Triton's compiler takes the attention kernels for NVIDIA's architecture 9.0, without a GPU: what the interpreter runs
+(test_triton_kernels.py) is also what compiles. Nothing is launched.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.kernels.triton import compiling
+from tests.support.kernels.triton.process import HAS_TRITON, Run, process_with
+
+SHARED_BYTES = 99 * 1024
+"""Shared memory of a program on the least of NVIDIA's GPUs since architecture 8.0."""
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    with process_with(TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)) as run:
+        yield run
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "group", "most_queries"),
+    [
+        pytest.param(torch.bfloat16, 128, 4, 4, id="bfloat16-128"),
+        pytest.param(torch.float16, 80, 1, 1, id="float16-80", marks=pytest.mark.ci),
+        pytest.param(torch.bfloat16, 256, 16, 8, id="bfloat16-256", marks=pytest.mark.ci),
+        pytest.param(torch.float32, 96, 3, 1, id="float32-96", marks=pytest.mark.ci),
+        pytest.param(torch.float32, 192, 8, 8, id="float32-192", marks=pytest.mark.ci),
+    ],
+)
+def test_every_kernel_compiles_and_fits(
+    run: Run, dtype: torch.dtype, head_dim: int, group: int, most_queries: int
+) -> None:
+    found = run(compiling.compiled, dtype, head_dim, group, most_queries)
+    kernels = [each.name for each in found]
+    assert kernels == ["attend_split", "merge_splits", "attend_split", "attend_block", "append_token"]
+    assert all(each.num_cubin_bytes > 0 for each in found)
+    assert max(each.shared_bytes for each in found) <= SHARED_BYTES
+
+
+def test_a_cpu_is_refused_where_nothing_interprets(run: Run) -> None:
+    assert "use the kernels in C++" in run(compiling.refusal_on_cpu)

@@ -1,0 +1,93 @@
+"""Compiling of the Triton kernels for a GPU that is not there: the operators run up to the launch, which compiles.
+
+Only a process of its own should call this: it tells Triton, for the life of the process, of a GPU.
+"""
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modeling.kernels.triton import append, decode, prefill
+from modeling.kernels.triton.append import append_kv
+from modeling.kernels.triton.decode import SeenKeys, decode_attention
+from modeling.kernels.triton.prefill import Visibility, prefill_attention
+from modeling.kernels.triton.rows import StepRows
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel as the compiler made it."""
+
+    name: str
+    shared_bytes: int
+    """Shared memory that a program takes."""
+    num_cubin_bytes: int
+
+
+class AbsentGpu:
+    """What Triton asks of a driver to compile: architecture 9.0, and nothing that launches."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+
+def compiled(dtype: torch.dtype, head_dim: int, group: int, most_queries: int) -> list[Compiled]:
+    """Call each operator on the CPU with its own block sizes, and return the kernels that were compiled."""
+    from triton.runtime import JITFunction
+    from triton.runtime.driver import driver
+
+    found: list[Compiled] = []
+    launch = JITFunction.run
+    driver.set_active(AbsentGpu())
+    JITFunction.run = functools.partialmethod(_compile, launch, found)
+    for module in (append, decode, prefill):
+        module.on = lambda device, kernel: nullcontext()  # type: ignore[attr-defined]
+    _call_all(dtype, head_dim, group, most_queries)
+    JITFunction.run = launch
+    return found
+
+
+def _compile(kernel: Any, launch: Callable[..., Any], found: list[Compiled], *args: Any, **options: Any) -> None:
+    made = launch(kernel, *args, **{**options, "warmup": True})
+    found.append(Compiled(kernel.__name__, made.metadata.shared, len(made.asm["cubin"])))
+
+
+def _call_all(dtype: torch.dtype, head_dim: int, group: int, most_queries: int) -> None:
+    num_kv_heads, page_tokens, num_rows = 2, 16, 4
+    pages_PS2GH = torch.zeros(8, page_tokens, 2, num_kv_heads, head_dim, dtype=dtype)
+    rows = StepRows(_whole(num_rows, 64), _whole(num_rows), _whole(num_rows + 1), most_queries, 1024)
+    q_TNH = torch.zeros(300, num_kv_heads * group, head_dim, dtype=dtype)
+    kv_S2GH = torch.zeros(500, 2, num_kv_heads, head_dim, dtype=dtype)
+    decode_attention(q_TNH[: num_rows * most_queries], pages_PS2GH, rows, with_lse=True)
+    picks = _whole(num_rows, num_kv_heads, 200), _whole(num_rows, num_kv_heads)
+    seen = SeenKeys(window=100, picks=picks, unseen_B2=_whole(num_rows, 2))
+    decode_attention(q_TNH[: num_rows * most_queries], pages_PS2GH, rows, seen)
+    prefill_attention(q_TNH, kv_S2GH[:, 0], kv_S2GH[:, 1], Visibility(window=100))
+    append_kv(kv_S2GH[:num_rows, 0], kv_S2GH[:num_rows, 1], pages_PS2GH, rows)
+
+
+def refusal_on_cpu() -> str:
+    """Return how prefill attention refuses tensors of the CPU where the interpreter does not run; empty otherwise."""
+    q_TNH, kv_SGH = torch.zeros(1, 1, 16), torch.zeros(1, 1, 16)
+    try:
+        prefill_attention(q_TNH, kv_SGH, kv_SGH)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _whole(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int32)

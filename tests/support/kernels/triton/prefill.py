@@ -1,0 +1,161 @@
+"""Prefill attention by Triton over a segment of keys, against the definition of attention in float64, query by query.
+
+Keys and values that no query sees are NaN. T queries, S keys, N heads, G kv heads, H head dim.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from modeling.forward.attention import attend, merged
+from modeling.forward.triton_attention import triton_kernel
+from modeling.kernels.triton.prefill import Visibility, prefill_attention
+from modeling.kernels.triton.tiles import PrefillTiles
+from modeling.kv.buffers import KvRows
+from tests.support.kernels.covering import Levels
+from tests.support.kernels.triton.decode import TOLERANCES
+
+LEVELS: Levels = {
+    "dtype": tuple(TOLERANCES),
+    "num_queries": (1, 2, 16, 37),
+    "num_keys": (1, 15, 16, 50),
+    "group": (1, 2, 3, 4, 8, 16),
+    "num_kv_heads": (1, 2),
+    "head_dim": (64, 80, 96, 128, 192, 256),
+    "first_query": (0, 7, 40),
+    "first_key": (0, 11),
+    "is_causal": (False, True),
+    "window": (None, 1, 9, 1000),
+    "tile_keys": (None, 16, 32),
+    "is_view": (False, True),
+}
+"""Levels of each field of PrefillCase."""
+
+
+@dataclass(frozen=True)
+class PrefillCase:
+    """One call of prefill attention."""
+
+    dtype: torch.dtype = torch.float32
+    num_queries: int = 37
+    num_keys: int = 50
+    group: int = 3
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    first_query: int = 7
+    first_key: int = 0
+    is_causal: bool = True
+    window: int | None = None
+    tile_keys: int | None = 16
+    """Keys and queries of a tile. None: as the operator chooses."""
+    is_view: bool = True
+    """Whether queries are a part of a larger tensor, and keys lie beside values as in KvRows."""
+
+    def __str__(self) -> str:
+        return "-".join(str(getattr(self, name)).removeprefix("torch.") for name in LEVELS)
+
+    def sees(self, query: int) -> list[int]:
+        """The numbers of the keys that a query sees, by the definition."""
+        position, window = self.first_query + query, math.inf if self.window is None else self.window
+        keys = [(number, self.first_key + number) for number in range(self.num_keys)]
+        return [number for number, at in keys if (at <= position or not self.is_causal) and at > position - window]
+
+
+@dataclass
+class Tensors:
+    """A case's queries, keys and values."""
+
+    q_TNH: Tensor
+    k_SGH: Tensor
+    v_SGH: Tensor
+
+
+def check_prefill(case: PrefillCase, device: str, spoilt: str = "") -> None:
+    """Assert that the kernel's results are the definition's. `spoilt`: what the kernel is told wrongly, a name of
+    SPOILERS: the assertion must fail then."""
+    tensors = made(case)
+    seen = Visibility(case.first_query, case.first_key, case.is_causal, case.window)
+    if spoilt == "is_causal":
+        seen = Visibility(case.first_query, case.first_key, not case.is_causal, case.window)
+    if spoilt == "window":
+        seen = Visibility(case.first_query, case.first_key, case.is_causal, 3)
+    if spoilt == "first_query":
+        seen = Visibility(case.first_query - 1, case.first_key, case.is_causal, case.window)
+    if spoilt == "first_key":
+        seen = Visibility(case.first_query, case.first_key - 1, case.is_causal, case.window)
+    check_results(case, attended(case, tensors, seen, device), by_definition(case, tensors))
+
+
+SPOILERS = ("is_causal", "window", "first_query", "first_key")
+"""What a kernel can be told wrongly."""
+
+
+def check_merging(device: str) -> None:
+    """Assert that segments, attended to one by one and merged, are one sequence; some queries do not see some."""
+    case = PrefillCase(num_queries=20, num_keys=60, first_query=40, window=13, is_view=True)
+    tensors = made(case)
+    parts = []
+    for start, end in ((0, 25), (25, 41), (41, 60)):
+        piece = Tensors(tensors.q_TNH, tensors.k_SGH[start:end], tensors.v_SGH[start:end])
+        parts.append(attended(case, piece, Visibility(case.first_query, start, window=case.window), device))
+    o_TNH, lse_TN = merged(merged(parts[0], parts[1]), parts[2])
+    check_results(case, (o_TNH, lse_TN), by_definition(case, tensors))
+
+
+def check_attend(window: int | None, device: str) -> None:
+    """Assert that attention over segments in any order is that over one sequence; a window makes `attend` use masks."""
+    case = PrefillCase(num_queries=20, num_keys=60, first_query=40, window=window, is_view=True)
+    tensors = made(case)
+    k_SGH, v_SGH = tensors.k_SGH.to(device), tensors.v_SGH.to(device)
+    cuts = (41, 60), (0, 25), (25, 41)
+    segments = [KvRows(k_SGH[start:end], v_SGH[start:end], start) for start, end in cuts]
+    o_TNH = attend(tensors.q_TNH.to(device), case.first_query, segments, window, triton_kernel)
+    expected_TNH, _ = by_definition(case, tensors)
+    torch.testing.assert_close(o_TNH.cpu().double(), expected_TNH, atol=1e-5, rtol=1e-5)
+
+
+def made(case: PrefillCase) -> Tensors:
+    """Random tensors of a case: queries large enough that attention is far from uniform."""
+    random = torch.Generator().manual_seed(1)
+    num_heads = case.num_kv_heads * case.group
+    q_TNH = 2 * torch.randn(case.num_queries, num_heads + 3, case.head_dim, generator=random).to(case.dtype)
+    kv_S2GH = torch.randn(case.num_keys, 2, case.num_kv_heads, case.head_dim, generator=random).to(case.dtype)
+    unseen = set(range(case.num_keys)) - {key for query in range(case.num_queries) for key in case.sees(query)}
+    kv_S2GH[sorted(unseen)] = math.nan
+    views = q_TNH[:, 2 : num_heads + 2], kv_S2GH[:, 0], kv_S2GH[:, 1]
+    return Tensors(*(each if case.is_view else each.contiguous() for each in views))
+
+
+def attended(case: PrefillCase, tensors: Tensors, seen: Visibility, device: str) -> tuple[Tensor, Tensor]:
+    """The kernel's results."""
+    q_TNH, k_SGH, v_SGH = (each.to(device) for each in (tensors.q_TNH, tensors.k_SGH, tensors.v_SGH))
+    tiles = None if case.tile_keys is None else PrefillTiles(case.tile_keys, case.tile_keys, num_warps=4)
+    return prefill_attention(q_TNH, k_SGH, v_SGH, seen, tiles=tiles)
+
+
+def check_results(case: PrefillCase, found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    """Assert that attention and log-sum-exps are close to the definition's."""
+    (o_TNH, lse_TN), (expected_TNH, expected_TN) = found, expected
+    assert o_TNH.dtype == case.dtype and lse_TN.dtype == torch.float32
+    tolerance = TOLERANCES[case.dtype]
+    torch.testing.assert_close(o_TNH.cpu().double(), expected_TNH, atol=tolerance, rtol=tolerance)
+    lse_TN = lse_TN.cpu().double()
+    lse_TN = lse_TN.where(lse_TN > -1e29, -math.inf)
+    torch.testing.assert_close(lse_TN, expected_TN, atol=1e-4, rtol=1e-5)
+
+
+def by_definition(case: PrefillCase, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """Attention `[T, N, H]` and log-sum-exps `[T, N]` in float64, one query and one head at a time."""
+    o_TNH = torch.zeros(tensors.q_TNH.shape, dtype=torch.float64)
+    lse_TN = torch.full(tensors.q_TNH.shape[:2], -math.inf, dtype=torch.float64)
+    k_SGH, v_SGH = tensors.k_SGH.double(), tensors.v_SGH.double()
+    for query in range(case.num_queries):
+        keys = case.sees(query)
+        for head in range(tensors.q_TNH.shape[1]) if keys else ():
+            kv_head = head // case.group
+            scores_K = k_SGH[keys, kv_head] @ tensors.q_TNH[query, head].double() / math.sqrt(case.head_dim)
+            lse_TN[query, head] = scores_K.logsumexp(0)
+            o_TNH[query, head] = scores_K.softmax(0) @ v_SGH[keys, kv_head]
+    return o_TNH, lse_TN
