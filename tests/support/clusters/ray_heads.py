@@ -62,7 +62,8 @@ def held_of(address: str, token: Path | None = None) -> dict[str, Any]:
     if is_loopback(address.rpartition(":")[0]):
         variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else Ray looks for it at another address
     told = subprocess.run(command, env=variables, text=True, capture_output=True, timeout=60, check=True)
-    held: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
+    (line,) = [line for line in told.stdout.splitlines() if line.startswith('{"actors"')]  # workers' logs come, too
+    held: dict[str, Any] = json.loads(line)
     return held
 
 
