@@ -19,6 +19,7 @@ async def start_rank(place: WorkerPlace, config: PrefillConfig, model: LoadedMod
     ConfigError, one line."""
     secret = ClusterSecret(place.secret)
     decoder = await asyncio.to_thread((model or LoadedModel()).load, place)
+    decoder.device.bound(None)  # limits of a generation engine that this process was before
     server = await PrefillServer.start(
         decoder,
         clock=SystemClock(),

@@ -32,7 +32,11 @@ def make_memory(
     `draft_model` takes comes off its limits. Raises ConfigError for an unknown policy or memory that cannot be had,
     ModelError when the file of `baton prepare` is missing."""
     drafts = DraftKeys.of(config.draft_keys, MOST_DRAFTS) if _drafts_over_keys(config) else None
-    shape = KvShape(decoder.layout, decoder.config.windows, config.num_slots, config.max_slot_tokens, drafts)
+    shape = KvShape(
+        *(decoder.layout, decoder.config.windows, config.num_slots, config.max_slot_tokens),
+        most_new_tokens=config.max_prefill_tokens_per_step,
+        draft_keys=drafts,
+    )
     path = Path(config.selection_file) if config.selection_file else None
     pool = PoolSize(config.pool_tokens, Eviction(config.pool_eviction)) if config.pool_tokens else None
     taken = TakenBytes(weight_bytes(decoder.weights))

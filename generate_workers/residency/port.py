@@ -82,6 +82,8 @@ class KvShape:
     max_slot_tokens: int
     draft_keys: DraftKeys | None = None
     """Keys that a policy which keeps KV at home copies to the device for drafts. None: there are no drafts."""
+    most_new_tokens: int = 256
+    """Most tokens of prompts that one step prefills."""
 
     def bytes_read(self, rows: Iterable[TokenRange]) -> int:
         """Return the bytes that attention reads for rows with these new tokens, each key and value once."""

@@ -33,6 +33,7 @@ from modeling.device.port import Transfer
 from modeling.forward.decoder import Decoder
 from modeling.forward.selection import Picks
 from modeling.kernels import native
+from modeling.kv.memory import PAGE_BYTES
 from modeling.sparse.bases import NUM_WHOLE_LAYERS
 from modeling.sparse.selection_file import PreparedSelection
 
@@ -149,7 +150,8 @@ class FetchedInfinigenResidency(RowResidency[FetchedRow]):
         ahead = replace(prepared, lookahead=1)
         others = replace(layout, num_layers=layout.num_layers - NUM_WHOLE_LAYERS)
         pieces = Pieces(layout, device), Pieces(layout, device)
-        self.scratch_bytes = 2 * PIECE_TOKENS * layout.row_bytes
+        new_bytes = shape.most_new_tokens * layout.row_bytes + shape.num_slots * PAGE_BYTES  # of long spans
+        self.scratch_bytes = 2 * PIECE_TOKENS * layout.row_bytes + new_bytes
 
         def make(num_areas: int) -> FetchedRow:
             return FetchedRow(shape, device, HotSize(others, num_areas, ahead.selection), ahead.basis, pieces)
