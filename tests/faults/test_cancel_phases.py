@@ -212,7 +212,7 @@ PHASES: dict[str, Phase] = {
 
 
 @asynccontextmanager
-async def scene(way: str) -> AsyncIterator[Scene]:
+async def scene(way: str, device: str) -> AsyncIterator[Scene]:
     with prefix_folder() as folder:
         async with (
             relay(
@@ -222,6 +222,7 @@ async def scene(way: str) -> AsyncIterator[Scene]:
                 prefix_folder=folder,
                 group_folder=folder,
                 generate=SPECULATING[way],
+                device=device,
             ) as made,
             AsyncExitStack() as stack,
         ):
@@ -267,9 +268,15 @@ async def test_so_does_a_cancel_anywhere_in_a_round(num_calls: int) -> None:
     await check_cancel("drafting", "streaming", drafting)
 
 
-async def check_cancel(name: str, way: str, phase: Phase | None = None) -> None:
+@pytest.mark.parametrize("way", ways(ci=("off", "streaming host")))
+@pytest.mark.parametrize("name", PHASES)
+async def test_a_cancel_frees_devices_with_memory_of_their_own(name: str, way: str) -> None:
+    await check_cancel(name, way, device="emulated")
+
+
+async def check_cancel(name: str, way: str, phase: Phase | None = None, *, device: str = "cpu") -> None:
     """Within a second of the end of the step or layer under way nothing is held, and others go on."""
-    async with scene(way) as on:
+    async with scene(way, device) as on:
         call = await (phase or PHASES[name])(on)
         held = await on.held()
         assert name == "queued" or any(held), "the request is nowhere"

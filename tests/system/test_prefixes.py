@@ -29,13 +29,16 @@ FOLDER = node_folder(f"local-{os.getpid()}")
 BLOCK = 128
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=ways("off", ci=("streaming", "auto host")))
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=ways("off", ci=("streaming", "auto host", "streaming @emulated"))
+)
 async def relay(smollm2: Path, request: pytest.FixtureRequest) -> AsyncIterator[Relay]:
-    generate = SPECULATING[request.param]
-    async with local_relay(smollm2, num_ranks=2, prefix_share=0.1, generate=generate) as running:
+    way, _, device = request.param.partition(" @")
+    generate, device = SPECULATING[way], device or "cpu"
+    async with local_relay(smollm2, num_ranks=2, prefix_share=0.1, generate=generate, device=device) as running:
         assert FOLDER.is_dir()
         yield running
-        await check_drafted(running, request.param)
+        await check_drafted(running, way)
 
 
 @pytest.fixture(scope="module")

@@ -24,12 +24,15 @@ SAMPLED = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.95, seed=1234, 
 
 
 @pytest_asyncio.fixture(
-    scope="module", loop_scope="module", params=ways("off", ci=("auto", "snapkv", "streaming host"))
+    scope="module",
+    loop_scope="module",
+    params=ways("off", ci=("auto", "snapkv", "streaming host", "auto @emulated", "streaming host @emulated")),
 )
 async def relay(smollm2: Path, request: pytest.FixtureRequest) -> AsyncIterator[Relay]:
-    async with local_relay(smollm2, num_ranks=3, generate=SPECULATING[request.param]) as running:
+    way, _, device = request.param.partition(" @")
+    async with local_relay(smollm2, num_ranks=3, generate=SPECULATING[way], device=device or "cpu") as running:
         yield running
-        await check_drafted(running, request.param)
+        await check_drafted(running, way)
 
 
 @pytest.fixture(scope="module")

@@ -30,6 +30,7 @@ from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
 from generate_workers.config import EngineConfig
 from generate_workers.servicer import GenerationServer
+from modeling.device.making import make_device
 from modeling.forward.attention import Kernel
 from modeling.forward.decoder import Decoder
 from modeling.prefix_store.node import DiskPlace
@@ -174,6 +175,7 @@ class Relay:
     groups: list[GenerationServer] = field(default_factory=list)
     group_gates: list[Gate] = field(default_factory=list)
     epoch: int = 0
+    device: str = "cpu"
     prefix_folder: Path | None = None
     """Where the ranks keep prefixes, at most `prefix_bytes` of them; None: nowhere."""
     prefix_bytes: int = 0
@@ -245,7 +247,7 @@ class Relay:
 
     def _gated(self) -> tuple[Decoder, Gate]:
         gate = Gate(self.decoder.kernel)
-        return Decoder(self.decoder.config, self.decoder.weights, gate), gate
+        return Decoder(self.decoder.config, self.decoder.weights, gate, device=make_device(self.device)), gate
 
     def view(self, *, prefill_ready: bool = True) -> ClusterView:
         """What a supervisor would say now."""
@@ -376,13 +378,14 @@ async def relay(
     group_folders: Sequence[Path] = (),
     prefix_disk: DiskPlace | None = None,
     generate: Mapping[str, Any] = MappingProxyType({}),
+    device: str = "cpu",
 ) -> AsyncIterator[Relay]:
     """Everything up, and everything down again; at the end no worker holds anything."""
     torch.set_num_threads(1)
     store = await asyncio.to_thread(TCPStore, HOST, 0, None, True, wait_for_workers=False)
     made = Relay(eos_decoder(), Members(), num_slots, store, planner or linear_planner())
     made.prefix_folder, made.prefix_bytes, made.group_folder = prefix_folder, prefix_bytes, group_folder
-    made.prefix_disk, made.generate, made.group_folders = prefix_disk, generate, group_folders
+    made.prefix_disk, made.generate, made.group_folders, made.device = prefix_disk, generate, group_folders, device
     try:
         for _ in range(num_ranks):
             await made.add_rank()
