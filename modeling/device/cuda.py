@@ -1,6 +1,6 @@
 """The device cuda: a GPU, with home memory that is pinned, and streams of their own for copies in each direction.
 
-Written against torch's documentation, and tested where a GPU is (tests/conformance/test_devices.py); not yet measured.
+Written against torch's documentation, and not run yet: tests/conformance/test_devices.py runs it where there is a GPU.
 """
 
 import torch
@@ -79,10 +79,11 @@ class CudaDevice:
 
     @property
     def memory_use(self) -> MemoryUse:
-        """Return what torch holds of the device's memory, and what there is, held by any process."""
+        """Return what torch uses of the device's memory, and that with what no process holds: the limit."""
         device = self.torch_device
-        _, num_bytes = torch.cuda.mem_get_info(device)
-        return MemoryUse(num_bytes, torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        limit_bytes = free_bytes + torch.cuda.memory_reserved(device)
+        return MemoryUse(limit_bytes, torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
 
     def row_memory(self, layout: KvLayout, max_tokens: int) -> TensorMemory:
         """Make memory on the device, for the longest row."""

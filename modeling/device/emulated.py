@@ -1,9 +1,9 @@
 """The device emulated: the CPU computes in an arena of its own, across a link of a configured rate.
 
 What runs on it is what runs on an accelerator: the same buffers, fetches and limits, on a machine without one. Only its
-kernels are the CPU's, and weights and activations, which are counted, lie wherever torch puts them. KV that is computed
-with is checked, by its address, to be in the arena (`require`), and bytes of the arena are refused to the host
-(`modeling.kv.buffers.byte_view`).
+kernels are the CPU's; weights and activations lie wherever torch puts them, and the limit of KV leaves room for the
+weights (`generate_workers.engine.memory_limits`). KV that is computed with is checked, by its address, to be in the
+arena (`require`), and bytes of the arena are refused to the host (`modeling.kv.buffers.byte_view`).
 """
 
 import weakref

@@ -58,11 +58,7 @@ class SequenceSpan(Span, Protocol):
 
 
 class PassingSpan:
-    """Base of a SequenceSpan whose pieces pass through one memory: each is valid until the next is asked for."""
-
-    def segments(self, layer: int) -> Iterator[KvRows]:
-        """Yield the pieces, one at a time."""
-        raise NotImplementedError
+    """Marks a SequenceSpan whose pieces pass through one memory: each is valid until the next is asked for."""
 
 
 class LayerTurns(Protocol):
