@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from baton.types import KvLayout, TokenRange
-from generate_workers.residency.rows import MakeMemory
+from generate_workers.residency.rows import MakeMemory, PagedKv
 from modeling.forward.selection import Selection
 from modeling.kv.buffers import KvBuffer
 
@@ -64,11 +64,9 @@ class HotKeys:
         self.size = size
         self.most_slots = size.num_slots(max_tokens)
         """Slots of the longest row: C."""
-        layout = replace(size.layout, num_layers=size.num_areas)
-        self._places = TokenRange(0, size.num_latest + self.most_slots)
-        self._memory = make_memory(layout, len(self._places))
-        self._layout = layout
-        self._buffer: KvBuffer | None = None
+        self._num_places = size.num_latest + self.most_slots
+        self._kv = PagedKv(replace(size.layout, num_layers=size.num_areas), make_memory, self._num_places)
+        """The areas, as layers, and their places, as tokens."""
         self._records = torch.empty(0, dtype=torch.int32)
         self.owners = [-1] * size.num_areas
         """Layer whose keys are in each area, from 0; -1: none."""
@@ -80,23 +78,22 @@ class HotKeys:
     @property
     def num_bytes(self) -> int:
         """Return the bytes that are committed now."""
-        return self._memory.num_bytes
+        return self._kv.num_bytes
 
     def bytes_for(self, num_tokens: int) -> int:
         """Return the bytes of a row of so many tokens."""
-        return self._memory.bytes_for(self.size.num_places(num_tokens)) if num_tokens else 0
+        return self._kv.bytes_for(self.size.num_places(num_tokens)) if num_tokens else 0
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
         """Begin a claim: nothing is hot yet."""
-        self._memory.expect(self.size.num_places(num_tokens))
-        self._buffer = KvBuffer.of(self._layout, self._places, self._memory.data_LS2GH, self._memory.access)
-        numbers = self._layout.num_kv_heads * (_RECORD_HEAD + 2 * self.most_slots)
+        self._kv.open(self.size.num_places(num_tokens), self._num_places)
+        numbers = self.size.layout.num_kv_heads * (_RECORD_HEAD + 2 * self.most_slots)
         self._records = torch.zeros(self.size.num_areas, numbers, dtype=torch.int32)
         self.forget()
 
     def commit(self, num_tokens: int) -> None:
         """Commit memory for a row of so many tokens."""
-        self._memory.commit(TokenRange(0, self.size.num_places(num_tokens)))
+        self._kv.memory.commit(TokenRange(0, self.size.num_places(num_tokens)))
 
     def copy_from(self, other: "HotKeys", num_tokens: int) -> None:
         """Do nothing: another row's keys are fetched when they are picked."""
@@ -108,14 +105,13 @@ class HotKeys:
 
     def release(self) -> None:
         """End the claim, if there is one."""
-        self._buffer, self._records = None, torch.empty(0, dtype=torch.int32)
-        self._memory.release()
+        self._records = torch.empty(0, dtype=torch.int32)
+        self._kv.release()
 
     @property
     def buffer(self) -> KvBuffer:
         """Return the present claim's areas, as layers, and their places, as tokens."""
-        assert self._buffer is not None, "the slot is not claimed"
-        return self._buffer
+        return self._kv.buffer
 
     def area(self, layer: int) -> int:
         """Return the number of a layer's area; layers are counted from the first that has one."""

@@ -202,6 +202,6 @@ def test_a_planted_read_of_home_memory_is_found() -> None:
     decoder = on_emulated(DECODER)
     bench = Bench.of(decoder, fetched(decoder), PROMPTS, 50)
     row = bench.residency._rows[0]  # type: ignore[attr-defined]
-    row.hot._buffer = row.others.buffer
+    row.hot._kv = row.others
     with pytest.raises(WrongMemoryError, match="are home memory"):
         bench.run({0: TOKENS[:1]})
