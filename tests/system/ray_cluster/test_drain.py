@@ -163,10 +163,8 @@ def test_a_cluster_whose_groups_have_all_left_outlives_its_supervisor(cluster: S
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)  # three groups, one after another
-def test_other_weights_are_taken_by_all_groups(
-    cluster: ServedCluster, client: Client, smollm2: Path, tmp_path: Path
-) -> None:
-    other = tmp_path / "other"
+def test_other_weights_are_taken_by_all_groups(cluster: ServedCluster, client: Client, smollm2: Path) -> None:
+    other = cluster.cache / "baton" / "other"  # orchestrator.model_folders has this cache
     shutil.copytree(smollm2, other)
     weights = load_file(smollm2 / MODEL)
     save_file({name: tensor * (1.5 if "q_proj" in name else 1) for name, tensor in weights.items()}, other / MODEL)
