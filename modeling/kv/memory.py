@@ -23,6 +23,10 @@ PAGE_BYTES = mmap.PAGESIZE
 _HUGE_BYTES = 2 << 20
 _MAP_NORESERVE = 0x4000
 """Value on Linux; Python names this flag from 3.12 on."""
+_MADV_POPULATE_WRITE = 23
+"""Value on Linux, from 5.14 on, which Python does not name."""
+_LEAST_POPULATED_PAGES = 16
+"""New pages that are committed by one call; fewer are left to the page faults of their first writes."""
 
 
 class RowMemory(Protocol):
@@ -97,18 +101,23 @@ class PagedMemory:
                 self._advise(mmap.MADV_HUGEPAGE, self._offset + layer * self._layer_bytes, num_huge_bytes)
 
     def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
-        """Count the pages that were not written before: the operating system commits them at the first write. Raises
-        MemoryError when they exceed the limit of an emulated device."""
+        """Count the pages that were not written before. The operating system commits them at the first write, or here,
+        many of one layer at once, which takes a third of the time of their page faults. Raises MemoryError when they
+        exceed the limit of an emulated device."""
         if tokens.end <= self._num_whole:
             return
         end = _ceil(tokens.end * self._row_bytes, PAGE_BYTES) // PAGE_BYTES
         layers = slice(None) if layer is None else slice(layer, layer + 1)
-        has_LP = self._has_page_LP[layers, tokens.start * self._row_bytes // PAGE_BYTES : end]
-        num_bytes = PAGE_BYTES * (has_LP.size - int(np.count_nonzero(has_LP)))
+        start = tokens.start * self._row_bytes // PAGE_BYTES
+        has_LP = self._has_page_LP[layers, start:end]
+        num_new = has_LP.size - int(np.count_nonzero(has_LP))
         if self._arena is not None:
-            self._arena.take(num_bytes)
-        self.num_bytes += num_bytes
+            self._arena.take(PAGE_BYTES * num_new)
+        self.num_bytes += PAGE_BYTES * num_new
         has_LP[:] = True
+        if layer is not None and num_new >= _LEAST_POPULATED_PAGES:
+            first = self._offset + layer * self._layer_bytes + start * PAGE_BYTES
+            self._advise(_MADV_POPULATE_WRITE, first, (end - start) * PAGE_BYTES)
         if layer is None:
             self._num_whole = end * PAGE_BYTES // self._row_bytes
 
@@ -125,7 +134,7 @@ class PagedMemory:
         self.num_bytes, self._num_whole, self._is_advised = 0, 0, False
 
     def _advise(self, advice: int, start: int, length: int) -> None:
-        with contextlib.suppress(OSError):  # a kernel built without huge pages refuses advice about them
+        with contextlib.suppress(OSError):  # a kernel refuses advice that it does not know, as about huge pages
             self._mapping.madvise(advice, start, length)
 
 

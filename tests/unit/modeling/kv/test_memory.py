@@ -89,6 +89,13 @@ def test_released_memory_is_gone_and_reads_as_zeros() -> None:
     assert not bool(memory.data_LS2GH.any())
 
 
+def test_pages_of_a_large_piece_are_there_before_it_is_written() -> None:
+    memory = PagedMemory(LAYOUT, 1000)
+    memory.commit(TokenRange(0, 800), 1)
+    assert resident_bytes(memory) == memory.num_bytes == pages(800) * PAGE_BYTES
+    assert not bool(memory.data_LS2GH.any())
+
+
 def test_a_long_prompt_counts_the_same_with_huge_pages() -> None:
     length = 2 * HUGE_TOKENS + 50
     memory = PagedMemory(LAYOUT, 3 * HUGE_TOKENS)
