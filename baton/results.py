@@ -50,6 +50,8 @@ class RankTiming:
     """Messages in which the bytes for the next rank were sent."""
     send_s: float = 0.0
     """Seconds during which bytes for the next rank were on their way; 0 on the last rank."""
+    num_bytes_shared: int = 0
+    """Bytes of those pushed that went through memory shared with the generation group's process, not over gRPC."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,11 @@
 """Settings of a prefill rank. Neither torch nor grpc: launchers read them, too."""
 
+from typing import Literal
+
 from baton.settings.base import Seconds, settings
+
+Transfer = Literal["auto", "stream"]
+"""How KV travels to generation groups: through shared memory where that is possible, or always over gRPC."""
 
 
 @settings
@@ -9,3 +14,5 @@ class PrefillConfig:
 
     watchdog_floor_s: Seconds = 2.0
     """Shortest time without progress, in seconds, after which a rank counts as stalled and its chain is linked anew."""
+    transfer: Transfer = "auto"
+    """How KV reaches generation groups: auto, through shared memory on the same node, else gRPC; or stream, gRPC."""

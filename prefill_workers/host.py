@@ -26,6 +26,7 @@ async def start_rank(place: WorkerPlace, config: PrefillConfig, model: LoadedMod
         host=place.host,
         secret=secret,
         watchdog_floor_s=config.watchdog_floor_s,
+        may_share=config.transfer == "auto",
         **prefix_options(place),
     )
     await asyncio.to_thread(sweep_node, place)

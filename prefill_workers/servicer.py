@@ -77,7 +77,7 @@ class PushOutlet:
 class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
     """Serves baton.v1.PrefillRank over an engine. `host` is the address of the interface that the links use, `secret`
     the cluster's secret, sent to generation groups, `prefixes` the node's prefix store, if it keeps one, and `exchange`
-    what other nodes' blocks come by."""
+    what other nodes' blocks come by. `may_share`: whether KV goes through shared memory to groups of the same node."""
 
     def __init__(
         self,
@@ -86,9 +86,11 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         secret: ClusterSecret,
         prefixes: PrefixStore | None = None,
         exchange: BlockExchange | None = None,
+        *,
+        may_share: bool = True,
     ) -> None:
         self.engine, self.prefixes, self.exchange = engine, prefixes, exchange
-        self._host = host
+        self._host, self._may_share = host, may_share
         self._channels = ChannelCache(partial(make_channel, secret=secret))
         self._blocks = BlockThreads()
 
@@ -111,7 +113,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         lease = lease_from_proto(request.lease)
         if lease.num_tokens != job.chunks[-1].end:
             raise InvalidArgumentError(f"lease.num_tokens = {lease.num_tokens}: the prompt has {job.chunks[-1].end}")
-        session = open_push(channel, self.engine.decoder.layout, lease)
+        session = open_push(channel, self.engine.decoder.layout, lease, may_share=self._may_share)
         outlet = PushOutlet(session, lease.num_present_tokens, filling)
         filled = Filled()
         try:
@@ -219,13 +221,15 @@ class PrefillServer:
         secret: ClusterSecret,
         port: int = 0,
         watchdog_floor_s: float = 2.0,
+        may_share: bool = True,
         prefix_folder: Path | None = None,
         prefix_bytes: int = 0,
         prefix_disk: DiskPlace | None = None,
     ) -> Self:
         """Serve callers that have the cluster's secret on host:port, with links over `host`; port 0 takes any free one.
-        Jobs may begin behind the prefixes in `prefix_folder`, which is made if need be and removed by its last user:
-        `prefix_bytes` at most, more in `prefix_disk`. Raises ConfigError when the server cannot listen, or the folder
+        `may_share`: whether KV goes through shared memory to generation groups of the same node. Jobs may begin behind
+        the prefixes in `prefix_folder`, which is made if need be and removed by its last user: `prefix_bytes` at most,
+        more in `prefix_disk`. Raises ConfigError when the server cannot listen, or the folder
         cannot be made."""
         server = make_server(check=secret.check)
         bound = bind(server, host, port)
@@ -240,7 +244,8 @@ class PrefillServer:
                 WholeBlocks(store.blocks), clock=clock, connect=partial(make_channel, secret=secret)
             )
             exchange.add_to(server)
-        servicer = PrefillRankServicer(engine, host, secret, store.blocks if store is not None else None, exchange)
+        blocks = store.blocks if store is not None else None
+        servicer = PrefillRankServicer(engine, host, secret, blocks, exchange, may_share=may_share)
         prefill_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
         await server.start()
         return cls(server, servicer, bound, store)
@@ -292,6 +297,7 @@ def report_to_proto(report: JobReport, push: PushSummary, filled: Filled) -> pre
         push_start_ns=push.first_unix_ns,
         push_end_ns=push.last_unix_ns,
         num_bytes_pushed=push.num_bytes,
+        num_bytes_shared=push.num_bytes_shared,
     )
     return prefill_pb2.PrefillReport(timing=timing, stored_blocks=filled.stored, evicted_blocks=filled.evicted)
 

@@ -18,7 +18,7 @@ from baton.types import KvLayout, TokenRange
 from baton.v1 import exchange_pb2, kv_pb2
 from transport.block_store import BlockPiece, OpenBlock
 from transport.kv_frame import Piece, decode_piece, encode_piece
-from transport.kv_sender import MAX_PIECE_BYTES
+from transport.kv_routes import MAX_PIECE_BYTES
 from transport.status import translate_rpc_errors
 
 SERVICE = "baton.v1.BlockExchange"

@@ -1,12 +1,12 @@
 """Serves baton.v1.KvReceiver: checks each pushed piece of KV, and passes pieces and lease calls on to a sink.
 
-Called by `orchestrator.workers.client` (Reserve, Renew, Abort) and by `transport.kv_sender` (Push, Commit); the sink is
-`generate_workers.slots.table`. Runs on the process's asyncio loop: a piece is at most a few MiB, so that checking and
-copying it there costs less than handing it to a thread.
+Called by `orchestrator.workers.client` (Reserve, Renew, Abort) and by `transport.kv_sender` (Push, PushShared) and
+`transport.kv_client` (Commit); the sink is `generate_workers.slots.table`. Runs on the process's asyncio loop: a piece
+is at most a few MiB, so that checking and copying it there costs less than handing it to a thread.
 """
 
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import ExitStack
 from functools import partial
 from operator import methodcaller
@@ -25,6 +25,7 @@ from transport.kv_frame import Piece, decode_piece
 from transport.kv_sink import KvPrefixes, KvSink, PushTarget, ReserveSpec
 from transport.proto_types import lease_ref_from_proto, lease_to_proto
 from transport.reserve_book import ReserveBook
+from transport.shared_memory import Turns, map_memory, payload_at
 
 _NamesLease = kv_pb2.RenewRequest | kv_pb2.KvPieceHeader | kv_pb2.CommitRequest | kv_pb2.AbortRequest
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -50,12 +51,15 @@ class KvReceiverServicer:
         self._reserves = ReserveBook(clock or SystemClock())
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register the five methods, before the server starts; Push has a codec that does not copy payloads."""
+        """Register the six methods, before the server starts; Push has a codec that does not copy payloads."""
         unary, write = grpc.unary_unary_rpc_method_handler, methodcaller("SerializeToString")
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Reserve": unary(self.reserve, kv_pb2.ReserveRequest.FromString, write),
             "Renew": unary(self.renew, kv_pb2.RenewRequest.FromString, write),
             "Push": grpc.stream_unary_rpc_method_handler(self.push, decode_piece, write),
+            "PushShared": grpc.stream_stream_rpc_method_handler(
+                self.push_shared, kv_pb2.SharedPieces.FromString, write
+            ),
             "Commit": unary(self.commit, kv_pb2.CommitRequest.FromString, write),
             "Abort": unary(self.abort, kv_pb2.AbortRequest.FromString, write),
         }
@@ -68,7 +72,7 @@ class KvReceiverServicer:
         layout, InvalidArgumentError for a bad field, what the sink's `reserve` raises, and LeaseError for the number of
         an aborted Reserve.
         """
-        self._check_layout(request.layout_fingerprint)
+        _check_layout(self._sink.layout, request.layout_fingerprint)
         spec = _reserve_spec(request)
         reserve = partial(self._reserve, spec)
         number = spec.number
@@ -90,19 +94,36 @@ class KvReceiverServicer:
     async def push(self, pieces: AsyncIterator[Piece], context: Context) -> kv_pb2.PushReply:
         """Write pieces until the stream ends or one is refused; return what was counted. Counts as one of the slot's
         writers from its first piece until the call ends, however it ends."""
-        reply = kv_pb2.PushReply()
         with ExitStack() as stack:
-            writer: _Writer | None = None
+            writer = _Writer(self._sink, stack)
             async for header, payload in pieces:
-                ref = _lease_ref(header)
-                self._check_layout(header.layout_fingerprint)
-                if writer is None:
-                    writer = _Writer(ref, self._sink.layout, stack.enter_context(self._sink.open_push(ref)))
-                is_new = writer.write(ref, header, payload)
-                reply.num_bytes += payload.nbytes
-                reply.num_pieces += 1
-                reply.num_duplicates += not is_new
-        return reply
+                writer.write(header, payload)
+        return writer.reply
+
+    async def push_shared(
+        self, messages: AsyncIterator[kv_pb2.SharedPieces], context: Context
+    ) -> AsyncGenerator[kv_pb2.SharedAnswer, None]:
+        """Write pieces whose payloads lie in memory that the first message names, as `push` does. Answer after as many
+        pieces as that message says, whose payloads the sender may change then. Answers that the memory is not mapped,
+        and nothing else, when this process cannot map it."""
+        incoming = aiter(messages)
+        opening = await anext(incoming, kv_pb2.SharedPieces())
+        memory = map_memory(opening.memory)
+        yield kv_pb2.SharedAnswer(mapped=memory is not None)
+        if memory is None:
+            return
+        num_unanswered, turns = 0, Turns()
+        with ExitStack() as stack:
+            writer = _Writer(self._sink, stack)
+            async for message in incoming:
+                for piece in message.pieces:
+                    writer.write(piece.header, payload_at(memory, piece))
+                    await turns.take(piece.num_bytes)
+                num_unanswered += len(message.pieces)
+                if num_unanswered >= opening.pieces_per_answer:
+                    yield kv_pb2.SharedAnswer(num_pieces=num_unanswered)
+                    num_unanswered = 0
+        yield kv_pb2.SharedAnswer(total=writer.reply)
 
     async def commit(self, request: kv_pb2.CommitRequest, context: Context) -> kv_pb2.CommitReply:
         """Complete a lease with each choice's first token; return the bytes that its slot holds.
@@ -124,39 +145,51 @@ class KvReceiverServicer:
             self._sink.abort(ref)
         return kv_pb2.AbortReply()
 
-    def _check_layout(self, fingerprint: str) -> None:
-        own = self._sink.layout.fingerprint
-        if fingerprint != own:
-            raise LayoutMismatchError(
-                f"the sender's KV layout is {fingerprint[:32]!r}, this receiver's is {own!r}: "
-                "run the same model and dtype on both sides"
-            )
-
 
 class _Writer:
-    """One Push call: checks each piece against its header and the KV layout, then writes it."""
+    """One call that pushes: enters the slot with the first piece, and leaves it with `stack`. Checks each piece against
+    its header and the KV layout, then writes it."""
 
-    def __init__(self, ref: LeaseRef, layout: KvLayout, target: PushTarget) -> None:
-        self._ref = ref
-        self._layout = layout
-        self._target = target
+    def __init__(self, sink: KvSink, stack: ExitStack) -> None:
+        self.reply = kv_pb2.PushReply()
+        """Counts of the pieces that were written or were there before."""
+        self._sink = sink
+        self._stack = stack
+        self._inside: tuple[LeaseRef, PushTarget] | None = None
 
-    def write(self, ref: LeaseRef, header: kv_pb2.KvPieceHeader, payload: memoryview) -> bool:
-        """Write a piece and return whether it was new.
+    def write(self, header: kv_pb2.KvPieceHeader, payload: memoryview) -> None:
+        """Write and count a piece.
 
-        Raises InvalidArgumentError for a piece of another lease, ByteCountError for a payload of the wrong length,
-        ChecksumError for a damaged one, and what PushTarget.write raises.
+        Raises InvalidArgumentError for a piece of another lease than the first one's, LayoutMismatchError for another
+        layout, ByteCountError for a payload of the wrong length, ChecksumError for a damaged one, and what
+        KvSink.open_push and PushTarget.write raise.
         """
-        if ref != self._ref:
-            raise InvalidArgumentError(f"a piece for {ref} in a push to {self._ref}: open one push per lease")
+        ref, layout = _lease_ref(header), self._sink.layout
+        _check_layout(layout, header.layout_fingerprint)
+        if self._inside is None:
+            self._inside = ref, self._stack.enter_context(self._sink.open_push(ref))
+        first_ref, target = self._inside
+        if ref != first_ref:
+            raise InvalidArgumentError(f"a piece for {ref} in a push to {first_ref}: open one push per lease")
         tokens = range_from_proto(header.tokens)
         where = f"layer {header.layer}, tokens [{tokens.start}, {tokens.end}) of slot {ref.slot}"
-        expected = len(tokens) * self._layout.row_bytes
+        expected = len(tokens) * layout.row_bytes
         if payload.nbytes != expected:
             raise ByteCountError(f"{where}: {payload.nbytes} bytes instead of {expected}: push the piece again, whole")
         if xxhash.xxh3_64_intdigest(payload) != header.checksum:
             raise ChecksumError(f"{where}: the payload was damaged on its way: push the piece again")
-        return self._target.write(header.layer, tokens, payload)
+        is_new = target.write(header.layer, tokens, payload)
+        self.reply.num_bytes += payload.nbytes
+        self.reply.num_pieces += 1
+        self.reply.num_duplicates += not is_new
+
+
+def _check_layout(layout: KvLayout, fingerprint: str) -> None:
+    if fingerprint != layout.fingerprint:
+        raise LayoutMismatchError(
+            f"the sender's KV layout is {fingerprint[:32]!r}, this receiver's is {layout.fingerprint!r}: "
+            "run the same model and dtype on both sides"
+        )
 
 
 def _lease_ref(message: _NamesLease) -> LeaseRef:

@@ -1,4 +1,4 @@
-"""Sends KV to a slot: pushes that another thread feeds, one encoded piece at a time.
+"""Sends KV to a slot: pushes that another thread feeds, one piece at a time, over a route of `transport.kv_routes`.
 
 Used by `prefill_workers.servicer`; calls `transport.kv_receiver` on a generation group. Everything runs on the
 process's asyncio loop, except the methods of PushSession that are marked thread-safe: the engine's thread calls those.
@@ -7,7 +7,7 @@ process's asyncio loop, except the methods of PushSession that are marked thread
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import grpc
@@ -18,18 +18,13 @@ from baton.errors import ByteCountError, RequestCancelledError
 from baton.proto_types import range_to_proto
 from baton.types import KvLayout, Lease, LeaseRef, TokenRange
 from baton.v1 import kv_pb2
-from transport.kv_frame import Piece, encode_piece
-from transport.kv_receiver import SERVICE
+from transport.kv_routes import MAX_PIECE_BYTES, Route, SharedRoute, StreamRoute
 from transport.proto_types import lease_ref_to_proto
-from transport.status import SentStatus, from_rpc_error
 
 logger = logging.getLogger(__name__)
 
-MAX_PIECE_BYTES = 2**20
-"""Largest payload of one piece, which has at least one token: large enough for throughput, small enough that a loop
-which checks and copies pieces still serves its other calls promptly."""
-
-_PushCall = grpc.aio.StreamUnaryCall[Piece, kv_pb2.PushReply]
+OpenRoute = Callable[[Callable[[], None]], Awaitable[Route]]
+"""A function that opens a push's route, which calls the given function when the receiver ends the push."""
 
 
 @dataclass(frozen=True)
@@ -45,33 +40,39 @@ class PushSummary:
     """Time at which the receiver had acknowledged the last piece, in unix nanoseconds."""
     num_duplicates: int = 0
     """Pieces that the receiver already had."""
+    num_bytes_shared: int = 0
+    """Payload bytes that went through shared memory: all, or none."""
 
 
 def open_push(
-    channel: grpc.aio.Channel, layout: KvLayout, lease: Lease, *, clock: Clock | None = None
+    channel: grpc.aio.Channel,
+    layout: KvLayout,
+    lease: Lease,
+    *,
+    clock: Clock | None = None,
+    may_share: bool = True,
 ) -> "PushSession":
-    """Start a push into a lease; the caller ends it with `finish`, `fail` or `cancel`. Must be called on the loop."""
-    push: grpc.aio.StreamUnaryMultiCallable[Piece, kv_pb2.PushReply] = channel.stream_unary(
-        f"/{SERVICE}/Push", lambda piece: encode_piece(*piece), kv_pb2.PushReply.FromString
-    )
-    return PushSession(push, lease.ref, layout, clock or SystemClock())
+    """Start a push into a lease; the caller ends it with `finish`, `fail` or `cancel`. Must be called on the loop.
+
+    Pieces go through shared memory if `may_share` and the receiver is a process of this node and user, else over gRPC.
+    """
+
+    async def open_route(on_end: Callable[[], None]) -> Route:
+        shared = await SharedRoute.open(channel, layout.row_bytes, on_end) if may_share else None
+        return shared or StreamRoute(channel, on_end)
+
+    return PushSession(open_route, lease.ref, layout, clock or SystemClock())
 
 
 class PushSession:
-    """One stream of pieces into one lease.
+    """One push of pieces into one lease.
 
-    Offered memory is read when the piece is sent, and must not change until the session has ended. gRPC's flow control
-    bounds the data that is encoded and not yet sent. The loop owns all state; other threads append to `_offers`, and
+    Offered memory is read when the piece is sent, and must not change until the session has ended. The route bounds the
+    data that is copied and not yet received. The loop owns all state; other threads append to `_offers`, and
     set `_finished` and `_wake_due`, each of which is one atomic step.
     """
 
-    def __init__(
-        self,
-        push: "grpc.aio.StreamUnaryMultiCallable[Piece, kv_pb2.PushReply]",
-        ref: LeaseRef,
-        layout: KvLayout,
-        clock: Clock,
-    ) -> None:
+    def __init__(self, open_route: OpenRoute, ref: LeaseRef, layout: KvLayout, clock: Clock) -> None:
         self._ref = ref
         self._layout = layout
         self._clock = clock
@@ -87,7 +88,7 @@ class PushSession:
         self._num_pieces = 0
         self._result: asyncio.Future[PushSummary] = self._loop.create_future()
         self._result.add_done_callback(lambda result: result.exception())  # else asyncio logs an unread failure
-        self._task = self._loop.create_task(self._run(push()))
+        self._task = self._loop.create_task(self._run(open_route))
 
     def offer(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
         """Queue the rows of `tokens` in `layer` for sending. Thread-safe; never blocks and copies nothing.
@@ -143,11 +144,12 @@ class PushSession:
             self._failure = error
             self._task.cancel()
 
-    async def _run(self, call: _PushCall) -> None:
-        """Run the push to its end, as the session's task; then end the call and drop all offered memory."""
-        call.add_done_callback(lambda _: self._wake.set())
+    async def _run(self, open_route: OpenRoute) -> None:
+        """Run the push to its end, as the session's task; then close the route and drop all offered memory."""
+        route: Route | None = None
         try:
-            self._result.set_result(await self._push(call))
+            route = await open_route(self._wake.set)
+            self._result.set_result(await self._push(route))
         except asyncio.CancelledError:
             # Not re-raised: the task ends here, and asyncio would keep the traceback.
             stopped = RequestCancelledError(f"the push to slot {self._ref.slot} ended with its process's loop")
@@ -157,26 +159,28 @@ class PushSession:
         finally:
             self._ended = True
             self._offers.clear()
-            call.cancel()
+            if route is not None:
+                route.close()
 
-    async def _push(self, call: _PushCall) -> PushSummary:
-        sent = SentStatus(call)
+    async def _push(self, route: Route) -> PushSummary:
         try:
-            await self._write_offers(call)
+            await self._send_offers(route)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as ended:
             logger.debug("the receiver ended a push: %s", ended)  # the call's status, read below, has the reason
-        try:
-            reply = await call
-        except grpc.aio.AioRpcError as error:
-            status = sent.of(error)
-            if status.code() is not grpc.StatusCode.OK:
-                raise from_rpc_error(status) from error
-            raise self._miscount("fewer, and ended the push") from error
+        reply = await route.reply()
+        if reply is None:
+            raise self._miscount("fewer, and ended the push")
         if (reply.num_bytes, reply.num_pieces) != (self._num_bytes, self._num_pieces) or not self._finished:
             raise self._miscount(f"{reply.num_pieces} of {reply.num_bytes}")
         now_ns = self._clock.unix_ns()
-        first_ns = now_ns if self._first_unix_ns is None else self._first_unix_ns
-        return PushSummary(self._num_bytes, self._num_pieces, first_ns, now_ns, reply.num_duplicates)
+        return PushSummary(
+            self._num_bytes,
+            self._num_pieces,
+            first_unix_ns=now_ns if self._first_unix_ns is None else self._first_unix_ns,
+            last_unix_ns=now_ns,
+            num_duplicates=reply.num_duplicates,
+            num_bytes_shared=self._num_bytes if route.is_shared else 0,
+        )
 
     def _miscount(self, answer: str) -> ByteCountError:
         return ByteCountError(
@@ -184,24 +188,25 @@ class PushSession:
             f"counted {answer}: push again"
         )
 
-    async def _write_offers(self, call: _PushCall) -> None:
-        while not call.done():
+    async def _send_offers(self, route: Route) -> None:
+        while not route.ended:
             self._wake.clear()
             self._wake_due = False
             finished = self._finished  # read first, so that the offers include all made before `finish`
             while self._offers:
-                await self._write(call, *self._offers.popleft())
+                await self._send(route, *self._offers.popleft())
             if finished:
-                await call.done_writing()
+                await route.finish()
                 return
+            await route.flush()
             await self._wake.wait()
 
-    async def _write(self, call: _PushCall, layer: int, tokens: TokenRange, data: memoryview) -> None:
+    async def _send(self, route: Route, layer: int, tokens: TokenRange, data: memoryview) -> None:
         row_bytes = self._layout.row_bytes
         rows = data.cast("B")
         for part in tokens.split(max(MAX_PIECE_BYTES // row_bytes, 1)):
             payload = rows[(part.start - tokens.start) * row_bytes : (part.end - tokens.start) * row_bytes]
-            await call.write((self._header(layer, part, payload), payload))
+            await route.send(self._header(layer, part, payload), payload)
             self._num_bytes += payload.nbytes
             self._num_pieces += 1
 

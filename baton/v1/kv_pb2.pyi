@@ -188,6 +188,128 @@ class KvPiece(_message.Message):
 Global___KvPiece: _TypeAlias = KvPiece  # noqa: Y015
 
 @_typing.final
+class SharedMemory(_message.Message):
+    """A sealed memory file, as memfd_create makes it. Its first bytes are the key, by which the receiver knows that it opened
+    the file that was meant: on another node, or with processes counted otherwise, these numbers name another file, or none.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PID_FIELD_NUMBER: _builtins.int
+    DESCRIPTOR_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    pid: _builtins.int
+    """Process that has the file open, and the file's descriptor there."""
+    descriptor: _builtins.int
+    num_bytes: _builtins.int
+    key: _builtins.bytes
+    """16 random bytes."""
+    def __init__(
+        self,
+        *,
+        pid: _builtins.int = ...,
+        descriptor: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        key: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["descriptor", b"descriptor", "key", b"key", "num_bytes", b"num_bytes", "pid", b"pid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedMemory: _TypeAlias = SharedMemory  # noqa: Y015
+
+@_typing.final
+class SharedPiece(_message.Message):
+    """A piece whose payload lies in the shared memory, from `offset` on. The sender leaves it as it is until it is answered."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    offset: _builtins.int
+    num_bytes: _builtins.int
+    @_builtins.property
+    def header(self) -> Global___KvPieceHeader: ...
+    def __init__(
+        self,
+        *,
+        header: Global___KvPieceHeader | None = ...,
+        offset: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "num_bytes", b"num_bytes", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedPiece: _TypeAlias = SharedPiece  # noqa: Y015
+
+@_typing.final
+class SharedPieces(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMORY_FIELD_NUMBER: _builtins.int
+    PIECES_PER_ANSWER_FIELD_NUMBER: _builtins.int
+    PIECES_FIELD_NUMBER: _builtins.int
+    pieces_per_answer: _builtins.int
+    """In the first message only: after how many pieces the receiver answers; 0: after each message."""
+    @_builtins.property
+    def memory(self) -> Global___SharedMemory:
+        """In the first message only."""
+
+    @_builtins.property
+    def pieces(self) -> _containers.RepeatedCompositeFieldContainer[Global___SharedPiece]: ...
+    def __init__(
+        self,
+        *,
+        memory: Global___SharedMemory | None = ...,
+        pieces_per_answer: _builtins.int = ...,
+        pieces: _abc.Iterable[Global___SharedPiece] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory", "pieces", b"pieces", "pieces_per_answer", b"pieces_per_answer"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedPieces: _TypeAlias = SharedPieces  # noqa: Y015
+
+@_typing.final
+class SharedAnswer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAPPED_FIELD_NUMBER: _builtins.int
+    NUM_PIECES_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    mapped: _builtins.bool
+    """To the first message: whether the receiver has mapped the memory."""
+    num_pieces: _builtins.int
+    """How many pieces were written since the answer before. They are the oldest that were not answered."""
+    @_builtins.property
+    def total(self) -> Global___PushReply:
+        """After the last message, once the sender has ended its stream."""
+
+    def __init__(
+        self,
+        *,
+        mapped: _builtins.bool = ...,
+        num_pieces: _builtins.int = ...,
+        total: Global___PushReply | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["total", b"total"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mapped", b"mapped", "num_pieces", b"num_pieces", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedAnswer: _TypeAlias = SharedAnswer  # noqa: Y015
+
+@_typing.final
 class PushReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

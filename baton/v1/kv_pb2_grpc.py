@@ -50,6 +50,11 @@ class KvReceiverStub:
                 request_serializer=baton_dot_v1_dot_kv__pb2.KvPiece.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_kv__pb2.PushReply.FromString,
                 _registered_method=True)
+        self.PushShared = channel.stream_stream(
+                '/baton.v1.KvReceiver/PushShared',
+                request_serializer=baton_dot_v1_dot_kv__pb2.SharedPieces.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_kv__pb2.SharedAnswer.FromString,
+                _registered_method=True)
         self.Commit = channel.unary_unary(
                 '/baton.v1.KvReceiver/Commit',
                 request_serializer=baton_dot_v1_dot_kv__pb2.CommitRequest.SerializeToString,
@@ -87,6 +92,16 @@ class KvReceiverServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PushShared(self, request_iterator, context):
+        """As Push, from a sender on the receiver's node: payloads lie in memory that both processes have mapped, and messages
+        say where. The first message names the memory, all others have pieces. Pieces are answered once they are written, so
+        many at a time as the first message says; the last answer has what was counted. A receiver that cannot map the memory
+        says so and ends the call: its sender calls Push.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Commit(self, request, context):
         """Completes the lease with each choice's first token. Waits until every byte has arrived, or fails.
         """
@@ -119,6 +134,11 @@ def add_KvReceiverServicer_to_server(servicer, server):
                     servicer.Push,
                     request_deserializer=baton_dot_v1_dot_kv__pb2.KvPiece.FromString,
                     response_serializer=baton_dot_v1_dot_kv__pb2.PushReply.SerializeToString,
+            ),
+            'PushShared': grpc.stream_stream_rpc_method_handler(
+                    servicer.PushShared,
+                    request_deserializer=baton_dot_v1_dot_kv__pb2.SharedPieces.FromString,
+                    response_serializer=baton_dot_v1_dot_kv__pb2.SharedAnswer.SerializeToString,
             ),
             'Commit': grpc.unary_unary_rpc_method_handler(
                     servicer.Commit,
@@ -212,6 +232,33 @@ class KvReceiver:
             '/baton.v1.KvReceiver/Push',
             baton_dot_v1_dot_kv__pb2.KvPiece.SerializeToString,
             baton_dot_v1_dot_kv__pb2.PushReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PushShared(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/baton.v1.KvReceiver/PushShared',
+            baton_dot_v1_dot_kv__pb2.SharedPieces.SerializeToString,
+            baton_dot_v1_dot_kv__pb2.SharedAnswer.FromString,
             options,
             channel_credentials,
             insecure,

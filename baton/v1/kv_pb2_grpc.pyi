@@ -40,6 +40,12 @@ class KvReceiverStub:
     """Takes one writer's pieces, in any order. Idempotent by (stamp, layer, token range). A refused piece ends the stream
     with an error; pieces that were written before stay valid for another push.
     """
+    PushShared: _grpc.StreamStreamMultiCallable[_kv_pb2.SharedPieces, _kv_pb2.SharedAnswer]
+    """As Push, from a sender on the receiver's node: payloads lie in memory that both processes have mapped, and messages
+    say where. The first message names the memory, all others have pieces. Pieces are answered once they are written, so
+    many at a time as the first message says; the last answer has what was counted. A receiver that cannot map the memory
+    says so and ends the call: its sender calls Push.
+    """
     Commit: _grpc.UnaryUnaryMultiCallable[_kv_pb2.CommitRequest, _kv_pb2.CommitReply]
     """Completes the lease with each choice's first token. Waits until every byte has arrived, or fails."""
     Abort: _grpc.UnaryUnaryMultiCallable[_kv_pb2.AbortRequest, _kv_pb2.AbortReply]
@@ -57,6 +63,12 @@ class KvReceiverAsyncStub(KvReceiverStub):
     Push: _aio.StreamUnaryMultiCallable[_kv_pb2.KvPiece, _kv_pb2.PushReply]  # type: ignore[assignment]
     """Takes one writer's pieces, in any order. Idempotent by (stamp, layer, token range). A refused piece ends the stream
     with an error; pieces that were written before stay valid for another push.
+    """
+    PushShared: _aio.StreamStreamMultiCallable[_kv_pb2.SharedPieces, _kv_pb2.SharedAnswer]  # type: ignore[assignment]
+    """As Push, from a sender on the receiver's node: payloads lie in memory that both processes have mapped, and messages
+    say where. The first message names the memory, all others have pieces. Pieces are answered once they are written, so
+    many at a time as the first message says; the last answer has what was counted. A receiver that cannot map the memory
+    says so and ends the call: its sender calls Push.
     """
     Commit: _aio.UnaryUnaryMultiCallable[_kv_pb2.CommitRequest, _kv_pb2.CommitReply]  # type: ignore[assignment]
     """Completes the lease with each choice's first token. Waits until every byte has arrived, or fails."""
@@ -90,6 +102,18 @@ class KvReceiverServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_kv_pb2.PushReply, _abc.Awaitable[_kv_pb2.PushReply]]:
         """Takes one writer's pieces, in any order. Idempotent by (stamp, layer, token range). A refused piece ends the stream
         with an error; pieces that were written before stay valid for another push.
+        """
+
+    @_abc_1.abstractmethod
+    def PushShared(
+        self,
+        request_iterator: _MaybeAsyncIterator[_kv_pb2.SharedPieces],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kv_pb2.SharedAnswer], _abc.AsyncIterator[_kv_pb2.SharedAnswer]]:
+        """As Push, from a sender on the receiver's node: payloads lie in memory that both processes have mapped, and messages
+        say where. The first message names the memory, all others have pieces. Pieces are answered once they are written, so
+        many at a time as the first message says; the last answer has what was counted. A receiver that cannot map the memory
+        says so and ends the call: its sender calls Push.
         """
 
     @_abc_1.abstractmethod

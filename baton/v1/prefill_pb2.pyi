@@ -193,6 +193,7 @@ class RankTiming(_message.Message):
     LAYERS_FIELD_NUMBER: _builtins.int
     NUM_MESSAGES_SENT_FIELD_NUMBER: _builtins.int
     SEND_S_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_SHARED_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     start_ns: _builtins.int
     end_ns: _builtins.int
@@ -207,6 +208,8 @@ class RankTiming(_message.Message):
     num_messages_sent: _builtins.int
     """Messages in which bytes were sent to the next rank, and the seconds during which they were on their way."""
     send_s: _builtins.float
+    num_bytes_shared: _builtins.int
+    """Of num_bytes_pushed, those that went through memory shared with the generation group's process."""
     @_builtins.property
     def tokens(self) -> _common_pb2.TokenRange:
         """Tokens that the rank computed."""
@@ -230,10 +233,11 @@ class RankTiming(_message.Message):
         layers: _abc.Iterable[Global___TimeSpan] | None = ...,
         num_messages_sent: _builtins.int = ...,
         send_s: _builtins.float = ...,
+        num_bytes_shared: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_ns", b"end_ns", "layers", b"layers", "num_bytes_pushed", b"num_bytes_pushed", "num_bytes_sent", b"num_bytes_sent", "num_messages_sent", b"num_messages_sent", "push_end_ns", b"push_end_ns", "push_start_ns", b"push_start_ns", "rank", b"rank", "send_s", b"send_s", "start_ns", b"start_ns", "tokens", b"tokens", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_ns", b"end_ns", "layers", b"layers", "num_bytes_pushed", b"num_bytes_pushed", "num_bytes_sent", b"num_bytes_sent", "num_bytes_shared", b"num_bytes_shared", "num_messages_sent", b"num_messages_sent", "push_end_ns", b"push_end_ns", "push_start_ns", b"push_start_ns", "rank", b"rank", "send_s", b"send_s", "start_ns", b"start_ns", "tokens", b"tokens", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -35,7 +35,7 @@ _ALWAYS = frozenset((Fault.SLOW, Fault.REFUSE, Fault.LOSE, Fault.DROP))
 _REPEATABLE = frozenset(("Reserve", "Renew", "Commit", "Abort", "Cancel", "Push"))
 """Calls that the server may get twice. A repeat of any other call is sent under another number, and nothing on the way
 repeats it. A push is repeated as a whole; repeating pieces within a push is up to its sender."""
-_STREAMS = frozenset(("Streams", "Generate"))
+_STREAMS = frozenset(("Streams", "Generate", "PushShared"))
 """Calls that may be cut between two replies."""
 _OF_CONNECTION = ("grpc-", "user-agent")
 """How keys of metadata begin that are about the connection itself, and are not passed on."""

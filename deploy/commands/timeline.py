@@ -63,7 +63,8 @@ def _rank_rows(rank: RankTiming, scale: "_Scale") -> list[Text]:
     push = Interval(rank.push_start_ns, rank.push_end_ns)
     run_s = _seconds(Interval(rank.start_ns, rank.end_ns))
     computed = f"{len(rank.tokens)} tok {run_s:.3f} s, waited {rank.wait_s:.3f}"
-    pushed = f"{rank.num_bytes_pushed / 2**20:.1f} MiB in {_seconds(push):.3f} s"
+    by = " by shared memory" if rank.num_bytes_shared else ""
+    pushed = f"{rank.num_bytes_pushed / 2**20:.1f} MiB in {_seconds(push):.3f} s{by}"
     return [
         _row(f"rank {rank.rank} layers", layers, computed),
         _row(f"rank {rank.rank} transfer", scale.bar([push], "\u2592", style), pushed),

@@ -53,6 +53,7 @@ class Metrics:
         self._decisions = self._counter("baton_disagg_decisions", "Prefills, by why they ran where they did", "reason")
         self._widths = self._counter("baton_prefill_widths", "Prefills by chains, by their number of ranks", "width")
         self._pushed = self._counter("baton_kv_pushed_bytes", "KV that chains pushed to generation groups")
+        self._shared = self._counter("baton_kv_shared_bytes", "KV of that, which went through shared memory")
         text = "Fetches of cached KV from another node, by whether all of it came"
         self._fetches = self._counter("baton_prefix_fetches", text, "end")
         self._scalings = self._counter("baton_scaling_changes", "Changes to groups that the autoscaler wanted", "move")
@@ -111,6 +112,7 @@ class Metrics:
             self._ranks.labels(label).observe(max(rank.end_ns - rank.start_ns, 0) / 1e9)
             self._waits.labels(label).observe(rank.wait_s)
             self._pushed.inc(rank.num_bytes_pushed)
+            self._shared.inc(rank.num_bytes_shared)
         if width is not None:
             self._widths.labels(str(width.width)).inc()
             if ranks and width.predicted_s is not None:

@@ -66,7 +66,7 @@ FIELDS = {
     WidthOption: "width own_s others_s",
     RankTiming: (
         "rank tokens start_ns end_ns wait_s push_start_ns push_end_ns num_bytes_pushed num_bytes_sent layers"
-        " num_messages_sent send_s"
+        " num_messages_sent send_s num_bytes_shared"
     ),
     ModelInfo: "name max_tokens vocab_size dtype has_chat_template layout_fingerprint",
     ClusterState: "groups num_queued num_running num_degraded version num_queued_tokens why_not_serving why_degraded"

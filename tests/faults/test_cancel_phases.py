@@ -125,7 +125,7 @@ def chunk_on(rank: int) -> "Phase":
 
 async def transferring(scene: Scene) -> StreamCall:
     """All is computed, and the KV is on its way."""
-    scene.calls.hold("Push")
+    scene.calls.hold("PushShared")
     call = scene.ask()
     await scene.until_held()
     ranks = scene.made.ranks

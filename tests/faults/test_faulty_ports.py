@@ -17,6 +17,7 @@ SETTLE_S = 2 * TTL_S + 5
 CASES: dict[str, tuple[Fault, ...]] = {
     "Reserve": tuple(Fault),
     "Push": tuple(Fault),
+    "PushShared": (Fault.SLOW, Fault.REFUSE, Fault.LOSE, Fault.DROP),
     "Commit": tuple(Fault),
     "Run": (Fault.SLOW, Fault.REFUSE, Fault.LOSE, Fault.DROP),
     "Streams": (Fault.SLOW, Fault.REFUSE, Fault.LOSE, Fault.DROP),
@@ -40,7 +41,7 @@ OCCASIONS: dict[str, dict[str, Fault]] = {
 async def test_one_fault_costs_an_attempt_at_most(name: str) -> None:
     for fault in CASES[name]:
         plan = PickedPlan({name: fault, **OCCASIONS.get(name, {})}, amount=0.4)
-        async with stormy(plan, num_groups=1) as made:
+        async with stormy(plan, num_groups=1, may_share=name != "Push") as made:
             plan.is_on = True
             answer = await asyncio.wait_for(made.ask(prompt(40), PARAMS), 20)
             assert answer.token_ids == reference_ids(made.decoder, prompt(40), PARAMS), fault

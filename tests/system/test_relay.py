@@ -66,12 +66,23 @@ async def test_kv_bytes_are_the_formula_and_leave_early(relay: Relay, decoder: D
     assert (len(ranks), answer.timings.prefill.width.width if answer.timings.prefill.width else 0) == (3, 3)
     token_bytes = decoder.layout.token_bytes
     assert [rank.num_bytes_pushed for rank in ranks] == [len(rank.tokens) * token_bytes for rank in ranks]
+    assert [rank.num_bytes_shared for rank in ranks] == [rank.num_bytes_pushed for rank in ranks]
     assert [rank.num_bytes_sent for rank in ranks] == [*(rank.tokens.end * token_bytes for rank in ranks[:-1]), 0]
     assert ranks[-1].tokens.end == 600
     chain_end_ns = answer.tokens[0].unix_ns
     assert ranks[0].push_start_ns < ranks[0].layers[1].end_ns
     assert all(rank.push_start_ns < chain_end_ns for rank in ranks)
     assert ranks[0].push_end_ns < chain_end_ns
+
+
+async def test_kv_goes_over_grpc_where_that_is_configured(decoder: Decoder, smollm2: Path) -> None:
+    prompt = passage_ids(smollm2, 200)
+    async with local_relay(smollm2, num_ranks=2, transfer="stream") as running:
+        answer = await ask(running, prompt, GREEDY)
+    ranks = answer.timings.prefill.ranks
+    assert [rank.num_bytes_shared for rank in ranks] == [0, 0]
+    assert sum(rank.num_bytes_pushed for rank in ranks) == 200 * decoder.layout.token_bytes
+    check_equal_tokens(decoder, prompt, answer.token_ids, GREEDY)
 
 
 async def test_a_closed_stream_frees_everything(relay: Relay, smollm2: Path) -> None:

@@ -64,13 +64,20 @@ async def local_relay(
     num_ranks: int,
     prefix_share: float = 0.0,
     heartbeat_s: float = 1.0,
+    transfer: str = "auto",
     generate: Mapping[str, Any] = MappingProxyType({}),
     device: str = "cpu",
 ) -> AsyncIterator[Relay]:
     """A running relay; closed, with all its processes, at the end. It keeps no prefixes by default: tests ask the same
     again and again, and count what is computed. `generate`: further settings of the generation group; `device`: of all
     workers."""
-    prefill = {"num_ranks": num_ranks, "watchdog_floor_s": 5.0, "prefix_share": prefix_share, "device": device}
+    prefill = {
+        "num_ranks": num_ranks,
+        "watchdog_floor_s": 5.0,
+        "prefix_share": prefix_share,
+        "transfer": transfer,
+        "device": device,
+    }
     config = make_local_config(
         {
             "model": {"dtype": "float32"},

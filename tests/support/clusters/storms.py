@@ -78,14 +78,17 @@ class FaultySpawner:
         prefix_folder: Path | None = None,
         prefix_bytes: int = 0,
         generate: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        may_share: bool = True,
     ) -> None:
         """All of them keep prefixes in that folder, at most so many bytes; None: nowhere. `generate`: further fields of
-        the generation groups' configuration."""
+        the generation groups' configuration. `may_share`: whether ranks push through shared memory."""
         self._decoder = decoder
         self._plan = plan
         self._prefix_folder = prefix_folder
         self._prefix_bytes = prefix_bytes
         self._generate = generate
+        self._may_share = may_share
 
     async def start(self, config: WorkerConfig) -> InProcessWorker:
         return InProcessWorker(config, await self._serve(config), self._serve)
@@ -102,7 +105,8 @@ class FaultySpawner:
         if self._prefix_folder is not None:
             layout = self._decoder.layout
             store = NodeStore(self._prefix_folder, layout, limit_bytes=self._prefix_bytes, clock=CLOCK)
-        servicer = PrefillRankServicer(engine, HOST, SECRET, store.blocks if store is not None else None)
+        blocks = store.blocks if store is not None else None
+        servicer = PrefillRankServicer(engine, HOST, SECRET, blocks, may_share=self._may_share)
         prefill_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
         await server.start()
         return PrefillServer(server, servicer, bound, store)
@@ -156,11 +160,11 @@ class Storm:
 
 
 @asynccontextmanager
-async def stormy(plan: FaultPlan, num_groups: int = 2) -> AsyncIterator[Storm]:
-    """Everything up, and everything down again."""
+async def stormy(plan: FaultPlan, num_groups: int = 2, *, may_share: bool = True) -> AsyncIterator[Storm]:
+    """Everything up, and everything down again. `may_share`: whether ranks push through shared memory."""
     torch.set_num_threads(1)
     decoder, members = eos_decoder(), Members()
-    spawner = NetworkedSpawner(FaultySpawner(decoder, plan), plan)
+    spawner = NetworkedSpawner(FaultySpawner(decoder, plan, may_share=may_share), plan)
 
     def tell() -> None:
         members.update(cluster.view(NUM_SLOTS, MAX_TOKENS))

@@ -85,7 +85,9 @@ class Ranks:
 
 
 @asynccontextmanager
-async def two_ranks(prefix_folder: Path | None = None, prefix_disk: DiskPlace | None = None) -> AsyncIterator[Ranks]:
+async def two_ranks(
+    prefix_folder: Path | None = None, prefix_disk: DiskPlace | None = None, *, may_share: bool = True
+) -> AsyncIterator[Ranks]:
     torch.set_num_threads(1)
     decoder = random_decoder(num_layers=3)
     async with AsyncExitStack() as stack:
@@ -96,6 +98,7 @@ async def two_ranks(prefix_folder: Path | None = None, prefix_disk: DiskPlace | 
                 clock=SystemClock(),
                 host=HOST,
                 secret=SECRET,
+                may_share=may_share,
                 prefix_folder=prefix_folder,
                 prefix_bytes=PLENTY,
                 prefix_disk=prefix_disk,

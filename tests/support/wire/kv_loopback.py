@@ -41,13 +41,15 @@ class Loopback:
     endpoint: str
     layout: KvLayout
     clock: Clock
+    may_share: bool
+    """Whether sessions may push through shared memory."""
 
     async def reserve(self, num_tokens: int = NUM_TOKENS, ttl_s: float = 60.0) -> Lease:
         spec = ReserveSpec(RequestId("r"), 1, num_tokens, num_tokens, ttl_s)
         return await self.client.reserve(spec, self.layout.fingerprint)
 
     def open_push(self, lease: Lease) -> PushSession:
-        return open_push(self.channel, self.layout, lease, clock=self.clock)
+        return open_push(self.channel, self.layout, lease, clock=self.clock, may_share=self.may_share)
 
     async def push(self, messages: Iterable[kv_pb2.KvPiece]) -> kv_pb2.PushReply:
         """One Push of messages made by protobuf itself, good or bad; raises what the receiver raised."""
@@ -81,17 +83,19 @@ async def loopback(
     clock: Clock | None = None,
     capacity_tokens: int = 64,
     servicer: type[KvReceiverServicer] = KvReceiverServicer,
+    num_slots: int = 1,
+    may_share: bool = True,
 ) -> AsyncIterator[Loopback]:
-    """One slot behind a server on 127.0.0.1, and a client of it."""
+    """Slots behind a server on 127.0.0.1, and a client of it."""
     clock = clock or SystemClock()
-    sink = MemorySink(layout, clock, capacity_tokens=capacity_tokens)
+    sink = MemorySink(layout, clock, num_slots=num_slots, capacity_tokens=capacity_tokens)
     server = make_server()
     servicer(sink).add_to(server)
     endpoint = f"127.0.0.1:{bind(server, '127.0.0.1')}"
     await server.start()
     try:
         async with make_channel(endpoint) as channel:
-            yield Loopback(sink, KvClient(channel), channel, endpoint, layout, clock)
+            yield Loopback(sink, KvClient(channel), channel, endpoint, layout, clock, may_share)
     finally:
         await server.stop(grace=0)
 

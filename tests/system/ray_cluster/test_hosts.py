@@ -76,6 +76,11 @@ def test_tokens_of_a_cluster_over_hosts_are_those_of_the_model(spread: Spread, s
         until_settled(spread.running, client)
         assert client.cluster_state().num_degraded == 0
     check_equal_tokens(load_decoder(smollm2), prompt, _ids(answer), PARAMS)
+    assert answer.timings is not None
+    ranks = answer.timings.prefill.ranks
+    assert ranks
+    if spread.prefill.namespace:  # else all hosts are one, and KV goes through its memory
+        assert [rank.num_bytes_shared for rank in ranks] == [0] * len(ranks)
 
 
 def test_a_gateway_on_another_host_streams_the_same(spread: Spread, smollm2: Path) -> None:

@@ -66,10 +66,19 @@ async def test_report_says_what_was_computed_pushed_and_sent(ranks: Ranks) -> No
     assert [report.timing.rank for report in reports] == [0, 1]
     assert [report.timing.num_bytes_pushed for report in reports] == [len(chunk) * token_bytes for chunk in CHUNKS]
     assert [report.timing.num_bytes_sent for report in reports] == [13 * token_bytes, 0]
+    assert all(report.timing.num_bytes_shared == report.timing.num_bytes_pushed for report in reports)
     for chunk, timing in zip(CHUNKS, (report.timing for report in reports), strict=True):
         assert range_from_proto(timing.tokens) == chunk
         assert len(timing.layers) == 3
         assert timing.start_ns <= timing.push_start_ns <= timing.push_end_ns
+
+
+async def test_ranks_that_may_not_share_memory_push_over_grpc() -> None:
+    async with two_ranks(may_share=False) as ranks:
+        await ranks.start_epoch()
+        job = ranks.job(await ranks.lease())
+        reports = await asyncio.gather(ranks.run(0, job), ranks.run(1, job))
+    assert [report.timing.num_bytes_shared for report in reports] == [0, 0]
 
 
 async def test_refused_push_ends_the_job_on_all_ranks(ranks: Ranks) -> None:

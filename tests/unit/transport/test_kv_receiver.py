@@ -1,7 +1,7 @@
 import asyncio
 import math
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -9,7 +9,6 @@ import pytest
 
 from baton.errors import (
     BatonError,
-    ByteCountError,
     ChecksumError,
     IncompletePushError,
     InvalidArgumentError,
@@ -17,7 +16,6 @@ from baton.errors import (
     LeaseExpiredError,
     RangeError,
     ResourceExhaustedError,
-    StaleStampError,
 )
 from baton.ids import Stamp
 from baton.types import LeaseRef, TokenRange
@@ -25,11 +23,10 @@ from baton.v1 import common_pb2, kv_pb2
 from baton.v1.kv_pb2_grpc import KvReceiverStub
 from tests.support.manual_clock import ManualClock
 from tests.support.wire.kv_loopback import FIRST, LAYOUT, NUM_TOKENS, WHOLE, Loopback, loopback, rows
+from tests.support.wire.spoiled_pieces import REFUSED, Spoil, flip_a_byte
 from transport.channel import MAX_MESSAGE_BYTES, make_channel
 from transport.kv_receiver import KvReceiverServicer
 from transport.status import translate_rpc_errors
-
-Spoil = Callable[[kv_pb2.KvPiece], None]
 
 
 @pytest.fixture
@@ -64,64 +61,6 @@ async def test_duplicate_changes_nothing(loop: Loopback) -> None:
     reply = await loop.push([loop.piece(lease.ref), loop.piece(lease.ref, seed=99)])
     assert reply.num_duplicates == 1
     assert loop.sink.read(lease.ref, 0, WHOLE) == rows(WHOLE)
-
-
-def spoil(change: Callable[[kv_pb2.KvPiece], object]) -> Spoil:
-    def spoiled(piece: kv_pb2.KvPiece) -> None:
-        change(piece)
-
-    return spoiled
-
-
-def flip_a_byte(piece: kv_pb2.KvPiece) -> None:
-    piece.payload = piece.payload[:9] + bytes((piece.payload[9] ^ 1,)) + piece.payload[10:]
-
-
-def set_tokens(start: int, end: int) -> Spoil:
-    return spoil(lambda piece: piece.header.tokens.CopyFrom(common_pb2.TokenRange(start=start, end=end)))
-
-
-def lengthen(piece: kv_pb2.KvPiece) -> None:
-    piece.payload += b"\0"
-
-
-def shorten(piece: kv_pb2.KvPiece) -> None:
-    piece.payload = piece.payload[:-1]
-
-
-def set_payload(payload: bytes) -> Spoil:
-    return spoil(lambda piece: setattr(piece, "payload", payload))
-
-
-def set_header(name: str, value: object) -> Spoil:
-    return spoil(lambda piece: setattr(piece.header, name, value))
-
-
-def set_lease(name: str, value: int) -> Spoil:
-    return spoil(lambda piece: setattr(piece.header.lease, name, value))
-
-
-REFUSED = [
-    pytest.param(set_lease("stamp", 2**64 - 1), StaleStampError, id="stale stamp"),
-    pytest.param(set_lease("slot", 2**32 - 1), StaleStampError, id="unknown slot"),
-    pytest.param(shorten, ByteCountError, id="payload too short"),
-    pytest.param(lengthen, ByteCountError, id="payload too long"),
-    pytest.param(set_payload(b""), ByteCountError, id="no payload"),
-    pytest.param(set_payload(bytes(MAX_MESSAGE_BYTES // 2)), ByteCountError, id="large payload"),
-    pytest.param(flip_a_byte, ChecksumError, id="flipped byte"),
-    pytest.param(set_header("checksum", 0), ChecksumError, id="no checksum"),
-    pytest.param(set_header("layout_fingerprint", "0123456789abcdef"), LayoutMismatchError, id="wrong fingerprint"),
-    pytest.param(set_header("layout_fingerprint", ""), LayoutMismatchError, id="no fingerprint"),
-    pytest.param(set_header("layer", 2), RangeError, id="layer out of range"),
-    pytest.param(set_header("layer", 2**32 - 1), RangeError, id="giant layer"),
-    pytest.param(set_tokens(NUM_TOKENS - 4, NUM_TOKENS + 4), RangeError, id="range beyond the lease"),
-    pytest.param(set_tokens(2**32 - 9, 2**32 - 1), RangeError, id="range far beyond the lease"),
-    pytest.param(set_tokens(8, 0), InvalidArgumentError, id="reversed range"),
-    pytest.param(set_tokens(0, 2**32 - 1), ByteCountError, id="giant range"),
-    pytest.param(spoil(lambda piece: piece.header.ClearField("tokens")), ByteCountError, id="no range"),
-    pytest.param(spoil(lambda piece: piece.header.ClearField("lease")), InvalidArgumentError, id="no lease"),
-    pytest.param(spoil(lambda piece: piece.ClearField("header")), InvalidArgumentError, id="no header"),
-]
 
 
 @pytest.mark.parametrize(("change", "error"), REFUSED)

@@ -1,10 +1,12 @@
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 
 import pytest
 
-import transport.kv_sender
+import transport.kv_routes
+import transport.shared_memory
 from baton.errors import RequestCancelledError
 from baton.types import KvLayout, TokenRange
 from baton.v1 import kv_pb2
@@ -23,12 +25,16 @@ from tests.support.wire.kv_loopback import (
 )
 from transport.kv_frame import Piece, encode_piece
 from transport.kv_receiver import Context, KvReceiverServicer
-from transport.kv_sender import MAX_PIECE_BYTES
+from transport.kv_routes import MAX_PIECE_BYTES, NUM_CELLS
+from transport.shared_memory import SharedCells
+
+ROUTES = [pytest.param(True, id="shared"), pytest.param(False, id="stream")]
+"""Whether sessions may push through shared memory, as all processes of these tests are on one node."""
 
 
-@pytest.fixture
-async def loop() -> AsyncIterator[Loopback]:
-    async with loopback() as both_ends:
+@pytest.fixture(params=ROUTES)
+async def loop(request: pytest.FixtureRequest) -> AsyncIterator[Loopback]:
+    async with loopback(may_share=request.param) as both_ends:
         yield both_ends
 
 
@@ -49,6 +55,7 @@ async def test_summary_counts_bytes_and_pieces(loop: Loopback) -> None:
     summary = await session.result()
     assert (summary.num_bytes, summary.num_pieces) == (2 * NUM_TOKENS * LAYOUT.token_bytes, 4)
     assert summary.num_duplicates == 2
+    assert summary.num_bytes_shared == (summary.num_bytes if loop.may_share else 0)
 
 
 async def test_summary_is_timed_from_first_offer_to_last_acknowledgement() -> None:
@@ -69,9 +76,10 @@ async def test_push_of_nothing_succeeds(loop: Loopback) -> None:
     assert (await session.result()).num_bytes == 0
 
 
-async def test_thousands_of_offers_from_another_thread_arrive() -> None:
+@pytest.mark.parametrize("may_share", ROUTES)
+async def test_thousands_of_offers_from_another_thread_arrive(may_share: bool) -> None:
     num_tokens = 2000
-    async with loopback(capacity_tokens=num_tokens) as loop:
+    async with loopback(capacity_tokens=num_tokens, may_share=may_share) as loop:
         lease = await loop.reserve(num_tokens)
         session = loop.open_push(lease)
         memory = [memoryview(rows(TokenRange(0, num_tokens), layer)) for layer in (0, 1)]
@@ -112,9 +120,10 @@ async def test_many_offers_wake_the_loop_once(loop: Loopback, monkeypatch: pytes
     assert (await session.result()).num_pieces == 64
 
 
-async def test_large_ranges_are_split_by_whole_tokens() -> None:
+@pytest.mark.parametrize("may_share", ROUTES)
+async def test_large_ranges_are_split_by_whole_tokens(may_share: bool) -> None:
     num_tokens = 2000
-    async with loopback(layout=WIDE, capacity_tokens=num_tokens) as loop:
+    async with loopback(layout=WIDE, capacity_tokens=num_tokens, may_share=may_share) as loop:
         lease = await loop.reserve(num_tokens)
         session = loop.open_push(lease)
         offer_all(session, WIDE, num_tokens)
@@ -126,9 +135,10 @@ async def test_large_ranges_are_split_by_whole_tokens() -> None:
         assert loop.sink.read(lease.ref, 1, whole) == rows(whole, 1, WIDE)
 
 
-async def test_token_larger_than_a_piece_is_sent_whole() -> None:
+@pytest.mark.parametrize("may_share", ROUTES)
+async def test_token_larger_than_a_piece_is_sent_whole(may_share: bool) -> None:
     giant = KvLayout("weights", num_layers=1, num_kv_heads=1, head_dim=2**18, dtype="float32")
-    async with loopback(layout=giant, capacity_tokens=2) as loop:
+    async with loopback(layout=giant, capacity_tokens=2, may_share=may_share) as loop:
         session = loop.open_push(await loop.reserve(2))
         offer_all(session, giant, 2)
         session.finish()
@@ -178,6 +188,19 @@ class Gated(KvReceiverServicer):
         await self.gate.wait()
         return await super().push(pieces, context)
 
+    async def push_shared(
+        self, messages: AsyncIterator[kv_pb2.SharedPieces], context: Context
+    ) -> AsyncGenerator[kv_pb2.SharedAnswer, None]:
+        async with aclosing(super().push_shared(self._behind_gate(messages), context)) as answers:
+            async for answer in answers:
+                yield answer
+
+    async def _behind_gate(self, messages: AsyncIterator[kv_pb2.SharedPieces]) -> AsyncIterator[kv_pb2.SharedPieces]:
+        async for message in messages:
+            if message.pieces:
+                await self.gate.wait()
+            yield message
+
 
 async def test_receiver_that_does_not_read_bounds_what_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     encoded = 0
@@ -187,10 +210,10 @@ async def test_receiver_that_does_not_read_bounds_what_is_encoded(monkeypatch: p
         encoded += payload.nbytes
         return encode_piece(header, payload)
 
-    monkeypatch.setattr(transport.kv_sender, "encode_piece", counted)
+    monkeypatch.setattr(transport.kv_routes, "encode_piece", counted)
     Gated.gate = asyncio.Event()
     num_tokens = 30_000  # 92 MB
-    async with loopback(layout=WIDE, capacity_tokens=num_tokens, servicer=Gated) as loop:
+    async with loopback(layout=WIDE, capacity_tokens=num_tokens, servicer=Gated, may_share=False) as loop:
         session = loop.open_push(await loop.reserve(num_tokens))
         offer_all(session, WIDE, num_tokens)
         session.finish()
@@ -203,10 +226,40 @@ async def test_receiver_that_does_not_read_bounds_what_is_encoded(monkeypatch: p
         assert (await asyncio.wait_for(session.result(), 60)).num_bytes == num_tokens * WIDE.token_bytes
 
 
-async def test_cancel_ends_a_stream_that_flow_control_holds_back() -> None:
+class Counted(SharedCells):
+    """Counts the bytes that are put into cells."""
+
+    num_bytes = 0
+
+    def write(self, offset: int, payload: memoryview) -> None:
+        super().write(offset, payload)
+        Counted.num_bytes += payload.nbytes
+
+
+async def test_receiver_that_does_not_read_bounds_what_is_in_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport.shared_memory, "SharedCells", Counted)
+    Counted.num_bytes = 0
+    Gated.gate = asyncio.Event()
+    num_tokens = 12_000  # 37 MB
+    async with loopback(layout=WIDE, capacity_tokens=num_tokens, servicer=Gated) as loop:
+        session = loop.open_push(await loop.reserve(num_tokens))
+        offer_all(session, WIDE, num_tokens)
+        session.finish()
+        stalled = -1
+        while Counted.num_bytes != stalled:
+            stalled = Counted.num_bytes
+            await asyncio.wait({asyncio.ensure_future(session.result())}, timeout=0.3)
+        per_piece = MAX_PIECE_BYTES // WIDE.row_bytes * WIDE.row_bytes
+        assert stalled == NUM_CELLS * per_piece
+        Gated.gate.set()
+        assert (await asyncio.wait_for(session.result(), 60)).num_bytes_shared == num_tokens * WIDE.token_bytes
+
+
+@pytest.mark.parametrize("may_share", ROUTES)
+async def test_cancel_ends_a_push_that_the_receiver_holds_back(may_share: bool) -> None:
     Gated.gate = asyncio.Event()
     num_tokens = 30_000
-    async with loopback(layout=WIDE, capacity_tokens=num_tokens, servicer=Gated) as loop:
+    async with loopback(layout=WIDE, capacity_tokens=num_tokens, servicer=Gated, may_share=may_share) as loop:
         session = loop.open_push(await loop.reserve(num_tokens))
         offer_all(session, WIDE, num_tokens)
         done, _ = await asyncio.wait({asyncio.ensure_future(session.result())}, timeout=0.3)

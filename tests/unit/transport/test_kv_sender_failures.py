@@ -39,9 +39,13 @@ NUM_TRIES = 24
 """A write that fails as the call ends races with the status that ended it: both orders come up in so many pushes."""
 
 
-@pytest.fixture
-async def loop() -> AsyncIterator[Loopback]:
-    async with loopback() as both_ends:
+ROUTES = [pytest.param(True, id="shared"), pytest.param(False, id="stream")]
+"""Whether sessions may push through shared memory, as all processes of these tests are on one node."""
+
+
+@pytest.fixture(params=ROUTES)
+async def loop(request: pytest.FixtureRequest) -> AsyncIterator[Loopback]:
+    async with loopback(may_share=request.param) as both_ends:
         yield both_ends
 
 
@@ -142,28 +146,30 @@ async def test_fail_after_the_end_changes_nothing(loop: Loopback) -> None:
 async def test_session_ends_when_its_channel_is_closed(loop: Loopback) -> None:
     lease = await loop.reserve()
     async with make_channel(loop.endpoint) as channel:
-        session = open_push(channel, LAYOUT, lease)
+        session = open_push(channel, LAYOUT, lease, may_share=loop.may_share)
         session.offer(0, WHOLE, memoryview(rows(WHOLE)))
         await loop.sink.writers_become(lease.ref.slot, 1)
     assert isinstance(await result_of(session), BatonError)
     await loop.sink.writers_become(lease.ref.slot, 0)
 
 
-async def test_session_ends_when_its_receiver_is_gone() -> None:
+@pytest.mark.parametrize("may_share", ROUTES)
+async def test_session_ends_when_its_receiver_is_gone(may_share: bool) -> None:
     async with loopback() as loop:
         lease = await loop.reserve()
         channel = make_channel(loop.endpoint)
-        session = open_push(channel, LAYOUT, lease)
+        session = open_push(channel, LAYOUT, lease, may_share=may_share)
         session.offer(0, WHOLE, memoryview(rows(WHOLE)))
         await loop.sink.writers_become(lease.ref.slot, 1)
     assert type(await result_of(session)) is UnavailableError
     await channel.close()
 
 
-async def test_unreachable_receiver_is_unavailable() -> None:
+@pytest.mark.parametrize("may_share", ROUTES)
+async def test_unreachable_receiver_is_unavailable(may_share: bool) -> None:
     async with make_channel("127.0.0.1:1") as channel:
         lease = Lease(LeaseRef(SlotId(0), Stamp(1)), RequestId("r"), 1, NUM_TOKENS, "", 1.0)
-        session = open_push(channel, LAYOUT, lease)
+        session = open_push(channel, LAYOUT, lease, may_share=may_share)
         offer_all(session)
         assert type(await result_of(session)) is UnavailableError
 

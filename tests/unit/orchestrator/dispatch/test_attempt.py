@@ -65,6 +65,12 @@ class HeldReceiver(kv_pb2_grpc.KvReceiverServicer):
     async def Push(self, request_iterator: AsyncIterator[kv_pb2.KvPiece], context: Context) -> kv_pb2.PushReply:
         raise AssertionError("nothing was computed")
 
+    async def PushShared(
+        self, request_iterator: AsyncIterator[kv_pb2.SharedPieces], context: Context
+    ) -> AsyncIterator[kv_pb2.SharedAnswer]:
+        raise AssertionError("nothing was computed")
+        yield
+
     async def Commit(self, request: kv_pb2.CommitRequest, context: Context) -> kv_pb2.CommitReply:
         raise AssertionError("nothing was pushed")
 

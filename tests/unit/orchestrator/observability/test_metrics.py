@@ -99,7 +99,7 @@ async def test_requests_are_counted_with_their_tokens_times_and_decisions() -> N
     assert sum(parts) == pytest.approx(seen["baton_time_to_first_token_seconds_sum"])
     assert seen['baton_prefill_rank_seconds_count{rank="0"}'] >= 2
     assert seen['baton_predicted_over_measured_ratio_count{prediction="prefill"}'] == 3
-    assert seen["baton_kv_pushed_bytes_total"] > 0
+    assert seen["baton_kv_pushed_bytes_total"] == seen["baton_kv_shared_bytes_total"] > 0
 
 
 STAGES = ("queue", "placement", "prefill", "transfer", "insert")

@@ -1,0 +1,121 @@
+"""Pushes through shared memory between real processes: either end is killed, or cannot see the other's memory."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+
+from baton.errors import UnavailableError
+from baton.ids import RequestId
+from baton.types import Lease, TokenRange
+from tests.support.eventually import eventually
+from tests.support.wire.kv_loopback import FIRST, WIDE, Loopback, loopback, offer_all, result_of, rows
+from tests.support.wire.push_process import NUM_TOKENS, WHOLE, running
+from tests.support.wire.shared_push import files_in_memory, shared_files
+from transport.channel import make_channel
+from transport.kv_client import KvClient
+from transport.kv_sender import PushSummary, open_push
+from transport.kv_sink import ReserveSpec
+
+NOBODY = "65534"
+OWN_PROCESS_NUMBERS = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+
+
+@pytest.fixture(autouse=True)
+async def _nothing_stays() -> AsyncIterator[None]:
+    """No shared memory is left in this process, and no file in the node's memory, whoever was killed."""
+    before, folder = shared_files(), files_in_memory()
+    yield
+    await eventually(files, lambda now: now == before, within_s=10)
+    assert files_in_memory() == folder
+
+
+async def files() -> list[str]:
+    return shared_files()
+
+
+async def reserved(channel: grpc.aio.Channel) -> Lease:
+    spec = ReserveSpec(RequestId("r"), 1, NUM_TOKENS, NUM_TOKENS, 60.0)
+    return await KvClient(channel).reserve(spec, WIDE.fingerprint)
+
+
+async def endpoint_of(receiver: asyncio.subprocess.Process) -> str:
+    assert receiver.stdout is not None
+    return (await asyncio.wait_for(receiver.stdout.readline(), 60)).decode().strip()
+
+
+async def arrived(loop: Loopback, lease: Lease) -> None:
+    """The first row is in the slot, and its writer is inside."""
+    first = TokenRange(0, 1)
+
+    async def read() -> bytes:
+        return loop.sink.read(lease.ref, 0, first)
+
+    await loop.sink.writers_become(lease.ref.slot, 1, timeout_s=60)
+    await eventually(read, lambda row: row == rows(first, 0, WIDE), within_s=20)
+
+
+async def test_killed_sender_leaves_the_slot_to_another() -> None:
+    async with loopback(layout=WIDE, capacity_tokens=NUM_TOKENS) as loop:
+        lease = await loop.reserve(NUM_TOKENS)
+        async with running("send", loop.endpoint, str(lease.ref.slot), str(lease.ref.stamp)):
+            await arrived(loop, lease)
+            assert shared_files()
+        await loop.sink.writers_become(lease.ref.slot, 0)
+        session = loop.open_push(lease)
+        offer_all(session, WIDE, NUM_TOKENS)
+        session.finish()
+        assert isinstance(await result_of(session), PushSummary)
+        await loop.client.commit(lease.ref, [FIRST])
+        for layer in range(WIDE.num_layers):
+            assert loop.sink.read(lease.ref, layer, WHOLE) == rows(WHOLE, layer, WIDE)
+
+
+async def test_killed_receiver_ends_the_push() -> None:
+    data = memoryview(rows(WHOLE, 0, WIDE))
+    async with running("receive") as receiver, make_channel(await endpoint_of(receiver)) as channel:
+        session = open_push(channel, WIDE, await reserved(channel))
+        for _ in range(1000):
+            session.offer(0, WHOLE, data)
+
+        async def mapped_there() -> list[str]:
+            return shared_files(receiver.pid)
+
+        await eventually(mapped_there, bool, within_s=20)
+        receiver.kill()
+        assert type(await result_of(session)) is UnavailableError
+
+
+async def push_to(endpoint: str) -> PushSummary:
+    """A whole push, committed."""
+    async with make_channel(endpoint) as channel:
+        lease = await reserved(channel)
+        session = open_push(channel, WIDE, lease)
+        offer_all(session, WIDE, NUM_TOKENS)
+        session.finish()
+        summary = await asyncio.wait_for(session.result(), 60)
+        assert await KvClient(channel).commit(lease.ref, [FIRST]) == NUM_TOKENS * WIDE.token_bytes
+        return summary
+
+
+async def test_a_process_of_the_same_node_and_user_shares_memory() -> None:
+    async with running("receive") as receiver:
+        summary = await push_to(await endpoint_of(receiver))
+    assert summary.num_bytes_shared == summary.num_bytes == NUM_TOKENS * WIDE.token_bytes
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users, or count processes anew")
+
+
+@needs_root
+async def test_another_user_gets_a_stream() -> None:
+    async with running("receive", NOBODY) as receiver:
+        assert (await push_to(await endpoint_of(receiver))).num_bytes_shared == 0
+
+
+@needs_root
+async def test_a_container_that_counts_processes_anew_gets_a_stream() -> None:
+    async with running("receive", under=OWN_PROCESS_NUMBERS) as receiver:
+        assert (await push_to(await endpoint_of(receiver))).num_bytes_shared == 0

@@ -1,0 +1,64 @@
+"""One end of a push in a process of its own, `python -m tests.support.wire.push_process`, for tests that kill it.
+
+`receive [UID]`: serves one slot, as that user if one is given, and prints its endpoint; ends with its standard input.
+`send ENDPOINT SLOT STAMP`: pushes the first layer again and again, until it is killed.
+"""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from baton.ids import RequestId, SlotId, Stamp
+from baton.types import Lease, LeaseRef, TokenRange
+from tests.support.wire.kv_loopback import WIDE, loopback, rows
+from transport.channel import make_channel
+from transport.kv_sender import open_push
+
+NUM_TOKENS = 6000
+WHOLE = TokenRange(0, NUM_TOKENS)
+NUM_REPEATS = 1000
+"""Times that a layer is pushed: more than a test waits for."""
+
+
+@asynccontextmanager
+async def running(*arguments: str, under: tuple[str, ...] = ()) -> AsyncIterator[asyncio.subprocess.Process]:
+    """The process of one end, perhaps started by another command; killed at the end of the block."""
+    process = await asyncio.create_subprocess_exec(
+        *(*under, sys.executable, "-m", __name__, *arguments),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def receive(user: int | None) -> None:
+    async with loopback(layout=WIDE, capacity_tokens=NUM_TOKENS) as loop:
+        await asyncio.to_thread(os.getpid)  # the pool imports modules, which the other user may not read
+        if user is not None:
+            os.setuid(user)
+        print(loop.endpoint, flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+
+async def send(endpoint: str, ref: LeaseRef) -> None:
+    lease = Lease(ref, RequestId("r"), 1, NUM_TOKENS, endpoint, 60.0)
+    data = memoryview(rows(WHOLE, 0, WIDE))
+    async with make_channel(endpoint) as channel:
+        session = open_push(channel, WIDE, lease)
+        for _ in range(NUM_REPEATS):
+            session.offer(0, WHOLE, data)
+        await session.result()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "receive":
+        asyncio.run(receive(int(sys.argv[2]) if len(sys.argv) > 2 else None))
+    else:
+        asyncio.run(send(sys.argv[2], LeaseRef(SlotId(int(sys.argv[3])), Stamp(int(sys.argv[4])))))

@@ -1,0 +1,96 @@
+"""One PushShared call in a test's hands: messages good or bad, answers as they come; and what is left of its memory."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+
+from baton.v1 import kv_pb2
+from tests.support.wire.kv_loopback import Loopback
+from transport.shared_memory import NAME, SharedCells
+from transport.status import from_rpc_error
+
+_CELL_BYTES = 2**24
+_NUM_CELLS = 8
+
+Call = grpc.aio.StreamStreamCall[kv_pb2.SharedPieces, kv_pb2.SharedAnswer]
+
+
+class SharedPush:
+    """A sender that does as it is told. Raises what the receiver raised."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.cells = SharedCells(_NUM_CELLS, _CELL_BYTES)
+
+    async def name(self, memory: kv_pb2.SharedMemory | None = None, pieces_per_answer: int = 0) -> bool:
+        """Name the memory, its own unless told otherwise; return whether the receiver has mapped it."""
+        opening = kv_pb2.SharedPieces(memory=memory or self.cells.name, pieces_per_answer=pieces_per_answer)
+        answer = await self._ask(opening)
+        assert answer is not None
+        return answer.mapped
+
+    def put(self, piece: kv_pb2.KvPiece) -> kv_pb2.SharedPiece:
+        """Put a piece's payload into a free cell."""
+        offset = self.cells.take()
+        assert offset is not None
+        self.cells.write(offset, memoryview(piece.payload))
+        return kv_pb2.SharedPiece(header=piece.header, offset=offset, num_bytes=len(piece.payload))
+
+    async def send(self, *pieces: kv_pb2.SharedPiece) -> int:
+        """Send one message; return how many pieces were taken."""
+        answer = await self._ask(kv_pb2.SharedPieces(pieces=pieces))
+        assert answer is not None
+        return answer.num_pieces
+
+    async def finish(self) -> kv_pb2.PushReply:
+        """End the stream; return what the receiver counted."""
+        await self.call.done_writing()
+        answer = await self._read()
+        assert answer is not None
+        assert await self._read() is None
+        return answer.total
+
+    async def _ask(self, message: kv_pb2.SharedPieces) -> kv_pb2.SharedAnswer | None:
+        await self.call.write(message)
+        return await self._read()
+
+    async def _read(self) -> kv_pb2.SharedAnswer | None:
+        try:
+            answer = await self.call.read()
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+        return answer if isinstance(answer, kv_pb2.SharedAnswer) else None
+
+
+@asynccontextmanager
+async def shared_push(loop: Loopback) -> AsyncIterator[SharedPush]:
+    """A call that has not named its memory yet."""
+    method: grpc.aio.StreamStreamMultiCallable[kv_pb2.SharedPieces, kv_pb2.SharedAnswer] = loop.channel.stream_stream(
+        "/baton.v1.KvReceiver/PushShared", kv_pb2.SharedPieces.SerializeToString, kv_pb2.SharedAnswer.FromString
+    )
+    push = SharedPush(method())
+    try:
+        yield push
+    finally:
+        push.call.cancel()
+        push.cells.close()
+
+
+def shared_files(pid: int | str = "self") -> list[str]:
+    """Shared memory that a process has open or mapped."""
+    process = Path("/proc", str(pid))
+    mapped = [line for line in (process / "maps").read_text().splitlines() if f"memfd:{NAME}" in line]
+    targets = []
+    for link in (process / "fd").iterdir():
+        try:
+            targets.append(str(link.readlink()))
+        except FileNotFoundError:
+            continue  # closed while we looked
+    return mapped + [target for target in targets if f"memfd:{NAME}" in target]
+
+
+def files_in_memory() -> list[str]:
+    """Names of all files in the node's folder of memory."""
+    return sorted(path.name for path in Path("/dev/shm").iterdir())

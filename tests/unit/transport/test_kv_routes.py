@@ -1,0 +1,209 @@
+"""Which route a push takes, and how a shared one behaves when its receiver does not as it should."""
+
+import asyncio
+import os
+import resource
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+
+import grpc
+import pytest
+
+from baton.errors import BatonError, ByteCountError, ChecksumError, RequestCancelledError, UnavailableError
+from baton.ids import RequestId, SlotId, Stamp
+from baton.types import Lease, LeaseRef, TokenRange
+from baton.v1 import kv_pb2
+from tests.support.wire.kv_loopback import (
+    FIRST,
+    LAYOUT,
+    NUM_TOKENS,
+    WHOLE,
+    WIDE,
+    Loopback,
+    loopback,
+    offer_all,
+    result_of,
+    rows,
+)
+from tests.support.wire.shared_push import files_in_memory, shared_files
+from transport.channel import bind, make_channel, make_server
+from transport.kv_receiver import Context, KvReceiverServicer
+from transport.kv_sender import PushSummary, open_push
+
+NUM_TRIES = 24
+"""A message that is written as the call ends races with the status: both orders come up in so many pushes."""
+
+
+@pytest.fixture
+async def loop() -> AsyncIterator[Loopback]:
+    async with loopback(num_slots=4) as both_ends:
+        yield both_ends
+
+
+@pytest.fixture(autouse=True)
+async def _nothing_stays() -> AsyncIterator[None]:
+    """No shared memory is open or mapped after a test, and none lies in a folder."""
+    before, folder = shared_files(), files_in_memory()
+    yield
+    async with asyncio.timeout(10):
+        while shared_files() != before:
+            await asyncio.to_thread(os.getpid)  # the loop turns
+    assert files_in_memory() == folder
+
+
+async def pushed(loop: Loopback) -> PushSummary:
+    """What one whole push came to, whose lease is committed then."""
+    lease = await loop.reserve()
+    session = loop.open_push(lease)
+    offer_all(session)
+    session.finish()
+    summary = await asyncio.wait_for(session.result(), 20)
+    assert await loop.client.commit(lease.ref, [FIRST]) == NUM_TOKENS * LAYOUT.token_bytes
+    assert [loop.sink.read(lease.ref, layer, WHOLE) for layer in (0, 1)] == [rows(WHOLE, 0), rows(WHOLE, 1)]
+    return summary
+
+
+async def test_a_receiver_of_the_same_node_is_reached_through_shared_memory(loop: Loopback) -> None:
+    summary = await pushed(loop)
+    assert summary.num_bytes_shared == summary.num_bytes > 0
+
+
+@contextmanager
+def no_room() -> Iterator[None]:
+    """Files of this process may not become as large as the memory of a push."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+async def test_without_memory_to_share_the_stream_is_taken(loop: Loopback) -> None:
+    with no_room():
+        summary = await pushed(loop)
+    assert summary.num_bytes_shared == 0
+
+
+class Elsewhere(KvReceiverServicer):
+    """Finds another process by the sender's number, as a receiver on another node does."""
+
+    async def push_shared(
+        self, messages: AsyncIterator[kv_pb2.SharedPieces], context: Context
+    ) -> AsyncGenerator[kv_pb2.SharedAnswer, None]:
+        async def moved() -> AsyncIterator[kv_pb2.SharedPieces]:
+            async for message in messages:
+                message.memory.pid = os.getppid()
+                yield message
+
+        async with aclosing(super().push_shared(moved(), context)) as answers:
+            async for answer in answers:
+                yield answer
+
+
+async def test_a_receiver_that_finds_no_such_memory_gets_a_stream() -> None:
+    async with loopback(servicer=Elsewhere) as loop:
+        assert (await pushed(loop)).num_bytes_shared == 0
+
+
+async def test_pushes_at_once_do_not_mix() -> None:
+    num_tokens, num_pushes = 3000, 4  # three rounds of all cells
+    async with loopback(layout=WIDE, capacity_tokens=num_tokens, num_slots=num_pushes) as loop:
+        leases = [await loop.reserve(num_tokens) for _ in range(num_pushes)]
+        sessions = [loop.open_push(lease) for lease in leases]
+        whole = TokenRange(0, num_tokens)
+        for seed, session in enumerate(sessions):
+            for layer in range(WIDE.num_layers):
+                session.offer(layer, whole, memoryview(rows(whole, seed + 10 * layer, WIDE)))
+            session.finish()
+        summaries = await asyncio.wait_for(asyncio.gather(*(session.result() for session in sessions)), 60)
+        assert [each.num_bytes_shared for each in summaries] == [num_tokens * WIDE.token_bytes] * num_pushes
+        for seed, lease in enumerate(leases):
+            for layer in range(WIDE.num_layers):
+                assert loop.sink.read(lease.ref, layer, whole) == rows(whole, seed + 10 * layer, WIDE)
+
+
+async def test_a_cancelled_push_leaves_its_slot_to_the_next(loop: Loopback) -> None:
+    lease = await loop.reserve()
+    session = loop.open_push(lease)
+    session.offer(0, WHOLE, memoryview(rows(WHOLE)))
+    await loop.sink.writers_become(lease.ref.slot, 1)
+    session.cancel()
+    assert type(await result_of(session)) is RequestCancelledError
+    await loop.sink.writers_become(lease.ref.slot, 0)
+    await loop.client.abort(lease.ref)
+    assert (await pushed(loop)).num_bytes_shared
+
+
+@asynccontextmanager
+async def answering(*answers: kv_pb2.SharedAnswer | BatonError) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to a receiver that answers each message in turn like that, then ends the call."""
+
+    async def push(messages: AsyncIterator[bytes], context: Context) -> AsyncIterator[kv_pb2.SharedAnswer]:
+        for answer in answers:
+            await anext(aiter(messages), None)
+            if isinstance(answer, BatonError):
+                raise answer
+            yield answer
+
+    server = make_server()
+    method: grpc.RpcMethodHandler[bytes, kv_pb2.SharedAnswer] = grpc.stream_stream_rpc_method_handler(
+        push, None, kv_pb2.SharedAnswer.SerializeToString
+    )
+    handlers = {"PushShared": method}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("baton.v1.KvReceiver", handlers),))
+    port = bind(server, "127.0.0.1")
+    await server.start()
+    try:
+        async with make_channel(f"127.0.0.1:{port}") as channel:
+            yield channel
+    finally:
+        await server.stop(grace=0)
+
+
+MAPPED = kv_pb2.SharedAnswer(mapped=True)
+
+
+async def push_long(channel: grpc.aio.Channel) -> object:
+    """What a push of more than all cells comes to."""
+    lease = Lease(LeaseRef(SlotId(0), Stamp(1)), RequestId("r"), 1, NUM_TOKENS, "", 1.0)
+    memory = memoryview(bytes(4000 * WIDE.row_bytes))
+    session = open_push(channel, WIDE, lease)
+    session.offer(0, TokenRange(0, 4000), memory)
+    session.finish()
+    return await result_of(session)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(kv_pb2.SharedAnswer(num_pieces=1), id="too few pieces"),
+        pytest.param(kv_pb2.SharedAnswer(num_pieces=99), id="too many pieces"),
+        pytest.param(kv_pb2.SharedAnswer(total=kv_pb2.PushReply(num_bytes=1, num_pieces=1)), id="another total"),
+    ],
+)
+async def test_receiver_that_counts_differently_is_not_believed(answer: kv_pb2.SharedAnswer) -> None:
+    async with answering(MAPPED, answer) as channel:
+        assert type(await push_long(channel)) is ByteCountError
+
+
+async def test_receiver_that_ends_early_is_not_believed() -> None:
+    async with answering(MAPPED) as channel:
+        assert type(await push_long(channel)) is ByteCountError
+
+
+async def test_answer_without_a_message_is_not_believed() -> None:
+    async with answering(MAPPED, kv_pb2.SharedAnswer(num_pieces=4), kv_pb2.SharedAnswer(num_pieces=0)) as channel:
+        assert isinstance(await push_long(channel), BatonError)
+
+
+@pytest.mark.parametrize("error", [ChecksumError("damaged"), RequestCancelledError("gone"), BatonError("what")])
+async def test_refusal_is_what_result_raises(error: BatonError) -> None:
+    async with answering(MAPPED, error) as channel:
+        errors = [await push_long(channel) for _ in range(NUM_TRIES)]
+    assert {(type(each), str(each)) for each in errors} == {(type(error), str(error))}
+
+
+async def test_refused_call_is_no_reason_for_a_stream() -> None:
+    async with answering(UnavailableError("the worker leaves")) as channel:
+        assert type(await push_long(channel)) is UnavailableError

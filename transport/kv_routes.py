@@ -1,0 +1,246 @@
+"""The two routes of a push's pieces: a gRPC stream that carries their bytes, and shared memory on the receiver's node.
+
+`transport.kv_sender` opens one of them for each push and sends pieces over it; `transport.kv_receiver` is at the other
+end. Both routes are one gRPC call, whose status is the push's. On the loop.
+"""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol, Self
+
+import grpc
+
+from baton.errors import ByteCountError
+from baton.v1 import kv_pb2
+from transport.kv_frame import Piece, encode_piece
+from transport.kv_receiver import SERVICE
+from transport.shared_memory import SharedCells, Turns, make_cells
+from transport.status import SentStatus, from_rpc_error
+
+MAX_PIECE_BYTES = 2**20
+"""Largest payload of one piece, which has at least one token: large enough for throughput, small enough that a loop
+which checks and copies pieces still serves its other calls promptly."""
+NUM_CELLS = 16
+"""Cells of one push, for a piece each: they bound its shared memory, to what gRPC lets be on its way in a stream."""
+PIECES_PER_ANSWER = NUM_CELLS // 2
+"""Most pieces of a message, and pieces of an answer: half of the cells are filled while the receiver empties the other
+half, and messages and answers, which cost more than copying a small piece, are few."""
+
+_StreamCall = grpc.aio.StreamUnaryCall[Piece, kv_pb2.PushReply]
+_SharedCall = grpc.aio.StreamStreamCall[kv_pb2.SharedPieces, kv_pb2.SharedAnswer]
+
+
+class Route(Protocol):
+    """The way of one push's pieces to its receiver. A call that has ended makes `send`, `flush` and `finish` raise
+    AioRpcError or InvalidStateError; `reply` says why it ended."""
+
+    is_shared: bool
+    """Whether payloads go through shared memory."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the receiver has ended the push, so that nothing more can be sent."""
+        ...
+
+    async def send(self, header: kv_pb2.KvPieceHeader, payload: memoryview) -> None:
+        """Send a piece, at once or with those that follow; copies the payload. Waits while the receiver lags."""
+        ...
+
+    async def flush(self) -> None:
+        """Send all pieces that wait for others to follow."""
+        ...
+
+    async def finish(self) -> None:
+        """Send all pieces that wait, and tell the receiver that they were the last."""
+        ...
+
+    async def reply(self) -> kv_pb2.PushReply | None:
+        """Return the receiver's counts once the call has ended; None if it ended well without them. Raises the
+        receiver's error."""
+        ...
+
+    def close(self) -> None:
+        """End the call, if it has not ended, and let go of all memory."""
+        ...
+
+
+class StreamRoute:
+    """Pieces in the messages of a gRPC stream, whose flow control bounds what is encoded and not yet sent."""
+
+    is_shared = False
+
+    def __init__(self, channel: grpc.aio.Channel, on_end: Callable[[], None]) -> None:
+        push: grpc.aio.StreamUnaryMultiCallable[Piece, kv_pb2.PushReply] = channel.stream_unary(
+            f"/{SERVICE}/Push", lambda piece: encode_piece(*piece), kv_pb2.PushReply.FromString
+        )
+        self._call: _StreamCall = push()
+        self._call.add_done_callback(lambda _: on_end())
+        self._status = SentStatus(self._call)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the call has ended."""
+        return self._call.done()
+
+    async def send(self, header: kv_pb2.KvPieceHeader, payload: memoryview) -> None:
+        """Send a piece; waits while gRPC holds back."""
+        await self._call.write((header, payload))
+
+    async def flush(self) -> None:
+        """Do nothing: no piece waits for others."""
+
+    async def finish(self) -> None:
+        """End the stream of pieces."""
+        await self._call.done_writing()
+
+    async def reply(self) -> kv_pb2.PushReply | None:
+        """Return the call's answer."""
+        try:
+            return await self._call
+        except grpc.aio.AioRpcError as error:
+            _raise_unless_ok(self._status.of(error), error)
+            return None
+
+    def close(self) -> None:
+        """End the call, if it has not ended."""
+        self._call.cancel()
+
+
+class SharedRoute:
+    """Pieces in cells of shared memory, and messages that say where they lie. Make one with `open`.
+
+    A cell is filled anew once the receiver has answered its piece. So a receiver that lags holds up the sender when all
+    cells are full.
+    """
+
+    is_shared = True
+
+    def __init__(self, call: _SharedCall, status: SentStatus, cells: SharedCells, on_end: Callable[[], None]) -> None:
+        """Take over a call whose receiver has mapped the cells."""
+        self._call = call
+        self._status = status
+        self._cells = cells
+        self._on_end = on_end
+        self._filled: list[kv_pb2.SharedPiece] = []
+        """Pieces of the next message."""
+        self._unanswered: deque[int] = deque()
+        """Cells of the pieces that were sent and not answered, by offset, the oldest first."""
+        self._answered = asyncio.Event()
+        self._turns = Turns()
+        self._total: kv_pb2.PushReply | None = None
+        self._reading = asyncio.get_running_loop().create_task(self._read())
+        self._reading.add_done_callback(_retrieve)
+
+    @classmethod
+    async def open(cls, channel: grpc.aio.Channel, row_bytes: int, on_end: Callable[[], None]) -> Self | None:
+        """Agree with the receiver on shared memory for pieces of whole rows of `row_bytes`; return None when there is
+        none, or the receiver cannot map it. Raises the receiver's error."""
+        cells = make_cells(NUM_CELLS, max(MAX_PIECE_BYTES, row_bytes))
+        if cells is None:
+            return None
+        push: grpc.aio.StreamStreamMultiCallable[kv_pb2.SharedPieces, kv_pb2.SharedAnswer] = channel.stream_stream(
+            f"/{SERVICE}/PushShared", kv_pb2.SharedPieces.SerializeToString, kv_pb2.SharedAnswer.FromString
+        )
+        call: _SharedCall = push()
+        status, is_mapped = SentStatus(call), False
+        try:
+            is_mapped = await _is_mapped(call, status, cells.name)
+        finally:
+            if not is_mapped:
+                call.cancel()
+                cells.close()
+        return cls(call, status, cells, on_end) if is_mapped else None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the receiver's last answer has been read."""
+        return self._reading.done()
+
+    async def send(self, header: kv_pb2.KvPieceHeader, payload: memoryview) -> None:
+        """Copy the payload into a free cell, and send the message if it is full. Waits while no cell is free."""
+        while (offset := self._cells.take()) is None:
+            self._answered.clear()
+            await self.flush()
+            self._require_open()
+            await self._answered.wait()
+        self._require_open()
+        self._cells.write(offset, payload)
+        self._filled.append(kv_pb2.SharedPiece(header=header, offset=offset, num_bytes=payload.nbytes))
+        if len(self._filled) >= PIECES_PER_ANSWER:
+            await self.flush()
+        else:
+            await self._turns.take(payload.nbytes)
+
+    async def flush(self) -> None:
+        """Send the message of the pieces that were put into cells since the last one, if there are any."""
+        if self._filled:
+            pieces, self._filled = self._filled, []
+            self._unanswered.extend(piece.offset for piece in pieces)
+            await self._call.write(kv_pb2.SharedPieces(pieces=pieces))
+
+    async def finish(self) -> None:
+        """Send the last message, and end the stream of messages."""
+        await self.flush()
+        await self._call.done_writing()
+
+    async def reply(self) -> kv_pb2.PushReply | None:
+        """Return the receiver's last answer, once it has come."""
+        try:
+            await self._reading
+        except grpc.aio.AioRpcError as error:
+            _raise_unless_ok(self._status.of(error), error)
+        return self._total
+
+    def close(self) -> None:
+        """End the call, and let go of the shared memory."""
+        self._call.cancel()
+        self._reading.cancel()
+        self._cells.close()
+
+    def _require_open(self) -> None:
+        if self.ended:
+            raise asyncio.InvalidStateError("the receiver has ended the push")
+
+    async def _read(self) -> None:
+        """Read the receiver's answers until the call ends; each frees the cells of one message."""
+        try:
+            while isinstance(answer := await self._call.read(), kv_pb2.SharedAnswer):
+                if answer.HasField("total"):
+                    self._total = answer.total
+                    continue
+                if answer.num_pieces > (sent := len(self._unanswered)):
+                    raise ByteCountError(f"the receiver counted {answer.num_pieces} pieces, not {sent}: push again")
+                for _ in range(answer.num_pieces):
+                    self._cells.give_back(self._unanswered.popleft())
+                self._answered.set()
+        finally:
+            self._answered.set()
+            asyncio.get_running_loop().call_soon(self._on_end)  # once this task is done: `ended` asks for that
+
+
+async def _is_mapped(call: _SharedCall, status: SentStatus, name: kv_pb2.SharedMemory) -> bool:
+    """Name the memory to the receiver and return whether it has mapped it. A receiver that does not know the method,
+    as one of an earlier version, has not."""
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the call has ended: reading says why
+        await call.write(kv_pb2.SharedPieces(memory=name, pieces_per_answer=PIECES_PER_ANSWER))
+    try:
+        answer = await call.read()
+    except grpc.aio.AioRpcError as error:
+        ended = status.of(error)
+        if ended.code() is not grpc.StatusCode.UNIMPLEMENTED:
+            _raise_unless_ok(ended, error)
+        return False
+    return isinstance(answer, kv_pb2.SharedAnswer) and answer.mapped
+
+
+def _raise_unless_ok(status: grpc.aio.AioRpcError, raised: grpc.aio.AioRpcError) -> None:
+    if status.code() is not grpc.StatusCode.OK:
+        raise from_rpc_error(status) from raised
+
+
+def _retrieve(task: "asyncio.Task[None]") -> None:
+    """Read a task's exception, so that asyncio does not log it as lost when no one waits for the task any more."""
+    if not task.cancelled():
+        task.exception()

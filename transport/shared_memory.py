@@ -1,0 +1,164 @@
+"""Memory that both processes of a push see, on one node: its sender writes payloads into it, its receiver maps it.
+
+It is a file without a name (memfd_create): nothing of it lies in a folder, and it is gone with the last process that
+has it open or mapped, however that process ends. Its size is sealed, so reading mapped memory cannot fail. gRPC passes
+no descriptors, so the receiver opens /proc/PID/fd/N, which the kernel allows processes of the same user only, and knows
+the file by the random key at its beginning. On another node, in a container that counts processes on its own, or as
+another user the receiver finds no such file, and the push goes without shared memory.
+
+Used by `transport.kv_routes` (SharedCells) and `transport.kv_receiver` (map_memory), on their processes' loops.
+"""
+
+import asyncio
+import fcntl
+import logging
+import mmap
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from baton.errors import InvalidArgumentError, TransferError
+from baton.v1 import kv_pb2
+
+logger = logging.getLogger(__name__)
+
+NAME = "baton-kv"
+"""Name by which /proc/PID/maps and /proc/PID/fd show shared memory: memfd:baton-kv."""
+KEY_BYTES = 16
+TURN_BYTES = 2**19
+"""Bytes that one call may copy before the loop's other calls get their turn."""
+_FIRST_CELL = mmap.PAGESIZE
+"""Offset of the first cell: the key has a page of its own."""
+_MODE = 0o600
+
+
+class SharedCells:
+    """Cells of equal size in new shared memory: each holds one payload from `take` to `give_back`.
+
+    The cell that was given back last is taken first: it is likely to be in a cache, and a push whose receiver keeps up
+    touches few pages. Owner: the sender's route, on its loop.
+    """
+
+    def __init__(self, num_cells: int, cell_bytes: int) -> None:
+        """Raise OSError where such memory cannot be had."""
+        if not hasattr(os, "memfd_create"):
+            raise OSError("this operating system has no memfd_create")
+        key = secrets.token_bytes(KEY_BYTES)
+        num_bytes = _FIRST_CELL + num_cells * cell_bytes
+        self._descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.fchmod(self._descriptor, _MODE)
+            os.ftruncate(self._descriptor, num_bytes)
+            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _seals() | fcntl.F_SEAL_SEAL)
+            os.pwrite(self._descriptor, key, 0)
+        except OSError:
+            os.close(self._descriptor)
+            raise
+        self.name = kv_pb2.SharedMemory(pid=os.getpid(), descriptor=self._descriptor, num_bytes=num_bytes, key=key)
+        """What the receiver needs to find this memory."""
+        self._cell_bytes = cell_bytes
+        self._free = [_FIRST_CELL + number * cell_bytes for number in reversed(range(num_cells))]
+
+    def take(self) -> int | None:
+        """Claim a cell and return its offset; None when all are in use."""
+        return self._free.pop() if self._free else None
+
+    def give_back(self, offset: int) -> None:
+        """End the claim on a cell, whose payload the receiver has read."""
+        self._free.append(offset)
+
+    def write(self, offset: int, payload: memoryview) -> None:
+        """Copy a payload into the cell at `offset`; releases the GIL. Raises TransferError without memory for it."""
+        assert payload.nbytes <= self._cell_bytes
+        try:
+            written = os.pwrite(self._descriptor, payload, offset)
+        except OSError as error:
+            reason = f"shared memory takes no {payload.nbytes} bytes ({error.strerror})"
+            raise TransferError(f"{reason}: push again, or free memory on the node") from error
+        if written != payload.nbytes:
+            raise TransferError(f"shared memory took {written} of {payload.nbytes} bytes: push again")
+
+    def close(self) -> None:
+        """Let go of the memory; a receiver that has mapped it may still read it. Call once."""
+        os.close(self._descriptor)
+
+
+class Turns:
+    """Lets the loop's other calls go on while one call copies the payloads of a long message."""
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+        """Bytes that were copied since the last turn of others."""
+
+    async def take(self, num_bytes: int) -> None:
+        """Count copied bytes, and let others go on once these are many."""
+        self._num_bytes += num_bytes
+        if self._num_bytes >= TURN_BYTES:
+            self._num_bytes = 0
+            await asyncio.sleep(0)
+
+
+def make_cells(num_cells: int, cell_bytes: int) -> SharedCells | None:
+    """Return new shared memory of so many cells; None where there is no such memory, with the reason in the log."""
+    try:
+        return SharedCells(num_cells, cell_bytes)
+    except OSError as error:
+        logger.debug("no shared memory for a push: %s", error)
+        return None
+
+
+def map_memory(name: kv_pb2.SharedMemory) -> mmap.mmap | None:
+    """Map a sender's memory for reading, until the last view of it is gone; None when the name leads to no such memory.
+
+    Nothing else is mapped, whatever the name says: only a file that belongs to this process's user and to no other, has
+    no name, has a sealed size, and begins with the key.
+    """
+    path = Path("/proc", str(name.pid), "fd", str(name.descriptor))
+    try:
+        if not _is_shared(path.stat(), name):  # looked at first, as opening other kinds of files may have effects
+            return None
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        logger.debug("a push's shared memory is not on this node, or not this user's: %s", error)
+        return None
+    try:
+        return _mapped(descriptor, name)
+    except OSError as error:
+        logger.debug("a push's shared memory cannot be mapped: %s", error)
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def payload_at(memory: mmap.mmap, piece: kv_pb2.SharedPiece) -> memoryview:
+    """Return a view of a piece's payload. Raises InvalidArgumentError for one that does not lie in the memory."""
+    if piece.offset < _FIRST_CELL or piece.offset + piece.num_bytes > len(memory):
+        raise InvalidArgumentError(
+            f"offset = {piece.offset} with num_bytes = {piece.num_bytes} is out of range: payloads lie in bytes "
+            f"[{_FIRST_CELL}, {len(memory)}) of the shared memory"
+        )
+    return memoryview(memory)[piece.offset : piece.offset + piece.num_bytes]
+
+
+def _mapped(descriptor: int, name: kv_pb2.SharedMemory) -> mmap.mmap | None:
+    is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _seals() == _seals()
+    if not is_sealed or not _is_shared(os.fstat(descriptor), name):
+        return None
+    if os.pread(descriptor, KEY_BYTES, 0) != name.key:
+        return None
+    return mmap.mmap(descriptor, name.num_bytes, prot=mmap.PROT_READ)
+
+
+def _is_shared(found: os.stat_result, name: kv_pb2.SharedMemory) -> bool:
+    return (
+        stat.S_ISREG(found.st_mode)
+        and stat.S_IMODE(found.st_mode) == _MODE
+        and found.st_uid == os.geteuid()
+        and found.st_nlink == 0
+        and found.st_size == name.num_bytes > _FIRST_CELL
+    )
+
+
+def _seals() -> int:
+    return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
