@@ -1,8 +1,16 @@
-"""How fast does KV travel into a slot? Our push against the same bytes in plain protobuf messages (`plain`).
+"""How fast does KV travel into a slot, and what does it cost the processors?
 
-Both go over loopback gRPC into a receiver process of its own. Ours is checked (stamp, layout, byte count, checksum) and
-written in place; the baseline is parsed as `KvPiece` by protobuf, unchecked, and written one piece behind the other.
-Both write into new memory, as a leased slot's is. Pieces are 1 MiB at most.
+Three sides, each from this process into a receiver process of its own on the same node, measured in turn:
+
+  shared   our push through shared memory
+  stream   our push over loopback gRPC
+  plain    the same bytes in plain protobuf messages, over loopback gRPC
+
+Ours are checked (stamp, layout, byte count, checksum) and written in place; the baseline is parsed as `KvPiece` by
+protobuf, unchecked, and written one piece behind the other. All write into new memory, as a leased slot's is.
+
+Rows, by `scheme`: gb_s, bytes per second; gb_cpu_s, bytes per second of processor time, that of both processes in sum.
+`--bars`: `shared` moves at least twice as many bytes per second of processor time as `stream`.
 """
 
 import argparse
@@ -10,7 +18,8 @@ import asyncio
 import multiprocessing
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import grpc
@@ -21,7 +30,7 @@ from baton.clock import SystemClock
 from baton.ids import RequestId
 from baton.types import KvLayout, TokenRange
 from baton.v1 import kv_pb2
-from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Pairs, Reporter, case, make_parser
+from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Bars, Pairs, Reporter, case, make_parser
 from generate_workers.residency.policies import make_residency
 from generate_workers.residency.port import KvShape
 from generate_workers.slots.memory import KvMemory, MemoryLimits
@@ -31,6 +40,7 @@ from modeling.kv.buffers import KvBuffer
 from transport.channel import bind, make_channel, make_server
 from transport.kv_client import KvClient
 from transport.kv_receiver import KvReceiverServicer
+from transport.kv_routes import MAX_PIECE_BYTES
 from transport.kv_sender import open_push
 from transport.kv_sink import ReserveSpec
 
@@ -39,6 +49,10 @@ QUICK_LENGTHS = "512"
 LAYOUT = KvLayout("benchmark", num_layers=30, num_kv_heads=3, head_dim=64, dtype="bfloat16")
 """KV layout of the standard model, smollm2-135m."""
 MAX_TOKENS = 8192
+BAR = 2.0
+"""Bytes per second of processor time through shared memory, over those of the stream, at least."""
+_LEAST_BYTES = 64 * 10**6
+"""Bytes of one measurement, at least: so that what is counted besides the pushes weighs little."""
 _PLAIN = "/baton.benchmark.Plain/Push"
 
 
@@ -66,7 +80,7 @@ async def _drain(pieces: AsyncIterator[kv_pb2.KvPiece], context: object) -> kv_p
 
 
 def _receive(pipe: Connection) -> None:
-    """Run the receiver's process: serve until told to exit."""
+    """Run the receiver's process: answer each question with its processor time, until told to exit."""
 
     async def serve() -> None:
         server = make_server()
@@ -79,65 +93,122 @@ def _receive(pipe: Connection) -> None:
         server.add_generic_rpc_handlers((_PlainHandler(),))
         await server.start()
         pipe.send(port)
-        await asyncio.to_thread(pipe.recv)
+        while await asyncio.to_thread(pipe.recv):
+            pipe.send(time.process_time())
         await server.stop(0)
 
     asyncio.run(serve())
 
 
-async def _push(channel: grpc.aio.Channel, buffer: KvBuffer) -> float:
-    """Return the GB/s of one prompt's KV, pushed layer by layer into a new lease."""
+Push = Callable[[], Awaitable[None]]
+"""A function that pushes one prompt's KV."""
+
+
+def _pusher(channel: grpc.aio.Channel, buffer: KvBuffer, *, may_share: bool) -> Push:
+    """Return our push of the buffer, layer by layer into a new lease, by one of the two routes."""
     tokens = buffer.tokens
     spec = ReserveSpec(RequestId("benchmark"), 1, len(tokens), len(tokens), ttl_s=60.0)
     leases = KvClient(channel)
-    lease = await leases.reserve(spec, LAYOUT.fingerprint)
-    start = time.perf_counter()
-    session = open_push(channel, LAYOUT, lease)
-    for layer in range(LAYOUT.num_layers):
-        session.offer(layer, tokens, buffer.export(layer, tokens))
-    session.finish()
-    summary = await session.result()
-    elapsed_s = time.perf_counter() - start
-    await leases.abort(lease.ref)
-    return summary.num_bytes / elapsed_s / 1e9
+
+    async def push() -> None:
+        lease = await leases.reserve(spec, LAYOUT.fingerprint)
+        session = open_push(channel, LAYOUT, lease, may_share=may_share)
+        for layer in range(LAYOUT.num_layers):
+            session.offer(layer, tokens, buffer.export(layer, tokens))
+        session.finish()
+        summary = await session.result()
+        assert summary.num_bytes_shared == (summary.num_bytes if may_share else 0), "the other route was taken"
+        await leases.abort(lease.ref)
+
+    return push
 
 
-async def _push_plain(channel: grpc.aio.Channel, buffer: KvBuffer) -> float:
-    """Return the GB/s of the same pieces as plain messages."""
+def _plain_pusher(channel: grpc.aio.Channel, buffer: KvBuffer) -> Push:
+    """Return the baseline: the buffer's pieces as plain messages."""
     call = channel.stream_unary(_PLAIN, kv_pb2.KvPiece.SerializeToString, kv_pb2.PushReply.FromString)
-    max_tokens = 2**20 // LAYOUT.row_bytes
+    max_tokens = MAX_PIECE_BYTES // LAYOUT.row_bytes
 
     async def pieces() -> AsyncIterator[kv_pb2.KvPiece]:
         for layer in range(LAYOUT.num_layers):
             for part in buffer.tokens.split(max_tokens):
                 yield kv_pb2.KvPiece(payload=bytes(buffer.export(layer, part)))
 
-    start = time.perf_counter()
-    reply = await call(pieces())
-    return int(reply.num_bytes) / (time.perf_counter() - start) / 1e9
+    async def push() -> None:
+        await call(pieces())
+
+    return push
 
 
-async def _measure(args: argparse.Namespace, port: int) -> None:
+@dataclass(frozen=True)
+class Rates:
+    """What one measurement of a side came to."""
+
+    gb_s: float
+    gb_cpu_s: float
+
+
+async def _measure_side(push: Push, num_bytes: int, pipe: Connection) -> Rates:
+    """Push so often that it can be measured, and return the rates."""
+    times = max(1, round(_LEAST_BYTES / num_bytes))
+    cpu_s, start_s = _cpu_s(pipe), time.perf_counter()
+    for _ in range(times):
+        await push()
+    elapsed_s, spent_s = time.perf_counter() - start_s, _cpu_s(pipe) - cpu_s
+    gb = times * num_bytes / 1e9
+    return Rates(gb / elapsed_s, gb / spent_s)
+
+
+def _cpu_s(pipe: Connection) -> float:
+    """Return the processor time of this process and of the receiver's, in sum."""
+    pipe.send(True)
+    receivers_s: float = pipe.recv()
+    return time.process_time() + receivers_s
+
+
+async def _measure(args: argparse.Namespace, port: int, pipe: Connection) -> int:
     pairs = QUICK_PAIRS if args.quick else PAIRS
-    reporter = Reporter("transfer", args.json)
-    channel, plain = make_channel(f"127.0.0.1:{port}"), make_channel(f"127.0.0.1:{port}")
+    reporter, bars = Reporter("transfer", args.json), Bars()
+    channels = [make_channel(f"127.0.0.1:{port}") for _ in range(3)]
     for num_tokens in (int(n) for n in (args.tokens or (QUICK_LENGTHS if args.quick else LENGTHS)).split(",")):
         buffer = KvBuffer(LAYOUT, TokenRange(0, num_tokens))
         buffer.data.normal_()
-        sides: tuple[list[float], list[float]] = ([], [])
-        for _ in range(pairs + 1):
-            sides[0].append(await _push(channel, buffer))
-            sides[1].append(await _push_plain(plain, buffer))
-        reporter.add(case(tokens=num_tokens), "gb_s", "GB/s", "plain", Pairs(sides[0][1:], sides[1][1:]))
+        sides = {
+            "shared": _pusher(channels[0], buffer, may_share=True),
+            "stream": _pusher(channels[1], buffer, may_share=False),
+            "plain": _plain_pusher(channels[2], buffer),
+        }
+        found: dict[str, list[Rates]] = {name: [] for name in sides}
+        for number in range(pairs + 1):
+            for name, push in sides.items():
+                rates = await _measure_side(push, buffer.num_bytes, pipe)
+                found[name].extend([rates] if number else [])
+        ratio = _report(reporter, num_tokens, found)
+        bars.at_least(f"{num_tokens} tokens, shared over stream, bytes per second of processor time", ratio, BAR)
     reporter.close()
-    await channel.close()
-    await plain.close()
+    for channel in channels:
+        await channel.close()
+    return bars.close() if args.bars else 0
+
+
+def _report(reporter: Reporter, num_tokens: int, found: dict[str, list[Rates]]) -> float:
+    """Report each of our sides against the next slower one; return how many times `stream`'s bytes per second of
+    processor time `shared` moves."""
+    ratio = 0.0
+    for name, baseline in (("stream", "plain"), ("shared", "stream")):
+        keys = case(tokens=num_tokens, scheme=name)
+        ours, theirs = found[name], found[baseline]
+        wall = Pairs([each.gb_s for each in ours], [each.gb_s for each in theirs])
+        reporter.add(keys, "gb_s", "GB/s", baseline, wall)
+        cpu = Pairs([each.gb_cpu_s for each in ours], [each.gb_cpu_s for each in theirs])
+        ratio = reporter.add(keys, "gb_cpu_s", "GB/s", baseline, cpu).ratio
+    return ratio
 
 
 def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--tokens", default=None, help=f"prompt lengths (default {LENGTHS})")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
     args = parser.parse_args()
     torch.set_num_threads(1)
     context = multiprocessing.get_context("spawn")
@@ -145,11 +216,10 @@ def main() -> int:
     receiver = context.Process(target=_receive, args=(theirs,), daemon=True)
     receiver.start()
     try:
-        asyncio.run(_measure(args, ours.recv()))
+        return asyncio.run(_measure(args, ours.recv(), ours))
     finally:
         ours.send(None)
         receiver.join(5)
-    return 0
 
 
 if __name__ == "__main__":

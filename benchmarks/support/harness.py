@@ -28,7 +28,7 @@ from deploy.config.environment import DEFAULT_MODEL
 
 PAIRS = 9
 QUICK_PAIRS = 3
-_RATES = ("gb_s", "tokens_s", "tokens_step", "gflops", "goodput")
+_RATES = ("gb_s", "gb_cpu_s", "tokens_s", "tokens_step", "gflops", "goodput")
 """Metrics that are better when larger."""
 
 
