@@ -6,6 +6,7 @@ is the 99th percentile of the time between two tokens of a stream while prompts 
 
   disaggregated   a generation engine on a core of its own; the prefill rank, the orchestrator and this process on the
                   others
+  streamed        the same with KV over gRPC in place of shared memory (prefill.transfer)
   colocated       one engine with all cores prefills by itself, within its bound (generate.max_step_stretch)
   unbounded       the same engine, as many tokens in a step as max_prefill_tokens_per_step says
   vllm, vllm_256  vLLM's CPU build in chunks of 2,048 tokens, as it comes, or of 256, as ours (`--peer-python PATH`,
@@ -166,10 +167,16 @@ async def _sides(stack: AsyncExitStack, args: argparse.Namespace, sizes: Sizes) 
     alone = {"num_ranks": 0, "num_threads": len(cores), "num_slots": sizes.num_streams + 4}
     chain = local_config(args.dtype, num_ranks=1, num_slots=sizes.num_streams + 4, cores=((first,),))
     ranks = replace(chain.prefill, num_threads=max(1, len(others)), cores=(tuple(others or cores),))
+    relays: dict[str, tuple[ClusterConfig, Sequence[int]]] = {
+        "disaggregated": (replace(chain, prefill=ranks), cores[1:]),
+        "streamed": (replace(chain, prefill=replace(ranks, transfer="stream")), cores[1:]),
+        "colocated": (local_config(args.dtype, **alone), ()),
+        "unbounded": (local_config(args.dtype, **alone, max_step_stretch=math.inf), ()),
+    }
     sides: dict[str, Side] = {
-        "disaggregated": await _relay(stack, replace(chain, prefill=ranks), folder, cores[1:]),
-        "colocated": await _relay(stack, local_config(args.dtype, **alone), folder, ()),
-        "unbounded": await _relay(stack, local_config(args.dtype, **alone, max_step_stretch=math.inf), folder, ()),
+        name: await _relay(stack, config, folder, own)
+        for name, (config, own) in relays.items()
+        if args.sides is None or name in args.sides
     }
     for name, chunk in _PEER_CHUNKS.items() if args.peer_python is not None else ():
         running = VllmPeer.running(
@@ -194,7 +201,7 @@ def report(reporter: Reporter, bars: Bars, sizes: Sizes, found: dict[str, list[F
         reporter.add(keys, "step_ms", "ms", "idle", steps)
         if name == "disaggregated":
             bars.at_most("disaggregated, p99 between tokens over idle", 1 / row.ratio, BAR)
-        else:
+        elif "disaggregated" in medians:
             reporter.add(keys, "ttft_s", "s", "disaggregated", Pairs(medians[name], medians["disaggregated"]))
 
 
@@ -228,6 +235,7 @@ def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--peer-python", type=Path, default=None, help="Python of vLLM's environment")
     parser.add_argument("--peer-model", type=Path, default=None, help="Hugging Face folder for vLLM; default: ours")
+    parser.add_argument("--sides", type=lambda text: text.split(","), help="names of our sides, with commas; without: all")
     parser.add_argument("--plot", type=Path, default=None, help="PNG file of the gaps' distributions")
     parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
     with contextlib.suppress(KeyboardInterrupt):
