@@ -7,7 +7,8 @@ Three sides, each from this process into a receiver process of its own on the sa
   plain    the same bytes in plain protobuf messages, over loopback gRPC
 
 Ours are checked (stamp, layout, byte count, checksum) and written in place; the baseline is parsed as `KvPiece` by
-protobuf, unchecked, and written one piece behind the other. All write into new memory, as a leased slot's is.
+protobuf, unchecked, and written one piece behind the other. All write into new memory, as a leased slot's is, and both
+processes rarely collect garbage, as workers do.
 
 Rows, by `scheme`: gb_s, bytes per second; gb_cpu_s, bytes per second of processor time, that of both processes in sum.
 `--bars`: `shared` moves at least twice as many bytes per second of processor time as `stream`.
@@ -28,6 +29,7 @@ import torch
 
 from baton.clock import SystemClock
 from baton.ids import RequestId
+from baton.process.garbage import collect_rarely
 from baton.types import KvLayout, TokenRange
 from baton.v1 import kv_pb2
 from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Bars, Pairs, Reporter, case, make_parser
@@ -40,9 +42,10 @@ from modeling.kv.buffers import KvBuffer
 from transport.channel import bind, make_channel, make_server
 from transport.kv_client import KvClient
 from transport.kv_receiver import KvReceiverServicer
-from transport.kv_routes import MAX_PIECE_BYTES
+from transport.kv_routes import MAX_PIECE_BYTES, make_pool
 from transport.kv_sender import open_push
 from transport.kv_sink import ReserveSpec
+from transport.shared_memory import CellPool
 
 LENGTHS = "64,512,2048,6000"
 QUICK_LENGTHS = "512"
@@ -92,6 +95,7 @@ def _receive(pipe: Connection) -> None:
         KvReceiverServicer(slots).add_to(server)
         server.add_generic_rpc_handlers((_PlainHandler(),))
         await server.start()
+        collect_rarely()
         pipe.send(port)
         while await asyncio.to_thread(pipe.recv):
             pipe.send(time.process_time())
@@ -104,20 +108,20 @@ Push = Callable[[], Awaitable[None]]
 """A function that pushes one prompt's KV."""
 
 
-def _pusher(channel: grpc.aio.Channel, buffer: KvBuffer, *, may_share: bool) -> Push:
-    """Return our push of the buffer, layer by layer into a new lease, by one of the two routes."""
+def _pusher(channel: grpc.aio.Channel, buffer: KvBuffer, pool: CellPool | None) -> Push:
+    """Return our push of the buffer, layer by layer into a new lease, through shared memory if there is a pool."""
     tokens = buffer.tokens
     spec = ReserveSpec(RequestId("benchmark"), 1, len(tokens), len(tokens), ttl_s=60.0)
     leases = KvClient(channel)
 
     async def push() -> None:
         lease = await leases.reserve(spec, LAYOUT.fingerprint)
-        session = open_push(channel, LAYOUT, lease, may_share=may_share)
+        session = open_push(channel, LAYOUT, lease, pool=pool)
         for layer in range(LAYOUT.num_layers):
             session.offer(layer, tokens, buffer.export(layer, tokens))
         session.finish()
         summary = await session.result()
-        assert summary.num_bytes_shared == (summary.num_bytes if may_share else 0), "the other route was taken"
+        assert summary.num_bytes_shared == (0 if pool is None else summary.num_bytes), "the other route was taken"
         await leases.abort(lease.ref)
 
     return push
@@ -168,13 +172,15 @@ def _cpu_s(pipe: Connection) -> float:
 async def _measure(args: argparse.Namespace, port: int, pipe: Connection) -> int:
     pairs = QUICK_PAIRS if args.quick else PAIRS
     reporter, bars = Reporter("transfer", args.json), Bars()
+    collect_rarely()
     channels = [make_channel(f"127.0.0.1:{port}") for _ in range(3)]
+    pool = make_pool(LAYOUT)
     for num_tokens in (int(n) for n in (args.tokens or (QUICK_LENGTHS if args.quick else LENGTHS)).split(",")):
         buffer = KvBuffer(LAYOUT, TokenRange(0, num_tokens))
         buffer.data.normal_()
         sides = {
-            "shared": _pusher(channels[0], buffer, may_share=True),
-            "stream": _pusher(channels[1], buffer, may_share=False),
+            "shared": _pusher(channels[0], buffer, pool),
+            "stream": _pusher(channels[1], buffer, None),
             "plain": _plain_pusher(channels[2], buffer),
         }
         found: dict[str, list[Rates]] = {name: [] for name in sides}
@@ -185,6 +191,7 @@ async def _measure(args: argparse.Namespace, port: int, pipe: Connection) -> int
         ratio = _report(reporter, num_tokens, found)
         bars.at_least(f"{num_tokens} tokens, shared over stream, bytes per second of processor time", ratio, BAR)
     reporter.close()
+    pool.close()
     for channel in channels:
         await channel.close()
     return bars.close() if args.bars else 0

@@ -36,6 +36,7 @@ from transport.channel import bind, make_channel, make_server
 from transport.channel_cache import ChannelCache
 from transport.identity import ClusterSecret
 from transport.kv_client import KvClient
+from transport.kv_routes import make_pool
 from transport.kv_sender import PushSession, PushSummary, open_push
 from transport.proto_types import history_from_proto, kernels_to_proto, lease_from_proto
 
@@ -90,7 +91,8 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         may_share: bool = True,
     ) -> None:
         self.engine, self.prefixes, self.exchange = engine, prefixes, exchange
-        self._host, self._may_share = host, may_share
+        self._host = host
+        self._pool = make_pool(engine.decoder.layout) if may_share else None
         self._channels = ChannelCache(partial(make_channel, secret=secret))
         self._blocks = BlockThreads()
 
@@ -113,7 +115,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         lease = lease_from_proto(request.lease)
         if lease.num_tokens != job.chunks[-1].end:
             raise InvalidArgumentError(f"lease.num_tokens = {lease.num_tokens}: the prompt has {job.chunks[-1].end}")
-        session = open_push(channel, self.engine.decoder.layout, lease, may_share=self._may_share)
+        session = open_push(channel, self.engine.decoder.layout, lease, pool=self._pool)
         outlet = PushOutlet(session, lease.num_present_tokens, filling)
         filled = Filled()
         try:
@@ -162,6 +164,8 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         if self.exchange is not None:
             await self.exchange.close()
         await self._channels.close()
+        if self._pool is not None:
+            self._pool.close()
 
     async def _compute(self, job: Job, outlet: PushOutlet, session: PushSession) -> JobReport:
         """Run the job on the engine and return its report; give the job up when its push fails or the call ends."""

@@ -13,10 +13,11 @@ from typing import Protocol, Self
 import grpc
 
 from baton.errors import ByteCountError
+from baton.types import KvLayout
 from baton.v1 import kv_pb2
 from transport.kv_frame import Piece, encode_piece
 from transport.kv_receiver import SERVICE
-from transport.shared_memory import SharedCells, Turns, make_cells
+from transport.shared_memory import CellPool, SharedCells, Turns
 from transport.status import SentStatus, from_rpc_error
 
 MAX_PIECE_BYTES = 2**20
@@ -108,6 +109,11 @@ class StreamRoute:
         self._call.cancel()
 
 
+def make_pool(layout: KvLayout) -> CellPool:
+    """Return an empty pool of shared memory for pushes of this layout."""
+    return CellPool(NUM_CELLS, max(MAX_PIECE_BYTES, layout.row_bytes))
+
+
 class SharedRoute:
     """Pieces in cells of shared memory, and messages that say where they lie. Make one with `open`.
 
@@ -117,10 +123,13 @@ class SharedRoute:
 
     is_shared = True
 
-    def __init__(self, call: _SharedCall, status: SentStatus, cells: SharedCells, on_end: Callable[[], None]) -> None:
-        """Take over a call whose receiver has mapped the cells."""
+    def __init__(
+        self, call: _SharedCall, status: SentStatus, pool: CellPool, cells: SharedCells, on_end: Callable[[], None]
+    ) -> None:
+        """Take over a call whose receiver has mapped the cells, which are the pool's."""
         self._call = call
         self._status = status
+        self._pool = pool
         self._cells = cells
         self._on_end = on_end
         self._filled: list[kv_pb2.SharedPiece] = []
@@ -134,10 +143,10 @@ class SharedRoute:
         self._reading.add_done_callback(_retrieve)
 
     @classmethod
-    async def open(cls, channel: grpc.aio.Channel, row_bytes: int, on_end: Callable[[], None]) -> Self | None:
-        """Agree with the receiver on shared memory for pieces of whole rows of `row_bytes`; return None when there is
-        none, or the receiver cannot map it. Raises the receiver's error."""
-        cells = make_cells(NUM_CELLS, max(MAX_PIECE_BYTES, row_bytes))
+    async def open(cls, channel: grpc.aio.Channel, pool: CellPool, on_end: Callable[[], None]) -> Self | None:
+        """Agree with the receiver on shared memory of the pool; return None when there is none, or the receiver cannot
+        map it. Raises the receiver's error."""
+        cells = pool.take()
         if cells is None:
             return None
         push: grpc.aio.StreamStreamMultiCallable[kv_pb2.SharedPieces, kv_pb2.SharedAnswer] = channel.stream_stream(
@@ -151,7 +160,7 @@ class SharedRoute:
             if not is_mapped:
                 call.cancel()
                 cells.close()
-        return cls(call, status, cells, on_end) if is_mapped else None
+        return cls(call, status, pool, cells, on_end) if is_mapped else None
 
     @property
     def ended(self) -> bool:
@@ -194,17 +203,20 @@ class SharedRoute:
         return self._total
 
     def close(self) -> None:
-        """End the call, and let go of the shared memory."""
+        """End the call, and let go of the shared memory; the next push uses it if this one's receiver is through."""
         self._call.cancel()
         self._reading.cancel()
-        self._cells.close()
+        if self._total is not None:
+            self._pool.give_back(self._cells)
+        else:
+            self._cells.close()
 
     def _require_open(self) -> None:
         if self.ended:
             raise asyncio.InvalidStateError("the receiver has ended the push")
 
     async def _read(self) -> None:
-        """Read the receiver's answers until the call ends; each frees the cells of one message."""
+        """Read the receiver's answers until the call ends; each frees the cells of so many pieces."""
         try:
             while isinstance(answer := await self._call.read(), kv_pb2.SharedAnswer):
                 if answer.HasField("total"):

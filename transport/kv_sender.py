@@ -20,6 +20,7 @@ from baton.types import KvLayout, Lease, LeaseRef, TokenRange
 from baton.v1 import kv_pb2
 from transport.kv_routes import MAX_PIECE_BYTES, Route, SharedRoute, StreamRoute
 from transport.proto_types import lease_ref_to_proto
+from transport.shared_memory import CellPool
 
 logger = logging.getLogger(__name__)
 
@@ -50,15 +51,16 @@ def open_push(
     lease: Lease,
     *,
     clock: Clock | None = None,
-    may_share: bool = True,
+    pool: CellPool | None = None,
 ) -> "PushSession":
     """Start a push into a lease; the caller ends it with `finish`, `fail` or `cancel`. Must be called on the loop.
 
-    Pieces go through shared memory if `may_share` and the receiver is a process of this node and user, else over gRPC.
+    Pieces go through memory of `pool`, if one is given and the receiver is a process of this node and user, else over
+    gRPC.
     """
 
     async def open_route(on_end: Callable[[], None]) -> Route:
-        shared = await SharedRoute.open(channel, layout.row_bytes, on_end) if may_share else None
+        shared = await SharedRoute.open(channel, pool, on_end) if pool is not None else None
         return shared or StreamRoute(channel, on_end)
 
     return PushSession(open_route, lease.ref, layout, clock or SystemClock())

@@ -6,7 +6,7 @@ no descriptors, so the receiver opens /proc/PID/fd/N, which the kernel allows pr
 the file by the random key at its beginning. On another node, in a container that counts processes on its own, or as
 another user the receiver finds no such file, and the push goes without shared memory.
 
-Used by `transport.kv_routes` (SharedCells) and `transport.kv_receiver` (map_memory), on their processes' loops.
+Used by `transport.kv_routes` (CellPool) and `transport.kv_receiver` (map_memory), on their processes' loops.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ import secrets
 import stat
 from pathlib import Path
 
-from baton.errors import InvalidArgumentError, TransferError
+from baton.errors import InvalidArgumentError
 from baton.v1 import kv_pb2
 
 logger = logging.getLogger(__name__)
@@ -51,14 +51,16 @@ class SharedCells:
             os.fchmod(self._descriptor, _MODE)
             os.ftruncate(self._descriptor, num_bytes)
             fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _seals() | fcntl.F_SEAL_SEAL)
-            os.pwrite(self._descriptor, key, 0)
+            self._mapped = mmap.mmap(self._descriptor, num_bytes)
         except OSError:
             os.close(self._descriptor)
             raise
+        self._mapped[:KEY_BYTES] = key
         self.name = kv_pb2.SharedMemory(pid=os.getpid(), descriptor=self._descriptor, num_bytes=num_bytes, key=key)
         """What the receiver needs to find this memory."""
         self._cell_bytes = cell_bytes
-        self._free = [_FIRST_CELL + number * cell_bytes for number in reversed(range(num_cells))]
+        self._all = [_FIRST_CELL + number * cell_bytes for number in reversed(range(num_cells))]
+        self._free = list(self._all)
 
     def take(self) -> int | None:
         """Claim a cell and return its offset; None when all are in use."""
@@ -69,19 +71,54 @@ class SharedCells:
         self._free.append(offset)
 
     def write(self, offset: int, payload: memoryview) -> None:
-        """Copy a payload into the cell at `offset`; releases the GIL. Raises TransferError without memory for it."""
+        """Copy a payload into the cell at `offset`."""
         assert payload.nbytes <= self._cell_bytes
-        try:
-            written = os.pwrite(self._descriptor, payload, offset)
-        except OSError as error:
-            reason = f"shared memory takes no {payload.nbytes} bytes ({error.strerror})"
-            raise TransferError(f"{reason}: push again, or free memory on the node") from error
-        if written != payload.nbytes:
-            raise TransferError(f"shared memory took {written} of {payload.nbytes} bytes: push again")
+        self._mapped[offset : offset + payload.nbytes] = payload
+
+    def reset(self) -> None:
+        """End all claims, as no receiver reads any more; the cells that were used first before are used first again."""
+        self._free = list(self._all)
 
     def close(self) -> None:
         """Let go of the memory; a receiver that has mapped it may still read it. Call once."""
+        self._mapped.close()
         os.close(self._descriptor)
+
+
+class CellPool:
+    """Shared memory of one sender for pushes of one layout, kept from one push to the next, because pages are new once.
+
+    Owned by the process's servicer; used on its loop.
+    """
+
+    def __init__(self, num_cells: int, cell_bytes: int, most_kept: int = 2) -> None:
+        """`most_kept`: memories of so many cells that are kept while no push uses them."""
+        self._num_cells, self._cell_bytes, self._most_kept = num_cells, cell_bytes, most_kept
+        self._kept: list[SharedCells] = []
+
+    def take(self) -> SharedCells | None:
+        """Return memory that no push uses; None where there is no such memory, with the reason in the log. The caller
+        gives it back, or closes it."""
+        if self._kept:
+            return self._kept.pop()
+        try:
+            return SharedCells(self._num_cells, self._cell_bytes)
+        except OSError as error:
+            logger.debug("no shared memory for a push: %s", error)
+            return None
+
+    def give_back(self, cells: SharedCells) -> None:
+        """Take memory back that its push's receiver reads no more."""
+        cells.reset()
+        self._kept.append(cells)
+        while len(self._kept) > self._most_kept:
+            self._kept.pop(0).close()
+
+    def close(self) -> None:
+        """Let go of all memory that is kept; what comes back later is not kept. Idempotent."""
+        self._most_kept = 0
+        while self._kept:
+            self._kept.pop().close()
 
 
 class Turns:
@@ -97,15 +134,6 @@ class Turns:
         if self._num_bytes >= TURN_BYTES:
             self._num_bytes = 0
             await asyncio.sleep(0)
-
-
-def make_cells(num_cells: int, cell_bytes: int) -> SharedCells | None:
-    """Return new shared memory of so many cells; None where there is no such memory, with the reason in the log."""
-    try:
-        return SharedCells(num_cells, cell_bytes)
-    except OSError as error:
-        logger.debug("no shared memory for a push: %s", error)
-        return None
 
 
 def map_memory(name: kv_pb2.SharedMemory) -> mmap.mmap | None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import grpc
 import pytest
@@ -16,8 +16,10 @@ from tests.support.wire.push_process import NUM_TOKENS, WHOLE, running
 from tests.support.wire.shared_push import files_in_memory, shared_files
 from transport.channel import make_channel
 from transport.kv_client import KvClient
+from transport.kv_routes import make_pool
 from transport.kv_sender import PushSummary, open_push
 from transport.kv_sink import ReserveSpec
+from transport.shared_memory import CellPool
 
 NOBODY = "65534"
 OWN_PROCESS_NUMBERS = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
@@ -30,6 +32,13 @@ async def _nothing_stays() -> AsyncIterator[None]:
     yield
     await eventually(files, lambda now: now == before, within_s=10)
     assert files_in_memory() == folder
+
+
+@pytest.fixture
+def pool() -> Iterator[CellPool]:
+    made = make_pool(WIDE)
+    yield made
+    made.close()
 
 
 async def files() -> list[str]:
@@ -73,10 +82,10 @@ async def test_killed_sender_leaves_the_slot_to_another() -> None:
             assert loop.sink.read(lease.ref, layer, WHOLE) == rows(WHOLE, layer, WIDE)
 
 
-async def test_killed_receiver_ends_the_push() -> None:
+async def test_killed_receiver_ends_the_push(pool: CellPool) -> None:
     data = memoryview(rows(WHOLE, 0, WIDE))
     async with running("receive") as receiver, make_channel(await endpoint_of(receiver)) as channel:
-        session = open_push(channel, WIDE, await reserved(channel))
+        session = open_push(channel, WIDE, await reserved(channel), pool=pool)
         for _ in range(1000):
             session.offer(0, WHOLE, data)
 
@@ -88,11 +97,11 @@ async def test_killed_receiver_ends_the_push() -> None:
         assert type(await result_of(session)) is UnavailableError
 
 
-async def push_to(endpoint: str) -> PushSummary:
+async def push_to(endpoint: str, pool: CellPool) -> PushSummary:
     """A whole push, committed."""
     async with make_channel(endpoint) as channel:
         lease = await reserved(channel)
-        session = open_push(channel, WIDE, lease)
+        session = open_push(channel, WIDE, lease, pool=pool)
         offer_all(session, WIDE, NUM_TOKENS)
         session.finish()
         summary = await asyncio.wait_for(session.result(), 60)
@@ -100,9 +109,9 @@ async def push_to(endpoint: str) -> PushSummary:
         return summary
 
 
-async def test_a_process_of_the_same_node_and_user_shares_memory() -> None:
+async def test_a_process_of_the_same_node_and_user_shares_memory(pool: CellPool) -> None:
     async with running("receive") as receiver:
-        summary = await push_to(await endpoint_of(receiver))
+        summary = await push_to(await endpoint_of(receiver), pool)
     assert summary.num_bytes_shared == summary.num_bytes == NUM_TOKENS * WIDE.token_bytes
 
 
@@ -110,12 +119,12 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two 
 
 
 @needs_root
-async def test_another_user_gets_a_stream() -> None:
+async def test_another_user_gets_a_stream(pool: CellPool) -> None:
     async with running("receive", NOBODY) as receiver:
-        assert (await push_to(await endpoint_of(receiver))).num_bytes_shared == 0
+        assert (await push_to(await endpoint_of(receiver), pool)).num_bytes_shared == 0
 
 
 @needs_root
-async def test_a_container_that_counts_processes_anew_gets_a_stream() -> None:
+async def test_a_container_that_counts_processes_anew_gets_a_stream(pool: CellPool) -> None:
     async with running("receive", under=OWN_PROCESS_NUMBERS) as receiver:
-        assert (await push_to(await endpoint_of(receiver))).num_bytes_shared == 0
+        assert (await push_to(await endpoint_of(receiver), pool)).num_bytes_shared == 0

@@ -18,9 +18,11 @@ from tests.support.wire.memory_sink import MemorySink
 from transport.channel import bind, make_channel, make_server
 from transport.kv_client import KvClient
 from transport.kv_receiver import KvReceiverServicer
+from transport.kv_routes import make_pool
 from transport.kv_sender import PushSession, open_push
 from transport.kv_sink import ReserveSpec
 from transport.proto_types import lease_ref_to_proto
+from transport.shared_memory import CellPool
 from transport.status import translate_rpc_errors
 
 LAYOUT = KvLayout("weights", num_layers=2, num_kv_heads=1, head_dim=2, dtype="float32")
@@ -41,15 +43,15 @@ class Loopback:
     endpoint: str
     layout: KvLayout
     clock: Clock
-    may_share: bool
-    """Whether sessions may push through shared memory."""
+    pool: CellPool | None
+    """Memory that sessions share with the receiver; None: they push over gRPC."""
 
     async def reserve(self, num_tokens: int = NUM_TOKENS, ttl_s: float = 60.0) -> Lease:
         spec = ReserveSpec(RequestId("r"), 1, num_tokens, num_tokens, ttl_s)
         return await self.client.reserve(spec, self.layout.fingerprint)
 
     def open_push(self, lease: Lease) -> PushSession:
-        return open_push(self.channel, self.layout, lease, clock=self.clock, may_share=self.may_share)
+        return open_push(self.channel, self.layout, lease, clock=self.clock, pool=self.pool)
 
     async def push(self, messages: Iterable[kv_pb2.KvPiece]) -> kv_pb2.PushReply:
         """One Push of messages made by protobuf itself, good or bad; raises what the receiver raised."""
@@ -93,11 +95,14 @@ async def loopback(
     servicer(sink).add_to(server)
     endpoint = f"127.0.0.1:{bind(server, '127.0.0.1')}"
     await server.start()
+    pool = make_pool(layout) if may_share else None
     try:
         async with make_channel(endpoint) as channel:
-            yield Loopback(sink, KvClient(channel), channel, endpoint, layout, clock, may_share)
+            yield Loopback(sink, KvClient(channel), channel, endpoint, layout, clock, pool)
     finally:
         await server.stop(grace=0)
+        if pool is not None:
+            pool.close()
 
 
 def rows(tokens: TokenRange, seed: int = 0, layout: KvLayout = LAYOUT) -> bytes:

@@ -14,6 +14,7 @@ from baton.ids import RequestId, SlotId, Stamp
 from baton.types import Lease, LeaseRef, TokenRange
 from tests.support.wire.kv_loopback import WIDE, loopback, rows
 from transport.channel import make_channel
+from transport.kv_routes import make_pool
 from transport.kv_sender import open_push
 
 NUM_TOKENS = 6000
@@ -51,7 +52,7 @@ async def send(endpoint: str, ref: LeaseRef) -> None:
     lease = Lease(ref, RequestId("r"), 1, NUM_TOKENS, endpoint, 60.0)
     data = memoryview(rows(WHOLE, 0, WIDE))
     async with make_channel(endpoint) as channel:
-        session = open_push(channel, WIDE, lease)
+        session = open_push(channel, WIDE, lease, pool=make_pool(WIDE))
         for _ in range(NUM_REPEATS):
             session.offer(0, WHOLE, data)
         await session.result()

@@ -9,7 +9,7 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 import grpc
 import pytest
 
-from baton.errors import BatonError, ByteCountError, ChecksumError, RequestCancelledError, UnavailableError
+from baton.errors import BatonError, ByteCountError, ChecksumError, RequestCancelledError, StaleStampError, UnavailableError
 from baton.ids import RequestId, SlotId, Stamp
 from baton.types import Lease, LeaseRef, TokenRange
 from baton.v1 import kv_pb2
@@ -24,10 +24,12 @@ from tests.support.wire.kv_loopback import (
     offer_all,
     result_of,
     rows,
+    stale,
 )
 from tests.support.wire.shared_push import files_in_memory, shared_files
 from transport.channel import bind, make_channel, make_server
 from transport.kv_receiver import Context, KvReceiverServicer
+from transport.kv_routes import make_pool
 from transport.kv_sender import PushSummary, open_push
 
 NUM_TRIES = 24
@@ -123,6 +125,37 @@ async def test_pushes_at_once_do_not_mix() -> None:
                 assert loop.sink.read(lease.ref, layer, whole) == rows(whole, seed + 10 * layer, WIDE)
 
 
+async def test_memory_of_a_push_that_ended_well_serves_the_next(loop: Loopback) -> None:
+    await pushed(loop)
+    assert loop.pool is not None
+    cells = loop.pool.take()
+    assert cells is not None
+    loop.pool.give_back(cells)
+    for lease in [await loop.reserve() for _ in range(3)]:
+        session = loop.open_push(lease)
+        offer_all(session)
+        session.finish()
+        assert isinstance(await result_of(session), PushSummary)
+    again = loop.pool.take()
+    assert again is cells
+    loop.pool.give_back(again)
+
+
+async def test_memory_of_a_push_that_failed_serves_no_other(loop: Loopback) -> None:
+    await pushed(loop)
+    assert loop.pool is not None
+    cells = loop.pool.take()
+    assert cells is not None
+    loop.pool.give_back(cells)
+    session = loop.open_push(stale(await loop.reserve()))
+    offer_all(session)
+    assert type(await result_of(session)) is StaleStampError
+    other = loop.pool.take()
+    assert other is not None
+    assert other is not cells
+    loop.pool.give_back(other)
+
+
 async def test_a_cancelled_push_leaves_its_slot_to_the_next(loop: Loopback) -> None:
     lease = await loop.reserve()
     session = loop.open_push(lease)
@@ -165,13 +198,17 @@ MAPPED = kv_pb2.SharedAnswer(mapped=True)
 
 
 async def push_long(channel: grpc.aio.Channel) -> object:
-    """What a push of more than all cells comes to."""
+    """What a push of several pieces comes to."""
     lease = Lease(LeaseRef(SlotId(0), Stamp(1)), RequestId("r"), 1, NUM_TOKENS, "", 1.0)
     memory = memoryview(bytes(4000 * WIDE.row_bytes))
-    session = open_push(channel, WIDE, lease)
+    pool = make_pool(WIDE)
+    session = open_push(channel, WIDE, lease, pool=pool)
     session.offer(0, TokenRange(0, 4000), memory)
     session.finish()
-    return await result_of(session)
+    try:
+        return await result_of(session)
+    finally:
+        pool.close()
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ async def test_summary_counts_bytes_and_pieces(loop: Loopback) -> None:
     summary = await session.result()
     assert (summary.num_bytes, summary.num_pieces) == (2 * NUM_TOKENS * LAYOUT.token_bytes, 4)
     assert summary.num_duplicates == 2
-    assert summary.num_bytes_shared == (summary.num_bytes if loop.may_share else 0)
+    assert summary.num_bytes_shared == (0 if loop.pool is None else summary.num_bytes)
 
 
 async def test_summary_is_timed_from_first_offer_to_last_acknowledgement() -> None:

@@ -1,7 +1,7 @@
 """How a PushSession ends when it does not end well; the good ends are in test_kv_sender."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import grpc
 import pytest
@@ -33,7 +33,9 @@ from tests.support.wire.kv_loopback import (
 from transport.channel import bind, make_channel, make_server
 from transport.kv_frame import Piece
 from transport.kv_receiver import Context
+from transport.kv_routes import make_pool
 from transport.kv_sender import PushSession, open_push
+from transport.shared_memory import CellPool
 
 NUM_TRIES = 24
 """A write that fails as the call ends races with the status that ended it: both orders come up in so many pushes."""
@@ -146,7 +148,7 @@ async def test_fail_after_the_end_changes_nothing(loop: Loopback) -> None:
 async def test_session_ends_when_its_channel_is_closed(loop: Loopback) -> None:
     lease = await loop.reserve()
     async with make_channel(loop.endpoint) as channel:
-        session = open_push(channel, LAYOUT, lease, may_share=loop.may_share)
+        session = open_push(channel, LAYOUT, lease, pool=loop.pool)
         session.offer(0, WHOLE, memoryview(rows(WHOLE)))
         await loop.sink.writers_become(lease.ref.slot, 1)
     assert isinstance(await result_of(session), BatonError)
@@ -155,26 +157,33 @@ async def test_session_ends_when_its_channel_is_closed(loop: Loopback) -> None:
 
 @pytest.mark.parametrize("may_share", ROUTES)
 async def test_session_ends_when_its_receiver_is_gone(may_share: bool) -> None:
-    async with loopback() as loop:
+    async with loopback(may_share=may_share) as loop:
         lease = await loop.reserve()
         channel = make_channel(loop.endpoint)
-        session = open_push(channel, LAYOUT, lease, may_share=may_share)
+        session = open_push(channel, LAYOUT, lease, pool=loop.pool)
         session.offer(0, WHOLE, memoryview(rows(WHOLE)))
         await loop.sink.writers_become(lease.ref.slot, 1)
     assert type(await result_of(session)) is UnavailableError
     await channel.close()
 
 
+@pytest.fixture
+def pool() -> Iterator[CellPool]:
+    made = make_pool(WIDE)
+    yield made
+    made.close()
+
+
 @pytest.mark.parametrize("may_share", ROUTES)
-async def test_unreachable_receiver_is_unavailable(may_share: bool) -> None:
+async def test_unreachable_receiver_is_unavailable(pool: CellPool, may_share: bool) -> None:
     async with make_channel("127.0.0.1:1") as channel:
         lease = Lease(LeaseRef(SlotId(0), Stamp(1)), RequestId("r"), 1, NUM_TOKENS, "", 1.0)
-        session = open_push(channel, LAYOUT, lease, may_share=may_share)
+        session = open_push(channel, LAYOUT, lease, pool=pool if may_share else None)
         offer_all(session)
         assert type(await result_of(session)) is UnavailableError
 
 
-async def answers_of(reply: kv_pb2.PushReply | BatonError) -> list[object]:
+async def answers_of(pool: CellPool, reply: kv_pb2.PushReply | BatonError) -> list[object]:
     """What NUM_TRIES sessions come to whose receiver answers like that after the first of twelve pieces."""
 
     async def push(pieces: AsyncIterator[Piece], context: Context) -> kv_pb2.PushReply:
@@ -193,25 +202,25 @@ async def answers_of(reply: kv_pb2.PushReply | BatonError) -> list[object]:
     try:
         async with make_channel(f"127.0.0.1:{port}") as channel:
             memory = memoryview(bytes(8000 * WIDE.row_bytes))
-            return [await push_long(channel, memory) for _ in range(NUM_TRIES)]
+            return [await push_long(channel, pool, memory) for _ in range(NUM_TRIES)]
     finally:
         await server.stop(grace=0)
 
 
-async def push_long(channel: grpc.aio.Channel, memory: memoryview) -> object:
+async def push_long(channel: grpc.aio.Channel, pool: CellPool, memory: memoryview) -> object:
     lease = Lease(LeaseRef(SlotId(0), Stamp(1)), RequestId("r"), 1, NUM_TOKENS, "", 1.0)
-    session = open_push(channel, WIDE, lease)
+    session = open_push(channel, WIDE, lease, pool=pool)  # the receiver knows no PushShared
     session.offer(0, TokenRange(0, memory.nbytes // WIDE.row_bytes), memory)
     session.finish()
     return await result_of(session)
 
 
-async def test_receiver_that_counts_differently_is_not_believed() -> None:
-    errors = await answers_of(kv_pb2.PushReply(num_bytes=1, num_pieces=1))
+async def test_receiver_that_counts_differently_is_not_believed(pool: CellPool) -> None:
+    errors = await answers_of(pool, kv_pb2.PushReply(num_bytes=1, num_pieces=1))
     assert {type(error) for error in errors} == {ByteCountError}
 
 
 @pytest.mark.parametrize("error", [ChecksumError("damaged"), RequestCancelledError("gone"), BatonError("what")])
-async def test_refusal_amid_the_stream_is_what_result_raises(error: BatonError) -> None:
-    errors = await answers_of(error)
+async def test_refusal_amid_the_stream_is_what_result_raises(pool: CellPool, error: BatonError) -> None:
+    errors = await answers_of(pool, error)
     assert {(type(each), str(each)) for each in errors} == {(type(error), str(error))}

@@ -15,7 +15,7 @@ import pytest
 from baton.errors import InvalidArgumentError
 from baton.v1 import kv_pb2
 from tests.support.wire.shared_push import files_in_memory, shared_files
-from transport.shared_memory import SharedCells, make_cells, map_memory, payload_at
+from transport.shared_memory import CellPool, SharedCells, map_memory, payload_at
 
 CELL_BYTES = 8192
 
@@ -156,7 +156,24 @@ def test_without_room_there_are_no_cells_and_nothing_stays_open() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (CELL_BYTES, hard))
     try:
-        assert make_cells(4, CELL_BYTES) is None
+        assert CellPool(4, CELL_BYTES).take() is None
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert shared_files() == before
+
+
+def test_a_pool_keeps_few_memories_and_none_when_it_is_closed() -> None:
+    before = shared_files()
+    pool = CellPool(1, CELL_BYTES, most_kept=1)
+    first, second = pool.take(), pool.take()
+    assert first is not None
+    assert second is not None
+    assert first.take() is not None
+    pool.give_back(second)
+    pool.give_back(first)
+    assert pool.take() is first
+    assert first.take() is not None  # all claims of the push before have ended
+    pool.close()
+    pool.give_back(first)
+    pool.close()
     assert shared_files() == before
