@@ -235,7 +235,9 @@ def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--peer-python", type=Path, default=None, help="Python of vLLM's environment")
     parser.add_argument("--peer-model", type=Path, default=None, help="Hugging Face folder for vLLM; default: ours")
-    parser.add_argument("--sides", type=lambda text: text.split(","), help="names of our sides, with commas; without: all")
+    parser.add_argument(
+        "--sides", type=lambda text: text.split(","), help="names of our sides, with commas; without: all"
+    )
     parser.add_argument("--plot", type=Path, default=None, help="PNG file of the gaps' distributions")
     parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
     with contextlib.suppress(KeyboardInterrupt):

@@ -9,7 +9,14 @@ from contextlib import aclosing, asynccontextmanager, contextmanager
 import grpc
 import pytest
 
-from baton.errors import BatonError, ByteCountError, ChecksumError, RequestCancelledError, StaleStampError, UnavailableError
+from baton.errors import (
+    BatonError,
+    ByteCountError,
+    ChecksumError,
+    RequestCancelledError,
+    StaleStampError,
+    UnavailableError,
+)
 from baton.ids import RequestId, SlotId, Stamp
 from baton.types import Lease, LeaseRef, TokenRange
 from baton.v1 import kv_pb2
