@@ -28,7 +28,6 @@ from modeling.device.port import Device
 from modeling.forward.decoder import Decoder
 from modeling.kernels import native
 from modeling.kv.buffers import OUT_OF_MEMORY
-from modeling.kv.memory import PagedMemory
 from modeling.sparse.bases import NUM_WHOLE_LAYERS
 from modeling.sparse.selection_file import PreparedSelection, load_prepared, prepared_path
 
@@ -71,14 +70,11 @@ def _host(shape: KvShape, device: Device, source: SelectionSource | None) -> Res
     return HostResidency(shape, device)
 
 
-def _selecting(
-    name: str, make: Callable[[KvShape, SelectionSource], Residency], *others: str, fetches: bool = False
-) -> Make:
-    """Return a maker of a policy that attends to some keys, which checks for its kernels and `others`. `fetches`:
-    whether the policy runs on an emulated device, too, else on the CPU only."""
+def _selecting(name: str, make: Callable[[KvShape, SelectionSource], Residency], *others: str) -> Make:
+    """Return a maker of a policy that attends to some keys, which checks for its kernels and `others`."""
 
     def made(shape: KvShape, device: Device, source: SelectionSource | None) -> Residency:
-        require_selective(f"residency = {name!r}", shape, device, fetches=fetches)
+        require_selective(f"residency = {name!r}", shape, device)
         if not all(native.load(kernel) for kernel in ("key_selection", *others)):
             raise ConfigError(
                 f"residency = {name!r} is not there without kernels in C++: see the log why they do not build"
@@ -90,37 +86,51 @@ def _selecting(
 
 
 def _infinigen(shape: KvShape, source: SelectionSource) -> Residency:
-    pool = source.pool
-    if not source.decoder.device.is_home:
-        return _fetched_infinigen(shape, source)
-    if pool is None or pool.num_tokens >= shape.max_slot_tokens or shape.layout.num_layers <= NUM_WHOLE_LAYERS:
-        return InfinigenResidency(shape, PagedMemory, source.load(), source.decoder)
-    return PooledResidency(shape, PagedMemory, source.load(), source.decoder, pool)
-
-
-def _fetched_infinigen(shape: KvShape, source: SelectionSource) -> Residency:
-    if source.pool is not None:
-        raise ConfigError("pool_tokens is not there on a device with memory of its own: leave it at 0")
-    if shape.layout.num_layers <= NUM_WHOLE_LAYERS:
+    pool, decoder = source.pool, source.decoder
+    has_others = shape.layout.num_layers > NUM_WHOLE_LAYERS
+    if pool is not None and pool.num_tokens < shape.max_slot_tokens and has_others:
+        return PooledResidency(shape, decoder.device, source.load(), decoder, pool)
+    if decoder.device.is_home:
+        return InfinigenResidency(shape, decoder.device.row_memory, source.load(), decoder)
+    if not has_others:
         raise ConfigError(f"residency = 'infinigen' needs more than {NUM_WHOLE_LAYERS} layers: use residency device")
-    return FetchedInfinigenResidency(shape, source.load(), source.decoder, source.device_bytes)
+    return FetchedInfinigenResidency(shape, source.load(), decoder, source.device_bytes)
 
 
 def _infinigen_int4(shape: KvShape, source: SelectionSource) -> Residency:
-    return InfinigenInt4Residency(shape, PagedMemory, source.load(), source.decoder)
+    device = _home("infinigen_int4", source)
+    return InfinigenInt4Residency(shape, device.row_memory, source.load(), source.decoder)
+
+
+def _window(shape: KvShape, source: SelectionSource) -> Residency:
+    return WindowResidency(shape, _home("window", source).row_memory, source.load().selection)
+
+
+def _oracle(shape: KvShape, source: SelectionSource) -> Residency:
+    device = source.decoder.device
+    return OracleResidency(shape, device.row_memory, source.load().selection, reads_home=device.is_home)
 
 
 def _h2o(shape: KvShape, source: SelectionSource) -> Residency:
-    return H2oResidency(shape, PagedMemory, source.decoder, HeavyBudget.halved(source.most_share))
+    device = _home("h2o", source)
+    return H2oResidency(shape, device.row_memory, source.decoder, HeavyBudget.halved(source.most_share))
+
+
+def _home(name: str, source: SelectionSource) -> Device:
+    """Return the device. Raises ConfigError unless its memory is home."""
+    device = source.decoder.device
+    if not device.is_home:
+        raise ConfigError(f"residency = {name!r} is not there on device {device.name}: use residency device or host")
+    return device
 
 
 MAKERS: Mapping[str, Make] = {
     "device": _device,
     "host": _host,
-    "infinigen": _selecting("infinigen", _infinigen, "pool_notes", "hot_keys", fetches=True),
+    "infinigen": _selecting("infinigen", _infinigen, "pool_notes", "hot_keys"),
     "infinigen_int4": _selecting("infinigen_int4", _infinigen_int4, "kv_int4"),
-    "window": _selecting("window", lambda shape, source: WindowResidency(shape, PagedMemory, source.load().selection)),
-    "oracle": _selecting("oracle", lambda shape, source: OracleResidency(shape, PagedMemory, source.load().selection)),
+    "window": _selecting("window", _window),
+    "oracle": _selecting("oracle", _oracle),
     "h2o": _selecting("h2o", _h2o),
     "int4": lambda shape, device, source: make_int4(shape, device),
 }

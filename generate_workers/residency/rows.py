@@ -105,6 +105,9 @@ class Area(PagedKv):
 class StoredRow:
     """A RowKv of parts. Its KV lies at home as it is, unless a subclass says otherwise."""
 
+    reads_home = False
+    """Whether attention reads keys and values at home, which counts as if they crossed the link."""
+
     def __init__(self, home: Sequence[PagedKv], device: Sequence[Part]) -> None:
         """`home`: memories that together hold all layers, in order. `device`: what a step needs there. May overlap."""
         self._home, self._device = home, device

@@ -56,7 +56,6 @@ class FetchedStep(ScoringStep[FetchedRow]):
         assert isinstance(decoder.device.link, ThreadLink)
         self._link, self._pieces = decoder.device.link, pieces
         self._num_bytes_before = pieces.num_bytes
-        self.num_link_bytes = 0  # counted as copies are asked for
         self._coming: dict[int, tuple[Transfer, Picks, int]] = {}
         """By layer: the fetch of what is missing, the picks as places, and the bytes of the fetch."""
         self._stores: dict[int, Transfer] = {}

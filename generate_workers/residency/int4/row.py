@@ -24,15 +24,27 @@ from modeling.sparse.bases import NUM_WHOLE_LAYERS
 class Int4Row(AreaRow):
     """A StoredRow with whole layers and packed ones at home, and on the device an area for one layer."""
 
-    def __init__(self, form: Int4Format, make_memory: MakeMemory, max_tokens: int, index: Part | None = None) -> None:
-        """`index`: what the policy keeps to choose keys by; with one, the device has the whole layers as well. Raises
-        what is in OUT_OF_MEMORY when the slot's address space cannot be had."""
+    def __init__(
+        self,
+        form: Int4Format,
+        make_memory: MakeMemory,
+        max_tokens: int,
+        index: Part | None = None,
+        *,
+        is_apart: bool = False,
+    ) -> None:
+        """`index`: what the policy keeps to choose keys by; with one, the device has the whole layers as well.
+        `is_apart`: whether `make_memory` makes the memory of a device that is not home, so that all of the row counts
+        as the device's, too. Raises what is in OUT_OF_MEMORY when the slot's address space cannot be had."""
         layout = form.plain
         num_whole = min(layout.num_layers, NUM_WHOLE_LAYERS)
         self.whole = PagedKv(replace(layout, num_layers=num_whole), make_memory, max_tokens)
         self.packed = PagedKv(form.packed(layout.num_layers - num_whole), make_memory, max_tokens)
         self.area = Area(replace(layout, num_layers=1), make_memory, max_tokens)
         device: list[Part] = [self.area] if index is None else [self.whole, self.area, index]
+        if is_apart:
+            device = [self.whole, self.packed, self.area]
+        self.reads_home = not is_apart
         super().__init__([self.whole, self.packed], device)
         self._form = form
 
@@ -43,9 +55,10 @@ class Int4Row(AreaRow):
             return
         plain = KvBuffer(self.area.layout, tokens)
         plain.write(0, tokens, data)
-        self.packed.memory.commit(tokens, layer - NUM_WHOLE_LAYERS)
         self.take_in(layer, tokens, plain.span(0, tokens))
-        self._form.pack(plain.span(0, tokens), self.kv(layer, tokens))
+        packed = KvBuffer(self._form.packed(1), tokens)
+        self._form.pack(plain.span(0, tokens), packed.span(0, tokens))
+        self.packed.write(layer - NUM_WHOLE_LAYERS, tokens, packed.export(0, tokens))
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
         """Return the bytes of `tokens`: the memory itself of a whole layer, an unpacked copy of a packed one."""
@@ -54,9 +67,10 @@ class Int4Row(AreaRow):
         return self.unpacked(layer, tokens).export(0, tokens)
 
     def unpacked(self, layer: int, tokens: TokenRange) -> KvBuffer:
-        """Return an unpacked copy of `tokens` of a layer that is not whole, in a buffer of one layer."""
+        """Return an unpacked copy of `tokens` of a layer that is not whole, in a buffer of one layer at home."""
+        packed = super().export(layer, tokens)
         plain = KvBuffer(self.area.layout, tokens)
-        self._form.unpack(self.kv(layer, tokens), plain.span(0, tokens))
+        self._form.unpack(KvBuffer.over(self._form.packed(1), tokens, packed).span(0, tokens), plain.span(0, tokens))
         return plain
 
 

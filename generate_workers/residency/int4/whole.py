@@ -6,9 +6,12 @@ that home memory never holds more than codes and their groups' levels. The same 
 all tokens cached before a step, once, and back those of the new tokens. Attention reads one layer's area on the device,
 in which a new token has the values that it had before it was packed.
 
+On a device with memory of its own all of that lies there, codes and whole layers beside the area, so that steps send
+nothing over the link; pushed KV is packed before it crosses.
+
 A prompt that is prefilled here in chunks attends to the earlier chunks as they were packed; FlexGen, which knows no
-chunks, attends to the unpacked prompt. Only on CPUs, and with the native kernel: there the link is memory bandwidth,
-and unpacking itself reads home memory, so that nothing has to be fetched ahead and there is no thread.
+chunks, attends to the unpacked prompt. Only where a CPU computes, with the native kernel: there the link is memory
+bandwidth, and unpacking itself reads home memory, so that nothing has to be fetched ahead and there is no thread.
 """
 
 from collections.abc import Sequence
@@ -24,7 +27,6 @@ from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.steps import RowResidency, RowStep
 from generate_workers.residency.traits import POLICIES
 from modeling.device.port import Device
-from modeling.kv.memory import PagedMemory
 from modeling.sparse.bases import NUM_WHOLE_LAYERS
 
 
@@ -35,25 +37,31 @@ class Int4Step(RowStep[Int4Row]):
         super().__init__(rows, num_bytes_read)
         self._packed = PackedRows(form, rows)
         self._whole_row_bytes = form.plain.row_bytes
+        self._reads_home = any(row.reads_home for row, _ in rows)
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
         """Copy the layer's cached tokens into the areas, unpacking them where they are packed."""
         if layer >= NUM_WHOLE_LAYERS:
-            self.num_link_bytes += self._packed.unpack(layer)
+            self._count(self._packed.unpack(layer))
             return
         for row, new in self.rows:
             old = TokenRange(0, new.start)
             row.area.buffer.span(0, old).copy_(row.kv(layer, old))
-            self.num_link_bytes += len(old) * self._whole_row_bytes
+            self._count(len(old) * self._whole_row_bytes)
 
     def end(self, layer: int) -> None:
-        """Store the new tokens' KV of the layer at home."""
+        """Store the new tokens' KV of the layer where it lives."""
         if layer >= NUM_WHOLE_LAYERS:
-            self.num_link_bytes += self._packed.pack(layer)
+            self._count(self._packed.pack(layer))
             return
         for row, new in self.rows:
             row.kv(layer, new).copy_(row.area.buffer.span(0, new))
-            self.num_link_bytes += len(new) * self._whole_row_bytes
+            self._count(len(new) * self._whole_row_bytes)
+
+    def _count(self, num_bytes: int) -> None:
+        """Count bytes that were copied, where they were copied from home or to it."""
+        if self._reads_home:
+            self.num_link_bytes += num_bytes
 
 
 class Int4Residency(RowResidency[Int4Row]):
@@ -61,18 +69,20 @@ class Int4Residency(RowResidency[Int4Row]):
 
     traits = POLICIES["int4"]
 
-    def __init__(self, shape: KvShape, make_memory: MakeMemory) -> None:
-        """Raise ConfigError for KV that cannot be packed, or without the kernel, and what is in OUT_OF_MEMORY when the
-        slots' address space cannot be had."""
+    def __init__(self, shape: KvShape, make_memory: MakeMemory, *, is_apart: bool = False) -> None:
+        """`is_apart`: whether `make_memory` makes the memory of a device that is not home. Raises ConfigError for KV
+        that cannot be packed, or without the kernel, and what is in OUT_OF_MEMORY when the slots' address space cannot
+        be had."""
         if not has_int4_kernel():
             raise ConfigError("residency = int4 needs its native kernel: install a C++ compiler, or use host or device")
         form = Int4Format(shape.layout)
-        rows = [Int4Row(form, make_memory, shape.max_slot_tokens) for _ in range(shape.num_slots)]
+        most = shape.max_slot_tokens
+        rows = [Int4Row(form, make_memory, most, is_apart=is_apart) for _ in range(shape.num_slots)]
         super().__init__(rows, lambda rows: Int4Step(form, rows, shape.bytes_read(tokens for _, tokens in rows)))
 
 
 def make_int4(shape: KvShape, device: Device) -> Int4Residency:
-    """Make the policy over paged memory. Raises ConfigError where it cannot run."""
-    if not device.is_home:
-        raise ConfigError(f"residency = int4 runs on CPUs only, not on {device.name}: use host or device")
-    return Int4Residency(shape, PagedMemory)
+    """Make the policy over the device's memory. Raises ConfigError where it cannot run."""
+    if device.torch_device.type != "cpu":
+        raise ConfigError(f"residency = 'int4' is not there on device {device.name}: use residency device or host")
+    return Int4Residency(shape, device.row_memory, is_apart=not device.is_home)

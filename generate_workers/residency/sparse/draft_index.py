@@ -28,9 +28,9 @@ ReadKv = Callable[[int, TokenRange], Tensor]
 class DraftIndex(PartialIndex):
     """A Part of a row: the partial keys of the tokens that it was told to follow."""
 
-    def __init__(self, layout: KvLayout, basis: Basis, max_tokens: int) -> None:
+    def __init__(self, layout: KvLayout, basis: Basis, max_tokens: int, make_memory: MakeMemory) -> None:
         """Raise OSError when so much address space cannot be had."""
-        super().__init__(layout, basis, max_tokens)
+        super().__init__(layout, basis, max_tokens, make_memory)
         self._num_followed = 0
         """Tokens of the present claim whose partial keys are made of their final KV."""
 
@@ -57,6 +57,7 @@ class IndexedResidency(DeviceResidency):
         """Raise what is in OUT_OF_MEMORY, or OSError, without the address space."""
         self.prepared = prepared
         """How drafts choose keys."""
-        self.indices = [DraftIndex(shape.layout, prepared.basis, shape.max_slot_tokens) for _ in range(shape.num_slots)]
+        args = shape.layout, prepared.basis, shape.max_slot_tokens, make_memory
+        self.indices = [DraftIndex(*args) for _ in range(shape.num_slots)]
         """The slots' partial keys."""
         super().__init__(shape, make_memory, self.indices)

@@ -68,11 +68,19 @@ class ScoredRow(StoredRow):
 class InfinigenRow(SelectiveRow, ScoredRow):
     """A ScoredRow whose keys can still be read when all layers have run."""
 
-    def __init__(self, shape: KvShape, make_memory: MakeMemory, basis: Basis, num_places: int | None = None) -> None:
-        """`num_places`: tokens that the layers that choose have room for; None: all. Raises what is in OUT_OF_MEMORY,
-        or OSError, when the slot's address space cannot be had."""
-        self.partial = PartialIndex(shape.layout, basis, num_places or shape.max_slot_tokens)
-        super().__init__(shape, make_memory, self.partial, num_places)
+    def __init__(
+        self,
+        shape: KvShape,
+        make_memory: MakeMemory,
+        basis: Basis,
+        num_places: int | None = None,
+        *,
+        reads_home: bool = True,
+    ) -> None:
+        """`num_places`: tokens that the layers that choose have room for; None: all. `reads_home`: as SelectiveRow
+        takes it. Raises what is in OUT_OF_MEMORY, or OSError, when the slot's address space cannot be had."""
+        self.partial = PartialIndex(shape.layout, basis, num_places or shape.max_slot_tokens, make_memory)
+        super().__init__(shape, make_memory, self.partial, num_places, reads_home=reads_home)
 
     def own_keys(self, position: int) -> Tensor:
         """Return a view of a step's own token's keys in the layers that choose: `[L, G, H]`."""

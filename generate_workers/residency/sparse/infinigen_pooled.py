@@ -8,6 +8,9 @@ to the place that the pool says.
     home    layers 0 and 1 whole; of the others the places, and the order in which their tokens are evicted
     device  layers 0 and 1, and partial keys of the places
 
+On a device with memory of its own the places lie there, too. A full pool moves a token in each layer and kv head at
+each step, so keys that were fetched by place would not stay what they were; and a pool is made to be small.
+
 Pushed KV goes to its places as it comes, so a prompt never takes more than the limit. A prompt that is prefilled here
 and is longer than the limit runs chunk by chunk over the tokens that are kept: the first, the latest, and the chunk
 itself.
@@ -28,7 +31,6 @@ from torch import Tensor
 
 from baton.types import TokenRange
 from generate_workers.residency.port import KvBytes, KvShape
-from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.sparse.infinigen import InfinigenRow, InfinigenStep
 from generate_workers.residency.sparse.pool import (
     MAX_TOKENS,
@@ -42,6 +44,7 @@ from generate_workers.residency.sparse.pool import (
 from generate_workers.residency.sparse.selective import SplitSpan
 from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
+from modeling.device.port import Device
 from modeling.forward.decoder import Decoder, SequenceSpan
 from modeling.forward.selection import Picks
 from modeling.kv.buffers import BufferSpan, KvBuffer, KvPlace, KvRows
@@ -55,10 +58,11 @@ _BLOCK = 16
 class PooledRow(InfinigenRow):
     """An InfinigenRow whose layers that choose lie in a pool, place by place."""
 
-    def __init__(self, shape: KvShape, make_memory: MakeMemory, basis: Basis, pools: KvPools, slot: int) -> None:
+    def __init__(self, shape: KvShape, device: Device, basis: Basis, pools: KvPools, slot: int) -> None:
         """Raise what is in OUT_OF_MEMORY, or OSError, when the slot's address space cannot be had."""
         self._num_places = min(pools.limit.num_places + 1, shape.max_slot_tokens)
-        super().__init__(shape, make_memory, basis, self._num_places)
+        super().__init__(shape, device.row_memory, basis, self._num_places, reads_home=device.is_home)
+        self._make_buffer = device.buffer
         self._pools, self._slot = pools, slot
         self._can_overflow = False
         """Whether the present claim may come to have more tokens than places; if not, picks need not be noted."""
@@ -83,8 +87,9 @@ class PooledRow(InfinigenRow):
     def bytes_for(self, num_tokens: int) -> KvBytes:
         """Return the bytes of so many tokens; layers that choose take no more than the limit."""
         whole, num_places = self.whole.bytes_for(num_tokens), min(num_tokens, self._num_places)
-        home = whole + self.others.bytes_for(num_places) + self._pools.row_bytes
-        return KvBytes(home, whole + self.partial.bytes_for(num_places))
+        others = self.others.bytes_for(num_places)
+        device = whole + self.partial.bytes_for(num_places) + (0 if self.reads_home else others)
+        return KvBytes(whole + others + self._pools.row_bytes, device)
 
     def num_kept(self, num_tokens: int) -> int:
         """Return the number of tokens kept of so many: at most the limit."""
@@ -130,7 +135,7 @@ class PooledRow(InfinigenRow):
         span moves the latest tokens of the prompt to the end of the pool."""
         kept, beside = self.others.buffer, None
         if len(tokens) != 1 and tokens.end > self._pools.limit.num_places:
-            beside = KvBuffer(replace(kept.layout, num_layers=1), tokens)
+            beside = self._make_buffer(replace(kept.layout, num_layers=1), tokens)
         elif len(tokens) == 1 and not self._has_begun:
             self._has_begun = True
             if self._can_overflow:
@@ -280,15 +285,16 @@ class PooledResidency(RowResidency[PooledRow]):
     traits = POLICIES["infinigen"]
 
     def __init__(
-        self, shape: KvShape, make_memory: MakeMemory, prepared: PreparedSelection, decoder: Decoder, size: PoolSize
+        self, shape: KvShape, device: Device, prepared: PreparedSelection, decoder: Decoder, size: PoolSize
     ) -> None:
-        """`prepared` must be for `decoder`; its first and latest keys are never evicted. Raises ConfigError for a
-        `size` without room for these; what is in OUT_OF_MEMORY, or OSError, without the address space."""
+        """`prepared` must be for `decoder`, which is on `device`; its first and latest keys are never evicted. Raises
+        ConfigError for a `size` without room for these; what is in OUT_OF_MEMORY, or OSError, without the address
+        space."""
         layout, selection = shape.layout, prepared.selection
         assert shape.max_slot_tokens <= MAX_TOKENS, "no model takes so many"
         limit = PoolLimit(size.num_tokens, size.eviction, selection.num_first, selection.num_last)
         pools = KvPools(shape.num_slots, layout.num_layers - NUM_WHOLE_LAYERS, layout.num_kv_heads, limit)
-        rows = [PooledRow(shape, make_memory, prepared.basis, pools, slot) for slot in range(shape.num_slots)]
+        rows = [PooledRow(shape, device, prepared.basis, pools, slot) for slot in range(shape.num_slots)]
         super().__init__(rows, lambda rows: PooledStep(rows, prepared, decoder, pools))
 
 

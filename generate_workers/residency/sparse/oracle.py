@@ -43,8 +43,9 @@ class OracleStep(SelectiveStep[SelectiveRow]):
         return Picks(keys_BGK, num_BG)
 
     def fetch(self, layer: int, picks: Picks, num_bytes: int) -> int:
-        """Return the bytes of all keys and values of the choosing rows: scoring reads them from home."""
-        return sum(tokens.end for _, tokens in self.choosing) * self.layout.row_bytes
+        """Return the bytes of all keys and values of the choosing rows, where scoring reads them from home."""
+        num_all = sum(tokens.end for _, tokens in self.choosing) * self.layout.row_bytes
+        return super().fetch(layer, picks, num_all)
 
 
 class OracleResidency(RowResidency[SelectiveRow]):
@@ -52,9 +53,12 @@ class OracleResidency(RowResidency[SelectiveRow]):
 
     traits = POLICIES["oracle"]
 
-    def __init__(self, shape: KvShape, make_memory: MakeMemory, selection: Selection) -> None:
-        """Raise what is in OUT_OF_MEMORY when the slots' address space cannot be had."""
-        rows = [SelectiveRow(shape, make_memory) for _ in range(shape.num_slots)]
+    def __init__(
+        self, shape: KvShape, make_memory: MakeMemory, selection: Selection, *, reads_home: bool = True
+    ) -> None:
+        """`reads_home`: False where `make_memory` makes a device's own memory, which then holds all KV, since all keys
+        are scored. Raises what is in OUT_OF_MEMORY when the slots' address space cannot be had."""
+        rows = [SelectiveRow(shape, make_memory, reads_home=reads_home) for _ in range(shape.num_slots)]
         super().__init__(rows, lambda rows: OracleStep(shape.layout, rows, selection))
 
 

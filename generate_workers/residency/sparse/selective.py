@@ -1,9 +1,10 @@
 """Common base of policies that attend to some keys: home memory, layers that stay whole, and what is read.
 
 Its subclasses are Residencies for `engine.step_runner`. Home holds all KV, as `device` does; on a CPU attention reads
-the chosen rows where they lie. The first two layers attend to all keys, because what matters there cannot be told early
-(InfiniGen; Lee et al., 2024), and count as the device's: a device beside host memory would hold them, the policy's
-index for choosing keys, and the rows being fetched. So
+the chosen rows where they lie. On a device with memory of its own, policies that come here with its memory keep all KV
+there, and nothing crosses the link between steps; others fetch (`residency.fetched`). The first two layers attend to
+all keys, because what matters there cannot be told early (InfiniGen; Lee et al., 2024), and count as the device's: a
+device beside host memory would hold them, the policy's index for choosing keys, and the rows being fetched. So
 
     home    all KV, to the page
     device  the first two layers' KV, and the policy's index
@@ -45,14 +46,12 @@ def require_selective(
     shape: KvShape,
     device: Device,
     remedy: str = "use residency device or host",
-    *,
-    fetches: bool = False,
 ) -> None:
-    """Raise ConfigError where rows cannot attend to some of the keys. `what` is the setting that asks for it, with its
-    value; `remedy`: what to do without; `fetches`: whether it serves an emulated device, too."""
+    """Raise ConfigError where rows cannot attend to some of the keys: kernels for that are the CPU's. `what` is the
+    setting that asks for it, with its value; `remedy`: what to do without."""
     where = f"{what} is not there"
     layout = shape.layout
-    if not device.is_home and not (fetches and device.name == "emulated"):
+    if not device.is_home and device.name != "emulated":
         raise ConfigError(f"{where} on device {device.name}: {remedy}, or device cpu")
     if any(window is not None for window in shape.windows):
         raise ConfigError(f"{where} for models with sliding windows: {remedy}")
@@ -94,20 +93,29 @@ class SelectiveRow(StoredRow):
     """A StoredRow with the whole layers in one memory, which counts as home and device, and the others in another."""
 
     def __init__(
-        self, shape: KvShape, make_memory: MakeMemory, index: Part | None = None, num_places: int | None = None
+        self,
+        shape: KvShape,
+        make_memory: MakeMemory,
+        index: Part | None = None,
+        num_places: int | None = None,
+        *,
+        reads_home: bool = True,
     ) -> None:
         """`index`: what the policy keeps on the device to choose keys by. `num_places`: tokens for which the others
-        have room; None: all. Raises what is in OUT_OF_MEMORY when the slot's address space cannot be had."""
+        have room; None: all. `reads_home`: False where `make_memory` makes a device's own memory, so that the others,
+        too, count as home and device. Raises what is in OUT_OF_MEMORY when the slot's address space cannot be had."""
         layout, most = shape.layout, shape.max_slot_tokens
         num_whole = min(NUM_WHOLE_LAYERS, layout.num_layers)
         self.whole = PagedKv(replace(layout, num_layers=num_whole), make_memory, most)
         self.others = PagedKv(
             replace(layout, num_layers=layout.num_layers - num_whole), make_memory, num_places or most
         )
-        super().__init__([self.whole, self.others], [self.whole] if index is None else [self.whole, index])
+        self.reads_home = reads_home
+        there = [self.whole] if reads_home else [self.whole, self.others]
+        super().__init__([self.whole, self.others], there if index is None else [*there, index])
 
     def span(self, tokens: TokenRange) -> SequenceSpan:
-        """Return a span over home memory."""
+        """Return a span over the two memories."""
         return SplitSpan(BufferSpan(self.whole.buffer, tokens), BufferSpan(self.others.buffer, tokens))
 
 
@@ -136,7 +144,9 @@ class SelectiveStep(ABC, RowStep[R]):
         num_new = sum(len(span.tokens) for *_, span in self.longer)
         num_keys = num_whole * sum(tokens.end for _, tokens in rows) + num_others * (num_old + num_new)
         self.num_bytes_read = layout.row_bytes * num_keys
-        self.num_link_bytes = layout.row_bytes * num_others * num_old
+        self._reads_home = any(row.reads_home for row, _ in rows)
+        if self._reads_home:
+            self.num_link_bytes = layout.row_bytes * num_others * num_old
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
         """Return the choosing rows' picks; None in the layers that stay whole."""
@@ -154,8 +164,8 @@ class SelectiveStep(ABC, RowStep[R]):
 
     def fetch(self, layer: int, picks: Picks, num_bytes: int) -> int:
         """Bring the picked keys and values, of `num_bytes` in the model's dtype, to where the spans have them. Return
-        the bytes that go over the link for it: here `num_bytes`, since attention reads home."""
-        return num_bytes
+        the bytes that go over the link for it: here `num_bytes` where attention reads home, else 0."""
+        return num_bytes if self._reads_home else 0
 
     def of_choosing(self, x_T: Tensor) -> Tensor:
         """Return the choosing rows' part of `x_T`, which has an entry for each token of the step."""

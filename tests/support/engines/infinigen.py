@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ from torch import Tensor
 
 from baton.sampling_params import SamplingParams
 from baton.types import KvLayout
-from generate_workers.residency.port import KvShape
+from generate_workers.residency.policies import SelectionSource, make_residency
+from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.sparse.infinigen import InfinigenResidency
+from generate_workers.residency.sparse.pool import PoolSize
 from modeling.forward.decoder import Decoder
 from modeling.forward.selection import Selection
 from modeling.sparse.bases import Basis, BasisKind
@@ -49,6 +52,25 @@ def infinigen(
     found: PreparedSelection, decoder: Decoder = DECODER
 ) -> Callable[[KvShape, MakeMemory], InfinigenResidency]:
     return lambda shape, make: InfinigenResidency(shape, make, found, decoder)
+
+
+@dataclass(frozen=True)
+class KnownSource(SelectionSource):
+    """A prepared selection without a file."""
+
+    found: PreparedSelection | None = None
+
+    def load(self) -> PreparedSelection:
+        assert self.found is not None
+        return self.found
+
+
+def configured(
+    name: str, decoder: Decoder, found: PreparedSelection, pool: PoolSize | None = None
+) -> Callable[[KvShape, MakeMemory], Residency]:
+    """The policy of that name on the decoder's device."""
+    source = KnownSource(decoder, pool=pool, found=found)
+    return lambda shape, make: make_residency(name, shape, decoder.device, source)
 
 
 def partial_of(k_SGH: Tensor, basis: Basis, layer: int) -> Tensor:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.errors import ConfigError
 from baton.ids import SlotId
 from baton.sampling_params import SamplingParams
 from baton.types import TokenRange
@@ -189,13 +188,6 @@ def test_a_device_holds_no_more_than_its_limit(tmp_path: Path) -> None:
     assert device.memory_use.num_bytes <= limit - weight_bytes(decoder.weights)
     for row in rows:
         row.release()
-
-
-def test_where_it_cannot_be_it_is_refused(tmp_path: Path) -> None:
-    save_prepared(prepared(FEW), tmp_path / "found.safetensors")
-    config = EngineConfig(4, 128, residency="infinigen", selection_file=str(tmp_path / "found.safetensors"))
-    with pytest.raises(ConfigError, match="pool_tokens is not there on a device with memory of its own"):
-        make_memory(on_emulated(DECODER), replace(config, pool_tokens=64))
 
 
 def test_a_planted_read_of_home_memory_is_found() -> None:

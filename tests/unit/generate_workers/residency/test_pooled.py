@@ -26,7 +26,7 @@ from modeling.forward.selection import Picks, Selection
 from modeling.kv.buffers import KvBuffer, KvPlace, KvRows
 from modeling.kv.memory import PAGE_BYTES, PagedMemory
 from modeling.sparse.selection_file import save_prepared
-from tests.support.engines.devices import PoisonedMemory
+from tests.support.engines.devices import PoisonedCpu, PoisonedMemory
 from tests.support.engines.generation import harness, prefilled, prompt
 from tests.support.engines.infinigen import (
     DECODER,
@@ -51,7 +51,7 @@ def pooled(
     num_tokens: int, eviction: Eviction = Eviction.COUNTER, selection: Selection = SOME, lookahead: int = 0
 ) -> Callable[[KvShape, MakeMemory], PooledResidency]:
     size = PoolSize(num_tokens, eviction)
-    return lambda shape, make: PooledResidency(shape, make, prepared(selection, lookahead), DECODER, size)
+    return lambda shape, make: PooledResidency(shape, PoisonedCpu(), prepared(selection, lookahead), DECODER, size)
 
 
 # The same as without a pool.

@@ -17,7 +17,6 @@ from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.sparse.oracle import OracleResidency, best_keys
 from generate_workers.residency.sparse.window import WindowResidency, first_and_last
 from modeling.device.cpu import CpuDevice
-from modeling.device.emulated import EmulatedDevice
 from modeling.forward.selection import Picks, Selection
 from modeling.kv.memory import PAGE_BYTES
 from tests.support.engines.generation import harness, prompt, reference_ids
@@ -248,12 +247,6 @@ def test_without_kernels_for_the_keys_they_are_refused() -> None:
         ConfigError, match=r"residency = 'window' is not there without kernels in C\+\+ for float32 .*8"
     ):
         make_residency("window", KvShape(layout, (None,) * 4, 1, 8), CPU)
-
-
-def test_elsewhere_than_on_a_cpu_they_are_refused() -> None:
-    shape = KvShape(LAYOUT, (None,) * 4, 1, 8)
-    with pytest.raises(ConfigError, match="'oracle' is not there on device emulated: use residency device or host"):
-        make_residency("oracle", shape, EmulatedDevice())
 
 
 def test_models_with_windows_are_refused() -> None:

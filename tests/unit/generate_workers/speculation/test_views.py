@@ -13,7 +13,9 @@ from generate_workers.residency.sparse.draft_index import IndexedResidency
 from generate_workers.speculation.making import CHOOSING
 from generate_workers.speculation.port import DraftWish
 from generate_workers.speculation.self_drafts import SelfDrafter
+from modeling.forward.decoder import Decoder
 from modeling.sparse.selection_file import save_prepared
+from tests.support.engines.devices import on_emulated
 from tests.support.engines.draft_views import (
     DECODER,
     VIEWS,
@@ -38,9 +40,11 @@ def test_these_are_all_that_there_are() -> None:
     assert set(VIEWS) == set(CHOOSING)
 
 
-def drafted(name: SpeculationName, num_keys: int, *, poison: bool = False) -> tuple[list[list[int]], Watching]:
+def drafted(
+    name: SpeculationName, num_keys: int, *, poison: bool = False, decoder: Decoder = DECODER
+) -> tuple[list[list[int]], Watching]:
     """Drafts of rows of uneven lengths and numbers of drafts, and what the draft steps attended to."""
-    with decoding([prompt(length) for length in LENGTHS]) as (made, rows):
+    with decoding([prompt(length) for length in LENGTHS], decoder=decoder) as (made, rows):
         watching = Watching(make_view(name, made, num_keys), residency_of(made), poison)
         wishes = [DraftWish(row, num) for row, num in zip(rows, NUM_DRAFTS, strict=True)]
         return [draft.token_ids for draft in SelfDrafter(made.decoder, watching, [24]).draft(wishes)], watching
@@ -53,6 +57,17 @@ def test_nothing_but_the_chosen_keys_is_read(name: SpeculationName) -> None:
     assert tuple(map(len, as_they_are)) == NUM_DRAFTS
     num_read = [len(keys) for step in watching.found for picks in step.values() if picks for keys in lists_of(picks)[0]]
     assert 0 < max(num_read) <= 24 + max(NUM_DRAFTS) - 1
+
+
+@views
+def test_on_a_device_with_memory_of_its_own_the_same_is_chosen(name: SpeculationName) -> None:
+    expected, at_home = drafted(name, 24)
+    found, watching = drafted(name, 24, decoder=on_emulated(DECODER))
+    assert found == expected
+    for step, other in zip(watching.found, at_home.found, strict=True):
+        assert [picks and lists_of(picks) for picks in step.values()] == [
+            picks and lists_of(picks) for picks in other.values()
+        ]
 
 
 @views
@@ -84,9 +99,11 @@ def test_a_new_token_attends_to_itself_and_keys_ascend(name: SpeculationName) ->
 def test_texts_of_a_ragged_batch_are_those_of_plain_steps(name: SpeculationName) -> None:
     params = list(PARAMS.values())
     asked = [(ids, params[index % len(params)]) for index, ids in enumerate(prompts(5))]
-    (said, logprobs), (plain, plain_logprobs) = (answers(asked, each, decoder=DECODER) for each in (name, "off"))
-    assert said == plain
-    assert logprobs == pytest.approx(plain_logprobs, abs=1e-4)
+    plain, plain_logprobs = answers(asked, "off", decoder=DECODER)
+    for decoder in (DECODER, on_emulated(DECODER)):
+        said, logprobs = answers(asked, name, decoder=decoder)
+        assert said == plain
+        assert logprobs == pytest.approx(plain_logprobs, abs=1e-4)
 
 
 @views

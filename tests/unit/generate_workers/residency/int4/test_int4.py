@@ -17,7 +17,6 @@ from generate_workers.residency.int4.format import Int4Format, has_int4_kernel
 from generate_workers.residency.int4.whole import Int4Residency, make_int4
 from generate_workers.residency.port import KvBytes, KvShape
 from modeling.device.cpu import CpuDevice
-from modeling.device.emulated import EmulatedDevice
 from modeling.forward.decoder import Decoder
 from modeling.kernels import native
 from modeling.kv.buffers import BufferSpan, KvBuffer, byte_view
@@ -312,8 +311,3 @@ def test_kv_that_cannot_be_packed_is_a_config_error(changes: dict[str, Any], mes
     layout = dataclasses.replace(DECODER.layout, **changes)
     with pytest.raises(ConfigError, match=message):
         make_int4(KvShape(layout, (None,) * 5, 1, 16), CPU)
-
-
-def test_another_device_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="residency = int4 runs on CPUs only, not on emulated: use host or device"):
-        make_int4(KvShape(DECODER.layout, (None,) * 5, 1, 16), EmulatedDevice())

@@ -1,0 +1,124 @@
+"""Every policy on a device with memory of its own: the CPU's tokens, in memory that is counted and bounded."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from baton.errors import ConfigError
+from baton.sampling_params import SamplingParams
+from generate_workers.residency.policies import SelectionSource, make_residency
+from generate_workers.residency.port import KvShape, Residency
+from generate_workers.residency.rows import MakeMemory
+from generate_workers.residency.sparse.pool import Eviction, PoolSize
+from generate_workers.residency.traits import POLICIES
+from generate_workers.slots.memory import MemoryLimits
+from modeling.device.copying import LinkRate
+from modeling.device.cpu import CpuDevice
+from modeling.forward.decoder import Decoder
+from modeling.forward.rows import has_native_rows
+from modeling.forward.selection import Selection
+from tests.support.engines.devices import PoisonedCpu, PoisonedDevice, on_emulated
+from tests.support.engines.generation import harness, prompt
+from tests.support.engines.infinigen import configured, prepared
+from tests.support.engines.slot_tables import UNLIMITED
+from tests.support.models.tiny_models import random_decoder
+
+PLAIN = random_decoder(num_layers=5)
+CPU = Decoder(PLAIN.config, PLAIN.weights, device=PoisonedCpu())
+FEW = Selection(3.0, 0.1, 2, 3, free_keys=6)
+"""So few keys that most are left out."""
+PARAMS = SamplingParams(max_tokens=30, ignore_eos=True)
+
+pytestmark = pytest.mark.skipif(
+    not has_native_rows(torch.device("cpu"), torch.float32, 16), reason="needs a C++ compiler"
+)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A policy, and a pool for it."""
+
+    name: str
+    pool: PoolSize | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.pool is None else f"{self.name} pool {self.pool.eviction.value}"
+
+    def on(self, decoder: Decoder, selection: Selection = FEW) -> Callable[[KvShape, MakeMemory], Residency]:
+        """The policy on the decoder's device, which predicts picks a layer early."""
+        return configured(self.name, decoder, prepared(selection, 1, decoder=decoder), self.pool)
+
+
+WAYS = [
+    *map(Way, ("device", "host", "infinigen", "oracle", "int4")),
+    *(Way("infinigen", PoolSize(24, eviction)) for eviction in Eviction),
+]
+ways = pytest.mark.parametrize("way", WAYS, ids=str)
+
+
+def answers(decoder: Decoder, way: Way, limits: MemoryLimits = UNLIMITED) -> list[list[int]]:
+    """Rows that join one after the other, prefilled here and pushed, and one of two choices."""
+    with harness(decoder=decoder, policy=way.on(decoder), num_slots=6, limits=limits, growth_tokens=1) as made:
+        ref = made.reserve(33, 80).ref
+        made.push_and_commit(ref, prompt(33), PARAMS)
+        streams = [made.submit(prompt(33), PARAMS, ref=ref)[1]]
+        for length in (1, 7, 40, 70):
+            streams.append(made.submit(prompt(length), PARAMS)[1])
+            made.engine.step()
+        choices = made.submit(prompt(15), replace(PARAMS, n=2, temperature=1.0, seed=3))[1]
+        made.run()
+        assert limits == UNLIMITED or made.engine.status().num_preemptions > 0
+        return [*(stream.token_ids for stream in streams), choices.choice(0).token_ids, choices.choice(1).token_ids]
+
+
+def policy_on(decoder: Decoder, way: Way) -> Residency:
+    """The policy as `answers` has it."""
+    return way.on(decoder)(KvShape(decoder.layout, decoder.config.windows, 6, 128), decoder.device.row_memory)
+
+
+@ways
+def test_answers_are_those_of_the_cpu(way: Way) -> None:
+    assert answers(on_emulated(PLAIN), way) == answers(CPU, way)
+
+
+@ways
+def test_answers_are_those_of_the_cpu_when_rows_give_way(way: Way) -> None:
+    """Rows give their memory back in the same steps, because home memory is what is short."""
+    limits = MemoryLimits(2 * policy_on(CPU, way).bytes_for(101).home)
+    assert answers(on_emulated(PLAIN), way, limits) == answers(CPU, way, limits)
+
+
+@ways
+def test_a_device_never_holds_more_than_it_has(way: Way) -> None:
+    """Rows give way because the device has room for two long ones."""
+    device = PoisonedDevice(LinkRate(2e8, 1e-4))
+    decoder = on_emulated(PLAIN, device)
+    policy = policy_on(on_emulated(PLAIN), way)
+    limits = MemoryLimits(1 << 40, 2 * policy.bytes_for(101).device)
+    assert limits.device_bytes is not None
+    limit = limits.device_bytes + policy.scratch_bytes
+    policy.close()
+    device.bound(limit)
+    found = answers(decoder, way, limits)
+    assert [len(each) for each in found] == [30] * len(found)
+    assert 0 < device.memory_use.peak_bytes <= limit
+    assert device.memory_use.num_bytes <= policy.scratch_bytes
+
+
+class Gpu(CpuDevice):
+    """A device whose kernels are not the CPU's."""
+
+    name = "cuda"
+    torch_device = torch.device("cuda")
+    is_home = False
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("device", "host")])
+def test_where_only_the_cpu_has_kernels_a_gpu_is_refused(name: str) -> None:
+    shape = KvShape(PLAIN.layout, PLAIN.config.windows, 1, 64)
+    with pytest.raises(ConfigError, match=f"residency = '{name}' is not there on device cuda"):
+        make_residency(name, shape, Gpu())
+    with pytest.raises(ConfigError, match="speculation = 'infinigen' is not there on device cuda"):
+        make_residency("device", shape, Gpu(), SelectionSource(PLAIN, serves_drafts=True))
