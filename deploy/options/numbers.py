@@ -5,6 +5,7 @@ from functools import partial
 from typing import TypeVar
 
 from baton.errors import InvalidArgumentError
+from baton.settings.byte_sizes import parse_rate
 
 Number = TypeVar("Number", int, float)
 
@@ -46,6 +47,18 @@ def part(option: str, text: str) -> float:
     if value > 1:
         raise InvalidArgumentError(f"{option}: {value:g} is out of range: use a part of 1")
     return value
+
+
+def rate(option: str, text: str) -> float:
+    """Parse a rate above 0 like 25GBps; return bytes a second. Raises InvalidArgumentError."""
+    try:
+        found = parse_rate(text)
+    except ValueError as error:
+        raise InvalidArgumentError(f"{option}: {error}") from error
+    assert isinstance(found, int)
+    if not found:
+        raise InvalidArgumentError(f"{option}: {text!r} brings nothing: use a rate above 0")
+    return float(found)
 
 
 def assignments(option: str, text: str) -> dict[str, int]:

@@ -38,7 +38,7 @@ token by token, all rows in one batch, and each step is asked for the token that
   KV read       bytes of KV that attention reads, as a part of full attention's
   home          memory where KV lives between steps, likewise
   link, device  counted, as it would be beside a device: KV that crosses to it, and its memory, what keys are chosen by
-                included; here all of it is the CPU's memory
+                included; here all of it is the CPU's memory, unless --device emulated has memory of its own
   mass          true attention's weight on the keys attended to (--mass)
   needles       facts told early in the context, asked for after --steps tokens of other text (--needles)
 
@@ -53,6 +53,7 @@ examples:
   baton evaluate --text emma.txt --policies device,infinigen --pool 0.8
   baton evaluate --text emma.txt --policies device,infinigen,window:0.23,h2o:0.23
   baton evaluate --text emma.txt --policies device,int4,infinigen,infinigen_int4
+  baton evaluate --text emma.txt --policies device,infinigen --device emulated --link 4GBps
   baton evaluate ./Llama-3.1-8B --text book.txt.gz --context 4k,16k --policies device,infinigen,h2o,int4 --needles"""
 
 
@@ -81,13 +82,22 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     keys.add_argument(
         "--selection", nargs="+", type=Path, metavar="FILE", help="what `baton prepare` wrote; several are compared"
     )
+    _add_device(parser)
     add_model(parser)
     parser.set_defaults(run=run)
 
 
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say where policies compute."""
+    group = parser.add_argument_group("device")
+    where = "where policies compute: cpu, or emulated, with memory of its own (docs/devices.md)"
+    group.add_argument("--device", default="cpu", choices=("cpu", "emulated"), help=f"{where} (default: %(default)s)")
+    group.add_argument("--link", metavar="RATE", help="rate of an emulated device's link, like 4GBps")
+
+
 def run(args: argparse.Namespace) -> int:
     """Run `baton evaluate`; return the exit status."""
-    size, settings = find_size(args), find_settings(args)
+    size, settings, rate = find_size(args), find_settings(args), find_rate(args)
     # Imported here, because it imports torch: --help and mistyped options are answered at once.
     from rich.console import Console
 
@@ -96,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.plot is not None:
         require_plots(args.plot)  # fails before minutes of reading
-    evaluation = evaluate(args, size, settings, Console(stderr=True, highlight=False))
+    evaluation = evaluate(args, size, settings, Console(stderr=True, highlight=False), rate)
     if args.json:
         print(json.dumps(dataclasses.asdict(evaluation)))
     else:
@@ -119,6 +129,18 @@ def find_size(args: argparse.Namespace) -> Size:
         mass_every=option_values.count("--mass", args.mass, MAX_TOKENS, least=0),
         has_needles=args.needles,
     )
+
+
+def find_rate(args: argparse.Namespace) -> float:
+    """Return the bytes a second of the emulated device's link. Raises InvalidArgumentError for options that are wrong
+    or mean nothing."""
+    if args.device == "emulated" and args.mass != "0":
+        raise InvalidArgumentError("--mass weighs keys where they lie: leave --device emulated out")
+    if args.link is None:
+        return float("inf")
+    if args.device != "emulated":
+        raise InvalidArgumentError("--link means nothing without --device emulated: leave it out")
+    return option_values.rate("--link", args.link)
 
 
 def find_settings(args: argparse.Namespace) -> list[Setting]:

@@ -25,6 +25,8 @@ from generate_workers.residency.policies import SelectionSource, make_residency
 from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.sparse.pool import Eviction, PoolSize
 from modeling.checkpoints.weights import load_decoder
+from modeling.device.copying import LinkRate
+from modeling.device.making import make_device
 from modeling.forward.decoder import Decoder
 from modeling.sparse.selection_file import PreparedSelection
 from text.tokenizer import Tokenizer
@@ -80,28 +82,37 @@ class Readings:
     num_found: int | None
 
 
-def evaluate(args: argparse.Namespace, size: Size, settings: Sequence[Setting], console: Console) -> Evaluation:
-    """Read everything, and return what is printed. Raises InvalidArgumentError, ConfigError, ModelError."""
+def evaluate(
+    args: argparse.Namespace, size: Size, settings: Sequence[Setting], console: Console, bytes_per_s: float = math.inf
+) -> Evaluation:
+    """Read everything, and return what is printed. `bytes_per_s`: rate of an emulated device's link. Raises
+    InvalidArgumentError, ConfigError, ModelError."""
     folder = resolve_folder(args.model, args.cache, console)
     prepare_kernels(console)
     num_threads = use_threads(args.threads)
     torch.set_num_threads(num_threads)
     decoder = load_decoder(folder, dtype=args.dtype, quantization=args.quantization)
-    _check(decoder, size, settings)
+    reader = decoder  # contexts are made on the CPU, wherever they are read
+    if args.device != "cpu":
+        device = make_device(args.device, LinkRate(bytes_per_s))
+        reader = Decoder(decoder.config, decoder.weights, device=device)
+    _check(reader, size, settings)
     texts = Texts(Tokenizer.load(folder), args.text, size.num_rows)
     cells = []
     for context in size.contexts:
         material = gather(decoder, texts, context, size, console)
-        full = read_all(decoder, _FULL, material, size, console)
+        full = read_all(reader, _FULL, material, size, console)
         for setting in settings:
-            found = full if setting == _FULL else read_all(decoder, setting, material, size, console)
+            found = full if setting == _FULL else read_all(reader, setting, material, size, console)
             cells.append(_cell(context, setting, found, full.plain))
             line = f"  {context} {setting}: perplexity {cells[-1].perplexity:.2f}, {cells[-1].cost:+.2%}"
             console.print(line, style="dim", soft_wrap=True)
     weights = "" if args.quantization == "none" else f", {args.quantization} weights"
     threads = f"{num_threads} thread{'s' if num_threads > 1 else ''}"
     names = ", ".join(path.name for path in args.text)
-    title = f"{args.model}, {args.dtype}{weights}, {threads}; {size.num_rows} rows of {names}, {size.num_steps} steps"
+    where = "" if args.device == "cpu" else f", device {args.device}"
+    read = f"{size.num_rows} rows of {names}, {size.num_steps} steps"
+    title = f"{args.model}, {args.dtype}{weights}, {threads}{where}; {read}"
     return Evaluation(title, size.num_rows, size.num_steps, tuple(cells))
 
 

@@ -97,6 +97,20 @@ def test_a_policy_that_picks_every_key_is_full_attention(capsys: pytest.CaptureF
         assert cell["mass"] == pytest.approx(1, abs=1e-5)
 
 
+def test_policies_are_read_on_a_device_with_memory_of_its_own(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    """The same tokens; what crosses the link is what is fetched and stored."""
+    options = f"--policies device,oracle,infinigen --budget 0.25 --selection {folder / 'whole.safetensors'}"
+    at_home = evaluated(capsys, folder, options)["cells"]
+    apart = evaluated(capsys, folder, f"{options} --device emulated --link 10GBps")
+    assert ", device emulated;" in apart["title"]
+    for cell, other in zip(apart["cells"], at_home, strict=True):
+        assert cell["perplexity"] == pytest.approx(other["perplexity"], rel=0.02)  # lookahead 1 picks other keys
+        assert cell["kv_share"] == pytest.approx(other["kv_share"], rel=0.05)
+    device, oracle, infinigen = apart["cells"]
+    assert (device["link_share"], oracle["link_share"], oracle["device_share"]) == (0, 0, 1)
+    assert 0 < infinigen["link_share"] < at_home[2]["link_share"]
+
+
 def test_what_a_budget_reads_is_the_formula_s(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     """Two layers of six whole; in the others the window's share of the keys, and the first two besides."""
     options = f"--policies window --budget 0.25,0.5 --selection {folder / 'whole.safetensors'} --mass 2"
@@ -229,6 +243,10 @@ REFUSALS = {
     "--rows 5 --context 400": "has 400 tokens, and 411 are read: give longer texts",
     "--plot quality.pdf": "the plot is a PNG",
     "--mass -1": "--mass: '-1' is out of range",
+    "--link 4GBps": "--link means nothing without --device emulated",
+    "--device emulated --link 4": "--link: '4' is no rate",
+    "--device emulated --link 0GBps": "--link: '0GBps' brings nothing",
+    "--device emulated --mass 2": "--mass weighs keys where they lie",
     "--text nothing.txt": "--text nothing.txt cannot be read as UTF-8 text",
 }
 
