@@ -23,12 +23,13 @@ from torch import Tensor
 
 from baton.types import TokenRange
 from generate_workers.residency.fetched.hot_keys import HotSize
-from generate_workers.residency.fetched.rows import PIECE_TOKENS, FetchedRow, Pieces
+from generate_workers.residency.fetched.rows import PIECE_TOKENS, FetchedRow, Pieces, others_of
+from generate_workers.residency.fetched.storing import HomeStores, addresses, link_of
 from generate_workers.residency.port import KvShape
 from generate_workers.residency.sparse.infinigen import ScoringStep
 from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
-from modeling.device.copying import PickedHeads, RowCopies, ThreadLink
+from modeling.device.copying import PickedHeads
 from modeling.device.port import Transfer
 from modeling.forward.decoder import Decoder
 from modeling.forward.selection import Picks
@@ -53,13 +54,11 @@ class FetchedStep(ScoringStep[FetchedRow]):
     ) -> None:
         """`pieces`: those that long spans read."""
         super().__init__(rows, prepared, decoder)
-        assert isinstance(decoder.device.link, ThreadLink)
-        self._link, self._pieces = decoder.device.link, pieces
+        self._link, self._pieces = link_of(decoder.device), pieces
+        self._stores = HomeStores(self._link)
         self._num_bytes_before = pieces.num_bytes
         self._coming: dict[int, tuple[Transfer, Picks, int]] = {}
         """By layer: the fetch of what is missing, the picks as places, and the bytes of the fetch."""
-        self._stores: dict[int, Transfer] = {}
-        """What is being stored, by layer."""
         self._own_places = [tokens.start - row.hot.start for row, tokens in self.choosing]
         self._starts_B = torch.tensor([row.hot.start for row, _ in self.choosing])
         self._slots_B = torch.tensor([row.hot.size.num_slots(tokens.end) for row, tokens in self.choosing])
@@ -89,20 +88,18 @@ class FetchedStep(ScoringStep[FetchedRow]):
         for _, row, span in self.longer:
             new_T2GH = span.own(layer)
             row.partial.add(layer, span.tokens.start, new_T2GH)
-            home_T2GH = row.others.buffer.span(layer - NUM_WHOLE_LAYERS, span.tokens)
-            self.num_link_bytes += new_T2GH.nbytes
-            self._link.store([(home_T2GH, new_T2GH)]).result()  # the next layer takes the memory
+            self._stores.store(row.others.buffer.span(layer - NUM_WHOLE_LAYERS, span.tokens), new_T2GH)
 
     def settle(self) -> None:
         """Wait until all new KV is at home."""
-        for store in self._stores.values():
-            store.result()
+        self._stores.settle()
 
     def leave(self) -> None:
         """Return when nothing is being copied."""
-        for transfer in (*(coming for coming, *_ in self._coming.values()), *self._stores.values()):
-            transfer.wait()
-        self.num_link_bytes += self._pieces.num_bytes - self._num_bytes_before
+        for coming, *_ in self._coming.values():
+            coming.wait()
+        self._stores.wait()
+        self.num_link_bytes += self._stores.num_bytes + self._pieces.num_bytes - self._num_bytes_before
 
     def _end_choosing(self, layer: int) -> None:
         at = layer - NUM_WHOLE_LAYERS
@@ -110,15 +107,12 @@ class FetchedStep(ScoringStep[FetchedRow]):
         own = [row.hot.buffer.data[row.hot.area(at), place] for (row, _), place in placed]
         self.append_keys(layer, torch.stack([kv_2GH[0] for kv_2GH in own]))
         homes = [row.others.buffer.data[at, tokens.start] for row, tokens in self.choosing]
-        copies = RowCopies(_addresses(own), _addresses(homes), self.layout.row_bytes)
-        self.num_link_bytes += copies.num_bytes
-        self._stores[layer] = self._link.store_rows(copies)
+        self._stores.begin(layer, own, homes)
 
     def _ask(self, layer: int, picks: Picks) -> None:
         """Find places for a layer's picks, and begin to fetch those that are missing."""
         at, hot = layer - NUM_WHOLE_LAYERS, [row.hot for row, _ in self.choosing]
-        if (store := self._stores.get(layer - hot[0].size.num_areas)) is not None:
-            store.join()  # of the layer that had the area
+        self._stores.join(layer - hot[0].size.num_areas)  # the layer that had the area
         places_BGK, pairs_BGK2, num_BG = torch.ops.baton.admit_picks(
             *(picks.keys_BGK, picks.num_BG),
             torch.tensor([each.record_address(at) for each in hot]),
@@ -126,7 +120,7 @@ class FetchedStep(ScoringStep[FetchedRow]):
             torch.tensor([each.takes_over(at) for each in hot]),
             *(hot[0].size.num_latest, hot[0].most_slots),
         )
-        homes_B = _addresses([row.others.buffer.data[at] for row, _ in self.choosing])
+        homes_B = addresses([row.others.buffer.data[at] for row, _ in self.choosing])
         there_B = torch.tensor([each.place_address(at) for each in hot])
         head_bytes = self.layout.row_bytes // (2 * self.layout.num_kv_heads)
         heads = PickedHeads(homes_B, there_B, pairs_BGK2, num_BG, head_bytes)
@@ -147,7 +141,7 @@ class FetchedInfinigenResidency(RowResidency[FetchedRow]):
         assert native.load("hot_keys")
         device, layout = decoder.device, shape.layout
         ahead = replace(prepared, lookahead=1)
-        others = replace(layout, num_layers=layout.num_layers - NUM_WHOLE_LAYERS)
+        others = others_of(layout)
         pieces = Pieces(layout, device), Pieces(layout, device)
         new_bytes = shape.most_new_tokens * layout.row_bytes + shape.num_slots * PAGE_BYTES  # of long spans
         self.scratch_bytes = 2 * PIECE_TOKENS * layout.row_bytes + new_bytes
@@ -171,7 +165,3 @@ class FetchedInfinigenResidency(RowResidency[FetchedRow]):
     def close(self) -> None:
         """End the link's threads."""
         self._link.rest()
-
-
-def _addresses(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.tensor([each.data_ptr() for each in tensors])

@@ -1,15 +1,15 @@
-"""Rows of InfiniGen whose KV lives at home, and their spans over what the device has of it.
+"""Rows whose KV lives at home, and their spans over what the device has of it.
 
     home    KV of all layers but the first two
-    device  the first two layers' KV, partial keys, and hot keys (`hot_keys`)
+    device  the first two layers' KV, and what the policy keeps: for InfiniGen partial keys and hot keys (`hot_keys`)
 
-A row of one new token attends to hot keys. A longer span attends to all keys, which are fetched a piece at a time, and
-merged by log-sum-exp.
+A row of one new token attends to places on the device. A longer span attends to all keys, which are fetched a piece at
+a time, and merged by log-sum-exp.
 
 T tokens, G kv heads, H head dim.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from baton.types import KvLayout, TokenRange
 from generate_workers.residency.fetched.hot_keys import HotKeys, HotSize
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.rows import PagedKv
+from generate_workers.residency.rows import PagedKv, Part, StoredRow
 from generate_workers.residency.sparse.infinigen import PartialIndex, ScoredRow
 from generate_workers.residency.sparse.selective import SplitSpan
 from modeling.device.port import Device
@@ -41,28 +41,50 @@ class Pieces:
 
     def bring(self, source_T2GH: Tensor) -> Tensor:
         """Fetch a piece; return its place on the device, which the next one takes."""
-        piece = self._buffer.span(0, TokenRange(0, len(source_T2GH)))
-        self._link.fetch([(piece, source_T2GH)]).join()
-        self.num_bytes += source_T2GH.nbytes
-        return piece
+        return self._fetch(self._buffer.span(0, TokenRange(0, len(source_T2GH))), source_T2GH)
+
+    def bring_keys(self, source_T2GH: Tensor) -> Tensor:
+        """Fetch the keys of a piece, `[T, G, H]`; return their place on the device, which the next one takes."""
+        k_TGH = source_T2GH[:, 0].contiguous()
+        return self._fetch(self._buffer.data.view(-1)[: k_TGH.numel()].view(k_TGH.shape), k_TGH)
+
+    def _fetch(self, to: Tensor, source: Tensor) -> Tensor:
+        self._link.fetch([(to, source)]).join()
+        self.num_bytes += source.nbytes
+        return to
 
 
-class FetchedRow(ScoredRow):
+class AwayRow(StoredRow):
+    """A StoredRow whose layers but the first two live at home, and whose longer spans read them there in pieces."""
+
+    def __init__(self, shape: KvShape, device: Device, parts: Sequence[Part], pieces: Pieces) -> None:
+        """`parts`: what the policy keeps on the device besides the first two layers. `pieces`: those through which
+        longer spans read. Raises what is in OUT_OF_MEMORY when the slot's address space cannot be had."""
+        layout, most = shape.layout, shape.max_slot_tokens
+        self.whole = PagedKv(replace(layout, num_layers=NUM_WHOLE_LAYERS), device.row_memory, most)
+        self.others = PagedKv(others_of(layout), device.home_memory, most)
+        super().__init__([self.whole, self.others], [self.whole, *parts])
+        self._read = pieces
+        self._make_buffer, self._new = device.buffer, replace(layout, num_layers=1)
+
+    def long_span(self, tokens: TokenRange) -> "LongSpan":
+        """Return the span of several new tokens, with memory of the device for their KV of one layer."""
+        whole = BufferSpan(self.whole.buffer, tokens)
+        return LongSpan(whole, self.others.buffer, self._make_buffer(self._new, tokens), self._read)
+
+
+class FetchedRow(AwayRow, ScoredRow):
     """A ScoredRow whose picks are fetched."""
 
     def __init__(
         self, shape: KvShape, device: Device, size: HotSize, basis: Basis, pieces: tuple[Pieces, Pieces]
     ) -> None:
-        """`pieces`: those through which pushed KV passes, to be made partial keys of, and those that long spans read.
+        """`pieces`: those through which pushed keys pass, to be made partial keys of, and those that long spans read.
         Raises what is in OUT_OF_MEMORY when the slot's address space cannot be had."""
-        layout, most = shape.layout, shape.max_slot_tokens
-        self.whole = PagedKv(replace(layout, num_layers=NUM_WHOLE_LAYERS), device.row_memory, most)
-        self.others = PagedKv(size.layout, device.home_memory, most)
-        self.partial = PartialIndex(layout, basis, most, device.row_memory)
-        self.hot = HotKeys(size, device.row_memory, most)
-        super().__init__([self.whole, self.others], [self.whole, self.partial, self.hot])
-        self._pushed, self._read = pieces
-        self._make_buffer, self._new = device.buffer, replace(layout, num_layers=1)
+        self.partial = PartialIndex(shape.layout, basis, shape.max_slot_tokens, device.row_memory)
+        self.hot = HotKeys(size, device.row_memory, shape.max_slot_tokens)
+        self._pushed, read = pieces
+        super().__init__(shape, device, [self.partial, self.hot], read)
 
     def commit(self, tokens: TokenRange) -> None:
         """Commit memory for `tokens` at home, and for hot keys of a row as long."""
@@ -71,38 +93,52 @@ class FetchedRow(ScoredRow):
 
     def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
         """Make the partial keys of tokens whose KV came home, on the device."""
-        for part in tokens.split(PIECE_TOKENS) if layer in self.partial.layers else []:
-            home = kv_T2GH[part.start - tokens.start : part.end - tokens.start]
-            self.partial.add(layer, part.start, self._pushed.bring(home))
+        bring_partial(self.partial, self._pushed, layer, tokens, kv_T2GH)
 
     def span(self, tokens: TokenRange) -> SequenceSpan:
         """Return a step's span over the device's memory, having made room there for the new tokens."""
+        if len(tokens) != 1:
+            self.hot.forget()
+            return self.long_span(tokens)
         whole = BufferSpan(self.whole.buffer, tokens)
-        if len(tokens) == 1:
-            return SplitSpan(whole, HotSpan(self.hot, tokens, self.hot.own_place(tokens.start)))
-        self.hot.forget()
-        return LongSpan(whole, self.others.buffer, self._make_buffer(self._new, tokens), self._read)
+        num_places = self.hot.size.num_places(tokens.end)
+        return SplitSpan(whole, PlacedSpan(self.hot.buffer, tokens, self.hot.own_place(tokens.start), num_places))
+
+
+def others_of(layout: KvLayout) -> KvLayout:
+    """Return the layout of the layers behind the first two."""
+    return replace(layout, num_layers=layout.num_layers - NUM_WHOLE_LAYERS)
+
+
+def bring_partial(partial: PartialIndex, pieces: Pieces, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
+    """Make the partial keys of tokens whose KV came home, of keys that pass through `pieces`."""
+    for part in tokens.split(PIECE_TOKENS) if layer in partial.layers else []:
+        home_T2GH = kv_T2GH[part.start - tokens.start : part.end - tokens.start]
+        partial.add_keys(layer, part.start, pieces.bring_keys(home_T2GH))
 
 
 @dataclass(frozen=True)
-class HotSpan:
-    """A SequenceSpan of one new token over hot keys, in the layers whose picks are fetched."""
+class PlacedSpan:
+    """A SequenceSpan of one new token over places on the device, in layers whose keys are picked."""
 
-    hot: HotKeys
+    places: KvBuffer
+    """Areas of the layers, which take turns in them, and places as tokens."""
     tokens: TokenRange
     own_place: int
     """Place of the new token in each area."""
+    num_places: int
+    """Places of the row, of which picks name some."""
 
     def own(self, layer: int) -> Tensor:
-        return self.hot.buffer.span(self.hot.area(layer), TokenRange(self.own_place, self.own_place + 1))
+        return self.places.span(layer % len(self.places.data), TokenRange(self.own_place, self.own_place + 1))
 
     def segments(self, layer: int) -> Iterator[KvRows]:
         raise AssertionError("picks are attended to by the decode kernel alone")
 
     def place(self) -> KvPlace:
-        data, num_places = self.hot.buffer.data, self.hot.size.num_places(self.tokens.end)
+        data = self.places.data
         layer_bytes = data.stride(0) * data.element_size()
-        return KvPlace(data.data_ptr(), layer_bytes, len(data), num_places, own=self.own_place)
+        return KvPlace(data.data_ptr(), layer_bytes, len(data), self.num_places, own=self.own_place)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,11 @@ class PartialIndex(PartialKeys):
     def add(self, layer: int, first: int, kv_T2GH: Tensor) -> None:
         """Make the partial keys of the tokens from number `first` on, if it is a layer that chooses."""
         if layer in self.layers:
-            self.write(layer, first, kv_T2GH[:, 0], self._basis.key_projection(layer))
+            self.add_keys(layer, first, kv_T2GH[:, 0])
+
+    def add_keys(self, layer: int, first: int, k_TGH: Tensor) -> None:
+        """Make the partial keys of the tokens from number `first` on, in a layer that chooses."""
+        self.write(layer, first, k_TGH, self._basis.key_projection(layer))
 
 
 class ScoredRow(StoredRow):
