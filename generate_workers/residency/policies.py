@@ -10,6 +10,7 @@ from pathlib import Path
 from baton.errors import ConfigError
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.fetched.infinigen import FetchedInfinigenResidency
+from generate_workers.residency.fetched.window import FetchedWindowResidency
 from generate_workers.residency.host import HostResidency
 from generate_workers.residency.int4.infinigen import InfinigenInt4Residency
 from generate_workers.residency.int4.whole import make_int4
@@ -92,8 +93,7 @@ def _infinigen(shape: KvShape, source: SelectionSource) -> Residency:
         return PooledResidency(shape, decoder.device, source.load(), decoder, pool)
     if decoder.device.is_home:
         return InfinigenResidency(shape, decoder.device.row_memory, source.load(), decoder)
-    if not has_others:
-        raise ConfigError(f"residency = 'infinigen' needs more than {NUM_WHOLE_LAYERS} layers: use residency device")
+    _require_others("infinigen", shape)
     return FetchedInfinigenResidency(shape, source.load(), decoder, source.device_bytes)
 
 
@@ -103,7 +103,11 @@ def _infinigen_int4(shape: KvShape, source: SelectionSource) -> Residency:
 
 
 def _window(shape: KvShape, source: SelectionSource) -> Residency:
-    return WindowResidency(shape, _home("window", source).row_memory, source.load().selection)
+    device = source.decoder.device
+    if device.is_home:
+        return WindowResidency(shape, device.row_memory, source.load().selection)
+    _require_others("window", shape)
+    return FetchedWindowResidency(shape, device, source.load().selection)
 
 
 def _oracle(shape: KvShape, source: SelectionSource) -> Residency:
@@ -114,6 +118,12 @@ def _oracle(shape: KvShape, source: SelectionSource) -> Residency:
 def _h2o(shape: KvShape, source: SelectionSource) -> Residency:
     device = _home("h2o", source)
     return H2oResidency(shape, device.row_memory, source.decoder, HeavyBudget.halved(source.most_share))
+
+
+def _require_others(name: str, shape: KvShape) -> None:
+    """Raise ConfigError for a model all of whose layers stay whole, so that there is nothing to keep at home."""
+    if shape.layout.num_layers <= NUM_WHOLE_LAYERS:
+        raise ConfigError(f"residency = {name!r} needs more than {NUM_WHOLE_LAYERS} layers: use residency device")
 
 
 def _home(name: str, source: SelectionSource) -> Device:
@@ -129,7 +139,7 @@ MAKERS: Mapping[str, Make] = {
     "host": _host,
     "infinigen": _selecting("infinigen", _infinigen, "pool_notes", "hot_keys"),
     "infinigen_int4": _selecting("infinigen_int4", _infinigen_int4, "kv_int4"),
-    "window": _selecting("window", _window),
+    "window": _selecting("window", _window, "hot_keys"),
     "oracle": _selecting("oracle", _oracle),
     "h2o": _selecting("h2o", _h2o),
     "int4": lambda shape, device, source: make_int4(shape, device),

@@ -44,10 +44,14 @@ class WindowResidency(RowResidency[SelectiveRow]):
         super().__init__(rows, lambda rows: WindowStep(shape.layout, rows, selection))
 
 
+def num_latest(num_tokens: int, selection: Selection) -> int:
+    """Return the latest keys that a row of so many tokens attends to, if it has as many."""
+    return max(selection.most_by_score(num_tokens), selection.num_last)
+
+
 def first_and_last(lengths_B: Tensor, selection: Selection, num_kv_heads: int) -> Picks:
     """Return picks of each row's first and latest keys, equal for all kv heads; `lengths_B`: int32."""
-    share_B = (lengths_B.double() * selection.most_share).floor().int()
-    latest_B = share_B.clamp(min=max(selection.num_last, selection.free_keys))
+    latest_B = torch.tensor([num_latest(length, selection) for length in lengths_B.tolist()], dtype=torch.int32)
     num_B = (latest_B + selection.num_first).minimum(lengths_B)
     at_K = torch.arange(int(num_B.max()), dtype=torch.int32)
     left_out_B1 = (lengths_B - num_B).unsqueeze(1)

@@ -52,7 +52,7 @@ class Way:
 
 
 WAYS = [
-    *map(Way, ("device", "host", "infinigen", "oracle", "int4")),
+    *map(Way, ("device", "host", "infinigen", "oracle", "window", "int4")),
     *(Way("infinigen", PoolSize(24, eviction)) for eviction in Eviction),
 ]
 ways = pytest.mark.parametrize("way", WAYS, ids=str)

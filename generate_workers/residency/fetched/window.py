@@ -1,0 +1,226 @@
+"""Residency `window` on a device with memory of its own: the device holds the first and the latest keys.
+
+A Residency for `engine.step_runner`, which picks what `sparse.window` picks. A key that the window has left never comes
+back to it, so that a step fetches nothing: it writes its own token behind the latest ones, and stores it home. Home has
+all KV, for longer spans (local prefill) and for rows that begin with another's; behind either the window is fetched
+once.
+
+    home    all layers' KV but the first two
+    device  the first two layers' KV; of the others the first keys, the latest, and room for a few more, which the
+            window moves along; one piece for what longer spans read
+    link    new tokens' KV; behind longer spans the window, and for them all tokens before them
+
+B rows of one new token, T tokens, G kv heads, H head dim, K picks at most.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from baton.types import KvLayout, TokenRange
+from generate_workers.residency.fetched.rows import (
+    PIECE_TOKENS,
+    AwayRow,
+    Pieces,
+    PlacedSpan,
+    long_span_bytes,
+    others_of,
+)
+from generate_workers.residency.fetched.storing import HomeStores, link_of
+from generate_workers.residency.port import KvShape
+from generate_workers.residency.rows import MakeMemory, PagedKv
+from generate_workers.residency.sparse.selective import SelectiveStep, SplitSpan
+from generate_workers.residency.sparse.window import first_and_last, num_latest
+from generate_workers.residency.steps import RowResidency
+from generate_workers.residency.traits import POLICIES
+from modeling.device.copying import ThreadLink
+from modeling.device.port import Copies, Device, Finished, Transfer, num_bytes_of
+from modeling.forward.decoder import SequenceSpan
+from modeling.forward.selection import Picks, Selection
+from modeling.kernels import native
+from modeling.kv.buffers import BufferSpan, KvBuffer
+from modeling.sparse.bases import NUM_WHOLE_LAYERS
+
+_MORE_LATEST = 32
+"""Places beyond the window: how many steps pass until it moves to the start of its room."""
+
+
+class WindowKeys:
+    """A Part of a row: its first and latest keys and values, in the layers that choose."""
+
+    def __init__(self, shape: KvShape, make_memory: MakeMemory, selection: Selection) -> None:
+        """Raise what `make_memory` raises."""
+        self._selection = selection
+        self._most_places = self.num_places(shape.max_slot_tokens)
+        self._kv = PagedKv(others_of(shape.layout), make_memory, self._most_places)
+        self.start = selection.num_first
+        """Position of the first of the latest tokens that have a place."""
+        self._end = 0
+        """Position behind the latest token that has a place."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes that are committed now."""
+        return self._kv.num_bytes
+
+    @property
+    def buffer(self) -> KvBuffer:
+        """Return the present claim's places, as tokens."""
+        return self._kv.buffer
+
+    def num_places(self, num_tokens: int) -> int:
+        """Return the places of a row of so many tokens."""
+        window = self._selection.num_first + num_latest(num_tokens, self._selection)
+        return min(num_tokens, window + _MORE_LATEST)
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Return the bytes of a row of so many tokens."""
+        return self._kv.bytes_for(self.num_places(num_tokens))
+
+    def open(self, num_tokens: int, capacity_tokens: int) -> None:
+        """Begin a claim: no key is there yet."""
+        self._kv.open(self.num_places(num_tokens), self._most_places)
+        self.start, self._end = self._selection.num_first, 0
+
+    def commit(self, num_tokens: int) -> None:
+        """Commit memory for a row of so many tokens."""
+        self._kv.memory.commit(TokenRange(0, self.num_places(num_tokens)))
+
+    def copy_from(self, other: "WindowKeys", num_tokens: int) -> None:
+        """Do nothing: the window is fetched when a step needs it."""
+
+    def release(self) -> None:
+        """End the claim, if there is one."""
+        self._kv.release()
+
+    def follow(self, home: KvBuffer, num_tokens: int) -> Copies:
+        """Make room for the token behind the row's first `num_tokens`. Return the copies that the step needs: of the
+        window of that token where tokens were written without it, else none."""
+        first = self._selection.num_first
+        start = max(num_tokens + 1 - num_latest(num_tokens + 1, self._selection), first)
+        copies: list[tuple[Tensor, Tensor]] = []
+        if num_tokens != self._end:
+            self.start = start
+            for kept in (TokenRange(0, min(first, num_tokens)), TokenRange(start, max(num_tokens, start))):
+                layers = range(len(home.data) if kept else 0)
+                copies += [(self.buffer.span(each, self._places(kept)), home.span(each, kept)) for each in layers]
+        elif self.place(num_tokens) >= self.num_places(num_tokens + 1):
+            latest_LS2GH = self.buffer.data[:, self.place(start) : self.place(num_tokens)].clone()
+            self.buffer.data[:, first : first + num_tokens - start] = latest_LS2GH
+            self.start = start
+        self._end = num_tokens + 1
+        return copies
+
+    def place(self, position: int) -> int:
+        """Return the place of one of the first tokens, or of the latest."""
+        first = self._selection.num_first
+        return position if position < first else first + position - self.start
+
+    def _places(self, tokens: TokenRange) -> TokenRange:
+        place = self.place(tokens.start)
+        return TokenRange(place, place + len(tokens))
+
+
+class WindowRow(AwayRow):
+    """An AwayRow with a window on the device."""
+
+    def __init__(self, shape: KvShape, device: Device, selection: Selection, pieces: Pieces) -> None:
+        """Raise what is in OUT_OF_MEMORY when the slot's address space cannot be had."""
+        self.window = WindowKeys(shape, device.row_memory, selection)
+        super().__init__(shape, device, [self.window], pieces)
+
+    def commit(self, tokens: TokenRange) -> None:
+        """Commit memory for `tokens` at home, and for the window of a row as long."""
+        super().commit(tokens)
+        self.window.commit(tokens.end)
+
+    def span(self, tokens: TokenRange) -> SequenceSpan:
+        """Return a step's span over the device's memory; one of one token has a place, which `follow` made."""
+        if len(tokens) != 1:
+            return self.long_span(tokens)
+        window = self.window
+        places = PlacedSpan(window.buffer, tokens, window.place(tokens.start), window.num_places(tokens.end))
+        return SplitSpan(BufferSpan(self.whole.buffer, tokens), places)
+
+
+class FetchedWindowStep(SelectiveStep[WindowRow]):
+    """A step whose picks are the same in all layers, and whose new tokens go home."""
+
+    def __init__(
+        self,
+        rows: Sequence[tuple[WindowRow, TokenRange]],
+        layout: KvLayout,
+        selection: Selection,
+        link: ThreadLink,
+        pieces: Pieces,
+    ) -> None:
+        """`pieces`: those that long spans read."""
+        single = [(row, tokens.start) for row, tokens in rows if len(tokens) == 1]
+        copies = [copy for row, start in single for copy in row.window.follow(row.others.buffer, start)]
+        self._fetch: Transfer = link.fetch(copies) if copies else Finished()
+        super().__init__(layout, rows)
+        self._stores, self._pieces = HomeStores(link), pieces
+        self._num_fetched = num_bytes_of(copies) - pieces.num_bytes
+        self._picks: Picks | None = None
+        if self.choosing:
+            picks = first_and_last(self.lengths_B, selection, layout.num_kv_heads)
+            self._picks = _as_places(picks, [row for row, _ in self.choosing], selection.num_first)
+
+    def choose(self, layer: int, q_BNH: Tensor) -> Picks:
+        assert self._picks is not None, "no row chooses"
+        return self._picks
+
+    def fetch(self, layer: int, picks: Picks, num_bytes: int) -> int:
+        """Wait for the windows that were asked for before the first layer ran."""
+        self._fetch.join()
+        return 0
+
+    def end(self, layer: int) -> None:
+        """Begin to store the new tokens' KV home."""
+        at = layer - NUM_WHOLE_LAYERS
+        if at < 0:
+            return
+        if self.choosing:
+            own = [row.window.buffer.data[at, row.window.place(tokens.start)] for row, tokens in self.choosing]
+            self._stores.begin(layer, own, [row.others.buffer.data[at, tokens.start] for row, tokens in self.choosing])
+        for _, row, span in self.longer:
+            self._stores.store(row.others.buffer.span(at, span.tokens), span.own(layer))
+
+    def settle(self) -> None:
+        """Wait until all new KV is at home."""
+        self._stores.settle()
+
+    def leave(self) -> None:
+        """Return when nothing is being copied."""
+        self._fetch.wait()
+        self._stores.wait()
+        self.num_link_bytes += self._num_fetched + self._pieces.num_bytes + self._stores.num_bytes
+
+
+class FetchedWindowResidency(RowResidency[WindowRow]):
+    """A Residency whose rows attend to their first and latest keys, and keep the others at home."""
+
+    traits = POLICIES["window"]
+
+    def __init__(self, shape: KvShape, device: Device, selection: Selection) -> None:
+        """Raise what is in OUT_OF_MEMORY when the slots' address space cannot be had."""
+        assert native.load("hot_keys")  # stores rows
+        pieces = Pieces(shape.layout, device)
+        self.scratch_bytes = long_span_bytes(shape) + PIECE_TOKENS * shape.layout.row_bytes
+        rows = [WindowRow(shape, device, selection, pieces) for _ in range(shape.num_slots)]
+        self._link = link_of(device)
+        args = shape.layout, selection, self._link, pieces
+        super().__init__(rows, lambda rows: FetchedWindowStep(rows, *args))
+
+    def close(self) -> None:
+        """End the link's threads."""
+        self._link.rest()
+
+
+def _as_places(picks: Picks, rows: Sequence[WindowRow], num_first: int) -> Picks:
+    """Return picks by position as places of the rows."""
+    back_B11 = torch.tensor([row.window.start for row in rows], dtype=torch.int32).view(-1, 1, 1) - num_first
+    keys_BGK = torch.where(picks.keys_BGK < num_first, picks.keys_BGK, picks.keys_BGK - back_B11)
+    return replace(picks, keys_BGK=keys_BGK.contiguous())
