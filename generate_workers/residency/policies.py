@@ -10,6 +10,7 @@ from pathlib import Path
 from baton.errors import ConfigError
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.fetched.infinigen import FetchedInfinigenResidency
+from generate_workers.residency.fetched.infinigen_int4 import FetchedInt4Residency
 from generate_workers.residency.fetched.window import FetchedWindowResidency
 from generate_workers.residency.host import HostResidency
 from generate_workers.residency.int4.infinigen import InfinigenInt4Residency
@@ -98,8 +99,11 @@ def _infinigen(shape: KvShape, source: SelectionSource) -> Residency:
 
 
 def _infinigen_int4(shape: KvShape, source: SelectionSource) -> Residency:
-    device = _home("infinigen_int4", source)
-    return InfinigenInt4Residency(shape, device.row_memory, source.load(), source.decoder)
+    decoder = source.decoder
+    if decoder.device.is_home:
+        return InfinigenInt4Residency(shape, decoder.device.row_memory, source.load(), decoder)
+    _require_others("infinigen_int4", shape)
+    return FetchedInt4Residency(shape, source.load(), decoder)
 
 
 def _window(shape: KvShape, source: SelectionSource) -> Residency:
@@ -138,7 +142,7 @@ MAKERS: Mapping[str, Make] = {
     "device": _device,
     "host": _host,
     "infinigen": _selecting("infinigen", _infinigen, "pool_notes", "hot_keys"),
-    "infinigen_int4": _selecting("infinigen_int4", _infinigen_int4, "kv_int4"),
+    "infinigen_int4": _selecting("infinigen_int4", _infinigen_int4, "kv_int4", "hot_keys"),
     "window": _selecting("window", _window, "hot_keys"),
     "oracle": _selecting("oracle", _oracle),
     "h2o": _selecting("h2o", _h2o),

@@ -19,6 +19,7 @@ B rows of one new token, T tokens, D hidden, N heads, G kv heads, H head dim, L 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from baton.types import TokenRange
 from generate_workers.residency.int4.format import Int4Format, has_int4_kernel
 from generate_workers.residency.int4.row import Int4Row, PackedRows
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.rows import MakeMemory
+from generate_workers.residency.rows import MakeMemory, Part
 from generate_workers.residency.sparse.infinigen import PartialIndex, ScoredRow, ScoringStep
 from generate_workers.residency.sparse.selective import SplitSpan
 from generate_workers.residency.steps import RowResidency
@@ -42,10 +43,21 @@ from modeling.sparse.selection_file import PreparedSelection
 class ScoredInt4Row(Int4Row, ScoredRow):
     """A ScoredRow in 4 bits, with partial keys made before packing."""
 
-    def __init__(self, form: Int4Format, make_memory: MakeMemory, max_tokens: int, basis: Basis) -> None:
-        """Raise what is in OUT_OF_MEMORY, or OSError, when the slot's address space cannot be had."""
-        self.partial = PartialIndex(form.plain, basis, max_tokens)
-        super().__init__(form, make_memory, max_tokens, self.partial)
+    def __init__(
+        self,
+        form: Int4Format,
+        make_memory: MakeMemory,
+        max_tokens: int,
+        basis: Basis,
+        more: Sequence[Part] = (),
+        *,
+        make_home: MakeMemory | None = None,
+    ) -> None:
+        """`more`: what the device holds besides. `make_home`: makes memory for the packed layers where home is not the
+        device's. Raises what is in OUT_OF_MEMORY, or OSError, when the slot's address space cannot be had."""
+        self.partial = PartialIndex(form.plain, basis, max_tokens, make_memory)
+        index = self.partial, *more
+        super().__init__(form, make_memory, max_tokens, index, is_apart=make_home is not None, make_home=make_home)
 
     def span(self, tokens: TokenRange) -> SequenceSpan:
         """Return a span over the whole layers and the area."""
@@ -80,13 +92,16 @@ class AreaSpan:
         return BufferSpan(self.row.area.buffer, self.tokens)
 
 
-class InfinigenInt4Step(ScoringStep[ScoredInt4Row]):
+I = TypeVar("I", bound=ScoredInt4Row)
+
+
+class InfinigenInt4Step(ScoringStep[I]):
     """A step that unpacks picks and packs new tokens layer by layer, because an area holds one layer."""
 
     def __init__(
         self,
         form: Int4Format,
-        rows: Sequence[tuple[ScoredInt4Row, TokenRange]],
+        rows: Sequence[tuple[I, TokenRange]],
         prepared: PreparedSelection,
         decoder: Decoder,
     ) -> None:

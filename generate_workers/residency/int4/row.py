@@ -29,24 +29,33 @@ class Int4Row(AreaRow):
         form: Int4Format,
         make_memory: MakeMemory,
         max_tokens: int,
-        index: Part | None = None,
+        index: Sequence[Part] = (),
         *,
         is_apart: bool = False,
+        make_home: MakeMemory | None = None,
     ) -> None:
         """`index`: what the policy keeps to choose keys by; with one, the device has the whole layers as well.
-        `is_apart`: whether `make_memory` makes the memory of a device that is not home, so that all of the row counts
-        as the device's, too. Raises what is in OUT_OF_MEMORY when the slot's address space cannot be had."""
+        `is_apart`: whether `make_memory` makes the memory of a device that is not home. `make_home`: makes memory for
+        the packed layers then; None: they are the device's, too. Raises what is in OUT_OF_MEMORY when the slot's
+        address space cannot be had."""
         layout = form.plain
         num_whole = min(layout.num_layers, NUM_WHOLE_LAYERS)
         self.whole = PagedKv(replace(layout, num_layers=num_whole), make_memory, max_tokens)
-        self.packed = PagedKv(form.packed(layout.num_layers - num_whole), make_memory, max_tokens)
+        self.packed = PagedKv(form.packed(layout.num_layers - num_whole), make_home or make_memory, max_tokens)
         self.area = Area(replace(layout, num_layers=1), make_memory, max_tokens)
-        device: list[Part] = [self.area] if index is None else [self.whole, self.area, index]
-        if is_apart:
-            device = [self.whole, self.packed, self.area]
+        device: list[Part] = [self.area, *index]
+        if index or is_apart:
+            device.append(self.whole)
+        if is_apart and make_home is None:
+            device.append(self.packed)
         self.reads_home = not is_apart
         super().__init__([self.whole, self.packed], device)
         self._form = form
+
+    @property
+    def codes(self) -> PagedKv:
+        """Return the memory in which steps find a packed layer, and leave their new tokens packed."""
+        return self.packed
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
         """Copy pushed KV of a whole layer into place, or pack that of another layer."""
@@ -84,7 +93,9 @@ class PackedRows:
         self._num_old_B = _numbers(new.start for _, new in rows)
         self._num_new_B = _numbers(len(new) for _, new in rows)
         self._areas_B = _numbers(row.area.buffer.data.data_ptr() for row, _ in rows)
-        packed = [row.packed.buffer.data for row, _ in rows]
+        packed = [row.codes.buffer.data for row, _ in rows]
+        self._num_layers = len(packed[0]) if packed else 1
+        """Layers that have memory for codes; the packed ones take turns in it."""
         self._packed_B = _numbers(data.data_ptr() for data in packed)
         self._layer_bytes_B = _numbers(data.stride(0) * data.element_size() for data in packed)
 
@@ -100,7 +111,7 @@ class PackedRows:
         return num_picks * 2 * self._form.head_bytes
 
     def pack(self, layer: int) -> int:
-        """Pack the new tokens' KV from the areas into home memory. Return the packed bytes."""
+        """Pack the new tokens' KV from the areas into the rows' codes. Return the packed bytes."""
         new_areas_B = self._areas_B + self._num_old_B * self._form.plain.row_bytes
         new_packed_B = self._layer(layer) + self._num_old_B * self._row_bytes
         self._form.pack_rows(new_areas_B, new_packed_B, self._num_new_B)
@@ -108,7 +119,7 @@ class PackedRows:
 
     def _layer(self, layer: int) -> Tensor:
         """Return the addresses of the rows' packed KV in a layer."""
-        return self._packed_B + (layer - NUM_WHOLE_LAYERS) * self._layer_bytes_B
+        return self._packed_B + (layer - NUM_WHOLE_LAYERS) % self._num_layers * self._layer_bytes_B
 
 
 def _numbers(of_rows: Iterable[int]) -> Tensor:

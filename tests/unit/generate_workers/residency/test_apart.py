@@ -1,10 +1,11 @@
 """Every policy on a device with memory of its own: the CPU's tokens, in memory that is counted and bounded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from baton.errors import ConfigError
 from baton.sampling_params import SamplingParams
@@ -22,6 +23,7 @@ from modeling.forward.selection import Selection
 from tests.support.engines.devices import PoisonedCpu, PoisonedDevice, on_emulated
 from tests.support.engines.generation import harness, prompt
 from tests.support.engines.infinigen import configured, prepared
+from tests.support.engines.selective import Bench
 from tests.support.engines.slot_tables import UNLIMITED
 from tests.support.models.tiny_models import random_decoder
 
@@ -52,7 +54,7 @@ class Way:
 
 
 WAYS = [
-    *map(Way, ("device", "host", "infinigen", "oracle", "window", "int4")),
+    *map(Way, ("device", "host", "infinigen", "infinigen_int4", "oracle", "window", "int4")),
     *(Way("infinigen", PoolSize(24, eviction)) for eviction in Eviction),
 ]
 ways = pytest.mark.parametrize("way", WAYS, ids=str)
@@ -105,6 +107,46 @@ def test_a_device_never_holds_more_than_it_has(way: Way) -> None:
     assert [len(each) for each in found] == [30] * len(found)
     assert 0 < device.memory_use.peak_bytes <= limit
     assert device.memory_use.num_bytes <= policy.scratch_bytes
+
+
+PROMPTS = [prompt(length, seed) for seed, length in enumerate((60, 25, 90))]
+TOKENS = prompt(200, seed=9)
+
+
+def steps(bench: Bench, num_steps: int) -> Iterator[Tensor]:
+    """Logits of steps in which rows take turns to be there."""
+    for step in range(num_steps):
+        slots = [slot for slot in range(len(PROMPTS)) if (step + slot) % 4]
+        yield bench.run(dict.fromkeys(slots, TOKENS[step : step + 1]))[0]
+
+
+turning = pytest.mark.parametrize("way", [way for way in WAYS if way.name != "device"], ids=str)
+"""Policies that take turns in a step."""
+
+
+@turning
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_are_those_of_the_cpu(way: Way, dtype: str) -> None:
+    plain = random_decoder(num_layers=5, dtype=dtype, head_dim=64)
+    cpu, there = Decoder(plain.config, plain.weights, device=PoisonedCpu()), on_emulated(plain)
+    benches = [Bench.of(decoder, way.on(decoder), PROMPTS, 50) for decoder in (cpu, there)]
+    for wanted, got in zip(*(steps(bench, 50) for bench in benches), strict=True):
+        assert torch.equal(got, wanted)
+    for bench in benches:
+        bench.close()
+
+
+@turning
+def test_bytes_of_steps_are_those_of_the_link(way: Way) -> None:
+    decoder = on_emulated(PLAIN)
+    bench, link = Bench.of(decoder, way.on(decoder), PROMPTS, 50), decoder.device.link
+    fed = [dict.fromkeys(range(len(PROMPTS)), TOKENS[step : step + 1]) for step in range(12)]
+    for each in (*fed, {0: TOKENS[:1], 1: TOKENS[:7]}, {1: TOKENS[:1], 2: TOKENS[:9]}):
+        before = link.num_bytes_fetched + link.num_bytes_stored, bench.residency.num_link_bytes
+        bench.run(each)
+        counted = bench.residency.num_link_bytes - before[1]
+        assert counted == link.num_bytes_fetched + link.num_bytes_stored - before[0]
+    bench.close()
 
 
 class Gpu(CpuDevice):

@@ -1,0 +1,168 @@
+"""Residency `infinigen_int4` on a device with memory of its own: picks cross the link in 4 bits.
+
+A Residency for `engine.step_runner`. Keys are chosen as `fetched.infinigen` chooses them, a layer early, and fetched
+packed while the layer before computes. The device unpacks them into a row's area for one layer, as `int4.infinigen`
+does, and packs new tokens, which go home packed. No pick stays hot: what is fetched anew is a quarter of its bytes.
+
+    engine:  begin l: guess l + 1, ask for it | layer l | end l: pack, store | begin l + 1 ... picks: wait, unpack
+    link in:                         fetch l + 1 ------->|
+    link out:                                                         store l ---->
+
+    home    all layers but the first two, packed
+    device  the first two layers, partial keys, an area for one layer, and codes of two layers, which take turns; one
+            piece for pushed keys
+    link    packed: picks of the tokens before a step, and back the step's own; for longer spans, all tokens before them
+
+B rows of one new token, T tokens, D hidden, G kv heads, H head dim, K picks at most.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from baton.types import TokenRange
+from generate_workers.residency.fetched.rows import PIECE_TOKENS, Pieces, bring_partial
+from generate_workers.residency.fetched.storing import HomeStores, addresses, link_of
+from generate_workers.residency.int4.format import Int4Format, has_int4_kernel
+from generate_workers.residency.int4.infinigen import InfinigenInt4Step, ScoredInt4Row
+from generate_workers.residency.port import KvShape
+from generate_workers.residency.rows import Area
+from generate_workers.residency.steps import RowResidency
+from generate_workers.residency.traits import POLICIES
+from modeling.device.copying import PickedHeads
+from modeling.device.port import Device, Transfer
+from modeling.forward.decoder import Decoder
+from modeling.forward.selection import Picks
+from modeling.kernels import native
+from modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
+from modeling.sparse.selection_file import PreparedSelection
+
+_NUM_AREAS = 2
+"""Layers of codes: a double buffer."""
+
+
+class FetchedInt4Row(ScoredInt4Row):
+    """A ScoredInt4Row whose packed layers lie at home; steps find the codes that were fetched in an area."""
+
+    def __init__(self, form: Int4Format, device: Device, max_tokens: int, basis: Basis, pieces: Pieces) -> None:
+        """`pieces`: those through which pushed keys pass, to be made partial keys of. Raises what is in OUT_OF_MEMORY,
+        or OSError, when the slot's address space cannot be had."""
+        self._fetched = Area(form.packed(_NUM_AREAS), device.row_memory, max_tokens)
+        self._pushed = pieces
+        more = [self._fetched]
+        super().__init__(form, device.row_memory, max_tokens, basis, more, make_home=device.home_memory)
+
+    @property
+    def codes(self) -> Area:
+        """Return the area for codes of two layers, each token's at its own place."""
+        return self._fetched
+
+    def commit(self, tokens: TokenRange) -> None:
+        """Commit memory for `tokens` at home, and for all tokens up to them in the areas."""
+        super().commit(tokens)
+        self._fetched.commit(tokens)
+
+    def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
+        """Make the partial keys of tokens whose KV came home, on the device."""
+        bring_partial(self.partial, self._pushed, layer, tokens, kv_T2GH)
+
+
+class FetchedInt4Step(InfinigenInt4Step[FetchedInt4Row]):
+    """A step that asks for a layer's picks while the layer before it runs."""
+
+    def __init__(
+        self,
+        form: Int4Format,
+        rows: Sequence[tuple[FetchedInt4Row, TokenRange]],
+        prepared: PreparedSelection,
+        decoder: Decoder,
+    ) -> None:
+        super().__init__(form, rows, prepared, decoder)
+        self._head_bytes = form.head_bytes
+        self._link = link_of(decoder.device)
+        self._stores = HomeStores(self._link)
+        self._coming: dict[int, Transfer] = {}
+        """Fetches of picks, by layer."""
+
+    def begin(self, layer: int, hidden_TD: Tensor) -> None:
+        """Choose the next layer's keys and ask for them; longer spans' earlier tokens are unpacked on return."""
+        if layer in self._layers and self.longer:
+            at = layer - NUM_WHOLE_LAYERS
+            old = [(row, TokenRange(0, span.tokens.start)) for _, row, span in self.longer]
+            copies = [
+                (row.codes.buffer.span(at % _NUM_AREAS, each), row.packed.buffer.span(at, each)) for row, each in old
+            ]
+            self._link.fetch(copies).join()  # counted as they are unpacked
+        super().begin(layer, hidden_TD)
+        if (picks := self._guessed.get(layer + 1)) is not None:
+            self._ask(layer + 1, picks)
+
+    def fetch(self, layer: int, picks: Picks, num_bytes: int) -> int:
+        """Wait for the picks, and unpack them into the areas; return their packed bytes."""
+        self._coming[layer].join()
+        return super().fetch(layer, picks, num_bytes)
+
+    def end(self, layer: int) -> None:
+        """Make the new tokens' partial keys, pack their KV, and begin to store it home."""
+        if layer not in self._layers:
+            return
+        for _, row, span in self.longer:
+            row.partial.add(layer, span.tokens.start, span.own(layer))
+        self._stores.join(layer - _NUM_AREAS)  # the layer that had the area
+        self._of_one.pack(layer)
+        self._of_more.pack(layer)
+        at = layer - NUM_WHOLE_LAYERS
+        if self.choosing:
+            self.append_keys(layer, torch.stack(self._own_keys))
+            own = [row.codes.buffer.data[at % _NUM_AREAS, tokens.start] for row, tokens in self.choosing]
+            self._stores.begin(layer, own, [row.packed.buffer.data[at, tokens.start] for row, tokens in self.choosing])
+        for _, row, span in self.longer:
+            packed = row.codes.buffer.span(at % _NUM_AREAS, span.tokens)
+            self._stores.store(row.packed.buffer.span(at, span.tokens), packed)
+
+    def settle(self) -> None:
+        """Wait until all new KV is at home."""
+        self._stores.settle()
+
+    def leave(self) -> None:
+        """Return when nothing is being copied."""
+        for coming in self._coming.values():
+            coming.wait()
+        self._stores.wait()
+        self.num_link_bytes += self._stores.num_bytes
+
+    def _ask(self, layer: int, picks: Picks) -> None:
+        """Begin to fetch a layer's picks among the tokens before the step, each to its token's own place."""
+        at = layer - NUM_WHOLE_LAYERS
+        is_old_BGK = picks.keys_BGK < (self.lengths_B - 1).view(-1, 1, 1)
+        is_old_BGK &= torch.arange(picks.keys_BGK.shape[2]) < picks.num_BG.unsqueeze(2)
+        pairs_BGK2 = torch.stack((picks.keys_BGK, picks.keys_BGK), -1)
+        homes_B = addresses([row.packed.buffer.data[at] for row, _ in self.choosing])
+        there_B = addresses([row.codes.buffer.data[at % _NUM_AREAS] for row, _ in self.choosing])
+        num_BG = is_old_BGK.sum(2, dtype=torch.int32)  # keys ascend: the row's own comes last
+        self._coming[layer] = self._link.fetch_heads(
+            PickedHeads(homes_B, there_B, pairs_BGK2, num_BG, self._head_bytes)
+        )
+
+
+class FetchedInt4Residency(RowResidency[FetchedInt4Row]):
+    """A Residency that chooses keys by partial scores, keeps KV at home in 4 bits, and fetches what was picked."""
+
+    traits = POLICIES["infinigen_int4"]
+
+    def __init__(self, shape: KvShape, prepared: PreparedSelection, decoder: Decoder) -> None:
+        """`prepared` must be for `decoder`, and the kernel that packs must be there. Raises ConfigError for KV that
+        cannot be packed, and what is in OUT_OF_MEMORY, or OSError, when the slots' address space cannot be had."""
+        assert has_int4_kernel() and native.load("hot_keys")  # the latter copies heads
+        form, most = Int4Format(shape.layout), shape.max_slot_tokens
+        ahead, pieces = replace(prepared, lookahead=1), Pieces(shape.layout, decoder.device)
+        self.scratch_bytes = PIECE_TOKENS * shape.layout.row_bytes
+        rows = [FetchedInt4Row(form, decoder.device, most, ahead.basis, pieces) for _ in range(shape.num_slots)]
+        super().__init__(rows, lambda rows: FetchedInt4Step(form, rows, ahead, decoder))
+        self._link = decoder.device.link
+
+    def close(self) -> None:
+        """End the link's threads."""
+        self._link.rest()
