@@ -9,6 +9,7 @@ from pathlib import Path
 
 from baton.errors import ConfigError
 from generate_workers.residency.device import DeviceResidency
+from generate_workers.residency.fetched.h2o import FetchedH2oResidency
 from generate_workers.residency.fetched.infinigen import FetchedInfinigenResidency
 from generate_workers.residency.fetched.infinigen_int4 import FetchedInt4Residency
 from generate_workers.residency.fetched.window import FetchedWindowResidency
@@ -120,22 +121,17 @@ def _oracle(shape: KvShape, source: SelectionSource) -> Residency:
 
 
 def _h2o(shape: KvShape, source: SelectionSource) -> Residency:
-    device = _home("h2o", source)
-    return H2oResidency(shape, device.row_memory, source.decoder, HeavyBudget.halved(source.most_share))
+    decoder, budget = source.decoder, HeavyBudget.halved(source.most_share)
+    if decoder.device.is_home:
+        return H2oResidency(shape, decoder.device.row_memory, decoder, budget)
+    _require_others("h2o", shape)
+    return FetchedH2oResidency(shape, decoder, budget)
 
 
 def _require_others(name: str, shape: KvShape) -> None:
     """Raise ConfigError for a model all of whose layers stay whole, so that there is nothing to keep at home."""
     if shape.layout.num_layers <= NUM_WHOLE_LAYERS:
         raise ConfigError(f"residency = {name!r} needs more than {NUM_WHOLE_LAYERS} layers: use residency device")
-
-
-def _home(name: str, source: SelectionSource) -> Device:
-    """Return the device. Raises ConfigError unless its memory is home."""
-    device = source.decoder.device
-    if not device.is_home:
-        raise ConfigError(f"residency = {name!r} is not there on device {device.name}: use residency device or host")
-    return device
 
 
 MAKERS: Mapping[str, Make] = {
@@ -145,7 +141,7 @@ MAKERS: Mapping[str, Make] = {
     "infinigen_int4": _selecting("infinigen_int4", _infinigen_int4, "kv_int4", "hot_keys"),
     "window": _selecting("window", _window, "hot_keys"),
     "oracle": _selecting("oracle", _oracle),
-    "h2o": _selecting("h2o", _h2o),
+    "h2o": _selecting("h2o", _h2o, "hot_keys"),
     "int4": lambda shape, device, source: make_int4(shape, device),
 }
 """How each policy is made, for a decoder on a device."""

@@ -134,6 +134,10 @@ class StoredRow:
         """Return the keys that a layer keeps of so many tokens while no step runs: all, unless the row evicts."""
         return num_tokens
 
+    def chooses(self, tokens: TokenRange) -> bool:
+        """Return whether the new tokens of a step attend to some keys only, in a policy that chooses."""
+        return len(tokens) == 1
+
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
         """Begin a claim; `num_tokens` tokens will be written for sure. When it fails, nothing is held."""
         try:

@@ -10,12 +10,14 @@ end. A step attends to the budget's keys, its own among them; then the kept key 
 one of the latest. A step's weights are those over the kept keys: dropped keys get none.
 
 What is not. Memory: here a dropped key stays at home until its row ends, because it shares its pages with other kv
-heads' keys; it is not read. And a longer span behind the prompt, if there were one, would attend to all keys.
+heads' keys; it is not read, and a device with memory of its own does not hold it (`residency.fetched.h2o`). And a
+longer span behind the prompt, if there were one, would attend to all keys.
 
 B rows of one new token, T tokens of all rows, N heads, G kv heads, H head dim, K keys that are kept.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,7 +27,7 @@ from baton.errors import ModelError
 from baton.ids import SlotId
 from baton.types import KvLayout, TokenRange
 from generate_workers.residency.port import KvShape, RowError
-from generate_workers.residency.rows import MakeMemory
+from generate_workers.residency.rows import MakeMemory, StoredRow
 from generate_workers.residency.sparse.heavy_hitters import HeavyBudget, HeavyHitters
 from generate_workers.residency.sparse.pushed_prompts import PushedPrompts
 from generate_workers.residency.sparse.selective import SelectiveRow, SelectiveStep
@@ -39,42 +41,54 @@ from modeling.sparse.bases import NUM_WHOLE_LAYERS
 class HitterIndex:
     """A Part of a row: the heavy hitters of each layer that chooses."""
 
-    def __init__(self, layout: KvLayout, budget: HeavyBudget) -> None:
+    def __init__(
+        self,
+        layout: KvLayout,
+        budget: HeavyBudget,
+        make: Callable[[int], HeavyHitters] = HeavyHitters,
+        key_bytes: int = 8,
+    ) -> None:
+        """`make`: makes the heavy hitters of one layer, which take `key_bytes` a key and kv head."""
         self.hitters: dict[int, HeavyHitters] = {}
         """Heavy hitters by layer, while the slot is claimed."""
         self.num_weighed = 0
         """Number of tokens, from the first, whose queries have weighed their keys."""
-        self._budget = budget
-        self._num_prompt = 0
+        self.num_prompt = 0
+        """Tokens of the prompt."""
+        self._budget, self._make, self._key_bytes = budget, make, key_bytes
         self._num_kv_heads = layout.num_kv_heads
         self._layers = range(NUM_WHOLE_LAYERS, layout.num_layers)
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the kept keys' positions and sums."""
+        """Return the bytes of what is noted of the kept keys."""
         return sum(each.num_bytes for each in self.hitters.values())
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the bytes of positions and sums of all tokens, which exist while the prompt is not complete."""
-        return len(self._layers) * self._num_kv_heads * num_tokens * 8
+        """Return the bytes of what is noted of all tokens, while the prompt is not complete."""
+        return len(self._layers) * self._num_kv_heads * num_tokens * self._key_bytes
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
         """Begin a claim for a prompt of `num_tokens` tokens."""
-        self._num_prompt = num_tokens
-        self.hitters = {layer: HeavyHitters(self._num_kv_heads) for layer in self._layers}
+        self.num_prompt = num_tokens
+        self.hitters = {layer: self._make(self._num_kv_heads) for layer in self._layers}
 
     def weigh(self, layer: int, q_TNH: Tensor, k_SGH: Tensor) -> Tensor:
         """Let the queries of the last T tokens weigh all kept keys. Once the prompt is complete, drops the keys that
         the next step may not keep. Returns the positions that were weighed, `[G, K]`."""
         positions_GK = self.hitters[layer].take(q_TNH, k_SGH)
-        if len(k_SGH) >= self._num_prompt:
-            num_heavy, num_recent = self._budget.of(self._num_prompt)
-            self.hitters[layer].drop(num_heavy, num_recent - 1)  # the next token is one of the latest
+        if len(k_SGH) >= self.num_prompt:
+            self.drop(layer)
         return positions_GK
+
+    def drop(self, layer: int) -> None:
+        """Drop the keys that the next step may not keep, behind the prompt."""
+        num_heavy, num_recent = self._budget.of(self.num_prompt)
+        self.hitters[layer].drop(num_heavy, num_recent - 1)  # the next token is one of the latest
 
     def copy_from(self, other: "HitterIndex", num_tokens: int) -> None:
         """Copy another row's heavy hitters, which must be of `num_tokens` tokens."""
-        self.num_weighed, self._num_prompt = other.num_weighed, other._num_prompt
+        self.num_weighed, self.num_prompt = other.num_weighed, other.num_prompt
         for layer, hitters in self.hitters.items():
             hitters.copy_from(other.hitters[layer])
 
@@ -84,23 +98,38 @@ class HitterIndex:
         self.hitters = {}
 
 
-class H2oRow(SelectiveRow):
-    """A StoredRow with the heavy hitters of each layer that chooses."""
+class WeighedRow(StoredRow):
+    """A StoredRow whose keys are weighed by queries."""
+
+    index: HitterIndex
+    """Heavy hitters of each layer that chooses."""
+
+    def read(self, layer: int, tokens: TokenRange) -> Tensor:
+        """Return KV of `tokens`, which were written, where it can be computed with; valid until the next call."""
+        return self.kv(layer, tokens)
+
+    def weigh(self, layer: int, q_TNH: Tensor, tokens: TokenRange) -> Tensor:
+        """Let the queries of `tokens`, whose keys are in place, weigh all kept keys, as HitterIndex does. Return the
+        keys that were weighed, `[G, K]`, by the numbers that picks have."""
+        return self.index.weigh(layer, q_TNH, self.read(layer, TokenRange(0, tokens.end))[:, 0])
+
+
+W = TypeVar("W", bound=WeighedRow)
+
+
+class H2oRow(SelectiveRow, WeighedRow):
+    """A WeighedRow that keeps all KV."""
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, budget: HeavyBudget) -> None:
         """Raise what is in OUT_OF_MEMORY when the slot's address space cannot be had."""
         self.index = HitterIndex(shape.layout, budget)
         super().__init__(shape, make_memory, self.index)
 
-    def weigh(self, layer: int, q_TNH: Tensor, tokens: TokenRange) -> Tensor:
-        """Let the queries of `tokens`, whose keys are at home, weigh all kept keys, as HitterIndex does."""
-        return self.index.weigh(layer, q_TNH, self.kv(layer, TokenRange(0, tokens.end))[:, 0])
 
-
-class H2oStep(SelectiveStep[H2oRow]):
+class H2oStep(SelectiveStep[W]):
     """A step whose rows of one new token weigh keys as they choose; longer spans' queries are projected once more."""
 
-    def __init__(self, rows: Sequence[tuple[H2oRow, TokenRange]], decoder: Decoder) -> None:
+    def __init__(self, rows: Sequence[tuple[W, TokenRange]], decoder: Decoder) -> None:
         super().__init__(decoder.layout, rows)
         self._decoder = decoder
         ranges = [torch.arange(span.tokens.start, span.tokens.end) for *_, span in self.longer]
@@ -139,17 +168,18 @@ class H2oStep(SelectiveStep[H2oRow]):
             row.index.num_weighed = tokens.end
 
 
-class H2oResidency(RowResidency[H2oRow]):
-    """A Residency whose rows attend to heavy hitters and the latest keys."""
+class WeighingResidency(RowResidency[W]):
+    """A Residency of WeighedRows, which weighs pushed prompts before a row's first step."""
 
     traits = POLICIES["h2o"]
 
-    def __init__(self, shape: KvShape, make_memory: MakeMemory, decoder: Decoder, budget: HeavyBudget) -> None:
-        """Raise ConfigError for models whose pushed prompts cannot be run again, and what is in OUT_OF_MEMORY, or
-        OSError, when the slots' address space cannot be had."""
+    def __init__(
+        self, rows: list[W], decoder: Decoder, make_step: Callable[[Sequence[tuple[W, TokenRange]]], H2oStep[W]]
+    ) -> None:
+        """`rows`, `make_step`: as RowResidency takes them. Raises ConfigError for models whose pushed prompts cannot be
+        run again."""
         self._pushed = PushedPrompts(decoder)
-        self._decoder = decoder
-        rows = [H2oRow(shape, make_memory, budget) for _ in range(shape.num_slots)]
+        self._make_weighed = make_step
         super().__init__(rows, self._begin)
 
     def copy(self, source: SlotId, target: SlotId, num_tokens: int) -> None:
@@ -157,17 +187,17 @@ class H2oResidency(RowResidency[H2oRow]):
         self._weigh_pushed(self._rows[source], num_tokens)
         super().copy(source, target, num_tokens)
 
-    def _begin(self, rows: Sequence[tuple[H2oRow, TokenRange]]) -> H2oStep:
+    def _begin(self, rows: Sequence[tuple[W, TokenRange]]) -> H2oStep[W]:
         """Make a step, after weighing pushed prompts. Raises RowError for a row whose pushed KV is of no tokens."""
         for row, tokens in rows:
             try:
                 self._weigh_pushed(row, tokens.start)
             except ModelError as error:
                 raise RowError(SlotId(self._rows.index(row)), str(error)) from error
-        return H2oStep(rows, self._decoder)
+        return self._make_weighed(rows)
 
     @torch.inference_mode()
-    def _weigh_pushed(self, row: H2oRow, num_tokens: int) -> None:
+    def _weigh_pushed(self, row: W, num_tokens: int) -> None:
         """Run again the row's first tokens that did not run here, and let their queries weigh all keys."""
 
         def weigh(layer: int, q_TNH: Tensor, tokens: TokenRange) -> None:
@@ -175,5 +205,15 @@ class H2oResidency(RowResidency[H2oRow]):
                 row.weigh(layer, q_TNH, tokens)
 
         if row.index.num_weighed < num_tokens:
-            self._pushed.run(row.kv, TokenRange(row.index.num_weighed, num_tokens), weigh)
+            self._pushed.run(row.read, TokenRange(row.index.num_weighed, num_tokens), weigh)
             row.index.num_weighed = num_tokens
+
+
+class H2oResidency(WeighingResidency[H2oRow]):
+    """A Residency whose rows attend to heavy hitters and the latest keys, and keep all KV."""
+
+    def __init__(self, shape: KvShape, make_memory: MakeMemory, decoder: Decoder, budget: HeavyBudget) -> None:
+        """Raise ConfigError for models whose pushed prompts cannot be run again, and what is in OUT_OF_MEMORY, or
+        OSError, when the slots' address space cannot be had."""
+        rows = [H2oRow(shape, make_memory, budget) for _ in range(shape.num_slots)]
+        super().__init__(rows, decoder, lambda rows: H2oStep(rows, decoder))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from baton.errors import ConfigError
+from baton.types import TokenRange
 
 _BLOCK = 64
 """Queries whose weights are held at once."""
@@ -63,13 +64,23 @@ class HeavyHitters:
     def take(self, q_TNH: Tensor, k_SGH: Tensor) -> Tensor:
         """Add the last T keys of `k_SGH`, which are new, and weigh all kept keys by their queries `q_TNH`. Returns the
         positions that were weighed, `[G, K]`."""
-        first, num_new = len(k_SGH) - len(q_TNH), len(q_TNH)
-        num_kv_heads = len(self.positions_GK)
-        new_GT = torch.arange(first, len(k_SGH), dtype=torch.int32).expand(num_kv_heads, -1)
+        first = len(k_SGH) - len(q_TNH)
+        self._add(TokenRange(first, len(k_SGH)))
+        return self._weigh(q_TNH, self._kept(k_SGH))
+
+    def take_kept(self, q_TNH: Tensor, first: int, k_GKH: Tensor) -> Tensor:
+        """Do as `take` does, where only the kept keys are there, the new ones from position `first` on last."""
+        self._add(TokenRange(first, first + len(q_TNH)))
+        return self._weigh(q_TNH, k_GKH.float())
+
+    def _add(self, tokens: TokenRange) -> None:
+        new_GT = torch.arange(tokens.start, tokens.end, dtype=torch.int32).expand(len(self.positions_GK), -1)
         self.positions_GK = torch.cat((self.positions_GK, new_GT), dim=1)
         self.sums_GK = torch.cat((self.sums_GK, torch.zeros(new_GT.shape)), dim=1)
-        num_old = self.positions_GK.shape[1] - num_new
-        k_GHK = self._kept(k_SGH).transpose(1, 2)
+
+    def _weigh(self, q_TNH: Tensor, k_GKH: Tensor) -> Tensor:
+        num_new = len(q_TNH)
+        num_old, k_GHK = self.positions_GK.shape[1] - num_new, k_GKH.transpose(1, 2)
         for start in range(0, num_new, _BLOCK):
             block_TNH = q_TNH[start : start + _BLOCK]
             seen = num_old + start + len(block_TNH)
@@ -86,6 +97,10 @@ class HeavyHitters:
         others_GK = self.sums_GK[:, : num_kept - num_recent]
         least_GD = others_GK.sort(dim=1, stable=True).indices[:, :num_dropped]
         stay_GK = torch.ones(self.sums_GK.shape, dtype=torch.bool).scatter_(1, least_GD, value=False)
+        self._keep(stay_GK)
+
+    def _keep(self, stay_GK: Tensor) -> None:
+        """Drop all keys but those; of each kv head as many stay."""
         shape = (len(self.positions_GK), -1)
         self.positions_GK = self.positions_GK[stay_GK].view(shape)
         self.sums_GK = self.sums_GK[stay_GK].view(shape)

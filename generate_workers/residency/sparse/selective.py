@@ -127,16 +127,18 @@ class SelectiveStep(ABC, RowStep[R]):
 
     def __init__(self, layout: KvLayout, rows: Sequence[tuple[R, TokenRange]]) -> None:
         super().__init__(rows, num_bytes_read=0)
-        self.choosing = [(row, tokens) for row, tokens in rows if len(tokens) == 1]
+        self.choosing = [(row, tokens) for row, tokens in rows if row.chooses(tokens)]
         """The rows of one new token, which choose their keys."""
         self.lengths_B = torch.tensor([tokens.end for _, tokens in self.choosing], dtype=torch.int32)
         """Tokens of each choosing row so far, the new one included."""
         self.layout = layout
         *starts, self._num_tokens = accumulate((len(tokens) for _, tokens in rows), initial=0)
-        self._places_B = torch.tensor([at for at, (_, tokens) in zip(starts, rows, strict=True) if len(tokens) == 1])
+        self._places_B = torch.tensor(
+            [at for at, (row, tokens) in zip(starts, rows, strict=True) if row.chooses(tokens)]
+        )
         """Places of the choosing rows' tokens among those of the step."""
         placed = zip(starts, rows, self.spans, strict=True)
-        self.longer = [(at, row, span) for at, (row, tokens), span in placed if len(tokens) != 1]
+        self.longer = [(at, row, span) for at, (row, tokens), span in placed if not row.chooses(tokens)]
         """The other rows: the place of the first token among those of the step, the row, and its span."""
         num_whole = min(NUM_WHOLE_LAYERS, layout.num_layers)
         num_others = layout.num_layers - num_whole

@@ -54,7 +54,7 @@ class Way:
 
 
 WAYS = [
-    *map(Way, ("device", "host", "infinigen", "infinigen_int4", "oracle", "window", "int4")),
+    *map(Way, ("device", "host", "infinigen", "infinigen_int4", "oracle", "window", "h2o", "int4")),
     *(Way("infinigen", PoolSize(24, eviction)) for eviction in Eviction),
 ]
 ways = pytest.mark.parametrize("way", WAYS, ids=str)

@@ -1,0 +1,299 @@
+"""Residency `h2o` on a device with memory of its own: the device holds the keys that are kept, and no others.
+
+A Residency for `engine.step_runner`, which weighs and drops as `sparse.h2o` does. A row has places on the device for as
+many keys as it keeps, in each layer that chooses and for each kv head its own, and one place for a step's own token.
+When the step's layer has attended, the own token takes the place of the key that was dropped. A prompt is weighed layer
+by layer in memory for one layer of the longest row, which all rows share; what stays of it goes to the places.
+
+    home    all layers' KV but the first two, what was dropped included: rows that begin with another's need it
+    device  the first two layers' KV, places, positions and sums of kept keys; memory for one layer of one row, and one
+            piece for what longer spans read
+    link    new tokens' KV; of prompts, all KV that they attend to, and once more what their queries weigh
+
+B rows of one new token, T tokens, N heads, G kv heads, H head dim, K keys that are kept, S tokens of a row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from baton.types import TokenRange
+from generate_workers.residency.fetched.rows import (
+    PIECE_TOKENS,
+    AwayRow,
+    Pieces,
+    PlacedSpan,
+    long_span_bytes,
+    others_of,
+)
+from generate_workers.residency.fetched.storing import HomeStores, link_of
+from generate_workers.residency.port import KvShape
+from generate_workers.residency.rows import MakeMemory, PagedKv
+from generate_workers.residency.sparse.h2o import H2oStep, HitterIndex, WeighedRow, WeighingResidency
+from generate_workers.residency.sparse.heavy_hitters import HeavyBudget, HeavyHitters
+from generate_workers.residency.sparse.selective import SplitSpan
+from modeling.device.port import Device
+from modeling.forward.decoder import Decoder, SequenceSpan
+from modeling.kernels import native
+from modeling.kv.buffers import BufferSpan, KvBuffer
+from modeling.sparse.bases import NUM_WHOLE_LAYERS
+
+_KEY_BYTES = 12
+"""Bytes of a kept key's position, sum and place."""
+
+
+class PlacedHitters(HeavyHitters):
+    """HeavyHitters that know the place of each kept key, once the prompt is complete."""
+
+    def __init__(self, num_kv_heads: int) -> None:
+        """Begin with no keys."""
+        super().__init__(num_kv_heads)
+        self.places_GK = torch.zeros((num_kv_heads, 0), dtype=torch.int32)
+        """Places of the kept keys, in the order of their positions."""
+        self.free_G = torch.zeros(num_kv_heads, dtype=torch.int64)
+        """Place that the latest key takes when its layer has attended; its own, if that key was dropped."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of positions, sums and places."""
+        return super().num_bytes + self.places_GK.nbytes
+
+    def forget_places(self) -> None:
+        """Note that no key has a place, until they are settled again."""
+        self.places_GK = self.places_GK[:, :0]
+
+    def settle(self, kv_S2GH: Tensor, places_P2GH: Tensor) -> None:
+        """Copy the kept keys and values of a whole row to the first places."""
+        num_kv_heads, num_kept = self.positions_GK.shape
+        kept_GK2H = kv_S2GH[self.positions_GK.long(), :, torch.arange(num_kv_heads).unsqueeze(1)]
+        places_P2GH[:num_kept] = kept_GK2H.permute(1, 2, 0, 3)
+        self.places_GK = torch.arange(num_kept, dtype=torch.int32).repeat(num_kv_heads, 1)
+
+    def add_own(self, own_place: int) -> Tensor:
+        """Add the place of a step's own token. Return all places, `[G, K]`."""
+        own_G1 = torch.full((len(self.places_GK), 1), own_place, dtype=torch.int32)
+        self.free_G = torch.full((len(self.places_GK),), self.places_GK.shape[1])
+        self.places_GK = torch.cat((self.places_GK, own_G1), dim=1)
+        return self.places_GK
+
+    def move_own(self, own_place: int, places_P2GH: Tensor) -> None:
+        """Move the latest token's keys and values from its place to those that are free, where it was kept."""
+        (heads_J,) = (self.free_G != own_place).nonzero(as_tuple=True)
+        places_P2GH[self.free_G[heads_J], :, heads_J] = places_P2GH[own_place].transpose(0, 1)[heads_J]
+        if self.places_GK.shape[1]:
+            self.places_GK[heads_J, -1] = self.free_G[heads_J].int()
+
+    def copy_from(self, other: HeavyHitters) -> None:
+        """Become a copy of another row's layer."""
+        super().copy_from(other)
+        assert isinstance(other, PlacedHitters)
+        self.places_GK = other.places_GK.clone()
+
+    def _keep(self, stay_GK: Tensor) -> None:
+        super()._keep(stay_GK)
+        if self.places_GK.shape[1]:
+            self.free_G = self.places_GK[~stay_GK].long()  # a step drops one key of each kv head
+            self.places_GK = self.places_GK[stay_GK].view(len(self.places_GK), -1)
+
+
+class KeptKeys:
+    """A Part of a row: places for the keys that it keeps, and the last one for a step's own token."""
+
+    def __init__(self, shape: KvShape, make_memory: MakeMemory, budget: HeavyBudget) -> None:
+        """Raise what `make_memory` raises."""
+        self._budget = budget
+        self._most_places = self.num_places(shape.max_slot_tokens)
+        self._kv = PagedKv(others_of(shape.layout), make_memory, self._most_places)
+        self.own_place = 0
+        """Place of a step's own token."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes that are committed now."""
+        return self._kv.num_bytes
+
+    @property
+    def buffer(self) -> KvBuffer:
+        """Return the present claim's places, as tokens."""
+        return self._kv.buffer
+
+    def num_places(self, num_prompt: int) -> int:
+        """Return the places behind a prompt of so many tokens."""
+        return sum(self._budget.of(num_prompt))
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Return the bytes behind a prompt of so many tokens: no shorter one takes more."""
+        return self._kv.bytes_for(self.num_places(num_tokens)) if num_tokens else 0
+
+    def open(self, num_tokens: int, capacity_tokens: int) -> None:
+        """Begin a claim for a prompt of `num_tokens` tokens."""
+        self.own_place = self.num_places(num_tokens) - 1
+        self._kv.open(self.own_place + 1, self._most_places)
+
+    def commit(self) -> None:
+        """Commit memory for all places."""
+        self._kv.memory.commit(TokenRange(0, self.own_place + 1))
+
+    def copy_from(self, other: "KeptKeys", num_tokens: int) -> None:
+        """Copy another row's places."""
+        self.own_place = other.own_place
+        self._kv.copy_from(other._kv, self.own_place + 1)
+
+    def release(self) -> None:
+        """End the claim, if there is one."""
+        self._kv.release()
+
+
+class LayerMemory:
+    """Memory of the device for one layer of one row, which rows use in turn to weigh prompts. Engine's thread."""
+
+    def __init__(self, shape: KvShape, device: Device) -> None:
+        """Raise what is in OUT_OF_MEMORY."""
+        self.num_bytes = 0
+        """Bytes that were fetched so far."""
+        tokens = TokenRange(0, shape.max_slot_tokens)
+        self._buffer = device.buffer(replace(shape.layout, num_layers=1), tokens)
+        self._link = device.link
+        self._held: tuple[KvBuffer, int, int] | None = None
+        """Home, layer and tokens of what is there."""
+
+    def bring(self, home: KvBuffer, layer: int, tokens: TokenRange) -> Tensor:
+        """Fetch a row's tokens up to the last of `tokens`, as far as they are not there; return `tokens`."""
+        held = self._held
+        num_held = held[2] if held is not None and held[0] is home and held[1] == layer else 0
+        missing = TokenRange(min(num_held, tokens.end), tokens.end)
+        if missing:
+            source_T2GH = home.span(layer, missing)
+            self._link.fetch([(self._buffer.span(0, missing), source_T2GH)]).join()
+            self.num_bytes += source_T2GH.nbytes
+            self._held = home, layer, tokens.end
+        return self._buffer.span(0, tokens)
+
+
+class KeptRow(AwayRow, WeighedRow):
+    """A WeighedRow whose kept keys are on the device."""
+
+    def __init__(
+        self, shape: KvShape, device: Device, budget: HeavyBudget, pieces: Pieces, weighing: LayerMemory
+    ) -> None:
+        """`weighing`: memory in which prompts are weighed. Raises what is in OUT_OF_MEMORY when the slot's address
+        space cannot be had."""
+        self.index = HitterIndex(shape.layout, budget, PlacedHitters, _KEY_BYTES)
+        self.kept = KeptKeys(shape, device.row_memory, budget)
+        self._weighing = weighing
+        super().__init__(shape, device, [self.kept, self.index], pieces)
+
+    def chooses(self, tokens: TokenRange) -> bool:
+        """Return whether a step's new token comes behind the prompt, whose kept keys have places."""
+        return len(tokens) == 1 and tokens.start >= self.index.num_prompt
+
+    def commit(self, tokens: TokenRange) -> None:
+        """Commit memory for `tokens` at home, and for the places."""
+        super().commit(tokens)
+        self.kept.commit()
+
+    def span(self, tokens: TokenRange) -> SequenceSpan:
+        """Return a step's span over the device's memory."""
+        if not self.chooses(tokens):
+            return self.long_span(tokens)
+        own_place = self.kept.own_place
+        places = PlacedSpan(self.kept.buffer, tokens, own_place, own_place + 1)
+        return SplitSpan(BufferSpan(self.whole.buffer, tokens), places)
+
+    def read(self, layer: int, tokens: TokenRange) -> Tensor:
+        """Return KV of `tokens` on the device, where it is brought unless the layer is whole."""
+        if layer < NUM_WHOLE_LAYERS:
+            return self.kv(layer, tokens)
+        return self._weighing.bring(self.others.buffer, layer - NUM_WHOLE_LAYERS, tokens)
+
+    def weigh(self, layer: int, q_TNH: Tensor, tokens: TokenRange) -> Tensor:
+        """Let the queries of `tokens` weigh all kept keys. Of a step behind the prompt, return these keys' places."""
+        hitters, places_P2GH = self.placed(layer)
+        if not self.chooses(tokens):
+            hitters.forget_places()
+            positions_GK = super().weigh(layer, q_TNH, tokens)
+            if tokens.end >= self.index.num_prompt:
+                hitters.settle(self.read(layer, TokenRange(0, tokens.end)), places_P2GH)
+            return positions_GK
+        places_GK = hitters.add_own(self.kept.own_place)
+        k_GKH = places_P2GH[places_GK.long(), 0, torch.arange(len(places_GK)).unsqueeze(1)]
+        hitters.take_kept(q_TNH, tokens.start, k_GKH)
+        self.index.drop(layer)
+        return places_GK
+
+    def placed(self, layer: int) -> tuple[PlacedHitters, Tensor]:
+        """Return the heavy hitters of a layer that chooses, and a view of its places, `[P, 2, G, H]`."""
+        hitters = self.index.hitters[layer]
+        assert isinstance(hitters, PlacedHitters)
+        return hitters, self.kept.buffer.data[layer - NUM_WHOLE_LAYERS]
+
+
+class FetchedH2oStep(H2oStep[KeptRow]):
+    """A step whose own tokens take the places of keys that were dropped, and go home."""
+
+    def __init__(
+        self,
+        rows: Sequence[tuple[KeptRow, TokenRange]],
+        decoder: Decoder,
+        passing: tuple[Pieces, LayerMemory],
+    ) -> None:
+        """`passing`: the pieces that long spans read, and the memory in which prompts are weighed."""
+        super().__init__(rows, decoder)
+        self._stores = HomeStores(link_of(decoder.device))
+        self._passing = passing
+        self._num_before = sum(each.num_bytes for each in passing)
+
+    def end(self, layer: int) -> None:
+        """Begin to store the new tokens' KV; weigh longer spans, and move own tokens to their places."""
+        at = layer - NUM_WHOLE_LAYERS
+        if at < 0:
+            return
+        for _, row, span in self.longer:
+            self._stores.store(row.others.buffer.span(at, span.tokens), span.own(layer))
+        super().end(layer)
+        if not self.choosing:
+            return
+        own = [row.kept.buffer.data[at, row.kept.own_place] for row, _ in self.choosing]
+        self._stores.begin(layer, own, [row.others.buffer.data[at, tokens.start] for row, tokens in self.choosing])
+        for row, _ in self.choosing:
+            hitters, places_P2GH = row.placed(layer)
+            hitters.move_own(row.kept.own_place, places_P2GH)
+
+    def settle(self) -> None:
+        """Record how many tokens have weighed, and wait until all new KV is at home."""
+        super().settle()
+        self._stores.settle()
+
+    def leave(self) -> None:
+        """Return when nothing is being copied."""
+        self._stores.wait()
+        num_passed = sum(each.num_bytes for each in self._passing) - self._num_before
+        self.num_link_bytes += self._stores.num_bytes + num_passed
+
+
+class FetchedH2oResidency(WeighingResidency[KeptRow]):
+    """A Residency whose rows attend to heavy hitters and the latest keys, and keep the others at home."""
+
+    def __init__(self, shape: KvShape, decoder: Decoder, budget: HeavyBudget) -> None:
+        """Raise ConfigError for models whose pushed prompts cannot be run again, and what is in OUT_OF_MEMORY, or
+        OSError, when the slots' address space cannot be had."""
+        assert native.load("hot_keys")  # stores rows
+        device, row_bytes = decoder.device, shape.layout.row_bytes
+        pieces, self._weighing = Pieces(shape.layout, device), LayerMemory(shape, device)
+        self.scratch_bytes = long_span_bytes(shape) + (PIECE_TOKENS + shape.max_slot_tokens) * row_bytes
+        rows = [KeptRow(shape, device, budget, pieces, self._weighing) for _ in range(shape.num_slots)]
+        passing = pieces, self._weighing
+        super().__init__(rows, decoder, lambda rows: FetchedH2oStep(rows, decoder, passing))
+        self._link = device.link
+
+    def close(self) -> None:
+        """End the link's threads."""
+        self._link.rest()
+
+    def _weigh_pushed(self, row: KeptRow, num_tokens: int) -> None:
+        before = self._weighing.num_bytes
+        row.kept.commit()
+        super()._weigh_pushed(row, num_tokens)
+        self.num_link_bytes += self._weighing.num_bytes - before
