@@ -12,6 +12,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SHARING := tests/architecture tests/conformance tests/golden tests/unit
 ALONE := tests/faults tests/system
+EMULATED := BATON_TEST_DEVICE=emulated
 BENCHMARKS := kernels decode offload speculation mixed_trace residency sparse limited quantization prefill transfer serve attention chain prediction prefix slow_links noise elastic disaggregation interference overload gateway live_scaling vllm
 
 # Isolated builds (`pip install -e .` needs setuptools) are held to the tested versions too, by old and new pip.
@@ -34,10 +35,12 @@ demo: setup  ## a cluster comes up, streams a chat, a long passage and eight ans
 
 test: setup  ## what every change must pass: first what shares cores, in two processes, then what has them for itself
 	$(BIN)/python -m pytest -n 2 $(SHARING)
+	$(EMULATED) $(BIN)/python -m pytest -n 2 tests/cuda
 	$(BIN)/python -m pytest $(ALONE)
 
 ci: setup  ## `make test` and what takes longer: whole grids, more faults; a missing tool is an error
 	$(BIN)/python -m pytest -n 2 -m "not soak" --require-tools $(SHARING)
+	$(EMULATED) $(BIN)/python -m pytest -n 2 -m "not soak" tests/cuda
 	$(BIN)/python -m pytest -m "not soak" --require-tools $(ALONE)
 
 soak: setup  ## the longest tests, file by file: begins where the last run of the same commit ended

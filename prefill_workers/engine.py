@@ -33,7 +33,7 @@ from baton.errors import (
 from baton.ids import Epoch, JobId, Rank
 from baton.types import TokenRange
 from modeling.forward.decoder import Decoder
-from modeling.kv.buffers import OUT_OF_MEMORY, KvBuffer, LayerBuffers, MakeBuffer
+from modeling.kv.buffers import OUT_OF_MEMORY, LayerBuffers, MakeBuffer
 from prefill_workers.chain import ChainJob
 from prefill_workers.epoch import EpochLife, Tally
 from prefill_workers.job import Job, JobReport, KvOutlet
@@ -65,8 +65,8 @@ class PrefillEngine:
     """One rank of a prefill group. All public methods may be called from any thread; only `start_epoch` and `close`
     block. `watchdog_floor_s` is the least number of seconds without a sign of life, from a peer that owes one, after
     which the epoch is ended, and without work in a turn, after which this engine is said to hang. More than `max_jobs`
-    jobs in flight are refused; each job has a slot's lease, so slots bound them first. `make_buffer` makes the memory
-    for the jobs' KV."""
+    jobs in flight are refused; each job has a slot's lease, so slots bound them first. `make_buffer` makes the home
+    memory for the jobs' KV. None: the device's own way."""
 
     def __init__(
         self,
@@ -75,13 +75,13 @@ class PrefillEngine:
         *,
         watchdog_floor_s: float = 2.0,
         max_jobs: int = 1024,
-        make_buffer: MakeBuffer = KvBuffer,
+        make_buffer: MakeBuffer | None = None,
     ) -> None:
         self.decoder = decoder
         self._clock = clock
         self._floor_s = watchdog_floor_s
         self._max_jobs = max_jobs
-        self._make_buffer = make_buffer
+        self._make_buffer = make_buffer or decoder.device.home_buffer
         self._changed = threading.Condition()
         self._starting = threading.Lock()
         self._tally = Tally()

@@ -33,6 +33,8 @@ class CpuDevice:
         """Make a buffer in home memory."""
         return KvBuffer(layout, tokens)
 
+    home_buffer = buffer
+
     def bound(self, limit_bytes: int | None) -> None:
         """Do nothing: home memory has limits of its own."""
 

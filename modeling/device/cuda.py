@@ -1,7 +1,9 @@
 """The device cuda: a GPU, with home memory that is pinned, and streams of their own for copies in each direction.
 
-Written against torch's documentation, and not run yet: tests/conformance/test_devices.py runs it where there is a GPU.
+Written against torch's documentation, and not run yet: tests/cuda runs it where there is a GPU.
 """
+
+import threading
 
 import torch
 from torch import Tensor
@@ -36,17 +38,20 @@ class CudaLink:
     def __init__(self, device: torch.device) -> None:
         self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._counting = threading.Lock()
         self.num_bytes_fetched = 0
         self.num_bytes_stored = 0
 
     def fetch(self, copies: Copies) -> Transfer:
         """Begin to copy, behind what the present stream has been given: that may still read what is overwritten."""
-        self.num_bytes_fetched += num_bytes_of(copies)
+        with self._counting:
+            self.num_bytes_fetched += num_bytes_of(copies)
         return self._copy(self._in, copies)
 
     def store(self, copies: Copies) -> Transfer:
         """Begin to copy, behind what the present stream has been given."""
-        self.num_bytes_stored += num_bytes_of(copies)
+        with self._counting:
+            self.num_bytes_stored += num_bytes_of(copies)
         return self._copy(self._out, copies)
 
     def rest(self) -> None:
@@ -98,6 +103,11 @@ class CudaDevice:
         shape = (layout.num_layers, len(tokens), 2, layout.num_kv_heads, layout.head_dim)
         data = torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype], device=self.torch_device)
         return KvBuffer.of(layout, tokens, data, self._access)
+
+    def home_buffer(self, layout: KvLayout, tokens: TokenRange) -> KvBuffer:
+        """Make a buffer in pinned memory, which torch keeps for the next one."""
+        shape = (layout.num_layers, len(tokens), 2, layout.num_kv_heads, layout.head_dim)
+        return KvBuffer.of(layout, tokens, torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype], pin_memory=True))
 
     def bound(self, limit_bytes: int | None) -> None:
         """Do nothing: torch refuses what does not fit."""

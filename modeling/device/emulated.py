@@ -52,6 +52,10 @@ class EmulatedDevice:
         weakref.finalize(buffer, memory.release)
         return buffer
 
+    def home_buffer(self, layout: KvLayout, tokens: TokenRange) -> KvBuffer:
+        """Make a buffer outside the arena."""
+        return KvBuffer(layout, tokens)
+
     def bound(self, limit_bytes: int | None) -> None:
         """Set the arena's limit."""
         self.arena.limit_bytes = limit_bytes

@@ -115,6 +115,9 @@ class Device(Protocol):
     def buffer(self, layout: KvLayout, tokens: TokenRange) -> KvBuffer:
         """Make a buffer in the device's memory. Raises what is in OUT_OF_MEMORY."""
 
+    def home_buffer(self, layout: KvLayout, tokens: TokenRange) -> KvBuffer:
+        """Make a buffer in home memory from and to which the link copies fast. Raises what is in OUT_OF_MEMORY."""
+
     def bound(self, limit_bytes: int | None) -> None:
         """Refuse memory for rows and buffers beyond so many bytes in all, where the device counts them itself. None:
         what there is."""

@@ -33,10 +33,11 @@ class Outcome:
 class Worker:
     """The parent's end: a process, and what it told."""
 
-    def __init__(self, watchdog_floor_s: float) -> None:
+    def __init__(self, watchdog_floor_s: float, device: str = "cpu") -> None:
+        """`device`: where the rank computes, by a name of `device_for_tests`."""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_main, args=(theirs, watchdog_floor_s), daemon=True)
+        self._process = context.Process(target=_main, args=(theirs, watchdog_floor_s, device), daemon=True)
         self._process.start()
         theirs.close()
         self._told: list[tuple[Any, ...]] = []
@@ -103,15 +104,16 @@ class Worker:
             self._told.append(self._pipe.recv())
 
 
-def _main(pipe: Connection, watchdog_floor_s: float) -> None:
+def _main(pipe: Connection, watchdog_floor_s: float, device: str) -> None:
     import torch
 
     from baton.clock import SystemClock
     from prefill_workers.engine import PrefillEngine
+    from tests.support.engines.devices import device_for_tests
     from tests.support.models.tiny_models import random_decoder
 
     torch.set_num_threads(1)
-    decoder = random_decoder(num_layers=NUM_LAYERS)
+    decoder = random_decoder(num_layers=NUM_LAYERS, device=device_for_tests(device))
     engine = PrefillEngine(decoder, SystemClock(), watchdog_floor_s=watchdog_floor_s)
     rank = _Rank(engine, pipe)
     rank.tell("ready")

@@ -148,7 +148,7 @@ class ChainGroup:
         *,
         connects: MakeConnect = in_process_connects,
         watchdog_floor_s: float = 20.0,
-        make_buffer: MakeBuffer = KvBuffer,
+        make_buffer: MakeBuffer | None = None,
     ) -> None:
         self.decoder = decoder
         self.numbers = itertools.count(1)

@@ -1,15 +1,20 @@
-"""Devices for tests: their memory shows NaN until it is written."""
+"""Devices for tests: their memory shows NaN until it is written. Of a GPU too, and of what stands for one on a CPU."""
 
 import ctypes
+from collections.abc import Callable
 
 import numpy as np
+import torch
 
 from baton.types import KvLayout, TokenRange
-from modeling.device.copying import UNBOUND, CopyTensor, LinkRate, copy_bytes
+from modeling.device.copying import UNBOUND, CopyTensor, LinkAccess, LinkRate, PacedLink, copy_bytes
 from modeling.device.cpu import CpuDevice
+from modeling.device.cuda import CudaDevice
 from modeling.device.emulated import EmulatedDevice
+from modeling.device.port import NO_MEMORY, Device
 from modeling.forward.decoder import Decoder
-from modeling.kv.memory import PAGE_BYTES, PagedMemory
+from modeling.kv.buffers import TORCH_DTYPES, KvBuffer
+from modeling.kv.memory import PAGE_BYTES, PagedMemory, TensorMemory
 
 
 class PoisonedMemory(PagedMemory):
@@ -45,6 +50,71 @@ class PoisonedDevice(EmulatedDevice):
         return PoisonedMemory(layout, max_tokens)
 
 
+class PoisonedTensors(TensorMemory):
+    """Memory of a GPU's kind, NaN when a row begins."""
+
+    def expect(self, num_tokens: int) -> None:
+        had = self.num_bytes
+        super().expect(num_tokens)
+        if not had:
+            self.data_LS2GH.fill_(torch.nan)
+
+
+class PoisonedCuda(CudaDevice):
+    """A GPU."""
+
+    def row_memory(self, layout: KvLayout, max_tokens: int) -> TensorMemory:
+        return PoisonedTensors(layout, max_tokens, self.torch_device, access=self._access)
+
+    def buffer(self, layout: KvLayout, tokens: TokenRange) -> KvBuffer:
+        made = super().buffer(layout, tokens)
+        made.data.fill_(torch.nan)
+        return made
+
+
+class TensorDevice:
+    """What is like a GPU but for its speed: memory of tensors, a link, kernels of torch, on a CPU. Implements Device.
+    No address is checked. It holds that a GPU's memory is used as it must be, on a machine without one."""
+
+    name = "cuda"
+    torch_device = torch.device("cpu")
+    is_home = False
+    memory_use = NO_MEMORY
+
+    def __init__(self) -> None:
+        self.link = PacedLink(UNBOUND)
+        self._access = LinkAccess.plain(self.link)
+
+    def row_memory(self, layout: KvLayout, max_tokens: int) -> TensorMemory:
+        return PoisonedTensors(layout, max_tokens, self.torch_device, access=self._access)
+
+    def home_memory(self, layout: KvLayout, max_tokens: int) -> TensorMemory:
+        return PoisonedTensors(layout, max_tokens, self.torch_device)
+
+    def buffer(self, layout: KvLayout, tokens: TokenRange) -> KvBuffer:
+        shape = (layout.num_layers, len(tokens), 2, layout.num_kv_heads, layout.head_dim)
+        return KvBuffer.of(layout, tokens, torch.full(shape, torch.nan, dtype=TORCH_DTYPES[layout.dtype]), self._access)
+
+    def home_buffer(self, layout: KvLayout, tokens: TokenRange) -> KvBuffer:
+        return KvBuffer(layout, tokens)
+
+    def bound(self, limit_bytes: int | None) -> None:
+        """Do nothing, as on a GPU."""
+
+    def require(self, address: int, num_bytes: int) -> None:
+        """Do nothing, as on a GPU."""
+
+
 def on_emulated(decoder: Decoder, device: EmulatedDevice | None = None) -> Decoder:
     """The same model on an emulated device."""
     return Decoder(decoder.config, decoder.weights, device=device or PoisonedDevice())
+
+
+STANDING_FOR_A_GPU = {"emulated": PoisonedDevice, "tensors": TensorDevice}
+"""Devices that run on a CPU what runs on a GPU, each in its way, by name."""
+
+
+def device_for_tests(name: str) -> Device:
+    """The device of that name: cpu, cuda, or one that stands for a GPU."""
+    makers: dict[str, Callable[[], Device]] = {"cpu": PoisonedCpu, "cuda": PoisonedCuda, **STANDING_FOR_A_GPU}
+    return makers[name]()

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from modeling.checkpoints.registry import ModelConfig
 from modeling.checkpoints.weights import load_decoder
+from modeling.device.port import Device
+from modeling.forward.attention import Kernel
 from modeling.forward.decoder import Decoder, DecoderWeights
 from modeling.forward.layers import GatedMlp, Layer, Sequential
 from modeling.forward.linear import make_linear
@@ -143,8 +145,11 @@ def random_decoder(
     dtype: str = "float32",
     max_position: int = 512,
     window: int | None = None,
+    device: Device | None = None,
+    kernel: Kernel | None = None,
 ) -> Decoder:
-    """A random Llama-like decoder made in milliseconds, untied, hidden size num_heads * head_dim."""
+    """A random Llama-like decoder made in milliseconds, untied, hidden size num_heads * head_dim. Its weights are the
+    same on every device."""
     config = ModelConfig(
         model_type="llama",
         vocab_size=vocab_size,
@@ -159,16 +164,17 @@ def random_decoder(
         rope_theta=10000.0,
         windows=(window,) * num_layers,
     )
-    return Decoder(config, _random_weights(config, seed, dtype))
+    where = torch.device("cpu") if device is None else device.torch_device
+    return Decoder(config, _random_weights(config, seed, dtype, where), kernel, device=device)
 
 
-def _random_weights(config: ModelConfig, seed: int, dtype: str) -> DecoderWeights:
+def _random_weights(config: ModelConfig, seed: int, dtype: str, where: torch.device) -> DecoderWeights:
     generator = torch.Generator().manual_seed(seed)
     hidden, inner = config.hidden_size, config.intermediate_size
     width = config.num_heads * config.head_dim
 
     def random(name: str, *shape: int) -> Tensor:
-        return _random_parameter(name, torch.empty(shape), generator).to(TORCH_DTYPES[dtype])
+        return _random_parameter(name, torch.empty(shape), generator).to(where, TORCH_DTYPES[dtype])
 
     def norm() -> RmsNorm:
         return RmsNorm(random("norm", hidden), 1e-5)
@@ -189,10 +195,10 @@ def _random_weights(config: ModelConfig, seed: int, dtype: str) -> DecoderWeight
         )
 
     return DecoderWeights(
-        device=torch.device("cpu"),
+        device=where,
         dtype=TORCH_DTYPES[dtype],
         embedding=make_linear(random("embed", config.vocab_size, hidden)),
-        positions=RotaryTable(config, torch.device("cpu"), TORCH_DTYPES[dtype]),
+        positions=RotaryTable(config, where, TORCH_DTYPES[dtype]),
         layers=tuple(layer() for _ in range(config.num_layers)),
         final_norm=norm(),
         head=make_linear(random("head", config.vocab_size, hidden), has_many_rows=False),

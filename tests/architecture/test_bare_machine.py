@@ -1,0 +1,31 @@
+"""What runs on a machine with a GPU and little else needs no more than that machine has."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.test_packages import loaded_after
+from tests.support.folders import ROOT
+
+NOT_THERE = {"ray", "grpc", "deploy", "orchestrator", "google", "prometheus_client", "gguf", "pytest_asyncio"}
+"""Packages that a bare machine may lack, and ours that need them."""
+MOST_BYTES = 64 << 20
+"""What may be carried to such a machine, at most."""
+TESTS = sorted((ROOT / "tests/cuda").glob("*.py"))
+
+
+def module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: path.stem)
+def test_a_test_of_the_gpu_imports_nothing_that_may_be_missing(path: Path) -> None:
+    loaded = {name.partition(".")[0] for name in loaded_after(module(path))}
+    assert "torch" in loaded
+    assert loaded & NOT_THERE == set()
+
+
+def test_the_repository_can_be_carried_there() -> None:
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, text=True, capture_output=True, check=True).stdout.split()
+    assert sum((ROOT / name).stat().st_size for name in files) < MOST_BYTES

@@ -1,0 +1,96 @@
+"""Chains of ranks that compute on one device: the KV and the first token of one process on the CPU."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from baton.ids import Epoch, JobId, Rank, RequestId
+from baton.types import TokenRange
+from modeling.device.port import Device
+from modeling.forward.decoder import Decoder
+from tests.support.engines.chain_worker import NUM_LAYERS, Worker
+from tests.support.engines.chains import (
+    ChainGroup,
+    cached_prefix,
+    largest_error,
+    random_chunks,
+    random_tokens,
+    reference,
+    reference_token,
+)
+from tests.support.engines.link_groups import HOST, MakeConnect, in_process_connects, torch_connects
+from tests.support.models.tiny_models import random_decoder
+
+Make = Callable[..., Decoder]
+NUM_TOKENS = 60
+TOLERANCE = 2e-5
+
+
+@pytest.mark.parametrize("connects", [in_process_connects, torch_connects])
+@pytest.mark.parametrize("prefix_tokens", [0, 16])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_kv_and_first_token_are_those_of_the_cpu(
+    make: Make, num_ranks: int, prefix_tokens: int, connects: MakeConnect
+) -> None:
+    cpu, there = random_decoder(num_layers=3), make(num_layers=3)
+    with ChainGroup(there, num_ranks, connects=connects) as group:
+        for seed in range(3):
+            rng = random.Random(seed)
+            ids = random_tokens(rng, NUM_TOKENS, cpu)
+            chunks = random_chunks(rng, TokenRange(prefix_tokens, NUM_TOKENS), num_ranks)
+            prefix = (lambda ids=ids: cached_prefix(cpu, ids, prefix_tokens)) if prefix_tokens else None
+            run = group.submit(group.prepare(ids, chunks, prefix=prefix))
+            expected, _ = reference(cpu, ids)
+            assert largest_error(run.kv(cpu.layout), expected) <= TOLERANCE
+            assert run.first_token() == reference_token(cpu, run.job)
+
+
+@contextmanager
+def two_processes(device: str) -> Iterator[list[Worker]]:
+    """Two ranks, each a process with a context of its own on the device, linked by gloo."""
+    store = TCPStore(HOST, 0, None, True, wait_for_workers=False)
+    with ExitStack() as stack:
+        workers = [Worker(60.0, device) for _ in range(2)]
+        for worker in workers:
+            stack.callback(worker.close)
+        for worker in workers:
+            worker.wait_ready()
+        for rank, worker in enumerate(workers):
+            worker.start_epoch(1, rank, 2, store.port)
+        for worker in workers:
+            worker.wait_epoch(1)
+        yield workers
+
+
+@pytest.mark.ci
+def test_two_processes_on_one_device_are_one_on_the_cpu(device: Device, request: pytest.FixtureRequest) -> None:
+    cpu, rng = random_decoder(num_layers=NUM_LAYERS), random.Random(5)
+    with two_processes(request.node.callspec.params["device"]) as workers:
+        for number in range(1, 4):
+            ids = random_tokens(rng, NUM_TOKENS, cpu)
+            job = {
+                "number": JobId(number),
+                "epoch": Epoch(1),
+                "request_id": RequestId("r"),
+                "attempt": 1,
+                "ranks": (Rank(0), Rank(1)),
+                "chunks": tuple(random_chunks(rng, TokenRange(0, NUM_TOKENS), 2)),
+                "prompt_ids": ids,
+            }
+            for worker in workers:
+                worker.submit(job)
+            outcomes = [worker.outcome(number) for worker in workers]
+            assert [outcome.error for outcome in outcomes] == ["", ""]
+            expected, logits_V = reference(cpu, ids)
+            kv = torch.full_like(expected, torch.nan)
+            for outcome in outcomes:
+                for layer, start, end, rows in outcome.pieces:
+                    kv[layer, start:end] = torch.frombuffer(bytearray(rows), dtype=torch.float32).view(
+                        kv[layer, start:end].shape
+                    )
+            assert largest_error(kv, expected) <= TOLERANCE
+            assert [outcome.first_token for outcome in outcomes] == [None, int(logits_V.argmax())]

@@ -1,0 +1,66 @@
+"""Attention kernels in Triton, compiled for the GPU, against attention by its definition in float64: every case that
+tests/conformance/test_triton_kernels.py gives Triton's interpreter, and what only a GPU can do."""
+
+import pytest
+import torch
+
+from tests.support.kernels.covering import covering
+from tests.support.kernels.triton import decode, prefill, refusals
+from tests.support.kernels.triton.decode import DecodeCase
+from tests.support.kernels.triton.prefill import PrefillCase
+
+pytestmark = pytest.mark.gpu
+DECODE_CASES = [DecodeCase(**each) for each in covering(decode.LEVELS)]  # type: ignore[arg-type]
+PREFILL_CASES = [PrefillCase(**each) for each in covering(prefill.LEVELS)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", DECODE_CASES, ids=str)
+def test_decode_attention(case: DecodeCase) -> None:
+    decode.check_decode(case, "cuda")
+
+
+@pytest.mark.parametrize("case", PREFILL_CASES, ids=str)
+def test_prefill_attention(case: PrefillCase) -> None:
+    prefill.check_prefill(case, "cuda")
+
+
+@pytest.mark.parametrize("case", [each for each in DECODE_CASES if each.num_picks == 0], ids=str)
+def test_new_keys_lie_where_the_table_says(case: DecodeCase) -> None:
+    decode.check_append(case, "cuda")
+
+
+@pytest.mark.parametrize("num_picks", [0, 300])
+def test_long_rows_are_split_and_merged(num_picks: int) -> None:
+    case = DecodeCase(torch.bfloat16, 2, lengths="long", page_tokens=16, num_picks=num_picks, tile_keys=None)
+    decode.check_decode(case, "cuda")
+
+
+@pytest.mark.parametrize("num_picks", [0, 20])
+def test_a_row_does_not_depend_on_the_others(num_picks: int) -> None:
+    decode.check_rows_alone(DecodeCase(torch.float16, num_picks=num_picks, tile_keys=16), "cuda")
+
+
+@pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
+def test_what_is_no_number_spoils_exactly_what_reads_it(part: int) -> None:
+    decode.check_bad_number(part, "cuda")
+
+
+def test_segments_that_are_merged_are_one_sequence() -> None:
+    prefill.check_merging("cuda")
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_segments_may_come_in_any_order(window: int | None) -> None:
+    prefill.check_attend(window, "cuda")
+
+
+@pytest.mark.parametrize("spoilt", decode.SPOILERS)
+def test_what_decode_attention_is_told_wrongly_shows(spoilt: str) -> None:
+    case = DecodeCase(lengths="edges", has_unseen=spoilt == "unseen", num_picks=4 if "picks" in spoilt else 0)
+    with pytest.raises(AssertionError, match="not close"):
+        decode.check_decode(case, "cuda", spoilt)
+
+
+@pytest.mark.parametrize("text", refusals.CALLS)
+def test_tensors_that_do_not_fit_are_refused(text: str) -> None:
+    assert text in refusals.refusal(text)
