@@ -148,14 +148,18 @@ class Decoder:
         step.positions.enter(hidden_TD)
         return hidden_TD
 
-    def project(self, layer: int, hidden_TD: Tensor, step: Step) -> Tensor:
-        """Write the new tokens' keys and values into the spans' memory; return the queries `[T, N, H]`."""
+    def heads(self, layer: int, hidden_TD: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries `[T, N, H]`, keys and values `[T, G, H]` of the tokens, as attention compares them."""
         config, parts = self.config, self.weights.layers[layer]
         num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
         qkv_TKH = parts.qkv(hidden_TD, parts.attention_norm).view(len(hidden_TD), -1, config.head_dim)
-        qk_TKH = step.positions.turn(parts.head_norm(qkv_TKH.narrow(1, 0, num_heads + num_kv_heads)))
+        qk_TKH = positions.turn(parts.head_norm(qkv_TKH.narrow(1, 0, num_heads + num_kv_heads)))
         q_TNH, k_TGH = qk_TKH.narrow(1, 0, num_heads), qk_TKH.narrow(1, num_heads, num_kv_heads)
-        v_TGH = qkv_TKH.narrow(1, num_heads + num_kv_heads, num_kv_heads)
+        return q_TNH, k_TGH, qkv_TKH.narrow(1, num_heads + num_kv_heads, num_kv_heads)
+
+    def project(self, layer: int, hidden_TD: Tensor, step: Step) -> Tensor:
+        """Write the new tokens' keys and values into the spans' memory; return the queries `[T, N, H]`."""
+        q_TNH, k_TGH, v_TGH = self.heads(layer, hidden_TD, step.positions)
         if step.rows is not None:
             step.rows.append(layer, k_TGH, v_TGH)
         for span, where in step.spans:

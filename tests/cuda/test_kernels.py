@@ -4,8 +4,9 @@ tests/conformance/test_triton_kernels.py gives Triton's interpreter, and what on
 import pytest
 import torch
 
+from modeling.device.cuda import CudaDevice
 from tests.support.kernels.covering import covering
-from tests.support.kernels.triton import decode, prefill, refusals
+from tests.support.kernels.triton import decode, prefill, refusals, steps
 from tests.support.kernels.triton.decode import DecodeCase
 from tests.support.kernels.triton.prefill import PrefillCase
 
@@ -64,3 +65,9 @@ def test_what_decode_attention_is_told_wrongly_shows(spoilt: str) -> None:
 @pytest.mark.parametrize("text", refusals.CALLS)
 def test_tensors_that_do_not_fit_are_refused(text: str) -> None:
     assert text in refusals.refusal(text)
+
+
+@pytest.mark.parametrize("captures", [False, True], ids=["launched", "captured"])
+@pytest.mark.parametrize("window", [None, 9])
+def test_steps_over_pages_choose_the_tokens_of_the_cpu(captures: bool, window: int | None) -> None:
+    steps.check_steps(CudaDevice(), captures=captures, window=window)
