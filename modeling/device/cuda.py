@@ -1,6 +1,6 @@
 """The device cuda: a GPU, with home memory that is pinned, and streams of their own for copies in each direction.
 
-Written against torch's documentation, and not run yet: tests/cuda runs it where there is a GPU.
+Written against torch's documentation, and not run yet: tools/cuda_check.sh runs it where there is a GPU.
 """
 
 import threading

@@ -2,7 +2,7 @@
 
 `PagedSteps` holds the tensors that a step reads and writes. `StepGraphs` captures a step for each of some numbers of
 rows in a CUDA graph, and replays the smallest that has room: a replay launches hundreds of kernels at once. Kernels are
-those of `modeling.kernels.triton`. No capture was run on a GPU yet, and no engine uses one: benchmarks.cuda measures
+those of `modeling.kernels.triton`. No capture was run on a GPU yet, and no engine uses one: `benchmarks.cuda` measures
 graphs, and tests/cuda compares their tokens with the CPU's.
 
 B rows, E = B + 1, L layers, P pages, S tokens of a page, C pages of a row, V vocabulary, G kv heads, H head dim.

@@ -26,6 +26,12 @@ def test_a_test_of_the_gpu_imports_nothing_that_may_be_missing(path: Path) -> No
     assert loaded & NOT_THERE == set()
 
 
+def test_the_benchmark_of_the_gpu_imports_nothing_that_may_be_missing() -> None:
+    loaded = loaded_after("benchmarks.cuda")
+    assert {name.partition(".")[0] for name in loaded} & NOT_THERE <= {"deploy"}
+    assert {name for name in loaded if name.startswith("deploy.")} == {"deploy.config", "deploy.config.environment"}
+
+
 def test_the_repository_can_be_carried_there() -> None:
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, text=True, capture_output=True, check=True).stdout.split()
     assert sum((ROOT / name).stat().st_size for name in files) < MOST_BYTES

@@ -27,7 +27,7 @@ PACKAGES = "baton|benchmarks|deploy|generate_workers|modeling|orchestrator|plann
 SECTIONS: dict[str, Any] = {each.name: each.type for each in fields(ClusterConfig) if is_dataclass(each.type)}
 ABSENT = [
     ("Speculation", PACKAGES, r"(?i)pq_?cache"),
-    ("GPUs", PACKAGES, r"ProcessGroupNCCL|CUDAGraph"),
+    ("GPUs", PACKAGES, r"ProcessGroupNCCL"),
     ("TLS", PACKAGES, r"add_secure_port|ssl_server_credentials|ssl_channel_credentials"),
     ("HTTP", PACKAGES, r"^\s*(import|from) (fastapi|aiohttp|starlette|uvicorn)"),
     ("Traces", PACKAGES, r"^\s*(import|from) opentelemetry"),

@@ -3,8 +3,10 @@
 Nothing here, and nothing imported from here, needs ray, grpc or deploy: tests/architecture/test_bare_machine.py.
 """
 
+import json
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +28,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(NO_GPU)
     if not ON_GPU and item.get_closest_marker("gpu"):
         pytest.skip("needs a GPU")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note each test's outcome, one JSON object a line, in the file that BATON_TEST_JSON names."""
+    path = os.environ.get("BATON_TEST_JSON")
+    if path is None or "PYTEST_XDIST_WORKER" in os.environ:  # xdist's own process tells of its workers' tests
+        return
+    if report.when == "call" or report.outcome != "passed":
+        row = {"test": report.nodeid, "outcome": report.outcome, "when": report.when, "seconds": report.duration}
+        with Path(path).open("a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 @pytest.fixture(params=NAMES)

@@ -1,0 +1,184 @@
+"""What does a GPU reach, beside what its memory, its tensor cores and its link allow?
+
+Models of real shapes with random weights in bf16 (benchmarks.device), rates measured in the same run:
+
+    steps     decode steps over KV in pages, beside the time in which a copy's rate would read their bytes (`roofline`);
+              replayed from CUDA graphs beside launched kernel by kernel (`launched`)
+    prefill   one forward of a prompt, beside its operations at the rate of a large product (`product`)
+    offload   steps of residency `host` beside those of `device`, and beside its bytes at the link's rate (`link`)
+    chain     a prompt by two processes that share the device, beside one process (`single`)
+
+`--bars`: steps reach 0.8 of the roofline, a prefill 0.6 of the product's rate. Not run on a GPU yet. On other devices,
+which serve as a smoke test, steps need Triton's interpreter: TRITON_INTERPRET=1 in the environment.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+
+from baton.types import TokenRange
+from benchmarks.device import chain, offload, steps
+from benchmarks.device.model import ONE_B, SEVEN_B, TINY, Shape, random_model
+from benchmarks.device.rates import link_rates, memory_rate, product_rate, times_s
+from benchmarks.support.harness import Bars, Pairs, Reporter, case
+from modeling.device.making import make_device
+from modeling.device.port import Device
+from modeling.forward.decoder import Decoder
+from modeling.forward.triton_attention import triton_kernel
+from modeling.kernels.triton.launch import is_interpreted
+from modeling.kv.buffers import BufferSpan
+
+ROOFLINE_BAR, PRODUCT_BAR = 0.8, 0.6
+_GB = 1e9
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the cases are."""
+
+    model: Shape
+    chained: Shape
+    """The model of each process of a chain."""
+    steps: tuple[tuple[int, int], ...]
+    """Rows, and tokens of each."""
+    offload: tuple[int, int]
+    prompt: int
+    """Tokens of a prefill, and of a chain's."""
+    copied: int
+    """Bytes of a copy by which a rate is measured."""
+    product: int
+    """Rows and columns of a matrix by which a rate is measured."""
+    rounds: int
+
+
+FULL = Sizes(SEVEN_B, ONE_B, ((16, 4096), (64, 1024)), (16, 4096), 8192, 2 << 30, 8192, 5)
+QUICK = Sizes(TINY, TINY, ((2, 40),), (2, 64), 128, 1 << 20, 128, 1)
+
+
+class Benchmark:
+    """One run on one device."""
+
+    def __init__(self, device: Device, sizes: Sizes, reporter: Reporter, bars: Bars | None) -> None:
+        """`bars`: where to check what is promised. None: nowhere."""
+        self._device, self._sizes, self._reporter, self._bars = device, sizes, reporter, bars
+        self._is_gpu = device.torch_device.type == "cuda"
+        self._console = Console(stderr=True, highlight=False)
+
+    def steps(self) -> None:
+        """Measure decode steps over pages."""
+        if not self._is_gpu and not _has_interpreter():
+            self._console.print("  steps: not without a GPU or TRITON_INTERPRET=1", style="dim")
+            return
+        rate = memory_rate(self._device, self._sizes.copied)
+        self._console.print(f"  memory: {rate / _GB:.1f} GB/s, read and written", style="dim")
+        most = max(context for _, context in self._sizes.steps) + 512
+        decoder = random_model(self._sizes.model, self._device, max_position=most)
+        for batch, context in self._sizes.steps:
+            times = steps.measure(decoder, self._device, batch, context, self._sizes.rounds)
+            name = case(batch=batch, context=context, model=self._sizes.model.name)
+            best_ms, bound_ms = steps.best_ms(times), steps.roofline_ms(times, rate)
+            row = self._reporter.add(name, "step_ms", "ms", "roofline", Pairs(best_ms, [bound_ms] * len(best_ms)))
+            self._check(f"{name}: part of the roofline", row.ratio, ROOFLINE_BAR)
+            if times.captured_ms is not None:
+                self._reporter.add(name, "step_ms", "ms", "launched", Pairs(times.captured_ms, times.launched_ms))
+
+    @torch.inference_mode()
+    def prefill(self) -> None:
+        """Measure a forward of a whole prompt."""
+        num_tokens, shape, rounds = self._sizes.prompt, self._sizes.model, self._sizes.rounds
+        rate = product_rate(self._device, self._sizes.product, torch.bfloat16)
+        self._console.print(f"  product: {rate / 1e12:.3f} TFLOP/s", style="dim")
+        decoder = self._decoder(num_tokens)
+        tokens = TokenRange(0, num_tokens)
+        buffer = self._device.buffer(decoder.layout, tokens)
+        ids = [7 * at % 500 for at in range(num_tokens)]
+
+        def run() -> int:
+            hidden_TD = decoder.forward(ids, [BufferSpan(buffer, tokens)])
+            return int(decoder.logits(hidden_TD[-1:]).argmax())
+
+        found_ms = [1e3 * s for s in times_s(self._device, run, rounds)]
+        bound_ms = 1e3 * shape.prefill_flops(num_tokens) / rate
+        name = case(tokens=num_tokens, model=shape.name)
+        row = self._reporter.add(name, "prefill_ms", "ms", "product", Pairs(found_ms, [bound_ms] * rounds))
+        self._check(f"{name}: part of the product's rate", row.ratio, PRODUCT_BAR)
+
+    def offload(self) -> None:
+        """Measure steps whose KV crosses the link, and steps whose KV does not."""
+        batch, context = self._sizes.offload
+        rounds = self._sizes.rounds
+        fetch_rate, store_rate = link_rates(self._device, self._sizes.copied)
+        self._console.print(f"  link: in {fetch_rate / _GB:.1f}, out {store_rate / _GB:.1f} GB/s", style="dim")
+        decoder = self._decoder(context + rounds + 2)
+        lengths = [context] * batch
+        found = {
+            policy: offload.measure(decoder, self._device, policy, lengths, rounds) for policy in ("host", "device")
+        }
+        (host_ms, num_bytes), (device_ms, _) = found["host"], found["device"]
+        name = case(batch=batch, context=context, policy="host", model=self._sizes.model.name)
+        self._reporter.add(name, "step_ms", "ms", "device", Pairs(host_ms, device_ms))
+        bound_ms = 1e3 * num_bytes / fetch_rate
+        self._reporter.add(name, "step_ms", "ms", "link", Pairs(host_ms, [bound_ms] * rounds))
+
+    def chain(self) -> None:
+        """Measure a prompt's prefill by two processes on the device."""
+        found = dict[int, list[float]]()
+        num_tokens, shape = self._sizes.prompt, self._sizes.chained
+        for num_ranks in (1, 2):
+            with chain.Chain.running(self._device.name, shape, num_ranks, num_tokens) as ranks:
+                ranks.prefill_ms(num_tokens)
+                found[num_ranks] = [ranks.prefill_ms(num_tokens) for _ in range(self._sizes.rounds)]
+        name = case(tokens=num_tokens, ranks=2, model=shape.name)
+        self._reporter.add(name, "ttft_ms", "ms", "single", Pairs(found[2], found[1]))
+
+    def _check(self, what: str, value: float, bar: float) -> None:
+        if self._bars is not None:
+            self._bars.at_least(what, value, bar)
+
+    def _decoder(self, max_position: int) -> Decoder:
+        kernel = triton_kernel if self._is_gpu else None
+        return random_model(self._sizes.model, self._device, max_position=max_position, kernel=kernel)
+
+
+def _has_interpreter() -> bool:
+    from modeling.kernels.triton import append_kernel
+
+    return is_interpreted(append_kernel.append_token)
+
+
+def main() -> int:
+    """Run the benchmark; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--device", default="", choices=("cuda", "cpu", "emulated"), help="default: a GPU if there is one"
+    )
+    parser.add_argument("--parts", default="steps,prefill,offload,chain", help="what to measure (default: all)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a row on standard output")
+    parser.add_argument("--quick", action="store_true", help="a tiny model and few rounds: a smoke test, not a claim")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    args = parser.parse_args()
+    name = args.device or ("cuda" if torch.cuda.is_available() else "emulated")
+    if name != "cuda" and not args.quick:
+        parser.error(f"device {name}: the models of real shapes are for GPUs: use --quick")
+    device, reporter = make_device(name), Reporter("cuda", args.json)
+    bars = Bars() if args.bars else None
+    benchmark = Benchmark(device, QUICK if args.quick else FULL, reporter, bars)
+    parts: dict[str, Callable[[], None]] = {
+        "steps": benchmark.steps,
+        "prefill": benchmark.prefill,
+        "offload": benchmark.offload,
+        "chain": benchmark.chain,
+    }
+    for name in args.parts.split(","):
+        parts[name]()
+    device.link.rest()
+    reporter.close()
+    return 0 if bars is None else bars.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

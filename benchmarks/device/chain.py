@@ -1,0 +1,126 @@
+"""A chain of processes on one device, linked by gloo, beside one process: each has a model and an engine of its own."""
+
+import contextlib
+import functools
+import itertools
+import multiprocessing
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from torch.distributed import TCPStore
+
+from baton.clock import SystemClock
+from baton.ids import Epoch, JobId, Rank, RequestId
+from baton.types import SampledToken, TokenRange
+from benchmarks.device.model import Shape, random_model
+from modeling.device.making import make_device
+from modeling.forward.attention import Kernel
+from modeling.forward.triton_attention import triton_kernel
+from prefill_workers.engine import PrefillEngine
+from prefill_workers.job import Job
+from prefill_workers.torch_links import Meeting, connect_torch_links
+
+_HOST = "127.0.0.1"
+_PATIENCE_S = 120.0
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """What a rank's process starts with."""
+
+    device: str
+    shape: Shape
+    max_position: int
+    rank: int
+    num_ranks: int
+    port: int
+    """Port of the store at which the ranks meet."""
+
+
+class Discarding:
+    """A KvOutlet that keeps nothing."""
+
+    num_present = 0
+
+    def push(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
+        """Drop the rows that are pushed."""
+
+    def received(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
+        """Drop the rows that came from earlier ranks."""
+
+    def finish(self, firsts: tuple[SampledToken, ...]) -> None:
+        """Drop the first tokens of the job."""
+
+    def abort(self, error: BaseException) -> None:
+        """Leave it to the job's future to raise."""
+
+
+class Chain:
+    """The processes of a chain. Make one with `running`."""
+
+    def __init__(self, pipes: list[Connection]) -> None:
+        self._pipes, self._number = pipes, 0
+
+    @classmethod
+    @contextlib.contextmanager
+    def running(cls, device: str, shape: Shape, num_ranks: int, max_position: int) -> Iterator["Chain"]:
+        """Start the processes, yield the chain once they have met, and end them afterwards."""
+        store = TCPStore(_HOST, 0, None, True, wait_for_workers=False)
+        context = multiprocessing.get_context("spawn")
+        with contextlib.ExitStack() as stack:
+            pipes = []
+            for rank in range(num_ranks):
+                ours, theirs = context.Pipe()
+                spec = RankSpec(device, shape, max_position, rank, num_ranks, store.port)
+                process = context.Process(target=_run, args=(theirs, spec), daemon=True)
+                process.start()
+                theirs.close()
+                stack.callback(process.join)
+                stack.callback(ours.close)  # which ends the process
+                pipes.append(ours)
+            for pipe in pipes:
+                pipe.recv()
+            yield cls(pipes)
+
+    def prefill_ms(self, num_tokens: int) -> float:
+        """Return the milliseconds of a prompt in even chunks, until its first token is there."""
+        self._number += 1
+        num_ranks = len(self._pipes)
+        edges = [num_tokens * rank // num_ranks for rank in range(num_ranks + 1)]
+        job = Job(
+            JobId(self._number),
+            Epoch(1),
+            RequestId("measured"),
+            1,
+            tuple(map(Rank, range(num_ranks))),
+            tuple(TokenRange(start, end) for start, end in itertools.pairwise(edges)),
+            [7 * at % 500 for at in range(num_tokens)],
+        )
+        began_s = time.perf_counter()
+        for pipe in self._pipes:
+            pipe.send(job)
+        for pipe in self._pipes:
+            if error := pipe.recv():
+                raise RuntimeError(error)
+        return (time.perf_counter() - began_s) * 1e3
+
+
+def _run(pipe: Connection, spec: RankSpec) -> None:
+    device = make_device(spec.device)
+    kernel: Kernel | None = triton_kernel if spec.device == "cuda" else None
+    decoder = random_model(spec.shape, device, max_position=spec.max_position, kernel=kernel)
+    engine = PrefillEngine(decoder, SystemClock(), watchdog_floor_s=_PATIENCE_S)
+    address = f"{_HOST}:{spec.port}"
+    meeting = Meeting(Epoch(1), Rank(spec.rank), spec.num_ranks, address, _HOST, _PATIENCE_S)
+    try:
+        engine.start_epoch(meeting.epoch, meeting.rank, spec.num_ranks, functools.partial(connect_torch_links, meeting))
+        pipe.send("")
+        with contextlib.suppress(EOFError):
+            while True:
+                error = engine.submit(pipe.recv(), Discarding()).exception()
+                pipe.send("" if error is None else repr(error))
+    finally:
+        engine.close()
+        device.link.rest()

@@ -1,0 +1,54 @@
+"""Rates of a device and its link, by which a step's or a prefill's best time is calculated."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from modeling.device.port import Device
+
+_ROUNDS = 5
+
+
+def synchronize(device: Device) -> None:
+    """Wait until the device has computed all that it was given."""
+    if device.torch_device.type == "cuda":
+        torch.cuda.synchronize(device.torch_device)
+
+
+def times_s(device: Device, run: Callable[[], object], rounds: int = _ROUNDS, repeats: int = 1) -> list[float]:
+    """Return the seconds of a call in each of some rounds of `repeats` calls, after one that is not counted."""
+    run()
+    found = []
+    for _ in range(rounds):
+        synchronize(device)
+        began_s = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        synchronize(device)
+        found.append((time.perf_counter() - began_s) / repeats)
+    return found
+
+
+def memory_rate(device: Device, num_bytes: int) -> float:
+    """Return the bytes a second that a copy of so many bytes on the device reads and writes, together."""
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device.torch_device)
+    to = torch.empty_like(source)
+    return 2 * num_bytes / statistics.median(times_s(device, lambda: to.copy_(source)))
+
+
+def product_rate(device: Device, size: int, dtype: torch.dtype) -> float:
+    """Return the operations a second of a product of two square matrices of random numbers."""
+    a, b = (torch.randn(size, size, device=device.torch_device).to(dtype) for _ in range(2))
+    return 2.0 * size**3 / statistics.median(times_s(device, lambda: a @ b, repeats=5))
+
+
+def link_rates(device: Device, num_bytes: int) -> tuple[float, float]:
+    """Return the bytes a second of fetches and of stores of so many bytes, from and to pinned memory on a GPU."""
+    is_gpu = device.torch_device.type == "cuda"
+    home = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_gpu)
+    there = torch.zeros(num_bytes, dtype=torch.uint8, device=device.torch_device)
+    fetch_s = times_s(device, lambda: device.link.fetch([(there, home)]).result())
+    store_s = times_s(device, lambda: device.link.store([(home, there)]).result())
+    return num_bytes / statistics.median(fetch_s), num_bytes / statistics.median(store_s)

@@ -1,0 +1,44 @@
+"""tools/cuda_check.sh: without a GPU it says so; on devices that stand for one it runs, and leaves JSON."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.folders import ROOT
+
+
+def cuda_check(out: Path, device: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "DEVICE": device, "OUT": str(out), "PYTHON": sys.executable}
+    command = [str(ROOT / "tools/cuda_check.sh")]
+    return subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, check=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_what_is_missing(tmp_path: Path) -> None:
+    done = cuda_check(tmp_path, "cuda")
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines() == [
+        "cuda_check: missing: a GPU that torch sees: see nvidia-smi, or use DEVICE=emulated"
+    ]
+    assert not (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(540)
+def test_what_it_runs_on_a_gpu_runs_where_a_cpu_stands_for_one(tmp_path: Path) -> None:
+    done = cuda_check(tmp_path, "emulated")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    tests = rows(tmp_path / "tests.json")
+    assert {row["outcome"] for row in tests} == {"passed", "skipped"}
+    assert {row["metric"] for row in rows(tmp_path / "measured.json")} == {"step_ms", "prefill_ms", "ttft_ms"}
+    (summary,) = rows(tmp_path / "summary.json")
+    assert (summary["device"], summary["tests"], summary["benchmarks"]) == ("emulated", 0, 0)
+
+
+def rows(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
