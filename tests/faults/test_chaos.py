@@ -6,6 +6,7 @@ Every request ends once, within its bound; tokens are exact; afterwards nothing 
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,11 @@ from baton.ids import RequestId
 from deploy.chaos.report import Outcome, Report
 from deploy.chaos.run import Bounds, ChaosRun
 from deploy.chaos.schedule import Schedule, Shape
+from generate_workers.engine.step_runner import weight_bytes
+from modeling.device.emulated import EmulatedDevice
 from tests.support.clusters.chaos import chaos_cluster
-from tests.support.clusters.storms import CLOCK, TTL_S
+from tests.support.clusters.storms import CLOCK, MAX_TOKENS, TTL_S
+from tests.support.engines.generation import eos_decoder
 from tests.support.engines.speculating import SPECULATING
 from tests.support.models.tiny_tokenizer import NUM_LETTERS
 from tests.support.wire.secret import SECRET
@@ -36,10 +40,12 @@ SOAK_SEEDS = [seed for seed in range(1, 55) if seed not in SEEDS + FOUND]
 """With 40 requests each."""
 
 
-async def run(folder: Path, seed: int, way: str = "off") -> Report:
-    """One schedule, on a cluster of its own whose engines speculate in that way."""
+async def run(folder: Path, seed: int, way: str = "off", *, emulates: bool = False, **generate: Any) -> Report:
+    """One schedule, on a cluster of its own whose engines speculate in that way. `generate`: further fields of their
+    configuration."""
     schedule = Schedule.of(seed, SHAPE)
-    async with chaos_cluster(folder, generate=SPECULATING[way]) as (cluster, reference):
+    fields = {**SPECULATING[way], **generate}
+    async with chaos_cluster(folder, generate=fields, emulates=emulates) as (cluster, reference):
         assert cluster.victims == SHAPE.victims
         report = await ChaosRun(cluster, schedule, CLOCK, bounds=BOUNDS).run(reference)
         async with AsyncClient(cluster.endpoint) as client:
@@ -66,6 +72,25 @@ async def test_a_schedule_leaves_exact_streams_and_nothing_held(tmp_path: Path, 
 @pytest.mark.parametrize(("seed", "way"), [(3, "auto"), (4, "streaming"), (5, "streaming host"), (6, "ngram")])
 async def test_a_schedule_does_so_where_engines_speculate(tmp_path: Path, seed: int, way: str) -> None:
     check(await run(tmp_path, seed, way))
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("seed", "way", "residency"), [(1, "off", "device"), (2, "off", "host"), (33, "streaming", "device")]
+)
+async def test_a_schedule_does_so_on_emulated_devices(tmp_path: Path, seed: int, way: str, residency: str) -> None:
+    check(await run(tmp_path, seed, way, emulates=True, residency=residency))
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("residency", ["device", "host"])
+async def test_a_schedule_does_so_where_a_device_has_room_for_few_rows(tmp_path: Path, residency: str) -> None:
+    """Rows wait for memory, and give way to one another, while workers die."""
+    decoder = eos_decoder()
+    memory = EmulatedDevice().row_memory(decoder.layout, MAX_TOKENS)
+    room = 3 * memory.bytes_for(MAX_TOKENS) + weight_bytes(decoder.weights)
+    fields: dict[str, Any] = {"residency": residency, "device_memory_bytes": room, "growth_tokens": 16}
+    check(await run(tmp_path, 1, emulates=True, **fields))
 
 
 async def test_what_does_not_hold_is_said(tmp_path: Path) -> None:

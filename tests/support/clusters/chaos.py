@@ -49,10 +49,15 @@ class Reference:
 
 @asynccontextmanager
 async def chaos_cluster(
-    folder: Path, *, num_groups: int = 2, generate: Mapping[str, Any] = MappingProxyType({})
+    folder: Path,
+    *,
+    num_groups: int = 2,
+    generate: Mapping[str, Any] = MappingProxyType({}),
+    emulates: bool = False,
 ) -> AsyncIterator[tuple[ChaosCluster, Reference]]:
     """Everything up, and everything down again. The orchestrator finds its tokenizer in `folder`. `generate`: further
-    fields of the generation groups' configuration."""
+    fields of the generation groups' configuration. `emulates`: each worker computes on an emulated device of its
+    own."""
     torch.set_num_threads(1)
     decoder, faults = eos_decoder(), SeededPlan()
     write_letters(folder)
@@ -67,7 +72,7 @@ async def chaos_cluster(
 
     with prefix_folder() as prefixes:
         plan = ChaosPlan(
-            spawner=FaultySpawner(decoder, faults, prefixes, prefix_bytes, generate),
+            spawner=FaultySpawner(decoder, faults, prefixes, prefix_bytes, generate, emulates=emulates),
             chain=[tiny_worker("prefill", rank) for rank in range(NUM_RANKS)],
             engines=[tiny_worker("generate", group=group) for group in range(num_groups)],
             orchestrator=orchestrator,

@@ -40,6 +40,7 @@ from prefill_workers.servicer import PrefillRankServicer, PrefillServer
 from tests.support.clusters.orchestrators import Answer, held_by
 from tests.support.clusters.planners import linear_planner
 from tests.support.clusters.spawners import InProcessWorker, tiny_worker
+from tests.support.engines.devices import on_emulated
 from tests.support.engines.generation import eos_decoder
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import EOS_ID, letter_tokenizer
@@ -80,15 +81,18 @@ class FaultySpawner:
         generate: Mapping[str, Any] = MappingProxyType({}),
         *,
         may_share: bool = True,
+        emulates: bool = False,
     ) -> None:
         """All of them keep prefixes in that folder, at most so many bytes; None: nowhere. `generate`: further fields of
-        the generation groups' configuration. `may_share`: whether ranks push through shared memory."""
+        the generation groups' configuration. `may_share`: whether ranks push through shared memory. `emulates`: each
+        worker computes on an emulated device of its own."""
         self._decoder = decoder
         self._plan = plan
         self._prefix_folder = prefix_folder
         self._prefix_bytes = prefix_bytes
         self._generate = generate
         self._may_share = may_share
+        self._emulates = emulates
 
     async def start(self, config: WorkerConfig) -> InProcessWorker:
         return InProcessWorker(config, await self._serve(config), self._serve)
@@ -96,11 +100,15 @@ class FaultySpawner:
     async def _serve(self, config: WorkerConfig) -> PrefillServer | GenerationServer:
         return await (self._rank() if config.role == "prefill" else self._group())
 
+    def _model(self) -> Decoder:
+        """The model, on the device of a worker that is about to start."""
+        return on_emulated(self._decoder) if self._emulates else self._decoder
+
     async def _rank(self) -> PrefillServer:
         server = make_server(check=SECRET.check)
         bound = bind(server, HOST)
         repeats = self._prefix_folder is None
-        engine = FaultyEngine(self._decoder, CLOCK, self._plan, watchdog_floor_s=1.0, repeats=repeats)
+        engine = FaultyEngine(self._model(), CLOCK, self._plan, watchdog_floor_s=1.0, repeats=repeats)
         store = None
         if self._prefix_folder is not None:
             layout = self._decoder.layout
@@ -114,7 +122,7 @@ class FaultySpawner:
     async def _group(self) -> GenerationServer:
         config = EngineConfig(NUM_SLOTS, MAX_TOKENS, max_waiting=NUM_SLOTS, **self._generate)
         return await GenerationServer.start(
-            self._decoder,
+            self._model(),
             letter_tokenizer(),
             config,
             clock=CLOCK,
