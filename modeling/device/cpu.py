@@ -7,6 +7,7 @@ from modeling.device.copying import CopyTensor, ThreadLink, copy_bytes
 from modeling.device.port import NO_MEMORY
 from modeling.kv.buffers import KvBuffer
 from modeling.kv.memory import PagedMemory
+from modeling.kv.pool_memory import MappedPool
 
 
 class CpuDevice:
@@ -24,6 +25,10 @@ class CpuDevice:
     def row_memory(self, layout: KvLayout, max_tokens: int) -> PagedMemory:
         """Make memory that is committed as it is written."""
         return PagedMemory(layout, max_tokens)
+
+    def pool_memory(self, layout: KvLayout, num_pages: int, page_tokens: int) -> MappedPool:
+        """Make memory whose pages are committed as they are written."""
+        return MappedPool(layout, num_pages, page_tokens)
 
     def home_memory(self, layout: KvLayout, max_tokens: int) -> PagedMemory:
         """Make memory that is committed as it is written."""

@@ -13,6 +13,7 @@ from modeling.device.copying import LinkAccess
 from modeling.device.port import Copies, MemoryUse, Transfer, num_bytes_of
 from modeling.kv.buffers import TORCH_DTYPES, KvBuffer
 from modeling.kv.memory import TensorMemory
+from modeling.kv.pool_memory import TensorPool
 
 
 class CudaTransfer:
@@ -93,6 +94,10 @@ class CudaDevice:
     def row_memory(self, layout: KvLayout, max_tokens: int) -> TensorMemory:
         """Make memory on the device, for the longest row."""
         return TensorMemory(layout, max_tokens, self.torch_device, access=self._access)
+
+    def pool_memory(self, layout: KvLayout, num_pages: int, page_tokens: int) -> TensorPool:
+        """Make memory on the device, all of it at once."""
+        return TensorPool(layout, num_pages, page_tokens, self.torch_device, self._access)
 
     def home_memory(self, layout: KvLayout, max_tokens: int) -> TensorMemory:
         """Make pinned memory, for the longest row."""

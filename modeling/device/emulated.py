@@ -16,6 +16,7 @@ from modeling.device.port import MemoryUse
 from modeling.kv.arena import Arena
 from modeling.kv.buffers import KvBuffer
 from modeling.kv.memory import PagedMemory
+from modeling.kv.pool_memory import MappedPool
 
 
 class EmulatedDevice:
@@ -39,6 +40,10 @@ class EmulatedDevice:
     def row_memory(self, layout: KvLayout, max_tokens: int) -> PagedMemory:
         """Make memory in the arena, committed as it is written."""
         return PagedMemory(layout, max_tokens, self.arena, self._access)
+
+    def pool_memory(self, layout: KvLayout, num_pages: int, page_tokens: int) -> MappedPool:
+        """Make memory in the arena, of which pages count while they are in use."""
+        return MappedPool(layout, num_pages, page_tokens, self.arena, self._access)
 
     def home_memory(self, layout: KvLayout, max_tokens: int) -> PagedMemory:
         """Make memory outside the arena, committed as it is written."""

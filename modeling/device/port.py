@@ -22,6 +22,7 @@ from torch import Tensor
 from baton.types import KvLayout, TokenRange
 from modeling.kv.buffers import KvBuffer
 from modeling.kv.memory import RowMemory
+from modeling.kv.pool_memory import PoolMemory
 
 Copies = Sequence[tuple[Tensor, Tensor]]
 """Pairs `(to, from)`, contiguous and of equal shape and dtype."""
@@ -108,6 +109,9 @@ class Device(Protocol):
 
     def row_memory(self, layout: KvLayout, max_tokens: int) -> RowMemory:
         """Make memory of the device for one row's KV. Raises OSError or what is in OUT_OF_MEMORY."""
+
+    def pool_memory(self, layout: KvLayout, num_pages: int, page_tokens: int) -> PoolMemory:
+        """Make memory of the device for the pages that rows share. Raises as `row_memory` does."""
 
     def home_memory(self, layout: KvLayout, max_tokens: int) -> RowMemory:
         """Make home memory for one row's KV. Raises as `row_memory` does."""

@@ -34,6 +34,7 @@ from modeling.forward.positions import Positions, PositionTable
 from modeling.forward.rows import DecodeRows, has_native_rows
 from modeling.forward.selection import Picks, StepPicks
 from modeling.kv.buffers import KvPlace, KvRows
+from modeling.kv.pages import PageSpan
 
 
 class Span(Protocol):
@@ -163,10 +164,10 @@ class Decoder:
         if step.rows is not None:
             step.rows.append(layer, k_TGH, v_TGH)
         for span, where in step.spans:
-            own_T2GH = span.own(layer)
-            self.device.require(own_T2GH.data_ptr(), own_T2GH.nbytes)
-            own_T2GH[:, 0] = k_TGH[where]
-            own_T2GH[:, 1] = v_TGH[where]
+            for part, own_T2GH in _owns(span, where, layer):
+                self.device.require(own_T2GH.data_ptr(), own_T2GH.nbytes)
+                own_T2GH[:, 0] = k_TGH[part]
+                own_T2GH[:, 1] = v_TGH[part]
         return q_TNH
 
     def attention(self, layer: int, q_TNH: Tensor, first_position: int) -> Attention:
@@ -237,6 +238,11 @@ class Decoder:
 
     def _require(self, place: KvPlace) -> None:
         """Raise WrongMemoryError unless the sequence's KV lies in the device's memory."""
+        if place.table is not None:
+            first_PS2GH, last_PS2GH = place.table.data_LPS2GH[0], place.table.data_LPS2GH[-1]
+            num_bytes = last_PS2GH.data_ptr() - first_PS2GH.data_ptr() + last_PS2GH.nbytes
+            self.device.require(first_PS2GH.data_ptr(), num_bytes)
+            return
         num_bytes = (place.num_layers - 1) * place.layer_bytes + place.num_keys * self.layout.row_bytes
         self.device.require(place.address, num_bytes)
         if place.others is not None:
@@ -266,6 +272,16 @@ class Decoder:
                 attention.add(*span.segments(layer))
             out_TNH[where] = attention.result()
         return out_TNH
+
+
+def _owns(span: Span, where: slice, layer: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the memory of a span's new tokens in a layer, each piece with its tokens' places among the step's."""
+    if not isinstance(span, PageSpan):
+        yield where, span.own(layer)
+        return
+    for part, own_T2GH in span.owns(layer):
+        start = where.start + part.start - span.tokens.start
+        yield slice(start, start + len(part)), own_T2GH
 
 
 S = TypeVar("S", bound=Span)

@@ -66,7 +66,8 @@ class FusedLayers:
         turns = positions.cos_T1H, positions.sin_T1H
         keys = (rows.queries_B, rows.unseen_B2) if picks is None else (None, None)
         chosen = (None, None) if picks is None else (picks.keys_LBGK, picks.num_BG)
-        self._native.run(hidden_TD, *turns, rows.addresses_LB, rows.lengths_B, *keys, *chosen)
+        table = rows.pages_BC, rows.page_tokens
+        self._native.run(hidden_TD, *turns, rows.addresses_LB, rows.lengths_B, *keys, *chosen, *table)
         return hidden_TD
 
 

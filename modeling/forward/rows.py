@@ -2,18 +2,20 @@
 
 `decoder` makes them from a step's spans. A row is a new token. A batch of B rows has no common length and no common
 memory; a kernel needs B addresses and B lengths, which hold for a whole step but for the layer's offset. So a layer
-costs a handful of calls, however many rows it has; tokens of one sequence share one reading of its keys. Rows may
-attend to some of their keys only: those that their place leaves, or the picks of a call; other keys are not read. Only
-on CPUs, and for dtypes, that have the native kernel
+costs a handful of calls, however many rows it has; tokens of one sequence share one reading of its keys. Keys lie in
+one piece, or in pages that each row's block table names, with the same results, bit for bit. Rows may attend to some of
+their keys only: those that their place leaves, or the picks of a call; other keys are not read. Only on CPUs, and for
+dtypes, that have the native kernel
 (modeling/kernels/attention/decode_attention.cpp); elsewhere the rows are spans like any other.
 
-B rows, T tokens of the step, N heads, G kv heads, H head dim, L layers.
+B rows, T tokens of the step, N heads, G kv heads, H head dim, L layers, C pages of a row.
 """
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from baton.types import TokenRange
 from modeling.forward.attention import is_native
@@ -28,20 +30,24 @@ class DecodeRows:
 
     def __init__(self, spans: Sequence[tuple[int, KvPlace]], row_bytes: int, windows: Sequence[int | None]) -> None:
         """`spans`: the place of each span's first token among the step's, and that of its keys; all have memory for the
-        same number of layers. `row_bytes`: of a token's K and V in one layer. `windows`: of all layers; only spans of
-        one token may have any."""
+        same number of layers, and all have pages or none. `row_bytes`: of a token's K and V in one layer. `windows`: of
+        all layers; only spans of one token may have any."""
         tokens = [first + index for first, place in spans for index in range(place.num_new)]
         self.tokens_B = torch.tensor(tokens)
         self.in_order = tokens == list(range(len(tokens)))
         """Whether these tokens are the step's first, one after the other."""
         places = [place for _, place in spans]
         addresses_LB, lengths_LB, ends_LB = _lie(places, len(windows))
+        self.pages_BC, self.page_tokens = _pages(places)
+        """Addresses of each row's pages in the first layer, if rows have pages, and the tokens of a page."""
         self.queries_B: Tensor | None = None
         """At the first row of each span the number of its rows; None: one each."""
         if any(place.num_new > 1 for place in places):
             counts_S = torch.tensor([place.num_new for place in places])
             later_B = torch.tensor([back for place in places for back in reversed(range(place.num_new))])
             addresses_LB = addresses_LB.repeat_interleave(counts_S, 1)
+            if self.pages_BC is not None:
+                self.pages_BC = self.pages_BC.repeat_interleave(counts_S, 0)
             lengths_LB = ends_LB = lengths_LB.repeat_interleave(counts_S, 1) - later_B
             self.queries_B = counts_S.repeat_interleave(counts_S)
         self.unseen_B2: Tensor | None = None
@@ -50,7 +56,7 @@ class DecodeRows:
             unseen = [(place.num_new, place.unseen or TokenRange(0, 0)) for place in places]
             self.unseen_B2 = torch.tensor([(keys.start, keys.end) for num_new, keys in unseen for _ in range(num_new)])
         self.addresses_LB = addresses_LB
-        """Addresses of each row's first key, by layer."""
+        """Addresses of each row's first key, by layer; with pages, how far the layer lies behind the first one."""
         self.lengths_B = lengths_LB[0] if all(place.others is None for place in places) else None
         """Keys of each row, the new token's included; None where layers differ."""
         widest = int(lengths_LB.max())
@@ -59,13 +65,23 @@ class DecodeRows:
         self._addresses = addresses_LB.unbind()
         self._lengths = lengths_LB.unbind()
         self._ends = ends_LB.unbind()
-        self._first_seen = (addresses_LB + hidden_LB * row_bytes).unbind()
-        self._num_seen = (lengths_LB - hidden_LB).unbind()
+        if self.pages_BC is None:
+            first_LB, num_LB = addresses_LB + hidden_LB * row_bytes, lengths_LB - hidden_LB
+            self._seen = list(zip(first_LB.unbind(), num_LB.unbind(), strict=True))
+            self._unseen = [self.unseen_B2] * len(windows)
+        else:
+            self._seen = list(zip(self._addresses, self._lengths, strict=True))
+            self._unseen = [
+                self.unseen_B2 if window is None else torch.stack((torch.zeros_like(hidden_B), hidden_B), 1)
+                for window, hidden_B in zip(windows, hidden_LB, strict=True)
+            ]
 
     def append(self, layer: int, k_TGH: Tensor, v_TGH: Tensor) -> None:
         """Write the rows' new keys and values to their places; the arguments are those of all of the step's tokens."""
         k_BGH, v_BGH = self._of_rows(k_TGH), self._of_rows(v_TGH)
-        torch.ops.baton.append_kv(k_BGH, v_BGH, self._addresses[layer], self._ends[layer])
+        torch.ops.baton.append_kv(
+            k_BGH, v_BGH, self._addresses[layer], self._ends[layer], self.pages_BC, self.page_tokens
+        )
 
     def attend(self, layer: int, q_TNH: Tensor, num_kv_heads: int, picks: Picks | None = None) -> Tensor:
         """Return the rows' attention `[B, N, H]`, in the queries' dtype; `q_TNH` are those of all of the step's tokens.
@@ -73,13 +89,14 @@ class DecodeRows:
         With `picks` rows attend to those keys and no others, whatever the layer's window: picks must keep to it. Raises
         RuntimeError when a row is to attend to a key that it does not have, or to none.
         """
-        keys = self._first_seen[layer], self._num_seen[layer]
-        others: tuple[Tensor | None, ...] = (None, None, self.queries_B, self.unseen_B2)
+        keys, product = self._seen[layer], KERNELS.choice.attention
+        others: tuple[Tensor | None, ...] = (None, None, self.queries_B, self._unseen[layer])
         if picks is not None:
             keys = self._addresses[layer], self._lengths[layer]
-            others = picks.keys_BGK, picks.num_BG
+            others = picks.keys_BGK, picks.num_BG, None, None
+        table = self.pages_BC, self.page_tokens
         out_BNH: Tensor = torch.ops.baton.decode_attention(
-            self._of_rows(q_TNH), *keys, num_kv_heads, KERNELS.choice.attention, *others
+            self._of_rows(q_TNH), *keys, num_kv_heads, product, *others, *table
         )
         return out_BNH
 
@@ -92,6 +109,19 @@ def has_native_rows(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     """Return whether DecodeRows works for such KV here; builds the kernel at the first call."""
     fits = device.type == "cpu" and is_native(dtype, head_dim)
     return fits and native.load("decode_attention")
+
+
+def _pages(places: Sequence[KvPlace]) -> tuple[Tensor | None, int]:
+    """Return the addresses of the rows' pages in the first layer, `[B, C]`, and the tokens of a page; None without."""
+    tables = [place.table for place in places if place.table is not None]
+    if not tables:
+        return None, 0
+    assert len(tables) == len(places), "all rows have pages, or none"
+    data_LPS2GH, page_tokens = tables[0].data_LPS2GH, tables[0].page_tokens
+    num_pages = -(-max(place.num_keys for place in places) // page_tokens)
+    pages_BC = pad_sequence([table.pages_C[:num_pages] for table in tables], batch_first=True).to(torch.int64)
+    page_bytes = data_LPS2GH.stride(1) * data_LPS2GH.element_size()
+    return pages_BC * page_bytes + data_LPS2GH.data_ptr(), page_tokens
 
 
 def _lie(places: Sequence[KvPlace], num_layers: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -173,11 +173,27 @@ class LayerBuffers:
 
 
 @dataclass(frozen=True)
+class BlockTable:
+    """The pages of one sequence's keys, in order, among all pages of a device. Read when a step begins."""
+
+    data_LPS2GH: Tensor
+    """All pages: P of S tokens each in every layer, each of a layer in one piece."""
+    pages_C: Tensor
+    """Numbers of the sequence's pages, int32, in home memory; those behind the last are of no use."""
+
+    @property
+    def page_tokens(self) -> int:
+        """Return the tokens of a page."""
+        return self.data_LPS2GH.shape[2]
+
+
+@dataclass(frozen=True)
 class KvPlace:
-    """Where one sequence's keys and values lie in memory of the CPU."""
+    """Where one sequence's keys and values lie in a device's memory: in one piece of the CPU's, or in pages."""
 
     address: int
-    """Address of layer 0's K of the first position. A token's V follows its K, and the next token follows."""
+    """Address of layer 0's K of the first position; 0 with pages. A token's V follows its K, and the next token
+    follows."""
     layer_bytes: int
     """Bytes from one layer to the next."""
     num_layers: int
@@ -192,6 +208,8 @@ class KvPlace:
     """Number of the new token's key, of a sequence whose only one it is. None: new tokens' keys are the last ones."""
     others: "KvPlace | None" = None
     """Where the layers from number `num_layers` on lie. None: here."""
+    table: BlockTable | None = None
+    """The pages of the keys. None: they lie in one piece in each layer."""
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ struct Shared<TiledScores> {
 };
 #endif
 
-// A thread's work on tasks. kPicked: whether keys are picked.
-template <class P, bool kPicked>
+// A thread's work on tasks.
+template <class P, Lie kLie>
 class Attention {
  public:
   using Element = typename P::Element;
@@ -168,7 +168,7 @@ class Attention {
 
   // Returns what fetches the next tile while packed keys and values of a task are at work: in many small parts, for few
   // lines can be on their way at once, and a product waits behind them.
-  FetchNext<kPicked> fetching(const Task& task) {
+  FetchNext<kLie> fetching(const Task& task) {
     const int all = 2 * kKeys * H_ * int(sizeof(Element)), num_steps = (packed_.depth() + kKeys) / Packed::kDepth;
     const int during = kInTiles ? all / 4 : int(task.height) / Packed::kHeight * num_steps * kLine;
     const int num_turns = int(task.width) * kKeys / kLanes + kKeys / Packed::kDepth;
@@ -183,8 +183,10 @@ class Attention {
 
   // Returns where a kv head's key number `index` lies, among all keys or among those picked.
   const Element* key(int64_t row, int64_t g, int64_t index) const {
-    const int32_t* picks = p_.picks ? p_.picks + (row * p_.G + g) * p_.K : nullptr;
-    return reinterpret_cast<const Element*>(p_.addresses[row]) + g * H_ + (picks ? picks[index] : index) * 2 * p_.G * H_;
+    int64_t address = p_.addresses[row];
+    if constexpr (kLie == Lie::kPicked) index = p_.picks[(row * p_.G + g) * p_.K + index];
+    if constexpr (kLie == Lie::kPaged) address += p_.pages.address(row, index), index = p_.pages.in_page(index);
+    return reinterpret_cast<const Element*>(address) + g * H_ + index * 2 * p_.G * H_;
   }
 
   template <int C>
@@ -205,7 +207,7 @@ class Attention {
 
   // Returns how many of the `count` keys from `first` on a query head sees: none that come after its own token.
   int num_seen(const Task& task, int64_t index, int64_t first, int count) const {
-    if constexpr (kPicked) return count;
+    if constexpr (kLie == Lie::kPicked) return count;
     return int(std::clamp<int64_t>(p_.lengths[task.row + index / p_.R] - first, 0, count));
   }
 
@@ -272,7 +274,10 @@ class Attention {
   // Scores the keys [j, j + 16) of a tile for the kv heads [g, end), at most kMostHeads query heads of each from number
   // `index` on.
   void score_in_tiles(const Task& task, int64_t g, int64_t end, int64_t index, int64_t first, int j, int count) {
-    const bool lie_in_order = !p_.picks && j + kTileHeight <= count;
+    bool lie_in_order = kLie != Lie::kPicked && j + kTileHeight <= count;
+    if constexpr (kLie == Lie::kPaged) {
+      lie_in_order &= p_.pages.in_page(first + j) + kTileHeight <= int64_t(1) << p_.pages.shift;
+    }
     alignas(64) float scores[kTileHeight][kMostHeads];
     Words columns[kLanes] = {};
     for (; g < end; ++g) {
@@ -359,7 +364,7 @@ class Attention {
   std::vector<Element> tiles_;  // queries of all heads
   std::vector<Element> rows_;   // copies of keys that do not lie in order
   const Element* keys_[kKeys];
-  NextTile<kPicked> next_;
+  NextTile<kLie> next_;
   alignas(64) Floats scores_[kMostHeads][kKeys / kLanes];
   alignas(64) Factor weights_[kHeads][kKeys];
   alignas(64) typename Packed::Scores shared_scores_;

@@ -18,7 +18,24 @@ void check_lengths(const at::Tensor& lengths) {
               "every row has a key, its own");
 }
 
-// Returns how many rows each sequence has, at the place of its first row; null: one each. `p` has addresses and lengths.
+// Returns the rows' block tables; without `pages_BC` there are none.
+Pages pages_of(const at::Tensor& lengths_B, const std::optional<at::Tensor>& pages_BC, int64_t page_tokens) {
+  if (!pages_BC) return {};
+  const int64_t B = lengths_B.numel();
+  TORCH_CHECK(pages_BC->scalar_type() == at::kLong && pages_BC->is_contiguous() && pages_BC->dim() == 2 &&
+                  pages_BC->size(0) == B,
+              "block tables must be [B, pages] int64, contiguous");
+  TORCH_CHECK(page_tokens > 0 && (page_tokens & (page_tokens - 1)) == 0, page_tokens,
+              " tokens of a page are no power of two");
+  const int64_t most = pages_BC->size(1) * page_tokens;
+  const auto* lengths = lengths_B.const_data_ptr<int64_t>();
+  TORCH_CHECK(std::all_of(lengths, lengths + B, [&](int64_t length) { return length <= most; }),
+              "a row has more keys than its block table names: ", most);
+  return {pages_BC->const_data_ptr<int64_t>(), pages_BC->size(1), __builtin_ctzll(uint64_t(page_tokens))};
+}
+
+// Returns how many rows each sequence has, at the place of its first row; null: one each. `p` has addresses, lengths and
+// pages.
 const int64_t* queries_of(const AttentionProblem& p, const std::optional<at::Tensor>& queries_B) {
   if (!queries_B) return nullptr;
   TORCH_CHECK(queries_B->scalar_type() == at::kLong && queries_B->is_contiguous() && queries_B->numel() == p.B,
@@ -30,6 +47,9 @@ const int64_t* queries_of(const AttentionProblem& p, const std::optional<at::Ten
     for (int64_t i = 1; i < num; ++i) {
       TORCH_CHECK(p.addresses[row + i] == p.addresses[row] && p.lengths[row + i] == p.lengths[row] + i,
                   "a sequence's rows are tokens that follow each other");
+      const auto* table = p.pages.addresses + row * p.pages.num;
+      TORCH_CHECK(!p.pages.addresses || std::equal(table, table + p.pages.num, table + i * p.pages.num),
+                  "a sequence's rows have one block table");
     }
   }
   return queries;
@@ -51,6 +71,7 @@ const int64_t* unseen_of(const AttentionProblem& p, const std::optional<at::Tens
 // Returns the problem with the keys that rows pick, [layers][B][G][K], of the first layer; of all layers they are checked.
 // `p` has lengths, B and G.
 AttentionProblem with_picks(AttentionProblem p, const at::Tensor& picks, const at::Tensor& num_picks_BG, int64_t num_layers) {
+  TORCH_CHECK(!p.pages.addresses, "rows in pages attend to all keys, or leave out a range: they pick none");
   TORCH_CHECK(!p.queries && !p.unseen, "rows with picks are their sequences' only ones, and leave out no other keys");
   const int64_t num_lists = p.B * p.G;
   p.K = picks.size(-1);

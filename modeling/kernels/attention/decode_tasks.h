@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 #include "attention/decode_attention.h"
@@ -24,6 +25,14 @@ void with_scores(const AttentionProblem& p, bool is_bf16, std::string_view name,
   if (name == "tiles" && fit_tiles) return run(TiledScores());
 #endif
   with_product(is_bf16, name == "tiles" ? "widened" : name, run);
+}
+
+// Calls `run` with the way in which the rows' keys lie.
+template <class Run>
+void with_lie(const AttentionProblem& p, Run run) {
+  if (p.picks) return run(std::integral_constant<Lie, Lie::kPicked>());
+  if (p.pages.addresses) return run(std::integral_constant<Lie, Lie::kPaged>());
+  run(std::integral_constant<Lie, Lie::kInOrder>());
 }
 
 // Merges the results of the tasks [begin, end), all those of a sequence, for a query head of its row number `query`.
@@ -93,8 +102,8 @@ class Tasks {
   Found& found() { return found_; }
 
   // Works as thread `own` until no task is left to begin.
-  template <class P, bool kPicked>
-  void work(Attention<P, kPicked>& attention, const AttentionProblem& p, int64_t own) {
+  template <class P, Lie kLie>
+  void work(Attention<P, kLie>& attention, const AttentionProblem& p, int64_t own) {
     [[maybe_unused]] typename P::Scope scope;
     const int64_t num_ranges = int64_t(next_.size());
     for (int64_t helped = 0; helped < num_ranges; ++helped) {

@@ -73,7 +73,7 @@ using Layer = std::array<Linear, kNumParts>;
 struct Rows {
   uint16_t* hidden;           // [T][D]
   const uint16_t *cos, *sin;  // [T][H]
-  const int64_t* addresses;   // [L][T], address of each row's first key
+  const int64_t* addresses;   // [L][T], address of each row's first key; with pages, as in decode_problem.h
   const int32_t* picks;       // [L][T][G][K], or null: all keys
 };
 
@@ -86,8 +86,8 @@ struct Member {
 };
 
 // One step of all layers. All memory is allocated in the constructor: threads that wait for each other must not throw.
-// P: the product of attention. kPicked: whether rows pick their keys.
-template <class P, bool kPicked>
+// P: the product of attention.
+template <class P, Lie kLie>
 class Step {
  public:
   // `problem`: the first layer's, but for queries and outputs.
@@ -98,7 +98,7 @@ class Step {
     problem.q_row = width_;
     problem.q_head = problem.H;
     problem.o = attended_.data();
-    tasks_.divide(problem, num_threads, Attention<P, kPicked>::height);
+    tasks_.divide(problem, num_threads, Attention<P, kLie>::height);
     int64_t most_bytes = 0;
     for (int part = 0; part < kNumParts; ++part) {  // all layers have the shapes of the first
       packings_[part] = layers[0][part].packing(T_, layers[0][part].weights.K);
@@ -122,7 +122,7 @@ class Step {
         : problem(problem), attention(this->problem, found), packed(packed_bytes / int64_t(sizeof(Floats)) + 1) {}
 
     AttentionProblem problem;
-    Attention<P, kPicked> attention;
+    Attention<P, kLie> attention;
     std::vector<Floats> packed;
   };
 
@@ -130,7 +130,7 @@ class Step {
     const Layer& layer = layers_[number];
     Own& own = own_[me.number];
     own.problem.addresses = rows_.addresses + number * T_;
-    if (kPicked) own.problem.picks = rows_.picks + number * T_ * own.problem.G * own.problem.K;
+    if (kLie == Lie::kPicked) own.problem.picks = rows_.picks + number * T_ * own.problem.G * own.problem.K;
     fetch_places(own.problem, me);
     multiply(layer, kQkv, rows_.hidden, nullptr, qkv_.data(), me);
     meeting_.wait(me.num_all);
@@ -168,7 +168,7 @@ class Step {
   // Returns where a row's new key goes; its value goes behind it.
   static uint16_t* place(const AttentionProblem& p, int64_t row) {
     const int64_t bytes = p.G * p.H * int64_t(sizeof(uint16_t));
-    return reinterpret_cast<uint16_t*>(place_of(p.addresses[row], p.lengths[row] - 1, bytes));
+    return reinterpret_cast<uint16_t*>(place_of(p.pages, row, p.addresses[row], p.lengths[row] - 1, bytes));
   }
 
   // Called before the QKV projection: otherwise the lines of many rows would be waited for one after the other.
@@ -229,7 +229,7 @@ class DecodeLayers : public torch::CustomClassHolder {
   void run(const at::Tensor& hidden_TD, const at::Tensor& cos_TH, const at::Tensor& sin_TH,
            const at::Tensor& addresses_LT, const at::Tensor& lengths_T, const std::optional<at::Tensor>& queries_T,
            const std::optional<at::Tensor>& unseen_T2, const std::optional<at::Tensor>& picks_LTGK,
-           const std::optional<at::Tensor>& num_picks_TG) {
+           const std::optional<at::Tensor>& num_picks_TG, const std::optional<at::Tensor>& pages_TC, int64_t page_tokens) {
     const int64_t T = hidden_TD.size(0), L = int64_t(layers_.size());
     TORCH_CHECK(L > 0 && added_.empty(), "layers are not complete");
     TORCH_CHECK(T > 0 && T <= kMostTokens, "not for ", T, " rows: at most ", kMostTokens);
@@ -242,6 +242,7 @@ class DecodeLayers : public torch::CustomClassHolder {
     AttentionProblem problem = heads_;
     problem.addresses = rows.addresses, problem.lengths = of<int64_t>(lengths_T, at::kLong, T, "lengths"), problem.B = T;
     check_lengths(lengths_T);
+    problem.pages = pages_of(lengths_T, pages_TC, page_tokens);
     problem.queries = queries_of(problem, queries_T);
     problem.unseen = unseen_of(problem, unseen_T2);
     if (picks_LTGK) problem = with_picks(problem, *picks_LTGK, *num_picks_TG, L);
@@ -249,8 +250,7 @@ class DecodeLayers : public torch::CustomClassHolder {
     const int num_threads = at::in_parallel_region() ? 1 : at::get_num_threads();
     with_scores(heads_, true, scores_, [&](auto way) {
       using P = decltype(way);
-      problem.picks ? Step<P, true>(layers_, rows, problem, num_threads).run()
-                    : Step<P, false>(layers_, rows, problem, num_threads).run();
+      with_lie(problem, [&](auto lie) { Step<P, lie>(layers_, rows, problem, num_threads).run(); });
     });
   }
 

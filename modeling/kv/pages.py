@@ -1,0 +1,169 @@
+"""KV in pages: the memory of a device that all rows share, and each row's block table.
+
+A page is a fixed number of tokens, in all layers: one table serves a row's every layer, and a prefix is shared, copied
+and counted as whole tokens. In each layer all pages follow each other, so that a row of adjacent pages lies there in
+few pieces. Residency `device` keeps rows so on devices with memory of their own (`generate_workers.residency.paged`);
+the decoder's kernels read the tables (`modeling.forward.rows`).
+
+L layers, P pages, S tokens of a page, G kv heads, H head dim, T tokens of a run.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.types import TokenRange
+from modeling.kv.buffers import BlockTable, KvPlace, KvRows
+from modeling.kv.pool_memory import PoolMemory
+
+PAGE_TOKENS = 64
+"""Tokens of a page: a tile of the decode kernel for CPUs, so that a tile has keys of two pages at most."""
+
+
+class PagePool:
+    """The pages of a device, each with the number of its owners. Thread-safe."""
+
+    def __init__(self, memory: PoolMemory) -> None:
+        self.memory = memory
+        num_layers, self.num_pages, self.page_tokens = memory.data_LPS2GH.shape[:3]
+        self.page_bytes = num_layers * memory.data_LPS2GH[0, 0].nbytes
+        self._lock = threading.Lock()
+        self._num_owners_P = np.zeros(self.num_pages, np.int32)
+
+    @property
+    def num_taken(self) -> int:
+        """Return how many pages have an owner."""
+        with self._lock:
+            return int(np.count_nonzero(self._num_owners_P))
+
+    def take(self, num_pages: int) -> list[int]:
+        """Return pages that had no owner and have one now: the lowest, so that they are mostly adjacent. Raises
+        MemoryError, and takes none, when there are too few."""
+        with self._lock:
+            pages: list[int] = np.flatnonzero(self._num_owners_P == 0)[:num_pages].tolist()
+            if len(pages) < num_pages:
+                raise MemoryError(f"{num_pages} pages are needed, and {len(pages)} of {self.num_pages} are free")
+            self.memory.take(pages)
+            self._num_owners_P[pages] = 1
+            return pages
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Add an owner to each of these pages, which have one."""
+        with self._lock:
+            assert (self._num_owners_P[pages] > 0).all(), "a page without an owner cannot be shared"
+            self._num_owners_P[pages] += 1
+
+    def give(self, pages: Sequence[int]) -> None:
+        """Take an owner from each of these pages; those that have none any more are free."""
+        with self._lock:
+            assert (self._num_owners_P[pages] > 0).all(), "a page is given back that has no owner"
+            self._num_owners_P[pages] -= 1
+            self.memory.give([page for page in pages if not self._num_owners_P[page]])
+
+    def is_shared(self, page: int) -> bool:
+        """Return whether a page has several owners."""
+        return bool(self._num_owners_P[page] > 1)
+
+
+class RowPages:
+    """The pages of one row, claim after claim. Used by one thread at a time; rows share a pool."""
+
+    def __init__(self, pool: PagePool, max_tokens: int) -> None:
+        self._pool = pool
+        self.table = BlockTable(
+            pool.memory.data_LPS2GH, torch.zeros(-(-max_tokens // pool.page_tokens), dtype=torch.int32)
+        )
+        self._pages: list[int] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the row's pages; those that it shares count whole."""
+        return len(self._pages) * self._pool.page_bytes
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Return the bytes that so many tokens take."""
+        return self._num_for(num_tokens) * self._pool.page_bytes
+
+    def prepare(self, tokens: TokenRange, num_tokens: int) -> None:
+        """Have pages for `tokens`, which are about to be written, and for the row's first `num_tokens`. Pages of
+        `tokens` that are shared are copied first. Raises MemoryError when there are too few pages."""
+        num_new = self._num_for(max(tokens.end, num_tokens)) - len(self._pages)
+        if num_new > 0:
+            self._set(len(self._pages), self._pool.take(num_new))
+        for index in range(tokens.start // self._pool.page_tokens, self._num_for(tokens.end)):
+            if self._pool.is_shared(self._pages[index]):
+                self._copy(index)
+
+    def share(self, other: "RowPages", num_tokens: int) -> None:
+        """Begin with the pages of another row's first `num_tokens` tokens. This row has no pages yet. The first of
+        them that writes to a shared page copies it."""
+        assert not self._pages, "pages are shared by rows that have none"
+        pages = other._pages[: self._num_for(num_tokens)]
+        self._pool.share(pages)
+        self._set(0, pages)
+
+    def runs(self, tokens: TokenRange) -> Iterator[tuple[TokenRange, int]]:
+        """Yield `tokens` in parts that lie in one piece in each layer, each with its first token's place there."""
+        size, start = self._pool.page_tokens, tokens.start
+        while start < tokens.end:
+            first = last = start // size
+            while (last + 1) * size < tokens.end and self._pages[last + 1] == self._pages[last] + 1:
+                last += 1
+            end = min((last + 1) * size, tokens.end)
+            yield TokenRange(start, end), self._pages[first] * size + start % size
+            start = end
+
+    def spans(self, layer: int, tokens: TokenRange) -> Iterator[tuple[TokenRange, Tensor]]:
+        """Yield views `[T, 2, G, H]` of `tokens` in a layer, each with the part of `tokens` that it holds."""
+        data_S2GH = self.table.data_LPS2GH[layer].flatten(0, 1)
+        for part, place in self.runs(tokens):
+            yield part, data_S2GH[place : place + len(part)]
+
+    def release(self) -> None:
+        """Give all pages back. Idempotent."""
+        pages, self._pages = self._pages, []
+        self._pool.give(pages)
+
+    def _copy(self, index: int) -> None:
+        """Replace a shared page by a copy."""
+        shared, [copy] = self._pages[index], self._pool.take(1)
+        data_LPS2GH = self.table.data_LPS2GH
+        data_LPS2GH[:, copy].copy_(data_LPS2GH[:, shared])
+        self._set(index, [copy])
+        self._pool.give([shared])
+
+    def _set(self, index: int, pages: Sequence[int]) -> None:
+        self._pages[index : index + len(pages)] = pages
+        self.table.pages_C[index : index + len(pages)] = torch.tensor(pages, dtype=torch.int32)
+
+    def _num_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._pool.page_tokens)
+
+
+@dataclass(frozen=True)
+class PageSpan:
+    """The new tokens `tokens` of a sequence whose KV, old and new, lies in pages."""
+
+    pages: RowPages
+    tokens: TokenRange
+
+    def own(self, layer: int) -> Tensor:
+        ((_, own_T2GH),) = self.pages.spans(layer, self.tokens)
+        return own_T2GH
+
+    def owns(self, layer: int) -> Iterator[tuple[TokenRange, Tensor]]:
+        """Yield the memory of the new tokens' KV, with the part of `tokens` that each piece holds."""
+        return self.pages.spans(layer, self.tokens)
+
+    def segments(self, layer: int) -> Iterator[KvRows]:
+        for part, kv_T2GH in self.pages.spans(layer, TokenRange(0, self.tokens.end)):
+            yield KvRows(kv_T2GH[:, 0], kv_T2GH[:, 1], part.start)
+
+    def place(self) -> KvPlace:
+        data = self.pages.table.data_LPS2GH
+        layer_bytes = data.stride(0) * data.element_size()
+        return KvPlace(0, layer_bytes, len(data), self.tokens.end, len(self.tokens), table=self.pages.table)

@@ -1,0 +1,34 @@
+"""Copies of buffers' KV in pages that lie in any order."""
+
+import random
+from collections.abc import Sequence
+
+from baton.types import TokenRange
+from modeling.kv.buffers import KvBuffer
+from modeling.kv.pages import PagePool, RowPages
+from modeling.kv.pool_memory import MappedPool
+
+
+def scattered_pool(buffers: Sequence[KvBuffer], page_tokens: int, seed: int) -> PagePool:
+    """A pool with room for copies of all buffers, in which half of the pages have other owners."""
+    num_pages = 2 * sum(-(-len(each.tokens) // page_tokens) for each in buffers)
+    pool = PagePool(MappedPool(buffers[0].layout, num_pages, page_tokens))
+    order = random.Random(seed).sample(range(num_pages), num_pages // 2)
+    pool.take(num_pages)
+    pool.give(order)
+    return pool
+
+
+def in_pages(buffers: Sequence[KvBuffer], page_tokens: int, seed: int = 1) -> list[RowPages]:
+    """The rows of the buffers, page by page in turn."""
+    pool = scattered_pool(buffers, page_tokens, seed)
+    rows = [RowPages(pool, len(each.tokens)) for each in buffers]
+    for start in range(0, max(len(each.tokens) for each in buffers), page_tokens):
+        for row, buffer in zip(rows, buffers, strict=True):
+            if start < len(buffer.tokens):
+                row.prepare(TokenRange(start, min(start + page_tokens, len(buffer.tokens))), 0)
+    for row, buffer in zip(rows, buffers, strict=True):
+        for layer in range(buffer.layout.num_layers):
+            for part, kv_T2GH in row.spans(layer, buffer.tokens):
+                kv_T2GH.copy_(buffer.span(layer, part))
+    return rows
