@@ -1,6 +1,7 @@
 """Residency `device`: all KV lies where attention reads it. No KV is fetched or copied.
 
-A Residency for `engine.step_runner`. Home is the device itself, so that every byte counts as both.
+A Residency for `engine.step_runner`. Home is the device itself, so that every byte counts as both. On devices with
+memory of their own `generate_workers.residency.paged` takes its place.
 
 T tokens, G kv heads, H head dim.
 """

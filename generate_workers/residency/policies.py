@@ -16,6 +16,7 @@ from generate_workers.residency.fetched.window import FetchedWindowResidency
 from generate_workers.residency.host import HostResidency
 from generate_workers.residency.int4.infinigen import InfinigenInt4Residency
 from generate_workers.residency.int4.whole import make_int4
+from generate_workers.residency.paged import PagedResidency
 from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.sparse.draft_index import IndexedResidency
 from generate_workers.residency.sparse.h2o import H2oResidency
@@ -64,7 +65,9 @@ Make = Callable[[KvShape, Device, SelectionSource | None], Residency]
 
 def _device(shape: KvShape, device: Device, source: SelectionSource | None) -> Residency:
     if source is None or not source.serves_drafts:
-        return DeviceResidency(shape, device.row_memory)
+        if device.is_home:
+            return DeviceResidency(shape, device.row_memory)
+        return PagedResidency(shape, device, None if source is None else source.device_bytes)
     require_selective("speculation = 'infinigen'", shape, device, NO_CHOSEN_DRAFTS)
     return IndexedResidency(shape, device.row_memory, source.load())
 

@@ -5,19 +5,43 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, Protocol, Self, TypeVar
 
 from torch import Tensor
 
 from baton.ids import SlotId
 from baton.types import TokenRange
-from generate_workers.residency.port import KvBytes, StepRows
-from generate_workers.residency.rows import StoredRow
+from generate_workers.residency.port import KvBytes, RowKv, StepRows
 from generate_workers.residency.traits import PolicyTraits
 from modeling.forward.decoder import LayerTurns, SequenceSpan
 from modeling.forward.selection import Picks
 
-R = TypeVar("R", bound=StoredRow)
+
+class Row(RowKv, Protocol):
+    """A slot's row of KV, claim after claim."""
+
+    def bytes_for(self, num_tokens: int) -> KvBytes:
+        """Return the bytes that so many tokens take once all are written."""
+        ...
+
+    def open(self, num_tokens: int, capacity_tokens: int) -> None:
+        """Begin a claim; `num_tokens` tokens will be written for sure. When it fails, nothing is held."""
+        ...
+
+    def copy_from(self, other: Self, num_tokens: int) -> None:
+        """Take over the first `num_tokens` tokens of another row of the policy."""
+        ...
+
+    def commit(self, tokens: TokenRange) -> None:
+        """Commit memory for `tokens`, which a step is about to write."""
+        ...
+
+    def span(self, tokens: TokenRange) -> SequenceSpan:
+        """Return the span of a step whose new tokens are `tokens`."""
+        ...
+
+
+R = TypeVar("R", bound=Row)
 
 
 class RowStep(Generic[R]):

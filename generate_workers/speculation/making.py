@@ -140,10 +140,10 @@ def _nominal(decoder: Decoder) -> WorkCost:
 def _choosing(name: str, decoder: Decoder, slots: SlotTable, config: EngineConfig) -> DraftView:
     """Return the view of that name in CHOOSING. Raises ConfigError where its drafts cannot choose keys."""
     residency = slots.memory.residency
+    require_selective(f"speculation = {name!r}", slots.memory.shape, decoder.device, NO_CHOSEN_DRAFTS)
     if not isinstance(residency, DeviceResidency):
         raise ConfigError(
             f"speculation = {name!r} chooses among keys on the device, and residency {residency.traits.name} keeps "
             "them elsewhere: use residency device, or speculation auto, streaming, ngram or off"
         )
-    require_selective(f"speculation = {name!r}", slots.memory.shape, decoder.device, NO_CHOSEN_DRAFTS)
     return CHOOSING[name](decoder, residency, config)

@@ -1,7 +1,7 @@
 """Devices for tests: their memory shows NaN until it is written. Of a GPU too, and of what stands for one on a CPU."""
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from modeling.device.port import NO_MEMORY, Device
 from modeling.forward.decoder import Decoder
 from modeling.kv.buffers import TORCH_DTYPES, KvBuffer
 from modeling.kv.memory import PAGE_BYTES, PagedMemory, TensorMemory
+from modeling.kv.pool_memory import MappedPool
 
 
 class PoisonedMemory(PagedMemory):
@@ -27,8 +28,19 @@ class PoisonedMemory(PagedMemory):
             ctypes.memset(self.address + int(at) * self._layer_bytes + int(page) * PAGE_BYTES, 0xFF, PAGE_BYTES)
 
 
+class PoisonedPool(MappedPool):
+    """Memory of pages in which all that was not written since a page was taken shows."""
+
+    def take(self, pages: Sequence[int]) -> None:
+        super().take(pages)
+        self.data_LPS2GH[:, list(pages)] = float("nan")
+
+
 class PoisonedCpu(CpuDevice):
     """The CPU."""
+
+    def pool_memory(self, layout: KvLayout, num_pages: int, page_tokens: int) -> MappedPool:
+        return PoisonedPool(layout, num_pages, page_tokens)
 
     def row_memory(self, layout: KvLayout, max_tokens: int) -> PagedMemory:
         return PoisonedMemory(layout, max_tokens)
@@ -45,6 +57,9 @@ class PoisonedDevice(EmulatedDevice):
 
     def row_memory(self, layout: KvLayout, max_tokens: int) -> PagedMemory:
         return PoisonedMemory(layout, max_tokens, self.arena, self._access)
+
+    def pool_memory(self, layout: KvLayout, num_pages: int, page_tokens: int) -> MappedPool:
+        return PoisonedPool(layout, num_pages, page_tokens, self.arena, self._access)
 
     def home_memory(self, layout: KvLayout, max_tokens: int) -> PagedMemory:
         return PoisonedMemory(layout, max_tokens)

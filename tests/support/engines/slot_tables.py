@@ -10,6 +10,7 @@ from baton.ids import RequestId
 from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.host import HostResidency
+from generate_workers.residency.paged import PagedResidency
 from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.steps import RowResidency
@@ -44,7 +45,9 @@ def make_residency(
         device = PoisonedCpu(copy) if poison else CpuDevice(copy)
     if not isinstance(policy, str):
         return policy(shape, device.row_memory)
-    return HostResidency(shape, device) if policy == "host" else DeviceResidency(shape, device.row_memory)
+    if policy == "host":
+        return HostResidency(shape, device)
+    return DeviceResidency(shape, device.row_memory) if device.is_home else PagedResidency(shape, device)
 
 
 def memories_of(memory: KvMemory) -> list[PagedMemory]:

@@ -1,0 +1,114 @@
+"""Residency `device` on a device with memory of its own: rows keep their KV in pages of one pool.
+
+A Residency for `engine.step_runner`. A row takes pages as it grows and gives them back at its end, so that no memory
+is set aside for the longest row. Choices of one request share the pages of their prompt: a row that writes to a shared
+page copies it first (`modeling.kv.pages`). Pushed KV goes over the link, into pages; nothing else is copied.
+
+Memory is promised and counted row by row, shared pages with each of their rows: so a copy always finds a page.
+
+L layers, T tokens of a piece.
+"""
+
+from collections.abc import Sequence
+from typing import Self
+
+from baton.types import TokenRange
+from generate_workers.residency.port import KvBytes, KvShape
+from generate_workers.residency.steps import RowResidency, RowStep
+from generate_workers.residency.traits import POLICIES
+from modeling.device.port import Device
+from modeling.kv.buffers import HostAccess
+from modeling.kv.pages import PAGE_TOKENS, PagePool, PageSpan, RowPages
+
+
+class PagedRow:
+    """A Row whose KV lies in pages."""
+
+    def __init__(self, pool: PagePool, shape: KvShape) -> None:
+        self.pages = RowPages(pool, shape.max_slot_tokens)
+        self._access: HostAccess = pool.memory.access
+        self._row_bytes = shape.layout.row_bytes
+        self._tokens: TokenRange | None = None
+        self._num_expected = 0
+        """Tokens that will be written for sure: they get their pages together, so that these are adjacent."""
+
+    @property
+    def tokens(self) -> TokenRange:
+        """Return the tokens that the present claim may hold."""
+        assert self._tokens is not None, "the slot is not claimed"
+        return self._tokens
+
+    @property
+    def num_bytes(self) -> KvBytes:
+        """Return the bytes of the row's pages; those that it shares count whole."""
+        return KvBytes(self.pages.num_bytes, self.pages.num_bytes)
+
+    def bytes_for(self, num_tokens: int) -> KvBytes:
+        """Return the bytes that so many tokens take."""
+        num_bytes = self.pages.bytes_for(num_tokens)
+        return KvBytes(num_bytes, num_bytes)
+
+    def open(self, num_tokens: int, capacity_tokens: int) -> None:
+        """Begin a claim, without pages; `num_tokens` tokens will be written for sure."""
+        self._tokens, self._num_expected = TokenRange(0, capacity_tokens), num_tokens
+
+    def commit(self, tokens: TokenRange) -> None:
+        """Have pages of the row's own for `tokens`, which are about to be written. Raises MemoryError without them."""
+        assert tokens.end <= self.tokens.end, f"{tokens} outside {self.tokens}"
+        self.pages.prepare(tokens, self._num_expected)
+
+    def span(self, tokens: TokenRange) -> PageSpan:
+        """Return the span of a step whose new tokens are `tokens`."""
+        return PageSpan(self.pages, tokens)
+
+    def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
+        """Copy pushed KV into pages, over the device's link."""
+        assert data.nbytes == len(tokens) * self._row_bytes, f"{data.nbytes} bytes for {tokens}"
+        self.commit(tokens)
+        for part, kv_T2GH in self.pages.spans(layer, tokens):
+            start = (part.start - tokens.start) * self._row_bytes
+            self._access.write(kv_T2GH, data[start : start + len(part) * self._row_bytes])
+
+    def export(self, layer: int, tokens: TokenRange) -> memoryview:
+        """Return a copy of the bytes of `tokens`, which were written."""
+        parts = [self._access.read(kv_T2GH) for _, kv_T2GH in self.pages.spans(layer, tokens)]
+        return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+
+    def copy_from(self, other: Self, num_tokens: int) -> None:
+        """Share the pages of another row's first `num_tokens` tokens."""
+        self.pages.share(other.pages, num_tokens)
+
+    def release(self) -> None:
+        """End the claim, if there is one."""
+        self._tokens = None
+        self.pages.release()
+
+
+class PagedStep(RowStep[PagedRow]):
+    """A StepKv that has nothing to do between layers."""
+
+    @property
+    def turns(self) -> None:
+        """Return None: all keys are in place."""
+
+
+class PagedResidency(RowResidency[PagedRow]):
+    """A Residency that keeps all KV in pages on the device."""
+
+    traits = POLICIES["device"]
+
+    def __init__(
+        self, shape: KvShape, device: Device, device_bytes: int | None = None, page_tokens: int = PAGE_TOKENS
+    ) -> None:
+        """`device_bytes`: memory of the device for KV; None: no limit. Raises what is in OUT_OF_MEMORY, or OSError,
+        when the pool cannot be had."""
+        num_pages = shape.num_slots * -(-shape.max_slot_tokens // page_tokens)
+        if device_bytes is not None:
+            num_pages = max(min(num_pages, device_bytes // (page_tokens * shape.layout.token_bytes)), 1)
+        self.pool = PagePool(device.pool_memory(shape.layout, num_pages, page_tokens))
+        rows = [PagedRow(self.pool, shape) for _ in range(shape.num_slots)]
+        super().__init__(rows, lambda rows: _step(shape, rows))
+
+
+def _step(shape: KvShape, rows: Sequence[tuple[PagedRow, TokenRange]]) -> PagedStep:
+    return PagedStep(rows, shape.bytes_read(tokens for _, tokens in rows))
