@@ -33,6 +33,8 @@ from modeling.forward.norms import Transform
 from modeling.forward.positions import Positions, PositionTable
 from modeling.forward.rows import DecodeRows, has_native_rows
 from modeling.forward.selection import Picks, StepPicks
+from modeling.forward.triton_attention import triton_kernel
+from modeling.forward.triton_rows import TritonRows, has_triton_rows
 from modeling.kv.buffers import KvPlace, KvRows
 from modeling.kv.pages import PageSpan
 
@@ -55,7 +57,8 @@ class SequenceSpan(Span, Protocol):
         """Yield all keys that the new tokens may see, their own included, in pieces that do not overlap."""
 
     def place(self) -> KvPlace | None:
-        """Return where all those keys lie, if they are in one piece of the CPU's memory in every layer; else None."""
+        """Return where all those keys lie, if that is in one piece of the CPU's memory in every layer, or in pages of a
+        device's; else None."""
 
 
 class PassingSpan:
@@ -105,8 +108,8 @@ class Step:
     """Positions of all tokens."""
     spans: tuple[tuple[Span, slice], ...]
     """Spans, each with its place among the step's tokens, except those in `rows`."""
-    rows: DecodeRows | None = None
-    """Spans of one token that one kernel call serves together."""
+    rows: DecodeRows | TritonRows | None = None
+    """Spans of few tokens that one kernel call serves together."""
 
 
 class Decoder:
@@ -126,10 +129,12 @@ class Decoder:
         self.device = device or CpuDevice()
         assert weights.device == self.device.torch_device, (weights.device, self.device.torch_device)
         self.dtype = weights.dtype
-        self.kernel = on_device(kernel or default_kernel(weights.device, self.dtype), self.device)
         self._has_no_windows = all(window is None for window in config.windows)
-        self._has_rows = kernel is None and has_native_rows(weights.device, self.dtype, config.head_dim)
-        self.fused = fuse(weights.layers, weights.positions, config) if self._has_rows else None
+        self._has_native_rows = kernel is None and has_native_rows(weights.device, self.dtype, config.head_dim)
+        self._has_triton_rows = kernel is None and has_triton_rows(weights.device, self.dtype)
+        default = triton_kernel if self._has_triton_rows else default_kernel(weights.device, self.dtype)
+        self.kernel = on_device(kernel or default, self.device)
+        self.fused = fuse(weights.layers, weights.positions, config) if self._has_native_rows else None
         """All layers in one call, if the layers and this machine allow it, else None."""
         self.layout = KvLayout(
             model_fingerprint=weights.fingerprint,
@@ -196,7 +201,7 @@ class Decoder:
         assert picks is None or (step.rows is not None and not others and most_queries == 1), "only rows pick keys"
         hidden_TD = self.embed(token_ids, step)
         fused = self.fused if turns is None else None
-        if fused is not None and step.rows is not None and fused.fit(step.rows, len(hidden_TD)):
+        if fused is not None and isinstance(step.rows, DecodeRows) and fused.fit(step.rows, len(hidden_TD)):
             return fused.run(hidden_TD, step.positions, step.rows, picks)
         for layer in range(self.config.num_layers):
             if turns is not None:
@@ -227,14 +232,25 @@ class Decoder:
         its other spans."""
         others, few = [], []
         for span, where in _slices(spans):
-            place = span.place() if self._has_rows and len(span.tokens) <= most_queries else None
+            place = self._place(span) if len(span.tokens) <= most_queries else None
             if place is None:
                 others.append((span, where))
             else:
                 self._require(place)
                 few.append((where.start, place))
-        rows = DecodeRows(few, self.layout.row_bytes, self.config.windows) if few else None
-        return Step(self._positions(spans), tuple(others), rows), others
+        return Step(self._positions(spans), tuple(others), self._rows(few) if few else None), others
+
+    def _place(self, span: SequenceSpan) -> KvPlace | None:
+        """Return where the span's keys lie, if there is a kernel for rows whose keys lie so; else None."""
+        if not self._has_native_rows and not self._has_triton_rows:
+            return None
+        place = span.place()
+        return place if self._has_native_rows or place is None or place.table is not None else None
+
+    def _rows(self, spans: Sequence[tuple[int, KvPlace]]) -> DecodeRows | TritonRows:
+        if self._has_triton_rows:
+            return TritonRows(spans, self.config.windows)
+        return DecodeRows(spans, self.layout.row_bytes, self.config.windows)
 
     def _require(self, place: KvPlace) -> None:
         """Raise WrongMemoryError unless the sequence's KV lies in the device's memory."""
@@ -252,7 +268,7 @@ class Decoder:
         self,
         layer: int,
         q_TNH: Tensor,
-        rows: DecodeRows | None,
+        rows: DecodeRows | TritonRows | None,
         others: Sequence[tuple[SequenceSpan, slice]],
         picks: Picks | None,
     ) -> Tensor:

@@ -1,6 +1,6 @@
 """Attention over a list of KV segments by our kernel in Triton: a `modeling.forward.attention.Kernel` for GPUs.
 
-Nothing takes it by default yet. T query tokens, S keys, N heads, H head dim.
+The decoder takes it where there is a GPU and Triton. T query tokens, S keys, N heads, H head dim.
 """
 
 from torch import Tensor
