@@ -103,9 +103,9 @@ class KvReceiverServicer:
     async def push_shared(
         self, messages: AsyncIterator[kv_pb2.SharedPieces], context: Context
     ) -> AsyncGenerator[kv_pb2.SharedAnswer, None]:
-        """Write pieces whose payloads lie in memory that the first message names, as `push` does. Answer after as many
-        pieces as that message says, whose payloads the sender may change then. Answers that the memory is not mapped,
-        and nothing else, when this process cannot map it."""
+        """Write pieces whose payloads lie in memory that the first message names, as `push` does. Answer each message
+        that asks for it, once all pieces up to there are written, so that the sender may change their payloads. Answer
+        that the memory is not mapped, and nothing else, when this process cannot map it."""
         incoming = aiter(messages)
         opening = await anext(incoming, kv_pb2.SharedPieces())
         memory = map_memory(opening.memory)
@@ -120,7 +120,7 @@ class KvReceiverServicer:
                     writer.write(piece.header, payload_at(memory, piece))
                     await turns.take(piece.num_bytes)
                 num_unanswered += len(message.pieces)
-                if num_unanswered >= opening.pieces_per_answer:
+                if message.answer:
                     yield kv_pb2.SharedAnswer(num_pieces=num_unanswered)
                     num_unanswered = 0
         yield kv_pb2.SharedAnswer(total=writer.reply)

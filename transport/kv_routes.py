@@ -24,10 +24,14 @@ MAX_PIECE_BYTES = 2**20
 """Largest payload of one piece, which has at least one token: large enough for throughput, small enough that a loop
 which checks and copies pieces still serves its other calls promptly."""
 NUM_CELLS = 16
-"""Cells of one push, for a piece each: they bound its shared memory, to what gRPC lets be on its way in a stream."""
-PIECES_PER_ANSWER = NUM_CELLS // 2
-"""Most pieces of a message, and pieces of an answer: half of the cells are filled while the receiver empties the other
-half, and messages and answers, which cost more than copying a small piece, are few."""
+"""Cells of one push: they bound its shared memory, to what gRPC lets be on its way in a stream."""
+CELLS_PER_ANSWER = NUM_CELLS // 2
+"""Full cells after which a message asks for an answer: half of the cells are filled while the receiver empties the
+other half, and messages and answers, which cost more than copying a small piece, are few."""
+MAX_PIECES = 64
+"""Most pieces of a message."""
+_ALIGNED = 64
+"""Payloads begin at a multiple of it, a cache line, in their cell."""
 
 _StreamCall = grpc.aio.StreamUnaryCall[Piece, kv_pb2.PushReply]
 _SharedCall = grpc.aio.StreamStreamCall[kv_pb2.SharedPieces, kv_pb2.SharedAnswer]
@@ -117,8 +121,9 @@ def make_pool(layout: KvLayout) -> CellPool:
 class SharedRoute:
     """Pieces in cells of shared memory, and messages that say where they lie. Make one with `open`.
 
-    A cell is filled anew once the receiver has answered its piece. So a receiver that lags holds up the sender when all
-    cells are full.
+    A cell holds as many pieces as find room there, and is filled anew once the receiver has answered all of them. So a
+    receiver that lags holds up the sender when all cells are full. Each cell that is in use is the one being filled,
+    one of `_full`, or waits in `_asked`: when none is free, an answer is on its way.
     """
 
     is_shared = True
@@ -132,10 +137,17 @@ class SharedRoute:
         self._pool = pool
         self._cells = cells
         self._on_end = on_end
+        self._cell: int | None = None
+        """The cell that is being filled, by offset, and how many of its bytes are used."""
+        self._num_used = 0
+        self._full: list[int] = []
+        """Cells that nothing more is put into, and whose pieces' answer was not asked for yet."""
         self._filled: list[kv_pb2.SharedPiece] = []
         """Pieces of the next message."""
-        self._unanswered: deque[int] = deque()
-        """Cells of the pieces that were sent and not answered, by offset, the oldest first."""
+        self._num_unasked = 0
+        """Pieces that were sent since the last message that asks for an answer."""
+        self._asked: deque[tuple[int, list[int]]] = deque()
+        """For each answer to come, its number of pieces, and the cells that are free then."""
         self._answered = asyncio.Event()
         self._turns = Turns()
         self._total: kv_pb2.PushReply | None = None
@@ -168,26 +180,28 @@ class SharedRoute:
         return self._reading.done()
 
     async def send(self, header: kv_pb2.KvPieceHeader, payload: memoryview) -> None:
-        """Copy the payload into a free cell, and send the message if it is full. Waits while no cell is free."""
-        while (offset := self._cells.take()) is None:
-            self._answered.clear()
-            await self.flush()
-            self._require_open()
-            await self._answered.wait()
-        self._require_open()
+        """Copy the payload into a cell, and send the message if enough is in it. Waits while no cell is free."""
+        offset = await self._place(payload.nbytes)
         self._cells.write(offset, payload)
         self._filled.append(kv_pb2.SharedPiece(header=header, offset=offset, num_bytes=payload.nbytes))
-        if len(self._filled) >= PIECES_PER_ANSWER:
+        if not self._has_room(payload.nbytes):  # the next piece is likely to be as large
+            self._close_cell()
+        if len(self._full) >= CELLS_PER_ANSWER or len(self._filled) >= MAX_PIECES:
             await self.flush()
         else:
             await self._turns.take(payload.nbytes)
 
     async def flush(self) -> None:
         """Send the message of the pieces that were put into cells since the last one, if there are any."""
-        if self._filled:
-            pieces, self._filled = self._filled, []
-            self._unanswered.extend(piece.offset for piece in pieces)
-            await self._call.write(kv_pb2.SharedPieces(pieces=pieces))
+        if not self._filled:
+            return
+        message = kv_pb2.SharedPieces(pieces=self._filled, answer=len(self._full) >= CELLS_PER_ANSWER)
+        self._num_unasked += len(self._filled)
+        self._filled = []
+        if message.answer:
+            self._asked.append((self._num_unasked, self._full))
+            self._num_unasked, self._full = 0, []
+        await self._call.write(message)
 
     async def finish(self) -> None:
         """Send the last message, and end the stream of messages."""
@@ -211,21 +225,48 @@ class SharedRoute:
         else:
             self._cells.close()
 
+    async def _place(self, num_bytes: int) -> int:
+        """Return where in a cell a payload goes; waits while no cell is free."""
+        self._require_open()
+        if self._cell is not None and not self._has_room(num_bytes):
+            self._close_cell()
+        if self._cell is None:
+            self._cell, self._num_used = await self._take_cell(), 0
+        offset = self._cell + self._num_used
+        self._num_used += -(-num_bytes // _ALIGNED) * _ALIGNED
+        return offset
+
+    async def _take_cell(self) -> int:
+        while (cell := self._cells.take()) is None:
+            self._answered.clear()
+            await self._answered.wait()
+            self._require_open()
+        return cell
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return self._num_used + num_bytes <= self._cells.cell_bytes
+
+    def _close_cell(self) -> None:
+        assert self._cell is not None
+        self._full.append(self._cell)
+        self._cell = None
+
     def _require_open(self) -> None:
         if self.ended:
             raise asyncio.InvalidStateError("the receiver has ended the push")
 
     async def _read(self) -> None:
-        """Read the receiver's answers until the call ends; each frees the cells of so many pieces."""
+        """Read the receiver's answers until the call ends; each frees the cells that it was asked for."""
         try:
             while isinstance(answer := await self._call.read(), kv_pb2.SharedAnswer):
                 if answer.HasField("total"):
                     self._total = answer.total
                     continue
-                if answer.num_pieces > (sent := len(self._unanswered)):
-                    raise ByteCountError(f"the receiver counted {answer.num_pieces} pieces, not {sent}: push again")
-                for _ in range(answer.num_pieces):
-                    self._cells.give_back(self._unanswered.popleft())
+                expected, cells = self._asked.popleft() if self._asked else (0, [])
+                if not cells or answer.num_pieces != expected:
+                    raise ByteCountError(f"the receiver counted {answer.num_pieces} pieces, not {expected}: push again")
+                for cell in cells:
+                    self._cells.give_back(cell)
                 self._answered.set()
         finally:
             self._answered.set()
@@ -236,7 +277,7 @@ async def _is_mapped(call: _SharedCall, status: SentStatus, name: kv_pb2.SharedM
     """Name the memory to the receiver and return whether it has mapped it. A receiver that does not know the method,
     as one of an earlier version, has not."""
     with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the call has ended: reading says why
-        await call.write(kv_pb2.SharedPieces(memory=name, pieces_per_answer=PIECES_PER_ANSWER))
+        await call.write(kv_pb2.SharedPieces(memory=name))
     try:
         answer = await call.read()
     except grpc.aio.AioRpcError as error:

@@ -18,6 +18,7 @@ import secrets
 import stat
 from pathlib import Path
 
+from baton.channel_options import MAX_MESSAGE_BYTES
 from baton.errors import InvalidArgumentError
 from baton.v1 import kv_pb2
 
@@ -28,13 +29,15 @@ NAME = "baton-kv"
 KEY_BYTES = 16
 TURN_BYTES = 2**19
 """Bytes that one call may copy before the loop's other calls get their turn."""
+MAX_MAPPED_BYTES = 2**30
+"""Largest memory that a receiver maps: what a sender may make it page in is bounded."""
 _FIRST_CELL = mmap.PAGESIZE
 """Offset of the first cell: the key has a page of its own."""
 _MODE = 0o600
 
 
 class SharedCells:
-    """Cells of equal size in new shared memory: each holds one payload from `take` to `give_back`.
+    """Cells of equal size in new shared memory: each holds its owner's payloads from `take` to `give_back`.
 
     The cell that was given back last is taken first: it is likely to be in a cache, and a push whose receiver keeps up
     touches few pages. Owner: the sender's route, on its loop.
@@ -58,7 +61,7 @@ class SharedCells:
         self._mapped[:KEY_BYTES] = key
         self.name = kv_pb2.SharedMemory(pid=os.getpid(), descriptor=self._descriptor, num_bytes=num_bytes, key=key)
         """What the receiver needs to find this memory."""
-        self._cell_bytes = cell_bytes
+        self.cell_bytes = cell_bytes
         self._all = [_FIRST_CELL + number * cell_bytes for number in reversed(range(num_cells))]
         self._free = list(self._all)
 
@@ -67,12 +70,11 @@ class SharedCells:
         return self._free.pop() if self._free else None
 
     def give_back(self, offset: int) -> None:
-        """End the claim on a cell, whose payload the receiver has read."""
+        """End the claim on a cell, whose payloads the receiver has read."""
         self._free.append(offset)
 
     def write(self, offset: int, payload: memoryview) -> None:
-        """Copy a payload into the cell at `offset`."""
-        assert payload.nbytes <= self._cell_bytes
+        """Copy a payload to `offset`, in a cell that is taken."""
         self._mapped[offset : offset + payload.nbytes] = payload
 
     def reset(self) -> None:
@@ -160,7 +162,12 @@ def map_memory(name: kv_pb2.SharedMemory) -> mmap.mmap | None:
 
 
 def payload_at(memory: mmap.mmap, piece: kv_pb2.SharedPiece) -> memoryview:
-    """Return a view of a piece's payload. Raises InvalidArgumentError for one that does not lie in the memory."""
+    """Return a view of a piece's payload. Raises InvalidArgumentError for one that does not lie in the memory, or is
+    larger than a message of a stream may be."""
+    if piece.num_bytes > MAX_MESSAGE_BYTES:
+        raise InvalidArgumentError(
+            f"num_bytes = {piece.num_bytes} is out of range: a payload has {MAX_MESSAGE_BYTES} bytes at most"
+        )
     if piece.offset < _FIRST_CELL or piece.offset + piece.num_bytes > len(memory):
         raise InvalidArgumentError(
             f"offset = {piece.offset} with num_bytes = {piece.num_bytes} is out of range: payloads lie in bytes "
@@ -173,7 +180,7 @@ def _mapped(descriptor: int, name: kv_pb2.SharedMemory) -> mmap.mmap | None:
     is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _seals() == _seals()
     if not is_sealed or not _is_shared(os.fstat(descriptor), name):
         return None
-    if os.pread(descriptor, KEY_BYTES, 0) != name.key:
+    if not secrets.compare_digest(os.pread(descriptor, KEY_BYTES, 0), name.key):
         return None
     return mmap.mmap(descriptor, name.num_bytes, prot=mmap.PROT_READ)
 
@@ -184,7 +191,7 @@ def _is_shared(found: os.stat_result, name: kv_pb2.SharedMemory) -> bool:
         and stat.S_IMODE(found.st_mode) == _MODE
         and found.st_uid == os.geteuid()
         and found.st_nlink == 0
-        and found.st_size == name.num_bytes > _FIRST_CELL
+        and _FIRST_CELL < found.st_size == name.num_bytes <= MAX_MAPPED_BYTES
     )
 
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11\x62\x61ton/v1/kv.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"\x8e\x02\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x63\x61pacity_tokens\x18\x04 \x01(\r\x12\r\n\x05ttl_s\x18\x05 \x01(\x01\x12\x1a\n\x12layout_fingerprint\x18\x06 \x01(\t\x12\x18\n\x0bnum_choices\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rprefix_blocks\x18\x08 \x03(\t\x12\x14\n\x0c\x62lock_tokens\x18\t \x01(\r\x12\x18\n\x10prefills_locally\x18\n \x01(\x08\x12\x0e\n\x06number\x18\x0b \x01(\x04\x42\x0e\n\x0c_num_choices\"@\n\x0cRenewRequest\x12!\n\x05lease\x18\x01 \x01(\x0b\x32\x12.baton.v1.LeaseRef\x12\r\n\x05ttl_s\x18\x02 \x01(\x01\"\x0c\n\nRenewReply\"\x95\x01\n\rKvPieceHeader\x12!\n\x05lease\x18\x01 \x01(\x0b\x32\x12.baton.v1.LeaseRef\x12\x1a\n\x12layout_fingerprint\x18\x02 \x01(\t\x12\r\n\x05layer\x18\x03 \x01(\r\x12$\n\x06tokens\x18\x04 \x01(\x0b\x32\x14.baton.v1.TokenRange\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x06\"C\n\x07KvPiece\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.baton.v1.KvPieceHeader\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\"O\n\x0cSharedMemory\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\x12\n\ndescriptor\x18\x02 \x01(\r\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0b\n\x03key\x18\x04 \x01(\x0c\"Y\n\x0bSharedPiece\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.baton.v1.KvPieceHeader\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\"x\n\x0cSharedPieces\x12&\n\x06memory\x18\x01 \x01(\x0b\x32\x16.baton.v1.SharedMemory\x12\x19\n\x11pieces_per_answer\x18\x02 \x01(\r\x12%\n\x06pieces\x18\x03 \x03(\x0b\x32\x15.baton.v1.SharedPiece\"V\n\x0cSharedAnswer\x12\x0e\n\x06mapped\x18\x01 \x01(\x08\x12\x12\n\nnum_pieces\x18\x02 \x01(\r\x12\"\n\x05total\x18\x03 \x01(\x0b\x32\x13.baton.v1.PushReply\"J\n\tPushReply\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x12\n\nnum_pieces\x18\x02 \x01(\r\x12\x16\n\x0enum_duplicates\x18\x03 \x01(\r\"Y\n\rCommitRequest\x12!\n\x05lease\x18\x01 \x01(\x0b\x32\x12.baton.v1.LeaseRef\x12%\n\x05\x66irst\x18\x02 \x03(\x0b\x32\x16.baton.v1.SampledToken\" \n\x0b\x43ommitReply\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\"A\n\x0c\x41\x62ortRequest\x12!\n\x05lease\x18\x01 \x01(\x0b\x32\x12.baton.v1.LeaseRef\x12\x0e\n\x06number\x18\x02 \x01(\x04\"\x0c\n\nAbortReply2\xde\x02\n\nKvReceiver\x12\x34\n\x07Reserve\x12\x18.baton.v1.ReserveRequest\x1a\x0f.baton.v1.Lease\x12\x35\n\x05Renew\x12\x16.baton.v1.RenewRequest\x1a\x14.baton.v1.RenewReply\x12\x30\n\x04Push\x12\x11.baton.v1.KvPiece\x1a\x13.baton.v1.PushReply(\x01\x12@\n\nPushShared\x12\x16.baton.v1.SharedPieces\x1a\x16.baton.v1.SharedAnswer(\x01\x30\x01\x12\x38\n\x06\x43ommit\x12\x17.baton.v1.CommitRequest\x1a\x15.baton.v1.CommitReply\x12\x35\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x14.baton.v1.AbortReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x11\x62\x61ton/v1/kv.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"\x8e\x02\n\x0eReserveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x63\x61pacity_tokens\x18\x04 \x01(\r\x12\r\n\x05ttl_s\x18\x05 \x01(\x01\x12\x1a\n\x12layout_fingerprint\x18\x06 \x01(\t\x12\x18\n\x0bnum_choices\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x15\n\rprefix_blocks\x18\x08 \x03(\t\x12\x14\n\x0c\x62lock_tokens\x18\t \x01(\r\x12\x18\n\x10prefills_locally\x18\n \x01(\x08\x12\x0e\n\x06number\x18\x0b \x01(\x04\x42\x0e\n\x0c_num_choices\"@\n\x0cRenewRequest\x12!\n\x05lease\x18\x01 \x01(\x0b\x32\x12.baton.v1.LeaseRef\x12\r\n\x05ttl_s\x18\x02 \x01(\x01\"\x0c\n\nRenewReply\"\x95\x01\n\rKvPieceHeader\x12!\n\x05lease\x18\x01 \x01(\x0b\x32\x12.baton.v1.LeaseRef\x12\x1a\n\x12layout_fingerprint\x18\x02 \x01(\t\x12\r\n\x05layer\x18\x03 \x01(\r\x12$\n\x06tokens\x18\x04 \x01(\x0b\x32\x14.baton.v1.TokenRange\x12\x10\n\x08\x63hecksum\x18\x05 \x01(\x06\"C\n\x07KvPiece\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.baton.v1.KvPieceHeader\x12\x0f\n\x07payload\x18\x02 \x01(\x0c\"O\n\x0cSharedMemory\x12\x0b\n\x03pid\x18\x01 \x01(\r\x12\x12\n\ndescriptor\x18\x02 \x01(\r\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x0b\n\x03key\x18\x04 \x01(\x0c\"Y\n\x0bSharedPiece\x12\'\n\x06header\x18\x01 \x01(\x0b\x32\x17.baton.v1.KvPieceHeader\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\"m\n\x0cSharedPieces\x12&\n\x06memory\x18\x01 \x01(\x0b\x32\x16.baton.v1.SharedMemory\x12\x0e\n\x06\x61nswer\x18\x02 \x01(\x08\x12%\n\x06pieces\x18\x03 \x03(\x0b\x32\x15.baton.v1.SharedPiece\"V\n\x0cSharedAnswer\x12\x0e\n\x06mapped\x18\x01 \x01(\x08\x12\x12\n\nnum_pieces\x18\x02 \x01(\r\x12\"\n\x05total\x18\x03 \x01(\x0b\x32\x13.baton.v1.PushReply\"J\n\tPushReply\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x12\n\nnum_pieces\x18\x02 \x01(\r\x12\x16\n\x0enum_duplicates\x18\x03 \x01(\r\"Y\n\rCommitRequest\x12!\n\x05lease\x18\x01 \x01(\x0b\x32\x12.baton.v1.LeaseRef\x12%\n\x05\x66irst\x18\x02 \x03(\x0b\x32\x16.baton.v1.SampledToken\" \n\x0b\x43ommitReply\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\"A\n\x0c\x41\x62ortRequest\x12!\n\x05lease\x18\x01 \x01(\x0b\x32\x12.baton.v1.LeaseRef\x12\x0e\n\x06number\x18\x02 \x01(\x04\"\x0c\n\nAbortReply2\xde\x02\n\nKvReceiver\x12\x34\n\x07Reserve\x12\x18.baton.v1.ReserveRequest\x1a\x0f.baton.v1.Lease\x12\x35\n\x05Renew\x12\x16.baton.v1.RenewRequest\x1a\x14.baton.v1.RenewReply\x12\x30\n\x04Push\x12\x11.baton.v1.KvPiece\x1a\x13.baton.v1.PushReply(\x01\x12@\n\nPushShared\x12\x16.baton.v1.SharedPieces\x1a\x16.baton.v1.SharedAnswer(\x01\x30\x01\x12\x38\n\x06\x43ommit\x12\x17.baton.v1.CommitRequest\x1a\x15.baton.v1.CommitReply\x12\x35\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x14.baton.v1.AbortReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,19 +47,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SHAREDPIECE']._serialized_start=709
   _globals['_SHAREDPIECE']._serialized_end=798
   _globals['_SHAREDPIECES']._serialized_start=800
-  _globals['_SHAREDPIECES']._serialized_end=920
-  _globals['_SHAREDANSWER']._serialized_start=922
-  _globals['_SHAREDANSWER']._serialized_end=1008
-  _globals['_PUSHREPLY']._serialized_start=1010
-  _globals['_PUSHREPLY']._serialized_end=1084
-  _globals['_COMMITREQUEST']._serialized_start=1086
-  _globals['_COMMITREQUEST']._serialized_end=1175
-  _globals['_COMMITREPLY']._serialized_start=1177
-  _globals['_COMMITREPLY']._serialized_end=1209
-  _globals['_ABORTREQUEST']._serialized_start=1211
-  _globals['_ABORTREQUEST']._serialized_end=1276
-  _globals['_ABORTREPLY']._serialized_start=1278
-  _globals['_ABORTREPLY']._serialized_end=1290
-  _globals['_KVRECEIVER']._serialized_start=1293
-  _globals['_KVRECEIVER']._serialized_end=1643
+  _globals['_SHAREDPIECES']._serialized_end=909
+  _globals['_SHAREDANSWER']._serialized_start=911
+  _globals['_SHAREDANSWER']._serialized_end=997
+  _globals['_PUSHREPLY']._serialized_start=999
+  _globals['_PUSHREPLY']._serialized_end=1073
+  _globals['_COMMITREQUEST']._serialized_start=1075
+  _globals['_COMMITREQUEST']._serialized_end=1164
+  _globals['_COMMITREPLY']._serialized_start=1166
+  _globals['_COMMITREPLY']._serialized_end=1198
+  _globals['_ABORTREQUEST']._serialized_start=1200
+  _globals['_ABORTREQUEST']._serialized_end=1265
+  _globals['_ABORTREPLY']._serialized_start=1267
+  _globals['_ABORTREPLY']._serialized_end=1279
+  _globals['_KVRECEIVER']._serialized_start=1282
+  _globals['_KVRECEIVER']._serialized_end=1632
 # @@protoc_insertion_point(module_scope)

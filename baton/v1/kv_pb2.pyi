@@ -254,10 +254,10 @@ class SharedPieces(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MEMORY_FIELD_NUMBER: _builtins.int
-    PIECES_PER_ANSWER_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
     PIECES_FIELD_NUMBER: _builtins.int
-    pieces_per_answer: _builtins.int
-    """In the first message only: after how many pieces the receiver answers; 0: after each message."""
+    answer: _builtins.bool
+    """Whether the receiver answers once it has written the pieces of this message, and so those of all earlier ones."""
     @_builtins.property
     def memory(self) -> Global___SharedMemory:
         """In the first message only."""
@@ -268,12 +268,12 @@ class SharedPieces(_message.Message):
         self,
         *,
         memory: Global___SharedMemory | None = ...,
-        pieces_per_answer: _builtins.int = ...,
+        answer: _builtins.bool = ...,
         pieces: _abc.Iterable[Global___SharedPiece] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory", b"memory", "pieces", b"pieces", "pieces_per_answer", b"pieces_per_answer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "memory", b"memory", "pieces", b"pieces"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -289,7 +289,7 @@ class SharedAnswer(_message.Message):
     mapped: _builtins.bool
     """To the first message: whether the receiver has mapped the memory."""
     num_pieces: _builtins.int
-    """How many pieces were written since the answer before. They are the oldest that were not answered."""
+    """How many pieces were written since the answer before: those up to the oldest message that asks and was not answered."""
     @_builtins.property
     def total(self) -> Global___PushReply:
         """After the last message, once the sender has ended its stream."""

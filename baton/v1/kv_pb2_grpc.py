@@ -94,9 +94,9 @@ class KvReceiverServicer:
 
     def PushShared(self, request_iterator, context):
         """As Push, from a sender on the receiver's node: payloads lie in memory that both processes have mapped, and messages
-        say where. The first message names the memory, all others have pieces. Pieces are answered once they are written, so
-        many at a time as the first message says; the last answer has what was counted. A receiver that cannot map the memory
-        says so and ends the call: its sender calls Push.
+        say where. The first message names the memory, all others have pieces. A message that asks for it is answered once its
+        pieces are written; the last answer has what was counted. A receiver that cannot map the memory says so and ends the
+        call: its sender calls Push.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

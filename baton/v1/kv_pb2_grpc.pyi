@@ -42,9 +42,9 @@ class KvReceiverStub:
     """
     PushShared: _grpc.StreamStreamMultiCallable[_kv_pb2.SharedPieces, _kv_pb2.SharedAnswer]
     """As Push, from a sender on the receiver's node: payloads lie in memory that both processes have mapped, and messages
-    say where. The first message names the memory, all others have pieces. Pieces are answered once they are written, so
-    many at a time as the first message says; the last answer has what was counted. A receiver that cannot map the memory
-    says so and ends the call: its sender calls Push.
+    say where. The first message names the memory, all others have pieces. A message that asks for it is answered once its
+    pieces are written; the last answer has what was counted. A receiver that cannot map the memory says so and ends the
+    call: its sender calls Push.
     """
     Commit: _grpc.UnaryUnaryMultiCallable[_kv_pb2.CommitRequest, _kv_pb2.CommitReply]
     """Completes the lease with each choice's first token. Waits until every byte has arrived, or fails."""
@@ -66,9 +66,9 @@ class KvReceiverAsyncStub(KvReceiverStub):
     """
     PushShared: _aio.StreamStreamMultiCallable[_kv_pb2.SharedPieces, _kv_pb2.SharedAnswer]  # type: ignore[assignment]
     """As Push, from a sender on the receiver's node: payloads lie in memory that both processes have mapped, and messages
-    say where. The first message names the memory, all others have pieces. Pieces are answered once they are written, so
-    many at a time as the first message says; the last answer has what was counted. A receiver that cannot map the memory
-    says so and ends the call: its sender calls Push.
+    say where. The first message names the memory, all others have pieces. A message that asks for it is answered once its
+    pieces are written; the last answer has what was counted. A receiver that cannot map the memory says so and ends the
+    call: its sender calls Push.
     """
     Commit: _aio.UnaryUnaryMultiCallable[_kv_pb2.CommitRequest, _kv_pb2.CommitReply]  # type: ignore[assignment]
     """Completes the lease with each choice's first token. Waits until every byte has arrived, or fails."""
@@ -111,9 +111,9 @@ class KvReceiverServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kv_pb2.SharedAnswer], _abc.AsyncIterator[_kv_pb2.SharedAnswer]]:
         """As Push, from a sender on the receiver's node: payloads lie in memory that both processes have mapped, and messages
-        say where. The first message names the memory, all others have pieces. Pieces are answered once they are written, so
-        many at a time as the first message says; the last answer has what was counted. A receiver that cannot map the memory
-        says so and ends the call: its sender calls Push.
+        say where. The first message names the memory, all others have pieces. A message that asks for it is answered once its
+        pieces are written; the last answer has what was counted. A receiver that cannot map the memory says so and ends the
+        call: its sender calls Push.
         """
 
     @_abc_1.abstractmethod

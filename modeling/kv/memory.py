@@ -25,7 +25,7 @@ _MAP_NORESERVE = 0x4000
 """Value on Linux; Python names this flag from 3.12 on."""
 _MADV_POPULATE_WRITE = 23
 """Value on Linux, from 5.14 on, which Python does not name."""
-_LEAST_POPULATED_PAGES = 16
+_LEAST_POPULATED_PAGES = 4
 """New pages that are committed by one call; fewer are left to the page faults of their first writes."""
 
 

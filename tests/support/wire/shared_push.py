@@ -24,10 +24,9 @@ class SharedPush:
         self.call = call
         self.cells = SharedCells(_NUM_CELLS, _CELL_BYTES)
 
-    async def name(self, memory: kv_pb2.SharedMemory | None = None, pieces_per_answer: int = 0) -> bool:
+    async def name(self, memory: kv_pb2.SharedMemory | None = None) -> bool:
         """Name the memory, its own unless told otherwise; return whether the receiver has mapped it."""
-        opening = kv_pb2.SharedPieces(memory=memory or self.cells.name, pieces_per_answer=pieces_per_answer)
-        answer = await self._ask(opening)
+        answer = await self._ask(kv_pb2.SharedPieces(memory=memory or self.cells.name))
         assert answer is not None
         return answer.mapped
 
@@ -39,8 +38,8 @@ class SharedPush:
         return kv_pb2.SharedPiece(header=piece.header, offset=offset, num_bytes=len(piece.payload))
 
     async def send(self, *pieces: kv_pb2.SharedPiece) -> int:
-        """Send one message; return how many pieces were taken."""
-        answer = await self._ask(kv_pb2.SharedPieces(pieces=pieces))
+        """Send one message that asks for an answer; return how many pieces were written since the last one."""
+        answer = await self._ask(kv_pb2.SharedPieces(pieces=pieces, answer=True))
         assert answer is not None
         return answer.num_pieces
 

@@ -1,10 +1,13 @@
 """Which route a push takes, and how a shared one behaves when its receiver does not as it should."""
 
 import asyncio
+import itertools
 import os
+import random
 import resource
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from typing import ClassVar
 
 import grpc
 import pytest
@@ -36,7 +39,7 @@ from tests.support.wire.kv_loopback import (
 from tests.support.wire.shared_push import files_in_memory, shared_files
 from transport.channel import bind, make_channel, make_server
 from transport.kv_receiver import Context, KvReceiverServicer
-from transport.kv_routes import make_pool
+from transport.kv_routes import MAX_PIECES, make_pool
 from transport.kv_sender import PushSummary, open_push
 
 NUM_TRIES = 24
@@ -130,6 +133,66 @@ async def test_pushes_at_once_do_not_mix() -> None:
         for seed, lease in enumerate(leases):
             for layer in range(WIDE.num_layers):
                 assert loop.sink.read(lease.ref, layer, whole) == rows(whole, seed + 10 * layer, WIDE)
+
+
+class Recorded(KvReceiverServicer):
+    """Keeps the messages that come."""
+
+    messages: ClassVar[list[kv_pb2.SharedPieces]] = []
+
+    async def push_shared(
+        self, messages: AsyncIterator[kv_pb2.SharedPieces], context: Context
+    ) -> AsyncGenerator[kv_pb2.SharedAnswer, None]:
+        async def kept() -> AsyncIterator[kv_pb2.SharedPieces]:
+            async for message in messages:
+                Recorded.messages.append(message)
+                yield message
+
+        async with aclosing(super().push_shared(kept(), context)) as answers:
+            async for answer in answers:
+                yield answer
+
+
+async def test_small_pieces_share_cells_and_messages() -> None:
+    num_pieces = 2 * MAX_PIECES + 1
+    Recorded.messages = []
+    async with loopback(layout=WIDE, capacity_tokens=num_pieces, servicer=Recorded) as loop:
+        session = loop.open_push(lease := await loop.reserve(num_pieces))
+        for token in range(num_pieces):
+            tokens = TokenRange(token, token + 1)
+            session.offer(0, tokens, memoryview(rows(tokens, 0, WIDE)))
+        session.finish()
+        assert isinstance(await result_of(session), PushSummary)
+        whole = TokenRange(0, num_pieces)
+        assert loop.sink.read(lease.ref, 0, whole) == rows(whole, 0, WIDE)
+    sent = Recorded.messages[1:]
+    assert [len(message.pieces) for message in sent] == [MAX_PIECES, MAX_PIECES, 1]
+    assert not any(message.answer for message in sent)
+    offsets = [piece.offset for message in sent for piece in message.pieces]
+    assert [after - before for before, after in itertools.pairwise(offsets)] == [WIDE.row_bytes] * (num_pieces - 1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_pieces_of_any_size_arrive_whole(seed: int) -> None:
+    """Layers come one by one or many at once, in parts of any size, more than all cells hold."""
+    rng, num_tokens = random.Random(seed), 12_000
+    whole = TokenRange(0, num_tokens)
+    Recorded.messages = []
+    async with loopback(layout=WIDE, capacity_tokens=num_tokens, servicer=Recorded) as loop:
+        session = loop.open_push(lease := await loop.reserve(num_tokens))
+        for layer in range(WIDE.num_layers):
+            start = 0
+            while start < num_tokens:
+                tokens = TokenRange(start, min(start + rng.choice((1, 40, 341, 500, 682, 2000)), num_tokens))
+                session.offer(layer, tokens, memoryview(rows(tokens, layer, WIDE)))
+                start = tokens.end
+                if rng.random() < 0.3:
+                    await asyncio.to_thread(os.getpid)  # the loop turns, and sends what there is
+        session.finish()
+        assert isinstance(await asyncio.wait_for(result_of(session), 60), PushSummary)
+        for layer in range(WIDE.num_layers):
+            assert loop.sink.read(lease.ref, layer, whole) == rows(whole, layer, WIDE)
+    assert any(message.answer for message in Recorded.messages)
 
 
 async def test_memory_of_a_push_that_ended_well_serves_the_next(loop: Loopback) -> None:

@@ -57,10 +57,10 @@ async def test_each_message_is_answered_and_the_last_answer_counts(loop: Loopbac
     assert await loop.client.commit(lease.ref, [FIRST]) == NUM_TOKENS * LAYOUT.token_bytes
 
 
-async def test_pieces_are_answered_so_many_at_a_time(loop: Loopback) -> None:
+async def test_only_a_message_that_asks_is_answered(loop: Loopback) -> None:
     lease = await loop.reserve()
     async with shared_push(loop) as push:
-        assert await push.name(pieces_per_answer=3)
+        assert await push.name()
         pieces = [push.put(loop.piece(lease.ref, 0, TokenRange(token, token + 1))) for token in range(5)]
         await push.call.write(kv_pb2.SharedPieces(pieces=pieces[:2]))
         assert await push.send(*pieces[2:4]) == 4

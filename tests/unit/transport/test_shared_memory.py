@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from baton.channel_options import MAX_MESSAGE_BYTES
 from baton.errors import InvalidArgumentError
 from baton.v1 import kv_pb2
 from tests.support.wire.shared_push import files_in_memory, shared_files
-from transport.shared_memory import CellPool, SharedCells, map_memory, payload_at
+from transport.shared_memory import MAX_MAPPED_BYTES, CellPool, SharedCells, map_memory, payload_at
 
 CELL_BYTES = 8192
 
@@ -142,6 +143,23 @@ def test_payload_ends_where_the_memory_ends(cells: SharedCells) -> None:
     assert len(payload_at(mapped, kv_pb2.SharedPiece(offset=last, num_bytes=8))) == 8
     with pytest.raises(InvalidArgumentError, match="out of range"):
         payload_at(mapped, kv_pb2.SharedPiece(offset=last, num_bytes=9))
+
+
+def test_payload_is_no_larger_than_a_message_of_a_stream() -> None:
+    own = SharedCells(1, MAX_MESSAGE_BYTES + 1)
+    mapped, offset = map_memory(own.name), own.take()
+    own.close()
+    assert mapped is not None
+    assert offset is not None
+    assert len(payload_at(mapped, kv_pb2.SharedPiece(offset=offset, num_bytes=MAX_MESSAGE_BYTES))) == MAX_MESSAGE_BYTES
+    with pytest.raises(InvalidArgumentError, match="out of range"):
+        payload_at(mapped, kv_pb2.SharedPiece(offset=offset, num_bytes=MAX_MESSAGE_BYTES + 1))
+
+
+def test_memory_without_bound_is_not_mapped() -> None:
+    own = SharedCells(1, MAX_MAPPED_BYTES)
+    assert map_memory(own.name) is None
+    own.close()
 
 
 def test_key_is_no_payload(cells: SharedCells) -> None:
