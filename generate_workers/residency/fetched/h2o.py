@@ -38,6 +38,7 @@ from modeling.device.port import Device
 from modeling.forward.decoder import Decoder, SequenceSpan
 from modeling.kernels import native
 from modeling.kv.buffers import BufferSpan, KvBuffer
+from modeling.kv.memory import PAGE_BYTES
 from modeling.sparse.bases import NUM_WHOLE_LAYERS
 
 _KEY_BYTES = 12
@@ -282,7 +283,8 @@ class FetchedH2oResidency(WeighingResidency[KeptRow]):
         assert native.load("hot_keys")  # stores rows
         device, row_bytes = decoder.device, shape.layout.row_bytes
         pieces, self._weighing = Pieces(shape.layout, device), LayerMemory(shape, device)
-        self.scratch_bytes = long_span_bytes(shape) + (PIECE_TOKENS + shape.max_slot_tokens) * row_bytes
+        passing_bytes = (PIECE_TOKENS + shape.max_slot_tokens) * row_bytes + PAGE_BYTES
+        self.scratch_bytes = long_span_bytes(shape) + passing_bytes
         rows = [KeptRow(shape, device, budget, pieces, self._weighing) for _ in range(shape.num_slots)]
         passing = pieces, self._weighing
         super().__init__(rows, decoder, lambda rows: FetchedH2oStep(rows, decoder, passing))
