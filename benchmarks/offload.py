@@ -4,8 +4,9 @@ Policies on emulated devices (docs/devices.md), each with a link of `--link` of 
 all KV, and two whose KV lies at home: `host`, which streams all of it in each step (after FlexGen), and `infinigen`,
 which fetches what the next layer picks, on a device with room for `--room` of all KV besides the weights. The same
 rows, which have read a novel, get the tokens that truly come next. Measured in turn, two steps at a time after one that
-is not counted. Rows: milliseconds of a step beside `device` and beside `host`, and bytes over the link in a step beside
-`host`'s.
+is not counted. Rows: milliseconds of a step beside `device` and beside `host`, bytes over the link in a step beside
+`host`'s, and the most bytes that the device held, beside all KV. `--also` names further policies, which are measured on
+devices like that of `infinigen`.
 
 `--bars`: a step of `infinigen` takes at most 1.6 times that of `device` and a third of that of `host`; its bytes are at
 most 15 % of `host`'s, and those that its steps counted; at least 70 % of its fetches' time is hidden; and the device
@@ -87,11 +88,11 @@ def measure(args: argparse.Namespace, cell: str, source: SelectionSource, report
     token_ids = text_ids(resolve(args), _READ, max(lengths) + num_steps + 1)
     contexts = contexts_of(token_ids, prefill(cpu, token_ids[: max(lengths)]), lengths, num_steps)
     room = int(args.room * sum(length + num_steps for length in lengths) * cpu.layout.token_bytes)
-    rate = LinkRate(args.link, _LATENCY_S)
+    rate, limited = LinkRate(args.link, _LATENCY_S), ("infinigen", *filter(None, args.also.split(",")))
     with contextlib.ExitStack() as opened:
         sides = {
             policy: opened.enter_context(running(policy, contexts, source, rate, limit))
-            for policy, limit in (("device", None), ("host", None), ("infinigen", room))
+            for policy, limit in (("device", None), ("host", None), *((policy, room) for policy in limited))
         }
         for side in sides.values():
             side.step_ms()
@@ -99,11 +100,14 @@ def measure(args: argparse.Namespace, cell: str, source: SelectionSource, report
         for _ in range(num_pairs):
             for policy, side in sides.items():
                 times[policy].append(side.step_ms())
-        name = case(batch=batch, context=context, policy="infinigen", dtype=args.dtype)
         ours, host = sides["infinigen"], sides["host"]
-        for baseline in ("device", "host"):
-            reporter.add(name, "step_ms", "ms", baseline, Pairs(times["infinigen"], times[baseline]))
-        reporter.add(name, "link_bytes", "bytes", "host", Pairs([ours.step_bytes], [host.step_bytes]))
+        for policy in limited:
+            name, side = case(batch=batch, context=context, policy=policy, dtype=args.dtype), sides[policy]
+            for baseline in ("device", "host"):
+                reporter.add(name, "step_ms", "ms", baseline, Pairs(times[policy], times[baseline]))
+            reporter.add(name, "link_bytes", "bytes", "host", Pairs([side.step_bytes], [host.step_bytes]))
+            peaks = side.device.memory_use.peak_bytes, sides["device"].device.memory_use.peak_bytes
+            reporter.add(name, "peak_bytes", "bytes", "device", Pairs(*([float(peak)] for peak in peaks)))
         medians = {policy: statistics.median(found) for policy, found in times.items()}
         bars.at_most(f"{cell}: step, times that of device", medians["infinigen"] / medians["device"], 1.6)
         bars.at_most(f"{cell}: step, part of that of host", medians["infinigen"] / medians["host"], 1 / 3)
@@ -133,6 +137,7 @@ def main() -> int:
     parser.add_argument("--grid", default=None, help=f"batch x context cases (default {GRID})")
     parser.add_argument("--link", type=parse_rate, default="4GBps", help="rate in each direction (default: 4GBps)")
     parser.add_argument("--room", type=float, default=0.3, help="of all rows' KV, on infinigen's device (default: 0.3)")
+    parser.add_argument("--also", default="", help="further policies, like window,h2o,int4,infinigen_int4")
     parser.add_argument("--pairs", type=int, default=0, help=f"rounds; 0: {PAIRS}, or {QUICK_PAIRS} with --quick")
     parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
     return run(parser.parse_args())

@@ -26,7 +26,9 @@ SAMPLED = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.95, seed=1234, 
 @pytest_asyncio.fixture(
     scope="module",
     loop_scope="module",
-    params=ways("off", ci=("auto", "snapkv", "streaming host", "auto @emulated", "streaming host @emulated")),
+    params=ways(
+        "off", ci=("auto", "snapkv", "streaming host", "auto @emulated", "snapkv @emulated", "streaming host @emulated")
+    ),
 )
 async def relay(smollm2: Path, request: pytest.FixtureRequest) -> AsyncIterator[Relay]:
     way, _, device = request.param.partition(" @")
