@@ -102,8 +102,8 @@ COMMANDS = {
     "config": CONFIGURATION,
     "doctor": CONFIGURATION,
     "drain": "group name --api-key-env --keep --target --timeout --undo",
-    "evaluate": "model --alpha --budget --cache --context --dtype --json --mass --needles --plot --policies --pool"
-    " --quantization --rows --selection --steps --text --threads",
+    "evaluate": "model --alpha --budget --cache --context --device --dtype --json --link --mass --needles --plot"
+    " --policies --pool --quantization --rows --selection --steps --text --threads",
     "flip": "group name --api-key-env --target --timeout --undo",
     "gateway": "--address --api-key-env --cache --cluster --grace --host --model --orchestrator --port",
     "generate": "prompt --api-key-env --chat --deadline --echo --exact --n --no-usage --priority --target --tenant"

@@ -1,1 +1,1 @@
-"""InfiniGen where KV lives in home memory, and a device computes with what is fetched of it."""
+"""Policies where KV lives in home memory, and a device computes with what it has of it: picks, or what is kept."""
