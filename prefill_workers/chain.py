@@ -107,8 +107,10 @@ class ChainJob:
         self.slowest_turn_s = max(self.slowest_turn_s, self.parked_s - start_s)
 
     def close(self) -> None:
-        """Drop the unfinished computation, and with it the last reference cycle that would keep its memory."""
+        """Drop the unfinished computation, and with it the last reference cycle that would keep its memory; free what
+        it has on the device."""
         self._turns.close()
+        self._kv.close()
 
     def report(self) -> JobReport:
         """Return what this rank did for the job; to be called once the job is over."""

@@ -38,6 +38,9 @@ class JobKv(Protocol):
     def leave(self, layer: int) -> None:
         """Note that attention to the layer has ended."""
 
+    def close(self) -> None:
+        """Free what the job has on the device. The job computes no more. Idempotent."""
+
 
 class HomeKv:
     """A JobKv that is read where it arrives."""
@@ -57,6 +60,9 @@ class HomeKv:
 
     def leave(self, layer: int) -> None:
         """Do nothing: the relay frees what it holds."""
+
+    def close(self) -> None:
+        """Do nothing: nothing is held but what the relay and the outlet hold."""
 
 
 class DeviceKv:
@@ -120,6 +126,13 @@ class DeviceKv:
         if self._has_earlier:
             self._earlier.release(layer)
             self._has_earlier = False
+
+    def close(self) -> None:
+        """Free the device's memory, once nothing is being copied to it."""
+        if self._fetching is not None:
+            self._fetching.wait()
+        for buffers in (self._own, self._earlier, *(there for *_, there in self._cached)):
+            buffers.drop()
 
 
 def kv_of(job: Job, relay: Relay, own_kv: KvBuffer, device: Device) -> JobKv:

@@ -35,6 +35,7 @@ from baton.types import TokenRange
 from modeling.forward.decoder import Decoder
 from modeling.kv.buffers import OUT_OF_MEMORY, LayerBuffers, MakeBuffer
 from prefill_workers.chain import ChainJob
+from prefill_workers.device_room import DeviceRoom
 from prefill_workers.epoch import EpochLife, Tally
 from prefill_workers.job import Job, JobReport, KvOutlet
 from prefill_workers.links import ConnectLinks
@@ -66,7 +67,8 @@ class PrefillEngine:
     block. `watchdog_floor_s` is the least number of seconds without a sign of life, from a peer that owes one, after
     which the epoch is ended, and without work in a turn, after which this engine is said to hang. More than `max_jobs`
     jobs in flight are refused; each job has a slot's lease, so slots bound them first. `make_buffer` makes the home
-    memory for the jobs' KV. None: the device's own way."""
+    memory for the jobs' KV. None: the device's own way. `room` bounds the
+    jobs' KV on the device. None: nothing does."""
 
     def __init__(
         self,
@@ -76,12 +78,14 @@ class PrefillEngine:
         watchdog_floor_s: float = 2.0,
         max_jobs: int = 1024,
         make_buffer: MakeBuffer | None = None,
+        room: DeviceRoom | None = None,
     ) -> None:
         self.decoder = decoder
         self._clock = clock
         self._floor_s = watchdog_floor_s
         self._max_jobs = max_jobs
         self._make_buffer = make_buffer or decoder.device.home_buffer
+        self._room = room or DeviceRoom(decoder.layout)
         self._changed = threading.Condition()
         self._starting = threading.Lock()
         self._tally = Tally()
@@ -219,9 +223,11 @@ class PrefillEngine:
 
     def _make(self, job: Job, outlet: KvOutlet, life: EpochLife) -> ChainJob:
         layout, own = self.decoder.layout, job.chunks[job.ranks.index(life.rank)]
+        self._room.promise(job, own)
         try:
             own_kv = self._make_buffer(layout, own)
         except OUT_OF_MEMORY as error:
+            self._room.give_back(job.number)
             raise ResourceExhaustedError(f"job {job.number}: no memory for {len(own)} tokens: retry later") from error
         earlier_kv = LayerBuffers(layout, TokenRange(job.cached.end, own.start), self._make_buffer)
         relay = Relay(job, life.rank, own_kv, earlier_kv, clock=self._clock, lock=self._changed, send=life.send)
@@ -288,6 +294,7 @@ class PrefillEngine:
         """End a job that is over: the only place where its future resolves."""
         job.close()
         with self._changed:
+            self._room.give_back(job.job.number)
             self._tally.num_jobs_done += 1
             self._changed.notify_all()  # `_begin_life` waits for the last of an epoch's jobs
         if job.error is None:

@@ -19,7 +19,6 @@ async def start_rank(place: WorkerPlace, config: PrefillConfig, model: LoadedMod
     ConfigError, one line."""
     secret = ClusterSecret(place.secret)
     decoder = await asyncio.to_thread((model or LoadedModel()).load, place)
-    decoder.device.bound(None)  # limits of a generation engine that this process was before
     server = await PrefillServer.start(
         decoder,
         clock=SystemClock(),
@@ -27,6 +26,7 @@ async def start_rank(place: WorkerPlace, config: PrefillConfig, model: LoadedMod
         secret=secret,
         watchdog_floor_s=config.watchdog_floor_s,
         may_share=config.transfer == "auto",
+        device_memory_bytes=config.device_memory_bytes,
         **prefix_options(place),
     )
     await asyncio.to_thread(sweep_node, place)

@@ -27,6 +27,7 @@ from modeling.prefix_store.node import DiskPlace, NodeStore
 from modeling.prefix_store.store import Filled, PrefixStore
 from modeling.prefix_store.whole_blocks import WholeBlocks
 from prefill_workers.block_threads import BlockThreads
+from prefill_workers.device_room import DeviceRoom
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport
 from prefill_workers.prefix_filling import PrefixFilling
@@ -226,6 +227,7 @@ class PrefillServer:
         port: int = 0,
         watchdog_floor_s: float = 2.0,
         may_share: bool = True,
+        device_memory_bytes: int = 0,
         prefix_folder: Path | None = None,
         prefix_bytes: int = 0,
         prefix_disk: DiskPlace | None = None,
@@ -233,15 +235,18 @@ class PrefillServer:
         """Serve callers that have the cluster's secret on host:port, with links over `host`; port 0 takes any free one.
         `may_share`: whether KV goes through shared memory to generation groups of the same node. Jobs may begin behind
         the prefixes in `prefix_folder`, which is made if need be and removed by its last user: `prefix_bytes` at most,
-        more in `prefix_disk`. Raises ConfigError when the server cannot listen, or the folder
-        cannot be made."""
+        more in `prefix_disk`. `device_memory_bytes` limits weights and KV on a device with memory of its own; 0: what
+        there is. Raises ConfigError when weights exceed that, the server cannot listen, or the folder cannot be made.
+        """
+        room = DeviceRoom.of(decoder, device_memory_bytes)
+        decoder.device.bound(room.limit_bytes)  # anew: a generation engine that this process was had another limit
         server = make_server(check=secret.check)
         bound = bind(server, host, port)
         store = None
         if prefix_folder is not None:
             layout = decoder.layout
             store = NodeStore(prefix_folder, layout, limit_bytes=prefix_bytes, clock=clock, disk=prefix_disk)
-        engine = PrefillEngine(decoder, clock, watchdog_floor_s=watchdog_floor_s)
+        engine = PrefillEngine(decoder, clock, watchdog_floor_s=watchdog_floor_s, room=room)
         exchange = None
         if store is not None:
             exchange = BlockExchange(

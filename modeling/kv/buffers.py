@@ -166,6 +166,11 @@ class LayerBuffers:
         """Free a layer's memory for other layers. The layer has memory, and its views are not used any more."""
         self._free.append(self._held.pop(layer))
 
+    def drop(self) -> None:
+        """Free all memory. No view of it is used any more."""
+        self._held.clear()
+        self._free.clear()
+
     def _buffer(self, layer: int) -> KvBuffer:
         if layer not in self._held:
             self._held[layer] = self._free.pop() if self._free else self._make_buffer(self._layout, self._tokens)

@@ -23,6 +23,7 @@ from baton.types import KvLayout, SampledToken, TokenRange
 from modeling.forward.decoder import Decoder
 from modeling.forward.sampling import SamplerState, sample
 from modeling.kv.buffers import TORCH_DTYPES, BufferSpan, KvBuffer, MakeBuffer
+from prefill_workers.device_room import DeviceRoom
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport
 from prefill_workers.links import ConnectLinks, LinkHandler, LinkHeader, Links, LinkStatus
@@ -149,13 +150,15 @@ class ChainGroup:
         connects: MakeConnect = in_process_connects,
         watchdog_floor_s: float = 20.0,
         make_buffer: MakeBuffer | None = None,
+        room: DeviceRoom | None = None,
     ) -> None:
+        """`room`: of a device that one rank has for itself."""
         self.decoder = decoder
         self.numbers = itertools.count(1)
         self.epoch = Epoch(0)
         self.sent: list[list[LinkHeader]] = [[] for _ in range(num_ranks)]
         self.engines = [
-            PrefillEngine(decoder, SystemClock(), watchdog_floor_s=watchdog_floor_s, make_buffer=make_buffer)
+            PrefillEngine(decoder, SystemClock(), watchdog_floor_s=watchdog_floor_s, make_buffer=make_buffer, room=room)
             for _ in range(num_ranks)
         ]
         self._connects = connects

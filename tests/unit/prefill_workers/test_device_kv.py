@@ -5,12 +5,14 @@ import random
 import pytest
 import torch
 
-from baton.errors import RequestCancelledError
+from baton.errors import ConfigError, InvalidArgumentError, RequestCancelledError, ResourceExhaustedError
 from baton.types import TokenRange
 from modeling.device.copying import LinkRate
 from modeling.device.emulated import EmulatedDevice
 from modeling.forward.decoder import Decoder
+from modeling.forward.weight_sizes import weight_bytes
 from modeling.kv.memory import PAGE_BYTES
+from prefill_workers.device_room import DeviceRoom
 from tests.support.engines.chains import (
     ChainGroup,
     Run,
@@ -73,6 +75,35 @@ def test_the_device_holds_one_layer_of_a_job_and_nothing_afterwards() -> None:
     layer = sum(-(-num * cpu.layout.row_bytes // PAGE_BYTES) * PAGE_BYTES for num in (100, 400))
     whole = -(-100 * cpu.layout.row_bytes // PAGE_BYTES) * PAGE_BYTES * 6  # the test's own prefix, before
     assert peak_bytes <= max(layer, whole)
+
+
+def test_jobs_that_do_not_fit_on_the_device_are_refused_and_the_limit_holds() -> None:
+    cpu = random_decoder(num_layers=3, num_kv_heads=4)
+    layer = -(-60 * cpu.layout.row_bytes // PAGE_BYTES) * PAGE_BYTES
+    device = EmulatedDevice(LinkRate(2e6))
+    decoder = on_emulated(cpu, device)
+    room = DeviceRoom.of(decoder, weight_bytes(cpu.weights) + 2 * layer)
+    assert room.limit_bytes == 2 * layer
+    device.bound(room.limit_bytes)
+    with ChainGroup(decoder, 1, room=room) as group:
+        with pytest.raises(InvalidArgumentError, match=r"and prefill.device_memory_bytes leaves \d+ for KV: shorten"):
+            run_chain(group, 1, 0, num_tokens=200)
+        runs = [run_chain(group, seed, 0) for seed in range(2)]
+        with pytest.raises(ResourceExhaustedError, match=f"of which other jobs take {2 * layer}: retry later"):
+            run_chain(group, 2, 0)
+        for run in runs:
+            assert_equal(cpu, run)
+        assert device.memory_use.num_bytes == 0, "room is given back before memory is free"
+        assert_equal(cpu, run_chain(group, 3, 0))
+    assert 0 < device.memory_use.peak_bytes <= 2 * layer
+
+
+def test_weights_that_exceed_the_limit_are_refused_and_the_cpu_has_none() -> None:
+    cpu = random_decoder()
+    with pytest.raises(ConfigError, match="prefill.device_memory_bytes = 1000 is out of range: weights take"):
+        DeviceRoom.of(on_emulated(cpu), 1000)
+    assert DeviceRoom.of(cpu, 1000).limit_bytes is None
+    assert DeviceRoom.of(on_emulated(cpu)).limit_bytes is None
 
 
 def test_a_job_that_is_given_up_gives_its_memory_back() -> None:

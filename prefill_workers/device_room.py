@@ -1,0 +1,59 @@
+"""How much of a rank's device its jobs' KV may take: each job is promised what it takes at most, before it begins.
+
+`prefill_workers.engine` asks for room when a job comes, under its lock. A job has a layer on the device (`device_kv`):
+the cached prefix, earlier ranks' rows and its own, each in a buffer of whole pages.
+"""
+
+from baton.errors import ConfigError, InvalidArgumentError, ResourceExhaustedError
+from baton.ids import JobId
+from baton.types import KvLayout, TokenRange
+from modeling.forward.decoder import Decoder
+from modeling.forward.weight_sizes import weight_bytes
+from modeling.kv.memory import PAGE_BYTES
+from prefill_workers.job import Job
+
+_FIELD = "prefill.device_memory_bytes"
+
+
+class DeviceRoom:
+    """The promises to the jobs of one rank. Not thread-safe: guarded by the engine's lock."""
+
+    def __init__(self, layout: KvLayout, limit_bytes: int | None = None) -> None:
+        """`limit_bytes`: of the device, for KV. None: no limit."""
+        self.limit_bytes = limit_bytes
+        self._row_bytes = layout.row_bytes
+        self._promised: dict[JobId, int] = {}
+
+    @classmethod
+    def of(cls, decoder: Decoder, device_memory_bytes: int = 0) -> "DeviceRoom":
+        """Return the room that weights leave of a device's memory; 0: no limit. Raises ConfigError when they leave
+        none. Where the device computes in home memory there is no limit."""
+        if not device_memory_bytes or decoder.device.is_home:
+            return cls(decoder.layout)
+        weights = weight_bytes(decoder.weights)
+        if device_memory_bytes <= weights:
+            raise ConfigError(f"{_FIELD} = {device_memory_bytes} is out of range: weights take {weights}, use more")
+        return cls(decoder.layout, device_memory_bytes - weights)
+
+    def promise(self, job: Job, own: TokenRange) -> None:
+        """Promise a job, whose rank computes the tokens `own`, what it takes at most. Raises InvalidArgumentError for a
+        job that never fits, ResourceExhaustedError for one that does not fit beside the others."""
+        if self.limit_bytes is None:
+            return
+        earlier = TokenRange(job.cached.end, own.start)
+        need = sum(self._bytes_of(tokens) for tokens in (own, earlier, *(tokens for _, tokens in job.cached_pieces)))
+        what = f"job {job.number}: a layer of {own.end} tokens takes {need} bytes"
+        text = f"{what}, and {_FIELD} leaves {self.limit_bytes}"
+        if need > self.limit_bytes:
+            raise InvalidArgumentError(f"{text} for KV: shorten the prompt, or raise it")
+        taken = sum(self._promised.values())
+        if need + taken > self.limit_bytes:
+            raise ResourceExhaustedError(f"{text}, of which other jobs take {taken}: retry later, or raise it")
+        self._promised[job.number] = need
+
+    def give_back(self, number: JobId) -> None:
+        """Take back what was promised to a job, which has ended. Idempotent."""
+        self._promised.pop(number, None)
+
+    def _bytes_of(self, tokens: TokenRange) -> int:
+        return -(-len(tokens) * self._row_bytes // PAGE_BYTES) * PAGE_BYTES
