@@ -8,6 +8,7 @@ import pytest
 
 from baton.sampling_params import SamplingParams
 from baton.types import SampledToken, TokenRange
+from generate_workers.config import SpeculationName
 from generate_workers.slots.memory import MemoryLimits
 from modeling.forward.decoder import Decoder
 from tests.support.engines.generation import eos_decoder, harness, prefilled, prompt, reference_ids
@@ -16,6 +17,15 @@ from tests.support.models.tiny_tokenizer import EOS_ID
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.95, seed=77, ignore_eos=True)
+PENALISED = dataclasses.replace(
+    SAMPLED,
+    repetition_penalty=1.3,
+    frequency_penalty=0.5,
+    presence_penalty=0.2,
+    logit_bias={3: -2.0},
+    min_tokens=3,
+    logprobs=2,
+)
 LENGTHS = (1, 2, 17, 40, 5, 63)
 MAX_TOKENS = 128
 CPU = eos_decoder()
@@ -31,13 +41,24 @@ def decoder(make: Callable[..., Decoder]) -> Decoder:
 
 
 @policies
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
 def test_ragged_rows_of_one_batch_are_those_of_the_cpu(decoder: Decoder, policy: str, params: SamplingParams) -> None:
     with harness(decoder=decoder, policy=policy, num_slots=len(LENGTHS)) as made:
         streams = [made.submit(prompt(length), params)[1] for length in LENGTHS]
         made.run()
         for length, stream in zip(LENGTHS, streams, strict=True):
             assert stream.token_ids == reference_ids(CPU, prompt(length), params)
+
+
+@policies
+@pytest.mark.parametrize("way", ["streaming", "ngram"])
+def test_drafts_that_are_verified_change_no_token(decoder: Decoder, policy: str, way: SpeculationName) -> None:
+    long = dataclasses.replace(SAMPLED, max_tokens=30)
+    with harness(decoder=decoder, policy=policy, speculation=way) as made:
+        streams = [made.submit(prompt(length), long)[1] for length in LENGTHS[2:]]
+        made.run()
+        for length, stream in zip(LENGTHS[2:], streams, strict=True):
+            assert stream.token_ids == reference_ids(CPU, prompt(length), long)
 
 
 @policies
