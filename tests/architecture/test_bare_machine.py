@@ -3,8 +3,6 @@
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from tests.architecture.test_packages import loaded_after
 from tests.support.folders import ROOT
 
@@ -19,11 +17,11 @@ def module(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
-@pytest.mark.parametrize("path", TESTS, ids=lambda path: path.stem)
-def test_a_test_of_the_gpu_imports_nothing_that_may_be_missing(path: Path) -> None:
-    loaded = {name.partition(".")[0] for name in loaded_after(module(path))}
-    assert "torch" in loaded
-    assert loaded & NOT_THERE == set()
+def test_tests_of_the_gpu_import_nothing_that_may_be_missing() -> None:
+    modules = {module(path) for path in TESTS}
+    loaded = loaded_after(*modules)
+    assert modules <= loaded
+    assert {name.partition(".")[0] for name in loaded} & NOT_THERE == set()
 
 
 def test_the_benchmark_of_the_gpu_imports_nothing_that_may_be_missing() -> None:

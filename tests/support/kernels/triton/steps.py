@@ -55,7 +55,10 @@ def _paged(
     order = torch.randperm(shape[1], generator=torch.Generator().manual_seed(3)).int()
     steps = PagedSteps(decoder, pages_LPS2GH, order.view(max(SIZES), row_pages).to(where))
     graphs = StepGraphs(steps, SIZES, captures=captures)
-    assert bool(pages_LPS2GH.isnan().all()), "a capture wrote KV"
+    for size in SIZES:
+        graphs.run(size)  # of padding alone, as in a capture
+    assert bool(pages_LPS2GH.isnan().all()), "padding wrote KV"
+    assert not steps.token_ids_B.any() and not steps.lengths_B.any()
     for row, (ids, buffer) in enumerate(zip(prompts, buffers, strict=True)):
         for at in range(len(ids) - 1):
             page = int(steps.table_BC[row, at // PAGE_TOKENS])
