@@ -11,6 +11,7 @@ from baton.process.memory import free_bytes
 from generate_workers.config import EngineConfig
 from generate_workers.engine.step_runner import weight_bytes
 from generate_workers.residency.beside import Beside
+from generate_workers.residency.paged import PagedResidency
 from generate_workers.residency.policies import SelectionSource, make_residency
 from generate_workers.residency.port import DraftKeys, KvShape, Residency
 from generate_workers.residency.sparse.pool import Eviction, PoolSize
@@ -46,6 +47,8 @@ def make_memory(
     source = SelectionSource(decoder, path, pool, device_bytes, serves_drafts=config.speculation == "infinigen")
     residency = make_residency(config.residency, shape, decoder.device, source)
     limits = memory_limits(config, residency, taken, num_engines, device_bytes)
+    if isinstance(residency, PagedResidency):
+        residency.bound(limits.kv_bytes)
     if device_bytes is not None:
         decoder.device.bound(device_bytes + taken.draft_kv)
     return KvMemory(residency, shape, limits, config.growth_tokens)

@@ -169,6 +169,7 @@ class AnswerSaver:
         blocks = PromptBlocks.of(answer.token_ids, naming.block_tokens, layout.fingerprint, naming.salt)
         if not blocks.names:
             return Filled()
+        reader.keep_prefix(blocks.names, naming.block_tokens)
         tokens = TokenRange(0, len(blocks.names) * naming.block_tokens)
         room = self._store.take(blocks.names, tokens, naming.block_tokens)
         try:

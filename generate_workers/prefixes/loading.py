@@ -49,8 +49,10 @@ class PrefixLoader:
         lease = self._slots.reserve(request, len(found.blocks) * request.block_tokens)
         self.num_bytes_read += sum(block.num_bytes for block in found.blocks)
         self.num_disk_bytes_read += found.num_disk_bytes
-        if found.blocks or request.prefills_locally:
-            load = asyncio.create_task(self._load(lease, found.blocks, request.prefills_locally))
+        names = request.prefix_blocks[: len(found.blocks)]
+        num_shared = self._slots.begin_with(lease.ref, names, request.block_tokens) if names else 0
+        if num_shared < lease.num_present_tokens or request.prefills_locally:
+            load = asyncio.create_task(self._load(lease, found.blocks, num_shared, request))
             self._loads.add(load)
             load.add_done_callback(self._loads.discard)
         return lease
@@ -68,12 +70,16 @@ class PrefixLoader:
         opening = partial(self._store.open_leading, request.prefix_blocks, request.block_tokens)
         return await asyncio.get_running_loop().run_in_executor(self._opening, opening)
 
-    async def _load(self, lease: Lease, blocks: tuple[KvBuffer, ...], completes: bool) -> None:
-        """Copy blocks into the lease's slot, and commit if `completes`. Aborts the lease when a copy fails."""
+    async def _load(self, lease: Lease, blocks: tuple[KvBuffer, ...], num_shared: int, request: ReserveSpec) -> None:
+        """Copy blocks into the lease's slot, but for its first `num_shared` tokens, and commit a lease for local
+        prefill. Aborts the lease when a copy fails."""
         try:
-            if blocks:
-                await asyncio.get_running_loop().run_in_executor(self._copying, self._copy, lease, blocks)
-            if completes:
+            missing = tuple(block for block in blocks if block.tokens.start >= num_shared)
+            if missing:
+                await asyncio.get_running_loop().run_in_executor(self._copying, self._copy, lease, missing)
+                names = request.prefix_blocks[: len(blocks)]
+                self._slots.keep_prefix(lease.ref, names, request.block_tokens)
+            if request.prefills_locally:
                 self._slots.complete_locally(lease.ref)
         except LeaseError as ended:
             logger.debug("the blocks of request %s have no slot any more: %s", lease.request_id, ended)

@@ -2,9 +2,11 @@
 
 A Residency for `engine.step_runner`. A row takes pages as it grows and gives them back at its end, so that no memory
 is set aside for the longest row. Choices of one request share the pages of their prompt: a row that writes to a shared
-page copies it first (`modeling.kv.pages`). Pushed KV goes over the link, into pages; nothing else is copied.
+page copies it first (`modeling.kv.pages`). Rows whose prompts begin with the same blocks share those
+(`modeling.kv.page_prefixes`). Pushed KV goes over the link, into pages; nothing else is copied.
 
-Memory is promised and counted row by row, shared pages with each of their rows: so a copy always finds a page.
+Memory is promised and counted row by row, shared pages with each of their rows: so a copy always finds a page. Pages
+that only cached blocks have are promised to no row, and go when a row needs them.
 
 L layers, T tokens of a piece.
 """
@@ -18,13 +20,15 @@ from generate_workers.residency.steps import RowResidency, RowStep
 from generate_workers.residency.traits import POLICIES
 from modeling.device.port import Device
 from modeling.kv.buffers import HostAccess
+from modeling.kv.page_prefixes import PagePrefixes
 from modeling.kv.pages import PAGE_TOKENS, PagePool, PageSpan, RowPages
 
 
 class PagedRow:
     """A Row whose KV lies in pages."""
 
-    def __init__(self, pool: PagePool, shape: KvShape) -> None:
+    def __init__(self, pool: PagePool, prefixes: PagePrefixes, shape: KvShape) -> None:
+        self._prefixes, self._page_tokens = prefixes, pool.page_tokens
         self.pages = RowPages(pool, shape.max_slot_tokens)
         self._access: HostAccess = pool.memory.access
         self._row_bytes = shape.layout.row_bytes
@@ -76,7 +80,24 @@ class PagedRow:
 
     def copy_from(self, other: Self, num_tokens: int) -> None:
         """Share the pages of another row's first `num_tokens` tokens."""
-        self.pages.share(other.pages, num_tokens)
+        self.pages.share(other.pages.pages_of(TokenRange(0, num_tokens)))
+
+    def begin_with(self, names: Sequence[str], block_tokens: int) -> int:
+        """Share the pages of the leading blocks that the device has; return their tokens. Nothing is written yet."""
+        if not self._has_whole_pages(block_tokens):
+            return 0
+        pages = self._prefixes.begin(names)
+        self.pages.adopt(pages)
+        return len(pages) * self._page_tokens
+
+    def keep(self, names: Sequence[str], block_tokens: int) -> None:
+        """Leave the row's first blocks, whose KV is final, to rows that begin alike."""
+        if self._has_whole_pages(block_tokens):
+            self._prefixes.keep(names, self.pages.pages_of(TokenRange(0, len(names) * block_tokens)))
+
+    def _has_whole_pages(self, block_tokens: int) -> bool:
+        """Return whether blocks of so many tokens begin and end with pages; others are not shared."""
+        return block_tokens % self._page_tokens == 0
 
     def release(self) -> None:
         """End the claim, if there is one."""
@@ -106,8 +127,19 @@ class PagedResidency(RowResidency[PagedRow]):
         if device_bytes is not None:
             num_pages = max(min(num_pages, device_bytes // (page_tokens * shape.layout.token_bytes)), 1)
         self.pool = PagePool(device.pool_memory(shape.layout, num_pages, page_tokens))
-        rows = [PagedRow(self.pool, shape) for _ in range(shape.num_slots)]
+        self.prefixes = PagePrefixes(self.pool)
+        self._link = device.link
+        rows = [PagedRow(self.pool, self.prefixes, shape) for _ in range(shape.num_slots)]
         super().__init__(rows, lambda rows: _step(shape, rows))
+
+    def bound(self, num_bytes: int) -> None:
+        """Let rows and cached blocks together take at most so many bytes."""
+        self.pool.most_taken = min(self.pool.num_pages, max(num_bytes // self.pool.page_bytes, 1))
+
+    def close(self) -> None:
+        """Give the pages of cached blocks back, and end the link's threads. Idempotent."""
+        self.prefixes.clear()
+        self._link.rest()
 
 
 def _step(shape: KvShape, rows: Sequence[tuple[PagedRow, TokenRange]]) -> PagedStep:

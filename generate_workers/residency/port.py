@@ -9,7 +9,7 @@ it needs to choose them from `RowKv.write`, from its turns' `begin` and `picks`,
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 from baton.ids import SlotId
 from baton.types import KvLayout, TokenRange
@@ -118,6 +118,19 @@ class RowKv(Protocol):
 
     def release(self) -> None:
         """Give the memory back when the claim has ended. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class SharesPrefixes(Protocol):
+    """A RowKv that shares blocks, which have names (`baton.prefix_blocks`), with rows that begin alike."""
+
+    def begin_with(self, names: Sequence[str], block_tokens: int) -> int:
+        """Begin with the leading blocks that the policy has; return their tokens. Nothing is written yet."""
+        ...
+
+    def keep(self, names: Sequence[str], block_tokens: int) -> None:
+        """Leave the row's first blocks, whose KV is final, to rows that begin alike."""
         ...
 
 

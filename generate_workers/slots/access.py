@@ -5,10 +5,11 @@ its last writer and reader have left, so memory that is being copied never chang
 makes writers and readers; its lock guards their count.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.types import LeaseRef, TokenRange
+from generate_workers.residency.port import SharesPrefixes
 from generate_workers.slots.leases import Claim
 
 
@@ -45,6 +46,14 @@ class SlotReader:
         assert self._is_inside
         self.check()
         return self._claim.memory.row.export(layer, tokens)
+
+    def keep_prefix(self, names: Sequence[str], block_tokens: int) -> None:
+        """Leave the row's first blocks to rows that begin alike, if the policy shares any. Raises StaleStampError when
+        the row has been released."""
+        assert self._is_inside
+        self.check()
+        if isinstance(self._claim.memory.row, SharesPrefixes):
+            self._claim.memory.row.keep(names, block_tokens)
 
     def close(self) -> None:
         """Leave the slot; a slot that was released meanwhile becomes free now. Idempotent."""

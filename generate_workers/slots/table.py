@@ -17,7 +17,7 @@ from baton.clock import Clock
 from baton.errors import IncompletePushError
 from baton.ids import SlotId
 from baton.types import Lease, LeaseRef, SampledToken, TokenRange
-from generate_workers.residency.port import KvBytes
+from generate_workers.residency.port import KvBytes, SharesPrefixes
 from generate_workers.slots.access import SlotReader, SlotWriter
 from generate_workers.slots.claims import Claims
 from generate_workers.slots.leases import Claim, Seat, SlotLedger, SlotState
@@ -64,6 +64,26 @@ class SlotTable:
         """Raise the error that `reserve` would raise now, if any."""
         with self._changing():
             self._claims.room(request)
+
+    def begin_with(self, ref: LeaseRef, names: Sequence[str], block_tokens: int) -> int:
+        """Begin a new lease, into which nothing was written, with those leading blocks that rows share; return their
+        tokens. The caller writes the others. Raises StaleStampError or LeaseExpiredError when the lease has ended."""
+        with self._changing():
+            claim = self._claims.present(ref)
+            row = claim.memory.row
+            num_tokens = row.begin_with(names, block_tokens) if isinstance(row, SharesPrefixes) else 0
+            for layer in range(self.layout.num_layers if num_tokens else 0):
+                for block in TokenRange(0, num_tokens).split(block_tokens):
+                    claim.coverage.add(layer, block)
+            return num_tokens
+
+    def keep_prefix(self, ref: LeaseRef, names: Sequence[str], block_tokens: int) -> None:
+        """Leave a slot's first blocks, which are written, to rows that begin alike, if the policy shares any. Raises
+        StaleStampError or LeaseExpiredError when the lease has ended."""
+        with self._changing():
+            row = self._claims.present(ref).memory.row
+            if isinstance(row, SharesPrefixes):
+                row.keep(names, block_tokens)
 
     def renew(self, ref: LeaseRef, ttl_s: float) -> None:
         """Let the lease live `ttl_s` seconds from now; raise StaleStampError or LeaseExpiredError when it has ended."""

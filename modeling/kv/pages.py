@@ -9,7 +9,7 @@ L layers, P pages, S tokens of a page, G kv heads, H head dim, T tokens of a run
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +31,11 @@ class PagePool:
         self.memory = memory
         num_layers, self.num_pages, self.page_tokens = memory.data_LPS2GH.shape[:3]
         self.page_bytes = num_layers * memory.data_LPS2GH[0, 0].nbytes
+        self.most_taken = self.num_pages
+        """Most pages that may have an owner at a time."""
+        self.reclaim: Callable[[], bool] = lambda: False
+        """Called without the lock when a page is needed and none is free: gives a page back that can be spared, and
+        returns whether there was one. Set before the pool is used."""
         self._lock = threading.Lock()
         self._num_owners_P = np.zeros(self.num_pages, np.int32)
 
@@ -42,14 +47,13 @@ class PagePool:
 
     def take(self, num_pages: int) -> list[int]:
         """Return pages that had no owner and have one now: the lowest, so that they are mostly adjacent. Raises
-        MemoryError, and takes none, when there are too few."""
-        with self._lock:
-            pages: list[int] = np.flatnonzero(self._num_owners_P == 0)[:num_pages].tolist()
-            if len(pages) < num_pages:
-                raise MemoryError(f"{num_pages} pages are needed, and {len(pages)} of {self.num_pages} are free")
-            self.memory.take(pages)
-            self._num_owners_P[pages] = 1
-            return pages
+        MemoryError, and takes none, when there are too few even after what can be spared was given back."""
+        while True:
+            try:
+                return self._take(num_pages)
+            except MemoryError:
+                if not self.reclaim():
+                    raise
 
     def share(self, pages: Sequence[int]) -> None:
         """Add an owner to each of these pages, which have one."""
@@ -67,6 +71,17 @@ class PagePool:
     def is_shared(self, page: int) -> bool:
         """Return whether a page has several owners."""
         return bool(self._num_owners_P[page] > 1)
+
+    def _take(self, num_pages: int) -> list[int]:
+        with self._lock:
+            free_P = np.flatnonzero(self._num_owners_P == 0)
+            num_free = len(free_P) - (self.num_pages - self.most_taken)
+            if num_free < num_pages:
+                raise MemoryError(f"{num_pages} pages are needed, and {num_free} of {self.most_taken} are free")
+            pages: list[int] = free_P[:num_pages].tolist()
+            self.memory.take(pages)
+            self._num_owners_P[pages] = 1
+            return pages
 
 
 class RowPages:
@@ -98,12 +113,19 @@ class RowPages:
             if self._pool.is_shared(self._pages[index]):
                 self._copy(index)
 
-    def share(self, other: "RowPages", num_tokens: int) -> None:
-        """Begin with the pages of another row's first `num_tokens` tokens. This row has no pages yet. The first of
-        them that writes to a shared page copies it."""
-        assert not self._pages, "pages are shared by rows that have none"
-        pages = other._pages[: self._num_for(num_tokens)]
+    def pages_of(self, tokens: TokenRange) -> list[int]:
+        """Return the pages that hold `tokens`."""
+        return self._pages[tokens.start // self._pool.page_tokens : self._num_for(tokens.end)]
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Begin with pages that another owner has filled. This row has no pages yet. The first owner that writes to a
+        shared page copies it."""
         self._pool.share(pages)
+        self.adopt(pages)
+
+    def adopt(self, pages: Sequence[int]) -> None:
+        """Begin with filled pages of which this row, which has none yet, is an owner already."""
+        assert not self._pages, "pages are adopted by rows that have none"
         self._set(0, pages)
 
     def runs(self, tokens: TokenRange) -> Iterator[tuple[TokenRange, int]]:

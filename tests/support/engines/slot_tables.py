@@ -22,11 +22,12 @@ from modeling.device.cpu import CpuDevice
 from modeling.device.port import Device
 from modeling.kv.buffers import KvBuffer
 from modeling.kv.memory import PAGE_BYTES, PagedMemory
-from tests.support.engines.devices import PoisonedCpu
+from tests.support.engines.devices import PoisonedCpu, PoisonedDevice
 from transport.kv_sink import ReserveSpec
 
 Policy = str | Callable[[KvShape, MakeMemory], Residency]
-"""device, host, or how to make another."""
+"""device, host, paged (on an emulated device, pages of PAGE_TOKENS), or how to make another."""
+PAGE_TOKENS = 4
 LAYOUT = KvLayout("weights", num_layers=2, num_kv_heads=1, head_dim=2, dtype="float32")
 FIRST = SampledToken(token_id=7)
 UNLIMITED = MemoryLimits(1 << 40)
@@ -41,6 +42,8 @@ def make_residency(
     device: Device | None = None,
 ) -> Residency:
     """A policy, over poisoned memory unless told otherwise, on the CPU unless told otherwise."""
+    if policy == "paged":
+        return PagedResidency(shape, PoisonedDevice(), page_tokens=PAGE_TOKENS)
     if device is None or device.is_home:
         device = PoisonedCpu(copy) if poison else CpuDevice(copy)
     if not isinstance(policy, str):

@@ -14,6 +14,7 @@ from baton.errors import InvalidArgumentError, LeaseError, ResourceExhaustedErro
 from baton.ids import RequestId
 from baton.types import Lease, TokenRange
 from generate_workers.prefixes.loading import PrefixLoader
+from generate_workers.residency.paged import PagedResidency
 from generate_workers.slots.table import SlotTable
 from modeling.kv.buffers import KvBuffer
 from modeling.prefix_store.store import Leading, PrefixStore
@@ -51,7 +52,7 @@ def store(folder: Path) -> PrefixStore:
     return store_in(folder, LAYOUT)
 
 
-@pytest.fixture(params=["device", "host"])
+@pytest.fixture(params=["device", "host", "paged"])
 def slots(request: pytest.FixtureRequest) -> Iterator[SlotTable]:
     table = make_slots(ManualClock(100.0), num_slots=2, max_slot_tokens=20, policy=request.param)
     with ends_empty(table):
@@ -113,6 +114,38 @@ async def test_a_local_prefill_begins_behind_what_is_there(
     with pytest.raises(LeaseError, match="prefilled by its own stream"):
         await slots.commit(lease.ref, [FIRST])
     check(slots, lease, num_present)
+
+
+async def shared_lease(slots: SlotTable, store: PrefixStore, spec: ReserveSpec) -> Lease:
+    """A lease whose blocks are in, and whose other tokens are, too, unless it prefills them itself."""
+    loader = PrefixLoader(slots, store)
+    lease = await loader.reserve(spec)
+    if not spec.prefills_locally:
+        push_buffer(slots, lease.ref, kv(), TokenRange(lease.num_present_tokens, NUM_TOKENS))
+        await slots.commit(lease.ref, [FIRST], wait_s=10)
+    await loader.close()
+    return lease
+
+
+async def test_blocks_that_the_device_has_are_shared_and_not_copied_again(store: PrefixStore) -> None:
+    slots = make_slots(ManualClock(100.0), num_slots=2, max_slot_tokens=20, policy="paged")
+    residency = slots.memory.residency
+    assert isinstance(residency, PagedResidency)
+    stock(store)
+    first = await shared_lease(slots, store, replace(SPEC, prefix_blocks=NAMES[:2]))
+    assert (residency.pool.num_taken, residency.prefixes.num_shared_blocks) == (4, 0)
+    second = await shared_lease(slots, store, SPEC)  # its third block is copied
+    assert (residency.pool.num_taken, residency.prefixes.num_shared_blocks) == (4 + 2, 2)
+    check(slots, first, NUM_TOKENS)
+    assert residency.pool.num_taken == 4
+    third = await shared_lease(slots, store, LOCAL)  # all that is there is shared
+    assert (residency.pool.num_taken, residency.prefixes.num_shared_blocks) == (4, 2 + 3)
+    check(slots, second, NUM_TOKENS)
+    check(slots, third, 12)
+    assert is_empty(slots.ledger())
+    assert residency.pool.num_taken == 3  # for prompts to come
+    residency.close()
+    assert residency.pool.num_taken == 0
 
 
 async def test_what_is_there_is_not_to_be_pushed_again(slots: SlotTable, store: PrefixStore) -> None:

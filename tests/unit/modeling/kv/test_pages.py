@@ -71,7 +71,7 @@ def test_rows_read_what_they_wrote_whatever_they_share(actions: list[tuple[str, 
                 continue
             row.release()
             shared = min(second, len(known[first]))
-            row.share(rows[first], shared)
+            row.share(rows[first].pages_of(TokenRange(0, shared)))
             known[number] = known[first][:shared]
         else:
             start = len(known[number]) if action == "write" else max(len(known[number]) - first, 0)
@@ -93,7 +93,7 @@ def test_only_the_last_page_is_copied() -> None:
     pool = make_pool()
     first, second = RowPages(pool, MOST_TOKENS), RowPages(pool, MOST_TOKENS)
     write(first, TokenRange(0, 10), 1.0)
-    second.share(first, 10)
+    second.share(first.pages_of(TokenRange(0, 10)))
     assert pool.num_taken == 3
     write(second, TokenRange(10, 11), 2.0)
     assert pool.num_taken == 4
@@ -129,7 +129,7 @@ def test_pages_count_in_the_arena_and_never_beyond_its_limit() -> None:
     device.bound(3 * pool.page_bytes)
     row, other = RowPages(pool, MOST_TOKENS), RowPages(pool, MOST_TOKENS)
     row.prepare(TokenRange(0, 12), 0)
-    other.share(row, 12)
+    other.share(row.pages_of(TokenRange(0, 12)))
     assert device.memory_use.num_bytes == 3 * pool.page_bytes
     with pytest.raises(MemoryError, match="exceed the device's"):
         other.prepare(TokenRange(11, 12), 0)
