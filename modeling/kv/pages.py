@@ -53,7 +53,7 @@ class PagePool:
                 return self._take(num_pages)
             except MemoryError:
                 if not self.reclaim():
-                    raise
+                    return self._take(num_pages)  # owners may have gone since
 
     def share(self, pages: Sequence[int]) -> None:
         """Add an owner to each of these pages, which have one."""
