@@ -105,7 +105,8 @@ def measure(args: argparse.Namespace, cell: str, source: SelectionSource, report
             name, side = case(batch=batch, context=context, policy=policy, dtype=args.dtype), sides[policy]
             for baseline in ("device", "host"):
                 reporter.add(name, "step_ms", "ms", baseline, Pairs(times[policy], times[baseline]))
-            reporter.add(name, "link_bytes", "bytes", "host", Pairs([side.step_bytes], [host.step_bytes]))
+            if side.step_bytes:
+                reporter.add(name, "link_bytes", "bytes", "host", Pairs([side.step_bytes], [host.step_bytes]))
             peaks = side.device.memory_use.peak_bytes, sides["device"].device.memory_use.peak_bytes
             reporter.add(name, "peak_bytes", "bytes", "device", Pairs(*([float(peak)] for peak in peaks)))
         medians = {policy: statistics.median(found) for policy, found in times.items()}
