@@ -8,7 +8,7 @@ from pathlib import Path
 
 from baton.errors import ConfigError
 from baton.process.memory import free_bytes
-from generate_workers.config import EngineConfig
+from generate_workers.config import CHOOSING_DRAFTS, EngineConfig
 from generate_workers.engine.step_runner import weight_bytes
 from generate_workers.residency.beside import Beside
 from generate_workers.residency.paged import PagedResidency
@@ -37,6 +37,7 @@ def make_memory(
         *(decoder.layout, decoder.config.windows, config.num_slots, config.max_slot_tokens),
         most_new_tokens=config.max_prefill_tokens_per_step,
         draft_keys=drafts,
+        chosen_drafts=config.speculation in CHOOSING_DRAFTS,
     )
     path = Path(config.selection_file) if config.selection_file else None
     pool = PoolSize(config.pool_tokens, Eviction(config.pool_eviction)) if config.pool_tokens else None

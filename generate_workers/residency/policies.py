@@ -65,7 +65,7 @@ Make = Callable[[KvShape, Device, SelectionSource | None], Residency]
 
 def _device(shape: KvShape, device: Device, source: SelectionSource | None) -> Residency:
     if source is None or not source.serves_drafts:
-        if device.is_home:
+        if device.is_home or shape.chosen_drafts:
             return DeviceResidency(shape, device.row_memory)
         return PagedResidency(shape, device, None if source is None else source.device_bytes)
     require_selective("speculation = 'infinigen'", shape, device, NO_CHOSEN_DRAFTS)

@@ -82,6 +82,8 @@ class KvShape:
     max_slot_tokens: int
     draft_keys: DraftKeys | None = None
     """Keys that a policy which keeps KV at home copies to the device for drafts. None: there are no drafts."""
+    chosen_drafts: bool = False
+    """Whether drafts choose among all keys of a row, which policy `device` then keeps in one piece on every device."""
     most_new_tokens: int = 256
     """Most tokens of prompts that one step prefills."""
 

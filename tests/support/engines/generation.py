@@ -16,7 +16,7 @@ from baton.clock import Clock
 from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, Lease, LeaseRef, SampledToken, TokenEvent, TokenRange
-from generate_workers.config import AcceptanceName, EngineConfig, SpeculationName
+from generate_workers.config import CHOOSING_DRAFTS, AcceptanceName, EngineConfig, SpeculationName
 from generate_workers.engine.batcher import Batcher
 from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.decode_first import DecodeFirst
@@ -194,13 +194,14 @@ def harness(
     decoder, clock = decoder or eos_decoder(), clock or ManualClock(start_s=100.0)
     drafting = (draft_model or small_decoder()) if speculation == "model" else None
     drafts = None if speculation in ("off", "ngram", "model") else DraftKeys.of(draft_keys, MOST_DRAFTS)
-    shape = KvShape(decoder.layout, decoder.config.windows, num_slots, max_slot_tokens, drafts)
+    lengths, choosing = (num_slots, max_slot_tokens), speculation in CHOOSING_DRAFTS
+    shape = KvShape(decoder.layout, decoder.config.windows, *lengths, drafts, choosing)
     policy = _with_partial_keys(policy, speculation, decoder)
     residency = make_residency(shape, policy, copy, poison=poison, device=decoder.device)
     memory = KvMemory(residency, shape, limits, growth_tokens)
     slots = SlotTable(memory, clock, endpoint="127.0.0.1:1")
     config = EngineConfig(
-        *(num_slots, max_slot_tokens, max_prefill_tokens_per_step, max_waiting),
+        *(*lengths, max_prefill_tokens_per_step, max_waiting),
         max_step_stretch=max_step_stretch,
         speculation=speculation,
         draft_tokens=draft_tokens,

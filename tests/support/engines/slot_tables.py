@@ -50,7 +50,9 @@ def make_residency(
         return policy(shape, device.row_memory)
     if policy == "host":
         return HostResidency(shape, device)
-    return DeviceResidency(shape, device.row_memory) if device.is_home else PagedResidency(shape, device)
+    if device.is_home or shape.chosen_drafts:
+        return DeviceResidency(shape, device.row_memory)
+    return PagedResidency(shape, device)
 
 
 def memories_of(memory: KvMemory) -> list[PagedMemory]:

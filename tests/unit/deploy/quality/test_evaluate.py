@@ -107,7 +107,8 @@ def test_policies_are_read_on_a_device_with_memory_of_its_own(capsys: pytest.Cap
         assert cell["perplexity"] == pytest.approx(other["perplexity"], rel=0.02)  # lookahead 1 picks other keys
         assert cell["kv_share"] == pytest.approx(other["kv_share"], rel=0.05)
     device, oracle, infinigen = apart["cells"]
-    assert (device["link_share"], oracle["link_share"], oracle["device_share"]) == (0, 0, 1)
+    assert device["link_share"] == oracle["link_share"] == 0
+    assert 0 < oracle["device_share"] <= device["device_share"] == 1  # in smaller pages than those of rows
     assert 0 < infinigen["link_share"] < at_home[2]["link_share"]
 
 

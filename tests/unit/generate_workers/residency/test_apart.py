@@ -66,7 +66,7 @@ def answers(decoder: Decoder, way: Way, limits: MemoryLimits = UNLIMITED) -> lis
         ref = made.reserve(33, 80).ref
         made.push_and_commit(ref, prompt(33), PARAMS)
         streams = [made.submit(prompt(33), PARAMS, ref=ref)[1]]
-        for length in (1, 7, 40, 70):
+        for length in (1, 40, 50, 70):
             streams.append(made.submit(prompt(length), PARAMS)[1])
             made.engine.step()
         choices = made.submit(prompt(15), replace(PARAMS, n=2, temperature=1.0, seed=3))[1]
