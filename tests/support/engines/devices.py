@@ -15,7 +15,7 @@ from modeling.device.port import NO_MEMORY, Device
 from modeling.forward.decoder import Decoder
 from modeling.kv.buffers import TORCH_DTYPES, KvBuffer
 from modeling.kv.memory import PAGE_BYTES, PagedMemory, TensorMemory
-from modeling.kv.pool_memory import MappedPool
+from modeling.kv.pool_memory import MappedPool, TensorPool
 
 
 class PoisonedMemory(PagedMemory):
@@ -102,6 +102,11 @@ class TensorDevice:
 
     def row_memory(self, layout: KvLayout, max_tokens: int) -> TensorMemory:
         return PoisonedTensors(layout, max_tokens, self.torch_device, access=self._access)
+
+    def pool_memory(self, layout: KvLayout, num_pages: int, page_tokens: int) -> TensorPool:
+        pool = TensorPool(layout, num_pages, page_tokens, self.torch_device, self._access)
+        pool.data_LPS2GH.fill_(torch.nan)
+        return pool
 
     def home_memory(self, layout: KvLayout, max_tokens: int) -> TensorMemory:
         return PoisonedTensors(layout, max_tokens, self.torch_device)
