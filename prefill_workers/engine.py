@@ -67,8 +67,8 @@ class PrefillEngine:
     block. `watchdog_floor_s` is the least number of seconds without a sign of life, from a peer that owes one, after
     which the epoch is ended, and without work in a turn, after which this engine is said to hang. More than `max_jobs`
     jobs in flight are refused; each job has a slot's lease, so slots bound them first. `make_buffer` makes the home
-    memory for the jobs' KV. None: the device's own way. `room` bounds the
-    jobs' KV on the device. None: nothing does."""
+    memory for the jobs' KV, the device if it is None. `room` bounds the jobs' KV on the device; without it nothing
+    does."""
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ import importlib.util
 import json
 import platform
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 PYTHONS = ((3, 11), (3, 12))
 LEAST_TORCH = (2, 11)
@@ -44,8 +44,17 @@ def describe(device: str) -> dict[str, object]:
     import torch
 
     name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
-    versions = {each: version(each) for each in _VERSIONS if importlib.util.find_spec(each.removesuffix("io"))}
+    versions = {each: _version(each) for each in _VERSIONS if importlib.util.find_spec(each.removesuffix("io"))}
     return {"device": device, "name": name, "python": platform.python_version(), **versions}
+
+
+def _version(package: str) -> str:
+    """Return a package's version; where the module came by another name, as torch's own builds of Triton do, that it is
+    unknown."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
 
 
 def main(device: str, *statuses: str) -> int:

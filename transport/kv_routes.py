@@ -138,8 +138,9 @@ class SharedRoute:
         self._cells = cells
         self._on_end = on_end
         self._cell: int | None = None
-        """The cell that is being filled, by offset, and how many of its bytes are used."""
+        """The cell that is being filled, by offset."""
         self._num_used = 0
+        """Bytes of it that are used."""
         self._full: list[int] = []
         """Cells that nothing more is put into, and whose pieces' answer was not asked for yet."""
         self._filled: list[kv_pb2.SharedPiece] = []
@@ -164,15 +165,15 @@ class SharedRoute:
         push: grpc.aio.StreamStreamMultiCallable[kv_pb2.SharedPieces, kv_pb2.SharedAnswer] = channel.stream_stream(
             f"/{SERVICE}/PushShared", kv_pb2.SharedPieces.SerializeToString, kv_pb2.SharedAnswer.FromString
         )
-        call: _SharedCall = push()
-        status, is_mapped = SentStatus(call), False
-        try:
-            is_mapped = await _is_mapped(call, status, cells.name)
-        finally:
-            if not is_mapped:
-                call.cancel()
-                cells.close()
-        return cls(call, status, pool, cells, on_end) if is_mapped else None
+        with contextlib.ExitStack() as undo:
+            undo.callback(cells.close)
+            call: _SharedCall = push()
+            undo.callback(call.cancel)
+            status = SentStatus(call)
+            if not await _is_mapped(call, status, cells.name):
+                return None
+            undo.pop_all()
+        return cls(call, status, pool, cells, on_end)
 
     @property
     def ended(self) -> bool:

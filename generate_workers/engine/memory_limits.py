@@ -32,6 +32,7 @@ def make_memory(
     """Make a group's KV memory as configured, for one of `num_engines` that share the machine. What
     `draft_model` takes comes off its limits. Raises ConfigError for an unknown policy or memory that cannot be had,
     ModelError when the file of `baton prepare` is missing."""
+    decoder.device.bound(None)  # anew: a rank or an engine that this process was had another limit
     drafts = DraftKeys.of(config.draft_keys, MOST_DRAFTS) if _drafts_over_keys(config) else None
     shape = KvShape(
         *(decoder.layout, decoder.config.windows, config.num_slots, config.max_slot_tokens),
@@ -45,7 +46,9 @@ def make_memory(
     if draft_model is not None:
         taken = _with_drafts(taken, draft_model, config)
     device_bytes = _device_bytes(config, taken, decoder.device.memory_use)
-    source = SelectionSource(decoder, path, pool, device_bytes, serves_drafts=config.speculation == "infinigen")
+    kv_bytes = max(config.kv_memory_bytes - taken.draft_kv, 0) if config.kv_memory_bytes else None
+    serves_drafts = config.speculation == "infinigen"
+    source = SelectionSource(decoder, path, pool, device_bytes, kv_bytes, serves_drafts=serves_drafts)
     residency = make_residency(config.residency, shape, decoder.device, source)
     limits = memory_limits(config, residency, taken, num_engines, device_bytes)
     if isinstance(residency, PagedResidency):

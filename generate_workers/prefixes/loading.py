@@ -30,7 +30,7 @@ class PrefixLoader:
 
     def __init__(self, slots: SlotTable, store: PrefixStore) -> None:
         self.num_bytes_read = 0
-        """Bytes that slots have begun with so far."""
+        """Bytes of cached blocks that slots have begun with so far, those in pages of other rows included."""
         self.num_disk_bytes_read = 0
         """Part of `num_bytes_read` that was read from disk."""
         self._slots = slots

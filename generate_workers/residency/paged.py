@@ -138,7 +138,7 @@ class PagedResidency(RowResidency[PagedRow]):
 
     def close(self) -> None:
         """Give the pages of cached blocks back, and end the link's threads. Idempotent."""
-        self.prefixes.clear()
+        self.prefixes.close()
         self._link.rest()
 
 

@@ -47,8 +47,15 @@ class SelectionSource:
     """How much of its KV a row keeps. None: all of it."""
     device_bytes: int | None = None
     """Memory of the device for the KV of all slots. None: no limit."""
+    kv_bytes: int | None = None
+    """Memory for the KV of all slots, wherever it lies, as configured. None: not configured."""
     serves_drafts: bool = False
     """Whether drafts choose keys by it, so that policy `device` keeps partial keys beside its KV."""
+
+    @property
+    def pool_bytes(self) -> int | None:
+        """Return the memory for KV that all lies on the device; None: no limit."""
+        return min((each for each in (self.device_bytes, self.kv_bytes) if each is not None), default=None)
 
     def load(self) -> PreparedSelection:
         """Read the prepared selection. Raises ModelError when there is none for this model."""
@@ -67,7 +74,7 @@ def _device(shape: KvShape, device: Device, source: SelectionSource | None) -> R
     if source is None or not source.serves_drafts:
         if device.is_home or shape.chosen_drafts:
             return DeviceResidency(shape, device.row_memory)
-        return PagedResidency(shape, device, None if source is None else source.device_bytes)
+        return PagedResidency(shape, device, None if source is None else source.pool_bytes)
     require_selective("speculation = 'infinigen'", shape, device, NO_CHOSEN_DRAFTS)
     return IndexedResidency(shape, device.row_memory, source.load())
 

@@ -15,6 +15,7 @@ from baton.ids import SlotId
 from baton.types import KvLayout, TokenRange
 from generate_workers.residency.traits import PolicyTraits
 from modeling.forward.decoder import LayerTurns, SequenceSpan
+from modeling.kv.memory import PAGE_BYTES
 
 _NUM_SINKS = 16
 """First keys that drafts attend to, as in MagicDec (Sadhukhan et al., 2024)."""
@@ -86,6 +87,11 @@ class KvShape:
     """Whether drafts choose among all keys of a row, which policy `device` then keeps in one piece on every device."""
     most_new_tokens: int = 256
     """Most tokens of prompts that one step prefills."""
+
+    @property
+    def long_span_bytes(self) -> int:
+        """Return the bytes that the new tokens of a step's longer spans take in one layer, each span in whole pages."""
+        return self.most_new_tokens * self.layout.row_bytes + self.num_slots * PAGE_BYTES
 
     def bytes_read(self, rows: Iterable[TokenRange]) -> int:
         """Return the bytes that attention reads for rows with these new tokens, each key and value once."""
@@ -166,7 +172,8 @@ class Residency(Protocol):
 
     @property
     def num_link_bytes(self) -> int:
-        """Return the bytes copied between host and device so far; on a CPU those that attention read from home."""
+        """Return the bytes that steps and copies of rows brought between host and device so far; on a CPU those that
+        attention read from home."""
         ...
 
     @property

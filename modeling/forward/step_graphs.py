@@ -25,8 +25,9 @@ _WARM_UPS = 2
 
 
 class PagedSteps:
-    """Greedy steps of rows whose KV lies in pages. Their owner writes the tensors between steps, in place. A row that
-    has no new token, by `starts_E`, is padding: its token and length stay. Used by one thread."""
+    """Greedy steps of rows whose KV lies in pages. Their owner writes the tensors between steps, in place. Rows that
+    have no new token, by `starts_E`, are padding, and come behind all others: their tokens and lengths stay. No row may
+    become longer than its table. Used by one thread."""
 
     def __init__(self, decoder: Decoder, pages_LPS2GH: Tensor, table_BC: Tensor) -> None:
         """`table_BC`: memory for the numbers of each row's pages, int32; all tensors on the decoder's device."""

@@ -7,10 +7,13 @@ counted, and told from home memory by its address, so that a read across the lin
 
 import threading
 from bisect import bisect_right, insort
+from collections import deque
 
 _lock = threading.Lock()
 _regions: list[tuple[int, int]] = []
 """Start and end of all regions of all arenas in this process, ascending; they do not overlap."""
+_gone: "deque[tuple[Arena, tuple[int, int]]]" = deque()
+"""Regions that are no arena's any more, and are still in the lists."""
 
 
 class WrongMemoryError(AssertionError):
@@ -32,14 +35,14 @@ class Arena:
     def add_region(self, start: int, num_bytes: int) -> None:
         """Count these addresses as the device's, until `remove_region`. Nothing there is in use yet."""
         with _lock:
+            _forget_gone()
             insort(_regions, (start, start + num_bytes))
             insort(self._own, (start, start + num_bytes))
 
     def remove_region(self, start: int, num_bytes: int) -> None:
-        """Count these addresses as home memory again."""
-        with _lock:
-            _regions.remove((start, start + num_bytes))
-            self._own.remove((start, start + num_bytes))
+        """Count these addresses as home memory again. Takes no lock: Python's collector calls it, in whatever thread
+        and statement it runs."""
+        _gone.append((self, (start, start + num_bytes)))
 
     def take(self, num_bytes: int) -> None:
         """Count bytes as in use. Raises MemoryError, and counts nothing, where that exceeds the limit."""
@@ -57,6 +60,7 @@ class Arena:
     def require(self, address: int, num_bytes: int) -> None:
         """Raise WrongMemoryError unless all of these bytes are the device's."""
         with _lock:
+            _forget_gone()
             is_there = _holds(self._own, address, num_bytes)
         if num_bytes and not is_there:
             raise WrongMemoryError(f"{num_bytes} bytes at {address:#x} are home memory: fetch them over the link first")
@@ -67,9 +71,18 @@ def require_home(address: int) -> None:
     if not _regions:
         return
     with _lock:
+        _forget_gone()
         is_there = _holds(_regions, address, 1)
     if is_there:
         raise WrongMemoryError(f"{address:#x} is memory of an emulated device: copy it over the link first")
+
+
+def _forget_gone() -> None:
+    """Take regions out of the lists that are no arena's any more. With the lock."""
+    while _gone:
+        arena, region = _gone.popleft()
+        _regions.remove(region)
+        arena._own.remove(region)
 
 
 def _holds(regions: list[tuple[int, int]], address: int, num_bytes: int) -> bool:

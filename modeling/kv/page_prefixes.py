@@ -25,12 +25,16 @@ class PagePrefixes:
         """Taken before the pool's."""
         self._blocks: OrderedDict[str, list[int]] = OrderedDict()
         """Pages of each block; that used last is the last."""
+        self._is_closed = False
         pool.reclaim = self.evict
 
     def keep(self, names: Sequence[str], pages: Sequence[int]) -> None:
-        """Own the pages of consecutive blocks, whose KV is final. Blocks that are here already stay as they are."""
+        """Own the pages of consecutive blocks, whose KV is final. Blocks that are here already stay as they are. Does
+        nothing after `close`."""
         size = len(pages) // len(names) if names else 0
         with self._lock:
+            if self._is_closed:
+                return
             for index in reversed(range(len(names))):  # a block is of no use without those before it
                 if names[index] not in self._blocks:
                     own = list(pages[index * size : (index + 1) * size])
@@ -66,8 +70,9 @@ class PagePrefixes:
                     return True
         return False
 
-    def clear(self) -> None:
-        """Drop all blocks, even those whose pages rows share."""
+    def close(self) -> None:
+        """Drop all blocks, even those whose pages rows share, and keep none any more. Idempotent."""
         with self._lock:
+            self._is_closed = True
             while self._blocks:
                 self._pool.give(self._blocks.popitem()[1])

@@ -38,6 +38,8 @@ class PagePool:
         returns whether there was one. Set before the pool is used."""
         self._lock = threading.Lock()
         self._num_owners_P = np.zeros(self.num_pages, np.int32)
+        self._num_gifts = 0
+        """How often pages were given back."""
 
     @property
     def num_taken(self) -> int:
@@ -49,11 +51,12 @@ class PagePool:
         """Return pages that had no owner and have one now: the lowest, so that they are mostly adjacent. Raises
         MemoryError, and takes none, when there are too few even after what can be spared was given back."""
         while True:
+            num_gifts = self._num_gifts
             try:
                 return self._take(num_pages)
             except MemoryError:
-                if not self.reclaim():
-                    return self._take(num_pages)  # owners may have gone since
+                if not self.reclaim() and self._num_gifts == num_gifts:
+                    raise
 
     def share(self, pages: Sequence[int]) -> None:
         """Add an owner to each of these pages, which have one."""
@@ -65,6 +68,7 @@ class PagePool:
         """Take an owner from each of these pages; those that have none any more are free."""
         with self._lock:
             assert (self._num_owners_P[pages] > 0).all(), "a page is given back that has no owner"
+            self._num_gifts += 1
             self._num_owners_P[pages] -= 1
             self.memory.give([page for page in pages if not self._num_owners_P[page]])
 

@@ -25,7 +25,6 @@ from generate_workers.residency.fetched.rows import (
     AwayRow,
     Pieces,
     PlacedSpan,
-    long_span_bytes,
     others_of,
 )
 from generate_workers.residency.fetched.storing import HomeStores, link_of
@@ -284,7 +283,7 @@ class FetchedH2oResidency(WeighingResidency[KeptRow]):
         device, row_bytes = decoder.device, shape.layout.row_bytes
         pieces, self._weighing = Pieces(shape.layout, device), LayerMemory(shape, device)
         passing_bytes = (PIECE_TOKENS + shape.max_slot_tokens) * row_bytes + PAGE_BYTES
-        self.scratch_bytes = long_span_bytes(shape) + passing_bytes
+        self.scratch_bytes = shape.long_span_bytes + passing_bytes
         rows = [KeptRow(shape, device, budget, pieces, self._weighing) for _ in range(shape.num_slots)]
         passing = pieces, self._weighing
         super().__init__(rows, decoder, lambda rows: FetchedH2oStep(rows, decoder, passing))

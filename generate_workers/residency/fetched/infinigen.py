@@ -23,7 +23,7 @@ from torch import Tensor
 
 from baton.types import TokenRange
 from generate_workers.residency.fetched.hot_keys import HotSize
-from generate_workers.residency.fetched.rows import PIECE_TOKENS, FetchedRow, Pieces, long_span_bytes, others_of
+from generate_workers.residency.fetched.rows import PIECE_TOKENS, FetchedRow, Pieces, others_of
 from generate_workers.residency.fetched.storing import HomeStores, addresses, link_of
 from generate_workers.residency.port import KvShape
 from generate_workers.residency.sparse.infinigen import ScoringStep
@@ -142,7 +142,7 @@ class FetchedInfinigenResidency(RowResidency[FetchedRow]):
         ahead = replace(prepared, lookahead=1)
         others = others_of(layout)
         pieces = Pieces(layout, device), Pieces(layout, device)
-        self.scratch_bytes = 2 * PIECE_TOKENS * layout.row_bytes + long_span_bytes(shape)
+        self.scratch_bytes = 2 * PIECE_TOKENS * layout.row_bytes + shape.long_span_bytes
 
         def make(num_areas: int) -> FetchedRow:
             return FetchedRow(shape, device, HotSize(others, num_areas, ahead.selection), ahead.basis, pieces)

@@ -23,7 +23,6 @@ from generate_workers.residency.sparse.selective import SplitSpan
 from modeling.device.port import Device
 from modeling.forward.decoder import PassingSpan, SequenceSpan
 from modeling.kv.buffers import BufferSpan, KvBuffer, KvPlace, KvRows
-from modeling.kv.memory import PAGE_BYTES
 from modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
 
 PIECE_TOKENS = 512
@@ -109,11 +108,6 @@ class FetchedRow(AwayRow, ScoredRow):
 def others_of(layout: KvLayout) -> KvLayout:
     """Return the layout of the layers behind the first two."""
     return replace(layout, num_layers=layout.num_layers - NUM_WHOLE_LAYERS)
-
-
-def long_span_bytes(shape: KvShape) -> int:
-    """Return the bytes of the device for the new tokens of a step's longer spans, in one layer."""
-    return shape.most_new_tokens * shape.layout.row_bytes + shape.num_slots * PAGE_BYTES
 
 
 def bring_partial(partial: PartialIndex, pieces: Pieces, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:

@@ -25,7 +25,6 @@ from generate_workers.residency.fetched.rows import (
     AwayRow,
     Pieces,
     PlacedSpan,
-    long_span_bytes,
     others_of,
 )
 from generate_workers.residency.fetched.storing import HomeStores, link_of
@@ -159,7 +158,6 @@ class FetchedWindowStep(SelectiveStep[WindowRow]):
         """`pieces`: those that long spans read."""
         single = [(row, tokens.start) for row, tokens in rows if len(tokens) == 1]
         copies = [copy for row, start in single for copy in row.window.follow(row.others.buffer, start)]
-        self._fetch: Transfer = link.fetch(copies) if copies else Finished()
         super().__init__(layout, rows)
         self._stores, self._pieces = HomeStores(link), pieces
         self._num_fetched = num_bytes_of(copies) - pieces.num_bytes
@@ -167,6 +165,7 @@ class FetchedWindowStep(SelectiveStep[WindowRow]):
         if self.choosing:
             picks = first_and_last(self.lengths_B, selection, layout.num_kv_heads)
             self._picks = _as_places(picks, [row for row, _ in self.choosing], selection.num_first)
+        self._fetch: Transfer = link.fetch(copies) if copies else Finished()  # last: nothing may fail behind it
 
     def choose(self, layer: int, q_BNH: Tensor) -> Picks:
         assert self._picks is not None, "no row chooses"
@@ -208,7 +207,7 @@ class FetchedWindowResidency(RowResidency[WindowRow]):
         """Raise what is in OUT_OF_MEMORY when the slots' address space cannot be had."""
         assert native.load("hot_keys")  # stores rows
         pieces = Pieces(shape.layout, device)
-        self.scratch_bytes = long_span_bytes(shape) + PIECE_TOKENS * shape.layout.row_bytes
+        self.scratch_bytes = shape.long_span_bytes + PIECE_TOKENS * shape.layout.row_bytes
         rows = [WindowRow(shape, device, selection, pieces) for _ in range(shape.num_slots)]
         self._link = link_of(device)
         args = shape.layout, selection, self._link, pieces

@@ -295,6 +295,7 @@ class PooledResidency(RowResidency[PooledRow]):
         limit = PoolLimit(size.num_tokens, size.eviction, selection.num_first, selection.num_last)
         pools = KvPools(shape.num_slots, layout.num_layers - NUM_WHOLE_LAYERS, layout.num_kv_heads, limit)
         rows = [PooledRow(shape, device, prepared.basis, pools, slot) for slot in range(shape.num_slots)]
+        self.scratch_bytes = 0 if device.is_home else shape.long_span_bytes
         super().__init__(rows, lambda rows: PooledStep(rows, prepared, decoder, pools))
 
 

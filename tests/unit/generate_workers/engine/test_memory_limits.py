@@ -14,10 +14,12 @@ from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.step_runner import bytes_per_step, weight_bytes
 from generate_workers.residency.port import KvBytes
 from generate_workers.slots.memory import MemoryLimits
+from modeling.device.emulated import EmulatedDevice
 from modeling.forward.linear import PanelLinear, has_panel_linear
 from modeling.kernels import native
 from modeling.kernels.process_kernels import KERNELS
 from modeling.kernels.products import WIDENED
+from tests.support.engines.devices import on_emulated
 from tests.support.engines.generation import eos_decoder
 from tests.support.kernels.paths import require
 from tests.support.models.tiny_models import random_decoder
@@ -43,6 +45,15 @@ def test_by_default_kv_takes_half_of_what_is_free_at_most() -> None:
 def test_weights_come_off_the_device_s_memory() -> None:
     config = EngineConfig(kv_memory_bytes=1 << 20, device_memory_bytes=WEIGHTS + 50_000)
     assert limits(config) == MemoryLimits(1 << 20, 50_000)
+
+
+def test_a_device_s_limit_from_before_is_forgotten() -> None:
+    """A process that becomes an engine may have been a rank with a limit of its own."""
+    decoder = on_emulated(DECODER, EmulatedDevice())
+    decoder.device.bound(1000)
+    config = EngineConfig(num_slots=2, max_slot_tokens=100)
+    assert make_memory(decoder, config).limits.device_bytes is None
+    assert decoder.device.memory_use.limit_bytes is None
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,20 @@ def test_blocks_give_way_to_rows_the_longest_unused_and_the_last_of_a_prompt_fir
         row_of(pool, 1)  # the rest has a row, which would not give it back
     assert list(prefixes._blocks) == ["b", "a"]
     other.release()
-    prefixes.clear()
+    prefixes.close()
     assert pool.num_taken == 8
+
+
+def test_nothing_is_kept_after_the_end() -> None:
+    """Answers may still be saved when their engine has ended."""
+    pool, prefixes = make()
+    row = row_of(pool, 2 * BLOCK)
+    keep(prefixes, row, "a")
+    prefixes.close()
+    keep(prefixes, row, "ab")
+    row.release()
+    assert pool.num_taken == 0
+    assert prefixes.begin("ab") == []
 
 
 def test_rows_and_blocks_together_keep_to_a_bound() -> None:
@@ -118,5 +130,5 @@ def test_blocks_hold_what_their_names_say(actions: list[tuple[str, str]]) -> Non
         assert pool._num_owners_P.tolist() == [owners[page] for page in range(NUM_PAGES)]
     for row, _ in rows:
         row.release()
-    prefixes.clear()
+    prefixes.close()
     assert pool.num_taken == 0
