@@ -59,16 +59,20 @@ class PagePrefixes:
             self.num_shared_blocks += len(found)
         return pages
 
-    def evict(self) -> bool:
-        """Drop the block that was used longest ago among those with a page that no row has; return whether there was
-        one."""
+    def evict(self, num_pages: int) -> bool:
+        """Drop blocks with pages that no row has, those used longest ago first, until so many pages are free; return
+        whether there was any."""
+        dropped, num_spared = list[str](), 0
         with self._lock:
             for name, pages in self._blocks.items():
-                if not all(map(self._pool.is_shared, pages)):
-                    del self._blocks[name]
-                    self._pool.give(pages)
-                    return True
-        return False
+                if num_spared >= num_pages:
+                    break
+                if num_own := len(pages) - sum(map(self._pool.is_shared, pages)):
+                    dropped.append(name)
+                    num_spared += num_own
+            for name in dropped:
+                self._pool.give(self._blocks.pop(name))
+        return bool(dropped)
 
     def close(self) -> None:
         """Drop all blocks, even those whose pages rows share, and keep none any more. Idempotent."""

@@ -33,9 +33,9 @@ class PagePool:
         self.page_bytes = num_layers * memory.data_LPS2GH[0, 0].nbytes
         self.most_taken = self.num_pages
         """Most pages that may have an owner at a time."""
-        self.reclaim: Callable[[], bool] = lambda: False
-        """Called without the lock when a page is needed and none is free: gives a page back that can be spared, and
-        returns whether there was one. Set before the pool is used."""
+        self.reclaim: Callable[[int], bool] = lambda num_pages: False
+        """Called without the lock when so many more pages are needed than are free: gives back as many that can be
+        spared, or all, and returns whether there was any. Set before the pool is used."""
         self._lock = threading.Lock()
         self._num_owners_P = np.zeros(self.num_pages, np.int32)
         self._num_gifts = 0
@@ -44,8 +44,12 @@ class PagePool:
     @property
     def num_taken(self) -> int:
         """Return how many pages have an owner."""
-        with self._lock:
-            return int(np.count_nonzero(self._num_owners_P))
+        return int(np.count_nonzero(self._num_owners_P))
+
+    @property
+    def num_free(self) -> int:
+        """Return how many more pages may be taken."""
+        return self.most_taken - self.num_taken
 
     def take(self, num_pages: int) -> list[int]:
         """Return pages that had no owner and have one now: the lowest, so that they are mostly adjacent. Raises
@@ -55,7 +59,8 @@ class PagePool:
             try:
                 return self._take(num_pages)
             except MemoryError:
-                if not self.reclaim() and self._num_gifts == num_gifts:
+                num_missing = max(num_pages - self.num_free, 1)
+                if not self.reclaim(num_missing) and self._num_gifts == num_gifts:
                     raise
 
     def share(self, pages: Sequence[int]) -> None:
@@ -78,11 +83,9 @@ class PagePool:
 
     def _take(self, num_pages: int) -> list[int]:
         with self._lock:
-            free_P = np.flatnonzero(self._num_owners_P == 0)
-            num_free = len(free_P) - (self.num_pages - self.most_taken)
-            if num_free < num_pages:
-                raise MemoryError(f"{num_pages} pages are needed, and {num_free} of {self.most_taken} are free")
-            pages: list[int] = free_P[:num_pages].tolist()
+            if self.num_free < num_pages:
+                raise MemoryError(f"{num_pages} pages are needed, and {self.num_free} of {self.most_taken} are free")
+            pages: list[int] = np.flatnonzero(self._num_owners_P == 0)[:num_pages].tolist()
             self.memory.take(pages)
             self._num_owners_P[pages] = 1
             return pages
