@@ -253,6 +253,7 @@ class GenerationServer:
         prefixes, self._servicer.prefixes = self._servicer.prefixes, None
         if prefixes is not None:
             await prefixes.close()
+            await asyncio.to_thread(self.engine.close)  # again: a block's copy may have begun the link's threads anew
 
 
 def _speculation_to_proto(stats: SpeculationStats) -> generate_pb2.SpeculationStatus:
