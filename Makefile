@@ -13,7 +13,7 @@ INSTALLED := $(VENV)/.installed
 SHARING := tests/architecture tests/conformance tests/golden tests/unit
 ALONE := tests/faults tests/system
 EMULATED := BATON_TEST_DEVICE=emulated
-BENCHMARKS := kernels decode offload speculation mixed_trace residency sparse limited quantization prefill transfer serve attention chain prediction prefix slow_links noise elastic disaggregation interference overload gateway live_scaling vllm cuda
+BENCHMARKS := kernels decode offload speculation mixed_trace residency sparse limited quantization prefill transfer serve attention chain prediction prefix slow_links noise elastic disaggregation interference overload gateway web live_scaling vllm served structured cuda
 
 # Isolated builds (`pip install -e .` needs setuptools) are held to the tested versions too, by old and new pip.
 export PIP_CONSTRAINT := constraints.txt

@@ -8,6 +8,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from baton.calls.resume import Reconnect
+    from baton.calls.streams import AsyncStream, Stream
     from baton.client import AsyncClient, Client
     from baton.cluster_state import ClusterState, GenerationStatus, GroupState, PrefillStatus, Scaling, ScalingChange
     from baton.errors import BatonError
@@ -27,9 +29,8 @@ if TYPE_CHECKING:
         WidthChoice,
         WidthOption,
     )
-    from baton.resume import Reconnect
     from baton.sampling_params import SamplingParams
-    from baton.streams import AsyncStream, Stream
+    from baton.structured_output import StructuredOutput
     from baton.types import DraftRound, FinishReason, SampledToken, TokenEvent, TokenLogprob, TokenRange
 
 __version__ = "0.2.0.dev0"
@@ -61,6 +62,7 @@ __all__ = [
     "ScalingChange",
     "SpeculationTrace",
     "Stream",
+    "StructuredOutput",
     "Timings",
     "TokenEvent",
     "TokenLogprob",
@@ -77,9 +79,10 @@ _NAMES_IN = {
     "baton.errors": "BatonError",
     "baton.results": "Choice Completion DraftCounts ModelInfo Placement PlacementTerms PrefillTrace PrefixFetch"
     " RankTiming SpeculationTrace Timings Usage WidthChoice WidthOption",
-    "baton.resume": "Reconnect",
+    "baton.calls.resume": "Reconnect",
     "baton.sampling_params": "SamplingParams",
-    "baton.streams": "AsyncStream Stream",
+    "baton.calls.streams": "AsyncStream Stream",
+    "baton.structured_output": "StructuredOutput",
     "baton.types": "DraftRound FinishReason SampledToken TokenEvent TokenLogprob TokenRange",
 }
 _HOME_OF = MappingProxyType({name: home for home, names in _NAMES_IN.items() for name in names.split()})

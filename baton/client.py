@@ -19,18 +19,19 @@ from typing import Any, Generic, Self, TypeVar, Unpack
 
 import grpc
 
+from baton.calls.requests import Source, call_metadata, check_deadline, make_request
+from baton.calls.resume import Reconnect, Server, StreamState
+from baton.calls.streams import AsyncCall, AsyncStream, BaseStream, Call, Stream, client_closed
 from baton.channel_options import DEFAULT_TARGET, Keepalive, channel_options
 from baton.clock import Clock, SystemClock
 from baton.cluster_state import ClusterState, cluster_state_from_proto
 from baton.errors import RequestCancelledError
 from baton.process.endless import is_task_cancelled
+from baton.process.tracing import trace_metadata
 from baton.proto_types import model_from_proto
-from baton.requests import Source, call_metadata, check_deadline, make_request
 from baton.results import ModelInfo
-from baton.resume import Reconnect, Server, StreamState
 from baton.sampling_params import SamplingOptions, SamplingParams
 from baton.status import translate_rpc_errors
-from baton.streams import AsyncCall, AsyncStream, BaseStream, Call, Stream, client_closed
 from baton.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 Metadata = tuple[tuple[str, str], ...]
@@ -74,6 +75,7 @@ class _BaseClient(ABC, Generic[StreamT]):
         priority: str = "standard",
         metadata: Mapping[str, str] | None = None,
         exact: bool = False,
+        cache_salt: str = "",
         **sampling: Unpack[SamplingOptions],
     ) -> StreamT:
         """Send a request and return its stream at once, which runs from now on; nothing blocks or is to be awaited.
@@ -84,8 +86,10 @@ class _BaseClient(ABC, Generic[StreamT]):
         one is made. `model`, if given, must be the served model's name. With `echo`, each choice's text begins with the
         prompt's. The request ends by itself after `deadline_s` seconds from now; a server that expects the first token
         later refuses it. `priority` is interactive, standard or batch: a waiting request is served only when no more
-        urgent one can be. `metadata` is sent as gRPC metadata. With `exact`, only groups that attend to all tokens may
-        serve the request (`stream.output.exact`); where there is none, it is refused.
+        urgent one can be. `metadata` is sent as gRPC metadata, and so is the caller's current span, if it traces with
+        OpenTelemetry. With `exact`, only groups that attend to all tokens may serve the request
+        (`stream.output.exact`); where there is none, it is refused. Only requests of the same `cache_salt` use each
+        other's cached KV.
 
         Raises InvalidArgumentError for a request that cannot be sent, and RequestCancelledError after `close`. The
         stream raises what the server refuses.
@@ -98,10 +102,11 @@ class _BaseClient(ABC, Generic[StreamT]):
             echo=echo,
             priority=priority,
             exact=exact,
+            cache_salt=cache_salt,
         )
         check_deadline(deadline_s)
         state = StreamState(request, self._server, self._reconnect, self._clock, deadline_s=deadline_s)
-        return self._start(state, (*self._caller, *(metadata or {}).items()))
+        return self._start(state, (*self._caller, *trace_metadata(), *(metadata or {}).items()))
 
     @abstractmethod
     def _connect(self) -> None: ...
@@ -122,11 +127,13 @@ class Client(_BaseClient[Stream]):
         self._lock = threading.Lock()  # guards against `close` while a stream is being made
         self._is_closed = False
 
-    def model(self, timeout_s: float = 10.0) -> ModelInfo:
-        """Return the served model. Blocks. Raises UnavailableError or DeadlineExceededError without an answer."""
+    def model(self, timeout_s: float = 10.0, *, metadata: Mapping[str, str] | None = None) -> ModelInfo:
+        """Return the served model. `metadata` is sent as gRPC metadata. Blocks. Raises UnavailableError or
+        DeadlineExceededError without an answer."""
+        sent = (*self._caller, *(metadata or {}).items())
         with self._errors():
             request = orchestrator_pb2.GetModelRequest()
-            return model_from_proto(self._stub.GetModel(request, timeout=timeout_s, metadata=self._caller))
+            return model_from_proto(self._stub.GetModel(request, timeout=timeout_s, metadata=sent))
 
     def cluster_state(self, timeout_s: float = 10.0) -> ClusterState:
         """Return the cluster's state. Blocks. Raises UnavailableError or DeadlineExceededError without an answer."""
@@ -176,11 +183,13 @@ class AsyncClient(_BaseClient[AsyncStream]):
         self._channel = grpc.aio.insecure_channel(self._server.target, options=channel_options(Keepalive()))
         self._stub = orchestrator_pb2_grpc.OrchestratorStub(self._channel)
 
-    async def model(self, timeout_s: float = 10.0) -> ModelInfo:
-        """Return the model that is served. Raises UnavailableError or DeadlineExceededError without an answer."""
+    async def model(self, timeout_s: float = 10.0, *, metadata: Mapping[str, str] | None = None) -> ModelInfo:
+        """Return the model that is served. `metadata` is sent as gRPC metadata. Raises UnavailableError or
+        DeadlineExceededError without an answer."""
+        sent = (*self._caller, *(metadata or {}).items())
         with self._errors():
             request = orchestrator_pb2.GetModelRequest()
-            return model_from_proto(await self._stub.GetModel(request, timeout=timeout_s, metadata=self._caller))
+            return model_from_proto(await self._stub.GetModel(request, timeout=timeout_s, metadata=sent))
 
     async def cluster_state(self, timeout_s: float = 10.0) -> ClusterState:
         """Return the cluster's state. Raises UnavailableError or DeadlineExceededError without an answer."""

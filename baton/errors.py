@@ -85,7 +85,8 @@ class LeaseExpiredError(LeaseError):
 
 
 class TransferError(BatonError):
-    """A piece of KV was refused; the contents of the slot are unchanged."""
+    """A piece of KV was refused, which leaves the slot unchanged, or could not be copied to the device, which ends the
+    lease."""
 
     retryable = True
 

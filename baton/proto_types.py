@@ -29,6 +29,7 @@ from baton.results import (
     WidthOption,
 )
 from baton.sampling_params import SamplingParams, check_list_lengths
+from baton.structured_output import StructuredOutput, check_choice_length
 from baton.types import DraftRound, FinishReason, Priority, SampledToken, TokenEvent, TokenLogprob, TokenRange
 from baton.v1 import common_pb2, generate_pb2, orchestrator_pb2, prefill_pb2
 
@@ -93,7 +94,8 @@ def sampled_from_proto(message: common_pb2.SampledToken) -> SampledToken:
 
 def params_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
     """Return the sampling parameters as a message with all fields set explicitly."""
-    return common_pb2.SamplingParams(**vars(params))
+    structured = None if params.structured_output is None else _structured_to_proto(params.structured_output)
+    return common_pb2.SamplingParams(**vars(params) | {"structured_output": structured})
 
 
 def params_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
@@ -105,7 +107,21 @@ def params_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
         logit_bias=dict(message.logit_bias),
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
+        structured_output=(
+            _structured_from_proto(message.structured_output) if message.HasField("structured_output") else None
+        ),
     )
+
+
+def _structured_to_proto(structured: StructuredOutput) -> common_pb2.StructuredOutput:
+    if structured.choice:
+        return common_pb2.StructuredOutput(choice=common_pb2.TextChoice(texts=structured.choice))
+    return common_pb2.StructuredOutput(**{structured.kind: getattr(structured, structured.kind)})
+
+
+def _structured_from_proto(message: common_pb2.StructuredOutput) -> StructuredOutput:
+    check_choice_length(len(message.choice.texts))
+    return read(StructuredOutput, message, choice=tuple(message.choice.texts))
 
 
 def priority_from_proto(value: orchestrator_pb2.Priority.ValueType) -> Priority:

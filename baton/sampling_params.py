@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from baton.errors import InvalidArgumentError
+from baton.structured_output import StructuredOption, StructuredOutput, structured_from_option
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -82,6 +83,9 @@ class SamplingParams:
     num_drafts: int | None = None
     """Drafts that each step verifies for a choice (0 to 8), where the server speculates and finds as many; None: as
     many as the server chooses."""
+    structured_output: StructuredOutput | None = None
+    """The form that the output must have, to which its tokens are constrained; None: any text. The output may end where
+    the form is complete, and nowhere else but by `max_tokens`, a stop string or a stop token id."""
 
     def __post_init__(self) -> None:
         check_list_lengths(len(self.stop), len(self.stop_token_ids), len(self.logit_bias))
@@ -94,6 +98,7 @@ class SamplingParams:
             _require(token_id >= 0, "logit_bias", token_id, "keys are token ids")
             _require(-100 <= bias <= 100, "logit_bias", bias, "use values in [-100, 100]")
         self._check_stops()
+        self._check_structured()
 
     def of_choice(self, choice: int) -> "SamplingParams":
         """Return the parameters of one choice as those of a request with one choice: seed + `choice` is its seed, and
@@ -115,6 +120,14 @@ class SamplingParams:
         if len(set(self.stop_token_ids)) < len(self.stop_token_ids):
             twice = next(each for each in self.stop_token_ids if self.stop_token_ids.count(each) > 1)
             raise InvalidArgumentError(f"sampling.stop_token_ids holds {twice} more than once: name each token id once")
+
+    def _check_structured(self) -> None:
+        for name in ("ignore_eos", "min_tokens"):
+            if self.structured_output is not None and getattr(self, name):
+                raise InvalidArgumentError(
+                    f"sampling.{name} = {getattr(self, name)} with structured_output is out of range: the output ends "
+                    f"where its form is complete; leave {name} out"
+                )
 
 
 def check_list_lengths(num_stops: int, num_stop_token_ids: int, num_biases: int) -> None:
@@ -150,6 +163,7 @@ class SamplingOptions(TypedDict, total=False):
     prompt_logprobs: int | None
     n: int
     num_drafts: int | None
+    structured_output: StructuredOption | None
 
 
 def params_from_options(options: SamplingOptions) -> SamplingParams:
@@ -159,6 +173,7 @@ def params_from_options(options: SamplingOptions) -> SamplingParams:
         **options,
         "stop": (stop,) if isinstance(stop, str) else tuple(stop),
         "stop_token_ids": tuple(options.get("stop_token_ids", ())),
+        "structured_output": structured_from_option(options.get("structured_output")),
     }
     return SamplingParams(**values)
 

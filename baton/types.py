@@ -190,7 +190,7 @@ class KernelChoice:
     attention: str
     """How attention multiplies: a name of `modeling.kernels.products`."""
     panels: str
-    """How linear layers in C++ multiply: a name of `modeling.kernels.products`, never DOT."""
+    """How linear layers in C++ multiply: a name of `modeling.kernels.products`."""
     torch_rows: int | None
     """Number of rows from which a linear layer is computed by torch: 1 for always, None for never."""
 

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from baton.client import AsyncClient
 from baton.sampling_params import SamplingParams
+from benchmarks.support.answers import Answer
 from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
 from benchmarks.support.open_loop import percentile
 from deploy.commands.served_child import own_cluster, until_signal
@@ -56,28 +57,6 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """When a request was asked, and when each message with tokens came; unix nanoseconds."""
-
-    asked_ns: int
-    message_ns: tuple[int, ...]
-    num_tokens: int
-
-    @property
-    def ttft_s(self) -> float:
-        return (self.message_ns[0] - self.asked_ns) / 1e9
-
-    @property
-    def tpot_ms(self) -> float:
-        return (self.message_ns[-1] - self.message_ns[0]) / (self.num_tokens - 1) / 1e6
-
-    @property
-    def gap_ms(self) -> float:
-        after = zip(self.message_ns, self.message_ns[1:], strict=False)
-        return max((second - first) / 1e6 for first, second in after)
-
-
-@dataclass(frozen=True)
 class Served:
     """One round of one side."""
 
@@ -94,7 +73,7 @@ class Served:
         if name == "ttft_p99_s":
             return percentile([each.ttft_s for each in answers], 99)
         if name == "largest_gap_ms":
-            return max(each.gap_ms for each in answers)
+            return max(max(each.gaps_ms) for each in answers)
         seconds = max(each.message_ns[-1] for each in answers) - min(each.asked_ns for each in answers)
         return sum(each.num_tokens for each in answers) / seconds * 1e9
 
@@ -148,7 +127,12 @@ async def run(args: argparse.Namespace) -> int:
     async with AsyncExitStack() as stack:
         clients = {}
         for name in found:
-            settings = [f"model.name={folder}", f"model.dtype={args.dtype}", "prefill.prefix_share=0"]
+            settings = [
+                f"model.name={folder}",
+                f"model.dtype={args.dtype}",
+                "prefill.prefix_share=0",
+                "arrangement=configured",
+            ]
             settings += [f"generate.speculation={name}", *args.set, *([f"ray.address={address}"] if address else [])]
             options = [part for each in settings for part in ("--set", each)]
             cluster = await stack.enter_async_context(

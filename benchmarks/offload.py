@@ -6,11 +6,16 @@ which fetches what the next layer picks, on a device with room for `--room` of a
 rows, which have read a novel, get the tokens that truly come next. Measured in turn, two steps at a time after one that
 is not counted. Rows: milliseconds of a step beside `device` and beside `host`, bytes over the link in a step beside
 `host`'s, and the most bytes that the device held, beside all KV. `--also` names further policies, which are measured on
-devices like that of `infinigen`.
+devices like that of `infinigen`. The table at the end, and `--plot`, have all policies and cells (InfiniGen's figures
+14 to 16): the step, how many times as fast as `host`, and `device`'s step as a part of it.
+
+`--breakdown CELL` times the parts of each policy's steps in one further cell (figure 18): waiting for transfers, the
+policy's own work, attention, linear layers, and the rest. Policy by policy, each in turn with steps that are not timed
+(`benchmarks.sides.timed_steps`).
 
 `--bars`: a step of `infinigen` takes at most 1.6 times that of `device` and a third of that of `host`; its bytes are at
 most 15 % of `host`'s, and those that its steps counted; at least 70 % of its fetches' time is hidden; and the device
-never holds more than its room.
+never holds more than its room. Of a breakdown at most a tenth is in no part, and timing adds at most a tenth.
 """
 
 import argparse
@@ -18,128 +23,193 @@ import contextlib
 import os
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
 
 from baton.settings.byte_sizes import parse_rate
+from benchmarks.plots.offload import draw
 from benchmarks.sides.engine_rows import row_lengths
+from benchmarks.sides.offloaded import STEPS_A_ROUND, LoadedSelection, Side, running
 from benchmarks.sparse import contexts_of, find_source, text_ids
-from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Bars, Pairs, Reporter, case, make_parser, resolve
-from deploy.quality.passages import Context, PassageRows, prefill, shape_for
-from generate_workers.residency.policies import SelectionSource, make_residency
+from benchmarks.support.harness import (
+    PAIRS,
+    QUICK_PAIRS,
+    Bars,
+    Pairs,
+    Reporter,
+    case,
+    interleave,
+    make_parser,
+    progress,
+    resolve,
+)
+from benchmarks.support.policy_table import IDEAL, STREAMED, CellTimes, policy_table
+from benchmarks.support.step_parts import Breakdown, Part, PartClock, breakdown_table
+from deploy.quality.passages import Context, prefill
 from modeling.checkpoints.weights import load_decoder
 from modeling.device.copying import LinkRate
-from modeling.device.emulated import EmulatedDevice
-from modeling.forward.decoder import Decoder
 from modeling.hosting import use_cores
 
 GRID, QUICK_GRID = "16x4096", "2x512"
-_STEPS = 2
+OTHER_BAR = 0.1
+"""Most of a timed step that is in no part."""
+TIMING_BAR = 1.1
+"""Most times as long that a step takes when its parts are timed."""
 _READ = "emma.txt.gz"
 _LATENCY_S = 1e-5
 
 
-class Side:
-    """Rows of one policy on a device of its own."""
+@dataclass(frozen=True)
+class Cell:
+    """The rows of one batch and length, and the devices that policies get."""
 
-    def __init__(self, rows: PassageRows, device: EmulatedDevice) -> None:
-        self._rows, self.device = rows, device
-        self.step_bytes = self.counted_bytes = 0.0
-        """Bytes over the link in a step, as the link counted and as the steps did."""
-        self.hidden = 1.0
-        """Part of the fetches' time for which no step waited."""
+    batch: int
+    context: int
+    contexts: Sequence[Context]
+    rooms: dict[str, int | None]
+    """Bytes for KV on the device of each policy. None: no limit."""
+    rate: LinkRate
 
-    def step_ms(self) -> float:
-        """Return the mean milliseconds of a few steps, after one that is not counted."""
-        self._rows.step()
-        link = self.device.link
-        bytes_before = link.num_bytes_fetched + link.num_bytes_stored
-        fetch_s, waited_s = link.fetch_s, link.waited_s
-        scores = [self._rows.step() for _ in range(_STEPS)]
-        self.step_bytes = (link.num_bytes_fetched + link.num_bytes_stored - bytes_before) / _STEPS
-        self.counted_bytes = statistics.fmean(score.num_link_bytes for score in scores)
-        if link.fetch_s > fetch_s:
-            self.hidden = 1.0 - (link.waited_s - waited_s) / (link.fetch_s - fetch_s)
-        return statistics.fmean(score.duration_s for score in scores) * 1e3
+    def name(self, policy: str, **keys: object) -> str:
+        """Return the case of a policy's row."""
+        return case(batch=self.batch, context=self.context, policy=policy, **keys)
 
 
-@contextlib.contextmanager
-def running(
-    policy: str, contexts: Sequence[Context], source: SelectionSource, rate: LinkRate, room: int | None
-) -> Iterator[Side]:
-    """Open rows of a policy on a device with `room` bytes for KV; close them afterwards."""
-    cpu, device = source.decoder, EmulatedDevice(rate)
-    decoder = Decoder(cpu.config, cpu.weights, device=device)
-    shape = shape_for(decoder, [context.passage for context in contexts])
-    there = replace(source, decoder=decoder, device_bytes=room)
-    with contextlib.closing(make_residency(policy, shape, device, there)) as residency:
-        device.bound(room)
-        with PassageRows.opened(decoder, residency, contexts) as rows:
-            yield Side(rows, device)
-    device.link.rest()
+class Bench:
+    """The model and the options, which all cells share."""
 
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.folder = args, resolve(args)
+        decoder = load_decoder(self.folder, dtype=args.dtype)
+        self.source = LoadedSelection(decoder, prepared=find_source(decoder, self.folder, args.selection).load())
+        self.num_pairs: int = args.pairs or (QUICK_PAIRS if args.quick else PAIRS)
+        self.limited = ("infinigen", *filter(None, args.also.split(",")))
+        """Policies whose device has room for some of the KV."""
+        self.reporter, self.bars = Reporter("offload", args.json), Bars()
 
-def measure(args: argparse.Namespace, cell: str, source: SelectionSource, reporter: Reporter, bars: Bars) -> None:
-    """Measure one cell of the grid."""
-    cpu = source.decoder
-    batch, context = map(int, cell.split("x"))
-    num_pairs = args.pairs or (QUICK_PAIRS if args.quick else PAIRS)
-    num_steps, lengths = (num_pairs + 1) * (_STEPS + 1), row_lengths(batch, context)
-    token_ids = text_ids(resolve(args), _READ, max(lengths) + num_steps + 1)
-    contexts = contexts_of(token_ids, prefill(cpu, token_ids[: max(lengths)]), lengths, num_steps)
-    room = int(args.room * sum(length + num_steps for length in lengths) * cpu.layout.token_bytes)
-    rate, limited = LinkRate(args.link, _LATENCY_S), ("infinigen", *filter(None, args.also.split(",")))
-    with contextlib.ExitStack() as opened:
-        sides = {
-            policy: opened.enter_context(running(policy, contexts, source, rate, limit))
-            for policy, limit in (("device", None), ("host", None), *((policy, room) for policy in limited))
-        }
-        for side in sides.values():
-            side.step_ms()
-        times: dict[str, list[float]] = {policy: [] for policy in sides}
-        for _ in range(num_pairs):
-            for policy, side in sides.items():
-                times[policy].append(side.step_ms())
-        ours, host = sides["infinigen"], sides["host"]
-        for policy in limited:
-            name, side = case(batch=batch, context=context, policy=policy, dtype=args.dtype), sides[policy]
-            for baseline in ("device", "host"):
-                reporter.add(name, "step_ms", "ms", baseline, Pairs(times[policy], times[baseline]))
+    def cell(self, sizes: str) -> Cell:
+        """Prefill the rows of a cell, like 16x4096."""
+        decoder = self.source.decoder
+        batch, context = map(int, sizes.split("x"))
+        num_steps, lengths = (self.num_pairs + 1) * STEPS_A_ROUND, row_lengths(batch, context)
+        token_ids = text_ids(self.folder, _READ, max(lengths) + num_steps + 1)
+        contexts = contexts_of(token_ids, prefill(decoder, token_ids[: max(lengths)]), lengths, num_steps)
+        room = int(self.args.room * sum(length + num_steps for length in lengths) * decoder.layout.token_bytes)
+        rooms = {IDEAL: None, STREAMED: None} | dict.fromkeys(self.limited, room)
+        return Cell(batch, context, contexts, rooms, LinkRate(self.args.link, _LATENCY_S))
+
+    def compare(self, cell: Cell) -> CellTimes:
+        """Measure all policies of a cell in turn, and report them."""
+        with contextlib.ExitStack() as opened:
+            sides = {
+                policy: opened.enter_context(running(policy, cell.contexts, self.source, cell.rate, room))
+                for policy, room in cell.rooms.items()
+            }
+            for side in sides.values():
+                side.step_ms()
+            times: dict[str, list[float]] = {policy: [] for policy in sides}
+            with progress(f"{cell.batch} x {cell.context}", self.num_pairs) as advance:
+                for _ in range(self.num_pairs):
+                    for policy, side in sides.items():
+                        times[policy].append(side.step_ms())
+                    advance()
+            found = CellTimes(cell.batch, cell.context, times)
+            self._report(cell, found, sides)
+            self._check(cell, times, sides)
+        return found
+
+    def break_down(self, cell: Cell) -> list[Breakdown]:
+        """Time the parts of all policies' steps, one policy after the other, and report them."""
+        found = []
+        for policy, room in cell.rooms.items():
+            each = self._break_down(cell, policy, room)
+            for part, median_ms in each.medians_ms().items():
+                if median_ms > 0:
+                    pairs = Pairs([median_ms], [statistics.median(each.timed_ms)])
+                    self.reporter.add(
+                        cell.name(policy, part=part, dtype=self.args.dtype), "part_ms", "ms", "step", pairs
+                    )
+            what = f"{cell.batch} x {cell.context}, {policy}"
+            self.bars.at_most(f"{what}: part of a step that is in no part", each.other_share, OTHER_BAR)
+            if policy != IDEAL:  # whose layers are one native call where nothing is timed
+                self.bars.at_most(f"{what}: a timed step, times another", each.times_plain, TIMING_BAR)
+            found.append(each)
+        return found
+
+    def _break_down(self, cell: Cell, policy: str, room: int | None) -> Breakdown:
+        parts: list[dict[Part, float]] = []
+        args = policy, cell.contexts, self.source, cell.rate, room
+        with running(*args, clock=PartClock()) as timed, running(*args) as plain:
+
+            def timed_ms() -> float:
+                step_ms = timed.step_ms()
+                parts.append(dict(timed.parts_ms))
+                return step_ms
+
+            pairs = interleave(timed_ms, plain.step_ms, self.num_pairs)
+        return Breakdown(policy, pairs.theirs, pairs.ours, parts[1:])
+
+    def _report(self, cell: Cell, found: CellTimes, sides: dict[str, Side]) -> None:
+        """Report a cell's rows."""
+        reporter, dtype = self.reporter, self.args.dtype
+        reporter.add(cell.name(STREAMED, dtype=dtype), "step_ms", "ms", IDEAL, found.pairs(STREAMED, IDEAL))
+        for policy in self.limited:
+            name, side = cell.name(policy, dtype=dtype), sides[policy]
+            for baseline in (IDEAL, STREAMED):
+                reporter.add(name, "step_ms", "ms", baseline, found.pairs(policy, baseline))
             if side.step_bytes:
-                reporter.add(name, "link_bytes", "bytes", "host", Pairs([side.step_bytes], [host.step_bytes]))
-            peaks = side.device.memory_use.peak_bytes, sides["device"].device.memory_use.peak_bytes
-            reporter.add(name, "peak_bytes", "bytes", "device", Pairs(*([float(peak)] for peak in peaks)))
+                streamed = Pairs([side.step_bytes], [sides[STREAMED].step_bytes])
+                reporter.add(name, "link_bytes", "bytes", STREAMED, streamed)
+            peaks = (each.device.memory_use.peak_bytes for each in (side, sides[IDEAL]))
+            reporter.add(name, "peak_bytes", "bytes", IDEAL, Pairs(*([float(peak)] for peak in peaks)))
+
+    def _check(self, cell: Cell, times: dict[str, list[float]], sides: dict[str, Side]) -> None:
+        """Check what is promised of `infinigen`."""
+        ours, host, room = sides["infinigen"], sides[STREAMED], cell.rooms["infinigen"]
+        assert room is not None, "a device with room for all KV would prove nothing"
         medians = {policy: statistics.median(found) for policy, found in times.items()}
-        bars.at_most(f"{cell}: step, times that of device", medians["infinigen"] / medians["device"], 1.6)
-        bars.at_most(f"{cell}: step, part of that of host", medians["infinigen"] / medians["host"], 1 / 3)
-        bars.at_most(f"{cell}: bytes, part of those of host", ours.step_bytes / host.step_bytes, 0.15)
-        bars.at_most(f"{cell}: bytes that were not counted", abs(ours.step_bytes - ours.counted_bytes), 0)
-        bars.at_least(f"{cell}: hidden part of the fetches' time", ours.hidden, 0.7)
-        bars.at_most(f"{cell}: peak of the device, part of its room", ours.device.memory_use.peak_bytes / room, 1.0)
+        bars, where = self.bars, f"{cell.batch}x{cell.context}"
+        bars.at_most(f"{where}: step, times that of device", medians["infinigen"] / medians[IDEAL], 1.6)
+        bars.at_most(f"{where}: step, part of that of host", medians["infinigen"] / medians[STREAMED], 1 / 3)
+        bars.at_most(f"{where}: bytes, part of those of host", ours.step_bytes / host.step_bytes, 0.15)
+        bars.at_most(f"{where}: bytes that were not counted", abs(ours.step_bytes - ours.counted_bytes), 0)
+        bars.at_least(f"{where}: hidden part of the fetches' time", ours.hidden, 0.7)
+        bars.at_most(f"{where}: peak of the device, part of its room", ours.device.memory_use.peak_bytes / room, 1.0)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure all cells; with --bars, return 1 when a bar is missed."""
     cores = sorted(os.sched_getaffinity(0))
     use_cores(cores, len(cores))
-    folder = resolve(args)
-    cpu = load_decoder(folder, dtype=args.dtype)
-    source = find_source(cpu, folder, None)
-    reporter, bars = Reporter("offload", args.json), Bars()
-    for cell in (args.grid or (QUICK_GRID if args.quick else GRID)).split(","):
-        measure(args, cell, source, reporter, bars)
-    reporter.close()
-    return bars.close() if args.bars else 0
+    bench = Bench(args)
+    cells = [
+        bench.compare(bench.cell(sizes)) for sizes in (args.grid or (QUICK_GRID if args.quick else GRID)).split(",")
+    ]
+    breakdowns = bench.break_down(bench.cell(args.breakdown)) if args.breakdown else []
+    bench.reporter.close()
+    console = Console(stderr=args.json)
+    console.print(policy_table(cells))
+    if breakdowns:
+        console.print(breakdown_table(f"ms of a step, {args.breakdown}", breakdowns))
+    if args.plot is not None:
+        draw(cells, breakdowns, args.plot)
+    return bench.bars.close() if args.bars else 0
 
 
 def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--grid", default=None, help=f"batch x context cases (default {GRID})")
+    parser.add_argument("--breakdown", default=None, help="batch x context of the steps whose parts are timed")
     parser.add_argument("--link", type=parse_rate, default="4GBps", help="rate in each direction (default: 4GBps)")
     parser.add_argument("--room", type=float, default=0.3, help="of all rows' KV, on infinigen's device (default: 0.3)")
     parser.add_argument("--also", default="", help="further policies, like window,h2o,int4,infinigen_int4")
+    parser.add_argument("--selection", type=Path, default=None, help="file of `baton prepare`; default: the model's")
     parser.add_argument("--pairs", type=int, default=0, help=f"rounds; 0: {PAIRS}, or {QUICK_PAIRS} with --quick")
+    parser.add_argument("--plot", type=Path, default=None, help="file for a plot (PNG)")
     parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
     return run(parser.parse_args())
 

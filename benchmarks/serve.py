@@ -98,7 +98,9 @@ class _Bench:
             if with_single:  # on the same Ray, because a second one would take a share of the cores
                 settings = [*place.settings(0), f"ray.address={ray_address}"]
                 baselines["single"], _ = await self._served(stack, settings)
-            spec = EngineSpec(self.folder, self.args.dtype, place.num_threads, place.cores, EngineConfig())
+            spec = EngineSpec(
+                self.folder, self.args.dtype, place.num_threads, place.cores, EngineConfig(speculation="off")
+            )
             baselines["engine"] = await stack.enter_async_context(engine_alone(spec))
             stack.enter_context(_pinned_to(place.other_cores))
             yield chain, baselines

@@ -5,11 +5,15 @@ import sys
 
 from baton import __version__
 from baton.errors import BatonError, ConfigError, InvalidArgumentError
+from deploy.bench import command as bench
 from deploy.calibration import prefill as calibrate
 from deploy.chaos import command as chaos
-from deploy.commands import drain, flip, gateway, generate, inspection, local, reload, scale, serving
+from deploy.commands import drain, flip, generate, inspection, local, reload, scale, serving
 from deploy.forecasts import plan, simulate
+from deploy.front_doors import gateway, http
 from deploy.quality import evaluate, prepare
+from deploy.top import command as top
+from deploy.traces import command as trace
 from deploy.traffic import command as traffic
 
 
@@ -24,11 +28,15 @@ def build_parser() -> argparse.ArgumentParser:
     local.add_parser(commands)
     serving.add_parser(commands)
     gateway.add_parser(commands)
+    http.add_parser(commands)
     drain.add_parser(commands)
     flip.add_parser(commands)
     reload.add_parser(commands)
     scale.add_parser(commands)
     inspection.add_parser(commands)
+    trace.add_parser(commands)
+    top.add_parser(commands)
+    bench.add_parser(commands)
     calibrate.add_parser(commands)
     chaos.add_parser(commands)
     evaluate.add_parser(commands)

@@ -39,6 +39,10 @@ class EngineConfig:
     """Choices that may wait for a slot to prefill locally, not counting those for which a slot is free."""
     max_step_stretch: Annotated[float, Field(ge=1)] = 1.5
     """Longest decode step that also prefills, as a multiple of the step's time without prefill; inf: no bound."""
+    mixed_step_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Seconds that a decode step which also prefills may take, where that is longer than max_step_stretch allows."""
+    burst_step_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Seconds that such a step may take once in a while, where it then ends all prefills that wait; 0: never."""
     residency: ResidencyName = "device"
     """Where KV lives: device or host, both memory of the CPU. All others approximate: fewer keys, 4 bits, or both."""
     selection_file: AbsolutePath = ""
@@ -61,6 +65,8 @@ class EngineConfig:
     """When a draft is accepted: coupled, so that a text depends on its seed alone, or maximal: more often."""
     draft_keys: Annotated[int, Field(ge=2)] = 256
     """Keys that a draft attends to; half or twice as many, where that is planned; with snapkv up to half more."""
+    step_graphs: bool = True
+    """Whether steps that decode are replayed from CUDA graphs on device cuda, with Triton; to measure without them."""
     growth_tokens: Count = 256
     """Output tokens for which a row gets memory when it starts; fewer fit more rows, and preempt more often."""
 

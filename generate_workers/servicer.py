@@ -27,6 +27,7 @@ from baton.v1 import common_pb2, generate_pb2, generate_pb2_grpc
 from generate_workers.config import EngineConfig
 from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.decode_first import DecodeFirst
+from generate_workers.engine.device_steps import make_device_steps
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.rows import GenerationRequest
 from generate_workers.engine.speculation import SpeculationStats
@@ -226,6 +227,7 @@ class GenerationServer:
         slots = SlotTable(memory, clock, endpoint=f"{host}:{bound}")
         # may refuse: nothing of the store is open yet
         speculation = make_speculation(decoder, slots, config, clock, cost, draft_model=draft_model)
+        decode_steps = await asyncio.to_thread(make_device_steps, decoder, memory.residency, config, clock)
         prefixes = None
         if prefix_folder is not None:
             prefixes = GroupPrefixes(
@@ -234,7 +236,11 @@ class GenerationServer:
         reclaim = prefixes.saver.give_up if prefixes is not None else None
         batcher = DecodeFirst.of(config, decoder.config)
         engine = GenerationEngine(
-            *(decoder, tokenizer, slots, clock, config), batcher=batcher, speculation=speculation, reclaim=reclaim
+            *(decoder, tokenizer, slots, clock, config),
+            batcher=batcher,
+            speculation=speculation,
+            reclaim=reclaim,
+            decode_steps=decode_steps,
         )
         servicer = GenerationServicer(engine, decoder.layout, prefixes)
         generate_pb2_grpc.add_GenerationGroupServicer_to_server(servicer, server)

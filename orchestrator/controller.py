@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from baton.clock import Clock
-from baton.cluster_state import StepSample
 from baton.errors import (
     BatonError,
     DeadlineExceededError,
@@ -23,6 +22,7 @@ from baton.errors import (
     RequestCancelledError,
     UnavailableError,
 )
+from baton.process.request_log import SERVED_REQUEST
 from baton.types import FinishReason, TokenEvent
 from orchestrator.actuation.scaler import Scaler
 from orchestrator.admission.fair_queue import FairQueue
@@ -32,12 +32,14 @@ from orchestrator.dispatch.attempt import Dispatcher
 from orchestrator.dispatch.streaming import Emit
 from orchestrator.membership.breakers import Breakers, RetryBudget, tells_of_the_group
 from orchestrator.membership.members import Members
+from orchestrator.observability.journal import Journal
 from orchestrator.observability.metrics import Metrics
-from orchestrator.observability.request_log import log_end, log_failure
 from orchestrator.observability.state import Overview
+from orchestrator.observability.traces import Traces
 from orchestrator.requests.config import OrchestratorConfig
-from orchestrator.requests.record import Event, Finished, RequestMove, RequestRecord, Started
+from orchestrator.requests.record import Event, Finished, RequestRecord, Started
 from orchestrator.requests.request import Request
+from orchestrator.requests.states import RequestMove
 from orchestrator.workers.census import Census
 from orchestrator.workers.client import Clients
 from planning.planner import ChainPlanner
@@ -72,11 +74,14 @@ class Controller:
         *,
         planner: ChainPlanner,
         secret: ClusterSecret,
+        traces: Traces | None = None,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
-        """`planner` is asked for every request. `secret` is the cluster's, sent with each call to a worker.
-        `on_failure` is called when an attempt has failed, so that a supervisor can check its workers at once."""
-        self.metrics = Metrics()
+        """`planner` is asked for every request. `secret` is the cluster's, sent with each call to a worker. `traces`
+        get every request that has ended, and are closed with the controller. `on_failure` is called when an attempt
+        has failed, so that a supervisor can check its workers at once."""
+        self.metrics, self._traces = Metrics(), traces or Traces()
+        self._journal = Journal(clock, self.metrics, self._traces, planner)
         self._clock = clock
         self._config = config or OrchestratorConfig()
         self._on_failure = on_failure
@@ -85,9 +90,8 @@ class Controller:
         self._clients = Clients(secret)
         self._dispatcher = Dispatcher(members, self._clients, planner, clock, self._config)
         self._forecast = ChainForecast(self._dispatcher.chooser)
-        self._planner = planner
         ttl_s = self._config.lease_ttl_s
-        self._census = Census(members, self._clients, clock, self._observe_step, lease_ttl_s=ttl_s)
+        self._census = Census(members, self._clients, clock, self._journal.stepped, lease_ttl_s=ttl_s)
         self.overview = Overview(members, self._census, self._admission, self._dispatcher, clock, lease_ttl_s=ttl_s)
         self._scaler = Scaler(
             *(members, self.overview, self._dispatcher.chooser.occupancy, planner, self.metrics),
@@ -121,6 +125,7 @@ class Controller:
             await _cancel(self._counting)
         await self._dispatcher.close()
         await self._clients.prune(())
+        await self._traces.close()
 
     async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Yield one request's stream: Started, tokens, Finished. Closing the generator cancels the request everywhere.
@@ -132,8 +137,7 @@ class Controller:
         if self._closing:
             raise UnavailableError(_CLOSING)
         self._check_choices(request.num_slots)
-        salt = request.tenant.name if self._config.prefix_isolation else ""
-        request = replace(request, exact=self._check_exact(request.exact), prefix_salt=salt)
+        request = replace(request, exact=self._check_exact(request.exact), prefix_salt=self._salt(request))
         record = RequestRecord.of(request, self._clock.unix_ns())
         started = Started(request.request_id, len(request.prompt_ids), request.params.seed, request.exact)
         first: tuple[Event, ...] = (started, *record.end_known(record.received_ns))
@@ -144,6 +148,7 @@ class Controller:
         run = self._join(record)
         for event in first:
             run.events.put_nowait(event)
+        SERVED_REQUEST.set(request.request_id)
         task = asyncio.create_task(self._complete(run))
         self._tasks.add(task)
         task.add_done_callback(partial(self._settle, run))
@@ -162,7 +167,7 @@ class Controller:
         try:
             entry = self._admission.join(record.request, None if forecast is None else forecast.cautious_s)
         except BatonError as error:
-            self.metrics.refused(error)
+            self._journal.refused(error)
             raise
         self._budget.earn()
         self._scaler.arrived(record)
@@ -181,6 +186,12 @@ class Controller:
             if echo and event.index == 0:
                 event = replace(event, text=echo + event.text)
         run.events.put_nowait(event)
+
+    def _salt(self, request: Request) -> str:
+        """Return what separates the request's cached prompt from others': its tenant, where tenants are isolated, and
+        what the client gave."""
+        tenant = request.tenant.name if self._config.prefix_isolation else ""
+        return f"{tenant}\0{request.prefix_salt}" if request.prefix_salt else tenant
 
     def _check_exact(self, wanted: bool) -> bool:
         """Return whether all of the request's tokens will be exact.
@@ -202,15 +213,6 @@ class Controller:
         num_slots = self._members.view.num_slots
         self._admission.resize(num_slots, is_asleep=self._members.is_asleep("generate"))
         self._budget.resize(num_slots)
-
-    def _observe_step(self, step: StepSample) -> None:
-        """Compare the duration of a generation group's step with its prediction, for the metrics."""
-        if step.num_drafts:
-            if step.predicted_s:
-                self.metrics.predicted("draft_round", step.predicted_s, step.duration_s)
-        elif self._planner.steps is not None and step.num_rows and not step.num_prefill_tokens:
-            predicted_s = self._planner.step_s(step.num_rows, step.context_tokens)
-            self.metrics.predicted("generation_step", predicted_s, step.duration_s)
 
     async def _complete(self, run: _Run) -> Finished:
         """Run the request to its end, whatever happens but cancellation, and return that end."""
@@ -245,10 +247,9 @@ class Controller:
         finished = self._interrupted(record) if task.cancelled() else task.result()
         run.events.put_nowait(finished)  # first, so that the client's stream ends even if the rest fails
         self._scaler.ended(record)
-        log_end(record, finished)
         if run.forecast is not None:
             self._forecast.ended(record, run.forecast, finished.timings.finished_ns)
-        self.metrics.ended(record, finished)
+        self._journal.ended(record, finished)
 
     def _interrupted(self, record: RequestRecord) -> Finished:
         """Return the end of a request that its client or `close` has cancelled, perhaps after its last token."""
@@ -301,8 +302,7 @@ class Controller:
 
     def _note_failure(self, record: RequestRecord, error: BatonError) -> None:
         """Report a failed attempt to log, metrics, the group's breaker and `on_failure`, before the next is placed."""
-        log_failure(record, error)
-        self.metrics.attempt_failed(error)
+        self._journal.failed(record, error)
         blamed = record.attempt.blamed
         if blamed is not None and tells_of_the_group(error):
             self._members.failed(blamed)

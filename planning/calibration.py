@@ -74,7 +74,7 @@ class Calibration:
     @property
     def fingerprint(self) -> str:
         """Sixteen hex digits, equal for the same model, shape, hardware and kernel, whatever was measured."""
-        key = json.dumps([self.model, self.hardware, self.kernel.value, asdict(self.shape)], sort_keys=True)
+        key = json.dumps([self.model, self.hardware, self.kernel.value, self.shape.identity], sort_keys=True)
         return hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
 
 

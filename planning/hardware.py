@@ -9,6 +9,9 @@ from planning.cost_model import CostModel, Link
 from planning.model_shape import ModelShape
 from planning.work_cost import WorkCost
 
+_MIXED_TOKENS = 16
+"""Tokens of a step over whose number the further bytes of experts are spread evenly."""
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -51,10 +54,13 @@ def derive(shape: ModelShape, hardware: Hardware, push: Link | None = None) -> C
 
 def derive_step(shape: ModelShape, hardware: Hardware, *, weight_bytes: float) -> WorkCost:
     """Derive what a generation step costs from a model's FLOPs and bytes at the hardware's rates. `weight_bytes`: those
-    of all weights that a step reads."""
+    of all weights that a step of one token reads. In a mixture of experts a further token costs those of the experts
+    that it touches besides, in the mean of the first `_MIXED_TOKENS`."""
+    further = (shape.read_weights(_MIXED_TOKENS) - shape.read_weights(1)) / (_MIXED_TOKENS - 1)
+    further_s = weight_bytes / hardware.memory_bandwidth * further / shape.read_weights(1)
     return WorkCost(
         step_s=weight_bytes / hardware.memory_bandwidth,
-        token_s=2 * shape.step_weights / hardware.linear_flops,
+        token_s=2 * shape.step_weights / hardware.linear_flops + further_s,
         key_s=shape.num_layers * shape.kv_bytes / hardware.memory_bandwidth,
         pair_s=shape.num_layers * shape.pair_flops / hardware.pair_flops,
     )
@@ -88,8 +94,41 @@ def hardware_of(name: str) -> Hardware:
     return HARDWARE[name]
 
 
-def cpu_rank(num_threads: int, dtype_bytes: int) -> Hardware:
-    """Guess the rates of a CPU rank with `num_threads` cores; `dtype_bytes` is 2 for bf16, 4 for fp32."""
-    core = HARDWARE["cpu-core" if dtype_bytes == 2 else "cpu-core-fp32"]
-    rates = {name: getattr(core, name) * num_threads for name in ("linear_flops", "pair_flops")}
-    return dataclasses.replace(core, **rates)
+@dataclass(frozen=True)
+class CoreRates:
+    """The rates that one core of a kind of processor reaches with one dtype."""
+
+    linear_flops: float
+    """FLOP/s of a layer's matrices over a chunk of prompt."""
+    pair_flops: float
+    """FLOP/s of the attention kernel."""
+    memory_bandwidth: float
+    """Bytes a second that one core reads."""
+    shared_bandwidth: float
+    """Bytes a second that all cores read together."""
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if not value > 0:
+                raise ConfigError(f"core: {name} = {value} is out of range: give a rate above 0")
+
+    def __str__(self) -> str:
+        return (
+            f"{self.linear_flops / 1e9:.3g} GFLOP/s in matrices, {self.pair_flops / 1e9:.3g} in attention, reads "
+            f"{self.memory_bandwidth / 1e9:.3g} GB/s (all cores {self.shared_bandwidth / 1e9:.3g})"
+        )
+
+
+def cpu_rank(num_threads: int, dtype_bytes: int, core: CoreRates | None = None) -> Hardware:
+    """Return the rates of a CPU rank with `num_threads` cores; `dtype_bytes` is 2 for bf16, 4 for fp32. They are those
+    of `core`, which were measured with that dtype; without it, a guess."""
+    assumed = HARDWARE["cpu-core" if dtype_bytes == 2 else "cpu-core-fp32"]
+    if core is None:
+        rates = {name: getattr(assumed, name) * num_threads for name in ("linear_flops", "pair_flops")}
+        return dataclasses.replace(assumed, **rates)
+    return dataclasses.replace(
+        assumed,
+        linear_flops=core.linear_flops * num_threads,
+        pair_flops=core.pair_flops * num_threads,
+        memory_bandwidth=min(core.memory_bandwidth * num_threads, core.shared_bandwidth),
+    )

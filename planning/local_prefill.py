@@ -1,7 +1,8 @@
 """How long a generation group takes to prefill a prompt by itself, in chunks between its decode steps.
 
-A step that decodes and prefills may take at most `max_step_stretch` times as long as decoding alone; the rest of it is
-prefill. So a prompt takes its own computation and, with running rows, one decode step for each of its chunks. Pure.
+A step that decodes and prefills may take at most `max_step_stretch` times as long as decoding alone, or `mixed_step_s`;
+the rest of it is prefill. So a prompt takes its own computation and, with running rows, one decode step for each of its
+chunks. Pure.
 """
 
 import math
@@ -23,9 +24,11 @@ class LocalPrefill:
     """Longest duration of a step with prefill, as a multiple of the duration without."""
     max_step_tokens: int
     """Prefill tokens in one step, at most."""
+    mixed_step_s: float = 0.0
+    """Seconds that a step with prefill may take, where `max_step_stretch` allows less."""
 
     def __post_init__(self) -> None:
-        for name, least in (("speed", 0.0), ("max_step_stretch", 1.0), ("max_step_tokens", 1)):
+        for name, least in (("speed", 0.0), ("max_step_stretch", 1.0), ("max_step_tokens", 1), ("mixed_step_s", 0.0)):
             value = getattr(self, name)
             if not value >= least or not self.speed > 0:
                 raise InvalidArgumentError(f"{name} = {value} is out of range: use at least {least}, a speed above 0")
@@ -41,5 +44,6 @@ class LocalPrefill:
     def chunk_s(self, prefill_s: float, num_tokens: int, step_s: float) -> float:
         """Return the seconds that the largest chunk of such a prompt adds to a decode step of `step_s`."""
         token_s = prefill_s / num_tokens
-        bound_s = max((self.max_step_stretch - 1) * step_s, LEAST_STEP_TOKENS * token_s)
+        allowed_s = max((self.max_step_stretch - 1) * step_s, self.mixed_step_s - step_s)
+        bound_s = max(allowed_s, LEAST_STEP_TOKENS * token_s)
         return min(bound_s, self.max_step_tokens * token_s)

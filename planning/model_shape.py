@@ -21,12 +21,16 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     ffn: int
-    """Width inside the feed-forward part."""
+    """Width inside the feed-forward part; inside one expert, in a mixture of experts."""
     vocab: int
     gated: bool = True
     """Whether the feed-forward part has three matrices (SwiGLU) or two."""
     dtype_bytes: int = 2
     """Bytes of one element of weights and KV."""
+    num_experts: int = 1
+    """Feed-forward parts of each layer; above 1 in a mixture of experts, whose routers do not count."""
+    num_active_experts: int = 1
+    """Feed-forward parts that a token passes through in each layer."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -37,6 +41,28 @@ class ModelShape:
             raise ConfigError(
                 f"shape: num_heads = {self.num_heads} is no multiple of num_kv_heads = {self.num_kv_heads}: correct one"
             )
+        if self.num_active_experts > self.num_experts:
+            raise ConfigError(
+                f"shape: num_active_experts = {self.num_active_experts} is out of range: give at most num_experts ="
+                f" {self.num_experts}"
+            )
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Fields that tell this shape from others: without those of experts where there are none, so that fingerprints
+        of files that were written before there were any still hold."""
+        fields = dataclasses.asdict(self)
+        return fields if self.num_experts > 1 else {name: fields[name] for name in fields if "experts" not in name}
+
+    @property
+    def ffn_weights(self) -> int:
+        """Weights of a layer's feed-forward part; of one expert, in a mixture."""
+        return (3 if self.gated else 2) * self.hidden * self.ffn
+
+    @property
+    def active_ffn(self) -> int:
+        """Width of all feed-forward parts together that a token passes through in a layer."""
+        return self.ffn * self.num_active_experts
 
     @property
     def projection_weights(self) -> int:
@@ -45,17 +71,21 @@ class ModelShape:
 
     @property
     def layer_weights(self) -> int:
-        """Weights of all matrices of one layer."""
-        return (
-            self.projection_weights
-            + self.hidden * self.head_dim * self.num_heads
-            + (3 if self.gated else 2) * self.hidden * self.ffn
-        )
+        """Weights of the matrices of one layer that a token is multiplied with: all but those of other experts."""
+        attention = self.projection_weights + self.hidden * self.head_dim * self.num_heads
+        return attention + self.num_active_experts * self.ffn_weights
 
     @property
     def step_weights(self) -> int:
         """Weights of all layers and of the output head: what a step multiplies each token with."""
         return self.num_layers * self.layer_weights + self.vocab * self.hidden
+
+    def read_weights(self, num_tokens: int) -> float:
+        """Return the weights that a step of so many tokens reads: in a mixture those of the experts that it touches, in
+        the mean over tokens whose experts are drawn evenly and independently."""
+        touched = self.num_experts * (1 - (1 - self.num_active_experts / self.num_experts) ** num_tokens)
+        further = max(touched - self.num_active_experts, 0.0)
+        return self.step_weights + self.num_layers * further * self.ffn_weights
 
     @property
     def project_share(self) -> float:

@@ -1,10 +1,14 @@
 """How much slower ranks are than nominal rates say, learnt from the jobs that they have done. Serves for anything else
 whose duration is only guessed until it has been observed.
 
-Nominal costs know a processor by its name at best: they can be off by a factor, which is nearly the same for all of a
-model's prompts. So one number corrects them: the median, weighted by predicted seconds, of what recent jobs took over
-what nominal costs predict for them. Jobs are never compared with corrected costs, so a correction does not feed on
-itself. A job counts only on ranks that served no later job meanwhile, where its time is its own. Pure.
+Nominal costs can be off by a factor, which is nearly the same for all of a model's prompts, and they leave out what a
+job takes whatever its length: messages, threads that wake. So two numbers correct them. The factor is the median,
+weighted by predicted seconds, of what the longer ones of recent jobs took over what nominal costs predict for them.
+The fixed part is the least by which one of the shorter jobs outlasted its prediction times the factor. In the
+beginning nominal rates are believed as if a job had confirmed them, so that a first prompt of a few tokens, which
+mostly pays the fixed part, tells nothing of long ones; unless it was faster than predicted, as no fixed part makes it.
+Jobs are never compared with corrected costs, so a correction
+does not feed on itself. A job counts only on ranks that served no later job meanwhile, where its time is its own. Pure.
 """
 
 from collections import deque
@@ -32,9 +36,12 @@ def computed_s(rank: RankTiming) -> float:
 class Pace:
     """Estimate of the ranks' speed from finished jobs. Deterministic: it depends on nothing but what is observed."""
 
-    def __init__(self) -> None:
-        self._recent: deque[tuple[float, float]] = deque(maxlen=_NUM_RECENT)
-        """(observed over predicted, predicted seconds) of recent jobs."""
+    def __init__(self, believed_s: float = 0.0) -> None:
+        """`believed_s`: predicted seconds of the job that is supposed to have taken as long as predicted, until
+        sixteen others have been observed; 0 for none."""
+        self._supposed = believed_s, believed_s
+        self._recent: deque[tuple[float, float]] = deque([self._supposed] if believed_s else [], maxlen=_NUM_RECENT)
+        """(observed seconds, predicted seconds) of recent jobs."""
         self._num_passed_over = 0
         """Decisions against what this pace predicts since the latest observation, or since one was forgotten."""
         self._latest_ns: dict[Hashable, int] = {}
@@ -42,18 +49,25 @@ class Pace:
 
     def __len__(self) -> int:
         """Return how many jobs the estimate rests on."""
-        return len(self._recent)
+        return sum(job != self._supposed for job in self._recent)
+
+    @property
+    def fixed_s(self) -> float:
+        """Seconds that a job takes besides its prediction times `factor`; 0 when no short one was observed."""
+        factor, long_s = self.factor, self._long_s
+        short = [
+            observed_s - factor * predicted_s
+            for observed_s, predicted_s in self._recent
+            if predicted_s < long_s and (observed_s, predicted_s) != self._supposed
+        ]
+        return max(min(short, default=0.0), 0.0)
 
     @property
     def factor(self) -> float:
         """Factor by which ranks are slower than predicted; 1 when nothing was observed."""
-        ascending = sorted(self._recent)
-        left_s = sum(seconds for _, seconds in ascending) / 2
-        for ratio, seconds in ascending:
-            left_s -= seconds
-            if left_s <= 0:
-                return ratio
-        return 1.0
+        long_s = self._long_s
+        found = _median_ratio([job for job in self._recent if job[1] >= long_s])
+        return min(found, _median_ratio([job for job in self._recent if job != self._supposed], nothing=found))
 
     def observe(self, group: Hashable, ranks: Sequence[RankTiming], predict: PredictRanks) -> None:
         """Record a job that `group` has done. Only its fastest rank, relative to the prediction, counts: the others may
@@ -61,7 +75,7 @@ class Pace:
         in_order = sorted(ranks, key=lambda rank: rank.tokens.start)
         predicted_s = predict([rank.tokens for rank in in_order])
         ratios = [
-            (computed_s(rank) / seconds, seconds)
+            (computed_s(rank) / seconds, computed_s(rank), seconds)
             for rank, seconds in zip(in_order, predicted_s, strict=True)
             if seconds > 0 and self._latest_ns.get((group, rank.rank), 0) <= rank.start_ns < rank.end_ns
         ]
@@ -69,12 +83,12 @@ class Pace:
             place = (group, rank.rank)
             self._latest_ns[place] = max(self._latest_ns.get(place, 0), rank.start_ns)
         if ratios:
-            self._note(*min(ratios))
+            self._note(*min(ratios)[1:])
 
     def note(self, observed_s: float, predicted_s: float) -> None:
         """Record something that took `observed_s`; `predicted_s` is the prediction without correction."""
         if predicted_s > 0:
-            self._note(observed_s / predicted_s, predicted_s)
+            self._note(observed_s, predicted_s)
 
     def pass_over(self) -> None:
         """Record a decision against what this pace predicts. As long as that goes on, observations are forgotten one by
@@ -82,9 +96,27 @@ class Pace:
         self._num_passed_over += 1
         if self._num_passed_over >= _PASSED_OVER:
             self._num_passed_over = 0
-            if self._recent:
-                self._recent.popleft()
+            if len(self):  # what is supposed is no observation, and stays
+                del self._recent[1 if self._recent[0] == self._supposed else 0]
 
-    def _note(self, ratio: float, seconds: float) -> None:
+    @property
+    def _long_s(self) -> float:
+        """Predicted seconds from which on a job is one of the longer ones: half of the longest's."""
+        return max((predicted_s for _, predicted_s in self._recent), default=0.0) / 2
+
+    def _note(self, observed_s: float, predicted_s: float) -> None:
         self._num_passed_over = 0
-        self._recent.append((min(max(ratio, 1 / _MOST), _MOST), seconds))
+        self._recent.append((observed_s, predicted_s))
+
+
+def _median_ratio(jobs: Sequence[tuple[float, float]], nothing: float = 1.0) -> float:
+    """Return the median, weighted by predicted seconds, of observed over predicted seconds; `nothing` without jobs."""
+    ascending = sorted(
+        (min(max(observed_s / predicted_s, 1 / _MOST), _MOST), predicted_s) for observed_s, predicted_s in jobs
+    )
+    left_s = sum(seconds for _, seconds in ascending) / 2
+    for ratio, seconds in ascending:
+        left_s -= seconds
+        if left_s <= 0:
+            return ratio
+    return nothing

@@ -34,6 +34,8 @@ their predicted times."""
 _CLOSE_RANKS = 4
 """Widest chain whose knots lie a factor of 2 apart, which costs a percent or two between them; above, a factor of 4."""
 _LEAST_KNOT = 16
+_BELIEVED_S = 0.5
+"""Predicted seconds of computing from which on a first job tells more of the machine than nominal rates do."""
 _FETCH_S = 0.004
 """Nominal seconds of a fetch of cached KV besides latency and bytes: two calls, a connection, and files."""
 
@@ -76,11 +78,11 @@ class ChainPlanner:
         self._steps = steps
         self._protocol = protocol
         self._num_searched = min(max_ranks, _SEARCHED_RANKS)
-        self._pace, self._push_pace, self._local_pace, self._fetch_pace = Pace(), Pace(), Pace(), Pace()
         if table is None:
             self._basis = self.search(calibration)
         else:
             self._basis = PredictionBasis(calibration, calibration.cost, table)
+        self._forget()
 
     @property
     def calibration(self) -> Calibration:
@@ -120,8 +122,8 @@ class ChainPlanner:
     def adopt(self, basis: PredictionBasis) -> None:
         """Predict by the result of `search` from here on, and forget observations. Running calls keep the former
         basis."""
-        self._pace, self._push_pace, self._local_pace, self._fetch_pace = Pace(), Pace(), Pace(), Pace()
         self._basis = basis
+        self._forget()
 
     def observe(self, group: Hashable, ranks: Sequence[RankTiming]) -> None:
         """Record what the ranks of `group` took for a finished job. Nominal costs are scaled accordingly from here on;
@@ -138,7 +140,9 @@ class ChainPlanner:
             return
         nominal = basis.calibration.cost
         self._pace.observe(group, ranks, lambda chunks: self._rank_s(chunks, nominal))
-        self._basis = replace(basis, cost=nominal.times(self._pace.factor))
+        cost = nominal.times(self._pace.factor)
+        fixed_s = cost.fixed_s + self._pace.fixed_s / cost.num_layers
+        self._basis = replace(basis, cost=replace(cost, fixed_s=fixed_s))
 
     def chunks(self, tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
         """Return one consecutive, non-empty range a rank, in rank order, covering `tokens`; `tokens.start` tokens are
@@ -204,13 +208,13 @@ class ChainPlanner:
         if self.local is None or self._steps is None or prefill_s is None:
             return None
         step_s = self._steps.step_s(num_rows, context) if num_rows else 0.0
-        factor = self.local_factor
-        return factor * prefill_s, factor * self.local.steps_s(prefill_s, len(tokens), step_s)
+        pace = self._known_local_pace
+        return pace.fixed_s + pace.factor * prefill_s, pace.factor * self.local.steps_s(prefill_s, len(tokens), step_s)
 
     @property
     def local_factor(self) -> float:
         """Factor that scales `local_s`: learnt by `observe_local`, and by the pace of prefill ranks until then."""
-        return (self._local_pace if len(self._local_pace) else self._pace).factor
+        return self._known_local_pace.factor
 
     def observe_local(self, observed_s: float, predicted_s: float) -> None:
         """Record that a generation group prefilled in `observed_s`; `predicted_s` is the unscaled sum of the two parts
@@ -236,6 +240,15 @@ class ChainPlanner:
         """Record that computing is predicted to be faster than a fetch that was possible. As long as that goes on,
         observations of fetches are forgotten one by one."""
         self._fetch_pace.pass_over()
+
+    @property
+    def _known_local_pace(self) -> Pace:
+        return self._local_pace if len(self._local_pace) else self._pace
+
+    def _forget(self) -> None:
+        """Begin without observations."""
+        self._pace, self._local_pace = Pace(_BELIEVED_S), Pace(_BELIEVED_S)
+        self._push_pace, self._fetch_pace = Pace(), Pace()
 
     def _nominal_fetch_s(self, num_bytes: int, *, is_far: bool) -> float:
         link = self._basis.calibration.cost.link

@@ -71,7 +71,7 @@ class StepTimes:
     @property
     def fingerprint(self) -> str:
         """Sixteen hex digits, equal for the same model, shape and hardware, whatever was measured."""
-        key = json.dumps([KIND, self.model, self.hardware, asdict(self.shape)], sort_keys=True)
+        key = json.dumps([KIND, self.model, self.hardware, self.shape.identity], sort_keys=True)
         return hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
 
     def step_s(self, batch: float, context: float) -> float:

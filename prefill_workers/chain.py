@@ -32,7 +32,7 @@ from baton.results import Interval
 from baton.types import SampledToken
 from modeling.forward.decoder import Decoder
 from modeling.forward.sampling import SamplerState, sample
-from modeling.kv.buffers import KvBuffer, KvRows, byte_view
+from modeling.kv.buffers import KvBuffer, KvRows
 from prefill_workers.device_kv import kv_of
 from prefill_workers.job import Job, JobReport, KvOutlet
 from prefill_workers.relay import Relay
@@ -46,8 +46,17 @@ class ChainJob:
     job. Owned by the engine's thread, except `relay` (thread-safe), and `fail` and the properties (under its lock)."""
 
     def __init__(
-        self, job: Job, outlet: KvOutlet, relay: Relay, *, own_kv: KvBuffer, decoder: Decoder, clock: Clock
+        self,
+        job: Job,
+        outlet: KvOutlet,
+        relay: Relay,
+        *,
+        own_kv: KvBuffer,
+        decoder: Decoder,
+        clock: Clock,
+        is_linked: bool = False,
     ) -> None:
+        """`is_linked`: whether links carry the device's memory, in which `own_kv` and the relay's KV then are."""
         self.job = job
         self.outlet = outlet
         self.relay = relay
@@ -58,7 +67,7 @@ class ChainJob:
         self.parked_s = clock.now_s()
         """Time at which the last turn ended, or the job was made, on the clock's now_s."""
         self._own_kv, self._decoder, self._clock = own_kv, decoder, clock
-        self._kv = kv_of(job, relay, own_kv, decoder.device)
+        self._kv = kv_of(job, relay, own_kv, decoder.device, is_linked=is_linked)
         self._token_ids = job.token_ids[relay.own.start : relay.own.end]
         self._needs: int | None = None
         self._computed = False
@@ -143,7 +152,8 @@ class ChainJob:
                 hidden_TD = yield from self._attend(layer, q_TNH, hidden_TD, own)
             elif relay.target is None:
                 hidden_TD = yield from self._attend(layer, q_TNH[-1:], hidden_TD[-1:], own)
-            self._kv.leave(layer)
+            else:
+                self._kv.leave(layer)
             self._layer_spans.append(Interval(start_ns, self._clock.unix_ns()))
         self.outlet.finish(self._sample(hidden_TD) if relay.target is None else ())
 
@@ -154,10 +164,9 @@ class ChainJob:
         attention.add(own)
         yield layer
         attention.add(*self._kv.other_rows(layer))
-        if len(relay.earlier):
-            if relay.target is None:
-                self.outlet.received(layer, relay.earlier, byte_view(relay.earlier_span(layer)))
-            relay.attended(layer)
+        if len(relay.earlier) and relay.target is None:
+            self.outlet.received(layer, relay.earlier, self._own_kv.access.read(relay.earlier_span(layer)))
+        self._kv.leave(layer)
         return self._decoder.complete(layer, hidden_TD, attention.result())
 
     def _push(self, layer: int) -> None:
@@ -172,5 +181,7 @@ class ChainJob:
         """Return the next token of each choice, all sampled from the last position's logits."""
         job, eos_token_ids = self.job, self._decoder.config.eos_token_ids
         choices = [job.params.of_choice(choice) for choice in range(job.params.n)]
-        states = [SamplerState(params, job.prompt_ids, job.output_ids, eos_token_ids) for params in choices]
+        states = [
+            SamplerState(params, job.prompt_ids, job.output_ids, eos_token_ids, masks=job.masks) for params in choices
+        ]
         return tuple(sample(self._decoder.logits(hidden_TD[-1:]).repeat(len(states), 1), states))

@@ -1,12 +1,15 @@
 """One job's KV where a rank computes with it: the memory that links and pushes use, or a device's, layer by layer.
 
-A rank's KV travels from and to home memory, which `prefill_workers.relay` and the outlet read and write. Where the
-device computes in home memory, attention reads it there too (`HomeKv`). Where it does not (`DeviceKv`), each layer
+A rank's KV travels from and to the memory that `prefill_workers.relay` reads and writes, and pushes leave from home
+memory. Where the device computes in home memory, attention reads it there too (`HomeKv`). Where it does not, and links
+carry home memory (`StagedKv`), each layer
 
     stores    the chunk's own rows home as soon as they are projected, before they are pushed and passed on
     fetches   the cached prefix while the own rows are attended to, and earlier ranks' rows once they have arrived
 
-so that the device holds one layer of a job's KV, however many layers there are. `prefill_workers.chain` uses it, on the
+so that the device holds one layer of a job's KV, however many layers there are. Where links carry the device's memory
+(`LinkedKv`), own and earlier rows stay there, in all layers that the chain may be ahead by, and only the prefix is
+fetched; own rows are copied home to be pushed. `prefill_workers.chain` uses it, on the
 engine's thread.
 """
 
@@ -14,10 +17,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from baton.types import TokenRange
-from modeling.device.port import Device, Transfer
+from baton.types import KvLayout, TokenRange
+from modeling.device.port import Device
 from modeling.forward.decoder import Span
 from modeling.kv.buffers import BufferSpan, KvBuffer, KvRows, LayerBuffers
+from modeling.kv.transfers import Transfer
 from prefill_workers.job import Job
 from prefill_workers.relay import Relay
 
@@ -36,7 +40,7 @@ class JobKv(Protocol):
         """Return the rows of the cached prefix and of earlier ranks, which have arrived; to be read before `leave`."""
 
     def leave(self, layer: int) -> None:
-        """Note that attention to the layer has ended."""
+        """Note that attention to the layer has ended, so that its rows are read no more."""
 
     def close(self) -> None:
         """Free what the job has on the device. The job computes no more. Idempotent."""
@@ -59,27 +63,67 @@ class HomeKv:
         return [*rows, self._relay.earlier_rows(layer)] if len(self._relay.earlier) else rows
 
     def leave(self, layer: int) -> None:
-        """Do nothing: the relay frees what it holds."""
+        """Tell the relay, which frees what it holds."""
+        if len(self._relay.earlier):
+            self._relay.attended(layer)
 
     def close(self) -> None:
         """Do nothing: nothing is held but what the relay and the outlet hold."""
 
 
-class DeviceKv:
-    """A JobKv in a device's memory. Implements Span for the layer that is projected."""
+class FetchedPrefix:
+    """A job's cached prefix on a device, one layer at a time."""
+
+    def __init__(self, job: Job, layout: KvLayout, device: Device) -> None:
+        self._link = device.link
+        self._pieces = [
+            (piece, tokens, LayerBuffers(layout, tokens, device.buffer)) for piece, tokens in job.cached_pieces
+        ]
+        self._fetching: Transfer | None = None
+        """The fetch of the layer that was asked for last."""
+
+    def fetch(self, layer: int) -> None:
+        """Begin to fetch a layer."""
+        if self._pieces:
+            copies = [(there.span(layer, tokens), piece.span(layer, tokens)) for piece, tokens, there in self._pieces]
+            self._fetching = self._link.fetch(copies)
+
+    def rows(self, layer: int) -> list[KvRows]:
+        """Return the rows of the layer, which may be on their way until `join`."""
+        return [there.rows(layer, tokens) for _, tokens, there in self._pieces]
+
+    def join(self) -> None:
+        """Let what this thread computes from now on begin behind the fetch."""
+        if self._fetching is not None:
+            self._fetching.join()
+
+    def leave(self, layer: int) -> None:
+        """Free the layer's memory for the next one."""
+        if self._fetching is not None:  # the last layer may not attend
+            self._fetching.wait()
+        for *_, there in self._pieces:
+            there.release(layer)
+
+    def close(self) -> None:
+        """Free all memory, once nothing is being copied to it."""
+        if self._fetching is not None:
+            self._fetching.wait()
+        for *_, there in self._pieces:
+            there.drop()
+
+
+class StagedKv:
+    """A JobKv in a device's memory, which home memory receives and sends. Implements Span for the layer that is
+    projected."""
 
     def __init__(self, job: Job, relay: Relay, own_kv: KvBuffer, device: Device) -> None:
         layout = own_kv.layout
         self._relay, self._own_kv, self._link = relay, own_kv, device.link
         self._own = LayerBuffers(layout, relay.own, device.buffer)
         self._earlier = LayerBuffers(layout, relay.earlier, device.buffer)
-        self._cached = [
-            (piece, tokens, LayerBuffers(layout, tokens, device.buffer)) for piece, tokens in job.cached_pieces
-        ]
-        self._fetching: Transfer | None = None
-        """The fetch of the cached prefix of the layer that was projected last."""
+        self._prefix = FetchedPrefix(job, layout, device)
         self._has_earlier = False
-        """Whether that layer's rows of earlier ranks are on the device."""
+        """Whether the present layer's rows of earlier ranks are on the device."""
 
     @property
     def span(self) -> Span:
@@ -98,43 +142,86 @@ class DeviceKv:
     def own_rows(self, layer: int) -> KvRows:
         """Store the rows home, begin to fetch the cached prefix, and return the rows on the device."""
         self._link.store([(self._own_kv.span(layer, self.tokens), self.own(layer))]).result()
-        if self._cached:
-            copies = [(there.span(layer, tokens), piece.span(layer, tokens)) for piece, tokens, there in self._cached]
-            self._fetching = self._link.fetch(copies)
+        self._prefix.fetch(layer)
         return self._own.rows(layer, self.tokens)
 
     def other_rows(self, layer: int) -> list[KvRows]:
         """Return the cached prefix, which is being fetched, and fetch the rows of earlier ranks."""
-        rows = [there.rows(layer, tokens) for _, tokens, there in self._cached]
+        rows = self._prefix.rows(layer)
         earlier = self._relay.earlier
         if len(earlier):
             self._has_earlier = True
             home = self._relay.earlier_span(layer)
             self._link.fetch([(self._earlier.span(layer, earlier), home)]).result()  # the relay may free them then
             rows.append(self._earlier.rows(layer, earlier))
-        if self._fetching is not None:
-            self._fetching.join()
+        self._prefix.join()
         return rows
 
     def leave(self, layer: int) -> None:
-        """Free the layer's memory on the device for the next one."""
+        """Free the layer's memory on the device for the next one, and tell the relay, which frees home memory."""
         self._own.release(layer)
-        if self._fetching is not None:  # the last layer may not attend
-            self._fetching.wait()
-        for *_, there in self._cached:
-            there.release(layer)
+        self._prefix.leave(layer)
         if self._has_earlier:
             self._earlier.release(layer)
             self._has_earlier = False
+        if len(self._relay.earlier):
+            self._relay.attended(layer)
 
     def close(self) -> None:
         """Free the device's memory, once nothing is being copied to it."""
-        if self._fetching is not None:
-            self._fetching.wait()
-        for buffers in (self._own, self._earlier, *(there for *_, there in self._cached)):
-            buffers.drop()
+        self._prefix.close()
+        self._own.drop()
+        self._earlier.drop()
 
 
-def kv_of(job: Job, relay: Relay, own_kv: KvBuffer, device: Device) -> JobKv:
-    """Return the job's KV as that device computes with it."""
-    return HomeKv(job, relay, own_kv) if device.is_home else DeviceKv(job, relay, own_kv, device)
+class LinkedKv:
+    """A JobKv in a device's memory, which links receive into and send from."""
+
+    def __init__(self, job: Job, relay: Relay, own_kv: KvBuffer, device: Device) -> None:
+        self.span: Span = BufferSpan(own_kv, relay.own)
+        self._relay, self._own_kv, self._link = relay, own_kv, device.link
+        self._prefix = FetchedPrefix(job, own_kv.layout, device)
+        self._left: int | None = None
+        """The layer whose earlier rows the device may still be reading, though this thread has left it."""
+
+    def own_rows(self, layer: int) -> KvRows:
+        """Begin to fetch the cached prefix, and return the rows once the device has written them: from then on, links
+        may send them."""
+        self._prefix.fetch(layer)
+        self._link.store(()).result()
+        self._read_last()
+        return self._own_kv.rows(layer, self._relay.own)
+
+    def other_rows(self, layer: int) -> list[KvRows]:
+        """Return the cached prefix, which is being fetched, and the rows where the links put them."""
+        rows = self._prefix.rows(layer)
+        if len(self._relay.earlier):
+            rows.append(self._relay.earlier_rows(layer))
+        self._prefix.join()
+        return rows
+
+    def leave(self, layer: int) -> None:
+        """Free the prefix's layer for the next one, but not yet the rows of earlier ranks: links, whose order is not
+        this thread's, would write there while the device still reads."""
+        self._prefix.leave(layer)
+        self._left = layer
+
+    def close(self) -> None:
+        """Free the prefix's memory. Returns once the device reads none of the job's memory, which then may go."""
+        self._prefix.close()
+        self._link.store(()).result()
+        self._read_last()
+
+    def _read_last(self) -> None:
+        """Tell the relay of the layer that was left, now that the device has done what this thread gave it before."""
+        if self._left is not None and len(self._relay.earlier):
+            self._relay.attended(self._left)
+        self._left = None
+
+
+def kv_of(job: Job, relay: Relay, own_kv: KvBuffer, device: Device, *, is_linked: bool = False) -> JobKv:
+    """Return the job's KV as that device computes with it. `is_linked`: links carry the device's memory, in which the
+    relay's and `own_kv` are."""
+    if device.is_home:
+        return HomeKv(job, relay, own_kv)
+    return (LinkedKv if is_linked else StagedKv)(job, relay, own_kv, device)

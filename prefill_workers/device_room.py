@@ -1,7 +1,8 @@
 """How much of a rank's device its jobs' KV may take: each job is promised what it takes at most, before it begins.
 
 `prefill_workers.engine` asks for room when a job comes, under its lock. A job has a layer on the device (`device_kv`):
-the cached prefix, earlier ranks' rows and its own, each in a buffer of whole pages.
+the cached prefix, earlier ranks' rows and its own, each in a buffer of whole pages. Where links carry the device's
+memory it may have all layers of the latter two: earlier ranks may be that far ahead, and the next one behind.
 """
 
 from baton.errors import ConfigError, InvalidArgumentError, ResourceExhaustedError
@@ -35,14 +36,17 @@ class DeviceRoom:
             raise ConfigError(f"{_FIELD} = {device_memory_bytes} is out of range: weights take {weights}, use more")
         return cls(decoder.layout, device_memory_bytes - weights)
 
-    def promise(self, job: Job, own: TokenRange) -> None:
-        """Promise a job, whose rank computes the tokens `own`, what it takes at most. Raises InvalidArgumentError for a
+    def promise(self, job: Job, own: TokenRange, num_layers: int = 1) -> None:
+        """Promise a job, whose rank computes the tokens `own`, what it takes at most: `num_layers` of its own and of
+        earlier ranks' rows, and one of the cached prefix. Raises InvalidArgumentError for a
         job that never fits, ResourceExhaustedError for one that does not fit beside the others."""
         if self.limit_bytes is None:
             return
         earlier = TokenRange(job.cached.end, own.start)
-        need = sum(self._bytes_of(tokens) for tokens in (own, earlier, *(tokens for _, tokens in job.cached_pieces)))
-        what = f"job {job.number}: a layer of {own.end} tokens takes {need} bytes"
+        need = sum(self._bytes_of(tokens) for _, tokens in job.cached_pieces)
+        need += num_layers * sum(map(self._bytes_of, (own, earlier)))
+        layers = "a layer" if num_layers == 1 else f"{num_layers} layers"
+        what = f"job {job.number}: {layers} of {own.end} tokens take{'s' * (num_layers == 1)} {need} bytes"
         text = f"{what}, and {_FIELD} leaves {self.limit_bytes}"
         if need > self.limit_bytes:
             raise InvalidArgumentError(f"{text} for KV: shorten the prompt, or raise it")

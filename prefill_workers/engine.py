@@ -33,13 +33,13 @@ from baton.errors import (
 from baton.ids import Epoch, JobId, Rank
 from baton.types import TokenRange
 from modeling.forward.decoder import Decoder
-from modeling.kv.buffers import OUT_OF_MEMORY, LayerBuffers, MakeBuffer
+from modeling.kv.buffers import OUT_OF_MEMORY, LayerBuffers, MakeBuffer, byte_view
 from prefill_workers.chain import ChainJob
 from prefill_workers.device_room import DeviceRoom
 from prefill_workers.epoch import EpochLife, Tally
 from prefill_workers.job import Job, JobReport, KvOutlet
 from prefill_workers.links import ConnectLinks
-from prefill_workers.relay import Relay
+from prefill_workers.relay import Relay, device_bytes
 from prefill_workers.turn_watch import TurnWatch, cpu_clock
 
 logger = logging.getLogger(__name__)
@@ -64,11 +64,11 @@ class EngineStatus:
 
 class PrefillEngine:
     """One rank of a prefill group. All public methods may be called from any thread; only `start_epoch` and `close`
-    block. `watchdog_floor_s` is the least number of seconds without a sign of life, from a peer that owes one, after
-    which the epoch is ended, and without work in a turn, after which this engine is said to hang. More than `max_jobs`
-    jobs in flight are refused; each job has a slot's lease, so slots bound them first. `make_buffer` makes the home
-    memory for the jobs' KV, the device if it is None. `room` bounds the jobs' KV on the device; without it nothing
-    does."""
+    block. `watchdog_floor_s` is the least number of seconds without a sign of life, from a peer that owes one,
+    after which the epoch is ended, and without work in a turn, after which this engine is said to hang. More than
+    `max_jobs` jobs in flight are refused; each job has a slot's lease, so slots bound them first. `make_buffer`
+    makes the home memory for the jobs' KV, the device if it is None; where links are between devices, KV is in the
+    device's. `room` bounds the jobs' KV on the device; without it nothing does."""
 
     def __init__(
         self,
@@ -223,15 +223,19 @@ class PrefillEngine:
 
     def _make(self, job: Job, outlet: KvOutlet, life: EpochLife) -> ChainJob:
         layout, own = self.decoder.layout, job.chunks[job.ranks.index(life.rank)]
-        self._room.promise(job, own)
+        is_linked = life.links is not None and life.links.on_device
+        make_buffer = self.decoder.device.buffer if is_linked else self._make_buffer
+        self._room.promise(job, own, num_layers=layout.num_layers if is_linked else 1)
         try:
-            own_kv = self._make_buffer(layout, own)
+            own_kv = make_buffer(layout, own)
         except OUT_OF_MEMORY as error:
             self._room.give_back(job.number)
             raise ResourceExhaustedError(f"job {job.number}: no memory for {len(own)} tokens: retry later") from error
-        earlier_kv = LayerBuffers(layout, TokenRange(job.cached.end, own.start), self._make_buffer)
-        relay = Relay(job, life.rank, own_kv, earlier_kv, clock=self._clock, lock=self._changed, send=life.send)
-        chain_job = ChainJob(job, outlet, relay, own_kv=own_kv, decoder=self.decoder, clock=self._clock)
+        earlier_kv = LayerBuffers(layout, TokenRange(job.cached.end, own.start), make_buffer)
+        payload_of = device_bytes if is_linked else byte_view
+        clock, lock = self._clock, self._changed
+        relay = Relay(job, life.rank, own_kv, earlier_kv, clock=clock, lock=lock, send=life.send, payload_of=payload_of)
+        chain_job = ChainJob(job, outlet, relay, own_kv=own_kv, decoder=self.decoder, clock=clock, is_linked=is_linked)
         chain_job.future.set_running_or_notify_cancel()
         return chain_job
 

@@ -31,7 +31,7 @@ from baton.errors import (
 from baton.ids import Epoch, JobId, Rank
 from prefill_workers.chain import ChainJob
 from prefill_workers.job import Job
-from prefill_workers.links import LinkHeader, Links, LinkStatus
+from prefill_workers.links import LinkHeader, Links, LinkStatus, Payload
 from prefill_workers.sequencer import Sequencer
 from prefill_workers.watchdog import Watchdog
 
@@ -131,7 +131,7 @@ class EpochLife:
                 self.send(behind[0], LinkHeader.bare(self.epoch, number, LinkStatus.ABORT), None)
             raise JobAbortedError(f"job {number} is no longer served by rank {self.rank}: make it a new attempt")
 
-    def send(self, target: Rank, header: LinkHeader, payload: memoryview | None) -> None:
+    def send(self, target: Rank, header: LinkHeader, payload: Payload | None) -> None:
         """Send a relay's message, watched by the watchdog, through the links; drop it once the epoch has ended."""
         with self._changed:
             if self.error is None and self.links is not None:
@@ -180,7 +180,7 @@ class EpochLife:
                 for rank in idle:
                     self.send(rank, LinkHeader.bare(self.epoch, number, LinkStatus.ALIVE), None)
 
-    def place_for(self, source: Rank, header: LinkHeader) -> memoryview | None:
+    def place_for(self, source: Rank, header: LinkHeader) -> Payload | None:
         """Return where in its job's memory a payload belongs; None to drop it. Blocks until its job is known."""
         with self._changed:
             self._heard(source)

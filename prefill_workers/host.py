@@ -11,6 +11,7 @@ from baton.settings.place import WorkerPlace
 from modeling.hosting import LoadedModel, prefix_options, sweep_node
 from prefill_workers.config import PrefillConfig
 from prefill_workers.servicer import PrefillServer
+from text.grammars import Grammars
 from transport.identity import ClusterSecret
 
 
@@ -27,6 +28,7 @@ async def start_rank(place: WorkerPlace, config: PrefillConfig, model: LoadedMod
         watchdog_floor_s=config.watchdog_floor_s,
         may_share=config.transfer == "auto",
         device_memory_bytes=config.device_memory_bytes,
+        grammars=Grammars.of_folder(place.model_folder, decoder.config.eos_token_ids),
         **prefix_options(place),
     )
     await asyncio.to_thread(sweep_node, place)

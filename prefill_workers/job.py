@@ -16,6 +16,7 @@ from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.results import Interval
 from baton.sampling_params import SamplingParams
 from baton.types import SampledToken, TokenRange
+from modeling.forward.sampling import TokenMasks
 from modeling.kv.buffers import KvBuffer
 
 
@@ -44,6 +45,8 @@ class Job:
     """Unix seconds. A rank serves the runnable job due first, and of equals the one with the lower number."""
     layer_s: float = 0.0
     """Predicted seconds of the longest layer on any of the job's ranks; 0 when unknown."""
+    masks: TokenMasks | None = None
+    """On the last rank, which tokens may be first in a constrained output, the same for all choices; else None."""
 
     def __post_init__(self) -> None:
         ranks, chunks = self.ranks, self.chunks

@@ -2,9 +2,10 @@
 
 A link is a FIFO of messages from one rank to another. A message is a fixed 64-byte header and, for DATA, one payload:
 the KV of one layer for some of a job's tokens, called a piece (`prefill_workers.relay` says which pieces, and in what
-order). Messages carry no tags: receivers take them in the order in which they were sent, each to its end. So a job that
-was given up does not abandon a send: it ends with an in-band ABORT, and a message for such a job is received into
-scratch memory. Links live as long as an epoch: when one breaks, or any rank closes its own, all are replaced.
+order). A payload lies in home memory or, where the links are between devices, in the device's. Messages carry no tags:
+receivers take them in the order in which they were sent, each to its end. So a job that was given up does not abandon a
+send: it ends with an in-band ABORT, and a message for such a job is received into scratch memory. Links live as long as
+an epoch: when one breaks, or any rank closes its own, all are replaced.
 
 Used by `prefill_workers.relay` and `prefill_workers.epoch`; implemented by `prefill_workers.torch_links`, with threads
 of its own, and in one process for tests.
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
+from torch import Tensor
+
 from baton.errors import ChainError
 from baton.ids import Epoch, JobId, Rank
 from baton.types import TokenRange
@@ -25,6 +28,10 @@ from baton.types import TokenRange
 HEADER_BYTES = 64
 _MAGIC = 0x4261746F6E4B5652  # "BatonKVR"
 _FORMAT = struct.Struct("<8q")
+
+
+Payload = memoryview | Tensor
+"""A payload's memory: bytes of the host or, where links are `on_device`, a contiguous uint8 tensor of the device."""
 
 
 class LinkStatus(IntEnum):
@@ -74,9 +81,10 @@ class LinkHeader:
 
 
 class LinkHandler(Protocol):
-    """Handles a rank's messages, on link threads: one call at a time per link, several links at the same time."""
+    """Handles a rank's messages, on link threads: one `place_for` or `received` at a time per link, several links at
+    the same time."""
 
-    def place_for(self, source: Rank, header: LinkHeader) -> memoryview | None:
+    def place_for(self, source: Rank, header: LinkHeader) -> Payload | None:
         """Return writable memory of `header.num_bytes` bytes for the payload, or None to drop the payload. Called once
         for every message with a payload, before the payload is received; the memory must stay valid. May block, which
         holds up all messages of `source`, but not beyond the end of the epoch."""
@@ -99,7 +107,12 @@ class LinkHandler(Protocol):
 class Links(Protocol):
     """One rank's links to all other ranks of its group, for one epoch."""
 
-    def send(self, target: Rank, header: LinkHeader, payload: memoryview | None) -> None:
+    @property
+    def on_device(self) -> bool:
+        """Return whether payloads lie in the memory of the ranks' devices, at both ends of all links."""
+        ...
+
+    def send(self, target: Rank, header: LinkHeader, payload: Payload | None) -> None:
         """Enqueue one message and return at once. Thread-safe. `payload` must have `header.num_bytes` bytes, or be None
         for a bare header, and must not change until the handler's `sent`. Messages to one target leave in the order of
         the calls. After `close`, or on a broken link, the message is dropped."""

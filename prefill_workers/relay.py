@@ -25,6 +25,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from baton.clock import Clock
@@ -33,19 +34,20 @@ from baton.ids import Rank
 from baton.types import TokenRange
 from modeling.kv.buffers import OUT_OF_MEMORY, KvBuffer, KvRows, LayerBuffers, byte_view
 from prefill_workers.job import Job
-from prefill_workers.links import LinkHeader, LinkStatus
+from prefill_workers.links import LinkHeader, LinkStatus, Payload
 
 PIECE_TOKENS = 1024
 """Largest number of tokens in a piece that some rank passes on: large enough that a message's fixed costs hardly count,
 small enough that the next link begins long before a long chunk has arrived. All ranks of a group must use the same."""
 
-SendMessage = Callable[[Rank, LinkHeader, memoryview | None], None]
+SendMessage = Callable[[Rank, LinkHeader, Payload | None], None]
 """A function that enqueues a message as `Links.send` does, and never blocks."""
 
 
 class Relay:
     """One job's KV on one rank, on its way along the chain. Owns the counters and `earlier_kv`; `own_kv` is shared with
-    ChainJob. Thread-safe: `lock` is the engine's, re-entrant, and `send` may take it."""
+    ChainJob. Both lie where the links' payloads do, and `payload_of` returns the memory of rows for them. Thread-safe:
+    `lock` is the engine's, re-entrant, and `send` may take it."""
 
     def __init__(
         self,
@@ -57,6 +59,7 @@ class Relay:
         clock: Clock,
         lock: threading.Condition,
         send: SendMessage,
+        payload_of: Callable[[Tensor], Payload] = byte_view,
     ) -> None:
         place = job.ranks.index(rank)
         self.source = job.ranks[place - 1] if place else None
@@ -72,6 +75,7 @@ class Relay:
         """Seconds in which these messages were on their way, each from when the link was free to its arrival."""
         self._job, self._clock, self._lock, self._send = job, clock, lock, send
         self._own_kv, self._earlier_kv = own_kv, earlier_kv
+        self._payload_of = payload_of
         self._num_layers = own_kv.layout.num_layers
         self._earlier_pieces = [piece for before in range(place) for piece in _pieces(job, before)]
         self._own_pieces = _pieces(job, place)
@@ -104,7 +108,7 @@ class Relay:
         """Return when a received layer had arrived, on the clock's now_s; minus infinity on the chain's first rank."""
         return self._arrived_s[layer] if self.source is not None else float("-inf")
 
-    def place(self, source: Rank, header: LinkHeader) -> memoryview:
+    def place(self, source: Rank, header: LinkHeader) -> Payload:
         """Return the memory into which the payload of `header` is to be written. Raises ChainError when the piece is
         not expected now, and when there is no memory for it."""
         expected = self._header(self._num_received, header.tokens)
@@ -115,7 +119,7 @@ class Relay:
                 f"{self._missing} from rank {self.source}: give all ranks the same job"
             )
         try:
-            return byte_view(self._earlier_kv.span(header.layer, header.tokens))
+            return self._payload_of(self._earlier_kv.span(header.layer, header.tokens))
         except OUT_OF_MEMORY as error:
             raise ChainError(f"job {self._job.number}: no memory for layer {header.layer}: retry later") from error
 
@@ -147,7 +151,8 @@ class Relay:
             return self._earlier_kv.span(layer, self.earlier)
 
     def attended(self, layer: int) -> None:
-        """Note that this rank has attended to the earlier tokens' rows of `layer`, and needs them no more."""
+        """Note that this rank has read the earlier tokens' rows of `layer` for the last time: the memory may be written
+        to. Not to be called without earlier tokens."""
         with self._lock:
             self._used(layer)
 
@@ -195,10 +200,10 @@ class Relay:
             if self._num_passed == self._num_pieces:
                 self._passing_layer, self._num_passed = self._passing_layer + 1, 0
 
-    def _payload(self, tokens: TokenRange) -> memoryview:
+    def _payload(self, tokens: TokenRange) -> Payload:
         """Return the memory of a piece's rows in the layer whose turn it is to leave."""
         kv = self._own_kv if tokens.start >= self.own.start else self._earlier_kv
-        return byte_view(kv.span(self._passing_layer, tokens))
+        return self._payload_of(kv.span(self._passing_layer, tokens))
 
     def _used(self, layer: int) -> None:
         """Count a use of a layer's earlier rows, and give their memory to a later layer after the last use."""
@@ -211,6 +216,11 @@ class Relay:
     def _header(self, layer: int, tokens: TokenRange) -> LinkHeader:
         num_bytes = len(tokens) * self._own_kv.layout.row_bytes
         return LinkHeader(self._job.epoch, self._job.number, layer, tokens, LinkStatus.DATA, num_bytes)
+
+
+def device_bytes(rows: Tensor) -> Tensor:
+    """Return contiguous rows as a payload between devices: a view of their bytes, uint8."""
+    return rows.view(torch.uint8).view(-1)
 
 
 def _pieces(job: Job, place: int) -> list[TokenRange]:

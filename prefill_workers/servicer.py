@@ -7,6 +7,7 @@ futures follow the engine's. Errors become statuses in the interceptor of `trans
 """
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -18,9 +19,11 @@ from baton.clock import Clock
 from baton.errors import BatonError, InvalidArgumentError, StalePrefixError, TransferError
 from baton.ids import MAX_EPOCH, Epoch, JobId, Rank
 from baton.proto_types import range_from_proto, range_to_proto, read, scalars
+from baton.structured_output import StructuredOutput
 from baton.types import SampledToken, TokenRange
 from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from modeling.forward.decoder import Decoder
+from modeling.forward.sampling import TokenMasks
 from modeling.kernels.process_kernels import KERNELS
 from modeling.kv.buffers import KvBuffer
 from modeling.prefix_store.node import DiskPlace, NodeStore
@@ -28,10 +31,12 @@ from modeling.prefix_store.store import Filled, PrefixStore
 from modeling.prefix_store.whole_blocks import WholeBlocks
 from prefill_workers.block_threads import BlockThreads
 from prefill_workers.device_room import DeviceRoom
+from prefill_workers.edges import Meeting, backend_of
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport
 from prefill_workers.prefix_filling import PrefixFilling
-from prefill_workers.torch_links import Meeting, connect_torch_links
+from prefill_workers.torch_links import connect_torch_links
+from text.grammars import Grammars
 from transport.block_exchange import BlockExchange
 from transport.channel import bind, make_channel, make_server
 from transport.channel_cache import ChannelCache
@@ -79,7 +84,8 @@ class PushOutlet:
 class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
     """Serves baton.v1.PrefillRank over an engine. `host` is the address of the interface that the links use, `secret`
     the cluster's secret, sent to generation groups, `prefixes` the node's prefix store, if it keeps one, and `exchange`
-    what other nodes' blocks come by. `may_share`: whether KV goes through shared memory to groups of the same node."""
+    what other nodes' blocks come by. `may_share`: whether KV goes through shared memory to groups of the same node.
+    `grammars`: those of the model, the servicer's own from now on; without them constrained outputs are refused."""
 
     def __init__(
         self,
@@ -90,9 +96,12 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         exchange: BlockExchange | None = None,
         *,
         may_share: bool = True,
+        grammars: Grammars | None = None,
     ) -> None:
         self.engine, self.prefixes, self.exchange = engine, prefixes, exchange
+        self._grammars = grammars
         self._host = host
+        self._backend = backend_of(engine.decoder.device)
         self._pool = make_pool(engine.decoder.layout) if may_share else None
         self._channels = ChannelCache(partial(make_channel, secret=secret))
         self._blocks = BlockThreads()
@@ -100,7 +109,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
     async def StartEpoch(self, request: prefill_pb2.StartEpochRequest, context: Context) -> prefill_pb2.StartEpochReply:
         """Join the next epoch. Answers once all ranks have met; other calls are served meanwhile."""
         meeting = meeting_from_proto(request, self._host)
-        connect = partial(connect_torch_links, meeting)
+        connect = partial(connect_torch_links, meeting, backend=self._backend)
         await asyncio.to_thread(self.engine.start_epoch, meeting.epoch, meeting.rank, meeting.num_ranks, connect)
         return prefill_pb2.StartEpochReply()
 
@@ -112,6 +121,8 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
 
     async def _run(self, request: prefill_pb2.PrefillJob, channel: grpc.aio.Channel) -> prefill_pb2.PrefillReport:
         job = job_from_proto(request, await self._open_prefix(request))
+        if job.params.structured_output is not None:
+            job = replace(job, masks=await self._masks(job, job.params.structured_output))
         filling = self._filling(request, job)
         lease = lease_from_proto(request.lease)
         if lease.num_tokens != job.chunks[-1].end:
@@ -162,6 +173,8 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
     async def close(self) -> None:
         """End the work on blocks, and close the channels to all generation groups; to be called once no call runs."""
         await asyncio.to_thread(self._blocks.close)
+        if self._grammars is not None:
+            await asyncio.to_thread(self._grammars.close)
         if self.exchange is not None:
             await self.exchange.close()
         await self._channels.close()
@@ -192,6 +205,16 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         if self.prefixes is None:
             raise StalePrefixError("prefix_blocks: this rank has no prefix store: prefill without them")
         return await self._blocks.run(partial(self.prefixes.open, tuple(request.prefix_blocks), _block_tokens(request)))
+
+    async def _masks(self, job: Job, form: StructuredOutput) -> TokenMasks | None:
+        """Return the masks of the job's first token; None on other ranks than the last. Raises InvalidArgumentError for
+        a form that cannot be compiled."""
+        if self.engine.rank != job.ranks[-1]:
+            return None
+        if self._grammars is None:
+            raise InvalidArgumentError("sampling.structured_output: this rank has no tokenizer; leave it out")
+        (masks,) = await asyncio.wrap_future(self._grammars.prepare(form, job.output_ids))
+        return masks
 
     def _filling(self, request: prefill_pb2.PrefillJob, job: Job) -> PrefixFilling | None:
         """Return where the job's blocks are stored; None on other ranks than the last, and where none is to be kept."""
@@ -231,12 +254,14 @@ class PrefillServer:
         prefix_folder: Path | None = None,
         prefix_bytes: int = 0,
         prefix_disk: DiskPlace | None = None,
+        grammars: Grammars | None = None,
     ) -> Self:
         """Serve callers that have the cluster's secret on host:port, with links over `host`; port 0 takes any free one.
         `may_share`: whether KV goes through shared memory to generation groups of the same node. Jobs may begin behind
         the prefixes in `prefix_folder`, which is made if need be and removed by its last user: `prefix_bytes` at most,
         more in `prefix_disk`. `device_memory_bytes` limits weights and KV on a device with memory of its own; 0: what
-        there is. Raises ConfigError when weights exceed that, the server cannot listen, or the folder cannot be made.
+        there is. `grammars`: those of the model, for constrained outputs. Raises ConfigError when weights exceed that
+        limit, the server cannot listen, or the folder cannot be made.
         """
         room = DeviceRoom.of(decoder, device_memory_bytes)
         decoder.device.bound(room.limit_bytes)  # anew: a generation engine that this process was had another limit
@@ -254,7 +279,7 @@ class PrefillServer:
             )
             exchange.add_to(server)
         blocks = store.blocks if store is not None else None
-        servicer = PrefillRankServicer(engine, host, secret, blocks, exchange, may_share=may_share)
+        servicer = PrefillRankServicer(engine, host, secret, blocks, exchange, may_share=may_share, grammars=grammars)
         prefill_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
         await server.start()
         return cls(server, servicer, bound, store)
@@ -293,6 +318,7 @@ def job_from_proto(message: prefill_pb2.PrefillJob, prefix: tuple[KvBuffer, ...]
         ranks=tuple(Rank(rank) for rank in message.ranks),
         chunks=tuple(range_from_proto(chunk) for chunk in message.chunks),
         prefix=prefix,
+        masks=None,
         **history_from_proto(message.history)._asdict(),
     )
 

@@ -1,6 +1,7 @@
 """Links between processes, over torch.distributed's gloo: point-to-point messages, never a collective.
 
-Implements the ports of `prefill_workers.links`; connected by `prefill_workers.servicer` when an epoch starts.
+Implements the ports of `prefill_workers.links`; connected by `prefill_workers.servicer` when an epoch starts. Payloads
+follow their headers over gloo, too, unless the ranks have edges between their devices (`prefill_workers.edges`).
 
 gloo is rendezvous: a send completes only when the peer has posted the receive, and reads the memory then. Between any
 two ranks there are two links, each with a sending thread on one side and a receiving thread on the other, which always
@@ -10,6 +11,11 @@ close the pair for ever, so waits have no timeout; `prefill_workers.watchdog` li
 A rank that closes sends CLOSE on every link and goes on receiving, into scratch memory, until its peers have closed as
 well. So no rank's send hangs on a rank that has closed, and all threads end. Only a stopped peer can hold a thread.
 Such a thread, a daemon, is left behind until the supervisor kills the peer; then it ends, and its error is dropped.
+
+A rank's edge with a peer blocks a thread of its own, which takes the payloads that the headers announce. So the thread
+that receives headers is never held up by a payload that does not come, and notices the peer's end as ever. Edges are
+aborted when the links are closed, after the flag is set that lets all that they still bring be dropped; by a thread,
+since that may block. A rank whose edge broke still sends CLOSE.
 
 The process group is an object of its own for each epoch, not torch's default group; the ranks meet at a TCPStore in
 the supervisor, which is there until all of them have met. The interface is chosen explicitly.
@@ -21,103 +27,93 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from baton.errors import ChainError, LinkBrokenError
-from baton.ids import Epoch, JobId, Rank
-from prefill_workers.links import HEADER_BYTES, LinkHandler, LinkHeader, LinkStatus, join_all
+from baton.ids import JobId, Rank
+from prefill_workers.edges import Edge, EdgeBackend, Group, GroupEdge, Meeting, gloo_group, meet_edges
+from prefill_workers.links import HEADER_BYTES, LinkHandler, LinkHeader, LinkStatus, Payload, join_all
 
 logger = logging.getLogger(__name__)
 
-_FOREVER = timedelta(days=365)
-_TAG = 0
-
-_Message = tuple[LinkHeader, memoryview | None]
+_Message = tuple[LinkHeader, Payload | None]
 
 
-class _Work(Protocol):
-    def wait(self, timeout: timedelta) -> bool: ...
-
-
-class _Group(Protocol):
-    """The methods of ProcessGroupGloo that are used here; none is a collective."""
-
-    def send(self, tensors: list[Tensor], target: int, tag: int) -> _Work: ...
-
-    def recv(self, tensors: list[Tensor], source: int, tag: int) -> _Work: ...
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """The place, time and rank at which a rank joins an epoch."""
-
-    epoch: Epoch
-    rank: Rank
-    num_ranks: int
-    store: str
-    """host:port of the TCPStore at which the ranks meet."""
-    host: str
-    """Address of the interface that this rank's links use."""
-    timeout_s: float
-    """Seconds to wait for the other ranks."""
-
-
-def connect_torch_links(meeting: Meeting, handler: LinkHandler) -> "TorchLinks":
-    """Join an epoch and return its links. Blocks until all ranks have met; raises LinkBrokenError on a timeout."""
+def connect_torch_links(meeting: Meeting, handler: LinkHandler, backend: EdgeBackend | None = None) -> "TorchLinks":
+    """Join an epoch and return its links. Blocks until all ranks have met; raises LinkBrokenError on a timeout.
+    `backend`: what can send from this rank's device; payloads go from device to device where all ranks have one."""
+    lines: dict[Rank, Line] = {}
     try:
-        group = make_group(meeting) if meeting.num_ranks > 1 else None
+        if meeting.num_ranks > 1:
+            store = _epoch_store(meeting)
+            group = make_group(meeting, store)
+            edges = meet_edges(store, meeting, backend)
+            peers = (Rank(rank) for rank in range(meeting.num_ranks) if rank != meeting.rank)
+            lines = {peer: Line(GroupEdge(group, peer), edges.get(peer)) for peer in peers}
     except RuntimeError as error:  # torch's error for a store that is gone, and for peers that do not come
         raise LinkBrokenError(
             f"rank {meeting.rank} met not all {meeting.num_ranks} ranks of epoch {meeting.epoch} at {meeting.store} "
             f"within {meeting.timeout_s:g} s: start the next epoch with all ranks alive ({_one_line(error)})"
         ) from error
-    return TorchLinks(meeting, group, handler)
+    return TorchLinks(meeting, lines, handler)
 
 
-def make_group(meeting: Meeting) -> _Group:
+def make_group(meeting: Meeting, store: dist.Store | None = None) -> Group:
     """Make a process group of its own, not the global default. Blocks until all ranks have met; raises RuntimeError."""
+    store = store or _epoch_store(meeting)
+    return gloo_group(store, meeting.rank, meeting.num_ranks, meeting.host, meeting.timeout_s)
+
+
+def _epoch_store(meeting: Meeting) -> dist.Store:
     host, port = meeting.store.rsplit(":", 1)
     timeout = timedelta(seconds=meeting.timeout_s)
-    # torch's stubs leave out gloo's options, and point-to-point on the group
     store = dist.TCPStore(host, int(port), None, False, timeout=timeout, wait_for_workers=False)
-    epoch_store = dist.PrefixStore(f"epoch-{meeting.epoch}", store)
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=meeting.host)]
-    options._timeout = timeout
-    return cast(_Group, dist.ProcessGroupGloo(epoch_store, meeting.rank, meeting.num_ranks, options))
+    return dist.PrefixStore(f"epoch-{meeting.epoch}", store)
 
 
-_Worker = Callable[[Rank, _Group], None]
+@dataclass(frozen=True)
+class Line:
+    """What connects this rank with one peer."""
+
+    gloo: GroupEdge
+    """The pair that carries headers, and payloads where there is no edge."""
+    edge: Edge | None
+    """The edge that carries payloads between devices; None: gloo carries them."""
+
+    @property
+    def payloads(self) -> Edge:
+        """Return what carries payloads."""
+        return self.edge or self.gloo
 
 
 class TorchLinks:
-    """Implements `prefill_workers.links.Links` over gloo. The last link thread drops the process group."""
+    """Implements `prefill_workers.links.Links` over gloo. The last link thread drops the process groups."""
 
-    def __init__(self, meeting: Meeting, group: _Group | None, handler: LinkHandler) -> None:
+    def __init__(self, meeting: Meeting, lines: dict[Rank, Line], handler: LinkHandler) -> None:
+        self.on_device = any(line.edge is not None for line in lines.values())
         self._epoch = meeting.epoch
         self._rank = meeting.rank
         self._handler = handler
         self._closed = threading.Event()
         self._queueing = threading.Lock()
-        self._queues: dict[Rank, SimpleQueue[_Message | None]] = {}
+        self._queues: dict[Rank, SimpleQueue[_Message | None]] = {peer: SimpleQueue() for peer in lines}
         self._threads: list[threading.Thread] = []
-        for peer in (Rank(r) for r in range(meeting.num_ranks) if r != meeting.rank):
-            assert group is not None
-            self._queues[peer] = SimpleQueue()
-            for work, way in ((self._send_all, "to"), (self._receive_all, "from")):
-                name = f"link-{self._rank}-{way}-{peer}"
-                self._threads.append(
-                    threading.Thread(target=self._live, args=(work, peer, group), name=name, daemon=True)
-                )
+        for peer, line in lines.items():
+            inbox: SimpleQueue[LinkHeader | None] = SimpleQueue()
+            self._add(peer, "to", partial(self._send_all, peer, line))
+            self._add(peer, "from", partial(self._receive_all, peer, line, inbox))
+            if line.edge is not None:
+                self._add(peer, "payloads-from", partial(self._take_all, peer, line.edge, inbox))
+                self._add(peer, "abort", partial(self._abort, line.edge))
         for thread in self._threads:
             thread.start()
 
-    def send(self, target: Rank, header: LinkHeader, payload: memoryview | None) -> None:
+    def send(self, target: Rank, header: LinkHeader, payload: Payload | None) -> None:
         """Enqueue one message for the thread that sends to `target`; drop it once the links are closed."""
         assert header.num_bytes == (payload.nbytes if payload is not None else 0), header
         with self._queueing:
@@ -139,45 +135,70 @@ class TorchLinks:
         """Wait, after `close`, until all link threads have ended, and return whether they have."""
         return join_all(self._threads, timeout_s)
 
-    def _live(self, work: _Worker, peer: Rank, group: _Group) -> None:
+    def _add(self, peer: Rank, way: str, work: Callable[[], None]) -> None:
+        name = f"link-{self._rank}-{way}-{peer}"
+        self._threads.append(threading.Thread(target=self._live, args=(work, peer), name=name, daemon=True))
+
+    def _live(self, work: Callable[[], None], peer: Rank) -> None:
         """Run `work` to its end, as a link thread's main function; report its failure as a broken link."""
         try:
-            work(peer, group)
-        except (RuntimeError, ChainError) as error:  # gloo raises the former
+            work()
+        except (RuntimeError, ChainError) as error:  # torch raises the former
             self._break(peer, error)
         except Exception as error:
             logger.exception("a link thread failed")
             self._break(peer, error)
 
-    def _send_all(self, target: Rank, group: _Group) -> None:
+    def _send_all(self, target: Rank, line: Line) -> None:
+        try:
+            self._send_messages(target, line)
+        except RuntimeError as error:
+            self._break(target, error)  # then CLOSE, which the peer has to hear if only an edge broke
+        line.gloo.send(_as_tensor(LinkHeader.bare(self._epoch, JobId(0), LinkStatus.CLOSE).pack()))
+
+    def _send_messages(self, target: Rank, line: Line) -> None:
         queue = self._queues[target]
         while (message := queue.get()) is not None:
             header, payload = message
-            _send(group, target, header, payload)
+            line.gloo.send(_as_tensor(header.pack()))
+            if payload is not None:
+                line.payloads.send(_as_tensor(payload))
             del message, payload  # else this waiting thread would keep the message's memory
             if not self._closed.is_set():
                 self._handler.sent(target, header)
-        _send(group, target, LinkHeader.bare(self._epoch, JobId(0), LinkStatus.CLOSE), None)
 
-    def _receive_all(self, source: Rank, group: _Group) -> None:
+    def _receive_all(self, source: Rank, line: Line, inbox: "SimpleQueue[LinkHeader | None]") -> None:
         header_bytes = bytearray(HEADER_BYTES)
         header_tensor = torch.frombuffer(header_bytes, dtype=torch.uint8)
-        while True:
-            group.recv([header_tensor], source, _TAG).wait(_FOREVER)
-            header = LinkHeader.unpack(bytes(header_bytes))
-            if header.status is LinkStatus.CLOSE:
-                raise LinkBrokenError("the peer closed its links: its epoch has ended")
-            if header.num_bytes:
-                group.recv([self._place(source, header)], source, _TAG).wait(_FOREVER)
-            if not self._closed.is_set():
-                self._handler.received(source, header)
+        try:
+            while True:
+                line.gloo.receive(header_tensor)
+                header = LinkHeader.unpack(bytes(header_bytes))
+                if header.status is LinkStatus.CLOSE:
+                    raise LinkBrokenError("the peer closed its links: its epoch has ended")
+                if line.edge is not None:
+                    inbox.put(header)  # never many: behind a header, none follows before its payload was taken
+                else:
+                    self._take(source, header, line.gloo)
+        finally:
+            inbox.put(None)
 
-    def _place(self, source: Rank, header: LinkHeader) -> Tensor:
-        place = None if self._closed.is_set() else self._handler.place_for(source, header)
-        if place is None:
-            return torch.empty(header.num_bytes, dtype=torch.uint8)
-        assert place.nbytes == header.num_bytes, (place.nbytes, header)
-        return torch.frombuffer(place, dtype=torch.uint8)
+    def _take_all(self, source: Rank, edge: Edge, inbox: "SimpleQueue[LinkHeader | None]") -> None:
+        while (header := inbox.get()) is not None:
+            self._take(source, header, edge)
+
+    def _take(self, source: Rank, header: LinkHeader, payloads: Edge) -> None:
+        """Receive the payload that `header` announces, if any, and pass the message on."""
+        if header.num_bytes:
+            place = None if self._closed.is_set() else self._handler.place_for(source, header)
+            assert place is None or place.nbytes == header.num_bytes, header
+            payloads.receive(payloads.empty(header.num_bytes) if place is None else _as_tensor(place))
+        if not self._closed.is_set():  # set before an edge is aborted, which may have left any bytes
+            self._handler.received(source, header)
+
+    def _abort(self, edge: Edge) -> None:
+        self._closed.wait()
+        edge.abort()
 
     def _break(self, peer: Rank, error: Exception) -> None:
         if not self._closed.is_set():
@@ -186,10 +207,11 @@ class TorchLinks:
             self._handler.broken(broken)
 
 
-def _send(group: _Group, target: Rank, header: LinkHeader, payload: memoryview | None) -> None:
-    parts = [memoryview(bytearray(header.pack()))] + ([payload] if payload is not None else [])
-    for part in parts:
-        group.send([torch.frombuffer(part, dtype=torch.uint8)], target, _TAG).wait(_FOREVER)
+def _as_tensor(data: Payload | bytes) -> Tensor:
+    """Return the memory of a payload, or a copy of bytes, as uint8."""
+    if isinstance(data, Tensor):
+        return data
+    return torch.frombuffer(bytearray(data) if isinstance(data, bytes) else data, dtype=torch.uint8)
 
 
 def _one_line(error: Exception) -> str:

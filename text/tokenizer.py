@@ -10,8 +10,10 @@ A Tokenizer is read-only after `load`, so any thread may use it; while one threa
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
-from typing import Self
+from types import MappingProxyType
+from typing import Any, Self
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
@@ -20,7 +22,16 @@ from baton.errors import InvalidArgumentError, ModelError
 from text.detokenizer import Detokenizer
 from text.token_bounds import token_bound
 
+_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What templates raise for what they do not support, by purpose or not."""
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation: each message has a `role` and a `content`, and may have the fields of tool calls."""
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 _MESSAGE_FIELDS = ("role", "content")
+_TOOL_FIELDS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
+"""Fields that a message may have besides: calls of tools, their answers, and how the model came to it."""
+_OWN_OPTIONS = frozenset(signature(TokenizersBackend.apply_chat_template).parameters) | {"messages"}
+"""Names that a template's options may not have: they are what renders it."""
 
 
 class Tokenizer:
@@ -62,11 +73,27 @@ class Tokenizer:
         """Return whether the model has a chat template, without which `render_chat` and `encode_chat` raise."""
         return bool(self._hf.chat_template)
 
+    def chat_template(self, *, for_tools: bool = False) -> str:
+        """Return the chat template, or the one that the model has for chats with tools; empty when there is none."""
+        if not self.has_chat_template:
+            return ""
+        return str(self._hf.get_chat_template(tools=[{}] if for_tools else None))
+
+    def silent_tokens(self, texts: Sequence[str]) -> dict[int, str]:
+        """Return those of the texts that are one special token, by its id: `decode` gives them no text."""
+        ids = {self._core.token_to_id(text): text for text in texts}
+        return {token_id: text for token_id, text in ids.items() if token_id in self._special_ids}
+
     @cached_property
     def fingerprint(self) -> str:
         """Return sixteen hex digits that are equal for two tokenizers iff they and their chat templates are equal."""
         content = f"{self._core.to_str()}/{self._hf.chat_template}"
         return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+
+    def to_json(self) -> str:
+        """Return the tokenizer, added tokens included, in the format of tokenizer.json."""
+        text: str = self._core.to_str()
+        return text
 
     def has_tokens_of(self, other: "Tokenizer") -> bool:
         """Return whether both tokenizers mean the same tokens by the same ids, those that were added included."""
@@ -84,20 +111,32 @@ class Tokenizer:
         InvalidArgumentError for text that is not Unicode."""
         return self._encode(text, "prompt", add_special_tokens=True)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Messages) -> list[int]:
         """Return a conversation's token ids: renders it with `render_chat`, then encodes it with `encode_rendered`."""
         return self.encode_rendered(self.render_chat(messages))
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return a conversation as text in the model's chat template, ready for the assistant's turn. A message has a
-        `role` and a `content`. The template writes all special tokens itself. Raises InvalidArgumentError for bad
-        messages and for a model without a template, and ModelError for a broken template."""
+    def render_chat(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] = NO_OPTIONS,
+    ) -> str:
+        """Return a conversation as text in the model's chat template, ready for the assistant's turn.
+
+        `tools` are functions that the model may call, as OpenAI's API describes them; `options` are further variables
+        of the template, such as enable_thinking. The template writes all special tokens itself. Raises
+        InvalidArgumentError for bad messages or options and for a model without a template, and ModelError for a broken
+        template.
+        """
         _check_messages(messages)
+        if own := _OWN_OPTIONS & options.keys():
+            raise InvalidArgumentError(f"chat_template_kwargs: {min(own)} is no variable of a template: drop it")
         if not self.has_chat_template:
             raise InvalidArgumentError(
                 f"messages: the model in {self._folder} has no chat template: send a text prompt or token ids instead"
             )
-        return self._render([dict(message) for message in messages])
+        given: list[Any] | None = [dict(tool) for tool in tools] if tools else None
+        return self._render([dict(message) for message in messages], given, options)
 
     def encode_rendered(self, text: str) -> list[int]:
         """Return the token ids of a rendered conversation, with no special token added. Raises InvalidArgumentError."""
@@ -114,14 +153,16 @@ class Tokenizer:
     def _is_silent(self, token_id: int) -> bool:
         return token_id in self._special_ids or self._core.id_to_token(token_id) is None
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
+    def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None, options: Mapping[str, Any]) -> str:
         try:
-            text = self._hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = self._hf.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=True, **options
+            )
         except TemplateSyntaxError as error:
             raise ModelError(
                 f"the chat template in {self._folder} is broken: {_one_line(error)}; correct its chat_template"
             ) from error
-        except (TemplateError, TypeError, ValueError) as error:  # templates refuse what they do not support
+        except _REFUSALS as error:
             raise InvalidArgumentError(
                 f"messages: the model's chat template refuses them: {_one_line(error)}; correct roles and their order"
             ) from error
@@ -140,7 +181,7 @@ class Tokenizer:
         return encoding.ids
 
 
-def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
+def _check_messages(messages: Messages) -> None:
     if not messages:
         raise InvalidArgumentError("messages is empty: send at least one message")
     for index, message in enumerate(messages):
@@ -150,8 +191,10 @@ def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
         if not message["role"]:
             raise InvalidArgumentError(f"messages[{index}].role is empty: use a role such as 'user'")
         for name in message:
-            if name not in _MESSAGE_FIELDS:
-                raise InvalidArgumentError(f"messages[{index}].{name!s:.40} is unknown: use role and content only")
+            if name not in _MESSAGE_FIELDS + _TOOL_FIELDS:
+                raise InvalidArgumentError(
+                    f"messages[{index}].{name!s:.40} is unknown: use {', '.join(_MESSAGE_FIELDS + _TOOL_FIELDS)}"
+                )
 
 
 def _remedy(folder: Path) -> str:

@@ -22,6 +22,7 @@ FOLDERS = (
     "orchestrator",
     "prefill_workers",
     "generate_workers",
+    "gateway",
     "deploy",
     "benchmarks",
     "tools",

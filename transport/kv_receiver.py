@@ -2,7 +2,8 @@
 
 Called by `orchestrator.workers.client` (Reserve, Renew, Abort) and by `transport.kv_sender` (Push, PushShared) and
 `transport.kv_client` (Commit); the sink is `generate_workers.slots.table`. Runs on the process's asyncio loop: a piece
-is at most a few MiB, so that checking and copying it there costs less than handing it to a thread.
+is at most a few MiB, so that checking and copying it there costs less than handing it to a thread. What takes longer,
+bringing it to a device, the sink does elsewhere; a push is answered once that is done.
 """
 
 import math
@@ -92,20 +93,21 @@ class KvReceiverServicer:
         return kv_pb2.RenewReply()
 
     async def push(self, pieces: AsyncIterator[Piece], context: Context) -> kv_pb2.PushReply:
-        """Write pieces until the stream ends or one is refused; return what was counted. Counts as one of the slot's
-        writers from its first piece until the call ends, however it ends."""
+        """Write pieces until the stream ends or one is refused; return what was counted, once all are in the slot.
+        Counts as one of the slot's writers from its first piece until the call ends, however it ends."""
         with ExitStack() as stack:
             writer = _Writer(self._sink, stack)
             async for header, payload in pieces:
-                writer.write(header, payload)
+                await writer.write(header, payload)
+            await writer.settle()
         return writer.reply
 
     async def push_shared(
         self, messages: AsyncIterator[kv_pb2.SharedPieces], context: Context
     ) -> AsyncGenerator[kv_pb2.SharedAnswer, None]:
         """Write pieces whose payloads lie in memory that the first message names, as `push` does. Answer each message
-        that asks for it, once all pieces up to there are written, so that the sender may change their payloads. Answer
-        that the memory is not mapped, and nothing else, when this process cannot map it."""
+        that asks for it, once all pieces up to there are taken over, so that the sender may change their payloads.
+        Answer that the memory is not mapped, and nothing else, when this process cannot map it."""
         incoming = aiter(messages)
         opening = await anext(incoming, kv_pb2.SharedPieces())
         memory = map_memory(opening.memory)
@@ -117,12 +119,13 @@ class KvReceiverServicer:
             writer = _Writer(self._sink, stack)
             async for message in incoming:
                 for piece in message.pieces:
-                    writer.write(piece.header, payload_at(memory, piece))
+                    await writer.write(piece.header, payload_at(memory, piece))
                     await turns.take(piece.num_bytes)
                 num_unanswered += len(message.pieces)
                 if message.answer:
                     yield kv_pb2.SharedAnswer(num_pieces=num_unanswered)
                     num_unanswered = 0
+            await writer.settle()
         yield kv_pb2.SharedAnswer(total=writer.reply)
 
     async def commit(self, request: kv_pb2.CommitRequest, context: Context) -> kv_pb2.CommitReply:
@@ -157,8 +160,8 @@ class _Writer:
         self._stack = stack
         self._inside: tuple[LeaseRef, PushTarget] | None = None
 
-    def write(self, header: kv_pb2.KvPieceHeader, payload: memoryview) -> None:
-        """Write and count a piece.
+    async def write(self, header: kv_pb2.KvPieceHeader, payload: memoryview) -> None:
+        """Hand over and count a piece.
 
         Raises InvalidArgumentError for a piece of another lease than the first one's, LayoutMismatchError for another
         layout, ByteCountError for a payload of the wrong length, ChecksumError for a damaged one, and what
@@ -178,10 +181,15 @@ class _Writer:
             raise ByteCountError(f"{where}: {payload.nbytes} bytes instead of {expected}: push the piece again, whole")
         if xxhash.xxh3_64_intdigest(payload) != header.checksum:
             raise ChecksumError(f"{where}: the payload was damaged on its way: push the piece again")
-        is_new = target.write(header.layer, tokens, payload)
+        is_new = await target.write(header.layer, tokens, payload)
         self.reply.num_bytes += payload.nbytes
         self.reply.num_pieces += 1
         self.reply.num_duplicates += not is_new
+
+    async def settle(self) -> None:
+        """Wait until all pieces are in the slot; raises what PushTarget.settle raises."""
+        if self._inside is not None:
+            await self._inside[1].settle()
 
 
 def _check_layout(layout: KvLayout, fingerprint: str) -> None:

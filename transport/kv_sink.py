@@ -41,13 +41,21 @@ class ReserveSpec:
 class PushTarget(Protocol):
     """One writer's access to a leased slot. Used inside `KvSink.open_push`, on the loop."""
 
-    def write(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:
-        """Copy a piece into the slot and renew the lease. `data` holds the range's bytes and is not kept.
+    async def write(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:
+        """Take a piece over and renew the lease. `data` holds the range's bytes and is not kept.
 
-        Returns False when the same piece is there already: memory is left as it is. Raises StaleStampError or
-        LeaseExpiredError when the lease has ended, and RangeError for a layer that does not exist or a range that is
-        empty, outside the lease, or overlaps another piece in part; then nothing is changed.
+        Waits while the sink has no room for pieces on their way to a device. Returns False when the same piece was
+        taken over already: memory is left as it is. Raises StaleStampError or LeaseExpiredError when the lease has
+        ended, and RangeError for a layer that does not exist or a range that is empty, outside the lease, or overlaps
+        another piece in part, and InvalidArgumentError for a piece larger than the sink takes at a time; then nothing
+        is changed. Raises TransferError when an earlier piece could not be copied to its place, so that the lease has
+        ended. A cancelled wait changes nothing.
         """
+        ...
+
+    async def settle(self) -> None:
+        """Wait until all pieces of this writer are in their places. Raises TransferError when one could not be copied
+        there: its lease has ended."""
         ...
 
 
@@ -91,17 +99,18 @@ class KvSink(Protocol):
     def open_push(self, ref: LeaseRef) -> AbstractContextManager[PushTarget]:
         """Return a context that counts a writer of the slot from enter to exit.
 
-        The slot is not reused before its last writer has left. Entering renews the lease. Errors are raised on enter.
+        The slot is not reused before its last writer has left, nor while a piece that was taken over is on its way to
+        its place. Entering renews the lease. Errors are raised on enter.
         """
         ...
 
     async def commit(self, ref: LeaseRef, firsts: Sequence[SampledToken], wait_s: float = math.inf) -> int:
         """Complete the lease with each choice's first token; return the bytes that the slot's pieces hold.
 
-        Waits for missing bytes, at most `wait_s` seconds and at most the lease's ttl, then raises IncompletePushError
-        that names the first missing range: the push may go on and Commit may be repeated while the lease lives.
-        Idempotent for the same tokens; others, or more or fewer than the lease has choices, raise LeaseError. A
-        cancelled wait changes nothing.
+        Waits for bytes that are missing or on their way to a device, at most `wait_s` seconds and at most the lease's
+        ttl, then raises IncompletePushError that names the first such range: the push may go on and Commit may be
+        repeated while the lease lives. Idempotent for the same tokens; others, or more or fewer than the lease has
+        choices, raise LeaseError. A cancelled wait changes nothing.
         """
         ...
 

@@ -2,7 +2,7 @@
 
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -11,6 +11,8 @@ from baton.types import DeviceName, Dtype, KernelChoice, Quantization
 
 LOOPBACK = "127.0.0.1"
 """Address that only processes of the same machine reach."""
+
+LogFormat = Literal["text", "json"]
 
 Cores = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)]
 """Numbers of cores; a list may be given as well."""
@@ -47,7 +49,15 @@ class EmulatedLink:
 
 
 @settings
-class WorkerPlace(ModelFormats, PrefixRoom, EmulatedLink):
+class LogLines:
+    """How the processes of a cluster log."""
+
+    log_format: LogFormat = "text"
+    """Form of a line: text, or json: an object, which names its request if it has one."""
+
+
+@settings
+class WorkerPlace(ModelFormats, PrefixRoom, EmulatedLink, LogLines):
     """The process of a worker and what it finds there."""
 
     model_folder: Path = field(kw_only=True)

@@ -55,6 +55,11 @@ class AdminStub:
                 request_serializer=baton_dot_v1_dot_admin__pb2.FlipRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_orchestrator__pb2.GroupState.FromString,
                 _registered_method=True)
+        self.GetTrace = channel.unary_unary(
+                '/baton.v1.Admin/GetTrace',
+                request_serializer=baton_dot_v1_dot_admin__pb2.GetTraceRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.Trace.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -97,6 +102,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTrace(self, request, context):
+        """Returns what is known of a request that has ended. NOT_FOUND for one that is not among the latest.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -119,6 +131,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Flip,
                     request_deserializer=baton_dot_v1_dot_admin__pb2.FlipRequest.FromString,
                     response_serializer=baton_dot_v1_dot_orchestrator__pb2.GroupState.SerializeToString,
+            ),
+            'GetTrace': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTrace,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.GetTraceRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.Trace.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -229,6 +246,33 @@ class Admin:
             '/baton.v1.Admin/Flip',
             baton_dot_v1_dot_admin__pb2.FlipRequest.SerializeToString,
             baton_dot_v1_dot_orchestrator__pb2.GroupState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTrace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/GetTrace',
+            baton_dot_v1_dot_admin__pb2.GetTraceRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.Trace.FromString,
             options,
             channel_credentials,
             insecure,

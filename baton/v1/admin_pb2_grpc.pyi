@@ -53,6 +53,8 @@ class AdminStub:
     supervisor has workers, and when the worker does not serve in its new role: it then goes back. Nothing changes if
     the call is given up before the worker could be spared.
     """
+    GetTrace: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetTraceRequest, _admin_pb2.Trace]
+    """Returns what is known of a request that has ended. NOT_FOUND for one that is not among the latest."""
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -78,6 +80,8 @@ class AdminAsyncStub(AdminStub):
     supervisor has workers, and when the worker does not serve in its new role: it then goes back. Nothing changes if
     the call is given up before the worker could be spared.
     """
+    GetTrace: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetTraceRequest, _admin_pb2.Trace]  # type: ignore[assignment]
+    """Returns what is known of a request that has ended. NOT_FOUND for one that is not among the latest."""
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -124,5 +128,13 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         supervisor has workers, and when the worker does not serve in its new role: it then goes back. Nothing changes if
         the call is given up before the worker could be spared.
         """
+
+    @_abc_1.abstractmethod
+    def GetTrace(
+        self,
+        request: _admin_pb2.GetTraceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.Trace, _abc.Awaitable[_admin_pb2.Trace]]:
+        """Returns what is known of a request that has ended. NOT_FOUND for one that is not among the latest."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -61,6 +61,7 @@ class GenerateRequest(_message.Message):
     ECHO_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     EXACT_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Names the request in logs, and in a resumed stream. Unset: the server makes one."""
     prompt: _builtins.bytes
@@ -79,6 +80,10 @@ class GenerateRequest(_message.Message):
     """A waiting request is served only when no more urgent one can be. Unset: PRIORITY_STANDARD."""
     exact: _builtins.bool
     """Only groups that attend to all tokens may generate; the request is refused where there is none. False: any may."""
+    cache_salt: _builtins.str
+    """Separates cached prompts: only requests of the same salt use each other's KV, and nobody can tell by the time that
+    a request takes what others have asked. At most 256 characters. Unset: none of its own.
+    """
     @_builtins.property
     def chat(self) -> Global___Chat:
         """Rendered with the model's chat template; at most 8 MiB, and no more messages than the model takes tokens."""
@@ -108,10 +113,11 @@ class GenerateRequest(_message.Message):
         echo: _builtins.bool = ...,
         priority: Global___Priority.ValueType = ...,
         exact: _builtins.bool = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "prompt", b"prompt", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "deadline_ms", b"deadline_ms", "echo", b"echo", "exact", b"exact", "input", b"input", "model", b"model", "outputs", b"outputs", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "seeded", b"seeded", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "deadline_ms", b"deadline_ms", "echo", b"echo", "exact", b"exact", "input", b"input", "model", b"model", "outputs", b"outputs", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "seeded", b"seeded", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "chat", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015

@@ -17,7 +17,7 @@ from torch import Tensor
 from baton.ids import Rank
 from benchmarks.baselines.pacing import FULL_SPEED, LinkSchedule, Pace
 from benchmarks.baselines.schemes import Group, Work
-from prefill_workers.links import ConnectLinks, LinkHandler, LinkHeader, Links
+from prefill_workers.links import ConnectLinks, LinkHandler, LinkHeader, Links, Payload
 
 Deliver = Callable[[], None]
 """Passes a message to the link below; must not block."""
@@ -91,7 +91,12 @@ class PacedLinks:
     def __init__(self, links: Links, pacer: Pacer) -> None:
         self._links, self._pacer = links, pacer
 
-    def send(self, target: Rank, header: LinkHeader, payload: memoryview | None) -> None:
+    @property
+    def on_device(self) -> bool:
+        """Return whether payloads lie in the memory of the ranks' devices."""
+        return self._links.on_device
+
+    def send(self, target: Rank, header: LinkHeader, payload: Payload | None) -> None:
         self._pacer.post(target, header.num_bytes, lambda: self._links.send(target, header, payload))
 
     def close(self) -> None:

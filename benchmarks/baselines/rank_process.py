@@ -25,10 +25,11 @@ from benchmarks.baselines.schemes import SCHEMES, Group
 from benchmarks.support.rates import KERNELS, RateProbe
 from modeling.checkpoints.weights import load_decoder
 from modeling.hosting import use_cores
+from prefill_workers.edges import Meeting
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport
 from prefill_workers.links import ConnectLinks, LinkHandler, Links
-from prefill_workers.torch_links import Meeting, connect_torch_links, make_group
+from prefill_workers.torch_links import connect_torch_links, make_group
 
 HOST = "127.0.0.1"
 WAIT_S = 300.0

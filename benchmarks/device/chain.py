@@ -17,10 +17,11 @@ from baton.types import SampledToken, TokenRange
 from benchmarks.device.model import Shape, random_model
 from modeling.device.making import make_device
 from modeling.forward.attention import Kernel
-from modeling.forward.triton_attention import triton_kernel
+from modeling.forward.triton.attention import triton_kernel
+from prefill_workers.edges import Meeting
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job
-from prefill_workers.torch_links import Meeting, connect_torch_links
+from prefill_workers.torch_links import connect_torch_links
 
 _HOST = "127.0.0.1"
 _PATIENCE_S = 120.0

@@ -1,17 +1,43 @@
-"""Decode steps of residency policies over a device's real link, on rows with KV of zeros."""
+"""Decode steps of residency policies over a device's real link, on rows with random KV.
+
+Residency `infinigen` chooses a tenth of the keys, by a third of a head's columns. Weights are random, too: what stays
+hot from step to step says nothing about a real model.
+"""
 
 import contextlib
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
 from baton.ids import SlotId
 from baton.types import TokenRange
 from benchmarks.device.rates import times_s
-from generate_workers.residency.policies import make_residency
+from generate_workers.residency.policies import SelectionSource, make_residency
 from generate_workers.residency.port import KvShape, Residency
 from modeling.device.port import Device
 from modeling.forward.decoder import Decoder
+from modeling.forward.selection import Selection
+from modeling.kv.buffers import TORCH_DTYPES, bytes_of
+from modeling.sparse.bases import Basis, BasisKind
+from modeling.sparse.selection_file import PreparedSelection
+
+_CHOICE = Selection(math.inf, 0.1, 4, 16)
+_COLUMNS_SHARE = 0.3
+
+
+@dataclass(frozen=True)
+class FirstColumns(SelectionSource):
+    """A selection that was not fitted to a text: a head's first columns are its partial keys."""
+
+    def load(self) -> PreparedSelection:
+        """Make the selection for the decoder."""
+        layout = self.decoder.layout
+        shape = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.head_dim)
+        whole_LGHR = torch.eye(layout.head_dim).expand(shape).contiguous()
+        basis = Basis(BasisKind.COLUMNS, whole_LGHR, whole_LGHR).first(int(_COLUMNS_SHARE * layout.head_dim))
+        return PreparedSelection(basis, _CHOICE, 1, layout.model_fingerprint, "")
 
 
 class PolicyRows:
@@ -29,14 +55,16 @@ class PolicyRows:
     ) -> Iterator["PolicyRows"]:
         """Open rows of `lengths` tokens with room for so many steps; release them afterwards."""
         layout, most = decoder.layout, max(lengths) + num_steps
-        residency = make_residency(policy, KvShape(layout, decoder.config.windows, len(lengths), most), device)
+        shape = KvShape(layout, decoder.config.windows, len(lengths), most)
+        residency = make_residency(policy, shape, device, FirstColumns(decoder))
+        kv_S2GH = torch.randn(max(lengths), 2, layout.num_kv_heads, layout.head_dim).to(TORCH_DTYPES[layout.dtype])
         with contextlib.closing(residency), contextlib.ExitStack() as stack:
             for slot, length in enumerate(lengths):
                 row = residency.open(SlotId(slot), length, length + num_steps)
                 stack.callback(row.release)
-                data = memoryview(bytes(length * layout.row_bytes))
+                data = bytes_of(kv_S2GH[:length])
                 for layer in range(layout.num_layers):
-                    row.write(layer, TokenRange(0, length), data)
+                    row.write(layer, TokenRange(0, length), data).result()
             yield cls(decoder, residency, list(lengths))
 
     @torch.inference_mode()

@@ -1,63 +1,89 @@
-"""Decode steps over KV in pages, beside the time in which their bytes could be read.
+"""An engine's decode steps over KV in pages: with graphs, without, and the time in which their bytes could be read."""
 
-L layers, P pages, S tokens of a page, G kv heads, H head dim.
-"""
-
-import statistics
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from baton.ids import SlotId
+from baton.sampling_params import SamplingParams
+from baton.types import TokenRange
 from benchmarks.device.rates import times_s
+from generate_workers.residency.paged import PagedResidency
+from generate_workers.residency.port import KvShape
 from modeling.device.port import Device
 from modeling.forward.decoder import Decoder
-from modeling.forward.step_graphs import PagedSteps, StepGraphs
+from modeling.forward.drawing import RowDraw
+from modeling.forward.sampling import SamplerState, sample
+from modeling.forward.step_graphs import DecodeRow, StepGraphs
+from modeling.kv.pages import PAGE_TOKENS
 
-PAGE_TOKENS = 64
 _STEPS = 10
+_GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True)
 class StepTimes:
     """Times of one case, in milliseconds."""
 
+    graphs_ms: list[float]
+    """Steps that run whole: replayed from a CUDA graph, or on a CPU launched kernel by kernel."""
     launched_ms: list[float]
-    """Steps whose kernels are launched one by one."""
-    captured_ms: list[float] | None
-    """Steps that are replayed from a CUDA graph. None: not on this device."""
+    """Steps of an engine without graphs: a forward, and sampling behind it."""
     num_bytes: int
     """Bytes that a step reads: weights but the embedding, and the KV of all rows."""
 
 
-@torch.inference_mode()
+class PagedRows:
+    """Rows of residency `device` that take steps together, as `generate_workers.engine.step_runner` runs them."""
+
+    def __init__(self, decoder: Decoder, residency: PagedResidency, batch: int, context: int, most_tokens: int) -> None:
+        """Open rows of `context` tokens each, whose KV is random, with room for `most_tokens` tokens."""
+        self._decoder, self._residency, self._lengths = decoder, residency, [context] * batch
+        for slot in range(batch):
+            residency.open(SlotId(slot), context, most_tokens).commit(TokenRange(0, context))
+        data_LPS2GH = residency.pool.memory.data_LPS2GH
+        data_LPS2GH.normal_()
+        row_pages = -(-most_tokens // PAGE_TOKENS)
+        self._graphs = StepGraphs(decoder, data_LPS2GH, row_pages, [batch], captures=data_LPS2GH.is_cuda)
+        self._states = [SamplerState(_GREEDY, [1])] * batch
+
+    @torch.inference_mode()
+    def step(self, *, graphs: bool) -> None:
+        """Run a step of one new token a row, whole or kernel by kernel, and read the next tokens."""
+        rows = [(SlotId(slot), TokenRange(length, length + 1)) for slot, length in enumerate(self._lengths)]
+        with self._residency.step(rows) as step:
+            if graphs:
+                places = (span.place() for span in step.spans)
+                self._graphs.run([DecodeRow(1, place, RowDraw.of(_GREEDY, 0)) for place in places if place is not None])
+            else:
+                hidden_TD = self._decoder.forward([1] * len(rows), step.spans)
+                sample(self._decoder.logits(hidden_TD), self._states)
+        self._lengths = [length + 1 for length in self._lengths]
+
+
 def measure(decoder: Decoder, device: Device, batch: int, context: int, rounds: int) -> StepTimes:
     """Measure greedy steps of `batch` rows whose KV, of `context` tokens each at first, is random."""
-    layout, where = decoder.layout, device.torch_device
-    # Each way of running makes one step that is not counted, and a capture two more on padding.
-    row_pages = -(-(context + 2 * (rounds * _STEPS + 1)) // PAGE_TOKENS)
-    shape = (layout.num_layers, batch * row_pages, PAGE_TOKENS, 2, layout.num_kv_heads, layout.head_dim)
-    pages_LPS2GH = torch.empty(shape, dtype=decoder.dtype, device=where).normal_()
-    order = torch.randperm(batch * row_pages, device=where).int()
-    steps = PagedSteps(decoder, pages_LPS2GH, order.view(batch, row_pages))
-    is_gpu = where.type == "cuda"
-    ways = [StepGraphs(steps, [batch], captures=captures) for captures in ((True, False) if is_gpu else (False,))]
-    steps.lengths_B.fill_(context)
-    steps.starts_E.copy_(torch.arange(batch + 1))
-    found = [[1e3 * s for s in times_s(device, lambda way=way: way.run(batch), rounds, _STEPS)] for way in ways]  # type: ignore[misc]
-    mean_keys = context + len(ways) * (rounds * _STEPS + 1) / 2
-    num_bytes = _weight_bytes(decoder) + int(batch * mean_keys * layout.token_bytes)
-    return StepTimes(found[-1], found[0] if is_gpu else None, num_bytes)
+    num_steps = rounds * _STEPS + 1  # each way of running makes one step that is not counted
+    most_tokens = context + 2 * num_steps
+    shape = KvShape(decoder.layout, decoder.config.windows, batch, most_tokens)
+    with contextlib.closing(PagedResidency(shape, device)) as residency:
+        rows = PagedRows(decoder, residency, batch, context, most_tokens)
+
+        def way(graphs: bool) -> Callable[[], None]:
+            return lambda: rows.step(graphs=graphs)
+
+        graphs_ms, launched_ms = (
+            [1e3 * s for s in times_s(device, way(graphs), rounds, _STEPS)] for graphs in (True, False)
+        )
+    num_bytes = _weight_bytes(decoder) + int(batch * (context + num_steps) * decoder.layout.token_bytes)
+    return StepTimes(graphs_ms, launched_ms, num_bytes)
 
 
 def roofline_ms(times: StepTimes, rate: float) -> float:
     """Return the milliseconds in which a memory of that many bytes a second reads what a step reads."""
     return 1e3 * times.num_bytes / rate
-
-
-def best_ms(times: StepTimes) -> list[float]:
-    """Return the times of the faster way."""
-    ways = [times.launched_ms] if times.captured_ms is None else [times.launched_ms, times.captured_ms]
-    return min(ways, key=statistics.median)
 
 
 def _weight_bytes(decoder: Decoder) -> int:

@@ -38,6 +38,8 @@ class Groups:
     """Slots of each group."""
     step_s: float
     """Seconds between two tokens of a stream, when the processor keeps up."""
+    says_time: bool = False
+    """Whether a token's text is the time at which it is made, in unix nanoseconds, in place of a word."""
 
 
 @dataclass
@@ -50,7 +52,8 @@ class _Row:
 class ScriptedEngine:
     """The part of an engine that a servicer uses; every stream has one choice and gets a token at each step."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, *, says_time: bool = False) -> None:
+        self._says_time = says_time
         self.residency = SimpleNamespace(traits=policy_named("device"))
         self._num_slots = num_slots
         self._rows: dict[Ticket, _Row] = {}
@@ -78,10 +81,11 @@ class ScriptedEngine:
         with self._lock:
             rows = list(self._rows.items())
             now_ns = time.time_ns()
+            text = f" {now_ns}" if self._says_time else " word"
             for ticket, row in rows:
                 is_last = row.index + 1 == row.request.params.max_tokens
                 finish = FinishReason.LENGTH if is_last else None
-                row.sink(TokenEvent(row.index, SampledToken(FIRST_ID + row.index), " word", now_ns, finish))
+                row.sink(TokenEvent(row.index, SampledToken(FIRST_ID + row.index), text, now_ns, finish))
                 row.index += 1
                 if is_last:
                     del self._rows[ticket]
@@ -99,7 +103,7 @@ class ScriptedEngine:
 async def engines(groups: Groups) -> AsyncIterator[tuple[list[int], Answer]]:
     """Run the engines as a process's role: it greets with the groups' ports, and answers any question with what the
     process has used."""
-    made = [ScriptedEngine(groups.num_slots) for _ in range(groups.num_groups)]
+    made = [ScriptedEngine(groups.num_slots, says_time=groups.says_time) for _ in range(groups.num_groups)]
     servers, servicers, ports = [], [], []
     for engine in made:
         server = make_server()

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ from benchmarks.gateways.process import Answer
 from transport.channel import make_channel
 
 NUM_CONNECTIONS = 8
-_PROMPT = b"The quick brown fox jumps over the lazy dog, and then it sleeps in the shade of an old oak tree."
+PROMPT = b"The quick brown fox jumps over the lazy dog, and then it sleeps in the shade of an old oak tree."
 """A prompt of some two dozen tokens."""
 
 
@@ -46,16 +47,18 @@ class Seen:
     """Milliseconds of each token from the engine to the client."""
 
 
-class Load:
-    """The streams that run in this process."""
+class Clients(ABC):
+    """The streams that run in this process, whatever they speak."""
 
-    def __init__(self, target: str) -> None:
-        self._channels = [make_channel(target) for _ in range(NUM_CONNECTIONS)]
-        self._stubs = [OrchestratorStub(channel) for channel in self._channels]
+    def __init__(self) -> None:
         self._running: list[asyncio.Task[None]] = []
         self._begun = asyncio.Event()
         self._asked = Streams(0, 0, 0.0)
         self.seen = Seen()
+
+    @abstractmethod
+    async def _one(self, number: int, at_s: float) -> None:
+        """Run the stream of this number, which begins in `at_s` seconds, to its end."""
 
     async def open(self, asked: Streams) -> None:
         """Open the streams; return when all have their first token, or have ended."""
@@ -71,6 +74,31 @@ class Load:
         await asyncio.gather(*self._running)
         return self.seen
 
+    async def answer(self, question: Any) -> Any:
+        """Answer a question to the clients' process: Streams opens them, and answers when all run; `seen` answers how
+        many tokens have come, and how late those since the last time were; `drain` waits until all have ended."""
+        if isinstance(question, Streams):
+            return await self.open(question)
+        if question == "seen":
+            late_ms, self.seen.late_ms = self.seen.late_ms, []
+            return self.seen.num_tokens, late_ms
+        assert question == "drain", question
+        return await self.drain()
+
+    def _note(self) -> None:
+        """Note that a stream has its first token, or has failed."""
+        if len(self.seen.first_s) + len(self.seen.errors) >= self._asked.num_streams:
+            self._begun.set()
+
+
+class Load(Clients):
+    """The streams that run in this process, over gRPC."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__()
+        self._channels = [make_channel(target) for _ in range(NUM_CONNECTIONS)]
+        self._stubs = [OrchestratorStub(channel) for channel in self._channels]
+
     async def close(self) -> None:
         for channel in self._channels:
             await channel.close()
@@ -78,7 +106,7 @@ class Load:
     async def _one(self, number: int, at_s: float) -> None:
         await asyncio.sleep(at_s)  # the stream's time of arrival
         sampling = common_pb2.SamplingParams(max_tokens=self._asked.max_tokens, ignore_eos=True)
-        request = pb.GenerateRequest(prompt=_PROMPT, sampling=sampling)
+        request = pb.GenerateRequest(prompt=PROMPT, sampling=sampling)
         try:
             await self._follow(self._stubs[number % NUM_CONNECTIONS].Generate(request))
             self.seen.num_done += 1
@@ -86,8 +114,7 @@ class Load:
             self.seen.errors.append(f"{error.code()}: {error.details()}")
         except ValueError as error:
             self.seen.errors.append(str(error))
-        if len(self.seen.first_s) + len(self.seen.errors) >= self._asked.num_streams:
-            self._begun.set()
+        self._note()
 
     async def _follow(self, call: "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateEvent]") -> None:
         """Follow a stream to its end. Raises ValueError when a token is missing or out of place."""
@@ -104,35 +131,19 @@ class Load:
                 seen.num_tokens += 1
                 seen.late_ms.append((time.time_ns() - token.unix_ns) / 1e6)
                 if num_tokens == 1:
-                    self._note_first(time.monotonic() - called_s)
+                    seen.first_s.append(time.monotonic() - called_s)
+                    self._note()
             elif event.HasField("finished") and not (ended and num_tokens == self._asked.max_tokens):
                 raise ValueError(f"finished after {num_tokens} of {self._asked.max_tokens} tokens")
         if await call.code() is not grpc.StatusCode.OK or not ended:
             raise ValueError(f"ended with {await call.code()}: {await call.details()}")
 
-    def _note_first(self, first_s: float) -> None:
-        self.seen.first_s.append(first_s)
-        if len(self.seen.first_s) + len(self.seen.errors) >= self._asked.num_streams:
-            self._begun.set()
-
 
 @contextlib.asynccontextmanager
 async def load(target: str) -> AsyncIterator[tuple[None, Answer]]:
-    """Run the clients as a process's role. Asked with Streams, it opens them and answers when all run; asked `seen`, it
-    answers how many tokens have come, and how late those since the last time were; asked `drain`, it answers when all
-    streams have ended."""
+    """Run the clients as a process's role, which answers as `Clients.answer` says."""
     clients = Load(target)
-
-    async def answer(question: Any) -> Any:
-        if isinstance(question, Streams):
-            return await clients.open(question)
-        if question == "seen":
-            late_ms, clients.seen.late_ms = clients.seen.late_ms, []
-            return clients.seen.num_tokens, late_ms
-        assert question == "drain", question
-        return await clients.drain()
-
     try:
-        yield None, answer
+        yield None, clients.answer
     finally:
         await clients.close()

@@ -25,6 +25,7 @@ from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.rows import GenerationRequest
 from generate_workers.slots.table import SlotTable
+from generate_workers.speculation.making import make_speculation
 from modeling.checkpoints.weights import load_decoder
 from modeling.hosting import use_cores
 from text.tokenizer import Tokenizer
@@ -104,7 +105,11 @@ def _run(pipe: Connection, spec: EngineSpec) -> None:
     most = min(config.max_slot_tokens, decoder.config.max_position)
     slots = SlotTable(make_memory(decoder, replace(config, max_slot_tokens=most)), clock, endpoint="none:0")
     batcher = DecodeFirst.of(config, decoder.config)
-    engine = GenerationEngine(decoder, Tokenizer.load(spec.folder), slots, clock, config, batcher=batcher)
+    engine = GenerationEngine(
+        *(decoder, Tokenizer.load(spec.folder), slots, clock, config),
+        batcher=batcher,
+        speculation=make_speculation(decoder, slots, config, clock),
+    )
     engine.start()
     collect_rarely()
     pipe.send("ready")

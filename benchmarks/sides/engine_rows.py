@@ -111,5 +111,6 @@ def _push(slots: SlotTable, lease: Lease, source: KvBuffer) -> None:
     tokens = TokenRange(0, lease.num_tokens)
     with slots.open_push(lease.ref) as target:
         for layer in range(slots.layout.num_layers):
-            target.write(layer, tokens, source.export(layer, tokens))
+            target.copy_in(layer, tokens, source.export(layer, tokens))
+        target.drain()
     asyncio.run(slots.commit(lease.ref, [SampledToken(1)]))

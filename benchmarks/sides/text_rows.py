@@ -108,7 +108,8 @@ class TextRows:
                 lease = slots.reserve(ReserveSpec(name, 1, length, length + params.max_tokens, _TTL_S))
                 with slots.open_push(lease.ref) as target:
                     for layer in range(slots.layout.num_layers):
-                        target.write(layer, text.kv.tokens, text.kv.export(layer, text.kv.tokens))
+                        target.copy_in(layer, text.kv.tokens, text.kv.export(layer, text.kv.tokens))
+                    target.drain()
                 asyncio.run(slots.commit(lease.ref, [text.first]))
                 engine.submit(GenerationRequest(name, text.token_ids, (), params, lease.ref), rows._count)
             yield rows

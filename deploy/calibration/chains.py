@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton import Client
+from baton.calls.requests import BY_CHAIN
 from baton.errors import InvalidArgumentError, UnavailableError
-from baton.requests import BY_CHAIN
 from baton.results import Completion, RankTiming
 from baton.sampling_params import SamplingParams
 from planning.calibration import Calibration, calibrate_chain

@@ -44,7 +44,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="SECTION.FIELD=VALUE",
         help="a setting of the engines, or of devices; may be repeated; `baton config` lists all fields",
     )
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="Hugging Face folder, GGUF file, or known name")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="Hugging Face folder, GGUF file, or name")
     parser.add_argument("--cache", type=Path, default=cache_folder(), help="folder for converted models")
     parser.add_argument(
         "--log", type=Path, default=Path("chaos.log"), help="what the processes say goes there (default: chaos.log)"

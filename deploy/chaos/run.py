@@ -9,12 +9,12 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from baton.calls.resume import Reconnect
+from baton.calls.streams import AsyncStream
 from baton.client import AsyncClient
 from baton.clock import Clock
 from baton.cluster_state import ClusterState, GenerationStatus
 from baton.errors import BatonError, DeadlineExceededError, UnavailableError
-from baton.resume import Reconnect
-from baton.streams import AsyncStream
 from baton.types import SampledToken, TokenEvent
 from deploy.chaos.cluster import ChaosCluster
 from deploy.chaos.report import Answer, Outcome, Report, outcome_of

@@ -11,7 +11,7 @@ from deploy.commands.admin_channel import given_key
 from deploy.options.prompt import add_prompt, add_sampling, read_prompt, sampling_options
 
 if TYPE_CHECKING:
-    from baton.streams import Stream
+    from baton.calls.streams import Stream
 
 BROKEN_PIPE_STATUS = 141
 """Exit status that shells give a program whose output pipe was closed (128 + SIGPIPE)."""

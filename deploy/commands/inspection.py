@@ -22,7 +22,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     config = commands.add_parser(
         "config",
         help="print the configuration in force, each field with its meaning",
-        description="Prints the configuration that `baton serve` would use, as TOML: defaults, the file, and --set.",
+        description="Prints the configuration that `baton serve` reads, as TOML: defaults, the file, and --set. Where"
+        " it leaves the pools open, `baton serve` and `baton doctor` arrange them for the machine.",
     )
     add_config_options(config)
     config.set_defaults(run=print_config)
@@ -50,17 +51,23 @@ def print_findings(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from deploy.config.file import load_config
-    from deploy.machine.doctor import Verdict, examine, inspect_machine, measure_rates
-    from deploy.machine.model_folder import resolve_drafts, resolve_folder
+    from deploy.config.file import make_config, read_sections
+    from deploy.machine.arrangement import arrange
+    from deploy.machine.doctor import Finding, Verdict, examine, inspect_machine, measure_kernels, measure_rates
+    from deploy.machine.model_folder import prepare_kernels, prepare_rates, resolve_drafts, resolve_folder
 
-    config, console = load_config(args.config, args.set), Console(stderr=True)
+    sections, console = read_sections(args.config, args.set), Console(stderr=True)
+    config, machine = make_config(sections), inspect_machine()
     folder = resolve_folder(config.model.name, config.model.cache, console)
+    prepare_kernels(console)
+    prepare_rates(console)
+    config, why = arrange(sections, folder, machine)
     config = resolve_drafts(config, console)
-    machine = inspect_machine()
     findings = examine(config, folder, machine)
+    findings.append(Finding("arrangement", Verdict.OK, why or f"as configured: {config.num_workers} workers"))
     if not config.ray.address:
-        findings.append(measure_rates(config, folder, machine))
+        with console.status("measuring kernels and memory"):
+            findings += [measure_kernels(), measure_rates(config, folder, machine)]
     colours = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILED: "red"}
     table = Table(box=None, show_header=False)
     for finding in findings:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from baton.requests import call_metadata
+from baton.calls.requests import call_metadata
 from transport.identity import ClusterSecret
 
 

@@ -11,7 +11,7 @@ from deploy.commands.inspection import add_config_options
 from deploy.options.prompt import add_prompt, add_sampling, read_prompt, sampling_options
 
 _FIELDS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "model": ("model.name", "Hugging Face folder, GGUF file, or known name", {}),
+    "model": ("model.name", "Hugging Face folder, GGUF file, or name", {}),
     "cache": ("model.cache", "folder for converted models", {}),
     "ranks": ("prefill.num_ranks", "prefill ranks in the chain", {"type": int}),
     "dtype": ("model.dtype", "of weights, activations and KV", {"choices": DTYPES}),

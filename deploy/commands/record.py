@@ -40,6 +40,8 @@ class ClusterRecord:
     """Temporary folder of a Ray that the launcher started; empty when it joined a running one."""
     endpoint: str = ""
     """Address of the orchestrator, host:port; empty until it serves."""
+    http: str = ""
+    """URL of OpenAI's API; empty until the orchestrator serves, and where none is served."""
 
     @property
     def launcher_lives(self) -> bool:
@@ -53,9 +55,9 @@ class ClusterRecord:
         partial.write_text(json.dumps(asdict(self)))
         partial.replace(path)
 
-    def serving(self, endpoint: str) -> "ClusterRecord":
-        """Return this record with the endpoint of the orchestrator that now serves."""
-        return replace(self, endpoint=endpoint)
+    def serving(self, endpoint: str, http: str) -> "ClusterRecord":
+        """Return this record with the endpoint of the orchestrator that now serves, and the URL of OpenAI's API."""
+        return replace(self, endpoint=endpoint, http=http)
 
     def remove(self) -> None:
         """Remove the record, the cluster's secrets, its Ray's folder, and prefixes that killed workers left, waiting a

@@ -21,6 +21,7 @@ from baton.errors import BatonError, ConfigError, UnavailableError
 from baton.settings.place import LOOPBACK
 from baton.types import KernelChoice
 from deploy.commands.cluster_secrets import keep_secrets
+from deploy.commands.http_door import HttpDoor, http_door
 from deploy.commands.ray_access import prepare_to_join, prepare_to_start
 from deploy.commands.record import (
     ClusterRecord,
@@ -31,36 +32,52 @@ from deploy.commands.record import (
     store_name,
 )
 from deploy.config.cluster import ClusterConfig
-from deploy.config.file import load_config
+from deploy.config.file import make_config, read_sections
+from deploy.machine.arrangement import arrange
 from deploy.machine.doctor import examine, inspect_machine, require
-from deploy.machine.model_folder import prepare_kernels, resolve_drafts, resolve_folder
+from deploy.machine.model_folder import prepare_kernels, prepare_rates, resolve_drafts, resolve_folder
 from transport.identity import ClusterSecret
 
-_POLL_S = 0.2
+_START_POLL_S = 0.2
+"""Seconds between two looks at the supervisor while the cluster starts; then they are a heartbeat apart."""
 
 
 def serve(args: argparse.Namespace) -> int:
     """Bring a cluster up and keep it until interrupted; return the exit status. Raises BatonError when that fails."""
     assignments = [*args.set, *([f"ray.address={args.address}"] if args.address else [])]
-    config = load_config(args.config, assignments)
+    sections = read_sections(args.config, assignments)
+    config = make_config(sections)
     console = Console(stderr=True, highlight=False)
     earlier = load_record(config.name)
     if earlier is not None:
         state = "is running" if earlier.launcher_lives else "was not stopped"
         raise ConfigError(f"cluster {config.name} {state}: `baton stop {config.name}`, or set another name")
     folder = resolve_folder(config.model.name, config.model.cache, console).absolute()
+    kernels, machine = prepare_kernels(console), inspect_machine()
+    prepare_rates(console)
+    config, why = arrange(sections, folder, machine)
     config = resolve_drafts(config, console)
-    require(examine(config, folder, inspect_machine()))
+    require(examine(config, folder, machine))
     if config.prefill.calibration and not config.ray.address:
         from deploy.machine.calibrations import served_calibration  # imports torch
 
         served_calibration(config, folder)  # refuses a bad calibration now, not when all workers have loaded
-    kernels = prepare_kernels(console)
+    if why:
+        console.print(f"arrangement for {why}; set prefill.num_ranks or others to choose yourself", markup=False)
     stopping = threading.Event()
+
+    def report(line: str) -> None:
+        console.print(line, markup=False, soft_wrap=True)
+
     # Set twice: before, because a half-started Ray could not be ended; and after, because Ray sets handlers of its own.
-    with _interrupts(stopping), _ray(config, console) as found, _interrupts(stopping):
+    with (
+        http_door(config, folder, report) as door,
+        _interrupts(stopping),
+        _ray(config, console) as found,
+        _interrupts(stopping),
+    ):
         record, secret = found
-        _Launch(config, folder, kernels, record, console, secret=secret).run(stopping)
+        _Launch(config, folder, kernels, record, console, secret=secret, door=door).run(stopping)
     console.print(f"cluster {config.name} is gone")
     return 0
 
@@ -77,8 +94,10 @@ class _Launch:
         console: Console,
         *,
         secret: ClusterSecret,
+        door: HttpDoor | None,
     ) -> None:
         self._config = config
+        self._door = door
         self._secret = secret
         self._folder = folder
         self._kernels = kernels
@@ -98,6 +117,8 @@ class _Launch:
                 self._watch(self._make(), stopping)
         finally:
             self._console.print("stopping")
+            if self._door is not None:
+                self._door.close()
             end_supervisor(self._config.name)
 
     def _make(self) -> Any:
@@ -150,7 +171,7 @@ class _Launch:
                 raise UnavailableError(
                     f"Ray is gone ({type(error).__name__}): see {self._record.ray_folder}"
                 ) from error
-            stopping.wait(_POLL_S)
+            stopping.wait(self._config.supervision.heartbeat_s if self._record.endpoint else _START_POLL_S)
 
     def _show(self, state: Any) -> None:
         """Print the supervisor's new reports. Raises the error that the supervisor failed with."""
@@ -165,9 +186,11 @@ class _Launch:
         if state.phase in ("stopping", "stopped"):
             raise _Failed(f"cluster {self._config.name} was stopped by `baton stop --address`")
         if state.phase == "running" and state.endpoint != self._record.endpoint:
-            self._record = self._record.serving(state.endpoint)
+            self._record = self._record.serving(state.endpoint, "" if self._door is None else self._door.url)
             self._record.save()
             self._console.print(f"ready: clients may connect to {state.endpoint}; Ctrl-C ends the cluster")
+            if self._door is not None:
+                self._door.serve(state.endpoint, state.model)
 
 
 class _Failed(BatonError):

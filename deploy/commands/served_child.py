@@ -44,7 +44,7 @@ async def own_cluster(purpose: str, options: Sequence[str], report: Callable[[st
     After the block nothing of it is left. `report` is called with each line that the child prints. Raises ConfigError
     or UnavailableError with the reason when the cluster does not come up."""
     name = f"{purpose}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
-    fixed = ("--set", f"name={name}", "--set", "orchestrator.port=0")
+    fixed = ("--set", f"name={name}", "--set", "orchestrator.port=0", "--set", "http.port=-1")
     command = (sys.executable, "-m", "deploy.cli", "serve", *options, *fixed)
     process = await asyncio.create_subprocess_exec(
         *command, stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE, start_new_session=True

@@ -21,7 +21,7 @@ from deploy.config.cluster import ClusterConfig
 from deploy.groups.cluster import LocalCluster
 from deploy.groups.local_relay import running_controller
 from deploy.machine.limits import tokens_of_slot
-from deploy.machine.model_folder import prepare_kernels, resolve_drafts, resolve_folder
+from deploy.machine.model_folder import prepare_kernels, prepare_rates, resolve_drafts, resolve_folder
 from orchestrator.requests.record import Finished, Started
 from orchestrator.requests.request import Request
 from text.tokenizer import Tokenizer
@@ -33,6 +33,7 @@ def run_session(config: ClusterConfig, prompt: str, params: SamplingParams, args
     folder = resolve_folder(config.model.name, config.model.cache, console)
     config = resolve_drafts(config, console)
     kernels = prepare_kernels(console)
+    prepare_rates(console)
     tokenizer = Tokenizer.load(folder)
     ids = tokenizer.encode_chat([{"role": "user", "content": prompt}]) if args.chat else tokenizer.encode(prompt)
     spec = Request(RequestId(uuid.uuid4().hex), tuple(ids), params)

@@ -46,6 +46,8 @@ def show_status(name: str, api_key: str | None = None) -> int:
     print(f"cluster {name} on {record.endpoint}: {state.num_running} running, {queued}")
     for line in (*_health(state), *predictions, *processors_of(state), *drafts_of(state), *scaling_of(state)):
         print(line)
+    if record.http:
+        print(f"OpenAI's API on {record.http}/v1")
     if state.metrics_endpoint:
         print(f"metrics on http://{state.metrics_endpoint}/metrics")
     console = Console()

@@ -17,8 +17,10 @@ def prepare_ray_environment(*, asks_token: bool, token: Path | None = None, is_l
     `asks_token` says whether that Ray refuses callers without its token, `token` names a file with it. What the
     operator has set stays: the mode, RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH. With `is_local`, Ray listens on the loopback
     interface alone. Ray sends no statistics, and prints nothing about a worker that died: its supervisor reports that
-    in one line.
+    in one line. Workers of a Ray that is started from here have the launcher's priority, not Ray's lower one: they are
+    what the machine is for.
     """
+    os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.update(
         RAY_USAGE_STATS_ENABLED="0",
         RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",

@@ -20,12 +20,21 @@ from deploy.config.cluster import ClusterConfig
 def load_config(path: Path | None, assignments: Sequence[str] = ()) -> ClusterConfig:
     """Read the configuration: the file, if any, with each `a.b=value` of `assignments` put over it, in order. Raises
     ConfigError."""
-    return make_config(_assigned(path, assignments))
+    return make_config(read_sections(path, assignments))
 
 
 def load_local_config(path: Path | None, assignments: Sequence[str] = ()) -> ClusterConfig:
     """Read the configuration of a relay in one process tree, as `load_config` does. Raises ConfigError."""
-    return make_local_config(_assigned(path, assignments))
+    return make_local_config(read_sections(path, assignments))
+
+
+def read_sections(path: Path | None, assignments: Sequence[str] = ()) -> dict[str, Any]:
+    """Read what a configuration sets: the file, if any, with each `a.b=value` of `assignments` put over it, in order.
+    Raises ConfigError when it cannot be read; names and values are checked by `make_config`."""
+    raw: dict[str, Any] = _read(path) if path is not None else {}
+    for assignment in assignments:
+        _assign(raw, assignment)
+    return raw
 
 
 def make_local_config(sections: Mapping[str, Any]) -> ClusterConfig:
@@ -44,13 +53,6 @@ def make_config(sections: Mapping[str, Any]) -> ClusterConfig:
 def format_config(config: ClusterConfig) -> str:
     """Return the configuration as TOML, with the meaning above each value; `load_config` reads it back."""
     return "\n".join(_lines(config, "")).strip() + "\n"
-
-
-def _assigned(path: Path | None, assignments: Sequence[str]) -> dict[str, Any]:
-    raw: dict[str, Any] = _read(path) if path is not None else {}
-    for assignment in assignments:
-        _assign(raw, assignment)
-    return raw
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -97,9 +97,10 @@ def _named(args: argparse.Namespace) -> NamedModel:
     if args.model in SHAPES:
         shape = replace(SHAPES[args.model], dtype_bytes=DTYPE_BYTES[args.dtype])
         return _serve(args, args.model, shape, tied=args.model in TIED)
-    path = Path(args.model).expanduser()
-    if not path.exists():
-        remedy = f"give a folder with config.json, a .gguf file, or one of {', '.join(SHAPES)}"
+    from deploy.machine.hub import is_hub_name
+
+    if not Path(args.model).expanduser().exists() and not is_hub_name(args.model):
+        remedy = f"give a folder with config.json, a .gguf file, a name on a hub, or one of {', '.join(SHAPES)}"
         raise InvalidArgumentError(f"MODEL = {args.model!r} is neither there nor known: {remedy}")
     from rich.console import Console
 
@@ -108,9 +109,10 @@ def _named(args: argparse.Namespace) -> NamedModel:
     from deploy.machine.model_folder import resolve_folder
     from modeling.checkpoints.weights import load_config
 
-    folder = resolve_folder(str(path), cache_folder(), Console(stderr=True))
+    folder = resolve_folder(args.model, cache_folder(), Console(stderr=True), weights=False)
     config, shape = load_config(folder), nominal_calibration(folder, args.dtype, 1).shape
-    named = _serve(args, folder.name or str(folder), shape, tied=config.tie_embeddings)
+    name = args.model if is_hub_name(args.model) else folder.name or str(folder)
+    named = _serve(args, name, shape, tied=config.tie_embeddings)
     return replace(named, model=replace(named.model, windows=config.windows))
 
 

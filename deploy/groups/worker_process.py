@@ -16,13 +16,14 @@ from baton.errors import BatonError
 from baton.settings.base import from_json
 from deploy.config.worker import WorkerConfig
 from deploy.groups.hosting import StartServer, WorkerHost, start_server
+from deploy.options.logs import set_up_logs
 
 _MAX_LINE_BYTES = 2**20
 
 
 def main(start: StartServer = start_server) -> int:
     """Run the workers that `start` makes, one after another, until standard input ends; return the exit status."""
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(process)d %(name)s %(levelname)s %(message)s")
+    set_up_logs(logging.WARNING)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     answers, sys.stdout = sys.stdout, sys.stderr
     config = from_json(WorkerConfig, sys.stdin.readline())

@@ -1,6 +1,6 @@
 """Finds the calibration and step times that a cluster predicts by. There always are some: those in the configured file,
-else those kept for this model and hardware, else estimates from the model's shape and nominal rates. Step times are
-kept beside the calibration.
+else those kept for this model and hardware, else estimates from the model's shape and nominal rates: those of one core
+that were measured here (`core_rates`), or assumed ones. Step times are kept beside the calibration.
 
 The hardware is that of the machine which runs this code; all ranks are assumed to run on equal machines. Blocks on the
 disk.
@@ -15,6 +15,7 @@ from baton.settings.paths import cache_folder
 from baton.types import DTYPE_BYTES
 from deploy.config.cluster import ClusterConfig
 from deploy.config.environment import use_threads
+from deploy.machine.core_rates import kept_rates
 from deploy.machine.limits import tokens_of_slot
 from planning.calibration import Calibration, load, nominal
 from planning.hardware import cpu_rank
@@ -34,7 +35,8 @@ def nominal_calibration(folder: Path, dtype: str, num_threads: int, quantization
     ModelError."""
     hardware = _machine(f"{num_threads} thread{'s' if num_threads > 1 else ''} a rank", quantization)
     shape = shape_of(folder, dtype)
-    return nominal(folder.name, hardware, shape, cpu_rank(num_threads, shape.dtype_bytes))
+    rates = cpu_rank(num_threads, shape.dtype_bytes, kept_rates(shape.dtype_bytes))
+    return nominal(folder.name, hardware, shape, rates)
 
 
 def kept_path(calibration: Calibration) -> Path:
@@ -70,7 +72,7 @@ def nominal_step_times(
     threads = f"{num_threads} thread{'s' if num_threads > 1 else ''} an engine"
     hardware = _machine(f"{threads}, residency {residency}", quantization)
     shape, weight_bytes = shape_of(folder, dtype), _WEIGHT_BYTES.get(quantization)
-    rates = cpu_rank(num_threads, shape.dtype_bytes)
+    rates = cpu_rank(num_threads, shape.dtype_bytes, kept_rates(shape.dtype_bytes))
     return nominal_steps(folder.name, hardware, shape, rates, weight_bytes=weight_bytes)
 
 
@@ -155,6 +157,7 @@ def served_planner(config: ClusterConfig, folder: Path, former: ChainPlanner | N
             speed=use_threads(config.generate.num_threads) / config.prefill.num_threads,
             max_step_stretch=config.generate.max_step_stretch,
             max_step_tokens=config.generate.max_prefill_tokens_per_step,
+            mixed_step_s=config.generate.mixed_step_s,
         ),
     )
 

@@ -224,16 +224,19 @@ def check_compiler(machine: Machine) -> Finding:
 
 
 def check_port(config: ClusterConfig) -> Finding:
-    """Check that the orchestrator's ports are free: for clients and, if configured, for metrics."""
-    section = config.orchestrator
-    fields = ("port", "metrics_port") if section.metrics_port > 0 else ("port",)
-    for field in fields:
-        port: int = getattr(section, field)
-        if (why := _why_taken(section.host, port)) is not None:
-            remedy = f"set orchestrator.host and orchestrator.{field}; port 0 takes any free one"
-            return Finding("port", Verdict.FAILED, f"{section.host}:{port} cannot be listened on ({why}): {remedy}")
-    found = " and ".join(f"{section.host}:{getattr(section, field)}" for field in fields)
-    return Finding("port", Verdict.OK, f"{found} {'is' if len(fields) == 1 else 'are'} free")
+    """Check that the ports on this machine are free: those of the orchestrator, for clients and metrics, and the one of
+    OpenAI's API over HTTP; of the latter two, those that are configured."""
+    fields = [("orchestrator", "port")]
+    fields += [("orchestrator", "metrics_port")] if config.orchestrator.metrics_port > 0 else []
+    fields += [("http", "port")] if config.http.port >= 0 else []
+    found = []
+    for section, field in fields:
+        host, port = getattr(config, section).host, getattr(getattr(config, section), field)
+        if (why := _why_taken(host, port)) is not None:
+            remedy = f"set {section}.host and {section}.{field}; port 0 takes any free one"
+            return Finding("port", Verdict.FAILED, f"{host}:{port} cannot be listened on ({why}): {remedy}")
+        found.append(f"{host}:{port}")
+    return Finding("port", Verdict.OK, f"{' and '.join(found)} {'is' if len(found) == 1 else 'are'} free")
 
 
 def _why_taken(host: str, port: int) -> str | None:
@@ -265,6 +268,18 @@ def measure_rates(config: ClusterConfig, folder: Path, machine: Machine) -> Find
     if measured.doubt:
         return Finding("rates", Verdict.WARNING, f"{text}; {measured.doubt}")
     return Finding("rates", Verdict.OK, text)
+
+
+def measure_kernels() -> Finding:
+    """Measure the ways in which linear layers can multiply bf16 here, and say which are in use. Takes some seconds."""
+    from modeling.kernels.choosing import RATED_ROWS, linear_rates  # imports torch, as the next import does
+    from modeling.kernels.process_kernels import KERNELS
+
+    rates, bare = linear_rates()
+    rows = ", ".join(map(str, RATED_ROWS))
+    ways = "; ".join(f"{way} {', '.join(f'{rate / 1e9:.3g}' for rate in found)}" for way, found in rates.items())
+    text = f"{KERNELS.choice}; GFLOP/s of a core in layers of {rows} rows: {ways}; bare product {bare / 1e9:.3g}"
+    return Finding("kernels", Verdict.OK, text)
 
 
 def weight_bytes(folder: Path, dtype: str) -> int:

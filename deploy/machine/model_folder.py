@@ -1,4 +1,5 @@
-"""Prepares what a first use needs, and shows progress: the model's folder, and the kernels for this CPU. Blocks."""
+"""Prepares what a first use needs, and shows progress: the model's folder, the kernels for this CPU and their rates.
+Blocks."""
 
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from baton.settings.place import WorkerPlace
 from baton.types import KernelChoice
 from deploy.config.cluster import ClusterConfig
 from deploy.config.worker import Section
+from deploy.machine.core_rates import kept_rates_path
+from deploy.machine.hub import fetch_model, is_hub_name
 from generate_workers.config import EngineConfig
 from modeling.checkpoints.catalog import resolve_model
 from modeling.kernels import native
@@ -25,8 +28,12 @@ S = TypeVar("S", bound=Section)
 _TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
-def resolve_folder(model: str, cache: Path, console: Console) -> Path:
-    """Find or make the folder of `model`, showing progress on the console. Blocks. Raises ModelError of one line."""
+def resolve_folder(model: str, cache: Path, console: Console, *, weights: bool = True) -> Path:
+    """Find, make or download the folder of `model`, showing progress on the console: a folder, a GGUF file, a known
+    name, or the name of a model on a Hugging Face hub. Without `weights` a hub's are not downloaded. Blocks. Raises
+    ModelError of one line."""
+    if is_hub_name(model):
+        return fetch_model(model, console, weights=weights)
     columns = (TextColumn("converting the model"), BarColumn(), MofNCompleteColumn(), TextColumn("tensors"))
     progress = Progress(*columns, console=console, transient=True)
     task = progress.add_task("")
@@ -95,18 +102,26 @@ def prepare_kernels(console: Console) -> tuple[KernelChoice, ...]:
     there is none, and then workers choose for themselves."""
     if native.may_need_building():
         with console.status("building kernels for this processor, and measuring them"):
-            run = subprocess.run(
-                [sys.executable, "-m", "modeling.kernels"],
-                check=False,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        if run.returncode:
-            reason = (run.stderr.strip().splitlines() or ["no message"])[-1]
-            console.print(f"kernels cannot be prepared ({reason}): workers do without, or build them as they start")
+            if reason := _failure_of("modeling.kernels"):
+                console.print(f"kernels cannot be prepared ({reason}): workers do without, or build them as they start")
     choice = load_choice()
     return () if choice is None else (choice,)
+
+
+def prepare_rates(console: Console) -> None:
+    """Measure what a core reaches with the kernels, by which predictions begin, unless that was done before. Runs in a
+    process of its own. To be called once the kernels are prepared."""
+    if not kept_rates_path().exists():
+        with console.status("measuring what a core of this processor reaches"):
+            if reason := _failure_of("deploy.machine.core_rates"):
+                console.print(f"rates cannot be measured ({reason}): predictions begin with assumed ones")
+
+
+def _failure_of(module: str) -> str:
+    """Run a module as a program; return the last line that it printed about its failure, empty when it ended well."""
+    command = [sys.executable, "-m", module]
+    run = subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return (run.stderr.strip().splitlines() or ["no message"])[-1] if run.returncode else ""
 
 
 def require_alike(folder: Path, before: Path) -> None:

@@ -222,8 +222,9 @@ def _step(decoder: Decoder, rows: int, context: int) -> Callable[[], object]:
 
 
 def _write_model(folder: Path, shape: ModelShape, dtype: str, num_layers: int) -> None:
-    """Write a Llama model with random weights; a feed-forward part without a gate becomes one with as many weights."""
-    ffn = shape.ffn if shape.gated else -(-2 * shape.ffn // 3)
+    """Write a Llama model with random weights; a feed-forward part without a gate becomes one with as many weights, and
+    the experts of a token one as wide as they are together."""
+    ffn = shape.active_ffn if shape.gated else -(-2 * shape.active_ffn // 3)
     config = {
         "model_type": "llama",
         "num_hidden_layers": num_layers,

@@ -103,7 +103,7 @@ def prepare(args: argparse.Namespace, wanted: Wanted, console: Console) -> Outco
         picked_share=reading.picked_share,
         perplexity_cost=found[0].measured.cost,
     )
-    path = args.output or prepared_path(prepared.fingerprint)
+    path = args.output or prepared_path(prepared.fingerprint, prepared.lookahead)
     save_prepared(prepared, path)
     weights = "" if args.quantization == "none" else f", {args.quantization} weights"
     title = f"{args.model}, {args.dtype}{weights}; {wanted.num_rows} passages of {args.text.name}"

@@ -152,7 +152,7 @@ class PassageRows:
                 row = residency.open(SlotId(slot), len(tokens), len(context.passage.token_ids))
                 claims.callback(row.release)
                 for layer in range(decoder.layout.num_layers):
-                    row.write(layer, tokens, context.kv.export(layer, tokens))
+                    row.write(layer, tokens, context.kv.export(layer, tokens)).result()
                 rows.append(row)
             yield cls(decoder, residency, [context.passage for context in contexts], rows)
 

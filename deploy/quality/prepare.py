@@ -63,8 +63,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=int,
         choices=(0, 1),
         default=0,
-        help="choose by a layer's own queries (0), or by those predicted a layer early, so that keys could be fetched"
-        " meanwhile (1; the paper), which nothing does yet (default: 0)",
+        help="choose by a layer's own queries (0), or by those predicted a layer early, so that keys are fetched"
+        " meanwhile (1; the paper): for generation on a device whose memory is not the host's (default: 0)",
     )
     bases = parser.add_argument_group("bases to try")
     bases.add_argument("--kinds", default=",".join(KINDS), metavar="NAME,...", help=f"of {', '.join(KINDS)} (default)")

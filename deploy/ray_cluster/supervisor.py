@@ -40,6 +40,7 @@ from deploy.machine.calibrations import (
 from deploy.machine.limits import tokens_of_slot
 from deploy.machine.model_folder import folder_on_node, require_alike
 from deploy.machine.needs import worker_bytes
+from deploy.options.logs import set_up_logs
 from deploy.ray_cluster.kept_files import file_here, forget_files, keep_file
 from deploy.ray_cluster.memory import Address, Memory, forget_memory, load_memory
 from deploy.ray_cluster.places import RayRoom, needs_of
@@ -71,6 +72,8 @@ class SupervisorState:
     """Why the cluster failed, in one line."""
     endpoint: str = ""
     """Address at which the orchestrator serves clients, host:port; empty before it serves."""
+    model: ModelInfo | None = None
+    """The model that clients are served; None before they are."""
     pids: dict[str, int] = field(default_factory=dict)
     """Process ids of the workers, by name."""
 
@@ -84,7 +87,7 @@ class SupervisorActor:
         """Start the supervisor's loop, which starts the cluster. `kernels` is the launcher's choice, for its kind of
         processor; `store` is the name by which workers share files on a node; `secret` is the secret that the
         cluster's processes share."""
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+        set_up_logs(logging.INFO, config.log_format)
         self._config = config
         self._folder = self._here = folder
         """The model's folder on the launcher's node, and on this one."""
@@ -191,7 +194,8 @@ class SupervisorActor:
             try:
                 self._here = await asyncio.to_thread(self._folder_here, "")
                 await asyncio.to_thread(self._share_measurements)
-                self._keeper = keeper = OrchestratorKeeper(self._plan(), self._view, self._around)
+                plan = self._plan()
+                self._keeper = keeper = OrchestratorKeeper(plan, self._view, self._around)
                 keeper.orders, keeper.follow = self._memory.orders, self._follow
                 await keeper.start()
             except BatonError as error:
@@ -201,16 +205,16 @@ class SupervisorActor:
                 self._report(f"the orchestrator could not be started ({error}): next try in {pause_s:g} s")
                 await asyncio.sleep(pause_s)
             else:
-                self._serves(keeper)
+                self._serves(keeper, plan.model)
                 return
 
-    def _serves(self, keeper: OrchestratorKeeper) -> None:
-        """Keep and report where the orchestrator serves now."""
+    def _serves(self, keeper: OrchestratorKeeper, model: ModelInfo) -> None:
+        """Keep and report where the orchestrator serves now, and what."""
         endpoint = f"{self._client_host()}:{keeper.ports[0]}"
         self._memory = replace(self._memory, address=Address(endpoint, self._state.node_id, keeper.ports))
         self._memory.save(self._config.name)
         self._report(f"orchestrator serves on {endpoint}")
-        self._state = replace(self._state, phase="running", endpoint=endpoint)
+        self._state = replace(self._state, phase="running", endpoint=endpoint, model=model)
 
     async def _adopt(self, orders: Orders) -> None:
         """Find the groups that an earlier life left. Groups that take long, because their node was lost as well, join

@@ -16,6 +16,7 @@ from baton.errors import BatonError
 from deploy.config.worker import WorkerConfig
 from deploy.groups.hosting import WorkerHost
 from deploy.machine.model_folder import folder_on_node, section_on_node
+from deploy.options.logs import set_up_logs
 from deploy.ray_cluster.kept_files import file_here
 
 
@@ -37,7 +38,7 @@ class WorkerActor:
 
     def __init__(self, config: WorkerConfig) -> None:
         level = logging.INFO if config.role == "orchestrator" else logging.WARNING
-        logging.basicConfig(level=level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+        set_up_logs(level, config.place.log_format)
         self._config = config
         self._host = WorkerHost()
         self._served: Served | None = None

@@ -18,8 +18,9 @@ from orchestrator.membership.members import Members
 from orchestrator.membership.view import ClusterView
 from orchestrator.placement.chooser import Chooser
 from orchestrator.requests.config import OrchestratorConfig
-from orchestrator.requests.record import RequestMove, RequestRecord
+from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.request import Request
+from orchestrator.requests.states import RequestMove
 from planning.planner import ChainPlanner
 
 

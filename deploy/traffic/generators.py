@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.errors import InvalidArgumentError
+from deploy.traffic.arrivals import gamma_arrivals_until, poisson
 from deploy.traffic.trace import MAX_TOKENS, Trace
 
 BURSTINESS = 8.0
@@ -59,10 +60,8 @@ def bursty(rate: float, seconds: float, seed: int, lengths: Lengths = MIXED) -> 
     ones."""
     _check(rate, seconds)
     generator = np.random.default_rng(seed)
-    num_drawn = int(rate * seconds * 1.5) + 200
-    gaps = generator.gamma(1 / BURSTINESS, BURSTINESS / rate, num_drawn)
-    arrivals = np.cumsum(gaps)
-    return _trace("bursty", arrivals[arrivals < seconds], lambda num: _draw(lengths, num, generator))
+    arrivals = gamma_arrivals_until(seconds, rate, 1 / BURSTINESS, generator)
+    return _trace("bursty", arrivals, lambda num: _draw(lengths, num, generator))
 
 
 def diurnal(rate: float, seconds: float, seed: int, lengths: Lengths = MIXED) -> Trace:
@@ -70,7 +69,7 @@ def diurnal(rate: float, seconds: float, seed: int, lengths: Lengths = MIXED) ->
     _check(rate, seconds)
     generator = np.random.default_rng(seed)
     most = rate * (1 + SWING)
-    drawn = _poisson(most, seconds, generator)
+    drawn = poisson(most, seconds, generator)
     wanted = rate * (1 - SWING * np.cos(2 * np.pi * drawn / seconds))
     kept = generator.uniform(size=len(drawn)) * most < wanted
     return _trace("diurnal", drawn[kept], lambda num: _draw(lengths, num, generator))
@@ -92,7 +91,7 @@ def bimodal(
         first, second = _draw(kinds[0], num, generator), _draw(kinds[1], num, generator)
         return np.where(is_first, first[0], second[0]), np.where(is_first, first[1], second[1])
 
-    return _trace("bimodal", _poisson(rate, seconds, generator), draw)
+    return _trace("bimodal", poisson(rate, seconds, generator), draw)
 
 
 def shifting(phases: Sequence[Phase], seed: int, *, name: str = "shifting") -> Trace:
@@ -101,7 +100,7 @@ def shifting(phases: Sequence[Phase], seed: int, *, name: str = "shifting") -> T
     parts, begin_s = [], 0.0
     for phase in phases:
         _check(phase.rate, phase.seconds)
-        arrivals = begin_s + _poisson(phase.rate, phase.seconds, generator)
+        arrivals = begin_s + poisson(phase.rate, phase.seconds, generator)
         parts.append((arrivals, *_draw(phase.lengths, len(arrivals), generator)))
         begin_s += phase.seconds
     arrivals, prompts, outputs = (np.concatenate(columns) for columns in zip(*parts, strict=True))
@@ -112,10 +111,6 @@ def _trace(
     name: str, arrivals: NDArray[np.float64], draw: Callable[[int], tuple[NDArray[np.int64], NDArray[np.int64]]]
 ) -> Trace:
     return Trace(name, arrivals, *draw(len(arrivals)))
-
-
-def _poisson(rate: float, seconds: float, generator: np.random.Generator) -> NDArray[np.float64]:
-    return np.sort(generator.uniform(0.0, seconds, generator.poisson(rate * seconds)))
 
 
 def _draw(lengths: Lengths, num: int, generator: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

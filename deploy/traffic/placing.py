@@ -14,7 +14,7 @@ from typing import Protocol
 from baton.clock import Clock
 from baton.types import TokenRange
 from deploy.traffic.fleet import Fleet, Member
-from orchestrator.membership.members import Load
+from orchestrator.membership.loads import Load
 from orchestrator.membership.prefill_book import Backlogs
 from orchestrator.placement.chain_width import ChainPlan, PromptChains, WidthPolicy
 from orchestrator.placement.comparison import ChainWay, cheapest_chain, cheapest_group

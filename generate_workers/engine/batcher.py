@@ -27,6 +27,11 @@ class Progress(Protocol):
         """Return how many tokens are known, prompt and output."""
         ...
 
+    @property
+    def num_output(self) -> int:
+        """Return how many tokens of the answer are known."""
+        ...
+
 
 @dataclass(frozen=True)
 class RowSpan:

@@ -16,6 +16,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 
 from baton.clock import Clock
@@ -28,11 +29,13 @@ from generate_workers.engine.preemption import RunningRows
 from generate_workers.engine.rows import EngineStream, EventSink, GenerationRequest, Row, RowEndHook, Ticket
 from generate_workers.engine.speculation import Speculation
 from generate_workers.engine.status import EngineStatus, StepStats
-from generate_workers.engine.step_runner import StepRunner
+from generate_workers.engine.step_runner import DecodeSteps, StepRunner
 from generate_workers.residency.port import Residency, RowError
 from generate_workers.slots.leases import Seat
 from generate_workers.slots.table import SlotTable
 from modeling.forward.decoder import Decoder
+from text.grammars import Grammars
+from text.token_masks import TokenMasks
 from text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -52,9 +55,11 @@ class GenerationEngine:
         batcher: Batcher,
         speculation: Speculation | None = None,
         reclaim: Callable[[], bool] | None = None,
+        decode_steps: DecodeSteps | None = None,
     ) -> None:
         """`batcher` and `speculation` are the engine's own from now on. `reclaim` is called when memory is short: it
-        releases slots that hooks have taken over, and returns whether there were any."""
+        releases slots that hooks have taken over, and returns whether there were any. `decode_steps`: runs the steps
+        that it can serve, if given."""
         self.residency: Residency = slots.memory.residency
         """Policy that keeps the rows' KV. Any thread may read its traits."""
         self._reclaim = reclaim or (lambda: False)
@@ -65,12 +70,13 @@ class GenerationEngine:
         self._clock = clock
         self._is_maximal = config.acceptance == "maximal"
         self._max_tokens = min(slots.max_slot_tokens, decoder.config.max_position)
+        self._grammars = Grammars(tokenizer.to_json, decoder.config.eos_token_ids)
         self._book = StreamBook(config.max_waiting, lambda: slots.ledger().num_free)
         slots.on_change, slots.on_abandon = self._book.wake, self._book.abandon
 
         # Used by the engine's thread alone:
         self._running = RunningRows(slots, batcher, speculation)
-        self._runner = StepRunner(decoder, self.residency)
+        self._runner = StepRunner(decoder, self.residency, decode_steps)
         self._waiting: deque[EngineStream] = deque()
         self._leased: dict[Ticket, EngineStream] = {}
         self._num_steps = 0
@@ -95,6 +101,8 @@ class GenerationEngine:
             self._thread.join()
         else:
             self._end_all()
+        self._grammars.close()
+        self._slots.rest()
         self.residency.close()
         self._decoder.device.link.rest()
 
@@ -110,7 +118,14 @@ class GenerationEngine:
             leased = self._slots.leased_tokens(request.lease_ref)
             if leased != (known := request.num_tokens):
                 raise InvalidArgumentError(f"lease is for {leased} tokens: prompt_ids and output_ids hold {known}")
-        return self._book.open(request, on_event, hook).ticket
+        return self._book.open(request, on_event, hook, self._preparation(request)).ticket
+
+    def _preparation(self, request: GenerationRequest) -> Callable[[], Future[list[TokenMasks]]] | None:
+        """Return what begins to prepare the masks of a constrained request's choices; None for another request."""
+        form = request.params.structured_output
+        if form is None:
+            return None
+        return partial(self._grammars.prepare, form, request.output_ids, request.params.n)
 
     def cancel(self, ticket: Ticket) -> None:
         """End a stream, with its lease or slots, between this step and the next. Idempotent. Any thread."""
@@ -159,8 +174,12 @@ class GenerationEngine:
                 self._waiting.append(stream)
             else:
                 self._leased[stream.ticket] = stream
+        failed = {stream: failure for stream in came if (failure := stream.failure) is not None}
+        for stream, failure in failed.items():
+            self._end(stream, FinishReason.ERROR, _one_line(failure))
         for stream in cancelled:
-            self._end(stream, FinishReason.CANCELLED)
+            if stream not in failed:
+                self._end(stream, FinishReason.CANCELLED)
 
     def _join_committed(self) -> None:
         """Let streams whose lease is committed join the batch; end those whose lease has ended."""
@@ -317,6 +336,6 @@ class GenerationEngine:
                 logger.exception("request %s cannot be ended", stream.request.request_id)
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     text = (str(error).strip() or "no details").splitlines()[0]
     return f"{type(error).__name__}: {text}"

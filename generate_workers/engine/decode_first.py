@@ -35,14 +35,16 @@ class DecodeFirst:
     def of(cls, config: EngineConfig, model: ModelConfig) -> Self:
         """Make the policy of an engine as configured, with the work of its model."""
         work = PrefillWork.of_model(model)
-        return cls(config.max_prefill_tokens_per_step, StepBound(config.max_step_stretch), work)
+        bound = StepBound(config.max_step_stretch, config.mixed_step_s, config.burst_step_s)
+        return cls(config.max_prefill_tokens_per_step, bound, work)
 
     def plan(self, rows: Mapping[SlotId, Progress]) -> StepPlan:
         """Return what to run next; empty when no row has tokens to run. Changes nothing."""
-        contexts = [row.num_known for row in rows.values() if row.num_known - row.num_cached == 1]
-        decoding = Decoding(len(contexts), sum(contexts))
+        decoding = _decoding(rows)
         max_tokens = 0 if self._bound.is_to_decode_alone(decoding) else self._max_prefill_tokens
-        max_work = math.inf if decoding.num_rows == len(rows) else self._bound.max_work(decoding)
+        max_work = math.inf
+        if decoding.num_rows != len(rows):
+            max_work = self._bound.max_work(decoding, self._waiting(rows))
         budget = _Budget(max_tokens, max_work, self._work)
         spans = []
         for slot, row in rows.items():
@@ -54,9 +56,24 @@ class DecodeFirst:
                 spans.append(RowSpan(slot, TokenRange(row.num_cached, end), end == row.num_known))
         return StepPlan(tuple(spans), budget.num_taken, decoding, budget.work_taken)
 
+    def _waiting(self, rows: Mapping[SlotId, Progress]) -> float:
+        """Return the work of all prefills, if one step has room for their tokens, else infinity."""
+        left = [
+            TokenRange(row.num_cached, row.num_known) for row in rows.values() if row.num_known - row.num_cached > 1
+        ]
+        fits = sum(map(len, left)) <= self._max_prefill_tokens
+        return sum(map(self._work.of, left)) if fits else math.inf
+
     def took(self, plan: StepPlan, seconds: float) -> None:
         """Tell the bound how long the plan's step took."""
         self._bound.observe(plan.decoding, plan.prefill_work, seconds)
+
+
+def _decoding(rows: Mapping[SlotId, Progress]) -> Decoding:
+    """Return the decoding part of a step that runs all rows which lack one token."""
+    decode_rows = [row for row in rows.values() if row.num_known - row.num_cached == 1]
+    is_streaming = any(row.num_output > 1 for row in decode_rows)
+    return Decoding(len(decode_rows), sum(row.num_known for row in decode_rows), is_streaming=is_streaming)
 
 
 class _Budget:

@@ -7,6 +7,7 @@ Everything is guarded by one condition, on which the engine also sleeps while th
 import math
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from baton.clock import Clock
 from baton.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
@@ -14,6 +15,7 @@ from baton.types import LeaseRef
 from generate_workers.engine.rows import EngineStream, EventSink, GenerationRequest, RowEndHook, Ticket
 from generate_workers.slots.leases import Seat
 from text.stop_strings import StopStrings
+from text.token_masks import TokenMasks
 
 
 class StreamBook:
@@ -32,13 +34,22 @@ class StreamBook:
         self._refs: dict[LeaseRef, Ticket] = {}
         self._waiting: dict[Ticket, int] = {}
         """Choices of each open stream without a lease that has no slots yet."""
+        self._preparing: dict[Ticket, EngineStream] = {}
+        """Open streams whose masks are being prepared: they enter the inbox when that is done."""
         self._inbox: list[EngineStream] = []
         self._cancelled: list[Ticket] = []
         self._abandoned: list[Ticket] = []
 
-    def open(self, request: GenerationRequest, on_event: EventSink, hook: RowEndHook | None) -> EngineStream:
-        """Add a stream. Raises UnavailableError once closed, InvalidArgumentError for a lease that has a stream
-        already, ResourceExhaustedError when too many choices wait for a slot."""
+    def open(
+        self,
+        request: GenerationRequest,
+        on_event: EventSink,
+        hook: RowEndHook | None,
+        prepare: Callable[[], Future[list[TokenMasks]]] | None = None,
+    ) -> EngineStream:
+        """Add a stream. `prepare` begins to prepare the masks of its choices, if its output is constrained; the engine
+        gets the stream when they are there. Raises UnavailableError once closed, InvalidArgumentError for a lease that
+        has a stream already, ResourceExhaustedError when too many choices wait for a slot."""
         stop = StopStrings(request.params.stop)  # before the lock, which the engine's thread takes in every step
         with self._condition:
             self.check_open()
@@ -48,9 +59,13 @@ class StreamBook:
             elif self._refs.setdefault(ref, ticket) != ticket:
                 raise InvalidArgumentError(f"lease of slot {ref.slot} has a stream already: reserve another")
             self._next_ticket += 1
-            stream = self._open[ticket] = EngineStream(ticket, request, on_event, stop, hook)
-            self._inbox.append(stream)
-            self._condition.notify()
+            masks = None if prepare is None else prepare()
+            stream = self._open[ticket] = EngineStream(ticket, request, on_event, stop, hook, masks)
+            self._preparing[ticket] = stream
+            if masks is None:
+                self._enter(stream)
+        if masks is not None:
+            masks.add_done_callback(lambda _: self._enter(stream))
         return stream
 
     def cancel(self, ticket: Ticket) -> None:
@@ -92,14 +107,24 @@ class StreamBook:
         with self._condition:
             return list(self._open.values())
 
+    def _enter(self, stream: EngineStream) -> None:
+        """Let the engine have a stream that is prepared, unless it was ended before."""
+        with self._condition:
+            if self._preparing.pop(stream.ticket, None) is not None:
+                self._inbox.append(stream)
+                self._condition.notify()
+
     # Called by the engine's thread alone.
 
     def take(self) -> tuple[list[EngineStream], list[EngineStream]]:
-        """Return `(new streams, streams to cancel)` since the last call."""
+        """Return `(new streams, streams to cancel)` since the last call. Streams to cancel, and all when closed, are
+        among the new ones even if they are not prepared."""
         with self._condition:
-            came, self._inbox = self._inbox, []
             cancelled, self._cancelled = self._cancelled, []
             abandoned, self._abandoned = self._abandoned, []
+            ended = [ticket for ticket in self._preparing if self.close_reason or ticket in cancelled]
+            came = self._inbox + [self._preparing.pop(ticket) for ticket in ended]
+            self._inbox = []
             cancelled += [ticket for ticket in abandoned if ticket in self._open and self._open[ticket].has_rows]
             return came, [self._open[ticket] for ticket in dict.fromkeys(cancelled) if ticket in self._open]
 

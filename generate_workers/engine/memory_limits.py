@@ -3,12 +3,13 @@
 `servicer` calls `make_memory` once, before it makes the slots.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from baton.errors import ConfigError
 from baton.process.memory import free_bytes
 from generate_workers.config import CHOOSING_DRAFTS, EngineConfig
+from generate_workers.engine.device_steps import device_step_bytes
 from generate_workers.engine.step_runner import weight_bytes
 from generate_workers.residency.beside import Beside
 from generate_workers.residency.paged import PagedResidency
@@ -42,7 +43,7 @@ def make_memory(
     )
     path = Path(config.selection_file) if config.selection_file else None
     pool = PoolSize(config.pool_tokens, Eviction(config.pool_eviction)) if config.pool_tokens else None
-    taken = TakenBytes(weight_bytes(decoder.weights))
+    taken = TakenBytes(weight_bytes(decoder.weights), num_step_bytes=device_step_bytes(decoder, config))
     if draft_model is not None:
         taken = _with_drafts(taken, draft_model, config)
     device_bytes = _device_bytes(config, taken, decoder.device.memory_use)
@@ -74,11 +75,15 @@ class TakenBytes:
     """Bytes of the weights of all models."""
     draft_kv: int = 0
     """Bytes of a draft model's KV, of all slots together."""
+    num_step_bytes: int = 0
+    """Bytes of steps that run whole on a device."""
 
     def __str__(self) -> str:
         """Return in words what takes so much."""
-        text = f"weights take {self.weights}"
-        return f"{text} and the KV of drafts {self.draft_kv}" if self.draft_kv else text
+        others = {"the KV of drafts": self.draft_kv, "step_graphs": self.num_step_bytes}
+        return " and ".join(
+            [f"weights take {self.weights}", *(f"{name} {taken}" for name, taken in others.items() if taken)]
+        )
 
 
 def memory_limits(
@@ -113,19 +118,21 @@ def _device_bytes(config: EngineConfig, taken: TakenBytes, memory: MemoryUse) ->
     """Return the memory of the device for the KV of rows: as configured, else of what it has, where that is its own;
     None without a limit. Weights are there already. Raises ConfigError when nothing is left."""
     if config.device_memory_bytes:
-        left = config.device_memory_bytes - taken.weights - taken.draft_kv
+        left = config.device_memory_bytes - taken.weights - taken.draft_kv - taken.num_step_bytes
         if left <= 0:
             raise ConfigError(f"device_memory_bytes = {config.device_memory_bytes} is out of range: {taken}, use more")
         return left
     if memory.limit_bytes is None:
         return None
-    return int(_DEVICE_SHARE * (memory.limit_bytes - memory.num_bytes)) - taken.draft_kv
+    return int(_DEVICE_SHARE * (memory.limit_bytes - memory.num_bytes)) - taken.draft_kv - taken.num_step_bytes
 
 
 def _with_drafts(taken: TakenBytes, draft_model: Decoder, config: EngineConfig) -> TakenBytes:
     """Return what is taken with a draft model: its weights, and the most KV that it keeps for all slots."""
     keys = DraftKeys.of(config.draft_keys, MOST_DRAFTS)
     kv = Beside(draft_model.layout, draft_model.device.row_memory, keys)
-    return TakenBytes(
-        taken.weights + weight_bytes(draft_model.weights), config.num_slots * kv.bytes_for(config.max_slot_tokens)
+    return replace(
+        taken,
+        weights=taken.weights + weight_bytes(draft_model.weights),
+        draft_kv=config.num_slots * kv.bytes_for(config.max_slot_tokens),
     )

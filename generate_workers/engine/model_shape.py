@@ -16,4 +16,6 @@ def model_shape(config: ModelConfig, dtype_bytes: int) -> ModelShape:
         vocab=config.vocab_size,
         gated=config.is_gated,
         dtype_bytes=dtype_bytes,
+        num_experts=config.num_experts,
+        num_active_experts=config.num_active_experts,
     )

@@ -6,6 +6,7 @@ thread.
 """
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import NewType, Protocol
 
@@ -18,6 +19,7 @@ from modeling.checkpoints.registry import ModelConfig
 from modeling.forward.sampling import SamplerState
 from text.stop_strings import StopStrings
 from text.stream import TextStream
+from text.token_masks import TokenMasks
 from text.tokenizer import Tokenizer
 
 Ticket = NewType("Ticket", int)
@@ -97,7 +99,7 @@ class RowEndHook(Protocol):
 @dataclass(eq=False)
 class EngineStream:
     """An open request: each of its choices gets exactly one terminal event. Owned by the engine's thread, except the
-    first five fields, which do not change."""
+    first six fields, which do not change."""
 
     ticket: Ticket
     request: GenerationRequest
@@ -106,6 +108,8 @@ class EngineStream:
     """The request's stop strings, shared by all of its choices."""
     hook: RowEndHook | None = None
     """Receiver of its rows that have ended. None: their slots are freed at once."""
+    masks: Future[list[TokenMasks]] | None = None
+    """The masks of each choice, if the output is constrained; done once the engine has taken the stream."""
     rows: "list[Row]" = field(default_factory=list)
     """Rows of the choices that run, once the stream has its slots."""
     has_rows: bool = False
@@ -115,6 +119,11 @@ class EngineStream:
     def is_over(self) -> bool:
         """Return whether no row of the stream is left. Meaningful once it had rows."""
         return not self.rows
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Return why the output cannot be constrained as asked; None if it can, or is not prepared yet."""
+        return None if self.masks is None or not self.masks.done() else self.masks.exception()
 
     def tell_ended(self) -> None:
         """Tell the hook, if there is one, that the stream has sent its last event."""
@@ -147,7 +156,10 @@ class Row:
         """All known tokens of the sequence."""
         self.num_cached = seat.num_cached
         """Tokens whose KV is in place."""
-        self.sampler = SamplerState(params, request.prompt_ids, request.output_ids, eos_token_ids=config.eos_token_ids)
+        masks = None if stream.masks is None else stream.masks.result()[choice]
+        self.sampler = SamplerState(
+            params, request.prompt_ids, request.output_ids, eos_token_ids=config.eos_token_ids, masks=masks
+        )
         self.followers: list[Row] = []
         """Rows of the other choices, until they get a copy of this row's KV and a token of their own."""
         self._prompt = [SampledToken(request.prompt_ids[0])] if request.wants_prompt_scores and choice == 0 else []
@@ -171,6 +183,11 @@ class Row:
     def num_known(self) -> int:
         """Return the number of known tokens, prompt and output."""
         return len(self.token_ids)
+
+    @property
+    def num_output(self) -> int:
+        """Return the number of known output tokens."""
+        return self.sampler.position
 
     @property
     def num_left(self) -> int:

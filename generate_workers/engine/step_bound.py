@@ -1,5 +1,10 @@
 """How much prefill a step may take beside rows that decode, so that these are not kept waiting much longer.
 
+Such a step takes at most a multiple of what decoding alone takes, or some seconds where these are more. Once in a while
+it may take longer, if it ends all prefills that wait: streams then pause once, and not in each of many steps. Beside
+streams that gave no more than their first token only its tokens bound it: prompts that come within moments are
+prefilled together, and the first of them begins to stream with the others.
+
 A step that decodes B rows whose sequences have C tokens in sum, and prefills beside them, takes about
 
     step + B token + C key    what decoding alone would take
@@ -36,6 +41,8 @@ _MOST_OVER = 2.0
 _LEAST_SHARE = 0.05
 """Least part of a step's time that counts as prefill in the first step that prefills, and as the model's own beside
 steps of a draft model: a rate or cost of zero could not be scaled."""
+_REFILL = 0.05
+"""Part of the time by which streams' patience for a longer step comes back."""
 _MOST_MIXED = 32
 """Number of mixed steps, whose time cannot be divided between the two, after which one step only decodes."""
 
@@ -51,6 +58,8 @@ class Decoding:
     """Work that drafts add: their verifying, and the steps of the model itself that make them."""
     draft_model_s: float = 0.0
     """Predicted seconds of the draft steps of another model, whose costs are not those of this one."""
+    is_streaming: bool = True
+    """Whether one of the rows has given more than one token, so that a pause would be noticed."""
 
     @property
     def work(self) -> StepWork:
@@ -97,11 +106,17 @@ class PrefillWork:
 
 class StepBound:
     """Learns what steps take, and bounds their prefill: a step with rows that decode takes at most `max_stretch` times
-    as long as decoding alone would."""
+    as long as decoding alone would, or `mixed_step_s`, whichever is longer. By up to `burst_step_s` it may be longer
+    still to end all prefills that wait, and then not again before that time has been regained. With
+    `burst_step_s`, rows that gave one token at most bound nothing."""
 
-    def __init__(self, max_stretch: float) -> None:
-        assert max_stretch >= 1
+    def __init__(self, max_stretch: float, mixed_step_s: float = 0.0, burst_step_s: float = 0.0) -> None:
+        assert max_stretch >= 1 and mixed_step_s >= 0 and burst_step_s >= 0
         self._max_stretch = max_stretch
+        self._mixed_step_s = mixed_step_s
+        self._burst_step_s = burst_step_s
+        self._patience_s = burst_step_s
+        """What is left of `burst_step_s`."""
         self._decoded: dict[int, deque[tuple[Decoding, float]]] = {}
         """Latest steps that only decoded, with their seconds, by batch size."""
         self._fit: WorkCost | None = None
@@ -126,15 +141,18 @@ class StepBound:
         """Return the predicted seconds that so much prefill adds to a step; None before a step has prefilled."""
         return None if self._rate_s is None else work * self._rate_s
 
-    def max_work(self, decoding: Decoding) -> float:
+    def max_work(self, decoding: Decoding, waiting: float = math.inf) -> float:
         """Return the units of prefill that the next step may take, whose drafts are not planned yet: infinity where no
-        row decodes or without a bound, 0 while nothing is known of decoding or of prefill."""
-        if not decoding.num_rows or self._max_stretch == math.inf:
+        row decodes, without a bound, and with bursts where no row streams yet; 0 while nothing is known of decoding or
+        of prefill. `waiting`: the units of all prefills that one step could end together; infinity where none could."""
+        is_bounded = decoding.num_rows and self._max_stretch < math.inf
+        if not is_bounded or (self._burst_step_s and not decoding.is_streaming):
             return math.inf
         decode_s = self.decode_s(decoding if self._latest is None else decoding.drafting_as(self._latest))
         if decode_s is None or self._rate_s is None:
             return 0.0
-        return (self._max_stretch - 1) * decode_s / self._rate_s
+        most = (self._bound_s(decode_s) - decode_s) / self._rate_s
+        return max(most, waiting) if waiting * self._rate_s <= self._patience_s else most
 
     def is_to_decode_alone(self, decoding: Decoding) -> bool:
         """Return whether the next step should only decode, so that decoding stays known: after many mixed steps, and
@@ -149,6 +167,7 @@ class StepBound:
         if decoding.num_rows:
             self._num_mixed = self._num_mixed + 1 if work else 0
             self._latest = decoding
+        self._regain(decoding, work, seconds)
         if seconds <= 0:
             return
         if not work:
@@ -163,6 +182,21 @@ class StepBound:
         else:
             over = seconds / (decode_s + work * self._rate_s)
             self._rate_s *= 1 + _GAIN * (min(over, _MOST_OVER) - 1)
+
+    def _bound_s(self, decode_s: float) -> float:
+        """Return the most seconds of a step that prefills beside rows whose decoding alone takes `decode_s`."""
+        return max(self._max_stretch * decode_s, self._mixed_step_s)
+
+    def _regain(self, decoding: Decoding, work: float, seconds: float) -> None:
+        """Take from the streams' patience what a step took beyond its bound, and give back for its time. Where no row
+        streams, none remembers a pause."""
+        if not decoding.num_rows or not decoding.is_streaming:
+            self._patience_s = self._burst_step_s
+            return
+        decode_s = self.decode_s(decoding)
+        over_s = seconds - self._bound_s(decode_s) if work and decode_s is not None else 0.0
+        left_s = self._patience_s - max(over_s, 0.0) + _REFILL * max(seconds, 0.0)
+        self._patience_s = min(max(left_s, 0.0), self._burst_step_s)
 
     def _keep(self, decoding: Decoding, seconds: float) -> None:
         latest = self._decoded.setdefault(decoding.num_rows, deque(maxlen=_KEPT_STEPS))

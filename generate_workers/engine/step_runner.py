@@ -6,11 +6,13 @@
 T tokens of all spans, D hidden.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from baton.errors import InvalidArgumentError
 from baton.ids import SlotId
 from baton.types import TokenRange
 from generate_workers.engine.batcher import StepPlan
@@ -18,29 +20,44 @@ from generate_workers.engine.rows import Row
 from generate_workers.engine.speculation import SpeculationStats
 from generate_workers.engine.status import StepStats
 from generate_workers.engine.verified import NO_DRAFT, Draft, Drafts, Verified
-from generate_workers.residency.port import Residency
+from generate_workers.residency.port import Residency, RowError, StepKv
 from modeling.forward.decoder import Decoder
 from modeling.forward.sampling import score
+from modeling.forward.step_graphs import DecodeRow
 from modeling.forward.weight_sizes import bytes_per_step as bytes_per_step
+from modeling.forward.weight_sizes import step_reads
 from modeling.forward.weight_sizes import weight_bytes as weight_bytes
 
 _SCORED_TOKENS = 64
 """Prompt tokens whose logits are made at once: each takes 4 bytes for every token of the vocabulary."""
 
 
+class DecodeSteps(Protocol):
+    """Steps that run whole where the rows' KV lies, for rows that each decode one token and draw the next."""
+
+    def run(self, rows: Sequence[DecodeRow]) -> list[int]:
+        """Write the KV of the rows' latest tokens to their pages, and return the tokens that follow; blocks. Serves as
+        many rows as there are slots."""
+        ...
+
+
 class StepRunner:
     """Runs step plans over the rows' KV, wherever the residency policy keeps it."""
 
-    def __init__(self, decoder: Decoder, residency: Residency) -> None:
+    def __init__(self, decoder: Decoder, residency: Residency, decode_steps: DecodeSteps | None = None) -> None:
+        """`decode_steps`: serves the plans that it can, where it is given."""
         self._decoder = decoder
         self._residency = residency
-        self._num_weight_bytes = bytes_per_step(decoder.weights)
+        self._decode_steps = decode_steps
+        self._reads = step_reads(decoder.weights)
         self._num_kv_bytes = 0
         """Bytes of KV that attention read in the last step, without its drafts."""
         self._num_link_bytes = 0
         """Bytes copied between host and device before the last step and its drafts."""
         self._num_drafts = 0
         """Drafts that the last step verified."""
+        self._num_tokens = 0
+        """Tokens that the last step ran."""
 
     def begin(self) -> None:
         """Count from here on what the next step copies between host and device. To be called before its drafts."""
@@ -55,7 +72,7 @@ class StepRunner:
             num_prefill_tokens=plan.num_prefill_tokens,
             duration_s=duration_s,
             num_kv_bytes=self._num_kv_bytes + round.num_draft_kv_bytes,
-            num_weight_bytes=self._num_weight_bytes + round.num_draft_weight_bytes,
+            num_weight_bytes=self._reads.of(self._num_tokens) + round.num_draft_weight_bytes,
             num_link_bytes=self._residency.num_link_bytes - self._num_link_bytes,
             num_drafts=self._num_drafts,
             num_draft_kv_bytes=round.num_draft_kv_bytes,
@@ -75,13 +92,26 @@ class StepRunner:
             starts.append(len(token_ids))
             token_ids += rows[part.slot].token_ids[part.tokens.start : part.tokens.end] + drafted
             spans.append((part.slot, TokenRange(part.tokens.start, part.tokens.end + len(drafted))))
+        self._num_tokens = len(token_ids)
         most_queries = 1 + max(map(len, drafts.values()), default=0)
         with self._residency.step(spans) as step:
-            hidden_TD = self._decoder.forward(token_ids, step.spans, step.turns, most_queries=most_queries)
+            chosen_R, hidden_TD = [] if drafts else self._draw(plan, rows, step), None
+            if not chosen_R:
+                hidden_TD = self._decoder.forward(token_ids, step.spans, step.turns, most_queries=most_queries)
+            _settle(plan, rows, drafts)
             self._num_kv_bytes = step.num_bytes_read
+        if hidden_TD is None:
+            sampling = [(rows[part.slot], NO_DRAFT, place) for place, part in enumerate(plan.spans)]
+            return Verified(torch.empty(0), sampling, chosen_R)
         for part, start in zip(plan.spans, starts, strict=True):
             self._score(rows[part.slot], part.tokens, hidden_TD[start:])
         return self._verified(plan, rows, drafts, hidden_TD)
+
+    def _draw(self, plan: StepPlan, rows: Mapping[SlotId, Row], step: StepKv) -> list[int]:
+        """Run a plan without drafts whole and return its rows' next tokens; none if it is not run, because it cannot
+        be."""
+        decoding = None if self._decode_steps is None else _decode_rows(plan, rows, step)
+        return [] if self._decode_steps is None or decoding is None else self._decode_steps.run(decoding)
 
     def _verified(self, plan: StepPlan, rows: Mapping[SlotId, Row], drafts: Drafts, hidden_TD: Tensor) -> Verified:
         """Return the rows that sample, with the logits of their last known tokens and of their drafts."""
@@ -103,3 +133,30 @@ class StepRunner:
             assert num_top is not None
             successors = row.token_ids[part.start + 1 : part.end + 1]
             row.add_scores(score(self._decoder.logits(hidden_TD[rows]), successors, num_top))
+
+
+def _settle(plan: StepPlan, rows: Mapping[SlotId, Row], drafts: Drafts) -> None:
+    """Wait for the masks of the rows that sample: they were computed while the forward ran. Raises RowError."""
+    for part in plan.spans:
+        if part.samples:
+            leader = rows[part.slot]
+            try:
+                for row in (leader, *leader.followers):
+                    row.sampler.settle(len(drafts.get(part.slot, NO_DRAFT)))
+            except InvalidArgumentError as error:
+                raise RowError(part.slot, str(error)) from error
+
+
+def _decode_rows(plan: StepPlan, rows: Mapping[SlotId, Row], step: StepKv) -> list[DecodeRow] | None:
+    """Return the rows of a plan without drafts if each runs its last known token, alone, and draws the next from the
+    logits as they are; else None."""
+    found = []
+    for part, span in zip(plan.spans, step.spans, strict=True):
+        row = rows[part.slot]
+        if len(part.tokens) > 1 or not part.samples or row.followers or len(row.unscored(part.tokens)):
+            return None
+        place, draw = span.place(), row.sampler.row_draw()
+        if place is None or place.table is None or draw is None:
+            return None
+        found.append(DecodeRow(row.token_ids[part.tokens.start], place, draw))
+    return found

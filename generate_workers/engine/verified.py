@@ -6,7 +6,8 @@ temperature, filters, penalties and logprobs as they are. Maximal (`modeling.for
 drafts are accepted as a rule can that leaves tokens distributed as without drafts; but the text of a seed changes with
 what was drafted.
 
-`engine.step_runner` makes the logits; the engine takes each token before the next one is sampled.
+`engine.step_runner` makes the logits, or, for rows without drafts, has the tokens drawn by the step itself; the engine
+takes each token before the next one is sampled.
 
 R rows of logits, V vocabulary.
 """
@@ -37,6 +38,11 @@ class Draft:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    def first(self, num_tokens: int) -> "Draft":
+        """Return the draft's first tokens."""
+        drafted_V = None if self.drafted_V is None else self.drafted_V[:num_tokens]
+        return Draft(self.token_ids[:num_tokens], drafted_V, self.source)
+
 
 NO_DRAFT = Draft([])
 Drafts = Mapping[SlotId, Draft]
@@ -62,6 +68,8 @@ class Verified:
     """Logits of what follows, fp32: of a row's last known token, then of its drafts, one after the other."""
     rows: Sequence[tuple[Row, Draft, int]]
     """Rows, each with its draft and the place of its first logits, which followers share with their leader."""
+    chosen_R: Sequence[int] = ()
+    """The rows' next tokens, where the step itself has drawn them: then there are neither drafts nor logits."""
     num_accepted: dict[SlotId, tuple[Row, int]] = field(default_factory=dict)
     """Rows that had drafts, by the slot that they had, and how many were accepted; complete once `accept` has ended."""
 
@@ -90,6 +98,8 @@ class Verified:
 
     def _coupled(self, rows: Sequence[tuple[Row, Draft, int]], index: int) -> dict[Row, tuple[SampledToken, bool]]:
         """Sample each row's next token, and say whether it is the draft."""
+        if self.chosen_R:
+            return {row: (SampledToken(self.chosen_R[place]), False) for row, _, place in rows}
         places = [first + index for *_, first in rows]
         are_all = places == list(range(len(self.logits_RV)))
         logits_BV = self.logits_RV if are_all else self.logits_RV[places]  # a copy: sampling changes them

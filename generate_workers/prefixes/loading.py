@@ -92,4 +92,5 @@ class PrefixLoader:
         with self._slots.open_push(lease.ref) as slot:
             for block in blocks:
                 for layer in range(block.layout.num_layers):
-                    slot.write(layer, block.tokens, block.export(layer, block.tokens))
+                    slot.copy_in(layer, block.tokens, block.export(layer, block.tokens))
+            slot.drain()

@@ -26,7 +26,8 @@ from generate_workers.residency.port import KvShape, StepRows
 from generate_workers.residency.rows import Area, AreaRow, PagedKv
 from generate_workers.residency.steps import RowResidency, RowStep
 from generate_workers.residency.traits import POLICIES
-from modeling.device.port import Copies, Device, Link, Transfer, num_bytes_of
+from modeling.device.port import Copies, Device, Link, num_bytes_of
+from modeling.kv.transfers import Transfer
 
 _NUM_AREAS = 2
 

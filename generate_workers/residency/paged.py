@@ -22,6 +22,8 @@ from modeling.device.port import Device
 from modeling.kv.buffers import HostAccess
 from modeling.kv.page_prefixes import PagePrefixes
 from modeling.kv.pages import PAGE_TOKENS, PagePool, PageSpan, RowPages
+from modeling.kv.staging import StagingFrames
+from modeling.kv.transfers import Transfer
 
 
 class PagedRow:
@@ -47,6 +49,11 @@ class PagedRow:
         """Return the bytes of the row's pages; those that it shares count whole."""
         return KvBytes(self.pages.num_bytes, self.pages.num_bytes)
 
+    @property
+    def frames(self) -> StagingFrames | None:
+        """Return the device's frames."""
+        return self._access.frames
+
     def bytes_for(self, num_tokens: int) -> KvBytes:
         """Return the bytes that so many tokens take."""
         num_bytes = self.pages.bytes_for(num_tokens)
@@ -65,13 +72,15 @@ class PagedRow:
         """Return the span of a step whose new tokens are `tokens`."""
         return PageSpan(self.pages, tokens)
 
-    def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Copy pushed KV into pages, over the device's link."""
+    def write(self, layer: int, tokens: TokenRange, data: memoryview) -> Transfer:
+        """Begin to copy pushed KV into pages, over the device's link."""
         assert data.nbytes == len(tokens) * self._row_bytes, f"{data.nbytes} bytes for {tokens}"
         self.commit(tokens)
+        writes = []
         for part, kv_T2GH in self.pages.spans(layer, tokens):
             start = (part.start - tokens.start) * self._row_bytes
-            self._access.write(kv_T2GH, data[start : start + len(part) * self._row_bytes])
+            writes.append((kv_T2GH, data[start : start + len(part) * self._row_bytes]))
+        return self._access.write(writes)
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
         """Return a copy of the bytes of `tokens`, which were written."""

@@ -3,6 +3,7 @@
 `engine.memory_limits` makes a group's policy here when the group starts.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from generate_workers.residency.sparse.infinigen import InfinigenResidency
 from generate_workers.residency.sparse.infinigen_pooled import PooledResidency
 from generate_workers.residency.sparse.oracle import OracleResidency
 from generate_workers.residency.sparse.pool import PoolSize
-from generate_workers.residency.sparse.selective import NO_CHOSEN_DRAFTS, require_selective
+from generate_workers.residency.sparse.selective import NO_CHOSEN_DRAFTS, require_no_windows, require_selective
 from generate_workers.residency.sparse.window import WindowResidency
 from generate_workers.residency.traits import POOLED, policy_named
 from modeling.device.port import Device
@@ -34,6 +35,10 @@ from modeling.kernels import native
 from modeling.kv.buffers import OUT_OF_MEMORY
 from modeling.sparse.bases import NUM_WHOLE_LAYERS
 from modeling.sparse.selection_file import PreparedSelection, load_prepared, prepared_path
+
+logger = logging.getLogger(__name__)
+
+_EARLY_REMEDY = "run `baton prepare --lookahead 1` with this model, dtype and quantization"
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,15 @@ class SelectionSource:
     def load(self) -> PreparedSelection:
         """Read the prepared selection. Raises ModelError when there is none for this model."""
         return load_prepared(self.path or prepared_path(self.decoder.layout.model_fingerprint), self.decoder)
+
+    def load_early(self) -> PreparedSelection:
+        """Read the selection by which keys are picked a layer early: the one that was tuned so, or else the other one,
+        which costs more quality then. Raises ModelError as `load` does."""
+        early = prepared_path(self.decoder.layout.model_fingerprint, lookahead=1)
+        prepared = self.load() if self.path or not early.is_file() else load_prepared(early, self.decoder)
+        if not prepared.lookahead:
+            logger.warning("keys are picked a layer early, by a selection that was not tuned so: %s", _EARLY_REMEDY)
+        return prepared
 
     @property
     def most_share(self) -> float:
@@ -99,14 +113,33 @@ def _selecting(name: str, make: Callable[[KvShape, SelectionSource], Residency],
 
 
 def _infinigen(shape: KvShape, source: SelectionSource) -> Residency:
-    pool, decoder = source.pool, source.decoder
-    has_others = shape.layout.num_layers > NUM_WHOLE_LAYERS
-    if pool is not None and pool.num_tokens < shape.max_slot_tokens and has_others:
-        return PooledResidency(shape, decoder.device, source.load(), decoder, pool)
+    decoder = source.decoder
+    if source.pool is not None and _is_pooled(shape, source.pool):
+        return PooledResidency(shape, decoder.device, source.load(), decoder, source.pool)
     if decoder.device.is_home:
         return InfinigenResidency(shape, decoder.device.row_memory, source.load(), decoder)
     _require_others("infinigen", shape)
-    return FetchedInfinigenResidency(shape, source.load(), decoder, source.device_bytes)
+    return FetchedInfinigenResidency(shape, source.load_early(), decoder, source.device_bytes)
+
+
+def _is_pooled(shape: KvShape, pool: PoolSize) -> bool:
+    """Return whether rows may come to have more tokens than the pool takes, in layers that have one."""
+    return pool.num_tokens < shape.max_slot_tokens and shape.layout.num_layers > NUM_WHOLE_LAYERS
+
+
+def _infinigen_anywhere(shape: KvShape, device: Device, source: SelectionSource | None) -> Residency:
+    """Make the policy by kernels of the CPU, or on a GPU by operations on tensors and Triton."""
+    if device.name != "cuda":
+        return _selecting("infinigen", _infinigen, "pool_notes", "hot_keys")(shape, device, source)
+    assert source is not None, "infinigen needs a model"
+    if source.pool is not None and _is_pooled(shape, source.pool):
+        raise ConfigError("pool_tokens is not there on device cuda: leave it at 0, or use device cpu")
+    require_no_windows("residency = 'infinigen'", shape)
+    if not source.decoder.has_triton_rows:
+        text = f"residency = 'infinigen' is not there on device cuda without Triton, or for {shape.layout.dtype}"
+        raise ConfigError(f"{text}: run `pip install 'baton-serve[cuda]'`, or use residency device or host")
+    _require_others("infinigen", shape)
+    return FetchedInfinigenResidency(shape, source.load_early(), source.decoder, source.device_bytes)
 
 
 def _infinigen_int4(shape: KvShape, source: SelectionSource) -> Residency:
@@ -114,7 +147,7 @@ def _infinigen_int4(shape: KvShape, source: SelectionSource) -> Residency:
     if decoder.device.is_home:
         return InfinigenInt4Residency(shape, decoder.device.row_memory, source.load(), decoder)
     _require_others("infinigen_int4", shape)
-    return FetchedInt4Residency(shape, source.load(), decoder)
+    return FetchedInt4Residency(shape, source.load_early(), decoder)
 
 
 def _window(shape: KvShape, source: SelectionSource) -> Residency:
@@ -147,7 +180,7 @@ def _require_others(name: str, shape: KvShape) -> None:
 MAKERS: Mapping[str, Make] = {
     "device": _device,
     "host": _host,
-    "infinigen": _selecting("infinigen", _infinigen, "pool_notes", "hot_keys"),
+    "infinigen": _infinigen_anywhere,
     "infinigen_int4": _selecting("infinigen_int4", _infinigen_int4, "kv_int4", "hot_keys"),
     "window": _selecting("window", _window, "hot_keys"),
     "oracle": _selecting("oracle", _oracle),

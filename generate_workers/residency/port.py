@@ -16,6 +16,8 @@ from baton.types import KvLayout, TokenRange
 from generate_workers.residency.traits import PolicyTraits
 from modeling.forward.decoder import LayerTurns, SequenceSpan
 from modeling.kv.memory import PAGE_BYTES
+from modeling.kv.staging import StagingFrames
+from modeling.kv.transfers import Transfer
 
 _NUM_SINKS = 16
 """First keys that drafts attend to, as in MagicDec (Sadhukhan et al., 2024)."""
@@ -116,8 +118,9 @@ class RowKv(Protocol):
         """Return the bytes that are committed now, to the page."""
         ...
 
-    def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Copy pushed KV, exactly the range's bytes, to where the policy keeps it."""
+    def write(self, layer: int, tokens: TokenRange, data: memoryview) -> Transfer:
+        """Begin to copy pushed KV, exactly the range's bytes, to where the policy keeps it. If `data` lies in a frame,
+        it must not change before the transfer is done. Raises MemoryError when there is no memory for it."""
         ...
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
@@ -163,11 +166,16 @@ class StepKv(Protocol):
 
 class Residency(Protocol):
     """One policy over all slots of a group. `open` and the rows' `write` and `release` are called from any thread, one
-    at a time for a slot; `copy`, `step` and `close` from the engine's thread."""
+    at a time for a slot, and with frames all writes from one thread; `copy`, `step` and `close` from the engine's."""
 
     @property
     def traits(self) -> PolicyTraits:
         """Return the policy's name, and what is known of the policy by that name."""
+        ...
+
+    @property
+    def frames(self) -> StagingFrames | None:
+        """Return the frames that pushed KV is put into on its way to a device. None: it is written in place."""
         ...
 
     @property

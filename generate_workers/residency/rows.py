@@ -13,6 +13,8 @@ from generate_workers.residency.port import KvBytes
 from modeling.forward.decoder import SequenceSpan
 from modeling.kv.buffers import BufferSpan, KvBuffer
 from modeling.kv.memory import RowMemory
+from modeling.kv.staging import StagingFrames
+from modeling.kv.transfers import Transfer
 
 MakeMemory = Callable[[KvLayout, int], RowMemory]
 """Makes memory for one row of a layout, up to a number of tokens. Raises what is in OUT_OF_MEMORY, or OSError."""
@@ -74,10 +76,10 @@ class PagedKv:
         data_LS2GH = self.memory.data_LS2GH[:, :capacity_tokens]
         self._buffer = KvBuffer.of(self.layout, tokens, data_LS2GH, self.memory.access)
 
-    def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Copy pushed KV into place, committing its memory. `layer`: counted from the first of these layers."""
+    def write(self, layer: int, tokens: TokenRange, data: memoryview) -> Transfer:
+        """Begin to copy pushed KV into place, committing its memory. `layer`: counted from the first of these."""
         self.memory.commit(tokens, layer)
-        self.buffer.write(layer, tokens, data)
+        return self.buffer.begin_write(layer, tokens, data)
 
     def copy_from(self, other: "PagedKv", num_tokens: int) -> None:
         """Copy the first `num_tokens` tokens of another row."""
@@ -125,6 +127,11 @@ class StoredRow:
         """Return the bytes that are committed now."""
         return KvBytes(sum(part.num_bytes for part in self._home), sum(part.num_bytes for part in self._device))
 
+    @property
+    def frames(self) -> StagingFrames | None:
+        """Return the frames of the device that some layers lie on; None: all lie at home."""
+        return next((frames for kv in self._home if (frames := kv.memory.access.frames) is not None), None)
+
     def bytes_for(self, num_tokens: int) -> KvBytes:
         """Return the bytes that so many tokens take once all are written."""
         home, device = (sum(part.bytes_for(num_tokens) for part in parts) for parts in (self._home, self._device))
@@ -162,11 +169,12 @@ class StoredRow:
         kv, at = self._homes[layer]
         return kv.buffer.span(at, tokens)
 
-    def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Copy pushed KV home, committing its memory."""
+    def write(self, layer: int, tokens: TokenRange, data: memoryview) -> Transfer:
+        """Begin to copy pushed KV home, committing its memory."""
         kv, at = self._homes[layer]
-        kv.write(at, tokens, data)
+        written = kv.write(at, tokens, data)  # what rows take in of pushed KV is that of layers at home
         self.take_in(layer, tokens, kv.buffer.span(at, tokens))
+        return written
 
     def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
         """Take note of KV that was pushed, or that a longer span of a step made. Here there is nothing to note."""

@@ -15,10 +15,16 @@ from generate_workers.residency.port import KvBytes, RowKv, StepRows
 from generate_workers.residency.traits import PolicyTraits
 from modeling.forward.decoder import LayerTurns, SequenceSpan
 from modeling.forward.selection import Picks
+from modeling.kv.staging import StagingFrames
 
 
 class Row(RowKv, Protocol):
     """A slot's row of KV, claim after claim."""
+
+    @property
+    def frames(self) -> StagingFrames | None:
+        """Return the frames that pushed KV is put into on its way to the row. None: it is written in place."""
+        ...
 
     def bytes_for(self, num_tokens: int) -> KvBytes:
         """Return the bytes that so many tokens take once all are written."""
@@ -88,6 +94,8 @@ class RowResidency(Generic[R]):
     def __init__(self, rows: list[R], make_step: Callable[[Sequence[tuple[R, TokenRange]]], RowStep[R]]) -> None:
         """`rows`: one for each slot. `make_step`: makes a step of rows with committed memory, or raises RowError."""
         self.num_link_bytes = 0
+        self.frames = rows[0].frames
+        """Frames that pushed KV is put into on its way to a row. None: it is written in place."""
         self._rows = rows
         self._make_step = make_step
 

@@ -145,7 +145,7 @@ class Claims:
     def complete_locally(self, ref: LeaseRef) -> None:
         """Commit a lease whose copied blocks are all in; its row computes the rest."""
         claim = self.present(ref)
-        assert claim.num_cached < claim.num_tokens and claim.coverage.complete
+        assert claim.num_cached < claim.num_tokens and claim.is_whole
         self._commit(claim)
 
     def _commit(self, claim: Claim) -> None:

@@ -17,7 +17,7 @@ from enum import Enum
 from typing import Self
 
 from baton.ids import SlotId, Stamp
-from baton.types import LeaseRef, SampledToken
+from baton.types import LeaseRef, SampledToken, TokenRange
 from generate_workers.residency.port import KvBytes, RowKv
 from generate_workers.slots.memory import KvMemory, Promise
 from transport.coverage import Coverage
@@ -86,7 +86,7 @@ class Claim:
     ref: LeaseRef
     memory: Promise
     coverage: Coverage
-    """Pieces present so far of the first `num_cached` tokens."""
+    """Pieces present so far of the first `num_cached` tokens, those on their way to the device included."""
     num_tokens: int
     """Tokens that the claim was made for."""
     num_cached: int
@@ -98,10 +98,19 @@ class Claim:
     """First token of each choice, known once the lease is committed. Empty where the row computes them."""
     held: "tuple[Slot, ...]" = ()
     """Slots of the lease's further choices until they become rows; they end with this claim."""
+    landing: set[tuple[int, TokenRange]] = field(default_factory=set)
+    """Parts of present pieces, by layer, that are on their way to the device. Each counts as a writer inside."""
+    failure: str = ""
+    """Why the claim ended, if it did because a piece could not be copied to the device."""
     expired: bool = False
     """Whether the claim ended because it was not renewed in time."""
     waiters: list[Future[None]] = field(default_factory=list)
     """Commits that wait for bytes: done, and dropped, when all bytes are in and when the claim ends."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether every byte is in its place."""
+        return self.coverage.complete and not self.landing
 
     def wake_all(self) -> None:
         """Wake all commits that wait for this claim."""
@@ -117,7 +126,7 @@ class Slot:
         self._memory = memory
         self.state = SlotState.FREE
         self.num_inside = 0
-        """Writers and readers of the slot's memory now."""
+        """Writers and readers of the slot's memory now, and pieces on their way to it."""
         self.claim: Claim | None = None
         self.last_expired: Stamp | None = None
         """Stamp of the claim that ended last if it expired, else None."""

@@ -3,7 +3,8 @@
 `transport.kv_receiver` leases, pushes and commits through this table, a transport.kv_sink.KvSink, on the process's
 asyncio loop; `engine.core` occupies, activates, expires and releases on its thread; `prefixes` copy blocks in and
 answers out on theirs, and release what they have copied. One lock guards the bookkeeping (`claims`); it is held for
-that and for one piece's copy, never while waiting.
+that and, where KV is written at home, for one piece's copy, never while waiting. Pieces for a device with memory of its
+own go there by `landing`, without the lock.
 """
 
 import asyncio
@@ -14,12 +15,13 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 
 from baton.clock import Clock
-from baton.errors import IncompletePushError
+from baton.errors import IncompletePushError, TransferError
 from baton.ids import SlotId
 from baton.types import Lease, LeaseRef, SampledToken, TokenRange
 from generate_workers.residency.port import KvBytes, SharesPrefixes
-from generate_workers.slots.access import SlotReader, SlotWriter
+from generate_workers.slots.access import FrameWriter, HomeWriter, SlotReader, SlotWriter
 from generate_workers.slots.claims import Claims
+from generate_workers.slots.landing import FramedPiece, Landing
 from generate_workers.slots.leases import Claim, Seat, SlotLedger, SlotState
 from generate_workers.slots.memory import KvMemory
 from transport.coverage import Added
@@ -30,7 +32,8 @@ class SlotTable:
     """All slots of one generation group. Thread-safe."""
 
     def __init__(self, memory: KvMemory, clock: Clock, *, endpoint: str) -> None:
-        """`endpoint` is the host:port that leases name; the table owns `memory` from now on."""
+        """`endpoint` is the host:port that leases name; the table owns `memory` from now on. Raises ConfigError when
+        the device's staging frames are too small for the model."""
         self.max_slot_tokens = memory.shape.max_slot_tokens
         self.on_change: Callable[[], None] = _ignore
         """Called after a claim begins, is committed, is renewed or ends, on the changing thread and without the lock.
@@ -48,6 +51,9 @@ class SlotTable:
         self._lock = threading.Lock()
         self._claims = Claims(memory, clock)
         self._slots = self._claims.slots
+        frames = memory.residency.frames
+        self._landing = None if frames is None else Landing(frames, self.layout.row_bytes, self._note_landed)
+        """Way of pieces to a device with memory of its own; None: pieces are written in place."""
 
     # On the loop: the KvSink.
 
@@ -92,13 +98,14 @@ class SlotTable:
 
     @contextmanager
     def open_push(self, ref: LeaseRef) -> Iterator[SlotWriter]:
-        """Renew the lease and count a writer until exit: the slot is not claimed anew before its last writer leaves."""
+        """Renew the lease and count a writer until exit: the slot is not claimed anew before its last writer leaves and
+        what it took over has landed. Exiting does not wait for that: see SlotWriter."""
         with self._changing():
             claim = self._claims.present(ref)
             self._claims.touch(claim)
             self._slots[ref.slot].num_inside += 1
         try:
-            yield SlotWriter(claim, self._write)
+            yield self._writer(claim)
         finally:
             self._leave(claim)
 
@@ -106,7 +113,8 @@ class SlotTable:
         """Complete the lease with each choice's first token, once every byte is in; return the bytes of its tokens.
         Waits for missing bytes at most `wait_s` seconds and at most until the lease expires, then raises
         IncompletePushError that names the first missing range. Idempotent for the same tokens; others raise LeaseError.
-        A lease that was aborted meanwhile raises StaleStampError. A cancelled wait changes nothing."""
+        A lease that was aborted meanwhile raises StaleStampError, one whose piece could not be copied TransferError. A
+        cancelled wait changes nothing."""
         with self._changing():
             claim = self._claims.present(ref)
         give_up_s = self._clock.now_s() + wait_s
@@ -114,9 +122,10 @@ class SlotTable:
             left_s = min(claim.deadline_s, give_up_s) - self._clock.now_s()
             if left_s <= 0:
                 layer, tokens = missing
+                arrived, absent = "are on their way to the device: commit again", "have not arrived: push them"
                 raise IncompletePushError(
-                    f"commit of slot {ref.slot}: layer {layer}, tokens [{tokens.start}, {tokens.end}) have not "
-                    "arrived: push them and commit again"
+                    f"commit of slot {ref.slot}: layer {layer}, tokens [{tokens.start}, {tokens.end}) "
+                    f"{arrived if claim.coverage.complete else f'{absent} and commit again'}"
                 )
             await self._wait(claim, left_s)
         with self._changing():
@@ -205,6 +214,16 @@ class SlotTable:
         with self._lock:
             return SlotLedger.of(self._slots, self.memory)
 
+    def rest(self) -> None:
+        """Wait for pieces on their way to the device, and end the thread that brings them. Idempotent."""
+        if self._landing is not None:
+            self._landing.rest()
+
+    def _writer(self, claim: Claim) -> SlotWriter:
+        if self._landing is None:
+            return HomeWriter(claim, self._write)
+        return FrameWriter(claim, self._landing, self._expect)
+
     @contextmanager
     def _changing(self) -> Iterator[None]:
         """Hold the lock; after releasing it call `on_change` if anything changed, even if the block raised."""
@@ -226,15 +245,45 @@ class SlotTable:
             is_new = claim.coverage.add(layer, tokens) is Added.NEW
             if is_new:
                 try:
-                    claim.memory.row.write(layer, tokens, data)
+                    claim.memory.row.write(layer, tokens, data).result()
                 except BaseException:  # marked present but not written: this claim must never be committed
                     self._slots[claim.ref.slot].end()
                     self._claims.changed = True
                     raise
             self._claims.touch(claim)
-            if claim.coverage.complete:
+            if claim.is_whole:
                 claim.wake_all()
             return is_new
+
+    def _expect(self, claim: Claim, layer: int, tokens: TokenRange, parts: Sequence[TokenRange]) -> bool:
+        """Note a piece as present, and each part of it as a writer inside, until `_note_landed` is called for it."""
+        with self._changing():
+            _check_failure(claim)
+            self._claims.present(claim.ref)
+            is_new = claim.coverage.add(layer, tokens) is Added.NEW
+            if is_new:
+                claim.landing.update((layer, part) for part in parts)
+                self._slots[claim.ref.slot].num_inside += len(parts)
+            self._claims.touch(claim)
+            return is_new
+
+    def _note_landed(self, piece: FramedPiece, failure: str) -> None:
+        """Count a part as in its place. End the claim of one that could not be copied: its piece is noted as present,
+        so the claim must never be committed."""
+        claim = piece.claim
+        with self._changing():
+            claim.landing.remove((piece.layer, piece.tokens))
+            self._claims.expire()
+            slot = self._claims.find(claim.ref)
+            if slot is not None and failure:
+                claim.failure = failure
+                slot.end()
+                self._claims.changed = True
+            elif slot is not None:
+                self._claims.touch(claim)
+                if claim.is_whole:
+                    claim.wake_all()
+            self._claims.changed |= self._slots[claim.ref.slot].leave()
 
     def _leave(self, claim: Claim) -> None:
         with self._changing():
@@ -243,15 +292,16 @@ class SlotTable:
     def _missing(self, claim: Claim) -> tuple[int, TokenRange] | None:
         with self._changing():
             self._claims.expire()
+            _check_failure(claim)
             if not claim.expired:
                 self._claims.present(claim.ref)
-            return claim.coverage.first_missing()
+            return claim.coverage.first_missing() or min(claim.landing, default=None)
 
     async def _wait(self, claim: Claim, timeout_s: float) -> None:
         """Wait until every byte is in, the claim has ended, or the time is up."""
         waiter = Future[None]()
         with self._lock:
-            if claim.coverage.complete or self._claims.find(claim.ref) is None:
+            if claim.is_whole or self._claims.find(claim.ref) is None:
                 return
             claim.waiters.append(waiter)
         try:  # `asyncio.wait` cancels no future, so that waking a waiter cannot fail
@@ -260,6 +310,12 @@ class SlotTable:
             with self._lock:
                 if not waiter.done():
                     claim.waiters.remove(waiter)
+
+
+def _check_failure(claim: Claim) -> None:
+    """Raise TransferError for a claim that ended because a piece could not be copied."""
+    if claim.failure:
+        raise TransferError(claim.failure)
 
 
 def _ignore(*_what: object) -> None:

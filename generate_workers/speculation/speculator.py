@@ -127,8 +127,9 @@ class Speculator:
         found: dict[SlotId, Draft] = {}
         for name, mine in wishes.items():
             drafts = self._sources[name].drafter.draft(mine)
-            named = [replace(each, source=name) for each in drafts]
-            found |= {wish.row.slot: each for wish, each in zip(mine, named, strict=True) if each}
+            for wish, draft in zip(mine, drafts, strict=True):
+                if num := wish.row.sampler.foresee(draft.token_ids):  # a constrained row's draft is cut where it errs
+                    found[wish.row.slot] = replace(draft.first(num), source=name)
         self._verifying_since_s = self._clock.now_s()
         self._draft_s = self._verifying_since_s - started_s
         return found

@@ -29,8 +29,9 @@ def draft_by_steps(wishes: Sequence[DraftWish], run: RunStep, *, keeps: bool) ->
     try:
         for index in range(max(wish.num_drafts for wish in wishes)):
             found = zip(wishes, drafts, strict=True)
-            going = [(wish.row, draft) for wish, draft in found if wish.num_drafts > index]
-            _extend(going, run(going, index))
+            going = [(wish.row, draft) for wish, draft in found if wish.num_drafts > index == len(draft)]
+            if going:
+                _extend(going, run(going, index))
     finally:
         for wish, draft in zip(wishes, drafts, strict=True):
             wish.row.sampler.drop(len(draft))
@@ -38,7 +39,10 @@ def draft_by_steps(wishes: Sequence[DraftWish], run: RunStep, *, keeps: bool) ->
 
 
 def _extend(going: Going, logits_RV: Tensor) -> None:
-    """Add the next token to each draft."""
+    """Add the next token to each draft, unless its row's output cannot be followed: verification says so."""
+    able = [place for place, (row, _) in enumerate(going) if row.sampler.follow()]
+    if len(able) < len(going):
+        going, logits_RV = [going[place] for place in able], logits_RV[able]
     token_ids = choose(logits_RV, [row.sampler for row, _ in going])
     for (row, draft), token_id, logits_V in zip(going, token_ids, logits_RV, strict=True):
         draft.token_ids.append(token_id)

@@ -50,8 +50,8 @@ def resolve_model(
         return path
     if path.is_file() and path.suffix == ".gguf":
         return _converted(path, cache, progress, finish)
-    known = ", ".join(sorted(_CATALOG))
-    raise ModelError(f"model {name!r} is neither a folder nor a .gguf file; give one, or a known name: {known}")
+    remedy = f"give one, a known name ({', '.join(sorted(_CATALOG))}), or ORGANISATION/NAME of a hub"
+    raise ModelError(f"model {name!r} is neither a folder nor a .gguf file; {remedy}")
 
 
 def _packaged_file(name: str) -> Path:

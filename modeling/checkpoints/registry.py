@@ -8,8 +8,11 @@ from collections.abc import Callable, Mapping
 from modeling.families.falcon import FalconModel
 from modeling.families.family import Family
 from modeling.families.fields import Fields
+from modeling.families.gemma3 import Gemma3Model
 from modeling.families.llama import LlamaModel
 from modeling.families.opt import OptModel
+from modeling.families.phi3 import Phi3Model
+from modeling.families.qwen3_moe import Qwen3MoeModel
 from modeling.forward.model_config import ModelConfig, RopeScaling
 
 __all__ = ["ModelConfig", "RopeScaling", "from_hf", "read_model"]
@@ -19,6 +22,9 @@ _FAMILIES: dict[str, tuple[str, Callable[[Fields], Family]]] = {
     "mistral": ("MistralForCausalLM", LlamaModel.read),
     "qwen2": ("Qwen2ForCausalLM", LlamaModel.read),
     "qwen3": ("Qwen3ForCausalLM", LlamaModel.read),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", Qwen3MoeModel.read),
+    "phi3": ("Phi3ForCausalLM", Phi3Model.read),
+    "gemma3_text": ("Gemma3ForCausalLM", Gemma3Model.read),
     "opt": ("OPTForCausalLM", OptModel.read),
     "falcon": ("FalconForCausalLM", FalconModel.read),
 }

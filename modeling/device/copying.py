@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from baton.errors import ConfigError
-from modeling.device.port import Copies, Finished, Link, Running, Transfer, num_bytes_of
-from modeling.kv.buffers import bytes_of
+from modeling.device.heads import PickedHeads, RowCopies
+from modeling.device.port import Copies, Link, Running, num_bytes_of
+from modeling.kv.buffers import Writes, bytes_of
+from modeling.kv.staging import FRAME_BYTES, NUM_FRAMES, StagingFrames
+from modeling.kv.transfers import Finished, Transfer
 
 CopyTensor = Callable[[Tensor, Tensor], None]
 """Copies `(to, from)`, and returns when the copy is done."""
@@ -23,44 +26,6 @@ CopyTensor = Callable[[Tensor, Tensor], None]
 def copy_bytes(to: Tensor, source: Tensor) -> None:
     """Copy a tensor on one core and without the GIL: torch would take the cores that compute."""
     np.copyto(np.asarray(bytes_of(to)), np.asarray(bytes_of(source)))
-
-
-@dataclass(frozen=True)
-class PickedHeads:
-    """Keys and values that kv heads picked, to be fetched: addresses of rows, and what is wanted of each.
-
-    B rows, G kv heads, K picks at most.
-    """
-
-    home_B: Tensor
-    """Addresses of the rows' KV of a layer at home, int64."""
-    there_B: Tensor
-    """Addresses of the rows' places on the device, int64."""
-    pairs_BGK2: Tensor
-    """Number of a key at home and of its place on the device, int32."""
-    num_BG: Tensor
-    """Number of pairs, int32."""
-    head_bytes: int
-    """Bytes of a head's key, and of its value."""
-
-    @functools.cached_property
-    def num_bytes(self) -> int:
-        """Return the bytes that are fetched."""
-        return int(self.num_BG.sum()) * 2 * self.head_bytes
-
-
-@dataclass(frozen=True)
-class RowCopies:
-    """The same number of bytes of each row, to be stored: addresses of B rows, int64."""
-
-    there_B: Tensor
-    home_B: Tensor
-    row_bytes: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes that are stored."""
-        return len(self.home_B) * self.row_bytes
 
 
 @dataclass(frozen=True)
@@ -233,24 +198,49 @@ class PacedLink(ThreadLink):
 class LinkAccess:
     """HostAccess to a device's memory: over its link, through memory of the host's that the link can reach."""
 
-    def __init__(self, link: Link, make_staging: Callable[[Tensor], Tensor]) -> None:
-        """`make_staging` makes home memory of the shape and dtype of a tensor, contiguous."""
+    def __init__(
+        self,
+        link: Link,
+        make_home: Callable[[int], Tensor],
+        num_frames: int = NUM_FRAMES,
+        frame_bytes: int = FRAME_BYTES,
+    ) -> None:
+        """`make_home` makes home memory of so many bytes, uint8, from and to which the link copies fast."""
         self._link = link
-        self._make_staging = make_staging
+        self._make_home = make_home
+        self._frame_size = num_frames, frame_bytes
 
     @classmethod
-    def plain(cls, link: Link) -> Self:
+    def plain(cls, link: Link, num_frames: int = NUM_FRAMES, frame_bytes: int = FRAME_BYTES) -> Self:
         """Return the access through memory that is not pinned."""
-        return cls(link, lambda like: torch.empty(like.shape, dtype=like.dtype))
+        return cls(link, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8), num_frames, frame_bytes)
+
+    @functools.cached_property
+    def frames(self) -> StagingFrames:
+        """Return the device's staging frames, which are allocated when they are first asked for: by the policy that
+        keeps KV on the device, as it is made."""
+        return StagingFrames(self._make_home, *self._frame_size)
 
     def read(self, source: Tensor) -> memoryview:
         """Return a copy in memory of the host."""
-        staging = self._make_staging(source)
-        self._link.store([(staging, source)]).result()
-        return bytes_of(staging)
+        staged = self._make_home(source.nbytes)
+        self._link.store([(_like(source, staged), source)]).result()
+        return bytes_of(staged)
 
-    def write(self, to: Tensor, data: memoryview) -> None:
-        """Copy to the staging memory, then over the link."""
-        staging = self._make_staging(to)
-        np.copyto(np.asarray(bytes_of(staging)), np.frombuffer(data, np.uint8))
-        self._link.fetch([(to, staging)]).result()
+    def write(self, writes: Writes) -> Transfer:
+        """Begin to copy, straight from staging frames; other bytes are copied to memory of the link's first."""
+        return self._link.fetch([(to, _like(to, self._staged(data))) for to, data in writes])
+
+    def _staged(self, data: memoryview) -> Tensor:
+        """Return the bytes of `data` in memory that the link copies from."""
+        framed = self.frames.tensor_of(data)
+        if framed is not None:
+            return framed
+        staged = self._make_home(data.nbytes)
+        np.copyto(np.asarray(bytes_of(staged)), np.frombuffer(data, np.uint8))
+        return staged
+
+
+def _like(tensor: Tensor, staged: Tensor) -> Tensor:
+    """Return bytes of home memory in the shape and dtype of a tensor."""
+    return staged.view(tensor.dtype).view(tensor.shape)

@@ -4,16 +4,20 @@ Written against torch's documentation, and not run yet: tools/cuda_check.sh runs
 """
 
 import threading
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from baton.types import KvLayout, TokenRange
 from modeling.device.copying import LinkAccess
-from modeling.device.port import Copies, MemoryUse, Transfer, num_bytes_of
+from modeling.device.heads import PickedHeads, RowCopies
+from modeling.device.port import Copies, MemoryUse, num_bytes_of
+from modeling.kernels.triton.copies import copy_heads, copy_rows
 from modeling.kv.buffers import TORCH_DTYPES, KvBuffer
 from modeling.kv.memory import TensorMemory
 from modeling.kv.pool_memory import TensorPool
+from modeling.kv.transfers import Transfer
 
 
 class CudaTransfer:
@@ -34,19 +38,28 @@ class CudaTransfer:
 
 
 class CudaLink:
-    """A Link of two streams. Bytes count when their copies are asked for."""
+    """A HeadLink of two streams. Bytes count when their copies are asked for; of picks, when they are copied."""
 
     def __init__(self, device: torch.device) -> None:
         self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._counting = threading.Lock()
-        self.num_bytes_fetched = 0
+        self._num_bytes_fetched = 0
+        self._num_bytes_picked = torch.zeros((), dtype=torch.int64, device=device)
+        """Bytes of picks, which the device alone can count. Used on the stream of fetches."""
         self.num_bytes_stored = 0
+
+    @property
+    def num_bytes_fetched(self) -> int:
+        """Return the bytes copied to the device so far. Waits for the fetches that were asked for."""
+        with torch.cuda.stream(self._in):
+            num_bytes_picked = int(self._num_bytes_picked)
+        return self._num_bytes_fetched + num_bytes_picked
 
     def fetch(self, copies: Copies) -> Transfer:
         """Begin to copy, behind what the present stream has been given: that may still read what is overwritten."""
         with self._counting:
-            self.num_bytes_fetched += num_bytes_of(copies)
+            self._num_bytes_fetched += num_bytes_of(copies)
         return self._copy(self._in, copies)
 
     def store(self, copies: Copies) -> Transfer:
@@ -55,17 +68,44 @@ class CudaLink:
             self.num_bytes_stored += num_bytes_of(copies)
         return self._copy(self._out, copies)
 
+    def fetch_heads(self, heads: PickedHeads) -> Transfer:
+        """Begin to copy, as `fetch` does, by a kernel that reads pinned home memory: the host learns nothing of what is
+        picked."""
+        addresses, pairs = (heads.home_B, heads.there_B), (heads.pairs_BGK2, heads.num_BG)
+
+        def work() -> None:
+            copy_heads(*addresses, *pairs, heads.head_bytes)
+            self._num_bytes_picked += heads.num_BG.sum() * (2 * heads.head_bytes)
+
+        return self._run(self._in, work, (*addresses, *pairs))
+
+    def store_rows(self, rows: RowCopies) -> Transfer:
+        """Begin to copy, as `store` does, by a kernel that writes to pinned home memory."""
+        with self._counting:
+            self.num_bytes_stored += rows.num_bytes
+        addresses = rows.there_B, rows.home_B
+        return self._run(self._out, lambda: copy_rows(*addresses, rows.row_bytes), addresses)
+
     def rest(self) -> None:
         """Wait for both streams."""
         self._in.synchronize()
         self._out.synchronize()
 
     def _copy(self, stream: torch.cuda.Stream, copies: Copies) -> CudaTransfer:
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        def work() -> None:
             for to, source in copies:
                 to.copy_(source, non_blocking=True)
-                (to if to.is_cuda else source).record_stream(stream)
+
+        return self._run(stream, work, [to if to.is_cuda else source for to, source in copies])
+
+    def _run(self, stream: torch.cuda.Stream, work: Callable[[], None], used: Iterable[Tensor]) -> CudaTransfer:
+        """Give work to a stream, behind what the present stream has been given. `used`: tensors of the device that the
+        work reads or writes, and others may drop meanwhile."""
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work()
+            for each in used:
+                each.record_stream(stream)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
         return CudaTransfer(event)
@@ -81,7 +121,7 @@ class CudaDevice:
         """Raise what torch raises when there is no such device."""
         self.torch_device = torch.device("cuda", index)
         self.link = CudaLink(self.torch_device)
-        self._access = LinkAccess(self.link, _pinned_like)
+        self._access = LinkAccess(self.link, _pinned)
 
     @property
     def memory_use(self) -> MemoryUse:
@@ -121,5 +161,5 @@ class CudaDevice:
         """Do nothing: torch itself refuses to compute with both memories."""
 
 
-def _pinned_like(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+def _pinned(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

@@ -23,6 +23,7 @@ from baton.types import KvLayout, TokenRange
 from modeling.kv.buffers import KvBuffer
 from modeling.kv.memory import RowMemory
 from modeling.kv.pool_memory import PoolMemory
+from modeling.kv.transfers import Transfer
 
 Copies = Sequence[tuple[Tensor, Tensor]]
 """Pairs `(to, from)`, contiguous and of equal shape and dtype."""
@@ -31,20 +32,6 @@ Copies = Sequence[tuple[Tensor, Tensor]]
 def num_bytes_of(copies: Copies) -> int:
     """Return the bytes that these copies bring."""
     return sum(source.nbytes for _, source in copies)
-
-
-class Transfer(Protocol):
-    """Copies that were asked for together. Neither memory may change before they are done."""
-
-    def result(self) -> None:
-        """Wait until all is copied; raise what went wrong."""
-
-    def join(self) -> None:
-        """Let what this thread computes from now on begin behind the copies; raise what went wrong by now. On CUDA the
-        device waits, not the thread."""
-
-    def wait(self) -> None:
-        """Wait until the copying has ended, even if it failed."""
 
 
 class Link(Protocol):
@@ -128,15 +115,6 @@ class Device(Protocol):
 
     def require(self, address: int, num_bytes: int) -> None:
         """Raise WrongMemoryError unless all of these bytes are the device's, as far as that can be told."""
-
-
-class Finished:
-    """A Transfer that is done."""
-
-    def result(self) -> None:
-        """Return at once: there is nothing to wait for."""
-
-    join = wait = result
 
 
 class Running:

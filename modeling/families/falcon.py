@@ -20,7 +20,8 @@ from modeling.families.family import (
     load_parameters,
     load_plain_mlp,
 )
-from modeling.families.fields import Fields, read_rope
+from modeling.families.fields import Fields
+from modeling.families.rope_fields import read_rope
 from modeling.forward.decoder import DecoderWeights
 from modeling.forward.layers import ACTIVATIONS, Layer, Parallel, Sequential
 from modeling.forward.linear import make_linear

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from modeling.families.checkpoint import Checkpoint
@@ -85,9 +86,11 @@ def compose(
     positions: PositionTable,
     layers: Sequence[Layer],
     final_norm: Transform,
+    embedding_scale: float = 1.0,
 ) -> DecoderWeights:
     """Return a model's weights, once all tensors are taken. `ends` are its embedding and head; of a tied head (None)
-    the weight is kept once. The fingerprint is of tensors and of switches that change KV."""
+    the weight is kept once. The fingerprint is of tensors and of switches that change KV. `embedding_scale` is rounded
+    to the weights' dtype, in which the embeddings are scaled."""
     embedding_VD, head_VD = ends
     # A head computes only rows that get a token, not those of a prompt.
     head = make_linear(embedding_VD if head_VD is None else head_VD, int8=checkpoint.int8, has_many_rows=False)
@@ -101,4 +104,5 @@ def compose(
         final_norm=final_norm,
         head=head,
         fingerprint=checkpoint.seal(str(dataclasses.replace(model, config=config))),
+        embedding_scale=float(torch.tensor(embedding_scale, dtype=embedding_VD.dtype)),
     )

@@ -1,16 +1,11 @@
-"""A config.json's fields, read with their types checked, and fields that several families spell alike.
+"""A config.json's fields, read with their types checked.
 
 Each family's `read` uses it when a model is loaded.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 
 from baton.errors import ModelError
-from modeling.forward.model_config import RopeScaling
-
-_DEFAULT_THETA = 10000.0
-"""transformers' value for a field that a config may leave out."""
 
 
 class Fields:
@@ -27,6 +22,10 @@ class Fields:
     def error(self, field: str, problem: str, remedy: str = "correct the file, or choose another model") -> ModelError:
         return ModelError(f"{self.source}: {field}: {problem}; {remedy}")
 
+    def replaced(self, field: str, value: object) -> "Fields":
+        """Return the same fields but for one."""
+        return Fields({**self.raw, field: value}, self.source, self._generation)
+
     def number(self, field: str, default: float | None = None) -> float:
         """Return a number above 0. Raises ModelError for any other value, or none without a default."""
         value = self._get(field, default)
@@ -42,6 +41,11 @@ class Fields:
         if not value.is_integer():
             raise self.error(field, f"{value!r} is not a whole number")
         return int(value)
+
+    def refuse(self, field: str, remedy: str) -> None:
+        """Raise ModelError where a field that no part of us obeys is set; null, false, 0 and empty ones are not set."""
+        if self.raw.get(field):
+            raise self.error(field, f"{self.raw[field]!r} is not supported", remedy)
 
     def optional_count(self, field: str) -> int | None:
         return None if self.raw.get(field) is None else self.count(field)
@@ -84,55 +88,3 @@ class Fields:
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise self.error("bos_token_id", f"{value!r} is not a token id")
         return value
-
-
-def read_rope(fields: Fields, head_dim: int, max_position: int) -> tuple[float, RopeScaling]:
-    """Return RoPE's base and scaling for heads of `head_dim`, from `rope_scaling` and `rope_theta` or from transformers
-    5's `rope_parameters`. Raises ModelError for a scaling that is not supported."""
-    if head_dim % 2:
-        raise fields.error("head_dim", f"{head_dim} is odd, and RoPE turns pairs of dimensions")
-    name = "rope_scaling" if fields.raw.get("rope_scaling") else "rope_parameters"
-    parameters = fields.raw.get(name) or {}
-    if not isinstance(parameters, dict) or any(isinstance(value, dict) for value in parameters.values()):
-        raise fields.error(name, "is not one set of parameters for all layers", "choose another model")
-    rope = Fields(parameters, f"{fields.source}: {name}")
-    theta = rope.number("rope_theta", fields.number("rope_theta", _DEFAULT_THETA))
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind not in ("default", "linear", "llama3", "yarn"):
-        remedy = "choose a model with default, linear, llama3 or yarn RoPE"
-        raise fields.error(name, f"rope_type {kind!r} is not supported", remedy)
-    for partial in (fields, rope):
-        if partial.number("partial_rotary_factor", 1.0) != 1.0:
-            raise partial.error("partial_rotary_factor", "is not supported", "choose a model that rotates whole heads")
-    if kind == "default":
-        return theta, RopeScaling()
-    original = rope.count("original_max_position_embeddings", max_position)
-    original = fields.count("original_max_position_embeddings", original)
-    if kind == "llama3":
-        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-        if low >= high:
-            raise rope.error("low_freq_factor", f"{low} is not below high_freq_factor {high}")
-        return theta, RopeScaling(kind, rope.number("factor"), low, high, original_max_position=original)
-    if kind == "linear":
-        return theta, RopeScaling(kind, rope.number("factor"))
-    return theta, _yarn(rope, original)
-
-
-def _yarn(rope: Fields, original_max_position: int) -> RopeScaling:
-    if rope.raw.get("truncate") is False:
-        raise rope.error("truncate", "false is not supported", "choose a model without it")
-    factor = rope.number("factor")
-    attention_factor = None
-    if rope.raw.get("attention_factor") is not None:
-        attention_factor = rope.number("attention_factor")
-    elif rope.raw.get("mscale") and rope.raw.get("mscale_all_dim") and factor > 1:
-        log = 0.1 * math.log(factor)
-        attention_factor = (rope.number("mscale") * log + 1) / (rope.number("mscale_all_dim") * log + 1)
-    return RopeScaling(
-        kind="yarn",
-        factor=factor,
-        original_max_position=original_max_position,
-        attention_factor=attention_factor,
-        beta_fast=rope.number("beta_fast", 32.0),
-        beta_slow=rope.number("beta_slow", 1.0),
-    )

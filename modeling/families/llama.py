@@ -1,16 +1,24 @@
-"""The Llama family: Llama, Mistral, Qwen2 and Qwen3. RMSNorm before attention and before a gated MLP, RoPE."""
+"""The Llama family: Llama, Mistral, Qwen2 and Qwen3. RMSNorm before attention and before a gated MLP, RoPE.
+
+Families that differ from it in single projections (`phi3`) or in the MLP (`qwen3_moe`) derive from its model.
+"""
 
 from dataclasses import dataclass
 
 from modeling.families.checkpoint import Checkpoint
 from modeling.families.family import compose, load_ends, load_linear
-from modeling.families.fields import Fields, read_rope
+from modeling.families.fields import Fields
+from modeling.families.rope_fields import read_rope
 from modeling.forward.decoder import DecoderWeights
-from modeling.forward.layers import GatedMlp, Layer, Sequential
+from modeling.forward.layers import GatedMlp, Layer, Mlp, Sequential
+from modeling.forward.linear import Linear
 from modeling.forward.model_config import ModelConfig
 from modeling.forward.norms import HeadNorms, RmsNorm, unchanged
 from modeling.forward.rope import RotaryTable
 
+_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_HEAD_NORMS = ("qwen3", "qwen3_moe")
+"""Model types with norms of queries and keys."""
 _DEFAULT_WINDOW = 4096
 _DEFAULT_MAX_WINDOW_LAYERS = 28
 """transformers' values for fields that a config may leave out."""
@@ -32,15 +40,15 @@ class LlamaModel:
     @classmethod
     def read(cls, fields: Fields) -> "LlamaModel":
         """Read the model from config.json. Raises ModelError."""
-        config = _read_config(fields)
-        attention_bias = config.model_type in ("llama", "qwen3") and fields.flag("attention_bias")
+        config = read_config(fields, _MODEL_TYPES)
+        attention_bias = config.model_type in ("llama", *_HEAD_NORMS) and fields.flag("attention_bias")
         return cls(
             config,
             norm_eps=fields.number("rms_norm_eps"),
             qkv_bias=attention_bias or config.model_type == "qwen2",
             output_bias=attention_bias,
             mlp_bias=config.model_type == "llama" and fields.flag("mlp_bias"),
-            qk_norm=config.model_type == "qwen3",
+            qk_norm=config.model_type in _HEAD_NORMS,
         )
 
     def load(self, checkpoint: Checkpoint) -> DecoderWeights:
@@ -56,8 +64,6 @@ class LlamaModel:
     def _layer(self, checkpoint: Checkpoint, at: str) -> Layer:
         config = self.config
         hidden, head_dim = config.hidden_size, config.head_dim
-        width, kv_width = config.num_heads * head_dim, config.num_kv_heads * head_dim
-        qkv = {f"{at}.self_attn.{name}_proj": rows for name, rows in (("q", width), ("k", kv_width), ("v", kv_width))}
         head_norm = (
             unchanged
             if not self.qk_norm
@@ -69,16 +75,28 @@ class LlamaModel:
         )
         return Layer(
             attention_norm=self._norm(checkpoint, f"{at}.input_layernorm", hidden),
-            qkv=load_linear(checkpoint, qkv, hidden, self.qkv_bias),
+            qkv=self._qkv(checkpoint, f"{at}.self_attn"),
             head_norm=head_norm,
             tail=Sequential(
-                load_linear(checkpoint, {f"{at}.self_attn.o_proj": hidden}, width, self.output_bias),
+                self._output(checkpoint, f"{at}.self_attn.o_proj"),
                 self._norm(checkpoint, f"{at}.post_attention_layernorm", hidden),
                 self._mlp(checkpoint, f"{at}.mlp"),
             ),
         )
 
-    def _mlp(self, checkpoint: Checkpoint, at: str) -> GatedMlp:
+    def _qkv(self, checkpoint: Checkpoint, at: str) -> Linear:
+        """Load the fused projection to queries, keys and values of the attention `at`."""
+        config = self.config
+        width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        rows = {f"{at}.{name}_proj": rows for name, rows in (("q", width), ("k", kv_width), ("v", kv_width))}
+        return load_linear(checkpoint, rows, config.hidden_size, self.qkv_bias)
+
+    def _output(self, checkpoint: Checkpoint, name: str) -> Linear:
+        width = self.config.num_heads * self.config.head_dim
+        return load_linear(checkpoint, {name: self.config.hidden_size}, width, self.output_bias)
+
+    def _mlp(self, checkpoint: Checkpoint, at: str) -> Mlp:
+        """Load the feed-forward part `at`."""
         hidden, inner = self.config.hidden_size, self.config.intermediate_size
         gate_up = {f"{at}.gate_proj": inner, f"{at}.up_proj": inner}
         return GatedMlp(
@@ -90,8 +108,9 @@ class LlamaModel:
         return RmsNorm(checkpoint.take(f"{name}.weight", (size,)), self.norm_eps)
 
 
-def _read_config(fields: Fields) -> ModelConfig:
-    model_type = fields.choice("model_type", ("llama", "mistral", "qwen2", "qwen3"))
+def read_config(fields: Fields, model_types: tuple[str, ...]) -> ModelConfig:
+    """Read the config of a model of one of these types, whose fields are those of the Llama family."""
+    model_type = fields.choice("model_type", model_types)
     fields.choice("hidden_act", ("silu",), "silu")
     num_heads = fields.count("num_attention_heads")
     num_kv_heads = fields.count("num_key_value_heads", num_heads if model_type == "llama" else None)
@@ -128,6 +147,8 @@ def _windows(fields: Fields, model_type: str, num_layers: int) -> tuple[int | No
     if model_type == "llama":
         return (None,) * num_layers
     window = fields.count("sliding_window", _DEFAULT_WINDOW) if fields.flag("use_sliding_window") else None
+    if model_type == "qwen3_moe":
+        return (window,) * num_layers
     kinds = fields.raw.get("layer_types")
     if kinds is None:
         first = fields.raw.get("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)

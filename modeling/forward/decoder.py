@@ -33,8 +33,8 @@ from modeling.forward.norms import Transform
 from modeling.forward.positions import Positions, PositionTable
 from modeling.forward.rows import DecodeRows, has_native_rows
 from modeling.forward.selection import Picks, StepPicks
-from modeling.forward.triton_attention import triton_kernel
-from modeling.forward.triton_rows import TritonRows, has_triton_rows
+from modeling.forward.triton.attention import triton_kernel
+from modeling.forward.triton.rows import TritonRows, has_triton_rows
 from modeling.kv.buffers import KvPlace, KvRows
 from modeling.kv.pages import PageSpan
 
@@ -98,6 +98,8 @@ class DecoderWeights:
     """The output head; the embedding itself when tied."""
     fingerprint: str
     """Hash of the tensors that this was loaded from, and of the dtype."""
+    embedding_scale: float = 1.0
+    """Factor on the tokens' embeddings."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +133,9 @@ class Decoder:
         self.dtype = weights.dtype
         self._has_no_windows = all(window is None for window in config.windows)
         self._has_native_rows = kernel is None and has_native_rows(weights.device, self.dtype, config.head_dim)
-        self._has_triton_rows = kernel is None and has_triton_rows(weights.device, self.dtype)
-        default = triton_kernel if self._has_triton_rows else default_kernel(weights.device, self.dtype)
+        self.has_triton_rows = kernel is None and has_triton_rows(weights.device, self.dtype)
+        """Whether rows that lie in pages are attended to by kernels in Triton."""
+        default = triton_kernel if self.has_triton_rows else default_kernel(weights.device, self.dtype)
         self.kernel = on_device(kernel or default, self.device)
         self.fused = fuse(weights.layers, weights.positions, config) if self._has_native_rows else None
         """All layers in one call, if the layers and this machine allow it, else None."""
@@ -150,16 +153,25 @@ class Decoder:
 
     def embed(self, token_ids: Sequence[int], step: Step) -> Tensor:
         """Return hidden states `[T, D]` of token ids in the spans' order; learned positions included."""
-        hidden_TD = self.weights.embedding.rows(torch.tensor(token_ids, device=self.weights.device))
-        step.positions.enter(hidden_TD)
+        return self.enter(torch.tensor(token_ids, device=self.weights.device), step.positions)
+
+    def enter(self, token_ids_T: Tensor, positions: Positions) -> Tensor:
+        """Return hidden states `[T, D]` of token ids that lie on the device, at these positions."""
+        hidden_TD = self.embeddings(token_ids_T)
+        positions.enter(hidden_TD)
         return hidden_TD
+
+    def embeddings(self, token_ids_T: Tensor) -> Tensor:
+        """Return the embeddings `[T, D]` of token ids that lie on the device, scaled as the model asks."""
+        hidden_TD, scale = self.weights.embedding.rows(token_ids_T), self.weights.embedding_scale
+        return hidden_TD if scale == 1.0 else hidden_TD * scale
 
     def heads(self, layer: int, hidden_TD: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries `[T, N, H]`, keys and values `[T, G, H]` of the tokens, as attention compares them."""
         config, parts = self.config, self.weights.layers[layer]
         num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
         qkv_TKH = parts.qkv(hidden_TD, parts.attention_norm).view(len(hidden_TD), -1, config.head_dim)
-        qk_TKH = positions.turn(parts.head_norm(qkv_TKH.narrow(1, 0, num_heads + num_kv_heads)))
+        qk_TKH = positions.turn(parts.head_norm(qkv_TKH.narrow(1, 0, num_heads + num_kv_heads)), layer)
         q_TNH, k_TGH = qk_TKH.narrow(1, 0, num_heads), qk_TKH.narrow(1, num_heads, num_kv_heads)
         return q_TNH, k_TGH, qkv_TKH.narrow(1, num_heads + num_kv_heads, num_kv_heads)
 
@@ -242,13 +254,13 @@ class Decoder:
 
     def _place(self, span: SequenceSpan) -> KvPlace | None:
         """Return where the span's keys lie, if there is a kernel for rows whose keys lie so; else None."""
-        if not self._has_native_rows and not self._has_triton_rows:
+        if not self._has_native_rows and not self.has_triton_rows:
             return None
         place = span.place()
         return place if self._has_native_rows or place is None or place.table is not None else None
 
     def _rows(self, spans: Sequence[tuple[int, KvPlace]]) -> DecodeRows | TritonRows:
-        if self._has_triton_rows:
+        if self.has_triton_rows:
             return TritonRows(spans, self.config.windows)
         return DecodeRows(spans, self.layout.row_bytes, self.config.windows)
 
@@ -258,9 +270,9 @@ class Decoder:
             first_PS2GH, last_PS2GH = place.table.data_LPS2GH[0], place.table.data_LPS2GH[-1]
             num_bytes = last_PS2GH.data_ptr() - first_PS2GH.data_ptr() + last_PS2GH.nbytes
             self.device.require(first_PS2GH.data_ptr(), num_bytes)
-            return
-        num_bytes = (place.num_layers - 1) * place.layer_bytes + place.num_keys * self.layout.row_bytes
-        self.device.require(place.address, num_bytes)
+        else:
+            num_bytes = (place.num_layers - 1) * place.layer_bytes + place.num_keys * self.layout.row_bytes
+            self.device.require(place.address, num_bytes)
         if place.others is not None:
             self._require(place.others)
 

@@ -43,6 +43,20 @@ class GatedMlp:
 
 
 @dataclass(frozen=True)
+class ActivatedMlp:
+    """A gated MLP with an activation of its own: GeGLU (Shazeer, 2020), for one."""
+
+    gate_up: Linear
+    """Projection without a gate of its own: gate rows, then up rows."""
+    activation: Transform
+    down: Linear
+
+    def __call__(self, x_TD: Tensor, norm: Transform = unchanged, residual_TD: Tensor | None = None) -> Tensor:
+        gate_TI, up_TI = self.gate_up(x_TD, norm).chunk(2, dim=-1)
+        return self.down(self.activation(gate_TI) * up_TI, residual_TN=residual_TD)
+
+
+@dataclass(frozen=True)
 class PlainMlp:
     """Two projections with an activation between them."""
 
@@ -92,6 +106,25 @@ class PostNorm:
     def __call__(self, hidden_TD: Tensor, attended_TW: Tensor) -> Tensor:
         hidden_TD = self.attention_norm(self.output(attended_TW, residual_TN=hidden_TD))
         return self.mlp_norm(self.mlp(hidden_TD, residual_TD=hidden_TD))
+
+
+@dataclass(frozen=True)
+class SandwichNorm:
+    """Attention, then the MLP, each between a norm before it and one behind it, before the residual (Ding et al.,
+    2021)."""
+
+    output: Linear
+    attention_norm: Transform
+    """Norm behind the attention."""
+    norm: Transform
+    """Norm before the MLP."""
+    mlp: Mlp
+    mlp_norm: Transform
+    """Norm behind the MLP."""
+
+    def __call__(self, hidden_TD: Tensor, attended_TW: Tensor) -> Tensor:
+        hidden_TD = hidden_TD + self.attention_norm(self.output(attended_TW))
+        return hidden_TD + self.mlp_norm(self.mlp(hidden_TD, self.norm))
 
 
 @dataclass(frozen=True)

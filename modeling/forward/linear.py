@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.errors import ModelError
-from modeling.forward.huge_pages import WEIGHTS
 from modeling.forward.norms import RmsNorm, Transform, unchanged
 from modeling.kernels import native
+from modeling.kernels.huge_pages import WEIGHTS
 from modeling.kernels.panels import HALF, PANEL, panel_format
 from modeling.kernels.process_kernels import KERNELS
 
@@ -88,7 +88,7 @@ class PanelLinear:
         product: str | None = None,
         instruction_set: str = native.NATIVE,
     ) -> None:
-        """`product`: TILES or WIDENED of modeling.kernels.products; None: the one that this processor's kernels use."""
+        """`product`: one of modeling.kernels.products; None: the one that this processor's kernels use."""
         self._linear = getattr(torch.ops, native.namespace(instruction_set)).linear
         num_rows, self._num_inputs = weight_NK.shape
         self._gated = gated

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """RoPE scaling as Hugging Face configs spell it; `kind` is one of default, linear, llama3, yarn."""
+    """RoPE scaling as Hugging Face configs spell it; `kind` is one of default, linear, llama3, yarn, longrope."""
 
     kind: str = "default"
     factor: float = 1.0
@@ -15,6 +15,8 @@ class RopeScaling:
     attention_factor: float | None = None
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    factors: tuple[float, ...] = ()
+    """Factor on each wavelength (longrope)."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class ModelConfig:
     num_layers: int
     hidden_size: int
     intermediate_size: int
+    """Width inside the feed-forward part; inside one expert, in a mixture of experts."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -36,9 +39,15 @@ class ModelConfig:
     rope_theta: float | None = None
     """Base of RoPE's frequencies. None when the model does not rotate."""
     rope_scaling: RopeScaling = RopeScaling()
+    rotary_dim: int | None = None
+    """Dimensions of a head that RoPE turns: the first ones of each half. None: all."""
     windows: tuple[int | None, ...] = ()
     """Per layer: the sliding window in tokens, or None for full attention."""
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     is_gated: bool = True
     """Whether the feed-forward part has three matrices (SwiGLU) or two."""
+    num_experts: int = 1
+    """Feed-forward parts of each layer; above 1 in a mixture of experts."""
+    num_active_experts: int = 1
+    """Feed-forward parts that a token passes through in each layer."""

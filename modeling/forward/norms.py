@@ -31,6 +31,17 @@ class RmsNorm:
 
 
 @dataclass(frozen=True)
+class WideRmsNorm:
+    """Root mean square norm that computes, and keeps its gain, in fp32. Returns the dtype that it is given."""
+
+    gain_D: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), (x.shape[-1],), self.gain_D, self.eps).to(x.dtype)
+
+
+@dataclass(frozen=True)
 class LayerNorm:
     """Layer norm (Ba et al., 2016) over the last dimension; without parameters where they are None."""
 
@@ -44,10 +55,10 @@ class LayerNorm:
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """RMSNorm per head on `[T, K, H]`, the queries and keys before RoPE (Qwen3)."""
+    """A norm per head on `[T, K, H]`, the queries and keys before RoPE (Qwen3, Gemma 3)."""
 
-    q_norm: RmsNorm
-    k_norm: RmsNorm
+    q_norm: Transform
+    k_norm: Transform
     num_heads: int
 
     def __call__(self, qk_TKH: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ class Positions(Protocol):
     def enter(self, hidden_TD: Tensor) -> None:
         """Add what depends on positions to the embeddings, in place; called once a forward."""
 
-    def turn(self, x_TNH: Tensor) -> Tensor:
-        """Return queries or keys as attention compares them, perhaps `x_TNH` itself, changed; called in every layer."""
+    def turn(self, x_TNH: Tensor, layer: int) -> Tensor:
+        """Return queries or keys as attention compares them in `layer`, perhaps `x_TNH` itself, changed."""
 
 
 class PositionTable(Protocol):
@@ -39,7 +39,7 @@ class LearnedPositions:
     def enter(self, hidden_TD: Tensor) -> None:
         hidden_TD += self.rows_TD
 
-    def turn(self, x_TNH: Tensor) -> Tensor:
+    def turn(self, x_TNH: Tensor, layer: int) -> Tensor:
         return x_TNH
 
 

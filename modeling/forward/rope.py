@@ -8,9 +8,10 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from modeling.forward.model_config import ModelConfig
+from modeling.forward.model_config import ModelConfig, RopeScaling
 from modeling.kernels import native
 
 _HEAD_DIM_STEP = 32
@@ -18,10 +19,11 @@ _HEAD_DIM_STEP = 32
 
 
 def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Return `(inv_freq [H/2] in fp32, factor on cos and sin)` for a model's RoPE and scaling."""
+    """Return `(inv_freq [R/2] in fp32, factor on cos and sin)` for a model's RoPE and scaling; R dimensions turn."""
     assert config.rope_theta is not None, f"{config.model_type} does not rotate"
-    half = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
-    inv_freq = 1.0 / (config.rope_theta ** (half / config.head_dim))
+    rotary_dim = config.rotary_dim or config.head_dim
+    half = torch.arange(0, rotary_dim, 2, dtype=torch.float32)
+    inv_freq = 1.0 / (config.rope_theta ** (half / rotary_dim))
     scaling = config.rope_scaling
     if scaling.kind == "linear":
         return inv_freq / scaling.factor, 1.0
@@ -29,6 +31,8 @@ def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
         return _llama3(inv_freq, config), 1.0
     if scaling.kind == "yarn":
         return _yarn(inv_freq, config)
+    if scaling.kind == "longrope":
+        return _longrope(inv_freq, scaling)
     assert scaling.kind == "default", scaling.kind
     return inv_freq, 1.0
 
@@ -44,7 +48,8 @@ def _llama3(inv_freq: Tensor, config: ModelConfig) -> Tensor:
 
 def _yarn(inv_freq: Tensor, config: ModelConfig) -> tuple[Tensor, float]:
     """Scale as YaRN (Peng et al., 2023): dimensions that turn often are kept, others interpolated."""
-    scaling, head_dim, theta = config.rope_scaling, config.head_dim, config.rope_theta
+    scaling, theta = config.rope_scaling, config.rope_theta
+    head_dim = config.rotary_dim or config.head_dim
     assert theta is not None
 
     def dimension(turns: float) -> float:
@@ -60,6 +65,15 @@ def _yarn(inv_freq: Tensor, config: ModelConfig) -> tuple[Tensor, float]:
     return inv_freq * (1 - ramp) + inv_freq / scaling.factor * ramp, factor
 
 
+def _longrope(inv_freq: Tensor, scaling: RopeScaling) -> tuple[Tensor, float]:
+    """Scale as LongRoPE (Ding et al., 2024): each wavelength by a factor of its own, which was searched for."""
+    factor = scaling.attention_factor
+    if factor is None:
+        log = math.log(scaling.factor) / math.log(scaling.original_max_position) if scaling.factor > 1 else 0.0
+        factor = math.sqrt(1 + log)
+    return inv_freq / torch.tensor(scaling.factors), factor
+
+
 @dataclass(frozen=True)
 class Rotation:
     """Rotary factors of some tokens, broadcast over heads."""
@@ -73,7 +87,8 @@ class Rotation:
     def enter(self, hidden_TD: Tensor) -> None:
         """Do nothing: RoPE does not change hidden states."""
 
-    def turn(self, x_TNH: Tensor) -> Tensor:
+    def turn(self, x_TNH: Tensor, layer: int) -> Tensor:
+        """Turn all heads, in every layer alike."""
         if not self.in_place:
             return apply_rotary(x_TNH, self)
         torch.ops.baton.turn_heads(x_TNH, self.cos_T1H, self.sin_T1H)
@@ -86,7 +101,11 @@ class RotaryTable:
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
         inv_freq, factor = inverse_frequencies(config)
         angles_PF = torch.outer(torch.arange(config.max_position, dtype=torch.float32), inv_freq)
-        cos_PF, sin_PF = angles_PF.cos() * factor, angles_PF.sin() * factor
+        still = config.head_dim // 2 - len(inv_freq)  # pairs of dimensions that do not turn: cosine 1 and sine 0
+        cos_PF, sin_PF = (
+            F.pad(angles_PF.cos() * factor, (0, still), value=1.0),
+            F.pad(angles_PF.sin() * factor, (0, still)),
+        )
         self._cos_P1H = torch.cat((cos_PF, cos_PF), dim=-1).to(device, dtype).unsqueeze(1)
         self._sin_P1H = torch.cat((-sin_PF, sin_PF), dim=-1).to(device, dtype).unsqueeze(1)
         self.in_place = has_native_turn(device, dtype, config.head_dim)
@@ -96,6 +115,35 @@ class RotaryTable:
         """Return the factors of these positions, which must be below the model's context."""
         positions_T = positions_T.to(self._cos_P1H.device)
         return Rotation(self._cos_P1H[positions_T], self._sin_P1H[positions_T], self.in_place)
+
+
+@dataclass(frozen=True)
+class LayeredRotation:
+    """Rotary factors of some tokens, where layers differ in theirs."""
+
+    rotations: tuple[Rotation, ...]
+    by_layer: tuple[int, ...]
+    """Index of each layer's rotation."""
+
+    def enter(self, hidden_TD: Tensor) -> None:
+        """Do nothing: RoPE does not change hidden states."""
+
+    def turn(self, x_TNH: Tensor, layer: int) -> Tensor:
+        """Turn all heads by the layer's rotation."""
+        return self.rotations[self.by_layer[layer]].turn(x_TNH, layer)
+
+
+@dataclass(frozen=True)
+class LayeredRotaryTable:
+    """Several tables of cosines and sines, of which each layer uses one (Gemma 3)."""
+
+    tables: tuple[RotaryTable, ...]
+    by_layer: tuple[int, ...]
+    """Index of each layer's table."""
+
+    def lookup(self, positions_T: Tensor) -> LayeredRotation:
+        """Return the factors of these positions from all tables; positions must be below the model's context."""
+        return LayeredRotation(tuple(table.lookup(positions_T) for table in self.tables), self.by_layer)
 
 
 def has_native_turn(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:

@@ -241,6 +241,18 @@ class PartialRows:
             for keys, length, k_GH in zip(self.keys, self.lengths_B.tolist(), k_BGH, strict=True):
                 keys.write(layer, length - 1, k_GH.unsqueeze(0), projection)
 
+    def select(
+        self,
+        layer: int,
+        q_BNR: Tensor,
+        selection: Selection,
+        *,
+        has_new: bool = True,
+        closeness_BGS: Tensor | None = None,
+    ) -> Picks:
+        """Return what `select_keys` does for these rows."""
+        return select_keys(q_BNR, self, layer, selection, has_new=has_new, closeness_BGS=closeness_BGS)
+
 
 def _project(k_TGH: Tensor, projection: KeyProjection, addresses: Tensor, numbers: Tensor) -> None:
     torch.ops.baton.project_keys(k_TGH, projection.basis_GHR, projection.columns_GR, addresses, numbers)

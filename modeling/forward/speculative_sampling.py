@@ -11,7 +11,8 @@ V vocabulary.
 from torch import Tensor
 
 from baton.types import SampledToken
-from modeling.forward.sampling import SamplerState, draw, noise_key, probabilities, report, uniform
+from modeling.forward.drawing import draw, noise_key, uniform
+from modeling.forward.sampling import SamplerState, probabilities, report
 
 _ACCEPT = 0xACCE97
 _REDRAW = 0x5EC02D

@@ -1,18 +1,47 @@
 """How many bytes a model's weights have, and how many of them a step reads."""
 
 from collections.abc import Callable
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 
 from torch import Tensor
 
 from modeling.forward.decoder import DecoderWeights
+from modeling.forward.experts import mixtures
 from modeling.forward.linear import Linear, LinearByRows
 
 
-def bytes_per_step(weights: DecoderWeights) -> int:
-    """Return the bytes of the parameters that every step of few rows reads whole. Not counted are positions and an
-    embedding that is not the head: such a step reads only some of their rows."""
-    return sum(_bytes_by_part((weights.layers, weights.final_norm, weights.head), _bytes_read).values())
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes of the parameters that a step of few rows reads, of a mixture of experts by the step's tokens."""
+
+    always: int
+    """Bytes that every step reads whole."""
+    experts: int = 0
+    """Bytes of all experts of all layers."""
+    active_share: float = 1.0
+    """Fraction of a layer's experts that one token passes through."""
+
+    def of(self, num_tokens: int) -> int:
+        """Return the bytes that a step of so many tokens reads: of experts those that it touches, in the mean over
+        tokens whose experts are drawn evenly and independently."""
+        return self.always + round(self.experts * (1 - (1 - self.active_share) ** num_tokens))
+
+
+def step_reads(weights: DecoderWeights) -> StepBytes:
+    """Return the bytes of the parameters that steps of few rows read. Not counted are positions and an embedding that
+    is not the head: such a step reads only some of their rows."""
+    read = (weights.layers, weights.final_norm, weights.head)
+    num_bytes = sum(_bytes_by_part(read, _bytes_read).values())
+    found = mixtures(weights.layers)
+    if not found:
+        return StepBytes(num_bytes)
+    experts = sum(_bytes_by_part([each.products for each in found], _bytes_read).values())
+    return StepBytes(num_bytes - experts, experts, found[0].num_active / found[0].products.num_experts)
+
+
+def bytes_per_step(weights: DecoderWeights, num_tokens: int = 1) -> int:
+    """Return the bytes of the parameters that a step of few rows, with so many tokens, reads (`StepBytes.of`)."""
+    return step_reads(weights).of(num_tokens)
 
 
 def weight_bytes(weights: DecoderWeights) -> int:

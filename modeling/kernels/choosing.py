@@ -8,6 +8,7 @@ time, and goes on until Wald's sequential test is sure (Wald, 1945); an alternat
 
 import itertools
 import logging
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,14 @@ MARGIN = 1.05
 """Factor by which the preferred kernel must be slower, at least, to lose."""
 ROWS = (1, 16, 32, 64, 128, 512)
 """Row counts at which linear layers are compared."""
+_BATCH_ROWS = 32
+"""Rows at which ways to multiply in C++ are compared."""
+RATED_ROWS = (1, 8, 32, 128, 512)
+"""Row counts for which `linear_rates` tells rates: one stream, small and larger batches, verified drafts, a prompt."""
+TORCH = "torch"
+_BARE = 512
+"""Rows and columns of the matrices by which a bare product is measured."""
+_REPEATS = 3
 _LEAD = 6
 """Comparisons by which one side must lead: wrong once in 700 times where three of four comparisons are right."""
 _MOST_COMPARISONS = 61
@@ -52,12 +61,42 @@ def measure_choice(*, tiles: bool = True) -> KernelChoice:
     has_linear = native.load("products") and native.load("linear")
     if not has_linear:
         return KernelChoice(kind, WIDENED, WIDENED, torch_rows=1)
-    panels = TILES if tiles and torch.ops.baton.has_tiles() else WIDENED
     with _one_thread(), torch.inference_mode():
-        attention = panels if panels == TILES else _choose_vectors()
+        if tiles and torch.ops.baton.has_tiles():
+            attention = panels = TILES
+        else:
+            attention, panels = _choose_vectors(), _choose_panels()
         choice = KernelChoice(kind, attention, panels, _choose_torch_rows(panels))
     logger.info("kernels of %s: %s", kind, choice)
     return choice
+
+
+def linear_rates() -> tuple[dict[str, list[float]], float]:
+    """Return the FLOP/s of one core at a layer's matrices with each of RATED_ROWS, norms, gate and residuals included,
+    by the way to multiply: those that this processor has, and TORCH; and its FLOP/s at torch's bare product of bf16 or
+    of fp32 matrices, whichever is faster: about the most that the core reaches. Takes a few seconds."""
+    ways = dict.fromkeys([TORCH], _by_torch)
+    if native.load("products") and native.load("linear"):
+        has = {WIDENED: True, DOT: torch.ops.baton.has_dots(), TILES: torch.ops.baton.has_tiles()}
+        ways = {way: partial(_in_panels, way) for way, is_there in has.items() if is_there} | ways
+    heads = _HEADS * _HEAD_DIM
+    weights = _HIDDEN * (2 * heads + 2 * _KV_HEADS * _HEAD_DIM + 3 * _FFN)
+    rates = {}
+    with _one_thread(), torch.inference_mode():
+        for way, make in ways.items():
+            layers = [_Layer(make) for _ in range(_NUM_LAYERS)]
+            runs = [_in_turn(layers, _random(rows, _HIDDEN)) for rows in RATED_ROWS]
+            computed = [rows * _num_calls(rows) for rows in RATED_ROWS]
+            rates[way] = [2e9 * weights * rows / _median_ns(run) for run, rows in zip(runs, computed, strict=True)]
+        square = _random(_BARE, _BARE)
+        bare_ns = min(_median_ns(partial(torch.mm, x, x)) for x in (square, square.float()))
+        return rates, 2e9 * _BARE**3 / bare_ns
+
+
+def _median_ns(run: Callable[[], object]) -> float:
+    """Return the median of a run's nanoseconds of processor time, after one that is not counted."""
+    run()
+    return statistics.median(_cpu_ns(run) for _ in range(_REPEATS))
 
 
 @contextmanager
@@ -82,7 +121,7 @@ def _is_beaten(preferred: _Run, other: _Run) -> bool:
     return lead > 0
 
 
-def _cpu_ns(run: _Run) -> int:
+def _cpu_ns(run: Callable[[], object]) -> int:
     start_ns = time.thread_time_ns()
     run()
     return time.thread_time_ns() - start_ns
@@ -100,6 +139,16 @@ def _choose_vectors() -> str:
         return lambda: torch.ops.baton.prefill_attention(q_TNH, keys, values, False, product)
 
     return WIDENED if _is_beaten(attend(DOT), attend(WIDENED)) else DOT
+
+
+def _choose_panels() -> str:
+    """Return how linear layers in C++ multiply without tiles: DOT where the processor has it, unless WIDENED is faster
+    with as many rows as a batch has."""
+    if not torch.ops.baton.has_dots():
+        return WIDENED
+    x_TD = _random(_BATCH_ROWS, _HIDDEN)
+    dots, widened = ([_Layer(partial(_in_panels, way)) for _ in range(_NUM_LAYERS)] for way in (DOT, WIDENED))
+    return WIDENED if _is_beaten(_in_turn(dots, x_TD), _in_turn(widened, x_TD)) else DOT
 
 
 def _choose_torch_rows(panels: str) -> int | None:
@@ -164,10 +213,15 @@ def _in_panels(product: str, weight_NK: Tensor, is_gated: bool, has_norm: bool) 
     return run
 
 
+def _num_calls(rows: int) -> int:
+    """Return how many calls of so many rows a run makes."""
+    return -(-_LEAST_ROWS // rows)
+
+
 def _in_turn(layers: list[_Layer], x_TD: Tensor) -> _Run:
     """Return a run that calls the layers one after the other, around and around."""
     turns = itertools.cycle(layers)
-    num_calls = -(-_LEAST_ROWS // len(x_TD))
+    num_calls = _num_calls(len(x_TD))
 
     def run() -> None:
         for layer in itertools.islice(turns, num_calls):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modeling.kernels.products import TILES
+from modeling.kernels.products import WIDENED
 
 HALF = 16
 """Outputs of half a panel."""
@@ -43,7 +43,7 @@ class HalvesInTurn:
 
 
 class InputPairs:
-    """bf16 for tiles: pairs of inputs, output by output."""
+    """bf16 for dot products and tiles: pairs of inputs, output by output."""
 
     def pack(self, weight_MK: Tensor) -> Tensor:
         padded_MJ = _deep(weight_MK)
@@ -73,8 +73,8 @@ class Bytes:
 def panel_format(product: str, dtype: torch.dtype) -> PanelFormat:
     """Return the format for weights of a dtype, multiplied in one of the ways of modeling.kernels.products."""
     if dtype == torch.int8:
-        return Bytes(deep=product == TILES)
-    return InputPairs() if product == TILES else HalvesInTurn()
+        return Bytes(deep=product != WIDENED)
+    return HalvesInTurn() if product == WIDENED else InputPairs()
 
 
 def _deep(weight_MK: Tensor) -> Tensor:

@@ -3,6 +3,6 @@
 WIDENED = "widened"
 """Vectors, after both operands were widened to fp32."""
 DOT = "dot"
-"""Vectors, by the processor's dot product of bf16 pairs."""
+"""Vectors, by the processor's dot product of bf16 pairs; linear layers do it everywhere, slowly where there is none."""
 TILES = "tiles"
 """Matrices, by the processor's AMX."""

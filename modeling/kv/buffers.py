@@ -7,7 +7,7 @@ reaches over a link (`modeling.device`). S cached tokens, G kv heads, H head dim
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from baton.types import KvLayout, TokenRange
 from modeling.kv.arena import WrongMemoryError, require_home
+from modeling.kv.staging import StagingFrames
+from modeling.kv.transfers import Finished, Transfer
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """torch's dtype by the name that KvLayout carries."""
@@ -25,26 +27,39 @@ OUT_OF_MEMORY = (MemoryError, RuntimeError)
 """What numpy and torch raise when a buffer's memory cannot be had."""
 
 
+Writes = Sequence[tuple[Tensor, memoryview]]
+"""Pairs `(to, data)`: a contiguous tensor, and exactly its bytes in home memory."""
+
+
 class HostAccess(Protocol):
-    """How the host reads and writes bytes of the memory that a buffer lies in. Any thread; both methods block."""
+    """How the host reads and writes bytes of the memory that a buffer lies in. Any thread."""
+
+    @property
+    def frames(self) -> StagingFrames | None:
+        """Return the frames from which `write` copies without another copy; None: it copies from any memory so."""
 
     def read(self, source: Tensor) -> memoryview:
-        """Return the bytes of a contiguous tensor: the memory itself where it is the host's, else a copy."""
+        """Return the bytes of a contiguous tensor: the memory itself where it is the host's, else a copy. Blocks."""
 
-    def write(self, to: Tensor, data: memoryview) -> None:
-        """Copy `data`, exactly the contiguous tensor's bytes, into it. Releases the GIL while copying."""
+    def write(self, writes: Writes) -> Transfer:
+        """Copy to the host's memory, without the GIL, or begin to copy to a device's. Bytes in frames must not change
+        before the transfer is done; others are not read any more when this returns."""
 
 
 class HomeAccess:
     """HostAccess to home memory."""
 
+    frames = None
+
     def read(self, source: Tensor) -> memoryview:
         """Return the memory itself."""
         return byte_view(source)
 
-    def write(self, to: Tensor, data: memoryview) -> None:
+    def write(self, writes: Writes) -> Transfer:
         """Copy in place: by numpy, because torch takes no read-only memory, which is what gRPC hands out."""
-        np.copyto(np.asarray(byte_view(to)), np.frombuffer(data, np.uint8))
+        for to, data in writes:
+            np.copyto(np.asarray(byte_view(to)), np.frombuffer(data, np.uint8))
+        return Finished()
 
 
 HOME = HomeAccess()
@@ -127,9 +142,13 @@ class KvBuffer:
         return self.access.read(self.span(layer, tokens))
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Copy `data` (exactly the range's bytes) into place; releases the GIL while copying."""
+        """Copy `data` (exactly the range's bytes) into place, and return when that is done."""
+        self.begin_write(layer, tokens, data).result()
+
+    def begin_write(self, layer: int, tokens: TokenRange, data: memoryview) -> Transfer:
+        """Begin to copy `data` (exactly the range's bytes) into place, as HostAccess.write does."""
         assert data.nbytes == len(tokens) * self.layout.row_bytes, f"{data.nbytes} bytes for {tokens}"
-        self.access.write(self.span(layer, tokens), data)
+        return self.access.write([(self.span(layer, tokens), data)])
 
     def copy_from(self, other: "KvBuffer", tokens: TokenRange) -> None:
         """Copy `tokens` of all layers from another buffer of the same layout and memory."""

@@ -44,14 +44,13 @@ from modeling.prefix_store.block_files import (
     header_of,
     is_there,
     kv_of,
-    remove_unlocked,
 )
 from modeling.prefix_store.folder import MEMORY, boot_id
+from modeling.prefix_store.shelf import LOCK, Shelf, files_in
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_-]{0,127}")
-_LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -147,12 +146,12 @@ class PrefixStore:
     def holdings(self) -> Holdings:
         """Return what the store holds now: nothing where the folder is gone. Files of killed writers count until a
         process takes room. While others write, a block and its successor may both count."""
-        sizes = [stat.st_size for _, stat in self._files()] if self._folder.is_dir() else []
+        sizes = [stat.st_size for _, stat in files_in(self._folder)]
         return Holdings(len(sizes), sum(sizes), self.limit_bytes)
 
     def names(self) -> list[str]:
         """Return the names of all sealed blocks: those below first, then those here, from the one used longest ago."""
-        files = self._files() if self._folder.is_dir() else ()
+        files = files_in(self._folder)
         sealed = sorted((stat.st_mtime_ns, name) for name, stat in files if not name.startswith(UNSEALED))
         below = self.below.names() if self.below is not None else []
         return list(dict.fromkeys([*below, *(name for _, name in sealed)]))
@@ -190,7 +189,7 @@ class PrefixStore:
     def locked(self) -> Iterator[None]:
         """Hold the folder's lock, so that no other process takes room. Hold it for a moment only."""
         try:
-            file = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            file = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(f"prefix store: no file can be made in {self._folder} ({error.strerror})") from error
         try:
@@ -256,7 +255,7 @@ class PrefixStore:
     ) -> None:
         """Note which blocks are stored, and claim bytes for the others while there are any. Under the lock."""
         size = HEADER_BYTES + len(parts[0]) * self.layout.token_bytes
-        shelf = self._shelf({*spared, *(path.name for path in paths)})
+        shelf = Shelf.of(self._folder, spared={*spared, *(path.name for path in paths)})
         now_ns = self._clock.unix_ns()
         left_bytes = free_bytes(self._folder, in_memory=self._in_memory) + shelf.num_bytes
         for index, (path, part) in enumerate(zip(paths, parts, strict=True)):
@@ -309,48 +308,7 @@ class PrefixStore:
             self._path(name).unlink(missing_ok=True)
             raise StalePrefixError(f"block {name} in {self._folder} is not of {wanted}: prefill without it")
 
-    def _shelf(self, spared: Collection[str]) -> "_Shelf":
-        """Remove files of killed writers, and return the others in the folder. Under the folder's lock."""
-        for unsealed in self._folder.glob(UNSEALED + "*"):
-            if remove_unlocked(unsealed):
-                logger.info("removed %s, which a writer had left", unsealed)
-        shelf = _Shelf(self._folder)
-        for name, stat in self._files():
-            shelf.num_bytes += stat.st_size
-            if not name.startswith(UNSEALED) and name not in spared:
-                shelf.blocks.append((stat.st_mtime_ns, name, stat.st_size))
-        shelf.blocks.sort(reverse=True)
-        return shelf
-
-    def _files(self) -> Iterator[tuple[str, os.stat_result]]:
-        with os.scandir(self._folder) as entries:
-            for entry in entries:
-                with contextlib.suppress(FileNotFoundError):  # dropped, or without the lock, sealed or evicted
-                    if entry.name != _LOCK:
-                        yield entry.name, entry.stat(follow_symlinks=False)
-
     def _path(self, name: str) -> Path:
         if not _NAME.fullmatch(name):
             raise InvalidArgumentError(f"block {name!r} is no name: use up to 128 letters, digits, - or _")
         return self._folder / name
-
-
-@dataclass
-class _Shelf:
-    """Files of a folder, listed under the folder's lock, which the caller holds."""
-
-    folder: Path
-    blocks: list[tuple[int, str, int]] = field(default_factory=list)
-    """(unix ns of last use, name, bytes) of each block that may be evicted; the one used longest ago is last."""
-    num_bytes: int = 0
-    """Bytes of all files."""
-
-    def clear(self, left_bytes: int) -> list[str]:
-        """Evict unread blocks until at most `left_bytes` are left, or no such block is; return their names."""
-        gone = []
-        while self.num_bytes > left_bytes and self.blocks:
-            _, name, size = self.blocks.pop()
-            if remove_unlocked(self.folder / name):
-                self.num_bytes -= size
-                gone.append(name)
-        return gone

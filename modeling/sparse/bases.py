@@ -86,6 +86,10 @@ class Basis:
         """Return the basis of the first `num_columns` columns."""
         return Basis(self.kind, self.q_LGHR[..., :num_columns], self.k_LGHR[..., :num_columns])
 
+    def to(self, device: torch.device) -> "Basis":
+        """Return the basis with its matrices on a device."""
+        return Basis(self.kind, self.q_LGHR.to(device), self.k_LGHR.to(device))
+
     def queries(self, layer: int, q_TNH: Tensor) -> Tensor:
         """Return partial queries `[T, N, R]` in fp32, times 1 / sqrt(H): their products are scores for a softmax."""
         num_tokens, num_heads, head_dim = q_TNH.shape
@@ -135,20 +139,22 @@ def fit_bases(
     shape = (layout.num_layers, layout.num_kv_heads, layout.head_dim, num_columns)
     fitted = {kind: (torch.zeros(shape), torch.zeros(shape)) for kind in kinds}
     for sample in samples:
-        q_TNH, k_TGH = (spread(decoder.weights.positions, x, context) for x in (sample.q_TNH, sample.k_TGH))
+        positions, layer = decoder.weights.positions, sample.layer
+        q_TNH, k_TGH = (spread(positions, x, context, layer) for x in (sample.q_TNH, sample.k_TGH))
         for kind, (q_LGHR, k_LGHR) in fitted.items():
             q_LGHR[sample.layer], k_LGHR[sample.layer] = fit_layer(kind, q_TNH, k_TGH, num_columns)
     return {kind: Basis(kind, q_LGHR, k_LGHR) for kind, (q_LGHR, k_LGHR) in fitted.items()}
 
 
-def spread(positions: PositionTable, x_TNH: Tensor, context: int) -> Tensor:
-    """Return queries or keys of a text's T tokens, as if the text stood at NUM_PLACES places from the context's start
-    to its end: `[NUM_PLACES * T, N, H]`. Where positions do not turn, they are the text's, NUM_PLACES times."""
+def spread(positions: PositionTable, x_TNH: Tensor, context: int, layer: int) -> Tensor:
+    """Return queries or keys of a text's T tokens in a layer, as if the text stood at NUM_PLACES places from the
+    context's start to its end: `[NUM_PLACES * T, N, H]`. Where positions do not turn, they are the text's, NUM_PLACES
+    times."""
     num_tokens = len(x_TNH)
     assert num_tokens <= context, f"{num_tokens} tokens in a context of {context}"
     first_P = torch.linspace(0, context - num_tokens, NUM_PLACES).long()
     places = positions.lookup(first_P.repeat_interleave(num_tokens))
-    return places.turn(x_TNH.repeat(NUM_PLACES, 1, 1))
+    return places.turn(x_TNH.repeat(NUM_PLACES, 1, 1), layer)
 
 
 def fit_layer(kind: BasisKind, q_TNH: Tensor, k_TGH: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:

@@ -49,9 +49,11 @@ class PreparedSelection:
     """Rise of perplexity by choosing keys, as a part of that with all keys, on that text. None: not measured."""
 
 
-def prepared_path(fingerprint: str) -> Path:
-    """Return the file in which `baton prepare` keeps, and workers find, the selection of a model."""
-    return cache_folder() / "selections" / f"{fingerprint}.safetensors"
+def prepared_path(fingerprint: str, lookahead: int = 0) -> Path:
+    """Return the file in which `baton prepare` keeps, and workers find, the selection of a model that was tuned with
+    that lookahead."""
+    early = "-early" if lookahead else ""
+    return cache_folder() / "selections" / f"{fingerprint}{early}.safetensors"
 
 
 def save_prepared(prepared: PreparedSelection, path: Path) -> None:

@@ -11,7 +11,8 @@ from orchestrator.autoscaling.prediction import Allocation
 from orchestrator.autoscaling.traffic import TrafficWindow
 from orchestrator.membership.members import Members
 from orchestrator.placement.generation_book import Occupancy
-from orchestrator.requests.record import RequestRecord, RequestState
+from orchestrator.requests.record import RequestRecord
+from orchestrator.requests.states import RequestState
 
 _UNPLACED = frozenset((RequestState.QUEUED, RequestState.PLACING))
 _WITHOUT_TOKENS = _UNPLACED | {RequestState.PREFILLING}

@@ -45,6 +45,7 @@ METHODS: Mapping[str, Access] = MappingProxyType(
         "/baton.v1.Admin/Undrain": Access.OPERATORS,
         "/baton.v1.Admin/StandIn": Access.OPERATORS,
         "/baton.v1.Admin/Flip": Access.OPERATORS,
+        "/baton.v1.Admin/GetTrace": Access.OPERATORS,
     }
 )
 """Access to each method that is served; a method that is missing here is for operators."""

@@ -1,7 +1,8 @@
-"""Serves operators' requests about groups over gRPC: drain, undrain, start a stand-in, and change a worker's role.
+"""Serves operators' requests over gRPC: drain and undrain a group, start a stand-in, change a worker's role, and tell
+the way of a request that has ended.
 
-The server's half of `baton drain`, `baton reload` and `baton flip`; calls `orchestrator.observability.state`. On the
-process's asyncio loop.
+The server's half of `baton drain`, `baton reload`, `baton flip` and `baton trace`; calls
+`orchestrator.observability.state`. On the process's asyncio loop.
 """
 
 import asyncio
@@ -13,10 +14,15 @@ from typing import Any
 import grpc
 
 from baton.cluster_state import group_state_to_proto
-from baton.errors import InvalidArgumentError
+from baton.errors import InvalidArgumentError, NotFoundError
+from baton.proto_types import finish_from_proto, finish_to_proto, read, timings_from_proto, timings_to_proto
+from baton.results import Usage
 from baton.v1 import admin_pb2 as pb
 from baton.v1 import admin_pb2_grpc, orchestrator_pb2
+from orchestrator.observability.stages import Trace
 from orchestrator.observability.state import Overview
+from orchestrator.observability.traces import NUM_KEPT, Traces
+from orchestrator.requests.record import FailedAttempt
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -26,9 +32,10 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Admin"].full_name
 class AdminServicer(admin_pb2_grpc.AdminServicer):
     """Serves baton.v1.Admin over the controller's Overview."""
 
-    def __init__(self, overview: Overview, model_folders: Sequence[Path] | None = None) -> None:
+    def __init__(self, overview: Overview, traces: Traces, model_folders: Sequence[Path] | None = None) -> None:
         """`model_folders`: folders below which a model must lie that a call names; None: it may lie anywhere."""
         self._overview = overview
+        self._traces = traces
         self._model_folders = model_folders
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> AsyncIterator[orchestrator_pb2.GroupState]:
@@ -60,6 +67,42 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         async with aclosing(flipping) as states:
             async for state in states:
                 yield group_state_to_proto(state)
+
+    async def GetTrace(self, request: pb.GetTraceRequest, context: Context) -> pb.Trace:
+        """Return what is known of a request that has ended. Raises NotFoundError for one that is not among the latest
+        of this orchestrator."""
+        trace = self._traces.get(request.request_id)
+        if trace is None:
+            raise NotFoundError(
+                f"request {request.request_id[:200]!r} is not among the latest {NUM_KEPT} that have ended: a request "
+                "is kept from its end on, under its id in the orchestrator's log"
+            )
+        return trace_to_proto(trace)
+
+
+def trace_to_proto(trace: Trace) -> pb.Trace:
+    """Return what is known of a request as a message."""
+    return pb.Trace(
+        request_id=trace.request_id,
+        usage=orchestrator_pb2.Usage(**vars(trace.usage)),
+        timings=timings_to_proto(trace.timings),
+        reasons=[finish_to_proto(reason) for reason in trace.reasons],
+        error=trace.error,
+        failures=[pb.FailedAttempt(**vars(failure)) for failure in trace.failures],
+    )
+
+
+def trace_from_proto(message: pb.Trace) -> Trace:
+    """Return what the message tells of a request. Raises InvalidArgumentError for a rank's reversed token range."""
+    reasons = (finish_from_proto(each) for each in message.reasons)
+    return Trace(
+        request_id=message.request_id,
+        usage=read(Usage, message.usage),
+        timings=timings_from_proto(message.timings),
+        reasons=tuple(reason for reason in reasons if reason is not None),
+        error=message.error,
+        failures=tuple(read(FailedAttempt, each) for each in message.failures),
+    )
 
 
 def _require_below(folders: Sequence[Path], model: str) -> None:

@@ -17,12 +17,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
+from baton.calls.requests import BY_CHAIN
 from baton.clock import Clock
 from baton.cluster_state import cluster_state_to_proto
 from baton.errors import DeadlineExceededError
 from baton.process.endless import Pauses, repeat
+from baton.process.tracing import provider_of
 from baton.proto_types import event_to_proto, timings_to_proto
-from baton.requests import BY_CHAIN
 from baton.results import ModelInfo
 from baton.types import TokenEvent
 from baton.v1 import admin_pb2_grpc, orchestrator_pb2_grpc, planning_pb2_grpc
@@ -38,6 +39,7 @@ from orchestrator.controller import Controller
 from orchestrator.membership.members import Members
 from orchestrator.observability.metrics_server import MetricsServer
 from orchestrator.observability.state import Overview
+from orchestrator.observability.traces import Traces
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Event, Finished, Started
 from orchestrator.requests.tenants import Tenants
@@ -50,6 +52,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Orchestrator"].full_name
 _HEALTH_SERVICES = ("", SERVICE)
+_TRACE_CONTEXT = ("traceparent", "tracestate")
+"""Metadata in which callers send their trace, as the W3C defines it."""
 _HEALTH_POLL_S = 0.25
 """Seconds between two looks at the health to be shown."""
 _HEALTH_PAUSES = Pauses(_HEALTH_POLL_S, 5.0)
@@ -79,6 +83,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
             tenant=self._tenants.of(metadata),
             end_s=deadline_s(request, context, self._clock),
             by_chain=BY_CHAIN in metadata,
+            trace_context=tuple((key, str(value)) for key, value in metadata if key in _TRACE_CONTEXT),
         )
         asked = await self._reader.off_the_loop(request, read)
         async with aclosing(self._controller.generate(asked)) as events:
@@ -157,12 +162,13 @@ class OrchestratorServer:
         tenants = config.tenants
         server = make_server(check=Doorkeeper(tenants, secret).check)
         bound = bind(server, host, port)
-        controller = Controller(members, clock, config, planner=planner, secret=secret)
+        traces = Traces(provider_of(config, {"baton.model": model.name}))
+        controller = Controller(members, clock, config, planner=planner, secret=secret, traces=traces)
         servicer = OrchestratorServicer(controller, Intake(tokenizer, model, eos_token_ids), model, clock, tenants)
         orchestrator_pb2_grpc.add_OrchestratorServicer_to_server(servicer, server)
         planning_pb2_grpc.add_PlanningServicer_to_server(PlanningServicer(planner, calibration_path), server)
         overview = controller.overview
-        admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(overview, config.model_folders), server)
+        admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(overview, traces, config.model_folders), server)
         shown = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(shown, server)
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name

@@ -1,10 +1,10 @@
 """A gateway: serves clients as an orchestrator does, and passes their requests on to an orchestrator elsewhere.
 
-Runs in a process of its own, started by `deploy.commands.gateway`. It reads requests by `orchestrator.api.reading`, and
-passes on token ids, the caller's metadata, the time left before the deadline, and cancellations. Replies pass through
-byte for byte, errors included. It stores nothing of a stream: any gateway can resume another's. When the orchestrator
-moves to another address, the gateway is told so (`Gateway.move`). On the process's asyncio loop; long prompts are
-tokenized in threads.
+Runs in a process of its own, started by `deploy.front_doors.gateway`. It reads requests by `orchestrator.api.reading`,
+and passes on token ids, the caller's metadata, the time left before the deadline, and cancellations. Replies pass
+through byte for byte, errors included. It stores nothing of a stream: any gateway can resume another's. When the
+orchestrator moves to another address, the gateway is told so (`Gateway.move`). On the process's asyncio loop; long
+prompts are tokenized in threads.
 """
 
 import asyncio

@@ -62,15 +62,17 @@ class RequestReader:
         tenant: Tenant = DEFAULT_TENANT,
         end_s: float | None = None,
         by_chain: bool = False,
+        trace_context: tuple[tuple[str, str], ...] = (),
     ) -> Request:
         """Return the request, checked and tokenized, with an id and a seed where the client set none. Blocks for long
         prompts.
 
-        The tenant, the deadline `end_s` and `by_chain` are properties of the call. Raises InvalidArgumentError that
-        names the field, the value and the limit.
+        The tenant, the deadline `end_s`, `by_chain` and the `trace_context` are properties of the call. Raises
+        InvalidArgumentError that names the field, the value and the limit.
         """
         intake = self._intake
         intake.check_names(message.request_id, message.model)
+        intake.check_cache_salt(message.cache_salt)
         if message.echo and message.HasField("chat"):
             raise InvalidArgumentError("echo with chat: an answer does not go on from a chat's text, leave it out")
         params = params_from_proto(message.sampling) if message.HasField("sampling") else SamplingParams()
@@ -79,6 +81,7 @@ class RequestReader:
         intake.check_resumption([output.token_ids for output in message.outputs], params, is_seeded)
         prompt_ids = self._prompt_ids(message)
         intake.check_sampling(params, len(prompt_ids))
+        intake.check_form(params, [output.token_ids for output in message.outputs])
         outputs = tuple(tuple(output.token_ids) for output in message.outputs)
         return Request(
             request_id=RequestId(message.request_id or uuid.uuid4().hex),
@@ -92,13 +95,15 @@ class RequestReader:
             tenant=tenant,
             by_chain=by_chain,
             exact=message.exact,
+            trace_context=trace_context,
+            prefix_salt=message.cache_salt,
         )
 
     async def off_the_loop(self, message: pb.GenerateRequest, read: Callable[[], T]) -> T:
-        """Return the result of `read`, called in a thread unless the request is short; raises what it raises, and
-        ResourceExhaustedError at once when too many bytes are being read."""
+        """Return the result of `read`, called in a thread unless the request is short and without a form to compile;
+        raises what it raises, and ResourceExhaustedError at once when too many bytes are being read."""
         num_bytes = message.ByteSize()
-        if num_bytes <= _SHORT_BYTES:
+        if num_bytes <= _SHORT_BYTES and not message.sampling.HasField("structured_output"):
             return read()
         self._take(num_bytes)
         given_up = threading.Event()

@@ -8,12 +8,13 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar, TypeVar
 
 from baton.clock import SystemClock
 from baton.errors import NotFoundError, UnavailableError
 from orchestrator.membership.breakers import Breakers, BreakerState
+from orchestrator.membership.loads import Load, Loads
 from orchestrator.membership.prefill_book import Backlogs
 from orchestrator.membership.view import AbsentGroup, ClusterView, G, Group, Orders, PrefillGroup, role_of
 
@@ -27,15 +28,6 @@ class NoGroupError(UnavailableError):
     """No group could take the request in time. Not retried, because the request has waited for it already."""
 
     retryable: ClassVar[bool] = False
-
-
-@dataclass(frozen=True)
-class Load:
-    """The work that this orchestrator has given a group."""
-
-    num_requests: int = 0
-    num_slots: int = 0
-    """Slots that the group's requests hold, or are about to hold."""
 
 
 class Members:
@@ -54,7 +46,7 @@ class Members:
         """Bytes of KV that generation groups have free, by name, as they reported last. Written by the census."""
         self.orders = Orders()
         """Orders in force; replaced as a whole, by `keep_orders`."""
-        self._loads: dict[str, Load] = {}
+        self._loads = Loads()
         self._kept: Orders | None = None
         """Orders that the supervisor keeps for this orchestrator's next life; None without a supervisor."""
         self._changed = asyncio.Event()
@@ -257,14 +249,19 @@ class Members:
         """Return whether the group is ready, not drained, and admitted by its breaker."""
         return group.ready and not self.is_drained(group) and self.breakers.admits(group.life)
 
+    @property
+    def has_work(self) -> bool:
+        """Return whether any group has been given work that it has not done."""
+        return self._loads.has_any
+
     def load(self, name: str) -> Load:
         """Return the load of the group of that name."""
-        return self._loads.get(name, Load())
+        return self._loads.of(name)
 
     @contextlib.contextmanager
     def hold(self, name: str, num_slots: int = 0) -> Iterator[None]:
         """Count an attempt as the group's load while the context lasts; it succeeds if no exception is raised."""
-        self._add(name, 1, num_slots)
+        self._loads.add(name, 1, num_slots)
         life = next((group.life for group in self.present.groups if group.name == name), None)
         if is_probe := self.breakers.of(life).began():
             self._tell_later(life)
@@ -272,7 +269,7 @@ class Members:
             yield
             self.breakers.of(life).succeeded(is_probe=is_probe)
         finally:
-            self._add(name, -1, -num_slots)
+            self._loads.add(name, -1, -num_slots)
             self._tell()
 
     def failed(self, life: Hashable) -> None:
@@ -320,13 +317,6 @@ class Members:
         """Wake the tasks that wait for a group when the breaker's state is due to change by itself."""
         if left_s := self.breakers.of(life).left_s:
             asyncio.get_running_loop().call_later(left_s + _TIMER_S, self._tell)
-
-    def _add(self, name: str, num_requests: int, num_slots: int) -> None:
-        load = self.load(name)
-        load = Load(load.num_requests + num_requests, load.num_slots + num_slots)
-        self._loads[name] = load
-        if not load.num_requests:
-            del self._loads[name]
 
     def _tell(self) -> None:
         self._changed.set()

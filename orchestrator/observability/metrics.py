@@ -4,12 +4,13 @@ Called by `orchestrator.controller`; the present state is read at each scrape (`
 docs/metrics.md lists all names, and their counterparts in OpenTelemetry. Written on the loop, read on any thread.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from baton.errors import BatonError
 from baton.results import Timings
+from orchestrator.observability.stages import first_token_stages
 from orchestrator.requests.record import Finished, RequestRecord
 
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0)
@@ -83,8 +84,8 @@ class Metrics:
         self._request.observe(max(timings.finished_ns - timings.received_ns, 0) / 1e9)
         if (first_token_s := timings.time_to_first_token_s) is not None:
             self._first_token.observe(first_token_s)
-        for stage, seconds in stages(timings):
-            self._stages.labels(stage).observe(seconds)
+        for stage, at in first_token_stages(timings):
+            self._stages.labels(stage).observe((at.end_ns - at.start_ns) / 1e9)
         num_between = usage.num_output_tokens - record.request.num_given - record.request.num_slots
         if num_between > 0:
             span_s = (record.last_token_ns - record.first_token_ns) / 1e9
@@ -131,26 +132,3 @@ class Metrics:
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
-
-
-def stages(timings: Timings) -> Iterator[tuple[str, float]]:
-    """Yield the parts of a request's time to first token, as names and seconds; the parts add up to it.
-
-    The parts are: queue, until it left the queue; placement, until it had a slot, earlier attempts included; prefill,
-    until the last rank had computed; transfer, until the last byte of KV was pushed; insert, until the first token was
-    out. Where the generation group prefilled by itself there is neither transfer nor insert. Yields nothing where the
-    first token is older than the last attempt, or there was none. Times come from clocks of several machines: a part
-    whose end seems to lie before its start counts as 0.
-    """
-    if not timings.first_token_ns or not 0 < timings.leased_ns <= timings.first_token_ns:
-        return
-    marks = [("queue", timings.admitted_ns), ("placement", timings.leased_ns)]
-    if ranks := timings.prefill.ranks:
-        computed_ns = max(rank.end_ns for rank in ranks)
-        marks += [("prefill", computed_ns), ("transfer", max(rank.push_end_ns for rank in ranks))]
-    marks.append(("insert" if ranks else "prefill", timings.first_token_ns))
-    before_ns = timings.received_ns
-    for stage, mark_ns in marks:
-        at_ns = min(max(mark_ns, before_ns), timings.first_token_ns)
-        yield stage, (at_ns - before_ns) / 1e9
-        before_ns = at_ns

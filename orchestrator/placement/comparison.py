@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass
 
 from baton.results import Placement, PlacementTerms
-from orchestrator.membership.members import Load
+from orchestrator.membership.loads import Load
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
 from orchestrator.placement.block_fetches import BlockFetch
 from orchestrator.placement.chain_width import ChainPlan

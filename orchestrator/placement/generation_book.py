@@ -9,7 +9,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from baton.results import PlacementTerms
-from orchestrator.requests.record import RequestRecord, RequestState
+from orchestrator.requests.record import RequestRecord
+from orchestrator.requests.states import RequestState
 from planning.planner import ChainPlanner
 
 _LEAST_LEFT = 0.25

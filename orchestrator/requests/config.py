@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from baton.settings.base import Count, Seconds, settings
+from baton.settings.tracing import TraceExport
 from orchestrator.requests.tenants import Tenants
 
 Disaggregation = Literal["auto", "always", "never"]
@@ -23,7 +24,7 @@ class PrefixRules:
 
 
 @settings
-class OrchestratorLimits:
+class OrchestratorLimits(TraceExport):
     """Limits, waits and policies of an orchestrator."""
 
     max_queued_requests: Count = 256
@@ -45,7 +46,7 @@ class OrchestratorLimits:
     report_wait_s: Seconds = 1.0
     """Seconds that a finished request waits for the timings of its prefill ranks."""
     poll_s: Seconds = 0.5
-    """Seconds between two polls of what the workers hold."""
+    """Seconds between two polls of what the workers hold; while they hold nothing, of 2 s at least."""
     elastic: bool = True
     """Whether a prompt gets the ranks and turn that cost all prompts least; else all ranks, in order of arrival."""
     overtaking: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.15

@@ -1,17 +1,10 @@
-"""A request's life: its states, one transition table, its record, and its stream's events.
-
-    QUEUED -> PLACING -> PREFILLING -> STREAMING -> FINISHED
-                 ^           |             |
-                 +-----------+-------------+      an attempt failed, the next begins
-    every state before FINISHED may move there at once, and no move leaves FINISHED: each request ends exactly once
+"""A request's life: its record, and its stream's events. `orchestrator.requests.states` has its states.
 
 Made by `orchestrator.controller`; changed by it and `orchestrator.dispatch`; read by `orchestrator.placement`. Pure.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
-from types import MappingProxyType
 from typing import Self
 
 from baton.errors import BatonError
@@ -30,46 +23,7 @@ from baton.results import (
 from baton.sampling_params import SamplingParams
 from baton.types import DraftRound, FinishReason, TokenEvent
 from orchestrator.requests.request import Request
-
-
-class RequestState(Enum):
-    """The stage that a request has reached."""
-
-    QUEUED = "queued"
-    PLACING = "placing"
-    """Has left the queue; its groups and its slot are being chosen."""
-    PREFILLING = "prefilling"
-    """Has a generation group; the present attempt has made no token yet."""
-    STREAMING = "streaming"
-    FINISHED = "finished"
-
-
-class RequestMove(Enum):
-    """An event that moves a request to another state."""
-
-    ADMIT = "admit"
-    PLACE = "place"
-    TOKEN = "token"
-    RETRY = "retry"
-    FINISH = "finish"
-
-
-TRANSITIONS: Mapping[tuple[RequestState, RequestMove], RequestState] = MappingProxyType(
-    {
-        (RequestState.QUEUED, RequestMove.ADMIT): RequestState.PLACING,
-        (RequestState.PLACING, RequestMove.PLACE): RequestState.PREFILLING,
-        (RequestState.PREFILLING, RequestMove.TOKEN): RequestState.STREAMING,
-        (RequestState.STREAMING, RequestMove.TOKEN): RequestState.STREAMING,
-        (RequestState.PLACING, RequestMove.RETRY): RequestState.PLACING,
-        (RequestState.PREFILLING, RequestMove.RETRY): RequestState.PLACING,
-        (RequestState.STREAMING, RequestMove.RETRY): RequestState.PLACING,
-        (RequestState.QUEUED, RequestMove.FINISH): RequestState.FINISHED,
-        (RequestState.PLACING, RequestMove.FINISH): RequestState.FINISHED,
-        (RequestState.PREFILLING, RequestMove.FINISH): RequestState.FINISHED,
-        (RequestState.STREAMING, RequestMove.FINISH): RequestState.FINISHED,
-    }
-)
-"""The state after every allowed move, by state and move; any other move is a bug in the orchestrator."""
+from orchestrator.requests.states import TRANSITIONS, RequestMove, RequestState
 
 
 @dataclass(frozen=True)
@@ -155,6 +109,18 @@ class Attempt:
     """Life of the group that failed the attempt; None when no group did."""
 
 
+@dataclass(frozen=True)
+class FailedAttempt:
+    """An attempt that failed, so that another followed or the request ended."""
+
+    number: int
+    unix_ns: int
+    error: str
+    """Name of the error's class."""
+    reason: str
+    """Message of the error, in words."""
+
+
 @dataclass
 class RequestRecord:
     """The life of an accepted request: its state, its choices, its times. Changed by its methods, in the request's
@@ -177,6 +143,8 @@ class RequestRecord:
     """The present attempt, or the last one."""
     avoid: set[Hashable] = field(default_factory=set)
     """Lives of groups that failed this request."""
+    failures: list[FailedAttempt] = field(default_factory=list)
+    """Attempts that have failed, those of all branches included, which share this list."""
 
     @classmethod
     def of(cls, request: Request, received_ns: int) -> Self:

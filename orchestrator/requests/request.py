@@ -35,8 +35,11 @@ class Request:
     """Whether a chain prefills, if there is one, even where the generation group is predicted to be faster."""
     exact: bool = False
     """Whether only groups that attend to all tokens may serve it: the client asked for that, or was told so."""
+    trace_context: tuple[tuple[str, str], ...] = ()
+    """The caller's W3C trace context, as its `traceparent` and `tracestate`; empty without one."""
     prefix_salt: str = ""
-    """Salt in the names of the prompt's blocks: only requests of the same salt share cached prefixes."""
+    """Salt in the names of the prompt's blocks: only requests of the same salt share cached prefixes. As the client
+    gave it, until the controller has added the tenant's."""
 
     @property
     def is_resumed(self) -> bool:

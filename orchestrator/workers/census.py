@@ -1,4 +1,4 @@
-"""Asks all workers for their status, and finds leaks among what they hold.
+"""Asks all workers for their status, and finds leaks among what they hold; seldom while they hold nothing.
 
 A leak is a slot or job that for over 2 s without pause belonged to no request of this orchestrator, and to no stream
 kept for a client to resume. A slot that is only leased, perhaps by a Reserve whose answer was lost, is a leak when it
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 LEAK_S = 2.0
 """Seconds after which a slot or job of no known request is a leak: until then it may be on its way to be freed."""
+QUIET_S = 2.0
+"""Seconds between two questions to workers that held nothing and are given no work."""
 _TIMEOUT_S = 1.0
 _MOST_PAUSE_S = 5.0
 """Longest pause in seconds after an unforeseen failure, until the workers are asked again."""
@@ -92,19 +94,29 @@ class Census:
         self._ranks: dict[str, PrefillStatus] = {}
         """Latest status of each rank that answers, by endpoint."""
         self._on_step = on_step
+        self._asked: tuple[frozenset[str], float] = frozenset(), -QUIET_S
+        """Endpoints of the workers asked last, and the instant."""
 
     async def run(self, period_s: float) -> None:
-        """Ask all workers every `period_s` seconds until this task is cancelled, also after an unforeseen failure."""
+        """Look at all workers every `period_s` seconds until this task is cancelled, also after an unforeseen
+        failure."""
 
-        async def ask() -> None:
-            await self.ask()
+        async def look() -> None:
+            await self.look()
             await asyncio.sleep(period_s)
 
-        await repeat("the census of workers", ask, Pauses(period_s, _MOST_PAUSE_S))
+        await repeat("the census of workers", look, Pauses(period_s, _MOST_PAUSE_S))
+
+    async def look(self) -> None:
+        """Ask every worker, unless all of them said within the last QUIET_S that they hold nothing, and no request has
+        been given to one."""
+        if not self._is_quiet:
+            await self.ask()
 
     async def ask(self) -> None:
         """Ask every worker once, for at most a second, and forget those that are gone. Calls may overlap."""
         view = self._members.present
+        self._asked = view.endpoints, self._clock.now_s()
         await asyncio.gather(
             *(self._ask_generation(group) for group in view.generation),
             *(self._ask_rank(group, endpoint) for group in view.prefill for endpoint in group.endpoints),
@@ -121,6 +133,15 @@ class Census:
     def group(self, name: str) -> GroupState | None:
         """Return the state of the group of that name; None when there is none."""
         return next((group for group in self.groups() if group.name == name), None)
+
+    @property
+    def _is_quiet(self) -> bool:
+        endpoints, asked_s = self._asked
+        if self._members.has_work or self._clock.now_s() - asked_s >= QUIET_S:
+            return False
+        idle = {each for each, status in self._generation.items() if status.num_free == status.num_slots}
+        idle |= {each for each, status in self._ranks.items() if not status.num_jobs}
+        return endpoints == self._members.present.endpoints == idle
 
     async def _ask_generation(self, group: GenerationGroup) -> None:
         try:

@@ -88,10 +88,11 @@ def served(
     shape: ModelShape, *, tied: bool, weight_bytes: float, kv_bytes: float, mixture: Mixture | None = None
 ) -> ServedModel:
     """Return a model of this shape as served. `tied`: its head is its embedding. `weight_bytes` of a parameter and
-    `kv_bytes` of an element of K or V replace the shape's. Biases, norms and routers do not count."""
-    mixture = mixture or Mixture()
-    ffn = (3 if shape.gated else 2) * shape.hidden * shape.ffn
-    others = shape.num_layers * (shape.layer_weights - ffn) + (1 if tied else 2) * shape.vocab * shape.hidden
+    `kv_bytes` of an element of K or V replace the shape's; `mixture`, if given, its experts. Biases, norms and routers
+    do not count."""
+    mixture, ffn = mixture or Mixture(shape.num_experts, shape.num_active_experts), shape.ffn_weights
+    others = shape.num_layers * (shape.layer_weights - shape.num_active_experts * ffn)
+    others += (1 if tied else 2) * shape.vocab * shape.hidden
     return ServedModel(
         num_params=others + shape.num_layers * ffn * mixture.num_experts,
         kv_token_bytes=shape.num_layers * shape.kv_bytes / shape.dtype_bytes * kv_bytes,

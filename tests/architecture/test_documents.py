@@ -27,10 +27,9 @@ PACKAGES = "baton|benchmarks|deploy|generate_workers|modeling|orchestrator|plann
 SECTIONS: dict[str, Any] = {each.name: each.type for each in fields(ClusterConfig) if is_dataclass(each.type)}
 ABSENT = [
     ("Speculation", PACKAGES, r"(?i)pq_?cache"),
-    ("GPUs", PACKAGES, r"ProcessGroupNCCL"),
+    ("GPUs", PACKAGES, r"cudaHostRegister"),
     ("TLS", PACKAGES, r"add_secure_port|ssl_server_credentials|ssl_channel_credentials"),
-    ("HTTP", PACKAGES, r"^\s*(import|from) (fastapi|aiohttp|starlette|uvicorn)"),
-    ("Traces", PACKAGES, r"^\s*(import|from) opentelemetry"),
+    ("HTTP", PACKAGES, r"^\s*(import|from) (fastapi|starlette|uvicorn)"),
     ("A watch on generation engines", "generate_workers", r"TurnWatch|\bstall="),
 ]
 """A page of docs/gaps.md, and what packages that close it would contain: then the page has to go."""

@@ -50,7 +50,7 @@ def test_no_test_folder_is_a_package() -> None:
     assert not list((ROOT / "tests").rglob("__init__.py"))
 
 
-@pytest.mark.parametrize("package", ["baton", "text", "planning", "transport", "orchestrator"])
+@pytest.mark.parametrize("package", ["baton", "text", "planning", "transport", "orchestrator", "gateway"])
 def test_importing_all_of_a_package_leaves_torch_out(package: str) -> None:
     modules = sorted(
         str(path.relative_to(ROOT).with_suffix("")).replace("/", ".")
@@ -61,6 +61,13 @@ def test_importing_all_of_a_package_leaves_torch_out(package: str) -> None:
     loaded = loaded_after(*modules)
     assert set(modules) <= loaded
     assert not {"torch", "ray"} & loaded
+
+
+@pytest.mark.parametrize("folder", ["bench", "top"])
+def test_commands_that_ask_a_server_elsewhere_leave_torch_out(folder: str) -> None:
+    modules = [f"deploy.{folder}.{path.stem}" for path in sorted((ROOT / "deploy" / folder).glob("[!_]*.py"))]
+    assert modules
+    assert not {"torch", "ray", "transformers"} & loaded_after(*modules, "deploy.commands.record")
 
 
 def test_a_configuration_is_checked_without_torch() -> None:
@@ -98,7 +105,8 @@ def test_a_folder_can_be_taken_in_at_a_glance() -> None:
 
 
 def is_excepted(folder: Path) -> bool:
-    """The root, generated stubs, tests of units, and the commands of benchmarks, with a file of results for each."""
-    excepted = (".", "baton/v1", "benchmarks")
+    """The root, generated stubs, tests of units, a suite of others, and the commands of benchmarks, with a file of
+    results for each."""
+    excepted = (".", "baton/v1", "benchmarks", "tests/data/json_schema_suite")
     has_one_for_each = folder.is_relative_to("tests/unit") or folder.is_relative_to("benchmarks/results")
     return str(folder) in excepted or has_one_for_each

@@ -36,8 +36,8 @@ from deploy.cli import build_parser
 NAMES = """
     AsyncClient AsyncStream BatonError Choice Client ClusterState Completion DraftCounts DraftRound FinishReason
     GenerationStatus GroupState ModelInfo Placement PlacementTerms PrefillStatus PrefillTrace PrefixFetch RankTiming
-    Reconnect SampledToken SamplingParams Scaling ScalingChange SpeculationTrace Stream Timings TokenEvent
-    TokenLogprob TokenRange Usage WidthChoice WidthOption __version__
+    Reconnect SampledToken SamplingParams Scaling ScalingChange SpeculationTrace Stream StructuredOutput Timings
+    TokenEvent TokenLogprob TokenRange Usage WidthChoice WidthOption __version__
 """
 
 CLIENT = {
@@ -45,8 +45,9 @@ CLIENT = {
     "close": "(self)",
     "cluster_state": "(self, timeout_s=10.0)",
     "generate": "(self, prompt=None, *, messages=None, token_ids=None, params=None, request_id=None, model='',"
-    " echo=False, deadline_s=None, priority='standard', metadata=None, exact=False, **sampling)",
-    "model": "(self, timeout_s=10.0)",
+    " echo=False, deadline_s=None, priority='standard', metadata=None, exact=False, cache_salt='',"
+    " **sampling)",
+    "model": "(self, timeout_s=10.0, *, metadata=None)",
 }
 STREAM = {"cancel": "(self)", "collect": "(self)", "text": "(self)"}
 STREAM_PROPERTIES = "finish output request_id timings usage"
@@ -81,7 +82,7 @@ FIELDS = {
     baton.Reconnect: "num_connects num_resumes first_delay_s max_delay_s",
     baton.SamplingParams: "max_tokens min_tokens temperature top_k top_p min_p repetition_penalty presence_penalty"
     " frequency_penalty logit_bias seed stop stop_token_ids ignore_eos logprobs"
-    " prompt_logprobs n num_drafts",
+    " prompt_logprobs n num_drafts structured_output",
 }
 
 STATUSES: dict[type[Message], str] = {
@@ -96,6 +97,9 @@ STATUSES: dict[type[Message], str] = {
 SAMPLING = "--ignore-eos --max-tokens --min-p --seed --stop --temperature --top-k --top-p"
 CONFIGURATION = "--config --set"
 COMMANDS = {
+    "bench": "--address --allow-eos --api --api-key-env --burstiness --concurrency --context --extra-body --json"
+    " --lengths --model --output-tokens --plot --prompt-tokens --rate --repeat-prompts --requests --seconds --seed"
+    " --system-tokens --target --temperature --text --think-time --timeout --trace --turns --url",
     "calibrate": "name --anyway --api-key-env --batches --checks --contexts --dry-run --force --generate --lengths"
     " --output --repeats --target",
     "chaos": "--blows --cache --log --model --requests --seed --seeds --set",
@@ -105,9 +109,11 @@ COMMANDS = {
     "evaluate": "model --alpha --budget --cache --context --device --dtype --json --link --mass --needles --plot"
     " --policies --pool --quantization --rows --selection --steps --text --threads",
     "flip": "group name --api-key-env --target --timeout --undo",
-    "gateway": "--address --api-key-env --cache --cluster --grace --host --model --orchestrator --port",
+    "gateway": "--address --api-key-env --cache --cluster --grace --host --log-format --model --orchestrator --port",
     "generate": "prompt --api-key-env --chat --deadline --echo --exact --n --no-usage --priority --target --tenant"
     f" {SAMPLING}",
+    "http": "--api-key-env --cache --certificate --grace --host --keep-responses --log-format --max-responses --model"
+    " --otlp-endpoint --port --private-key --target --tool-format --trace-share",
     "local": "prompt --cache --chat --colocated --dtype --model --no-timeline --quantization --ranks --threads"
     f" {CONFIGURATION} {SAMPLING}",
     "plan": "model --acceptance --batch --chips --context --draft-keys --draft-model --drafts --dtype --engines"
@@ -125,6 +131,8 @@ COMMANDS = {
     " --requests --seconds --seed --slots --speed --step-times --trace --ttft --whole-chooser",
     "status": "name --api-key-env",
     "stop": "name --address",
+    "top": "name --api-key-env --interval --once --target",
+    "trace": "request name --api-key-env --out --target",
 }
 """Each command's arguments and options."""
 

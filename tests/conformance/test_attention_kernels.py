@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from modeling.forward.attention import Kernel, Partial, attend, cpu_flash_kernel, native_kernel, plain_kernel
-from modeling.forward.triton_attention import triton_kernel
+from modeling.forward.triton.attention import triton_kernel
 from modeling.kernels import native
 from modeling.kv.buffers import KvRows
 from tests.support.kernels.brute_attention import brute_attention

@@ -38,7 +38,7 @@ class Path:
 needs_tiles = pytest.mark.skipif(not has_tiles(), reason="needs AMX")
 PATHS = [
     *(pytest.param(Path(each), id=str(Path(each)), marks=lane(each)) for each in native.INSTRUCTION_SETS),
-    pytest.param(Path(native.NATIVE, WIDENED, DOT), id="dot"),
+    pytest.param(Path(native.NATIVE, DOT, DOT), id="dot"),
     pytest.param(Path(native.NATIVE, TILES, TILES), id="tiles", marks=needs_tiles),
 ]
 SHAPES = [

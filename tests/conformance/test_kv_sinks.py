@@ -4,7 +4,7 @@ An implementation joins with a factory in SINKS. Its sink has two slots of CAPAC
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from baton.errors import (
 from baton.ids import RequestId, SlotId, Stamp
 from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
 from generate_workers.slots.leases import Seat
+from generate_workers.slots.table import SlotTable
 from tests.support.engines.slot_tables import activated, make_slots
 from tests.support.manual_clock import ManualClock
 from tests.support.wire.memory_sink import MemorySink
@@ -70,12 +71,17 @@ SINKS: dict[str, Callable[[], SinkUnderTest]] = {
     "memory": memory_sink,
     "slots-device": partial(slot_table, "device"),
     "slots-host": partial(slot_table, "host"),
+    "slots-paged": partial(slot_table, "paged"),
 }
 
 
 @pytest.fixture(params=SINKS)
-def subject(request: pytest.FixtureRequest) -> SinkUnderTest:
-    return SINKS[request.param]()
+def subject(request: pytest.FixtureRequest) -> Iterator[SinkUnderTest]:
+    made = SINKS[request.param]()
+    yield made
+    if isinstance(made.sink, SlotTable):
+        made.sink.rest()
+        made.sink.memory.residency.close()
 
 
 @pytest.fixture
@@ -101,14 +107,16 @@ def rows(tokens: TokenRange, seed: int = 0) -> bytes:
     return bytes((seed + position) % 251 for position in range(len(tokens) * LAYOUT.row_bytes))
 
 
-def push(sink: KvSink, ref: LeaseRef, layer: int, tokens: TokenRange, seed: int = 0) -> bool:
+async def push(sink: KvSink, ref: LeaseRef, layer: int, tokens: TokenRange, seed: int = 0) -> bool:
     with sink.open_push(ref) as target:
-        return target.write(layer, tokens, memoryview(rows(tokens, seed)))
+        is_new = await target.write(layer, tokens, memoryview(rows(tokens, seed)))
+        await target.settle()
+        return is_new
 
 
-def push_all(sink: KvSink, ref: LeaseRef) -> None:
+async def push_all(sink: KvSink, ref: LeaseRef) -> None:
     for layer in range(LAYOUT.num_layers):
-        push(sink, ref, layer, WHOLE, seed=layer)
+        await push(sink, ref, layer, WHOLE, seed=layer)
 
 
 def test_lease_repeats_what_was_asked_for(lease: Lease) -> None:
@@ -134,7 +142,7 @@ def test_refused_reserve_takes_no_slot(sink: KvSink) -> None:
 
 
 async def test_committed_slot_holds_what_was_pushed(subject: SinkUnderTest, lease: Lease) -> None:
-    push_all(subject.sink, lease.ref)
+    await push_all(subject.sink, lease.ref)
     await subject.sink.commit(lease.ref, [FIRST])
     assert [subject.read(lease.ref, layer, WHOLE) for layer in range(2)] == [rows(WHOLE, seed=0), rows(WHOLE, seed=1)]
 
@@ -145,19 +153,19 @@ async def test_pieces_come_in_any_order_and_from_many_writers(subject: SinkUnder
         targets = [stack.enter_context(subject.sink.open_push(lease.ref)) for _ in parts]
         for target, part in zip(targets, parts, strict=True):
             for layer in (1, 0):
-                target.write(layer, part, memoryview(rows(part, seed=layer + part.start)))
+                await target.write(layer, part, memoryview(rows(part, seed=layer + part.start)))
     await subject.sink.commit(lease.ref, [FIRST])
     assert subject.read(lease.ref, 1, parts[2]) == rows(parts[2], seed=3)
     assert subject.read(lease.ref, 0, WHOLE) == b"".join(rows(part, seed=part.start) for part in sorted(parts))
 
 
-def test_first_write_of_a_piece_is_new(sink: KvSink, lease: Lease) -> None:
-    assert push(sink, lease.ref, 0, WHOLE) is True
+async def test_first_write_of_a_piece_is_new(sink: KvSink, lease: Lease) -> None:
+    assert await push(sink, lease.ref, 0, WHOLE) is True
 
 
 async def test_duplicate_piece_is_absorbed_and_changes_nothing(subject: SinkUnderTest, lease: Lease) -> None:
-    push_all(subject.sink, lease.ref)
-    assert push(subject.sink, lease.ref, 0, WHOLE, seed=99) is False
+    await push_all(subject.sink, lease.ref)
+    assert await push(subject.sink, lease.ref, 0, WHOLE, seed=99) is False
     await subject.sink.commit(lease.ref, [FIRST])
     assert subject.read(lease.ref, 0, WHOLE) == rows(WHOLE, seed=0)
 
@@ -177,11 +185,11 @@ async def test_bad_range_is_refused_and_changes_nothing(
     subject: SinkUnderTest, lease: Lease, layer: int, tokens: TokenRange
 ) -> None:
     head, tail = TokenRange(0, 4), TokenRange(4, NUM_TOKENS)
-    push(subject.sink, lease.ref, 0, head)
+    await push(subject.sink, lease.ref, 0, head)
     with pytest.raises(RangeError):
-        push(subject.sink, lease.ref, layer, tokens, seed=99)
-    push(subject.sink, lease.ref, 0, tail, seed=5)
-    push(subject.sink, lease.ref, 1, WHOLE, seed=1)
+        await push(subject.sink, lease.ref, layer, tokens, seed=99)
+    await push(subject.sink, lease.ref, 0, tail, seed=5)
+    await push(subject.sink, lease.ref, 1, WHOLE, seed=1)
     await subject.sink.commit(lease.ref, [FIRST])
     assert subject.read(lease.ref, 0, WHOLE) == rows(head) + rows(tail, seed=5)
     assert subject.read(lease.ref, 1, WHOLE) == rows(WHOLE, seed=1)
@@ -219,7 +227,7 @@ async def use(sink: KvSink, verb: str, ref: LeaseRef) -> None:
     if verb == "renew":
         sink.renew(ref, TTL_S)
     elif verb == "push":
-        push(sink, ref, 0, WHOLE)
+        await push(sink, ref, 0, WHOLE)
     else:
         await sink.commit(ref, [FIRST], wait_s=0)
 
@@ -237,26 +245,26 @@ async def test_sign_of_life_keeps_the_lease(subject: SinkUnderTest, lease: Lease
         await use(subject.sink, verb, lease.ref)
 
 
-def test_each_written_piece_keeps_the_lease(subject: SinkUnderTest, lease: Lease) -> None:
+async def test_each_written_piece_keeps_the_lease(subject: SinkUnderTest, lease: Lease) -> None:
     with subject.sink.open_push(lease.ref) as target:
         for position in range(NUM_TOKENS):
             subject.clock.advance(TTL_S * 0.75)
             part = TokenRange(position, position + 1)
-            assert target.write(0, part, memoryview(rows(part)))
+            assert await target.write(0, part, memoryview(rows(part)))
 
 
-def test_write_after_abort_is_refused(sink: KvSink, lease: Lease) -> None:
+async def test_write_after_abort_is_refused(sink: KvSink, lease: Lease) -> None:
     with sink.open_push(lease.ref) as target:
         sink.abort(lease.ref)
         with pytest.raises(StaleStampError):
-            target.write(0, WHOLE, memoryview(rows(WHOLE)))
+            await target.write(0, WHOLE, memoryview(rows(WHOLE)))
 
 
-def test_write_after_expiry_is_refused(subject: SinkUnderTest, lease: Lease) -> None:
+async def test_write_after_expiry_is_refused(subject: SinkUnderTest, lease: Lease) -> None:
     with subject.sink.open_push(lease.ref) as target:
         subject.clock.advance(TTL_S + 1)
         with pytest.raises(LeaseExpiredError):
-            target.write(0, WHOLE, memoryview(rows(WHOLE)))
+            await target.write(0, WHOLE, memoryview(rows(WHOLE)))
 
 
 @pytest.mark.parametrize("end", ["abort", "expiry"])
@@ -279,9 +287,9 @@ async def test_writer_of_an_earlier_lease_cannot_write_into_the_next(subject: Si
     subject.sink.abort(old.ref)
     new = [reserve(subject.sink) for _ in range(NUM_SLOTS)]
     with pytest.raises(StaleStampError):
-        push(subject.sink, old.ref, 0, WHOLE, seed=99)
+        await push(subject.sink, old.ref, 0, WHOLE, seed=99)
     for each in new:
-        push_all(subject.sink, each.ref)
+        await push_all(subject.sink, each.ref)
         await subject.sink.commit(each.ref, [FIRST])
         assert subject.read(each.ref, 0, WHOLE) == rows(WHOLE, seed=0)
 
@@ -292,28 +300,28 @@ def test_abort_may_be_repeated(sink: KvSink, lease: Lease) -> None:
     assert len({reserve(sink).ref.slot for _ in range(NUM_SLOTS)}) == NUM_SLOTS
 
 
-def test_stale_abort_changes_nothing(sink: KvSink) -> None:
+async def test_stale_abort_changes_nothing(sink: KvSink) -> None:
     old = reserve(sink)
     sink.abort(old.ref)
     new = [reserve(sink) for _ in range(NUM_SLOTS)]
     for ref in (old.ref, LeaseRef(SlotId(NUM_SLOTS), Stamp(1))):
         sink.abort(ref)
     for each in new:
-        assert push(sink, each.ref, 0, WHOLE)
+        assert await push(sink, each.ref, 0, WHOLE)
 
 
 async def test_commit_returns_the_bytes_of_the_leased_tokens(sink: KvSink, lease: Lease) -> None:
-    push_all(sink, lease.ref)
+    await push_all(sink, lease.ref)
     assert await sink.commit(lease.ref, [FIRST]) == NUM_TOKENS * LAYOUT.token_bytes
 
 
 async def test_commit_may_be_repeated_with_the_same_token(sink: KvSink, lease: Lease) -> None:
-    push_all(sink, lease.ref)
+    await push_all(sink, lease.ref)
     assert await sink.commit(lease.ref, [FIRST]) == await sink.commit(lease.ref, [FIRST])
 
 
 async def test_commit_with_another_token_is_refused(sink: KvSink, lease: Lease) -> None:
-    push_all(sink, lease.ref)
+    await push_all(sink, lease.ref)
     await sink.commit(lease.ref, [FIRST])
     with pytest.raises(LeaseError):
         await sink.commit(lease.ref, [SampledToken(token_id=FIRST.token_id + 1)])
@@ -328,15 +336,15 @@ async def begin_commit(sink: KvSink, ref: LeaseRef, wait_s: float = 60.0) -> "as
 
 
 async def test_commit_waits_for_the_last_byte(sink: KvSink, lease: Lease) -> None:
-    push(sink, lease.ref, 0, WHOLE)
+    await push(sink, lease.ref, 0, WHOLE)
     commit = await begin_commit(sink, lease.ref)
-    push(sink, lease.ref, 1, WHOLE)
+    await push(sink, lease.ref, 1, WHOLE)
     assert await asyncio.wait_for(commit, 10) == NUM_TOKENS * LAYOUT.token_bytes
 
 
 async def test_commit_names_the_first_missing_range(sink: KvSink, lease: Lease) -> None:
-    push(sink, lease.ref, 0, WHOLE)
-    push(sink, lease.ref, 1, TokenRange(0, 3))
+    await push(sink, lease.ref, 0, WHOLE)
+    await push(sink, lease.ref, 1, TokenRange(0, 3))
     with pytest.raises(IncompletePushError, match=r"layer 1, tokens \[3, 8\)"):
         await sink.commit(lease.ref, [FIRST], wait_s=0)
 
@@ -357,10 +365,10 @@ async def test_commit_waits_no_longer_than_the_lease_lives(subject: SinkUnderTes
 
 
 async def test_push_may_be_finished_after_a_commit_that_came_too_early(subject: SinkUnderTest, lease: Lease) -> None:
-    push(subject.sink, lease.ref, 0, WHOLE)
+    await push(subject.sink, lease.ref, 0, WHOLE)
     with pytest.raises(IncompletePushError):
         await subject.sink.commit(lease.ref, [FIRST], wait_s=0)
-    push(subject.sink, lease.ref, 1, WHOLE, seed=1)
+    await push(subject.sink, lease.ref, 1, WHOLE, seed=1)
     await subject.sink.commit(lease.ref, [FIRST])
     assert subject.read(lease.ref, 1, WHOLE) == rows(WHOLE, seed=1)
 
@@ -370,7 +378,7 @@ async def test_cancelled_commit_changes_nothing(sink: KvSink, lease: Lease) -> N
     commit.cancel()
     with pytest.raises(asyncio.CancelledError):
         await commit
-    push_all(sink, lease.ref)
+    await push_all(sink, lease.ref)
     assert await sink.commit(lease.ref, [SampledToken(token_id=FIRST.token_id + 1)]) > 0
 
 
@@ -382,7 +390,7 @@ async def test_abort_ends_a_waiting_commit(sink: KvSink, lease: Lease) -> None:
 
 
 async def test_committed_lease_still_expires(subject: SinkUnderTest, lease: Lease) -> None:
-    push_all(subject.sink, lease.ref)
+    await push_all(subject.sink, lease.ref)
     await subject.sink.commit(lease.ref, [FIRST])
     subject.clock.advance(TTL_S + 1)
     assert len({reserve(subject.sink).ref.slot for _ in range(NUM_SLOTS)}) == NUM_SLOTS

@@ -10,7 +10,7 @@ from baton.errors import ModelError
 from modeling.forward.linear import Linear, LinearByRows, PanelLinear, TorchLinear, make_linear
 from modeling.forward.norms import LayerNorm, RmsNorm, Transform, unchanged
 from modeling.kernels import native
-from modeling.kernels.products import TILES, WIDENED
+from modeling.kernels.products import DOT, TILES, WIDENED
 from tests.support.kernels.paths import has_tiles, lane, require
 
 
@@ -40,12 +40,14 @@ class Case:
         return f"{self.instruction_set or 'torch'}-{self.product}-{'int8' if self.int8 else 'bf16'}"
 
 
+needs_tiles = pytest.mark.skipif(not has_tiles(), reason="needs AMX")
+WAYS = [*((each, WIDENED) for each in native.INSTRUCTION_SETS), (native.NATIVE, DOT), ("plain", DOT)]
 OURS = [
-    pytest.param(Case(each, int8), id=str(Case(each, int8)), marks=lane(each))
-    for each in native.INSTRUCTION_SETS
+    pytest.param(Case(each, int8, product), id=str(Case(each, int8, product)), marks=lane(each))
+    for each, product in WAYS
     for int8 in (False, True)
 ] + [
-    pytest.param(each, id=str(each), marks=pytest.mark.skipif(not has_tiles(), reason="needs AMX"))
+    pytest.param(each, id=str(each), marks=needs_tiles)
     for each in (Case(native.NATIVE, int8, TILES) for int8 in (False, True))
 ]
 BY_ROWS = Case(native.NATIVE, many_rows=13)

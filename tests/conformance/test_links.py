@@ -1,4 +1,4 @@
-"""What every implementation of `prefill_workers.links.Links` does: in-process links, and gloo's."""
+"""What every implementation of `prefill_workers.links.Links` does: in-process links, gloo's, and gloo's with edges."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +9,7 @@ from baton.errors import LinkBrokenError
 from baton.ids import Epoch, JobId, Rank
 from baton.types import TokenRange
 from prefill_workers.links import LinkHeader, Links, LinkStatus
-from tests.support.engines.link_groups import Recorder, in_process_group, torch_group
+from tests.support.links.link_groups import Recorder, edge_group, in_process_group, torch_group
 
 TIMEOUT_S = 20.0
 
@@ -17,7 +17,7 @@ Group = tuple[list[Links], list[Recorder]]
 Connect = Callable[[int], Group]
 
 
-@pytest.fixture(params=[in_process_group, torch_group], ids=["in_process", "torch"])
+@pytest.fixture(params=[in_process_group, torch_group, edge_group], ids=["in_process", "torch", "edges"])
 def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
     made: list[Links] = []
 
@@ -236,7 +236,7 @@ def test_one_rank_alone_has_no_links(connect: Connect) -> None:
     assert recorders[0].errors == []
 
 
-@pytest.mark.parametrize("make", [in_process_group, torch_group], ids=["in_process", "torch"])
+@pytest.mark.parametrize("make", [in_process_group, torch_group, edge_group], ids=["in_process", "torch", "edges"])
 def test_ranks_that_do_not_meet_fail_in_time(make: Callable[..., Group]) -> None:
     with pytest.raises(LinkBrokenError, match="met not all 2 ranks"):
         make(2, absent=Rank(1), timeout_s=0.3)

@@ -104,6 +104,6 @@ def test_the_table_turns_in_place_where_the_kernel_can(head_dim: int, in_place: 
     rotation = table.lookup(torch.tensor([0, 5]))
     x_TNH = random(2, 3, head_dim, seed=6, dtype=torch.float32)
     wanted = expected(x_TNH, rotation.cos_T1H.squeeze(1), rotation.sin_T1H.squeeze(1))
-    turned_TNH = rotation.turn(x_TNH)
+    turned_TNH = rotation.turn(x_TNH, 0)
     assert (turned_TNH is x_TNH) == in_place
     torch.testing.assert_close(turned_TNH.double(), wanted, atol=1e-6, rtol=1e-6)

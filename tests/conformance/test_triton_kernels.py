@@ -14,7 +14,7 @@ import torch
 from baton.errors import ConfigError
 from modeling.kernels.triton.launch import require_triton
 from tests.support.kernels.covering import Levels, covering, pairs
-from tests.support.kernels.triton import decode, prefill, refusals
+from tests.support.kernels.triton import copies, decode, prefill, refusals
 from tests.support.kernels.triton.decode import DecodeCase
 from tests.support.kernels.triton.prefill import PrefillCase
 from tests.support.kernels.triton.process import DEVICE, HAS_TRITON, Run, kernels_run
@@ -92,6 +92,18 @@ def test_segments_that_are_merged_are_one_sequence(run: Run) -> None:
 @pytest.mark.parametrize("window", [None, 5])
 def test_segments_may_come_in_any_order(run: Run, window: int | None) -> None:
     run(prefill.check_attend, window, DEVICE)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize(("dtype", "head_dim"), copies.HEADS)
+def test_picked_heads_are_copied_by_address(run: Run, dtype: torch.dtype, head_dim: int) -> None:
+    run(copies.check_heads, dtype, head_dim, DEVICE)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize(("num_numbers", "dtype"), copies.ROWS)
+def test_rows_are_copied_by_address(run: Run, num_numbers: int, dtype: torch.dtype) -> None:
+    run(copies.check_rows, num_numbers, dtype, DEVICE)
 
 
 @NEEDS_TRITON

@@ -95,7 +95,9 @@ def test_greedy_tokens_are_those_of_the_cpu(make: Make, seed: int) -> None:
     assert greedy(make(seed=seed), ids, 40) == greedy(random_decoder(seed=seed), ids, 40)
 
 
-@pytest.mark.parametrize("name", ["llama3_gqa_tied", "qwen3", "mistral_window", "opt", "falcon_40b"])
+@pytest.mark.parametrize(
+    "name", ["llama3_gqa_tied", "qwen3", "mistral_window", "opt", "falcon_40b", "phi4_mini", "gemma3", "qwen3_moe"]
+)
 def test_every_kind_of_family_is_loaded_to_the_device(device: Device, tmp_path: Path, name: str) -> None:
     build_tiny(name, tmp_path)
     there, here = load_decoder(tmp_path, device=device), load_decoder(tmp_path)

@@ -85,6 +85,33 @@ def test_home_memory_is_pinned(device: Device) -> None:
     assert device.home_buffer(LAYOUT, TokenRange(3, 50)).data.is_pinned()
 
 
+def test_pushed_bytes_in_staging_frames_come_to_the_device(device: Device) -> None:
+    pool = device.pool_memory(LAYOUT, 2, 4)
+    frames = pool.access.frames
+    assert frames is not None
+    taken = frames.take(2).result(0)
+    for value, frame in enumerate(taken):
+        frame[: LAYOUT.row_bytes] = torch.full((LAYOUT.row_bytes // 4,), value + 1.0).numpy().tobytes()
+    pool.take([0, 1])
+    writes = [(pool.data_LPS2GH[2, 1, value], frame[: LAYOUT.row_bytes]) for value, frame in enumerate(taken)]
+    pool.access.write(writes).result()
+    frames.give(taken)
+    assert all(bool((pool.data_LPS2GH[2, 1, value] == value + 1).all()) for value in range(2))
+    assert frames.num_free == frames.num_frames
+    pool.give([0, 1])
+
+
+@pytest.mark.gpu
+def test_staging_frames_are_pinned(device: Device) -> None:
+    frames = device.pool_memory(LAYOUT, 2, 4).access.frames
+    assert frames is not None
+    [frame] = frames.take(1).result(0)
+    staged = frames.tensor_of(frame)
+    assert staged is not None
+    assert staged.is_pinned()
+    frames.give([frame])
+
+
 @pytest.mark.gpu
 def test_a_fetch_of_pinned_memory_does_not_hold_up_the_host(device: Device) -> None:
     """The device computes for a while before the copy may begin: the host is back before that, and the bytes come."""

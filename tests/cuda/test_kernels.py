@@ -6,7 +6,7 @@ import torch
 
 from modeling.device.cuda import CudaDevice
 from tests.support.kernels.covering import covering
-from tests.support.kernels.triton import decode, prefill, refusals, steps
+from tests.support.kernels.triton import copies, decode, prefill, refusals, steps
 from tests.support.kernels.triton.decode import DecodeCase
 from tests.support.kernels.triton.prefill import PrefillCase
 
@@ -53,6 +53,16 @@ def test_segments_that_are_merged_are_one_sequence() -> None:
 @pytest.mark.parametrize("window", [None, 5])
 def test_segments_may_come_in_any_order(window: int | None) -> None:
     prefill.check_attend(window, "cuda")
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), copies.HEADS)
+def test_picked_heads_are_copied_by_address(dtype: torch.dtype, head_dim: int) -> None:
+    copies.check_heads(dtype, head_dim, "cuda")
+
+
+@pytest.mark.parametrize(("num_numbers", "dtype"), copies.ROWS)
+def test_rows_are_copied_by_address(num_numbers: int, dtype: torch.dtype) -> None:
+    copies.check_rows(num_numbers, dtype, "cuda")
 
 
 @pytest.mark.parametrize("spoilt", decode.SPOILERS)

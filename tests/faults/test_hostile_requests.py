@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from baton import AsyncClient
+from baton.calls.resume import Reconnect
+from baton.calls.streams import AsyncStream
 from baton.channel_options import MAX_MESSAGE_BYTES
 from baton.errors import BatonError, InvalidArgumentError, ResourceExhaustedError
-from baton.resume import Reconnect
 from baton.sampling_params import (
     MAX_LOGIT_BIASES,
     MAX_STOP_CHARS,
@@ -24,7 +25,6 @@ from baton.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
-from baton.streams import AsyncStream
 from baton.types import FinishReason
 from baton.v1 import common_pb2
 from baton.v1 import orchestrator_pb2 as pb

@@ -21,7 +21,10 @@ from tests.support.engines.chains import ChainGroup, largest_error, poisoned_buf
 from tests.support.models.tiny_models import load_tiny, tiny_decoder
 from tests.support.paths import advance, advance_hidden, buffer_for, chunked_hidden, random_cuts
 
-NAMES = ("llama3_gqa_tied", "opt", "opt_350m", "opt_galactica", "falcon_7b", "falcon_40b", "falcon_rw_rotary")
+NAMES = (
+    *("llama3_gqa_tied", "opt", "opt_350m", "opt_galactica", "falcon_7b", "falcon_40b", "falcon_rw_rotary"),
+    *("phi4_mini", "gemma3", "qwen3_moe"),
+)
 """One for each way to compose a layer."""
 NUM_TOKENS = 300
 NUM_NEW = 24

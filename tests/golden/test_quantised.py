@@ -18,6 +18,10 @@ NAMES = [
     "float_block",
 ]
 """Formats that transformers reads on a CPU. Their scales are in fp32, so that no value is rounded to less."""
+FAMILIES = [
+    *("opt", "opt_350m", "falcon_40b", "falcon_rw_rotary", "qwen3", "mistral_window"),
+    *("phi4_mini", "gemma3", "qwen3_moe"),
+]
 TOLERANCE = 1e-4
 
 
@@ -40,7 +44,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits_TV, expected_TV, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["opt", "opt_350m", "falcon_40b", "falcon_rw_rotary", "qwen3", "mistral_window"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["awq_groups_of_32", "float_channel"])
 @torch.inference_mode()
 def test_families_that_fuse_otherwise(family: str, name: str, tmp_path: Path) -> None:

@@ -75,12 +75,12 @@ def choices() -> list[KernelChoice]:
     """Each way to multiply, of linear layers and of attention."""
     kind = processor_kind()
     has_dots = native.load("products") and torch.ops.baton.has_dots()
-    products = [(WIDENED, WIDENED), *[(DOT, WIDENED)] * has_dots, *[(TILES, TILES)] * has_tiles()]
+    products = [(WIDENED, WIDENED), *[(DOT, WIDENED), (DOT, DOT)] * has_dots, *[(TILES, TILES)] * has_tiles()]
     return [KernelChoice(kind, attention, panels, None) for attention, panels in products]
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("choice", choices(), ids=lambda choice: choice.attention)
+@pytest.mark.parametrize("choice", choices(), ids=lambda choice: f"{choice.attention}-{choice.panels}")
 def test_verifying_errs_no_more_than_plain_steps(
     choice: KernelChoice, exact: tuple[Decoder, Tensor], smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

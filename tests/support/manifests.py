@@ -1,8 +1,10 @@
-"""What `deploy/manifests` holds, for tests: documents, containers, and the commands in them."""
+"""What `deploy/manifests` holds, for tests: documents, containers, the commands in them, and dashboards."""
 
+import json
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,11 @@ import yaml
 from tests.support.folders import ROOT
 
 MANIFESTS = ROOT / "deploy/manifests"
+OBSERVABILITY = MANIFESTS / "observability"
+DASHBOARDS = sorted((OBSERVABILITY / "dashboards").glob("*.json"))
+METRIC = re.compile(r"\bbaton_[a-z_]+\b")
+SERIES = re.compile(r"_(?:bucket|sum|count|total)$")
+"""What the name of a series has beyond that of its family."""
 _COMMAND = re.compile(r"(?<![\w/.-])((?:baton|ray) [a-z].*)")
 _END = re.compile(r"\s+(?:&&|\|\||;|\||&|#)(?:\s|$)|;")
 
@@ -51,6 +58,51 @@ def commands(*, program: str) -> list[list[str]]:
     found = [match[1] for line in lines if (match := _COMMAND.search(line))]
     split = [part for line in found for part in _parts(line)]
     return [shlex.split(part)[1:] for part in split if part.split()[0] == program]
+
+
+@dataclass(frozen=True)
+class Query:
+    """One expression of a panel, as Grafana would send it, with each variable at its widest."""
+
+    panel: str
+    expr: str
+
+    @property
+    def families(self) -> set[str]:
+        """The metric families that it names."""
+        return {SERIES.sub("", name) for name in METRIC.findall(self.expr)}
+
+
+def dashboard(path: Path) -> dict[str, Any]:
+    """A dashboard as it is written."""
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def panels(path: Path) -> list[dict[str, Any]]:
+    """The panels of a dashboard, without the titles of rows."""
+    return [each for each in dashboard(path)["panels"] if each["type"] != "row"]
+
+
+def queries(path: Path, interval: str = "1m") -> Iterator[Query]:
+    """What a dashboard asks, its variables included."""
+    for panel in panels(path):
+        for target in panel["targets"]:
+            yield Query(panel["title"], filled(target["expr"], interval))
+    for variable in dashboard(path)["templating"]["list"]:
+        if variable["type"] == "query":
+            values = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["query"]["query"])
+            assert values is not None, f"{path.name}: {variable['query']} is no label_values(METRIC, LABEL)"
+            yield Query(f"variable {variable['name']}", f"count by ({values[2]}) ({values[1]})")
+
+
+def filled(expr: str, interval: str) -> str:
+    """An expression with the values of Grafana's variables."""
+    values = {"$__rate_interval": interval, "$group": ".*"}
+    for name, value in values.items():
+        expr = expr.replace(name, value)
+    assert "$" not in expr, f"{expr}: a variable that no test knows"
+    return expr
 
 
 def _parts(line: str) -> Iterator[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from modeling.kernels.native import find_compiler
 
-_COMMANDS = ("git", "hadolint", "make")
+_COMMANDS = ("git", "hadolint", "make", "prometheus", "promtool")
 _MODULES = ("check_jsonschema", "kubernetes_validate", "matplotlib", "ray", "scipy", "triton")
 
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch.distributed import TCPStore
 
@@ -12,11 +13,13 @@ from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.types import TokenRange
 from tests.support.engines.chain_worker import NUM_LAYERS, Worker
 from tests.support.engines.chains import largest_error, random_chunks, random_tokens, reference, until
-from tests.support.engines.link_groups import HOST
+from tests.support.links.link_groups import HOST
 from tests.support.models.tiny_models import random_decoder
 
 NUM_RANKS = 3
 NUM_TOKENS = 40
+EDGES = pytest.mark.parametrize("edges", ["", "gloo"])
+"""Whether KV goes between devices, by communicators of two ranks."""
 PROMPT_BOUND_S = 15.0
 """On a crowded machine, within which a death is noticed: not by the watchdog, whose floor is far above it."""
 
@@ -24,14 +27,15 @@ PROMPT_BOUND_S = 15.0
 class Group:
     """Three worker processes and the store at which they meet."""
 
-    def __init__(self, watchdog_floor_s: float) -> None:
+    def __init__(self, watchdog_floor_s: float, edges: str) -> None:
+        self._place = ("tensors" if edges else "cpu", edges)
         self.decoder = random_decoder(num_layers=NUM_LAYERS)
         self.store = TCPStore(HOST, 0, None, True, wait_for_workers=False)
         self.floor_s = watchdog_floor_s
         self.epoch = 0
         self.number = 0
         self.rng = random.Random(7)
-        self.workers = [Worker(watchdog_floor_s) for _ in range(NUM_RANKS)]
+        self.workers = [Worker(watchdog_floor_s, *self._place) for _ in range(NUM_RANKS)]
         for worker in self.workers:
             worker.wait_ready()
 
@@ -45,7 +49,7 @@ class Group:
     def replace(self, rank: int) -> None:
         self.workers[rank].kill()
         self.workers[rank].close()
-        self.workers[rank] = Worker(self.floor_s)
+        self.workers[rank] = Worker(self.floor_s, *self._place)
         self.workers[rank].wait_ready()
 
     def submit(self, hold: dict[int, int] | None = None) -> tuple[int, list[int]]:
@@ -89,8 +93,8 @@ class Group:
 
 
 @contextmanager
-def running_group(watchdog_floor_s: float) -> Iterator[Group]:
-    group = Group(watchdog_floor_s)
+def running_group(watchdog_floor_s: float, edges: str) -> Iterator[Group]:
+    group = Group(watchdog_floor_s, edges)
     try:
         group.start_epoch()
         yield group
@@ -98,8 +102,9 @@ def running_group(watchdog_floor_s: float) -> Iterator[Group]:
         group.close()
 
 
-def test_killed_rank_fails_the_job_at_once_and_the_next_epoch_serves() -> None:
-    with running_group(watchdog_floor_s=60.0) as group:
+@EDGES
+def test_killed_rank_fails_the_job_at_once_and_the_next_epoch_serves(edges: str) -> None:
+    with running_group(60.0, edges) as group:
         for _ in range(3):
             group.assert_serves()
         number, _ = group.submit(hold={0: 2})  # two of the layers have been computed and passed on
@@ -118,8 +123,9 @@ def test_killed_rank_fails_the_job_at_once_and_the_next_epoch_serves() -> None:
         assert [worker.exit_code for worker in group.workers] == [0] * NUM_RANKS
 
 
-def test_stopped_rank_fails_the_job_within_the_watchdog_s_bound() -> None:
-    with running_group(watchdog_floor_s=2.0) as group:
+@EDGES
+def test_stopped_rank_fails_the_job_within_the_watchdog_s_bound(edges: str) -> None:
+    with running_group(2.0, edges) as group:
         group.assert_serves()
         number, _ = group.submit(hold={0: 2})
         group.workers[1].stop()

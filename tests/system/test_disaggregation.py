@@ -5,8 +5,8 @@ steps of the rows that run there, and says why; tokens are exact whoever prefill
 import asyncio
 from dataclasses import replace
 
+from baton.calls.requests import BY_CHAIN
 from baton.proto_types import timings_from_proto
-from baton.requests import BY_CHAIN
 from baton.results import Placement
 from baton.sampling_params import SamplingParams
 from orchestrator.requests.config import OrchestratorConfig

@@ -8,24 +8,21 @@ kv heads:
     0 ... W - 1      the latest tokens, in order, the step's own among them: the same tokens for all kv heads
     W ... W + C - 1  slots: in each, for each kv head, a key of its own
 
-Which keys are in slots is in records at home, one for each area and kv head, which the kernel reads and writes
-(modeling/kernels/sparse/hot_keys.cpp). A pick that is in no slot gets one that was never used, else that of a key that
-is not picked now; those go in turn.
+Here is what depends on no device: which area a layer uses, whether its keys are still there, and the places of the
+latest tokens. Which keys are in slots is in records, one for each area and kv head, where the device that finds places
+for picks has them: `native_keys` for CPUs, `tensor_keys` for GPUs. A pick that is in no slot gets one that was never
+used, else that of a key that is not picked now; those go in turn.
 
 G kv heads, H head dim, W latest, C slots.
 """
 
 from dataclasses import dataclass, replace
 
-import torch
-
 from baton.types import KvLayout, TokenRange
 from generate_workers.residency.rows import MakeMemory, PagedKv
 from modeling.forward.selection import Selection
 from modeling.kv.buffers import KvBuffer
 
-_RECORD_HEAD = 3
-"""Numbers of a record before its keys, as in the kernel."""
 _MORE_LATEST = 16
 """Places for latest tokens beyond those that are always picked: how many steps pass until they move to the start."""
 
@@ -67,7 +64,6 @@ class HotKeys:
         self._num_places = size.num_latest + self.most_slots
         self._kv = PagedKv(replace(size.layout, num_layers=size.num_areas), make_memory, self._num_places)
         """The areas, as layers, and their places, as tokens."""
-        self._records = torch.empty(0, dtype=torch.int32)
         self.owners = [-1] * size.num_areas
         """Layer whose keys are in each area, from 0; -1: none."""
         self.start = 0
@@ -87,8 +83,6 @@ class HotKeys:
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
         """Begin a claim: nothing is hot yet."""
         self._kv.open(self.size.num_places(num_tokens), self._num_places)
-        numbers = self.size.layout.num_kv_heads * (_RECORD_HEAD + 2 * self.most_slots)
-        self._records = torch.zeros(self.size.num_areas, numbers, dtype=torch.int32)
         self.forget()
 
     def commit(self, num_tokens: int) -> None:
@@ -105,13 +99,16 @@ class HotKeys:
 
     def release(self) -> None:
         """End the claim, if there is one."""
-        self._records = torch.empty(0, dtype=torch.int32)
         self._kv.release()
 
     @property
     def buffer(self) -> KvBuffer:
         """Return the present claim's areas, as layers, and their places, as tokens."""
         return self._kv.buffer
+
+    def places_of(self, num_tokens: int) -> int:
+        """Return the places that picks may name in a row of so many tokens."""
+        return self.size.num_places(num_tokens)
 
     def area(self, layer: int) -> int:
         """Return the number of a layer's area; layers are counted from the first that has one."""
@@ -130,14 +127,6 @@ class HotKeys:
             self.start = position - kept
         self._end = position + 1
         return position - self.start
-
-    def record_address(self, layer: int) -> int:
-        """Return the address of the records of a layer's area."""
-        return self._records[self.area(layer)].data_ptr()
-
-    def place_address(self, layer: int) -> int:
-        """Return the address of the first place of a layer's area."""
-        return self.buffer.data[self.area(layer)].data_ptr()
 
     def takes_over(self, layer: int) -> bool:
         """Return whether the layer's area has keys of another layer, or none; from now on it has this layer's."""

@@ -22,18 +22,18 @@ import torch
 from torch import Tensor
 
 from baton.types import TokenRange
-from generate_workers.residency.fetched.hot_keys import HotSize
+from generate_workers.residency.fetched.mechanism import FetchMechanism
+from generate_workers.residency.fetched.native_keys import NativeMechanism
 from generate_workers.residency.fetched.rows import PIECE_TOKENS, FetchedRow, Pieces, others_of
-from generate_workers.residency.fetched.storing import HomeStores, addresses, link_of
+from generate_workers.residency.fetched.storing import HomeStores, link_of
+from generate_workers.residency.fetched.tensor_keys import TensorMechanism
 from generate_workers.residency.port import KvShape
 from generate_workers.residency.sparse.infinigen import ScoringStep
 from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
-from modeling.device.copying import PickedHeads
-from modeling.device.port import Transfer
 from modeling.forward.decoder import Decoder
 from modeling.forward.selection import Picks
-from modeling.kernels import native
+from modeling.kv.transfers import Finished, Transfer
 from modeling.sparse.bases import NUM_WHOLE_LAYERS
 from modeling.sparse.selection_file import PreparedSelection
 
@@ -49,45 +49,51 @@ class FetchedStep(ScoringStep[FetchedRow]):
         rows: Sequence[tuple[FetchedRow, TokenRange]],
         prepared: PreparedSelection,
         decoder: Decoder,
+        mechanism: FetchMechanism,
         pieces: Pieces,
     ) -> None:
         """`pieces`: those that long spans read."""
-        super().__init__(rows, prepared, decoder)
+        super().__init__(rows, prepared, decoder, mechanism.scored)
         self._link, self._pieces = link_of(decoder.device), pieces
         self._stores = HomeStores(self._link)
         self._num_bytes_before = pieces.num_bytes
-        self._coming: dict[int, tuple[Transfer, Picks, int]] = {}
-        """By layer: the fetch of what is missing, the picks as places, and the bytes of the fetch."""
-        self._own_places = [tokens.start - row.hot.start for row, tokens in self.choosing]
-        self._starts_B = torch.tensor([row.hot.start for row, _ in self.choosing])
-        self._slots_B = torch.tensor([row.hot.size.num_slots(tokens.end) for row, tokens in self.choosing])
+        self._coming: dict[int, tuple[Transfer, Picks]] = {}
+        """By layer: the fetch of what is missing, and the picks as places."""
+        self._fetch: Transfer = Finished()
+        """The latest fetch, which ends last."""
+        self._num_picks: list[tuple[Tensor, Tensor]] = []
+        """By layer that chose: the numbers of picks, and of those that were fetched, `[B, G]`, where they were made."""
+        if self.choosing:
+            self._keys = mechanism.begin(self.choosing)
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
         """Choose the next layer's keys, and ask for those that are missing."""
         super().begin(layer, hidden_TD)
-        if (picks := self._guessed.get(layer + 1)) is not None:
+        if (picks := self._guessed.pop(layer + 1, None)) is not None:
             self._ask(layer + 1, picks)
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
         """Return the choosing rows' picks as places, which are filled; None in the layers that stay whole."""
-        return None if super().picks(layer, q_TNH) is None else self._coming.pop(layer)[1]
-
-    def fetch(self, layer: int, picks: Picks, num_bytes: int) -> int:
-        """Wait for what is missing of the picks, and return its bytes."""
-        transfer, _, num_missing_bytes = self._coming[layer]
+        if layer not in self._layers:
+            return None
+        transfer, picks = self._coming.pop(layer)
         transfer.join()
-        return num_missing_bytes
+        return picks
 
     def end(self, layer: int) -> None:
         """Make the new tokens' partial keys, and begin to store their KV home."""
         if layer not in self._layers:
             return
+        at = layer - NUM_WHOLE_LAYERS
         if self.choosing:
-            self._end_choosing(layer)
+            self.append_keys(layer, self._keys.own_keys(at))
+            self._stores.begin_rows(layer, self._keys.own_rows(at))
         for _, row, span in self.longer:
             new_T2GH = span.own(layer)
             row.partial.add(layer, span.tokens.start, new_T2GH)
-            self._stores.store(row.others.buffer.span(layer - NUM_WHOLE_LAYERS, span.tokens), new_T2GH)
+            self._stores.store(row.others.buffer.span(at, span.tokens), new_T2GH)
+        if layer == self._layers[-1]:
+            self._count()
 
     def settle(self) -> None:
         """Wait until all new KV is at home."""
@@ -95,35 +101,27 @@ class FetchedStep(ScoringStep[FetchedRow]):
 
     def leave(self) -> None:
         """Return when nothing is being copied."""
-        for coming, *_ in self._coming.values():
-            coming.wait()
+        self._fetch.wait()
         self._stores.wait()
         self.num_link_bytes += self._stores.num_bytes + self._pieces.num_bytes - self._num_bytes_before
 
-    def _end_choosing(self, layer: int) -> None:
-        at = layer - NUM_WHOLE_LAYERS
-        placed = zip(self.choosing, self._own_places, strict=True)
-        own = [row.hot.buffer.data[row.hot.area(at), place] for (row, _), place in placed]
-        self.append_keys(layer, torch.stack([kv_2GH[0] for kv_2GH in own]))
-        homes = [row.others.buffer.data[at, tokens.start] for row, tokens in self.choosing]
-        self._stores.begin(layer, own, homes)
-
     def _ask(self, layer: int, picks: Picks) -> None:
         """Find places for a layer's picks, and begin to fetch those that are missing."""
-        at, hot = layer - NUM_WHOLE_LAYERS, [row.hot for row, _ in self.choosing]
-        self._stores.join(layer - hot[0].size.num_areas)  # the layer that had the area
-        places_BGK, pairs_BGK2, num_BG = torch.ops.baton.admit_picks(
-            *(picks.keys_BGK, picks.num_BG),
-            torch.tensor([each.record_address(at) for each in hot]),
-            *(self._slots_B, self._starts_B, self.lengths_B.long()),
-            torch.tensor([each.takes_over(at) for each in hot]),
-            *(hot[0].size.num_latest, hot[0].most_slots),
-        )
-        homes_B = addresses([row.others.buffer.data[at] for row, _ in self.choosing])
-        there_B = torch.tensor([each.place_address(at) for each in hot])
-        head_bytes = self.layout.row_bytes // (2 * self.layout.num_kv_heads)
-        heads = PickedHeads(homes_B, there_B, pairs_BGK2, num_BG, head_bytes)
-        self._coming[layer] = self._link.fetch_heads(heads), Picks(places_BGK, picks.num_BG), heads.num_bytes
+        self._stores.join(layer - self.choosing[0][0].hot.size.num_areas)  # the layer that had the area
+        places, heads = self._keys.admit(layer - NUM_WHOLE_LAYERS, picks)
+        self._fetch = self._link.fetch_heads(heads)
+        self._coming[layer] = self._fetch, places
+        self._num_picks.append((picks.num_BG, heads.num_BG))
+
+    def _count(self) -> None:
+        """Count what was picked and fetched, at the end of the last layer: a device that counts is waited for."""
+        if not self._num_picks:
+            return
+        numbers_2 = torch.stack([torch.stack(each) for each in self._num_picks]).sum((0, 2, 3))
+        num_picked, num_fetched = numbers_2.tolist()
+        head_bytes = self.layout.row_bytes // self.layout.num_kv_heads
+        self.num_bytes_read += num_picked * head_bytes
+        self.num_link_bytes += num_fetched * head_bytes
 
 
 class FetchedInfinigenResidency(RowResidency[FetchedRow]):
@@ -137,29 +135,34 @@ class FetchedInfinigenResidency(RowResidency[FetchedRow]):
         """`prepared` must be for `decoder`. `device_bytes`: memory of the device for the KV of all slots, by which it
         is decided how much stays hot; None: no limit. Raises what is in OUT_OF_MEMORY, or OSError, when the slots'
         address space cannot be had."""
-        assert native.load("hot_keys")
         device, layout = decoder.device, shape.layout
-        ahead = replace(prepared, lookahead=1)
-        others = others_of(layout)
         pieces = Pieces(layout, device), Pieces(layout, device)
-        self.scratch_bytes = 2 * PIECE_TOKENS * layout.row_bytes + shape.long_span_bytes
-
-        def make(num_areas: int) -> FetchedRow:
-            return FetchedRow(shape, device, HotSize(others, num_areas, ahead.selection), ahead.basis, pieces)
-
-        row = make(min(_LEAST_AREAS, others.num_layers))
-        if device_bytes is None:
-            row = make(others.num_layers)
-        else:
-            left = (device_bytes - self.scratch_bytes) // shape.num_slots - row.bytes_for(shape.max_slot_tokens).device
-            more = max(left, 0) // (row.hot.bytes_for(shape.max_slot_tokens) // row.hot.size.num_areas)
-            row = make(min(row.hot.size.num_areas + more, others.num_layers))
-        self.num_areas = row.hot.size.num_areas
+        make = TensorMechanism if device.name == "cuda" else NativeMechanism
+        mechanism: FetchMechanism = make(shape, decoder, prepared, pieces)
+        passing_bytes = 2 * PIECE_TOKENS * layout.row_bytes + shape.long_span_bytes
+        self.scratch_bytes = passing_bytes + mechanism.scratch_bytes
+        self.num_areas = others_of(layout).num_layers
         """Layers that may keep their picks on the device from step to step."""
-        rows = [row, *(make(self.num_areas) for _ in range(shape.num_slots - 1))]
-        super().__init__(rows, lambda rows: FetchedStep(rows, ahead, decoder, pieces[1]))
+        num_rows = shape.num_slots
+        if device_bytes is not None:
+            left = max(device_bytes - self.scratch_bytes, 0)
+            self.num_areas = _num_areas(left // num_rows, mechanism, self.num_areas)
+            num_rows = max(min(num_rows, left // mechanism.row_bytes(self.num_areas)), 1)
+        rows = mechanism.make_rows(self.num_areas, num_rows)
+        ahead = replace(prepared, lookahead=1, basis=mechanism.basis)
+        super().__init__(rows, lambda rows: FetchedStep(rows, ahead, decoder, mechanism, pieces[1]))
         self._link = device.link
 
     def close(self) -> None:
         """End the link's threads."""
         self._link.rest()
+
+
+def _num_areas(bytes_each: int, mechanism: FetchMechanism, num_layers: int) -> int:
+    """Return how many areas a row may have of so many bytes: a double buffer at least, at most one for each layer."""
+    least = min(_LEAST_AREAS, num_layers)
+    if least == num_layers:
+        return least
+    least_bytes = mechanism.row_bytes(least)
+    area_bytes = mechanism.row_bytes(least + 1) - least_bytes
+    return min(least + max(bytes_each - least_bytes, 0) // area_bytes, num_layers)

@@ -31,11 +31,12 @@ from generate_workers.residency.port import KvShape
 from generate_workers.residency.rows import Area
 from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
-from modeling.device.copying import PickedHeads
-from modeling.device.port import Device, Transfer
+from modeling.device.heads import PickedHeads
+from modeling.device.port import Device
 from modeling.forward.decoder import Decoder
 from modeling.forward.selection import Picks
 from modeling.kernels import native
+from modeling.kv.transfers import Transfer
 from modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
 from modeling.sparse.selection_file import PreparedSelection
 

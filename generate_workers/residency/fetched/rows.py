@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from baton.types import KvLayout, TokenRange
-from generate_workers.residency.fetched.hot_keys import HotKeys, HotSize
+from generate_workers.residency.fetched.hot_keys import HotKeys
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.rows import PagedKv, Part, StoredRow
-from generate_workers.residency.sparse.infinigen import PartialIndex, ScoredRow
+from generate_workers.residency.rows import MakeMemory, PagedKv, Part, StoredRow
+from generate_workers.residency.sparse.infinigen import PartialPart, ScoredRow
 from generate_workers.residency.sparse.selective import SplitSpan
 from modeling.device.port import Device
 from modeling.forward.decoder import PassingSpan, SequenceSpan
 from modeling.kv.buffers import BufferSpan, KvBuffer, KvPlace, KvRows
-from modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
+from modeling.sparse.bases import NUM_WHOLE_LAYERS
 
 PIECE_TOKENS = 512
 """Tokens of a piece of KV that is fetched to be read once."""
@@ -54,14 +54,26 @@ class Pieces:
         return to
 
 
+PassingPieces = tuple[Pieces, Pieces]
+"""Pieces through which pushed keys pass, to be made partial keys of, and those that long spans read."""
+
+
 class AwayRow(StoredRow):
     """A StoredRow whose layers but the first two live at home, and whose longer spans read them there in pieces."""
 
-    def __init__(self, shape: KvShape, device: Device, parts: Sequence[Part], pieces: Pieces) -> None:
+    def __init__(
+        self,
+        shape: KvShape,
+        device: Device,
+        parts: Sequence[Part],
+        pieces: Pieces,
+        make_whole: MakeMemory | None = None,
+    ) -> None:
         """`parts`: what the policy keeps on the device besides the first two layers. `pieces`: those through which
-        longer spans read. Raises what is in OUT_OF_MEMORY when the slot's address space cannot be had."""
+        longer spans read. `make_whole`: makes memory for the first two layers; None: the device's for a row. Raises
+        what is in OUT_OF_MEMORY when the slot's address space cannot be had."""
         layout, most = shape.layout, shape.max_slot_tokens
-        self.whole = PagedKv(replace(layout, num_layers=NUM_WHOLE_LAYERS), device.row_memory, most)
+        self.whole = PagedKv(whole_of(layout), make_whole or device.row_memory, most)
         self.others = PagedKv(others_of(layout), device.home_memory, most)
         super().__init__([self.whole, self.others], [self.whole, *parts])
         self._read = pieces
@@ -77,14 +89,18 @@ class FetchedRow(AwayRow, ScoredRow):
     """A ScoredRow whose picks are fetched."""
 
     def __init__(
-        self, shape: KvShape, device: Device, size: HotSize, basis: Basis, pieces: tuple[Pieces, Pieces]
+        self,
+        shape: KvShape,
+        device: Device,
+        keys: tuple[PartialPart, HotKeys],
+        pieces: PassingPieces,
+        make_whole: MakeMemory | None = None,
     ) -> None:
-        """`pieces`: those through which pushed keys pass, to be made partial keys of, and those that long spans read.
-        Raises what is in OUT_OF_MEMORY when the slot's address space cannot be had."""
-        self.partial = PartialIndex(shape.layout, basis, shape.max_slot_tokens, device.row_memory)
-        self.hot = HotKeys(size, device.row_memory, shape.max_slot_tokens)
+        """`keys`: the row's own parts. `make_whole`: as AwayRow takes it. Raises what is in OUT_OF_MEMORY when the
+        slot's address space cannot be had."""
+        self.partial, self.hot = keys
         self._pushed, read = pieces
-        super().__init__(shape, device, [self.partial, self.hot], read)
+        super().__init__(shape, device, keys, read, make_whole)
 
     def commit(self, tokens: TokenRange) -> None:
         """Commit memory for `tokens` at home, and for hot keys of a row as long."""
@@ -100,9 +116,17 @@ class FetchedRow(AwayRow, ScoredRow):
         if len(tokens) != 1:
             self.hot.forget()
             return self.long_span(tokens)
-        whole = BufferSpan(self.whole.buffer, tokens)
-        num_places = self.hot.size.num_places(tokens.end)
+        return self.placed_span(tokens)
+
+    def placed_span(self, tokens: TokenRange) -> SplitSpan:
+        """Return the span of one new token, having made room for it."""
+        whole, num_places = BufferSpan(self.whole.buffer, tokens), self.hot.places_of(tokens.end)
         return SplitSpan(whole, PlacedSpan(self.hot.buffer, tokens, self.hot.own_place(tokens.start), num_places))
+
+
+def whole_of(layout: KvLayout) -> KvLayout:
+    """Return the layout of the first two layers."""
+    return replace(layout, num_layers=NUM_WHOLE_LAYERS)
 
 
 def others_of(layout: KvLayout) -> KvLayout:
@@ -110,7 +134,7 @@ def others_of(layout: KvLayout) -> KvLayout:
     return replace(layout, num_layers=layout.num_layers - NUM_WHOLE_LAYERS)
 
 
-def bring_partial(partial: PartialIndex, pieces: Pieces, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
+def bring_partial(partial: PartialPart, pieces: Pieces, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
     """Make the partial keys of tokens whose KV came home, of keys that pass through `pieces`."""
     for part in tokens.split(PIECE_TOKENS) if layer in partial.layers else []:
         home_T2GH = kv_T2GH[part.start - tokens.start : part.end - tokens.start]

@@ -4,34 +4,42 @@ T tokens, G kv heads, H head dim.
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from modeling.device.copying import RowCopies, ThreadLink
-from modeling.device.port import Device, Transfer
+from modeling.device.heads import HeadLink, RowCopies
+from modeling.device.port import Device
+from modeling.kv.transfers import Transfer
 
 
 class HomeStores:
     """What one step stores. Engine's thread."""
 
-    def __init__(self, link: ThreadLink) -> None:
+    def __init__(self, link: HeadLink) -> None:
         self._link = link
         self._transfers: dict[int, Transfer] = {}
         """What is being stored of rows of one new token, by layer."""
+        self._longer: list[Transfer] = []
+        """What is being stored of other rows."""
         self.num_bytes = 0
         """Bytes that were asked for so far."""
 
     def begin(self, layer: int, there: Sequence[Tensor], home: Sequence[Tensor]) -> None:
         """Begin to store a layer's new tokens, one of each row, all of one size."""
-        copies = RowCopies(addresses(there), addresses(home), there[0].nbytes)
+        self.begin_rows(layer, RowCopies(addresses(there), addresses(home), there[0].nbytes))
+
+    def begin_rows(self, layer: int, copies: RowCopies) -> None:
+        """Begin to store a layer's new tokens, one of each row."""
         self.num_bytes += copies.num_bytes
         self._transfers[layer] = self._link.store_rows(copies)
 
     def store(self, home: Tensor, there: Tensor) -> None:
-        """Store contiguous KV; return when it is at home, so that its memory may be taken."""
+        """Store contiguous KV, whose memory may be taken by what is computed from now on."""
         self.num_bytes += there.nbytes
-        self._link.store([(home, there)]).result()
+        self._longer.append(self._link.store([(home, there)]))
+        self._longer[-1].join()
 
     def join(self, layer: int) -> None:
         """Wait until a layer's new tokens may be overwritten on the device, if any were stored."""
@@ -40,19 +48,33 @@ class HomeStores:
 
     def settle(self) -> None:
         """Wait until all is at home; raise what went wrong."""
-        for transfer in self._transfers.values():
+        for transfer in (*self._transfers.values(), *self._longer):
             transfer.result()
 
     def wait(self) -> None:
         """Wait until nothing is being copied, even if it failed."""
-        for transfer in self._transfers.values():
+        for transfer in (*self._transfers.values(), *self._longer):
             transfer.wait()
 
 
-def link_of(device: Device) -> ThreadLink:
-    """Return the link of a device whose copies threads of the host make."""
-    assert isinstance(device.link, ThreadLink)
-    return device.link
+def link_of(device: Device) -> HeadLink:
+    """Return the link of a device with memory of its own."""
+    assert hasattr(device.link, "fetch_heads"), f"the link of {device.name} does not copy by address"
+    return cast(HeadLink, device.link)
+
+
+class LayerAddresses:
+    """Addresses of tensors whose layers lie at equal distances, one address of each tensor for a layer. Made once a
+    step: a layer then costs no work for each row."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """The first dimension of each tensor is its layers."""
+        self._first_B = addresses(tensors)
+        self._distance_B = torch.tensor([each.stride(0) * each.element_size() for each in tensors])
+
+    def of(self, layer: int) -> Tensor:
+        """Return the addresses of a layer, int64."""
+        return self._first_B + layer * self._distance_B
 
 
 def addresses(tensors: Sequence[Tensor]) -> Tensor:

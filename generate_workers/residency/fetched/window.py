@@ -34,12 +34,13 @@ from generate_workers.residency.sparse.selective import SelectiveStep, SplitSpan
 from generate_workers.residency.sparse.window import first_and_last, num_latest
 from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
-from modeling.device.copying import ThreadLink
-from modeling.device.port import Copies, Device, Finished, Transfer, num_bytes_of
+from modeling.device.heads import HeadLink
+from modeling.device.port import Copies, Device, num_bytes_of
 from modeling.forward.decoder import SequenceSpan
 from modeling.forward.selection import Picks, Selection
 from modeling.kernels import native
 from modeling.kv.buffers import BufferSpan, KvBuffer
+from modeling.kv.transfers import Finished, Transfer
 from modeling.sparse.bases import NUM_WHOLE_LAYERS
 
 _MORE_LATEST = 32
@@ -152,7 +153,7 @@ class FetchedWindowStep(SelectiveStep[WindowRow]):
         rows: Sequence[tuple[WindowRow, TokenRange]],
         layout: KvLayout,
         selection: Selection,
-        link: ThreadLink,
+        link: HeadLink,
         pieces: Pieces,
     ) -> None:
         """`pieces`: those that long spans read."""

@@ -18,6 +18,7 @@ from generate_workers.residency.int4.format import Int4Format
 from generate_workers.residency.rows import Area, AreaRow, MakeMemory, PagedKv, Part
 from modeling.forward.selection import Picks
 from modeling.kv.buffers import KvBuffer
+from modeling.kv.transfers import Transfer
 from modeling.sparse.bases import NUM_WHOLE_LAYERS
 
 
@@ -57,17 +58,16 @@ class Int4Row(AreaRow):
         """Return the memory in which steps find a packed layer, and leave their new tokens packed."""
         return self.packed
 
-    def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Copy pushed KV of a whole layer into place, or pack that of another layer."""
+    def write(self, layer: int, tokens: TokenRange, data: memoryview) -> Transfer:
+        """Begin to copy pushed KV of a whole layer into place, or that of another layer, packed."""
         if layer < NUM_WHOLE_LAYERS:
-            super().write(layer, tokens, data)
-            return
+            return super().write(layer, tokens, data)
         plain = KvBuffer(self.area.layout, tokens)
         plain.write(0, tokens, data)
         self.take_in(layer, tokens, plain.span(0, tokens))
         packed = KvBuffer(self._form.packed(1), tokens)
         self._form.pack(plain.span(0, tokens), packed.span(0, tokens))
-        self.packed.write(layer - NUM_WHOLE_LAYERS, tokens, packed.export(0, tokens))
+        return self.packed.write(layer - NUM_WHOLE_LAYERS, tokens, packed.export(0, tokens))
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
         """Return the bytes of `tokens`: the memory itself of a whole layer, an unpacked copy of a packed one."""

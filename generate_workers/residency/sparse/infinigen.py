@@ -16,33 +16,39 @@ home.
 B rows of one new token, T tokens, D hidden, N heads, G kv heads, H head dim, R columns of partial keys, L layers.
 """
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from baton.types import KvLayout, TokenRange
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.rows import MakeMemory, StoredRow
+from generate_workers.residency.rows import MakeMemory, Part, StoredRow
 from generate_workers.residency.sparse.selective import SelectiveRow, SelectiveStep
 from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
 from modeling.forward.decoder import Decoder, Step
-from modeling.forward.selection import PartialKeys, PartialRows, Picks, select_keys
+from modeling.forward.selection import KeyProjection, PartialKeys, PartialRows, Picks, Selection
 from modeling.kv.memory import PagedMemory
 from modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
 from modeling.sparse.selection_file import PreparedSelection
 
 
-class PartialIndex(PartialKeys):
-    """A Part of a row: the partial keys by one basis, in the layers that choose."""
+class PartialPart(Part, Protocol):
+    """A Part of a row: the partial keys by one basis, in the layers that choose. Who implements it stores them."""
 
-    def __init__(self, layout: KvLayout, basis: Basis, max_tokens: int, make_memory: MakeMemory = PagedMemory) -> None:
-        """Raise OSError when so much address space cannot be had."""
-        layers = range(NUM_WHOLE_LAYERS, layout.num_layers)
-        super().__init__(layers, layout.num_kv_heads, basis.num_columns, max_tokens, make_memory)
-        self._basis = basis
+    layers: range
+    """The model's layers that have partial keys."""
+    _basis: Basis
+
+    def expect(self, num_tokens: int) -> None:
+        """Make sure that there is memory for so many tokens."""
+        ...
+
+    def write(self, layer: int, first: int, k_TGH: Tensor, projection: KeyProjection) -> None:
+        """Make the partial keys of the tokens from number `first` on, and store them."""
+        ...
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
         """Begin a claim; `num_tokens` tokens will be written for sure."""
@@ -58,10 +64,42 @@ class PartialIndex(PartialKeys):
         self.write(layer, first, k_TGH, self._basis.key_projection(layer))
 
 
+class PartialIndex(PartialKeys, PartialPart):
+    """A PartialPart in memory of the CPU."""
+
+    def __init__(self, layout: KvLayout, basis: Basis, max_tokens: int, make_memory: MakeMemory = PagedMemory) -> None:
+        """Raise OSError when so much address space cannot be had."""
+        layers = range(NUM_WHOLE_LAYERS, layout.num_layers)
+        super().__init__(layers, layout.num_kv_heads, basis.num_columns, max_tokens, make_memory)
+        self._basis = basis
+
+
+class ScoredKeys(Protocol):
+    """The partial keys of a step's rows of one new token."""
+
+    def append(self, layer: int, k_BGH: Tensor, projection: KeyProjection) -> None:
+        """Make the new tokens' partial keys, and store them."""
+
+    def select(
+        self,
+        layer: int,
+        q_BNR: Tensor,
+        selection: Selection,
+        *,
+        has_new: bool,
+        closeness_BGS: Tensor | None = None,
+    ) -> Picks:
+        """Return the keys that the rows attend to in `layer`, as `modeling.forward.selection.select_keys` does."""
+
+
+MakeScored = Callable[[Sequence[Any], Sequence[int], Sequence[int]], ScoredKeys]
+"""Makes ScoredKeys of the rows' PartialParts, the keys of each row with its new token's, and its tokens."""
+
+
 class ScoredRow(StoredRow):
     """A StoredRow that keeps partial keys."""
 
-    partial: PartialIndex
+    partial: PartialPart
     """Partial keys of the keys that the row keeps."""
 
     def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
@@ -71,6 +109,8 @@ class ScoredRow(StoredRow):
 
 class InfinigenRow(SelectiveRow, ScoredRow):
     """A ScoredRow whose keys can still be read when all layers have run."""
+
+    partial: PartialIndex
 
     def __init__(
         self,
@@ -98,8 +138,16 @@ class ScoringStep(SelectiveStep[S]):
     """A step that scores partial keys. A subclass makes the partial keys of the choosing rows' own tokens. The step
     does not need those before it ends, because a token's own key is always chosen."""
 
-    def __init__(self, rows: Sequence[tuple[S, TokenRange]], prepared: PreparedSelection, decoder: Decoder) -> None:
+    def __init__(
+        self,
+        rows: Sequence[tuple[S, TokenRange]],
+        prepared: PreparedSelection,
+        decoder: Decoder,
+        make_scored: MakeScored = PartialRows,
+    ) -> None:
+        """`make_scored`: makes what is known of the rows' partial keys where they lie."""
         super().__init__(decoder.layout, rows)
+        self._places_B = self._places_B.to(decoder.device.torch_device)
         self._prepared = prepared
         self._decoder = decoder
         self._layers = range(NUM_WHOLE_LAYERS, decoder.layout.num_layers)
@@ -108,7 +156,7 @@ class ScoringStep(SelectiveStep[S]):
         if self.choosing and self._layers:
             lengths = [row.num_kept(tokens.start) + 1 for row, tokens in self.choosing]
             num_tokens = [tokens.end for _, tokens in self.choosing]
-            self._partial = PartialRows([row.partial for row, _ in self.choosing], lengths, num_tokens)
+            self._partial = make_scored([row.partial for row, _ in self.choosing], lengths, num_tokens)
             positions = decoder.weights.positions.lookup(self.lengths_B.long() - 1)
             self._step = Step(positions, spans=())
 
@@ -136,7 +184,7 @@ class ScoringStep(SelectiveStep[S]):
         """Choose a layer's keys; called once a layer, in order. `closeness_BGS`: as `select_keys` takes it."""
         prepared = self._prepared
         q_BNR = prepared.basis.queries(layer, q_BNH)
-        return select_keys(q_BNR, self._partial, layer, prepared.selection, has_new=False, closeness_BGS=closeness_BGS)
+        return self._partial.select(layer, q_BNR, prepared.selection, has_new=False, closeness_BGS=closeness_BGS)
 
 
 K = TypeVar("K", bound=InfinigenRow)

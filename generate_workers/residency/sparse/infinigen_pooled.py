@@ -48,6 +48,7 @@ from modeling.device.port import Device
 from modeling.forward.decoder import Decoder, SequenceSpan
 from modeling.forward.selection import Picks
 from modeling.kv.buffers import BufferSpan, KvBuffer, KvPlace, KvRows
+from modeling.kv.transfers import Finished, Transfer
 from modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
 from modeling.sparse.selection_file import PreparedSelection
 
@@ -106,16 +107,17 @@ class PooledRow(InfinigenRow):
             self.release()
             raise
 
-    def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Copy pushed KV home. In a layer that chooses only tokens that have a place now are copied."""
+    def write(self, layer: int, tokens: TokenRange, data: memoryview) -> Transfer:
+        """Begin to copy pushed KV home. In a layer that chooses only tokens that have a place now are copied; on return
+        they are there, with their partial keys."""
         if layer < NUM_WHOLE_LAYERS:
-            self.whole.write(layer, tokens, data)
-            return
+            return self.whole.write(layer, tokens, data)
         row_bytes = data.nbytes // len(tokens)
         for part, places in self._parts_of(layer, tokens):
             start = (part.start - tokens.start) * row_bytes
-            self.others.write(layer - NUM_WHOLE_LAYERS, places, data[start : start + len(part) * row_bytes])
+            self.others.write(layer - NUM_WHOLE_LAYERS, places, data[start : start + len(part) * row_bytes]).result()
             self.partial.add(layer, places.start, self.kv(layer, places))
+        return Finished()
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
         """Return the bytes of `tokens`. May not be called for a row that evicts, whose tokens may be gone."""

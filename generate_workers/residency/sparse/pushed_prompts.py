@@ -80,7 +80,7 @@ class PushedPrompts:
         decoder, parts = self._decoder, self._decoder.weights.layers[0]
         values = []
         for part in TokenRange(0, decoder.config.vocab_size).split(_CHUNK_TOKENS):
-            hidden_TD = decoder.weights.embedding.rows(torch.arange(part.start, part.end))
+            hidden_TD = decoder.embeddings(torch.arange(part.start, part.end))
             qkv_TC = parts.qkv(hidden_TD, parts.attention_norm)
             values.append(qkv_TC[:, -decoder.config.num_kv_heads * decoder.config.head_dim :].float())
         return torch.cat(values)

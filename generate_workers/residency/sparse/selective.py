@@ -41,20 +41,24 @@ NO_CHOSEN_DRAFTS = "use speculation auto, ngram or off"
 """Remedy where drafts cannot attend to some of the keys."""
 
 
-def require_selective(
-    what: str,
-    shape: KvShape,
-    device: Device,
-    remedy: str = "use residency device or host",
-) -> None:
+_FULL = "use residency device or host"
+"""Remedy where a policy cannot attend to some of the keys."""
+
+
+def require_no_windows(what: str, shape: KvShape, remedy: str = _FULL) -> None:
+    """Raise ConfigError for models with sliding windows: keys are not chosen there."""
+    if any(window is not None for window in shape.windows):
+        raise ConfigError(f"{what} is not there for models with sliding windows: {remedy}")
+
+
+def require_selective(what: str, shape: KvShape, device: Device, remedy: str = _FULL) -> None:
     """Raise ConfigError where rows cannot attend to some of the keys: kernels for that are the CPU's. `what` is the
     setting that asks for it, with its value; `remedy`: what to do without."""
     where = f"{what} is not there"
     layout = shape.layout
     if not device.is_home and device.name != "emulated":
         raise ConfigError(f"{where} on device {device.name}: {remedy}, or device cpu")
-    if any(window is not None for window in shape.windows):
-        raise ConfigError(f"{where} for models with sliding windows: {remedy}")
+    require_no_windows(what, shape, remedy)
     if not has_native_rows(device.torch_device, TORCH_DTYPES[layout.dtype], layout.head_dim):
         kernels = f"kernels in C++ for {layout.dtype} and head dim {layout.head_dim}"
         raise ConfigError(f"{where} without {kernels}: install a C++ compiler, or {remedy}")

@@ -59,7 +59,7 @@ struct Dot : OfVectors {
   static Floats add(Floats sum, const uint16_t* factor, Words packed) {
     int32_t pair;
     std::memcpy(&pair, factor, sizeof(pair));
-    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)packed);
+    return add_pairs(sum, (Words)_mm512_set1_epi32(pair), packed);
   }
 
   static Words spread(Words word, int) { return word; }

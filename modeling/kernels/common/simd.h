@@ -132,6 +132,16 @@ inline float reduced(Floats a, Join join) {
     return reduced<D / 2>(join(a, rotated<D>(a, std::make_integer_sequence<int, kLanes>())), join);
   }
 }
+// Adds the products of two pairs of bf16 to each lane's sum.
+inline Floats add_pairs(Floats sum, Words a, Words b) {
+#ifdef __AVX512BF16__
+  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+#else
+  sum += (Floats)(a << 16) * (Floats)(b << 16);
+  return sum + (Floats)(a & 0xffff0000) * (Floats)(b & 0xffff0000);
+#endif
+}
+
 inline float sum_of(Floats a) {
   return reduced(a, [](Floats x, Floats y) { return x + y; });
 }

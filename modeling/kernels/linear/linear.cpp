@@ -1,17 +1,17 @@
 // Linear layers, fused with the norm before them and the gate or residual behind them:
 //   y = x' W^T + b,  x' = x or RMSNorm(x);  then y, residual + y, or silu(gate) * up of y's two halves.
 //
-// Weights are bf16, or int8 with a scale for each output. They are multiplied in one of two ways: widened to fp32 in
-// registers, so that from a few rows on the products run at the rate of fp32 FMAs; or in tiles of bf16 where the
-// processor has AMX (tiles.h), several times as fast. With fewer rows both run at the rate at which memory gives the
-// weights. Sums are fp32, in the order of k whatever the batch, and a way is never mixed with the other: a row's result
-// depends on no other row.
+// Weights are bf16, or int8 with a scale for each output. They are multiplied in one of three ways: widened to fp32 in
+// registers, so that from a few rows on the products run at the rate of fp32 FMAs; in pairs of bf16 by the processor's
+// dot product, up to twice as fast (dots.h); or in tiles of bf16 where the processor has AMX (tiles.h), several times as
+// fast. With fewer rows all run at the rate at which memory gives the weights. Sums are fp32, in the order of k whatever
+// the batch, and a way is never mixed with another: a row's result depends on no other row.
 //
 // Weights are packed in panels of 32 outputs; gated, 16 gates and their 16 ups: a panel's halves. Within a panel they
 // lie input by input: int8 one half behind the other; bf16 that is widened as 16 words of two, output i of the first
-// half below that of the second; bf16 for tiles pair of inputs by pair of inputs, in 32 words of two, K filled up with
-// zeros. A block of rows' activations is packed as well (widened: [K][rows] floats; tiles: [K / 32][16][32] bf16 for
-// each 16 rows), and stays in the first-level cache while it meets a group of panels from the second.
+// half below that of the second; bf16 for pairs and tiles pair of inputs by pair of inputs, in 32 words of two, K filled
+// up with zeros. A block of rows' activations is packed as well (widened: [K][rows] floats; pairs: [K / 2][rows] words
+// of two bf16; tiles: [K / 32][16][32] bf16 for each 16 rows), and stays in the first-level cache while it meets a group of panels from the second.
 //
 // M rows, N outputs, K inputs, P panels.
 

@@ -1,4 +1,5 @@
-// Multiplies a block of rows by a panel of weights, in one of two ways (linear.cpp says how both are laid out).
+// Multiplies a block of rows by a panel of weights, widened or in tiles (linear.cpp says how both are laid out); dots.h
+// has a third way.
 
 #pragma once
 
@@ -15,7 +16,7 @@
 namespace {
 
 constexpr int kHalf = 16;        // outputs of half a panel
-constexpr int kTileInputs = 32;  // the inputs of a panel for tiles are a multiple of this
+constexpr int kTileInputs = 32;  // the inputs of a panel for tiles and pairs are a multiple of this
 // Rows whose sums are held in registers, two registers each; at most kLanes.
 constexpr int kVectorRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
 

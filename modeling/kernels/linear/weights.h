@@ -8,6 +8,7 @@
 #include <optional>
 #include <string_view>
 
+#include "linear/dots.h"
 #include "linear/panels.h"
 
 namespace {
@@ -27,6 +28,7 @@ void with_way(bool is_int8, std::string_view product, Run run) {
 #ifdef __AMX_BF16__
   if (product == "tiles") return is_int8 ? run(InTiles<Int8>()) : run(InTiles<Bf16>());
 #endif
+  if (product == "dot") return is_int8 ? run(InPairs<Int8>()) : run(InPairs<Bf16>());
   TORCH_CHECK(product == "widened", "this kernel does not multiply as ", product);
   is_int8 ? run(Widened<Int8>()) : run(Widened<Bf16>());
 }
@@ -41,7 +43,7 @@ struct Around {
 // Returns the problem without rows. The tensors must outlive it.
 inline LinearProblem of_weights(const at::Tensor& panels_PKL, int64_t K, int64_t N, const Around& around,
                                 std::string_view product) {
-  const int64_t unit = product == "tiles" ? kTileInputs : 1, P = panels_PKL.size(0);
+  const int64_t unit = product == "widened" ? 1 : kTileInputs, P = panels_PKL.size(0);
   TORCH_CHECK(panels_PKL.dim() == 3 && panels_PKL.is_contiguous() && panels_PKL.size(2) == 2 * kHalf &&
                   panels_PKL.size(1) == (K + unit - 1) / unit * unit,
               "the weights are packed for another number of inputs");

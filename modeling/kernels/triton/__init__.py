@@ -2,7 +2,7 @@
 
 `decode`, `prefill` and `append` have the operators, which check their tensors and launch; `rows` says where a step's KV
 lies; `tiles` chooses all block sizes. Triton is imported at the first call. It is an optional dependency
-(`baton-serve[cuda]`). On `cuda` the decoder calls these kernels (`modeling.forward.triton_rows`, `triton_attention`).
+(`baton-serve[cuda]`). On `cuda` the decoder calls these kernels (`modeling.forward.triton.rows`, `triton_attention`).
 
 None of this was run or measured on a GPU so far. Triton's interpreter runs the kernels on the CPU, where tests compare
 them with float64 (tests/conformance/test_triton_kernels.py); Triton's compiler takes them for NVIDIA's architecture 9.0

@@ -43,7 +43,7 @@ from prefill_workers.servicer import PrefillServer
 from tests.support.clusters.planners import linear_planner
 from tests.support.engines.generation import eos_decoder
 from tests.support.eventually import eventually
-from tests.support.models.tiny_tokenizer import EOS_ID, letter_tokenizer
+from tests.support.models.tiny_tokenizer import EOS_ID, letter_grammars, letter_tokenizer
 from tests.support.wire.secret import SECRET
 from transport.channel import make_channel
 from transport.status import translate_rpc_errors
@@ -206,6 +206,7 @@ class Relay:
                 prefix_folder=self.prefix_folder,
                 prefix_bytes=self.prefix_bytes,
                 prefix_disk=self.prefix_disk,
+                grammars=letter_grammars(),
             )
         )
         self.rank_gates.append(gate)
@@ -334,9 +335,8 @@ class Relay:
     @asynccontextmanager
     async def serving(self, config: OrchestratorConfig | None) -> AsyncIterator[None]:
         """An orchestrator over the workers, and a channel to it."""
-        decoder = self.decoder
-        layout = decoder.layout.fingerprint
-        model = ModelInfo("letters", MAX_TOKENS, decoder.config.vocab_size, "float32", False, layout)
+        layout, vocab_size = self.decoder.layout.fingerprint, self.decoder.config.vocab_size
+        model = ModelInfo("letters", MAX_TOKENS, vocab_size, "float32", False, layout)
         self.server = await OrchestratorServer.start(
             self.members,
             letter_tokenizer(),

@@ -91,10 +91,13 @@ def served(
     address: str = "",
     environment: Mapping[str, str] = NO_VARIABLES,
     host: Host = MACHINE,
+    is_arranged: bool = False,
 ) -> Iterator[ServedCluster]:
     """A cluster that serves, on a Ray of its own or that at host:port, launched on `host` with further environment
-    variables; interrupted at the end, unless it has ended."""
-    with launched(cache, model, *assignments, address=address, environment=environment, host=host) as starting:
+    variables; interrupted at the end, unless it has ended. `is_arranged`: the machine decides how the pools are."""
+    with launched(
+        cache, model, *assignments, address=address, environment=environment, host=host, is_arranged=is_arranged
+    ) as starting:
         yield ready(starting)
 
 
@@ -114,15 +117,12 @@ def launched(
     address: str = "",
     environment: Mapping[str, str] = NO_VARIABLES,
     host: Host = MACHINE,
+    is_arranged: bool = False,
 ) -> Iterator[ServedCluster]:
     """As `served`, from the command's first moment."""
-    settings = [
-        *(f"model.name={model}", "model.dtype=float32", "generate.num_threads=1"),
-        *(
-            "orchestrator.port=0",
-            "orchestrator.disaggregation=always",
-        ),  # a crowded machine must not decide who prefills
-    ]
+    settings = [f"model.name={model}", "model.dtype=float32", "orchestrator.port=0", "http.port=-1"]
+    if not is_arranged:  # a crowded machine must not decide who prefills
+        settings += ["generate.num_threads=1", "orchestrator.disaggregation=always"]
     options = [part for each in (*settings, *assignments) for part in ("--set", each)]
     if address:
         options += ["--address", address]

@@ -5,7 +5,7 @@ is "<i> "; the seed is drawn as 77 unless given; the stream goes on after what t
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,6 +74,8 @@ class ScriptedOrchestrator(orchestrator_pb2_grpc.OrchestratorServicer):
     """Keeps what it was asked; the n-th call suffers the n-th fault."""
 
     faults: Sequence[Fault] = ()
+    words: Sequence[tuple[int, str]] = ()
+    """Ids and texts of the output tokens, after which the answer ends by itself; empty: a function of the position."""
     requests: list[orchestrator_pb2.GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, str | bytes]] = field(default_factory=list)
     hanging: asyncio.Event = field(default_factory=asyncio.Event)
@@ -87,6 +89,10 @@ class ScriptedOrchestrator(orchestrator_pb2_grpc.OrchestratorServicer):
         if fault.before_started:
             await self._strike(fault)
         yield orchestrator_pb2.GenerateEvent(started=_started(request))
+        if self.words:
+            for event in self._told(request):
+                yield event
+            return
         first = len(request.outputs[0].token_ids) if request.outputs else 0
         indices = list(range(first, request.sampling.max_tokens))
         num_sent = first
@@ -102,6 +108,19 @@ class ScriptedOrchestrator(orchestrator_pb2_grpc.OrchestratorServicer):
         yield _finished(request)
         if fault.finish is not None and fault.error is not None:
             raise fault.error
+
+    def _told(self, request: orchestrator_pb2.GenerateRequest) -> Iterator[orchestrator_pb2.GenerateEvent]:
+        """The words, of each choice, as far as the request lets them come."""
+        told = self.words[: request.sampling.max_tokens]
+        is_whole = len(told) == len(self.words)
+        reason = generate_pb2.FINISH_REASON_STOP if is_whole else generate_pb2.FINISH_REASON_LENGTH
+        for choice in range(max(1, request.sampling.n)):
+            for index, (token_id, text) in enumerate(told):
+                logprob = -0.5 if request.sampling.HasField("logprobs") else None
+                yield _token(index, token_id=token_id, text=text, choice=choice, logprob=logprob)
+            yield _end(len(told), reason, "", choice)
+        usage = orchestrator_pb2.Usage(num_prompt_tokens=5, num_output_tokens=len(told), num_attempts=1)
+        yield orchestrator_pb2.GenerateEvent(finished=orchestrator_pb2.Finished(usage=usage))
 
     async def GetModel(self, request: orchestrator_pb2.GetModelRequest, context: Context) -> orchestrator_pb2.Model:
         """The scripted model."""
@@ -154,16 +173,26 @@ def _started(request: orchestrator_pb2.GenerateRequest) -> orchestrator_pb2.Star
     )
 
 
-def _token(index: int) -> orchestrator_pb2.GenerateEvent:
-    token = common_pb2.SampledToken(token_id=1000 + index)
+def _token(
+    index: int,
+    *,
+    token_id: int | None = None,
+    text: str | None = None,
+    choice: int = 0,
+    logprob: float | None = None,
+) -> orchestrator_pb2.GenerateEvent:
+    token = common_pb2.SampledToken(token_id=1000 + index if token_id is None else token_id, logprob=logprob)
+    text = f"{index} " if text is None else text
     return orchestrator_pb2.GenerateEvent(
-        token=generate_pb2.TokenEvent(index=index, token=token, text=f"{index} ", unix_ns=1)
+        token=generate_pb2.TokenEvent(index=index, token=token, text=text, unix_ns=1, choice=choice)
     )
 
 
-def _end(num_tokens: int, reason: generate_pb2.FinishReason.ValueType) -> orchestrator_pb2.GenerateEvent:
+def _end(
+    num_tokens: int, reason: generate_pb2.FinishReason.ValueType, text: str = TAIL, choice: int = 0
+) -> orchestrator_pb2.GenerateEvent:
     return orchestrator_pb2.GenerateEvent(
-        token=generate_pb2.TokenEvent(index=num_tokens, text=TAIL, unix_ns=4 * 10**9, finish=reason)
+        token=generate_pb2.TokenEvent(index=num_tokens, text=text, unix_ns=4 * 10**9, finish=reason, choice=choice)
     )
 
 

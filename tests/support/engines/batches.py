@@ -15,6 +15,7 @@ class PlainRow:
 
     num_cached: int
     num_known: int
+    num_output: int
 
 
 class Batch:
@@ -24,8 +25,8 @@ class Batch:
         self.rows: dict[SlotId, PlainRow] = {}
         self._batcher = batcher
 
-    def join(self, slot: SlotId, *, num_cached: int, num_known: int) -> None:
-        self.rows[slot] = PlainRow(num_cached, num_known)
+    def join(self, slot: SlotId, *, num_cached: int, num_known: int, num_output: int = 0) -> None:
+        self.rows[slot] = PlainRow(num_cached, num_known, num_output)
 
     def plan(self) -> StepPlan:
         return self._batcher.plan(self.rows)
@@ -39,6 +40,7 @@ class Batch:
             row.num_cached = span.tokens.end
             assert span.samples == (row.num_cached == row.num_known)
             row.num_known += span.samples
+            row.num_output += span.samples
         if took_s is not None:
             self._batcher.took(plan, took_s(plan))
         return plan

@@ -8,12 +8,11 @@ import os
 import signal
 import threading
 from dataclasses import dataclass, field
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from tests.support.engines.chains import KeepingOutlet
-from tests.support.engines.link_groups import HOST
+from tests.support.links.link_groups import HOST
 
 WAIT_S = 60.0
 NUM_LAYERS = 4
@@ -33,11 +32,12 @@ class Outcome:
 class Worker:
     """The parent's end: a process, and what it told."""
 
-    def __init__(self, watchdog_floor_s: float, device: str = "cpu") -> None:
-        """`device`: where the rank computes, by a name of `device_for_tests`."""
+    def __init__(self, watchdog_floor_s: float, device: str = "cpu", edges: str = "", gpu: int = 0) -> None:
+        """`device`: where the rank computes, by a name of `device_for_tests`. `edges`: what carries KV between devices,
+        gloo or nccl; empty: nothing. `gpu`: the only one that the rank sees."""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_main, args=(theirs, watchdog_floor_s, device), daemon=True)
+        self._process = context.Process(target=_main, args=(theirs, watchdog_floor_s, device, edges, gpu), daemon=True)
         self._process.start()
         theirs.close()
         self._told: list[tuple[Any, ...]] = []
@@ -104,7 +104,9 @@ class Worker:
             self._told.append(self._pipe.recv())
 
 
-def _main(pipe: Connection, watchdog_floor_s: float, device: str) -> None:
+def _main(pipe: Connection, watchdog_floor_s: float, device: str, edges: str, gpu: int) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
+
     import torch
 
     from baton.clock import SystemClock
@@ -115,7 +117,7 @@ def _main(pipe: Connection, watchdog_floor_s: float, device: str) -> None:
     torch.set_num_threads(1)
     decoder = random_decoder(num_layers=NUM_LAYERS, device=device_for_tests(device))
     engine = PrefillEngine(decoder, SystemClock(), watchdog_floor_s=watchdog_floor_s)
-    rank = _Rank(engine, pipe)
+    rank = _Rank(engine, pipe, edges)
     rank.tell("ready")
     try:
         while True:
@@ -129,9 +131,10 @@ def _main(pipe: Connection, watchdog_floor_s: float, device: str) -> None:
 class _Rank:
     """The worker's end; each method is a command."""
 
-    def __init__(self, engine: Any, pipe: Connection) -> None:
+    def __init__(self, engine: Any, pipe: Connection, edges: str) -> None:
         self._engine = engine
         self._pipe = pipe
+        self._edges = edges
         self._lock = threading.Lock()
         self._released = threading.Event()
 
@@ -141,10 +144,22 @@ class _Rank:
 
     def start_epoch(self, epoch: int, rank: int, num_ranks: int, port: int) -> None:
         from baton.ids import Epoch, Rank
-        from prefill_workers.torch_links import Meeting, connect_torch_links
+        from prefill_workers.edges import EdgeBackend, Meeting, backend_of
+        from prefill_workers.links import LinkHandler, Links
+        from prefill_workers.torch_links import connect_torch_links
+        from tests.support.links.device_edges import GlooBackend
 
         meeting = Meeting(Epoch(epoch), Rank(rank), num_ranks, f"{HOST}:{port}", HOST, WAIT_S)
-        self._engine.start_epoch(meeting.epoch, meeting.rank, num_ranks, partial(connect_torch_links, meeting))
+        backend: EdgeBackend | None = GlooBackend(f"device-{rank}") if self._edges == "gloo" else None
+        if self._edges == "nccl":
+            backend = backend_of(self._engine.decoder.device)
+
+        def connect(handler: LinkHandler) -> Links:
+            links = connect_torch_links(meeting, handler, backend)
+            assert links.on_device is bool(self._edges), "KV goes another way than the test says"
+            return links
+
+        self._engine.start_epoch(meeting.epoch, meeting.rank, num_ranks, connect)
         self.tell("started", epoch)
 
     def submit(self, fields: dict[str, Any], hold_layer: int | None) -> None:

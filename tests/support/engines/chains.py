@@ -26,8 +26,8 @@ from modeling.kv.buffers import TORCH_DTYPES, BufferSpan, KvBuffer, MakeBuffer
 from prefill_workers.device_room import DeviceRoom
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport
-from prefill_workers.links import ConnectLinks, LinkHandler, LinkHeader, Links, LinkStatus
-from tests.support.engines.link_groups import MakeConnect, in_process_connects
+from prefill_workers.links import ConnectLinks, LinkHandler, LinkHeader, Links, LinkStatus, Payload
+from tests.support.links.link_groups import MakeConnect, in_process_connects
 
 WAIT_S = 30.0
 
@@ -83,7 +83,11 @@ class CountingLinks:
         self._links = links
         self._sent = sent
 
-    def send(self, target: Rank, header: LinkHeader, payload: memoryview | None) -> None:
+    @property
+    def on_device(self) -> bool:
+        return self._links.on_device
+
+    def send(self, target: Rank, header: LinkHeader, payload: Payload | None) -> None:
         assert header.num_bytes == (0 if payload is None else payload.nbytes)
         self._sent.append(header)
         self._links.send(target, header, payload)

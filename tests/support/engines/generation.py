@@ -1,6 +1,7 @@
 """Generation engines for tests: poisoned slots, collected events, KV pushed from a forward of its own, a reference."""
 
 import asyncio
+import concurrent.futures
 import dataclasses
 import itertools
 import math
@@ -20,6 +21,7 @@ from generate_workers.config import CHOOSING_DRAFTS, AcceptanceName, EngineConfi
 from generate_workers.engine.batcher import Batcher
 from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.decode_first import DecodeFirst
+from generate_workers.engine.device_steps import make_device_steps
 from generate_workers.engine.rows import GenerationRequest, Ticket
 from generate_workers.engine.speculation import Speculation
 from generate_workers.prefixes.answer_saving import AnswerSaver
@@ -126,6 +128,8 @@ class Harness:
         request = GenerationRequest(name, tuple(prompt_ids), tuple(output_ids), params, ref)
         ticket = self.engine.submit(request, collector)
         self.streams.append(collector)
+        if params.structured_output is not None:
+            concurrent.futures.wait([made.masks for made in self.engine._book.streams() if made.masks is not None])
         return ticket, collector
 
     def run(self, *collectors: Collector, max_steps: int = 2000) -> None:
@@ -188,18 +192,17 @@ def harness(
     cost: WorkCost | None = None,
     draft_model: Decoder | None = None,
     speculator: Callable[[SlotTable, Speculation | None], Speculation] | None = None,
+    step_graphs: bool = True,
 ) -> Iterator[Harness]:
     """An engine; in the end each stream had its one terminal event, and nothing is held. `speculator` makes the
     speculation, of its slots and of what it would have."""
     decoder, clock = decoder or eos_decoder(), clock or ManualClock(start_s=100.0)
     drafting = (draft_model or small_decoder()) if speculation == "model" else None
-    drafts = None if speculation in ("off", "ngram", "model") else DraftKeys.of(draft_keys, MOST_DRAFTS)
-    lengths, choosing = (num_slots, max_slot_tokens), speculation in CHOOSING_DRAFTS
-    shape = KvShape(decoder.layout, decoder.config.windows, *lengths, drafts, choosing)
+    lengths = num_slots, max_slot_tokens
+    shape = _shape(decoder, lengths, speculation, draft_keys)
     policy = _with_partial_keys(policy, speculation, decoder)
     residency = make_residency(shape, policy, copy, poison=poison, device=decoder.device)
-    memory = KvMemory(residency, shape, limits, growth_tokens)
-    slots = SlotTable(memory, clock, endpoint="127.0.0.1:1")
+    slots = SlotTable(KvMemory(residency, shape, limits, growth_tokens), clock, endpoint="127.0.0.1:1")
     config = EngineConfig(
         *(*lengths, max_prefill_tokens_per_step, max_waiting),
         max_step_stretch=max_step_stretch,
@@ -208,6 +211,7 @@ def harness(
         draft_keys=draft_keys,
         acceptance=acceptance,
         draft_model="another" if drafting else "",
+        step_graphs=step_graphs,
     )
     saver = AnswerSaver(slots, store) if store is not None else None
     own: Speculation | None = make_speculation(decoder, slots, config, clock, cost, draft_model=drafting)
@@ -216,15 +220,20 @@ def harness(
         batcher=batcher or DecodeFirst.of(config, decoder.config),
         speculation=own if speculator is None else speculator(slots, own),
         reclaim=None if saver is None else saver.give_up,
+        decode_steps=make_device_steps(decoder, residency, config, clock),
     )
-    made = Harness(decoder, slots, engine, clock, saver)
     try:
         with ends_empty(slots):
-            yield made
+            yield (made := Harness(decoder, slots, engine, clock, saver))
         check_streams(made.streams)
     finally:
         _end(engine, saver, decoder)
     _check_ended(engine)
+
+
+def _shape(decoder: Decoder, lengths: tuple[int, int], speculation: SpeculationName, draft_keys: int) -> KvShape:
+    drafts = None if speculation in ("off", "ngram", "model") else DraftKeys.of(draft_keys, MOST_DRAFTS)
+    return KvShape(decoder.layout, decoder.config.windows, *lengths, drafts, speculation in CHOOSING_DRAFTS)
 
 
 def _end(engine: GenerationEngine, saver: AnswerSaver | None, decoder: Decoder) -> None:

@@ -13,7 +13,7 @@ from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job
 from prefill_workers.links import LinkHeader, Links, LinkStatus
 from tests.support.engines.chains import WAIT_S, cached_prefix
-from tests.support.engines.link_groups import Recorder, in_process_connects
+from tests.support.links.link_groups import Recorder, in_process_connects
 
 IDS = (5, 6, 7, 8, 9, 10)
 CHUNKS = (TokenRange(0, 2), TokenRange(2, 5), TokenRange(5, 6))

@@ -74,7 +74,7 @@ class Bench:
         buffer, _ = prefilled(self.decoder, ids)
         row = self.residency.open(SlotId(slot), len(ids), len(ids) + self.room)
         for layer in range(self.decoder.layout.num_layers):
-            row.write(layer, buffer.tokens, buffer.export(layer, buffer.tokens))
+            row.write(layer, buffer.tokens, buffer.export(layer, buffer.tokens)).result()
         self.lengths[slot] = len(ids)
 
     @torch.inference_mode()

@@ -106,14 +106,16 @@ def push_zeros(slots: SlotTable, ref: LeaseRef, num_tokens: int) -> None:
     data = memoryview(bytes(num_tokens * slots.layout.row_bytes))
     with slots.open_push(ref) as target:
         for layer in range(slots.layout.num_layers):
-            target.write(layer, TokenRange(0, num_tokens), data)
+            target.copy_in(layer, TokenRange(0, num_tokens), data)
+        target.drain()
 
 
 def push_buffer(slots: SlotTable, ref: LeaseRef, buffer: KvBuffer, tokens: TokenRange) -> None:
     """Writes `tokens` of another buffer into a lease."""
     with slots.open_push(ref) as target:
         for layer in range(slots.layout.num_layers):
-            target.write(layer, tokens, buffer.export(layer, tokens))
+            target.copy_in(layer, tokens, buffer.export(layer, tokens))
+        target.drain()
 
 
 class Standing(Enum):

@@ -12,7 +12,8 @@ import torch
 from baton.sampling_params import SamplingParams
 from baton.types import TokenRange
 from modeling.forward.decoder import Decoder
-from modeling.forward.sampling import SamplerState, gumbel_noise, noise_key, sample
+from modeling.forward.drawing import gumbel_noise, noise_key
+from modeling.forward.sampling import SamplerState, sample
 from modeling.kv.buffers import BufferSpan, KvBuffer
 
 MARGIN = 1e-3

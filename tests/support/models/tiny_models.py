@@ -4,6 +4,7 @@
 are random but scaled so that attention is not flat and logits spread over several units; all are deterministic.
 """
 
+import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -44,6 +45,25 @@ _SHAPES: dict[str, dict[str, Any]] = {
     **{model_type: {**_SHAPE, **_LLAMA} for model_type in ("llama", "mistral", "qwen2", "qwen3")},
     "opt": {**_SHAPE, "ffn_dim": 96},
     "falcon": {**_SHAPE, "ffn_hidden_size": 96},
+    "qwen3_moe": {
+        **_SHAPE,
+        **_LLAMA,
+        "head_dim": 32,
+        "moe_intermediate_size": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
+    "phi3": {**_SHAPE, **_LLAMA},
+    "gemma3_text": {
+        **_SHAPE,
+        **_LLAMA,
+        "tie_word_embeddings": True,
+        "head_dim": 32,
+        "num_hidden_layers": 4,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": WINDOW,
+    },
 }
 """By model type."""
 _LLAMA3_ROPE = {
@@ -55,6 +75,21 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 _YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+_LONG_FACTORS = [1.5 + 0.5 * pair for pair in range(8)]
+_SHORT_FACTORS = [1.0 + 0.1 * pair for pair in range(8)]
+_LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 32,
+    "short_factor": _SHORT_FACTORS,
+    "long_factor": _LONG_FACTORS,
+}
+_PARTIAL_ROPE = {
+    **_LONG_ROPE,
+    "partial_rotary_factor": 0.75,
+    "short_factor": _SHORT_FACTORS[:6],
+    "long_factor": _LONG_FACTORS[:6],
+}
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -94,6 +129,33 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "falcon_rw_rotary": ("falcon", {"multi_query": False, "parallel_attn": False, "bias": True, "alibi": False}),
+    "phi3": ("phi3", {"num_key_value_heads": 4}),
+    "phi3_window": ("phi3", {"sliding_window": WINDOW}),
+    "phi3_long": ("phi3", {"rope_parameters": _LONG_ROPE, "original_max_position_embeddings": 32}),
+    "phi4_mini": (
+        "phi3",
+        {
+            "rope_parameters": _PARTIAL_ROPE,
+            "original_max_position_embeddings": 32,
+            "tie_word_embeddings": True,
+            "sliding_window": 1024,
+        },
+    ),
+    "gemma3": ("gemma3_text", {"sliding_window_pattern": 2}),
+    "gemma3_scaled": (
+        "gemma3_text",
+        {
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 1,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe_sums": ("qwen3_moe", {"norm_topk_prob": False, "num_experts_per_tok": 3, "attention_bias": True}),
 }
 _SHARD_SIZE = {"llama_sharded": "100KB"}
 
@@ -108,8 +170,7 @@ def build_tiny(name: str, folder: Path) -> "PreTrainedModel":
     from_config: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config
 
     model_type, changes = _FAMILIES[name]
-    # a deep copy of the RoPE dictionary: transformers writes defaults into what it is given
-    changes = {key: dict(value) if isinstance(value, dict) else value for key, value in changes.items()}
+    changes = copy.deepcopy(changes)  # transformers writes defaults into what it is given
     config = AutoConfig.for_model(model_type, **{**_SHAPES[model_type], **changes})
     model = from_config(config, attn_implementation="eager", dtype=torch.float32)
     torch.nn.Module.eval(model)

@@ -10,7 +10,8 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Core
 
-from tests.support.models.tokenizers import write_folder
+from tests.support.models.tokenizers import CHAT_TEMPLATE, write_folder
+from text.grammars import Grammars
 from text.tokenizer import Tokenizer
 
 NUM_LETTERS = 95
@@ -34,9 +35,16 @@ def write_letters(folder: Path) -> Path:
     vocab = {chr(32 + index): index for index in range(NUM_LETTERS)} | {"<s>": BOS_ID, "</s>": EOS_ID}
     core = Core(models.WordLevel(vocab=vocab, unk_token="<s>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    core.decoder = decoders.Fuse()
+    core.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])  # as grammars know decoders
     core.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
     return write_folder(folder, core)
+
+
+def chat_letters(folder: Path) -> Tokenizer:
+    """The tokenizer with a chat template, loaded from files that are written into the folder."""
+    write_letters(folder)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return Tokenizer.load(folder)
 
 
 @cache
@@ -44,3 +52,8 @@ def letter_tokenizer() -> Tokenizer:
     """The tokenizer, loaded as from any model's folder."""
     with tempfile.TemporaryDirectory() as folder:
         return Tokenizer.load(write_letters(Path(folder)))
+
+
+def letter_grammars() -> Grammars:
+    """Grammars over the tokenizer; to be closed."""
+    return Grammars(letter_tokenizer().to_json, (EOS_ID,))

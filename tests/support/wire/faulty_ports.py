@@ -11,7 +11,7 @@ from deploy.chaos.faults import Fault, FaultPlan
 from modeling.forward.decoder import Decoder
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport, KvOutlet
-from prefill_workers.links import ConnectLinks, LinkHandler, LinkHeader, Links
+from prefill_workers.links import ConnectLinks, LinkHandler, LinkHeader, Links, Payload
 
 SLOW_S = 0.05
 """A slow call's delay, at most."""
@@ -27,7 +27,11 @@ class FaultyLinks:
         self._pause = threading.Event()
         self._silent = False
 
-    def send(self, target: Rank, header: LinkHeader, payload: memoryview | None) -> None:
+    @property
+    def on_device(self) -> bool:
+        return self._inner.on_device
+
+    def send(self, target: Rank, header: LinkHeader, payload: Payload | None) -> None:
         strike = self._plan.next("link", (Fault.SLOW, Fault.REFUSE, Fault.DROP))
         if strike is not None and strike.fault is Fault.SLOW:
             self._pause.wait(strike.amount * SLOW_S)

@@ -219,8 +219,11 @@ class MemoryWriter:
         self._sink = sink
         self._ref = ref
 
-    def write(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:
+    async def write(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:
         return self._sink._write(self._ref, layer, tokens, data)
+
+    async def settle(self) -> None:
+        """Nothing is on its way."""
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

@@ -11,16 +11,18 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+from openai import OpenAI
 
 from baton import Client
+from baton.calls.resume import Reconnect
+from baton.calls.streams import Stream
 from baton.errors import BatonError, DeadlineExceededError, ResourceExhaustedError
 from baton.results import Completion
-from baton.resume import Reconnect
 from baton.sampling_params import SamplingParams
-from baton.streams import Stream
 from baton.v1.planning_pb2 import GetStepTimesRequest
 from baton.v1.planning_pb2_grpc import PlanningStub
 from deploy.commands.keyed_channel import keyed
@@ -55,7 +57,7 @@ SETTINGS = (
     *(f"generate.num_slots={NUM_SLOTS}", f"orchestrator.max_queued_requests={NUM_QUEUED}"),
     *(f"orchestrator.cores=[{CORE}]", "orchestrator.lease_ttl_s=15"),
     *("supervision.heartbeat_s=0.5", "supervision.dead_after_s=3"),
-    *("generate.speculation=auto", "generate.draft_tokens=2"),
+    *("generate.speculation=auto", "generate.draft_tokens=2", "http.port=0"),
 )
 Answers = dict[tuple[int, ...], tuple[list[int], str]]
 """By prompt: tokens and text."""
@@ -217,6 +219,33 @@ def _is_drained(client: Client) -> bool:
     except BatonError:
         return False  # no orchestrator yet
     return [group.name for group in groups if group.is_drained] == ["prefill-0"]
+
+
+def test_openais_api_is_served_and_comes_back_when_its_process_ends(cluster: ServedCluster, client: Client) -> None:
+    until(lambda: "OpenAI's API over HTTP: " in cluster.stderr)
+    found = re.search(r"OpenAI's API over HTTP: (\S+)/v1", cluster.stderr)
+    assert found and f"OpenAI's API on {found[1]}/v1" in cluster.command("status").stdout
+    with OpenAI(base_url=f"{found[1]}/v1", api_key="any", max_retries=0, timeout=60) as openai:
+        (model,) = openai.models.list()
+        asked: dict[str, Any] = {"model": model.id, "prompt": "Once upon", "max_tokens": 8, "temperature": 0}
+        expected = client.generate("Once upon", max_tokens=8).collect().text
+        assert openai.completions.create(**asked).choices[0].text == expected
+        answer = openai.responses.create(model=model.id, input="Why is the sky blue?", max_output_tokens=4)
+        assert answer.status == "incomplete" and answer.usage is not None and answer.usage.output_tokens == 4
+        again = openai.responses.create(
+            model=model.id, input="Why?", previous_response_id=answer.id, max_output_tokens=4
+        )
+        assert again.usage is not None and again.usage.input_tokens > answer.usage.input_tokens
+        os.kill(_http_process(cluster), signal.SIGKILL)
+        until(lambda: "the HTTP gateway has ended (status -9)" in cluster.stderr)
+        assert openai.completions.create(**asked).choices[0].text == expected  # the launcher keeps the address
+    until_settled(cluster, client)
+
+
+def _http_process(cluster: ServedCluster) -> int:
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(cluster.process.pid)}
+    (found,) = (pid for pid, command in commands.items() if b"deploy.front_doors.http_process" in command)
+    return found
 
 
 def test_a_busy_cluster_is_not_calibrated(cluster: ServedCluster, client: Client, smollm2: Path) -> None:

@@ -83,7 +83,10 @@ def _until_sound(cluster: ServedCluster, client: Client) -> None:
 
 @pytest.mark.parametrize(
     "num_flips",
-    [pytest.param(10, marks=pytest.mark.ci), pytest.param(100, marks=[pytest.mark.soak, pytest.mark.timeout(900)])],
+    [
+        pytest.param(10, marks=[pytest.mark.ci, pytest.mark.timeout(400)]),
+        pytest.param(100, marks=[pytest.mark.soak, pytest.mark.timeout(2400)]),
+    ],
 )
 def test_roles_change_under_streams_and_processes_stay(
     cluster: ServedCluster, client: Client, smollm2: Path, num_flips: int

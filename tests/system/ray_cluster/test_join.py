@@ -79,7 +79,7 @@ def test_a_cluster_waits_for_the_nodes_of_its_pools_and_runs_on_them(smollm2: Pa
 
 
 def test_groups_that_no_node_can_hold_are_refused_at_once(head: RayHead, smollm2: Path, tmp_path: Path) -> None:
-    settings = (f"model.name={smollm2}", "orchestrator.port=0", "prefill.num_ranks=3")
+    settings = (f"model.name={smollm2}", "orchestrator.port=0", "http.port=-1", "prefill.num_ranks=3")
     options = ("--address", head.address, *(part for each in settings for part in ("--set", each)))
     began_s = time.monotonic()
     refused = run_baton(tmp_path, "serve", *options, environment=variables(head))

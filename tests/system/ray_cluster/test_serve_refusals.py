@@ -21,7 +21,8 @@ def taken_port() -> Iterator[int]:
 
 def _refusal(cache: Path, *assignments: str) -> str:
     """The one line that it gives as its reason."""
-    refused = run_baton(cache, "serve", *(part for each in assignments for part in ("--set", each)))
+    settings = ("http.port=-1", *assignments)  # another test may have port 8000
+    refused = run_baton(cache, "serve", *(part for each in settings for part in ("--set", each)))
     assert refused.returncode in (1, 2)
     assert not refused.stdout
     assert not list(cache.rglob("*.json"))  # no cluster is recorded, so none is left
@@ -55,3 +56,9 @@ def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
 def test_a_port_in_use_is_refused(smollm2: Path, tmp_path: Path, taken_port: int) -> None:
     text = f"baton: port: 127.0.0.1:{taken_port} cannot be listened on (Address already in use): set orchestrator.host"
     assert _refusal(tmp_path, f"model.name={smollm2}", f"orchestrator.port={taken_port}").startswith(text)
+
+
+def test_the_port_of_http_in_use_is_refused(smollm2: Path, tmp_path: Path, taken_port: int) -> None:
+    text = f"baton: port: 127.0.0.1:{taken_port} cannot be listened on (Address already in use): set http.host and"
+    settings = (f"model.name={smollm2}", "orchestrator.port=0", f"http.port={taken_port}")
+    assert _refusal(tmp_path, *settings).startswith(text)

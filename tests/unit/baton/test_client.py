@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import TracerProvider
 
 from baton import AsyncClient, Client, Completion, Reconnect, __version__
 from baton.cluster_state import ClusterState, GenerationStatus, GroupState, PrefillStatus
@@ -104,6 +105,15 @@ async def test_sampling_and_metadata_are_sent(ask: Ask) -> None:
     assert (list(sent.sampling.stop), sent.seeded, sent.model) == (["\n"], True, "scripted")
     assert sent.request_id and not sent.deadline_ms
     assert service.metadata[0]["tenant"] == "a"
+
+
+async def test_a_caller_that_traces_sends_its_span(ask: Ask) -> None:
+    with TracerProvider().get_tracer("test").start_as_current_span("caller") as span:
+        context = span.get_span_context()
+        _, service = await scripted(ask)
+    _, untraced = await scripted(ask)
+    assert str(service.metadata[0]["traceparent"]).startswith(f"00-{context.trace_id:032x}-{context.span_id:016x}-")
+    assert "traceparent" not in untraced.metadata[0]
 
 
 async def test_priority_is_sent(ask: Ask) -> None:

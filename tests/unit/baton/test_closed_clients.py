@@ -9,10 +9,10 @@ import grpc
 import pytest
 
 from baton import AsyncClient, AsyncStream, Client, Reconnect, Stream
+from baton.calls.requests import Source, make_request
+from baton.calls.resume import Server, StreamState
 from baton.clock import SystemClock
 from baton.errors import RequestCancelledError
-from baton.requests import Source, make_request
-from baton.resume import Server, StreamState
 from baton.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 from tests.support.clusters.scripted_orchestrator import MODEL, Context, Fault, ScriptedOrchestrator, serving
 from tests.support.eventually import eventually

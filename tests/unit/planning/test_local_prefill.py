@@ -19,6 +19,11 @@ def test_each_chunk_waits_for_a_step_and_the_first_for_half_of_one_more() -> Non
     assert HALF_AS_LONG.steps_s(0.2, 200, 0.1) == pytest.approx(4.5 * 0.1)
 
 
+def test_a_step_may_take_some_seconds_whatever_decoding_takes() -> None:
+    # 1 ms a token: beside steps of 100 ms, chunks of 100
+    assert LocalPrefill(1.0, 1.5, 256, mixed_step_s=0.2).steps_s(0.2, 200, 0.1) == pytest.approx(2.5 * 0.1)
+
+
 def test_chunks_are_no_longer_than_configured_and_no_shorter_than_a_few_tokens() -> None:
     assert HALF_AS_LONG.steps_s(0.512, 512, 10.0) == pytest.approx(2.5 * 10.0)
     assert HALF_AS_LONG.steps_s(0.160, 160, 0.001) == pytest.approx(10.5 * 0.001)

@@ -47,6 +47,45 @@ def test_long_jobs_count_for_more_than_short_ones() -> None:
     assert paced(*jobs).factor == pytest.approx(2.5)
 
 
+def test_short_jobs_tell_what_each_takes_besides() -> None:
+    pace = paced((10, 1, 0.35), (20, 2, 0.24), (1000, 3, 2.0))
+    assert (pace.factor, pace.fixed_s) == pytest.approx((2, 0.2))
+    assert paced((1000, 1, 2.0)).fixed_s == 0.0
+    assert paced((10, 1, 0.01), (1000, 3, 2.0)).fixed_s == 0.0  # faster than the longer one
+
+
+def test_nominal_rates_are_believed_until_a_job_is_longer_or_many_have_come() -> None:
+    pace = Pace(believed_s=0.5)
+    assert (len(pace), pace.factor, pace.fixed_s) == (0, 1.0, 0.0)
+    pace.note(0.4, 0.1)
+    assert (len(pace), pace.factor, pace.fixed_s) == pytest.approx((1, 1.0, 0.3))
+    pace.note(1.2, 0.6)
+    assert (len(pace), pace.factor, pace.fixed_s) == pytest.approx((2, 2.0, 0.2))
+    many = Pace(believed_s=0.5)
+    for _ in range(16):
+        many.note(0.4, 0.1)
+    assert (many.factor, many.fixed_s) == pytest.approx((4.0, 0.0))
+
+
+def test_a_short_job_that_was_faster_than_predicted_is_believed_at_once() -> None:
+    pace = Pace(believed_s=0.5)
+    pace.note(0.05, 0.1)
+    assert (pace.factor, pace.fixed_s) == pytest.approx((0.5, 0.0))
+
+
+def test_what_is_passed_over_is_forgotten_and_what_is_supposed_stays() -> None:
+    pace = Pace(believed_s=0.5)
+    pace.note(30.0, 1.0)
+    for _ in range(64):
+        assert pace.factor == pytest.approx(30.0)
+        pace.pass_over()
+    assert (len(pace), pace.factor) == (0, 1.0)
+    for _ in range(64):
+        pace.pass_over()
+    pace.note(0.4, 0.1)
+    assert (len(pace), pace.factor) == (1, 1.0)
+
+
 def test_what_was_long_ago_is_forgotten() -> None:
     jobs = [(100, float(at), 0.1 if at <= 50 else 0.4) for at in range(1, 67)]
     assert paced(*jobs).factor == pytest.approx(4)

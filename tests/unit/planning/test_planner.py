@@ -151,13 +151,13 @@ def test_nominal_costs_are_scaled_by_what_jobs_took_and_chunks_stay() -> None:
     planner = ChainPlanner(over(Link(1e-3, 1e8)), max_ranks=2, max_tokens=2048)
     chunks = [planner.chunks(behind(cached, 1000), 2) for cached in (0, 500)]
     before = [planner.ttft_s(each) for each in chunks], planner.rank_s(chunks[0]), planner.layer_s(chunks[0])
-    planner.observe("chain", done(planner, 700, slower=3.0))
+    planner.observe("chain", done(planner, 2800, slower=3.0))
     assert [planner.chunks(behind(cached, 1000), 2) for cached in (0, 500)] == chunks
     after = [planner.ttft_s(each) for each in chunks], planner.rank_s(chunks[0]), planner.layer_s(chunks[0])
     assert after[0] == pytest.approx([3 * each for each in before[0]], rel=1e-3)
     assert after[1] == pytest.approx(tuple(3 * each for each in before[1]), rel=1e-3)
     assert after[2] == pytest.approx(3 * before[2], rel=1e-3)
-    planner.observe("chain", done(planner, 700, slower=3.0, at_s=100.0))
+    planner.observe("chain", done(planner, 2800, slower=3.0, at_s=100.0))
     assert planner.ttft_s(chunks[0]) == pytest.approx(after[0][0])  # nominal costs are compared with, not scaled ones
 
 
@@ -166,12 +166,22 @@ def test_another_calibration_is_scaled_by_later_jobs_alone_and_a_measured_one_ne
     planner.observe("chain", done(planner, 400, slower=3.0))
     planner.adopt(planner.search(ASSUMED))
     assert planner.cost == ASSUMED.cost
-    planner.observe("chain", done(planner, 100, slower=2.0))
+    planner.observe("chain", done(planner, 2800, slower=2.0))
     assert planner.cost.linear_s == pytest.approx(2 * ASSUMED.cost.linear_s, rel=1e-3)
     measured = dataclasses.replace(ASSUMED, prefill_points=((1.0, 1.0),))
     planner.adopt(planner.search(measured))
     planner.observe("chain", done(planner, 400, slower=3.0))
     assert planner.cost == ASSUMED.cost
+
+
+def test_what_a_short_job_took_besides_is_a_part_of_every_job() -> None:
+    planner = ChainPlanner(ASSUMED, max_ranks=2, max_tokens=512)
+    short, long = (planner.chunks(TokenRange(0, num_tokens), 1) for num_tokens in (40, 2800))
+    planner.observe("chain", done(planner, 2800, slower=1.5))
+    before = [planner.ttft_s(each) for each in (short, long)]
+    job = done(planner, 40, slower=1.5, at_s=100.0)
+    planner.observe("chain", [dataclasses.replace(rank, end_ns=rank.end_ns + 300_000_000) for rank in job])
+    assert [planner.ttft_s(each) for each in (short, long)] == pytest.approx([each + 0.3 for each in before], rel=1e-3)
 
 
 def test_what_was_searched_counts_when_it_is_adopted() -> None:
@@ -243,9 +253,9 @@ def local_planner() -> ChainPlanner:
 
 
 def test_what_a_local_prefill_took_is_corrected_once() -> None:
-    planner, tokens = local_planner(), TokenRange(0, 400)
+    planner, tokens = local_planner(), TokenRange(0, 2800)
     nominal_s = sum(planner.rank_s((tokens,)))
-    planner.observe("chain", done(planner, 400, slower=3.0))
+    planner.observe("chain", done(planner, 2800, slower=3.0))
     assert planner.local_s(tokens, 0, 0) == pytest.approx((3 * nominal_s, 0.0))  # nothing else is known yet
     planner.observe_local(observed_s=3 * nominal_s, predicted_s=nominal_s)
     assert planner.local_s(tokens, 0, 0) == pytest.approx((3 * nominal_s, 0.0))

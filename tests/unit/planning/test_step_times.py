@@ -107,6 +107,17 @@ def test_what_is_assumed_reads_weights_and_kv_once() -> None:
     assert pairs == pytest.approx(16_000 * SHAPE.num_layers * SHAPE.pair_flops / rates.pair_flops)
 
 
+def test_a_mixture_reads_more_experts_with_more_tokens() -> None:
+    """What is assumed of a step lies within a fifth of what it reads, for as many tokens as it is made for."""
+    shape = dataclasses.replace(SHAPE, ffn=SHAPE.ffn // 4, num_experts=64, num_active_experts=4)
+    rates = dataclasses.replace(cpu_rank(2, SHAPE.dtype_bytes), linear_flops=1e18)
+    cost = nominal_steps("mixture", "cpu", shape, rates).cost
+    assert cost.step_s == pytest.approx(2 * shape.step_weights / rates.memory_bandwidth)
+    for num_tokens in (1, 4, 8, 16):
+        read_s = 2 * shape.read_weights(num_tokens) / rates.memory_bandwidth
+        assert cost.step_s + (num_tokens - 1) * cost.token_s == pytest.approx(read_s, rel=0.2)
+
+
 def test_rounds_of_drafts_tell_what_pairs_cost() -> None:
     """Without any, pairs cost what was assumed; with some, the table tells it too, and predicts them."""
     plain, residual = true_table()

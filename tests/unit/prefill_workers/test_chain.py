@@ -31,7 +31,7 @@ from tests.support.engines.chains import (
     reference_token,
     until,
 )
-from tests.support.engines.link_groups import MakeConnect, in_process_connects, torch_connects
+from tests.support.links.link_groups import MakeConnect, in_process_connects, torch_connects
 from tests.support.models.tiny_models import random_decoder
 
 HEADS = {"mha": 4, "gqa": 2, "mqa": 1}

@@ -26,7 +26,7 @@ from tests.support.engines.chains import (
     until,
 )
 from tests.support.engines.devices import PoisonedDevice, on_emulated
-from tests.support.engines.link_groups import MakeConnect, in_process_connects, torch_connects
+from tests.support.links.link_groups import MakeConnect, edge_connects, in_process_connects, torch_connects
 from tests.support.models.tiny_models import random_decoder
 
 
@@ -49,7 +49,7 @@ def assert_equal(cpu: Decoder, run: Run) -> None:
     assert run.first_token() == reference_token(cpu, run.job)
 
 
-@pytest.mark.parametrize("connects", [in_process_connects, torch_connects])
+@pytest.mark.parametrize("connects", [in_process_connects, torch_connects, edge_connects])
 @pytest.mark.parametrize("prefix_tokens", [0, 16])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_kv_and_first_token_are_those_of_the_cpu(num_ranks: int, prefix_tokens: int, connects: MakeConnect) -> None:
@@ -96,6 +96,25 @@ def test_jobs_that_do_not_fit_on_the_device_are_refused_and_the_limit_holds() ->
         assert device.memory_use.num_bytes == 0, "room is given back before memory is free"
         assert_equal(cpu, run_chain(group, 3, 0))
     assert 0 < device.memory_use.peak_bytes <= 2 * layer
+
+
+def test_where_kv_goes_between_devices_all_layers_are_promised_and_freed() -> None:
+    cpu, num_layers = random_decoder(num_layers=3, num_kv_heads=4), 3
+    layer = sum(-(-num * cpu.layout.row_bytes // PAGE_BYTES) * PAGE_BYTES for num in (20, 40))
+    device = EmulatedDevice()
+    decoder, limit = on_emulated(cpu, device), num_layers * layer
+    ids, chunks = random_tokens(random.Random(1), 60, cpu), [TokenRange(0, 20), TokenRange(20, 60)]
+    tight, refusal = DeviceRoom(cpu.layout, limit - 1), f"3 layers of 60 tokens take {limit} bytes, and"
+    with (
+        ChainGroup(decoder, 2, connects=edge_connects, room=tight) as group,
+        pytest.raises(InvalidArgumentError, match=refusal),
+    ):
+        group.submit(group.prepare(ids, chunks), order=[1])
+    room = DeviceRoom(cpu.layout, 2 * limit)  # of both ranks, which share it here
+    with ChainGroup(decoder, 2, connects=edge_connects, room=room) as group:
+        assert_equal(cpu, group.submit(group.prepare(ids, chunks)))
+        until(lambda: device.memory_use.num_bytes == 0)
+    assert 0 < device.memory_use.peak_bytes <= 2 * limit
 
 
 def test_weights_that_exceed_the_limit_are_refused_and_the_cpu_has_none() -> None:

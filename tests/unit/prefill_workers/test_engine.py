@@ -31,7 +31,7 @@ from tests.support.engines.chains import (
     random_run,
     submit_shuffled,
 )
-from tests.support.engines.link_groups import in_process_connects, torch_connects
+from tests.support.links.link_groups import in_process_connects, torch_connects
 from tests.support.models.tiny_models import random_decoder
 
 

@@ -27,7 +27,7 @@ from tests.support.engines.chains import (
     submit_shuffled,
     until,
 )
-from tests.support.engines.link_groups import MakeConnect, in_process_connects, torch_connects
+from tests.support.links.link_groups import MakeConnect, in_process_connects, torch_connects
 from tests.support.models.tiny_models import random_decoder
 
 

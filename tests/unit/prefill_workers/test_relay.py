@@ -13,13 +13,13 @@ from baton.types import KvLayout, TokenRange
 from modeling.kv.buffers import KvBuffer, LayerBuffers, byte_view
 from prefill_workers import relay as relay_module
 from prefill_workers.job import Job
-from prefill_workers.links import LinkHeader, LinkStatus
+from prefill_workers.links import LinkHeader, LinkStatus, Payload
 from prefill_workers.relay import Relay
 from tests.support.manual_clock import ManualClock
 
 LAYOUT = KvLayout("model", 2, 1, 2, "float32")
 CHUNKS = (TokenRange(3, 5), TokenRange(5, 6), TokenRange(6, 9))
-Sent = list[tuple[Rank, LinkHeader, memoryview | None]]
+Sent = list[tuple[Rank, LinkHeader, Payload | None]]
 
 
 class Place:
@@ -67,6 +67,7 @@ class Place:
         """A whole message from the rank in front."""
         assert self.relay.source is not None
         place = self.relay.place(self.relay.source, self.header(layer, tokens))
+        assert isinstance(place, memoryview)
         place[:] = fill * place.nbytes
         self.relay.received(self.header(layer, tokens))
 

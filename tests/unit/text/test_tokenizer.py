@@ -133,7 +133,7 @@ def test_a_broken_template_is_the_models_error(tmp_path: Path) -> None:
         ([{"role": "user"}], r"messages\[0\].content is None: use a string"),
         ([{"role": "user", "content": "a"}, {"role": 7, "content": "b"}], r"messages\[1\].role is 7: use a string"),
         ([{"role": "", "content": "a"}], r"messages\[0\].role is empty"),
-        ([{"role": "user", "content": "a", "name": "b"}], r"messages\[0\].name is unknown"),
+        ([{"role": "user", "content": "a", "names": "b"}], r"messages\[0\].names is unknown"),
         ([{"role": "user", "content": "\udc00"}], "messages: not Unicode text"),
     ],
 )

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modeling.kernels.triton import append, decode, prefill
+from modeling.kernels.triton import append, copies, decode, prefill
 from modeling.kernels.triton.append import append_kv
+from modeling.kernels.triton.copies import copy_heads, copy_rows
 from modeling.kernels.triton.decode import SeenKeys, decode_attention
 from modeling.kernels.triton.prefill import Visibility, prefill_attention
 from modeling.kernels.triton.rows import StepRows
@@ -53,7 +54,7 @@ def compiled(dtype: torch.dtype, head_dim: int, group: int, most_queries: int) -
     launch = JITFunction.run
     driver.set_active(AbsentGpu())
     JITFunction.run = functools.partialmethod(_compile, launch, found)
-    for module in (append, decode, prefill):
+    for module in (append, copies, decode, prefill):
         module.on = lambda device, kernel: nullcontext()  # type: ignore[attr-defined]
     _call_all(dtype, head_dim, group, most_queries)
     JITFunction.run = launch
@@ -77,6 +78,10 @@ def _call_all(dtype: torch.dtype, head_dim: int, group: int, most_queries: int) 
     decode_attention(q_TNH[: num_rows * most_queries], pages_PS2GH, rows, seen)
     prefill_attention(q_TNH, kv_S2GH[:, 0], kv_S2GH[:, 1], Visibility(window=100))
     append_kv(kv_S2GH[:num_rows, 0], kv_S2GH[:num_rows, 1], pages_PS2GH, rows)
+    home_B, there_B = torch.zeros(2, num_rows, dtype=torch.int64)
+    head_bytes = head_dim * dtype.itemsize
+    copy_heads(home_B, there_B, _whole(num_rows, num_kv_heads, 200, 2), _whole(num_rows, num_kv_heads), head_bytes)
+    copy_rows(home_B, there_B, 2 * num_kv_heads * head_bytes)
 
 
 def refusal_on_cpu() -> str:

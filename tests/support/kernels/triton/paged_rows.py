@@ -5,8 +5,8 @@ import torch
 from baton.types import KvLayout, TokenRange
 from modeling.forward.rows import DecodeRows
 from modeling.forward.selection import Picks
-from modeling.forward.triton_attention import triton_kernel
-from modeling.forward.triton_rows import TritonRows
+from modeling.forward.triton.attention import triton_kernel
+from modeling.forward.triton.rows import TritonRows
 from modeling.kv.buffers import BufferSpan, KvBuffer
 from modeling.kv.pages import PageSpan
 from tests.support.kernels.paged_rows import in_pages
@@ -69,7 +69,7 @@ def check_rows(
 def check_forward() -> None:
     """A decoder whose rows and longer spans are Triton's has the hidden states of one whose kernels are in C++."""
     plain, ours = random_decoder(), random_decoder()
-    ours._has_native_rows, ours._has_triton_rows, ours.fused, ours.kernel = False, True, None, triton_kernel
+    ours._has_native_rows, ours.has_triton_rows, ours.fused, ours.kernel = False, True, None, triton_kernel
     hidden = []
     for decoder in (plain, ours):
         buffers = [KvBuffer(decoder.layout, TokenRange(0, length)) for length in LENGTHS]

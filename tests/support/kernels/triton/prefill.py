@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from modeling.forward.attention import attend, merged
-from modeling.forward.triton_attention import triton_kernel
+from modeling.forward.triton.attention import triton_kernel
 from modeling.kernels.triton.prefill import Visibility, prefill_attention
 from modeling.kernels.triton.tiles import PrefillTiles
 from modeling.kv.buffers import KvRows

@@ -4,21 +4,31 @@ L layers, P pages, S tokens of a page, G kv heads, H head dim, C pages of a row.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
+from baton.sampling_params import SamplingParams
 from baton.types import TokenRange
+from modeling.checkpoints.weights import load_decoder
 from modeling.device.cpu import CpuDevice
 from modeling.device.port import Device
 from modeling.forward.attention import plain_kernel
 from modeling.forward.decoder import Decoder
-from modeling.forward.step_graphs import PagedSteps, StepGraphs
-from modeling.kv.buffers import BufferSpan, KvBuffer
+from modeling.forward.sampling import SamplerState, sample
+from modeling.forward.step_graphs import DecodeRow, StepGraphs
+from modeling.kv.buffers import BlockTable, BufferSpan, KvBuffer, KvPlace
 from tests.support.models.tiny_models import random_decoder
 
 PAGE_TOKENS, NUM_STEPS, SIZES = 8, 10, (2, 4)
 LENGTHS = (13, 1, 30)
 """Tokens of the rows at first: the last step begins new pages."""
+PARAMS = (
+    SamplingParams(temperature=0.9, top_p=0.8, seed=3),
+    SamplingParams(temperature=1.3, seed=2**64 - 1),
+    SamplingParams(),
+)
+"""How the rows draw: the steps of the first two filter, too."""
 
 
 def check_steps(device: Device | None = None, *, captures: bool = False, window: int | None = None) -> None:
@@ -26,45 +36,53 @@ def check_steps(device: Device | None = None, *, captures: bool = False, window:
     shape = {"num_layers": 2, "head_dim": 16, "window": window}
     cpu = random_decoder(**shape, kernel=plain_kernel)  # type: ignore[arg-type]
     there = random_decoder(**shape, kernel=plain_kernel, device=device or CpuDevice())  # type: ignore[arg-type]
+    _check(cpu, there, captures)
+
+
+def check_family_steps(folder: Path) -> None:
+    """Assert the same of the model in a folder, whose layers are composed in another way; without captures."""
+    made = load_decoder(folder)
+    decoder = Decoder(made.config, made.weights, plain_kernel)
+    _check(decoder, decoder, captures=False)
+
+
+def _check(cpu: Decoder, there: Decoder, captures: bool) -> None:
     prompts = [[(7 * at + 3 * row) % 90 for at in range(length)] for row, length in enumerate(LENGTHS)]
     buffers = [_prefilled(cpu, ids) for ids in prompts]
-    steps, graphs = _paged(there, prompts, buffers, captures=captures)
-    expected = [_greedy(cpu, ids, buffer, NUM_STEPS) for ids, buffer in zip(prompts, buffers, strict=True)]
-    found = [list[int]() for _ in prompts]
+    table_BC, pages_LPS2GH = _pages(there, prompts, buffers)
+    is_unwritten = pages_LPS2GH.isnan()
+    graphs = StepGraphs(there, pages_LPS2GH, table_BC.shape[1], SIZES, captures=captures)
+    assert torch.equal(pages_LPS2GH.isnan(), is_unwritten), "padding wrote KV"
+    expected = [_drawn(cpu, *each) for each in zip(prompts, buffers, PARAMS, strict=True)]
+    states = [SamplerState(params, ids) for params, ids in zip(PARAMS, prompts, strict=True)]
     for num_rows, num_steps in ((3, NUM_STEPS // 2), (2, NUM_STEPS - NUM_STEPS // 2)):
-        steps.starts_E.copy_(torch.arange(max(SIZES) + 1).clamp(max=num_rows))
         for _ in range(num_steps):
-            logits_BV = graphs.run(num_rows)
-            assert len(logits_BV) == graphs.size_for(num_rows)
-            for row, token in enumerate(steps.token_ids_B.tolist()[:num_rows]):
-                found[row].append(token)
-    assert found[:2] == expected[:2]
-    assert found[2] == expected[2][: NUM_STEPS // 2]
-    lengths = [len(ids) + NUM_STEPS for ids in prompts]
-    assert steps.lengths_B.tolist() == [lengths[0], lengths[1], len(prompts[2]) + NUM_STEPS // 2, 0]
+            rows = []
+            for ids, state, pages_C in zip(prompts[:num_rows], states, table_BC, strict=False):
+                history, draw = [*ids, *state.output_ids], state.row_draw()
+                assert draw is not None
+                place = KvPlace(0, 0, there.layout.num_layers, len(history), table=BlockTable(pages_LPS2GH, pages_C))
+                rows.append(DecodeRow(history[-1], place, draw))
+            for state, token_id in zip(states, graphs.run(rows), strict=False):
+                state.append(token_id)
+    assert [state.output_ids for state in states] == [*expected[:2], expected[2][: NUM_STEPS // 2]]
 
 
-def _paged(
-    decoder: Decoder, prompts: Sequence[Sequence[int]], buffers: Sequence[KvBuffer], *, captures: bool
-) -> tuple[PagedSteps, StepGraphs]:
-    """Steps of rows with these prompts, whose KV lies in pages in no order; whatever was not written is NaN."""
+def _pages(
+    decoder: Decoder, prompts: Sequence[Sequence[int]], buffers: Sequence[KvBuffer]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tables `[B, C]` and pages of rows with these prompts, whose KV lies in no order; what was not written is NaN."""
     layout, where = decoder.layout, decoder.device.torch_device
     row_pages = -(-(max(LENGTHS) + NUM_STEPS) // PAGE_TOKENS)
-    shape = (layout.num_layers, max(SIZES) * row_pages, PAGE_TOKENS, 2, layout.num_kv_heads, layout.head_dim)
+    shape = (layout.num_layers, len(prompts) * row_pages, PAGE_TOKENS, 2, layout.num_kv_heads, layout.head_dim)
     pages_LPS2GH = torch.full(shape, torch.nan, device=where)
     order = torch.randperm(shape[1], generator=torch.Generator().manual_seed(3)).int()
-    steps = PagedSteps(decoder, pages_LPS2GH, order.view(max(SIZES), row_pages).to(where))
-    graphs = StepGraphs(steps, SIZES, captures=captures)
-    for size in SIZES:
-        graphs.run(size)  # of padding alone, as in a capture
-    assert bool(pages_LPS2GH.isnan().all()), "padding wrote KV"
-    assert not steps.token_ids_B.any() and not steps.lengths_B.any()
+    table_BC = order.view(len(prompts), row_pages)
     for row, (ids, buffer) in enumerate(zip(prompts, buffers, strict=True)):
         for at in range(len(ids) - 1):
-            page = int(steps.table_BC[row, at // PAGE_TOKENS])
+            page = int(table_BC[row, at // PAGE_TOKENS])
             pages_LPS2GH[:, page, at % PAGE_TOKENS] = buffer.data[:, at].to(where)
-        steps.token_ids_B[row], steps.lengths_B[row] = ids[-1], len(ids)
-    return steps, graphs
+    return table_BC, pages_LPS2GH
 
 
 @torch.inference_mode()
@@ -77,10 +95,11 @@ def _prefilled(decoder: Decoder, ids: Sequence[int]) -> KvBuffer:
 
 
 @torch.inference_mode()
-def _greedy(decoder: Decoder, ids: Sequence[int], buffer: KvBuffer, num_tokens: int) -> list[int]:
-    token, found = ids[-1], list[int]()
-    for at in range(len(ids) - 1, len(ids) - 1 + num_tokens):
+def _drawn(decoder: Decoder, ids: Sequence[int], buffer: KvBuffer, params: SamplingParams) -> list[int]:
+    """The tokens that follow, drawn by the host."""
+    state, token = SamplerState(params, ids), ids[-1]
+    for at in range(len(ids) - 1, len(ids) - 1 + NUM_STEPS):
         hidden_TD = decoder.forward([token], [BufferSpan(buffer, TokenRange(at, at + 1))])
-        token = int(decoder.logits(hidden_TD).argmax())
-        found.append(token)
-    return found
+        token = sample(decoder.logits(hidden_TD), [state])[0].token_id
+        state.append(token)
+    return state.output_ids

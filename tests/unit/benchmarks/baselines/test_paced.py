@@ -10,7 +10,7 @@ from benchmarks.baselines.link_probe import medians
 from benchmarks.baselines.paced import PacedLinks, Pacer
 from benchmarks.baselines.pacing import FULL_SPEED, Pace
 from prefill_workers.links import LinkHeader, Links, LinkStatus
-from tests.support.engines.link_groups import in_process_group
+from tests.support.links.link_groups import in_process_group
 
 
 def send(links: Links, job: int, num_bytes: int) -> None:

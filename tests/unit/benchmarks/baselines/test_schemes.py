@@ -14,9 +14,10 @@ from benchmarks.baselines.paced import PacedGroup, Pacer
 from benchmarks.baselines.pacing import FULL_SPEED, Pace
 from benchmarks.baselines.schemes import SCHEMES
 from modeling.forward.decoder import Decoder
-from prefill_workers.torch_links import Meeting, make_group
+from prefill_workers.edges import Meeting
+from prefill_workers.torch_links import make_group
 from tests.support.engines.generation import prefilled, prompt
-from tests.support.engines.link_groups import HOST
+from tests.support.links.link_groups import HOST
 from tests.support.models.tiny_models import random_decoder
 
 

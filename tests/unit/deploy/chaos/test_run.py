@@ -6,6 +6,7 @@ from typing import cast
 
 import pytest
 
+from baton.calls.streams import AsyncStream
 from baton.cluster_state import ClusterState, GenerationStatus, GroupState
 from baton.errors import (
     BatonError,
@@ -17,7 +18,6 @@ from baton.errors import (
     UnavailableError,
 )
 from baton.sampling_params import SamplingParams
-from baton.streams import AsyncStream
 from baton.types import FinishReason, SampledToken, TokenEvent
 from deploy.chaos.report import Outcome, outcome_of
 from deploy.chaos.run import Watch, holdings

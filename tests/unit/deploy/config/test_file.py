@@ -11,8 +11,9 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.settings.base import meaning_of
-from deploy.config.cluster import ClusterConfig, TenantSection
+from deploy.config.cluster import ClusterConfig
 from deploy.config.file import format_config, load_config, load_local_config
+from deploy.config.sections import TenantSection
 from orchestrator.requests.tenants import Tenant, hash_key
 from tests.support.folders import ROOT
 from tests.support.wire.secret import SECRET

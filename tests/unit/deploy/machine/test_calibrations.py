@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
-from deploy.config.cluster import ClusterConfig, GenerateSection, PrefillSection
+from deploy.config.cluster import ClusterConfig
 from deploy.config.file import make_local_config
+from deploy.config.sections import GenerateSection, PrefillSection
 from deploy.machine.calibrations import (
     calibration_path,
     engine_step_times,

@@ -30,11 +30,13 @@ from deploy.machine.doctor import (
     check_shm,
     examine,
     inspect_machine,
+    measure_kernels,
     measure_rates,
     require,
     weight_bytes,
 )
 from deploy.machine.probe import Measured, measure
+from modeling.kernels.process_kernels import KERNELS
 from planning.model_shape import ModelShape
 from tests.support.models.letter_models import write_letter_model
 
@@ -194,9 +196,17 @@ def test_no_compiler_is_a_warning_only() -> None:
 
 def test_a_port_in_use_fails_and_port_0_never() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        finding = check_port(load_config(None, [f"orchestrator.port={server.getsockname()[1]}"]))
+        finding = check_port(load_config(None, [f"orchestrator.port={server.getsockname()[1]}", "http.port=-1"]))
     assert finding.verdict is Verdict.FAILED
-    assert check_port(load_config(None, ["orchestrator.port=0"])).verdict is Verdict.OK
+    assert check_port(load_config(None, ["orchestrator.port=0", "http.port=0"])).verdict is Verdict.OK
+
+
+def test_the_port_of_http_in_use_fails() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        finding = check_port(load_config(None, ["orchestrator.port=0", f"http.port={taken}"]))
+    assert finding.verdict is Verdict.FAILED
+    assert f"127.0.0.1:{taken} cannot be listened on" in finding.text and "set http.host and http.port" in finding.text
 
 
 def test_a_metrics_port_in_use_fails_and_none_never() -> None:
@@ -206,7 +216,8 @@ def test_a_metrics_port_in_use_fails_and_none_never() -> None:
     assert finding.verdict is Verdict.FAILED
     assert f"127.0.0.1:{taken} cannot be listened on" in finding.text and "orchestrator.metrics_port" in finding.text
     for metrics_port in (0, -1):
-        config = load_config(None, ["orchestrator.port=0", f"orchestrator.metrics_port={metrics_port}"])
+        settings = ["orchestrator.port=0", f"orchestrator.metrics_port={metrics_port}", "http.port=-1"]
+        config = load_config(None, settings)
         assert check_port(config) == Finding("port", Verdict.OK, "127.0.0.1:0 is free")
 
 
@@ -215,7 +226,7 @@ def test_a_host_of_another_machine_fails() -> None:
 
 
 def test_failed_findings_are_raised_by_name(folder: Path) -> None:
-    config = load_config(None, ["orchestrator.port=0"])
+    config = load_config(None, ["orchestrator.port=0", "http.port=0"])
     require(examine(config, folder, MACHINE))
     with pytest.raises(ConfigError, match="/dev/shm: 0 MiB free"):
         require(examine(config, folder, replace(MACHINE, shm_bytes=0)))
@@ -262,3 +273,13 @@ def test_rates_that_cannot_be_measured_leave_the_other_findings(folder: Path, tm
     assert finding.verdict is Verdict.WARNING and finding.text.startswith("not measured: ")
     finding = measure_rates(config, write_letter_model(tmp_path / "letters"), short)
     assert finding.verdict is Verdict.WARNING and "GB of memory, 0.0 are free: free some" in finding.text
+
+
+def test_kernels_in_use_stand_beside_the_rates_of_all_ways() -> None:
+    finding = measure_kernels()
+    assert finding.verdict is Verdict.OK
+    assert finding.text.startswith(f"{KERNELS.choice}; GFLOP/s of a core in layers of 1, 8, 32, 128, 512 rows: ")
+    ways = re.findall(r"(\w+) ((?:[\d.e+]+, ){4}[\d.e+]+)", finding.text.partition("rows: ")[2])
+    assert {"torch", KERNELS.choice.panels} <= {way for way, _ in ways}
+    assert all(float(rate) > 0 for _, rates in ways for rate in rates.split(", "))
+    assert float(finding.text.rpartition("bare product ")[2]) > 0

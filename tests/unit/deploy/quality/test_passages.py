@@ -147,7 +147,7 @@ def test_what_is_picked_is_weighed_as_full_attention_weighs_it() -> None:
     claims = [residency.open(SlotId(row), length, length) for row, length in enumerate(lengths)]
     for layer, data in enumerate(layers):
         for row, length in enumerate(lengths):
-            claims[row].write(layer, TokenRange(0, length), byte_view(data[row, :length].contiguous()))
+            claims[row].write(layer, TokenRange(0, length), byte_view(data[row, :length].contiguous())).result()
     keys_BGK = torch.full((2, 2, 3), -1, dtype=torch.int32)
     for row, head in itertools.product(range(2), range(2)):
         keys_BGK[row, head, : len(picked[row][head])] = torch.tensor(picked[row][head])

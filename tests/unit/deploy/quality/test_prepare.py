@@ -65,7 +65,7 @@ def test_a_selection_by_hand_is_measured_and_kept(
 def test_a_search_keeps_what_it_says(
     smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(prepare_run, "prepared_path", lambda fingerprint: tmp_path / fingerprint)
+    monkeypatch.setattr(prepare_run, "prepared_path", lambda fingerprint, lookahead: tmp_path / fingerprint)
     tried = "--kinds columns --ratios 0.3 --cost 3 --free-keys 1"
     assert main(f"prepare smollm2-135m --text {NOVEL} {SMALL} {tried}".split()) == 0
     decoder = load_decoder(smollm2, dtype="bfloat16")

@@ -10,6 +10,7 @@ from baton.errors import ConfigError
 from baton.process.memory import free_bytes
 from baton.types import KernelChoice
 from generate_workers.config import EngineConfig
+from generate_workers.engine.device_steps import device_step_bytes
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.step_runner import bytes_per_step, weight_bytes
 from generate_workers.residency.port import KvBytes
@@ -19,7 +20,7 @@ from modeling.forward.linear import PanelLinear, has_panel_linear
 from modeling.kernels import native
 from modeling.kernels.process_kernels import KERNELS
 from modeling.kernels.products import WIDENED
-from tests.support.engines.devices import on_emulated
+from tests.support.engines.devices import TensorDevice, on_emulated
 from tests.support.engines.generation import eos_decoder
 from tests.support.kernels.paths import require
 from tests.support.models.tiny_models import random_decoder
@@ -45,6 +46,21 @@ def test_by_default_kv_takes_half_of_what_is_free_at_most() -> None:
 def test_weights_come_off_the_device_s_memory() -> None:
     config = EngineConfig(kv_memory_bytes=1 << 20, device_memory_bytes=WEIGHTS + 50_000)
     assert limits(config) == MemoryLimits(1 << 20, 50_000)
+
+
+def test_steps_that_run_whole_on_a_device_come_off_its_memory() -> None:
+    decoder = random_decoder(device=TensorDevice())
+    decoder.has_triton_rows = True
+    weights = weight_bytes(decoder.weights)
+    few = EngineConfig(num_slots=2, max_slot_tokens=100, device_memory_bytes=weights + 4_000_000)
+    num_bytes = device_step_bytes(decoder, few)
+    assert num_bytes > 2 * 100 * decoder.config.vocab_size
+    assert make_memory(decoder, few).limits.device_bytes == 4_000_000 - num_bytes
+    without = dataclasses.replace(few, step_graphs=False)
+    assert make_memory(decoder, without).limits.device_bytes == 4_000_000
+    assert device_step_bytes(decoder, dataclasses.replace(few, residency="host")) == 0
+    with pytest.raises(ConfigError, match=f"weights take {weights} and step_graphs {num_bytes}, use more"):
+        make_memory(decoder, dataclasses.replace(few, device_memory_bytes=weights + num_bytes))
 
 
 def test_a_device_s_limit_from_before_is_forgotten() -> None:

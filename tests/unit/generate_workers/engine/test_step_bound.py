@@ -26,9 +26,9 @@ def step_s(decoding: Decoding, work: float) -> float:
     return decode_s + work * RATE_S
 
 
-def taught(max_stretch: float = 1.5) -> StepBound:
+def taught(max_stretch: float = 1.5, mixed_step_s: float = 0.0, burst_step_s: float = 0.0) -> StepBound:
     """Has seen decoding of some sizes, and prefill alone."""
-    bound = StepBound(max_stretch)
+    bound = StepBound(max_stretch, mixed_step_s, burst_step_s)
     for num_rows, context in ((1, 100), (2, 900), (4, 300), (8, 500), (8, 1500)):
         decoding = Decoding(num_rows, num_rows * context)
         bound.observe(decoding, 0, step_s(decoding, 0))
@@ -53,6 +53,72 @@ def test_prefill_beside_rows_is_bounded_by_their_time() -> None:
     bound, decoding = taught(), Decoding(8, 4000)
     assert bound.max_work(decoding) == pytest.approx(0.5 * step_s(decoding, 0) / RATE_S)
     assert taught(1.0).max_work(decoding) == 0
+
+
+def test_a_step_may_take_some_seconds_whatever_decoding_takes() -> None:
+    decoding = Decoding(8, 4000)
+    decode_s = step_s(decoding, 0)
+    assert taught(1.5, 4 * decode_s).max_work(decoding) == pytest.approx(3 * decode_s / RATE_S)
+    assert taught(1.5, 1.2 * decode_s).max_work(decoding) == pytest.approx(0.5 * decode_s / RATE_S)
+
+
+def test_a_longer_step_ends_all_prefills_that_wait() -> None:
+    decoding, plain = Decoding(8, 4000), taught().max_work(Decoding(8, 4000))
+    bound = taught(burst_step_s=1.0)
+    assert bound.max_work(decoding, waiting=1.0 / RATE_S) == pytest.approx(1.0 / RATE_S)
+    assert bound.max_work(decoding, waiting=1.01 / RATE_S) == bound.max_work(decoding) == plain, "it would not end them"
+    assert bound.max_work(decoding, waiting=0.0) == plain
+
+
+def test_streams_pause_only_once_in_a_while() -> None:
+    bound, decoding, work = taught(burst_step_s=1.0), Decoding(8, 4000), 0.9 / RATE_S
+    decode_s = step_s(decoding, 0)
+    bound.observe(decoding, work, step_s(decoding, work))
+    assert bound.max_work(decoding, waiting=work) < work
+    for _ in range(math.ceil(0.9 / (0.05 * decode_s))):
+        bound.observe(decoding, 0, decode_s)
+    assert bound.max_work(decoding, waiting=work) == pytest.approx(work)
+
+
+def test_a_pause_is_forgotten_when_no_stream_runs() -> None:
+    bound, decoding, work = taught(burst_step_s=1.0), Decoding(8, 4000), 0.9 / RATE_S
+    bound.observe(decoding, work, step_s(decoding, work))
+    bound.observe(Decoding(0, 0), 256, step_s(Decoding(0, 0), 256))
+    assert bound.max_work(decoding, waiting=work) == pytest.approx(work)
+
+
+def test_prompts_that_come_a_little_later_are_one_step() -> None:
+    batch = Batch(DecodeFirst(2048, taught(burst_step_s=1e9), WORK))
+    batch.join(SlotId(0), num_cached=100, num_known=101, num_output=2)
+    for slot in range(1, 8):
+        batch.join(SlotId(slot), num_cached=0, num_known=205)
+    assert batch.run(model_s).num_prefill_tokens == 7 * 205
+    batch.join(SlotId(8), num_cached=0, num_known=2049)
+    assert batch.run(model_s).num_prefill_tokens < 2048, "no step has room for all of it"
+
+
+def test_prompts_that_come_before_a_stream_goes_on_are_one_step_however_long() -> None:
+    bound, prefill = taught(burst_step_s=1e-6), 7 * 205
+    batch = Batch(DecodeFirst(2048, bound, WORK))
+    batch.join(SlotId(0), num_cached=205, num_known=206, num_output=1)
+    batch.join(SlotId(1), num_cached=205, num_known=206, num_output=1)
+    for slot in range(2, 9):
+        batch.join(SlotId(slot), num_cached=0, num_known=205)
+    assert batch.run(model_s).num_prefill_tokens == prefill
+    batch.join(SlotId(9), num_cached=0, num_known=205)
+    assert batch.run(model_s).num_prefill_tokens < 205, "streams go on now"
+
+
+def test_a_first_pause_is_not_held_against_later_ones() -> None:
+    bound, work = taught(burst_step_s=1.0), 0.9 / RATE_S
+    starting, going = Decoding(2, 412, is_streaming=False), Decoding(2, 414)
+    bound.observe(starting, 4 * work, step_s(starting, 4 * work))
+    assert bound.max_work(going, waiting=work) == pytest.approx(work)
+
+
+def test_without_bursts_a_first_pause_is_bounded_as_others_are() -> None:
+    starting, going = Decoding(2, 412, is_streaming=False), Decoding(2, 412)
+    assert taught().max_work(starting) == taught().max_work(going) < math.inf
 
 
 def test_the_rate_follows_the_engine() -> None:
@@ -212,7 +278,7 @@ def test_without_rows_the_whole_budget_is_prefilled() -> None:
 def test_prefills_share_what_a_step_may_take() -> None:
     decoding = Decoding(1, 101)
     batch = Batch(DecodeFirst(512, taught(8.0), PrefillWork()))
-    batch.join(SlotId(1), num_cached=100, num_known=101)
+    batch.join(SlotId(1), num_cached=100, num_known=101, num_output=2)
     batch.join(SlotId(2), num_cached=0, num_known=40)
     batch.join(SlotId(3), num_cached=0, num_known=500)
     plan = batch.plan()

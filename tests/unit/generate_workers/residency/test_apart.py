@@ -157,7 +157,7 @@ class Gpu(CpuDevice):
     is_home = False
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("device", "host")])
+@pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("device", "host", "infinigen")])
 def test_where_only_the_cpu_has_kernels_a_gpu_is_refused(name: str) -> None:
     shape = KvShape(PLAIN.layout, PLAIN.config.windows, 1, 64)
     with pytest.raises(ConfigError, match=f"residency = '{name}' is not there on device cuda"):

@@ -194,7 +194,7 @@ def push(
     row = residency.open(slot, num_prompt, 128)
     for layer in range(DECODER.layout.num_layers):
         for tokens in TokenRange(0, num_pushed or num_prompt).split(7):
-            row.write(layer, tokens, buffer.export(layer, tokens))
+            row.write(layer, tokens, buffer.export(layer, tokens)).result()
 
 
 @torch.inference_mode()

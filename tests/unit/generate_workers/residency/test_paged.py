@@ -95,7 +95,7 @@ def test_pushed_kv_is_read_back_from_pages_that_are_not_adjacent() -> None:
         tokens = TokenRange(start, start + 5)
         for row in rows:
             for layer in range(LAYOUT.num_layers):
-                row.write(layer, tokens, data[start * LAYOUT.row_bytes : (start + 5) * LAYOUT.row_bytes])
+                row.write(layer, tokens, data[start * LAYOUT.row_bytes : (start + 5) * LAYOUT.row_bytes]).result()
     for row in rows:
         assert row.export(1, TokenRange(3, 39)) == data[3 * LAYOUT.row_bytes : 39 * LAYOUT.row_bytes]
         row.release()

@@ -102,7 +102,7 @@ def fill_in_pieces(bench: Bench, slot: int, ids: Sequence[int], order: Sequence[
     for layer in range(LAYOUT.num_layers):
         for number in order:
             if number < len(pieces):
-                row.write(layer, pieces[number], buffer.export(layer, pieces[number]))
+                row.write(layer, pieces[number], buffer.export(layer, pieces[number])).result()
     bench.lengths[slot] = len(ids)
     return buffer.data[LAYERS.start :]
 
@@ -244,7 +244,7 @@ def test_a_long_prompt_that_is_prefilled_here_sees_what_is_kept(num_present: int
         present, _ = prefilled(DECODER, ids[:num_present])
         for layer in range(LAYOUT.num_layers):
             buffer.span(layer, present.tokens).copy_(present.span(layer, present.tokens))
-            row.write(layer, present.tokens, present.export(layer, present.tokens))
+            row.write(layer, present.tokens, present.export(layer, present.tokens)).result()
     bench.lengths[0] = num_present
     for tokens in (TokenRange(at, min(at + chunk, len(ids))) for at in range(num_present, len(ids), chunk)):
         fed = list(ids[tokens.start : tokens.end])

@@ -134,7 +134,7 @@ def test_the_next_layer_is_fetched_while_this_one_computes() -> None:
     residency = poisoned(shape, "host", gated)
     row = residency.open(SlotId(0), 5, 8)
     for layer in range(LAYOUT.num_layers):
-        row.write(layer, TokenRange(0, 5), memoryview(bytes([layer + 1]) * (5 * LAYOUT.row_bytes)))
+        row.write(layer, TokenRange(0, 5), memoryview(bytes([layer + 1]) * (5 * LAYOUT.row_bytes))).result()
     with residency.step([(SlotId(0), TokenRange(5, 6))]) as step:
         assert step.turns is not None
         step.turns.begin(0, torch.empty(0))
@@ -163,7 +163,7 @@ def test_nothing_is_on_its_way_any_more_when_a_step_has_failed() -> None:
     residency = poisoned(KvShape(LAYOUT, DECODER.config.windows, 1, 64), "host", gated)
     row = residency.open(SlotId(0), 5, 8)
     for layer in range(LAYOUT.num_layers):
-        row.write(layer, TokenRange(0, 5), memoryview(bytes(5 * LAYOUT.row_bytes)))
+        row.write(layer, TokenRange(0, 5), memoryview(bytes(5 * LAYOUT.row_bytes))).result()
     later = threading.Timer(0.05, go.set)
     later.start()
     with pytest.raises(RuntimeError, match="device lost"), residency.step([(SlotId(0), TokenRange(5, 6))]):

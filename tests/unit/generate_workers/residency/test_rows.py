@@ -35,7 +35,7 @@ def filled() -> tuple[StoredRow, torch.Tensor]:
     shape = (LAYOUT.num_layers, NUM_TOKENS, 2, LAYOUT.num_kv_heads, LAYOUT.head_dim)
     kv_LT2GH = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     for layer, kv_T2GH in enumerate(kv_LT2GH):
-        row.write(layer, TOKENS, byte_view(kv_T2GH))
+        row.write(layer, TOKENS, byte_view(kv_T2GH)).result()
     return row, kv_LT2GH
 
 
@@ -61,7 +61,7 @@ def test_a_copy_has_the_same_kv_and_an_area_none() -> None:
     for each in (source, target):
         each.open(NUM_TOKENS, CAPACITY)
     for layer in range(LAYOUT.num_layers):
-        source.write(layer, TOKENS, row.export(layer, TOKENS))
+        source.write(layer, TOKENS, row.export(layer, TOKENS)).result()
     areas[0].commit(TokenRange(NUM_TOKENS - 1, NUM_TOKENS))
     target.copy_from(source, NUM_TOKENS)
     assert [each.num_bytes.device for each in (source, target)] == [PAGE_BYTES, 0]

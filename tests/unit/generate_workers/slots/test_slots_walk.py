@@ -176,7 +176,7 @@ class SlotWalk(RuleBasedStateMachine):
     def write(self, life: Life, layer: int) -> None:
         if not life.writers or life.ttl_s == float("inf"):
             return
-        write = life.writers[0][1].write
+        write = life.writers[0][1].copy_in
         if self._refused(life):
             with pytest.raises(self._refusal(life)):
                 write(layer, life.tokens, life.piece)

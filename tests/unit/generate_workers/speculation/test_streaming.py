@@ -27,7 +27,7 @@ def draft_logits(decoder: Decoder, kv: KvBuffer, token_ids: Sequence[int], unrea
     residency = make_residency(shape)
     row = residency.open(SlotId(0), num_cached, 64)
     for layer in range(decoder.layout.num_layers):
-        row.write(layer, kv.tokens, kv.export(layer, kv.tokens))
+        row.write(layer, kv.tokens, kv.export(layer, kv.tokens)).result()
     view, found = StreamingView(residency, DraftKeys(FIRST, LAST, 8)), []
     with torch.inference_mode():
         for index, token_id in enumerate(token_ids[num_cached:]):

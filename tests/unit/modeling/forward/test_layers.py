@@ -4,7 +4,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.forward.layers import ACTIVATIONS, GatedMlp, Mlp, Parallel, PlainMlp, PostNorm, Sequential
+from modeling.forward.layers import (
+    ACTIVATIONS,
+    ActivatedMlp,
+    GatedMlp,
+    Mlp,
+    Parallel,
+    PlainMlp,
+    PostNorm,
+    SandwichNorm,
+    Sequential,
+    Tail,
+)
 from modeling.forward.linear import TorchLinear
 from modeling.forward.norms import Transform, unchanged
 
@@ -41,6 +52,12 @@ def test_gated_mlp(biased: bool) -> None:
     biases = (gate_up_bias, down_bias) if biased else (None, None)
     mlp = GatedMlp(TorchLinear(torch.cat((gate, up)), biases[0], gated=True), TorchLinear(down, biases[1]))
     check_mlp(mlp, x_TD, expected_TD)
+
+
+def test_an_mlp_with_another_gate() -> None:
+    x_TD, gate, up, down = random(3, 8), random(5, 8, seed=1), random(5, 8, seed=2), random(8, 5, seed=3)
+    expected_TD = (relu(x_TD @ gate.T) * (x_TD @ up.T)) @ down.T
+    check_mlp(ActivatedMlp(TorchLinear(torch.cat((gate, up))), relu, TorchLinear(down)), x_TD, expected_TD)
 
 
 def relu(x: Tensor) -> Tensor:
@@ -87,11 +104,23 @@ def test_post_norm_norms_each_sum() -> None:
     check(PostNorm(OUTPUT, double, square, triple)(hidden_TD, attended_TW), 3 * (first_TD + first_TD**2))
 
 
+def test_sandwich_norm_norms_before_and_behind_each_part() -> None:
+    hidden_TD, attended_TW = random(3, 8), random(3, 6, seed=1)
+    sum_TD = hidden_TD + 2 * OUTPUT(attended_TW)
+    tail = SandwichNorm(OUTPUT, double, triple, square, double)
+    check(tail(hidden_TD, attended_TW), sum_TD + 2 * (3 * sum_TD) ** 2)
+
+
 @pytest.mark.parametrize(
     "tail",
-    [Sequential(OUTPUT, double, square), Parallel(OUTPUT, double, square), PostNorm(OUTPUT, double, square, double)],
+    [
+        Sequential(OUTPUT, double, square),
+        Parallel(OUTPUT, double, square),
+        PostNorm(OUTPUT, double, square, double),
+        SandwichNorm(OUTPUT, double, double, square, double),
+    ],
 )
-def test_tails_leave_what_they_are_given_as_it_was(tail: Sequential | Parallel | PostNorm) -> None:
+def test_tails_leave_what_they_are_given_as_it_was(tail: Tail) -> None:
     hidden_TD, attended_TW = random(3, 8), random(3, 6, seed=1)
     tail(hidden_TD, attended_TW)
     assert torch.equal(hidden_TD, random(3, 8))

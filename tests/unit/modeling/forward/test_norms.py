@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from modeling.forward.norms import HeadNorms, LayerNorm, RmsNorm, unchanged
+from modeling.forward.norms import HeadNorms, LayerNorm, RmsNorm, WideRmsNorm, unchanged
 
 EPS = 1e-3
 
@@ -28,6 +28,15 @@ def layer_normed(x: Tensor) -> Tensor:
 def test_rms_norm() -> None:
     x_TD, gain_D = random(3, 8), random(8, seed=1)
     check(RmsNorm(gain_D, EPS)(x_TD), rms_normed(x_TD, gain_D))
+
+
+def test_wide_rms_norm_rounds_once() -> None:
+    """Its gain is kept in fp32, where bf16 would round it as well."""
+    x_TD, gain_D = random(3, 8).bfloat16(), 1.0 + random(8, seed=1).float()
+    expected_TD = rms_normed(x_TD.double(), gain_D.double()).bfloat16()
+    got_TD = WideRmsNorm(gain_D, EPS)(x_TD)
+    assert got_TD.dtype == torch.bfloat16
+    assert torch.equal(got_TD, expected_TD)
 
 
 def test_layer_norm_with_gain_and_bias_and_with_neither() -> None:

@@ -30,7 +30,7 @@ def test_learned_rows_are_added_to_hidden_states_in_place() -> None:
 
 def test_learned_positions_turn_nothing() -> None:
     x_TNH = torch.randn(1, 2, 4)
-    assert LearnedTable(torch.randn(8, 4)).lookup(torch.tensor([5])).turn(x_TNH) is x_TNH
+    assert LearnedTable(torch.randn(8, 4)).lookup(torch.tensor([5])).turn(x_TNH, 0) is x_TNH
 
 
 def test_a_position_beyond_the_learned_ones_is_an_error() -> None:
@@ -41,7 +41,7 @@ def test_a_position_beyond_the_learned_ones_is_an_error() -> None:
 def test_rotary_positions_turn_heads_and_leave_hidden_states() -> None:
     rotation = RotaryTable(CONFIG, torch.device("cpu"), torch.float32).lookup(torch.tensor([3, 9]))
     x_TNH, hidden_TD = torch.randn(2, 2, 16), torch.ones(2, 32)
-    assert torch.equal(rotation.turn(x_TNH), apply_rotary(x_TNH, rotation))
-    assert not torch.equal(rotation.turn(x_TNH), x_TNH)
+    assert torch.equal(rotation.turn(x_TNH, 0), apply_rotary(x_TNH, rotation))
+    assert not torch.equal(rotation.turn(x_TNH, 0), x_TNH)
     rotation.enter(hidden_TD)
     assert torch.equal(hidden_TD, torch.ones(2, 32))

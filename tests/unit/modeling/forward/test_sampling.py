@@ -11,7 +11,8 @@ from torch import Tensor
 
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, SampledToken
-from modeling.forward.sampling import SamplerState, kept_ids, sample
+from modeling.forward.drawing import kept_ids
+from modeling.forward.sampling import SamplerState, sample
 from tests.support.models.sampling import (
     EOS,
     LOGITS,

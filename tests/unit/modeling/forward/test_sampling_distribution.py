@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from baton.sampling_params import SamplingParams
-from modeling.forward.sampling import gumbel_noise, noise_key, sample
+from modeling.forward.drawing import gumbel_noise, noise_key
+from modeling.forward.sampling import sample
 from tests.support.models.sampling import (
     LOGITS,
     SETTINGS,

@@ -165,7 +165,7 @@ def test_directions_that_the_sample_never_takes_stay_finite(kind: BasisKind) -> 
 def test_a_spread_sample_is_what_the_model_makes_at_later_places(decoder: Decoder) -> None:
     table = RotaryTable(decoder.config, torch.device("cpu"), torch.float32)
     x_TNH = noise(40, 3, HEAD_DIM).float()
-    spread_XNH = spread(table, apply_rotary(x_TNH, table.lookup(torch.arange(40))), CONTEXT)
+    spread_XNH = spread(table, apply_rotary(x_TNH, table.lookup(torch.arange(40))), CONTEXT, 0)
     assert len(spread_XNH) == NUM_PLACES * 40
     for place, first in enumerate((0, 54, 108, 162, CONTEXT - 40)):
         expected_TNH = apply_rotary(x_TNH, table.lookup(torch.arange(first, first + 40)))
@@ -174,7 +174,7 @@ def test_a_spread_sample_is_what_the_model_makes_at_later_places(decoder: Decode
 
 def test_a_model_that_does_not_turn_has_the_same_sample_everywhere() -> None:
     x_TNH = noise(4, 3, HEAD_DIM)
-    assert torch.equal(spread(LearnedTable(torch.zeros(9, 4)), x_TNH, 9), x_TNH.repeat(NUM_PLACES, 1, 1))
+    assert torch.equal(spread(LearnedTable(torch.zeros(9, 4)), x_TNH, 9, 0), x_TNH.repeat(NUM_PLACES, 1, 1))
 
 
 def test_samples_are_what_attention_compares(decoder: Decoder) -> None:

@@ -70,6 +70,7 @@ def test_a_newer_file_takes_the_older_one_s_place(decoder: Decoder, path: Path) 
 def test_each_model_has_a_place_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert prepared_path("abc") == tmp_path / "baton" / "selections" / "abc.safetensors"
+    assert prepared_path("abc", lookahead=1) == tmp_path / "baton" / "selections" / "abc-early.safetensors"
 
 
 def test_none_is_there(decoder: Decoder, tmp_path: Path) -> None:

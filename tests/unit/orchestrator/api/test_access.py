@@ -35,7 +35,7 @@ CONFIGS = {
     "no keys": Tenants(),
 }
 OPEN = ("Check", "Watch", "List")
-CHANGING = ("Drain", "Undrain", "StandIn", "Flip", "UseCalibration", "UseStepTimes")
+OPERATED = ("Drain", "Undrain", "StandIn", "Flip", "GetTrace", "UseCalibration", "UseStepTimes")
 
 Outcome = str | grpc.StatusCode
 
@@ -44,8 +44,8 @@ def expected(config: str, method: MethodDescriptor, key: str, is_member: bool) -
     """docs/security.md, "Who may call what", in other words."""
     if method.name in OPEN:
         return PASSED
-    if method.name in CHANGING:
-        return _expected_of_change(config, key, is_member)
+    if method.name in OPERATED:
+        return _expected_of_operation(config, key, is_member)
     if method.containing_service.name == "Planning":
         return PASSED if is_member else UNKNOWN
     if config == "keys required":
@@ -55,7 +55,7 @@ def expected(config: str, method: MethodDescriptor, key: str, is_member: bool) -
     return UNKNOWN if method.name == "Generate" and config != "no keys" and is_unknown else PASSED
 
 
-def _expected_of_change(config: str, key: str, is_member: bool) -> Outcome:
+def _expected_of_operation(config: str, key: str, is_member: bool) -> Outcome:
     if config == "no keys":
         return PASSED if is_member else UNKNOWN
     if key == "a tenant's key":

@@ -10,6 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import AsyncClient, Reconnect
+from baton.calls.requests import call_metadata
 from baton.clock import SystemClock
 from baton.errors import (
     ConfigError,
@@ -18,7 +19,6 @@ from baton.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from baton.requests import call_metadata
 from baton.results import ModelInfo
 from baton.v1 import common_pb2
 from baton.v1 import orchestrator_pb2 as pb
@@ -31,8 +31,7 @@ from orchestrator.requests.tenants import Tenant, Tenants, hash_key
 from tests.support.clusters.planners import linear_planner
 from tests.support.clusters.scripted_orchestrator import MODEL, STATE, Fault, ScriptedOrchestrator, serving, text_of
 from tests.support.eventually import eventually
-from tests.support.models.tiny_tokenizer import ids_of, write_letters
-from tests.support.models.tokenizers import CHAT_TEMPLATE
+from tests.support.models.tiny_tokenizer import chat_letters, ids_of, write_letters
 from tests.support.wire.secret import SECRET
 from text.tokenizer import Tokenizer
 from transport.channel import make_channel
@@ -44,9 +43,7 @@ ONCE = Reconnect(num_connects=1, num_resumes=0)
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder = write_letters(tmp_path_factory.mktemp("letters"))
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    return Tokenizer.load(folder)
+    return chat_letters(tmp_path_factory.mktemp("letters"))
 
 
 @asynccontextmanager

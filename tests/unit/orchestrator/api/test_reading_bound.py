@@ -99,6 +99,13 @@ async def test_what_is_read_on_the_loop_is_not_refused(gate: Gate) -> None:
         assert await reader.off_the_loop(asked(200), lambda: 7) == 7
 
 
+async def test_a_short_request_with_a_form_to_compile_is_read_off_the_loop() -> None:
+    reader, request = reader_of(1000), asked(200)
+    assert await reader.off_the_loop(request, threading.get_ident) == threading.get_ident()
+    request.sampling.structured_output.json_object = True
+    assert await reader.off_the_loop(request, threading.get_ident) != threading.get_ident()
+
+
 async def test_a_longer_request_is_read_by_itself(gate: Gate) -> None:
     reader = reader_of(300)
     async with being_read(reader, 5000, gate) as alone:

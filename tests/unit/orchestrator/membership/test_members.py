@@ -9,7 +9,8 @@ from baton.clock import SystemClock
 from baton.errors import NotFoundError, UnavailableError
 from baton.ids import Epoch
 from orchestrator.membership.breakers import BreakerPolicy, Breakers
-from orchestrator.membership.members import Load, Members
+from orchestrator.membership.loads import Load
+from orchestrator.membership.members import Members
 from orchestrator.membership.view import AbsentGroup, ClusterView, GenerationGroup, Orders, PrefillGroup
 from tests.support.manual_clock import ManualClock
 

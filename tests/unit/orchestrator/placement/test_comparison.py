@@ -7,7 +7,7 @@ from baton.ids import Epoch, Rank, RequestId
 from baton.results import PlacementTerms
 from baton.sampling_params import SamplingParams
 from baton.types import TokenRange
-from orchestrator.membership.members import Load
+from orchestrator.membership.loads import Load
 from orchestrator.membership.prefill_book import Pending
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
 from orchestrator.placement.chain_width import WidthPolicy

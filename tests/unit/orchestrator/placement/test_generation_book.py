@@ -10,8 +10,9 @@ from baton.results import PlacementTerms
 from baton.sampling_params import SamplingParams
 from baton.types import SampledToken, TokenEvent
 from orchestrator.placement.generation_book import Occupancy
-from orchestrator.requests.record import RequestMove, RequestRecord
+from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.request import Request
+from orchestrator.requests.states import RequestMove
 from tests.support.clusters.planners import linear_planner
 
 NOW_S = 1000.0

@@ -8,8 +8,10 @@ import pytest
 from baton.errors import ConfigError
 from orchestrator.requests.config import OrchestratorConfig
 
+MAY_BE_ZERO = ("overtaking", "trace_share")
 
-@pytest.mark.parametrize("name", [field.name for field in fields(OrchestratorConfig) if field.name != "overtaking"])
+
+@pytest.mark.parametrize("name", [field.name for field in fields(OrchestratorConfig) if field.name not in MAY_BE_ZERO])
 def test_zero_is_refused_by_name(name: str) -> None:
     values: dict[str, Any] = {name: 0}
     with pytest.raises(ConfigError, match=rf"^{name} = 0 is wrong: "):

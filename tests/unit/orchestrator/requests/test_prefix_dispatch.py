@@ -125,6 +125,17 @@ async def test_isolated_tenants_share_nothing(folder: Path, isolated: bool) -> N
         assert len(blocks_in(folder)) == (12 if isolated else 6)
 
 
+async def test_only_requests_of_one_salt_share_a_prefix(folder: Path) -> None:
+    cached: list[int] = []
+    async with relay(config=replace(CONFIG, prefix_isolation=True), prefix_folder=folder) as made:
+        for tenant, salt in (("a", "x"), ("a", ""), ("a", "y"), ("b", "x"), ("a", "x")):
+            spec = Request(RequestId(f"{len(cached)}"), SHARED, PARAMS, tenant=Tenant(tenant), prefix_salt=salt)
+            *_, last = [event async for event in made.server.controller.generate(spec)]
+            assert isinstance(last, Finished)
+            cached.append(last.usage.num_cached_tokens)
+    assert cached == [0, 0, 0, 0, 96]
+
+
 async def test_nothing_is_cached_without_a_store() -> None:
     async with relay(config=CONFIG) as made:
         assert [await answer(made, SHARED) for _ in range(2)] == [0, 0]

@@ -10,8 +10,9 @@ from baton.ids import RequestId
 from baton.results import DraftCounts, SpeculationTrace
 from baton.sampling_params import SamplingParams
 from baton.types import DraftRound, FinishReason, SampledToken, TokenEvent
-from orchestrator.requests.record import TRANSITIONS, Attempt, RequestMove, RequestRecord, RequestState
+from orchestrator.requests.record import Attempt, RequestRecord
 from orchestrator.requests.request import Request
+from orchestrator.requests.states import TRANSITIONS, RequestMove, RequestState
 
 
 def record(output_ids: tuple[int, ...] = ()) -> RequestRecord:

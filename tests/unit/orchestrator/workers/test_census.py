@@ -118,6 +118,45 @@ async def test_a_worker_that_has_left_while_it_was_asked_ends_no_other_question(
     assert census.groups() == ()
 
 
+class CountingClients(Clients):
+    """Connections to a worker with one slot, held or free."""
+
+    is_held, num_asked = False, 0
+
+    @contextlib.contextmanager
+    def use(self, endpoint: str) -> Iterator[WorkerClient]:
+        yield cast(WorkerClient, self)
+
+    async def generation_status(self, timeout_s: float) -> GenerationStatus:
+        self.num_asked += 1
+        return GenerationStatus(num_slots=1, num_free=0 if self.is_held else 1)
+
+
+async def test_workers_that_hold_nothing_are_asked_seldom() -> None:
+    members, clients, clock = Members(), CountingClients(SECRET), ManualClock()
+    census = Census(members, clients, clock)
+
+    async def looks(num_looks: int) -> int:
+        """Look that often, 0.5 s apart; return how many questions were asked."""
+        before = clients.num_asked
+        for _ in range(num_looks):
+            await census.look()
+            clock.advance(0.5)
+        return clients.num_asked - before
+
+    members.update(ClusterView(generation=(GenerationGroup("group", "127.0.0.1:1", "layout", 1, 100),)))
+    assert await looks(8) == 2
+    with members.hold("group"):
+        assert await looks(4) == 4
+    clients.is_held = True  # one that no request of this orchestrator holds
+    assert await looks(8) == 5  # those from the first that finds it on
+    clients.is_held = False
+    assert await looks(4) == 1
+    other = GenerationGroup("group", "127.0.0.1:2", "layout", 1, 100)
+    members.update(ClusterView(generation=(other,)))
+    assert await looks(1) == 1
+
+
 class FailingClients(Clients):
     """Connections whose first use fails as nobody foresaw."""
 

@@ -36,6 +36,10 @@ EXERCISE_SHAPE = ModelShape(64, 4096, 32, 8, 256, ffn=16384, vocab=32128)
 EXERCISE = served(EXERCISE_SHAPE, tied=True, weight_bytes=1, kv_bytes=1)
 ONE_KV_HEAD = served(replace(EXERCISE_SHAPE, num_kv_heads=1), tied=True, weight_bytes=1, kv_bytes=1)
 MIXTURE = served(EXERCISE_SHAPE, tied=True, weight_bytes=2, kv_bytes=1, mixture=Mixture(16, 2))
+BY_ITS_EXPERTS = served(
+    replace(EXERCISE_SHAPE, num_experts=16, num_active_experts=2), tied=True, weight_bytes=2, kv_bytes=1
+)
+"""The same mixture, told by the shape of the model."""
 LONG = 128_000
 """The source's 128k."""
 
@@ -45,6 +49,10 @@ INPUTS = {
     *(f"exercise_model/{name}" for name in "layers d_model d_ff heads kv_heads head_dim vocab".split()),
 }  # fmt: skip
 """Entries that say what is asked."""
+
+
+def test_a_shape_with_experts_is_served_as_the_mixture_that_it_is() -> None:
+    assert BY_ITS_EXPERTS == MIXTURE
 
 
 def rounded(value: float, digits: int) -> float:

@@ -177,7 +177,7 @@ def push(residency: Int4Residency, buffer: KvBuffer, piece: int = 7) -> None:
     row = residency.open(SLOT, len(buffer.tokens), MAX_TOKENS)
     for layer in range(buffer.layout.num_layers):
         for tokens in reversed(buffer.tokens.split(piece)):
-            row.write(layer, tokens, buffer.export(layer, tokens).toreadonly())
+            row.write(layer, tokens, buffer.export(layer, tokens).toreadonly()).result()
 
 
 @torch.inference_mode()

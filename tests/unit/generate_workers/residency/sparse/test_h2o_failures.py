@@ -79,7 +79,7 @@ def test_a_step_names_the_row_that_it_cannot_begin_with() -> None:
         buffer, _ = prefilled(decoder, prompt(20))
         row = residency.open(SlotId(slot), 20, 64)
         for layer in range(DECODER.layout.num_layers):
-            row.write(layer, buffer.tokens, buffer.export(layer, buffer.tokens))
+            row.write(layer, buffer.tokens, buffer.export(layer, buffer.tokens)).result()
     rows = [(SlotId(slot), TokenRange(20, 21)) for slot in range(2)]
     with pytest.raises(RowError, match="the pushed KV of position 0") as raised, residency.step(rows):
         raise AssertionError("it began")

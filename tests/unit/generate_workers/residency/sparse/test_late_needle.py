@@ -107,7 +107,7 @@ def push_prompt(residency: Policy) -> None:
     buffer.data[:, :, 0], buffer.data[:, :, 1] = K_TGH[:NUM_PROMPT], V_TGH[:NUM_PROMPT]
     for layer in range(LAYOUT.num_layers):
         for tokens in whole.split(50):
-            residency._rows[SLOT].write(layer, tokens, buffer.export(layer, tokens))
+            residency._rows[SLOT].write(layer, tokens, buffer.export(layer, tokens)).result()
 
 
 @torch.inference_mode()

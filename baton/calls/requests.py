@@ -1,0 +1,130 @@
+"""Builds the message of a user's call (proto/baton/v1/orchestrator.proto). Pure.
+
+Only what the message could not carry is checked here; the server checks everything else, against its model.
+"""
+
+import math
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from baton.channel_options import MAX_MESSAGE_BYTES
+from baton.errors import InvalidArgumentError
+from baton.proto_types import params_to_proto
+from baton.sampling_params import SamplingOptions, SamplingParams, params_from_options
+from baton.types import Priority
+from baton.v1 import orchestrator_pb2
+
+MAX_DEADLINE_S = 2**32 / 1000 - 1
+BY_CHAIN = ("baton-prefill", "chain")
+"""Metadata of a call whose prompt a chain is to prefill, even if slower than the group: for measuring chains."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A request's input: exactly one of text, chat and token ids."""
+
+    prompt: str | bytes | None = None
+    """Prompt as text; bytes must be UTF-8."""
+    messages: Sequence[Mapping[str, str]] | None = None
+    """Chat as mappings with `role` and `content`, rendered with the model's chat template."""
+    token_ids: Sequence[int] | None = None
+    """Prompt that is already tokenized."""
+
+    def __post_init__(self) -> None:
+        given = [name for name, value in vars(self).items() if value is not None]
+        if len(given) != 1:
+            raise InvalidArgumentError(
+                f"input is {' and '.join(given) or 'missing'}: give one of prompt, messages, token_ids"
+            )
+
+
+def make_request(
+    source: Source,
+    params: SamplingParams | None,
+    options: SamplingOptions,
+    *,
+    request_id: str | None = None,
+    model: str = "",
+    echo: bool = False,
+    priority: str = "standard",
+    exact: bool = False,
+    cache_salt: str = "",
+) -> orchestrator_pb2.GenerateRequest:
+    """Return the message of a request. Raises InvalidArgumentError for one that cannot be sent, TypeError for an
+    unknown sampling option."""
+    if params is not None and options:
+        raise InvalidArgumentError(f"params and {', '.join(options)} contradict: give one SamplingParams, or options")
+    request = orchestrator_pb2.GenerateRequest(
+        request_id=request_id or uuid.uuid4().hex,
+        seeded=params is not None or "seed" in options,
+        model=model,
+        echo=echo,
+        priority=orchestrator_pb2.Priority.ValueType(_priority(priority)),
+        exact=exact,
+        cache_salt=cache_salt,
+    )
+    try:
+        request.sampling.CopyFrom(params_to_proto(params or params_from_options(options)))
+    except ValueError as error:
+        raise InvalidArgumentError(f"sampling: {error}: use integers below 2**32") from error
+    _add_source(request, source)
+    if request.ByteSize() > MAX_MESSAGE_BYTES:
+        raise InvalidArgumentError(
+            f"request is {request.ByteSize()} bytes long, over the limit of {MAX_MESSAGE_BYTES}: send less text"
+        )
+    return request
+
+
+def check_deadline(deadline_s: float | None) -> None:
+    """Raise InvalidArgumentError for a deadline that is not positive and finite, or that the message cannot carry."""
+    if deadline_s is not None and not (0 < deadline_s <= MAX_DEADLINE_S and math.isfinite(deadline_s)):
+        raise InvalidArgumentError(f"deadline_s = {deadline_s!r} is out of range: use seconds above 0, below 4 million")
+
+
+def call_metadata(api_key: str | None, tenant: str | None) -> tuple[tuple[str, str], ...]:
+    """Return the gRPC metadata that identifies the caller to a server. Raises InvalidArgumentError."""
+    values = {"api_key": api_key, "tenant": tenant}
+    for name, value in values.items():
+        if value is not None and not (value and value.isascii() and value.isprintable()):
+            raise InvalidArgumentError(f"{name} cannot be sent: use printable ASCII characters")
+    keyed = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
+    return keyed if tenant is None else (*keyed, ("baton-tenant", tenant))
+
+
+def _priority(name: str) -> Priority:
+    known = {each.name.lower(): each for each in Priority}
+    if name not in known:
+        raise InvalidArgumentError(f"priority = {name!r} is unknown: use one of {', '.join(known)}")
+    return known[name]
+
+
+def _add_source(request: orchestrator_pb2.GenerateRequest, source: Source) -> None:
+    if source.prompt is not None:
+        request.prompt = _encoded(source.prompt)
+    elif source.messages is not None:
+        request.chat.SetInParent()  # an empty chat is sent, and refused by the server
+        for index, message in enumerate(source.messages):
+            request.chat.messages.add(**_chat_fields(index, message))
+    else:
+        request.token_ids.SetInParent()
+        try:
+            request.token_ids.ids.extend(source.token_ids or ())
+        except ValueError as error:
+            raise InvalidArgumentError(f"token_ids: {error}: use the model's token ids") from error
+
+
+def _encoded(prompt: str | bytes) -> bytes:
+    try:
+        return prompt if isinstance(prompt, bytes) else prompt.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(f"prompt holds half a character at {error.start}: it cannot be UTF-8") from error
+
+
+def _chat_fields(index: int, message: Mapping[str, str]) -> dict[str, str]:
+    wrong = {"role", "content"} ^ message.keys()
+    if wrong:
+        raise InvalidArgumentError(
+            f"messages[{index}] lacks, or does not know, {', '.join(sorted(wrong))}: give role and content"
+        )
+    return dict(message)

@@ -1,0 +1,213 @@
+"""Streams of a request's tokens, for threads and for asyncio. Made by baton.client; baton.calls.resume has the
+rules."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+import grpc
+
+from baton.calls.resume import StreamState
+from baton.errors import BatonError, RequestCancelledError
+from baton.process.endless import is_task_cancelled
+from baton.results import Completion, Timings, Usage
+from baton.status import translate_rpc_errors
+from baton.types import FinishReason, TokenEvent
+from baton.v1 import orchestrator_pb2
+
+
+class Call(Protocol):
+    """A running synchronous call of grpc."""
+
+    def __next__(self) -> orchestrator_pb2.GenerateEvent: ...
+    def cancel(self) -> object: ...
+
+
+AsyncCall = grpc.aio.UnaryStreamCall[orchestrator_pb2.GenerateRequest, orchestrator_pb2.GenerateEvent]
+CallT = TypeVar("CallT", Call, AsyncCall)
+
+
+class BaseStream(Generic[CallT]):
+    """What both kinds of stream report about themselves; complete after the stream's end."""
+
+    _cancelled: threading.Event | asyncio.Event
+
+    def __init__(self, state: StreamState, open_call: Callable[[StreamState], CallT]) -> None:
+        """`open_call` sends the state's next request and returns the call; it does not block."""
+        self._state = state
+        self._open_call: Callable[[StreamState], CallT] = open_call
+        self._call: CallT = open_call(state)
+
+    @property
+    def output(self) -> Completion:
+        """All that has been received so far."""
+        return self._state.output()
+
+    @property
+    def request_id(self) -> str:
+        """Name of the request in the server's logs."""
+        return self._state.request_id
+
+    @property
+    def finish(self) -> FinishReason | None:
+        """Why the stream's first choice ended; None while it runs."""
+        return self._state.finish
+
+    @property
+    def usage(self) -> Usage | None:
+        """Tokens and attempts of the request; None before the server's last message."""
+        return self._state.usage
+
+    @property
+    def timings(self) -> Timings | None:
+        """When the request's stages began and ended; None before the server's last message."""
+        return self._state.timings
+
+    def cancel(self) -> None:
+        """End the request everywhere; does not block. Has no effect after the end, or when called again."""
+        self._give_up(" by its client")
+
+    def _give_up(self, why: str) -> None:
+        self._state.fail(RequestCancelledError(f"request {self.request_id} was cancelled{why}"))
+        self._cancelled.set()
+        self._call.cancel()
+
+
+class Stream(BaseStream[Call]):
+    """A running request. Iterate once, in one thread; `cancel` may be called from any.
+
+    Yields a TokenEvent for each token as it is made. A choice's last event has `finish` and the text held back until
+    then, and may have no token. When the server goes away, the stream waits and then continues where it was: no token
+    comes twice, none is missing. Iterating raises the BatonError that ended the request: DeadlineExceededError after
+    its deadline, RequestCancelledError after `cancel`, UnavailableError when the server stays away; `output` keeps what
+    came before.
+
+    As a context manager, it cancels the request on leaving, if it still runs.
+    """
+
+    _cancelled: threading.Event
+
+    def __init__(self, state: StreamState, open_call: Callable[[StreamState], Call]) -> None:
+        super().__init__(state, open_call)
+        self._lock = threading.Lock()  # guards against `cancel` while a new call is being opened
+        self._cancelled = threading.Event()
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        return self
+
+    def __next__(self) -> TokenEvent:
+        """Block until the next event, and return it."""
+        while not self._state.is_over:
+            if (event := self._read()) is not None:
+                return event
+        self._call.cancel()  # the stream is done with this call, or the call is over
+        self._state.raise_failure()
+        raise StopIteration
+
+    def collect(self) -> Completion:
+        """Block until the end and return the whole output, events that were iterated over before included."""
+        for _ in self:
+            pass
+        return self.output
+
+    def text(self) -> str:
+        """Block until the end and return the text of the first choice."""
+        return self.collect().text
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.cancel()
+
+    def _give_up(self, why: str) -> None:
+        with self._lock:
+            super()._give_up(why)
+
+    def _read(self) -> TokenEvent | None:
+        try:
+            with translate_rpc_errors():
+                message = next(self._call, None)
+            return self._state.accept(message)
+        except BatonError as error:
+            delay_s = self._state.call_failed(error)
+        if delay_s is not None:
+            self._cancelled.wait(delay_s)
+            with self._lock:
+                if not self._cancelled.is_set():
+                    self._call.cancel()
+                    self._call = self._open_call(self._state)
+        return None
+
+
+class AsyncStream(BaseStream[AsyncCall]):
+    """A running request for asyncio; otherwise it behaves like Stream. Belongs to the loop that it was made on; one
+    task iterates.
+
+    Cancelling the task that waits for an event cancels the request.
+    """
+
+    _cancelled: asyncio.Event
+
+    def __init__(self, state: StreamState, open_call: Callable[[StreamState], AsyncCall]) -> None:
+        super().__init__(state, open_call)
+        self._cancelled = asyncio.Event()
+
+    def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        """Wait for the next event, and return it."""
+        while not self._state.is_over:
+            if (event := await self._read()) is not None:
+                return event
+        self._call.cancel()  # the stream is done with this call, or the call is over
+        self._state.raise_failure()
+        raise StopAsyncIteration
+
+    async def collect(self) -> Completion:
+        """Wait for the end and return the whole output, events that were iterated over before included."""
+        async for _ in self:
+            pass
+        return self.output
+
+    async def text(self) -> str:
+        """Wait for the end and return the text of the first choice."""
+        return (await self.collect()).text
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.cancel()
+
+    async def _read(self) -> TokenEvent | None:
+        try:
+            with translate_rpc_errors():
+                message = await self._call.read()
+            return self._state.accept(message if isinstance(message, orchestrator_pb2.GenerateEvent) else None)
+        except BatonError as error:
+            delay_s = self._state.call_failed(error)
+        except asyncio.CancelledError:
+            if is_task_cancelled():
+                self.cancel()
+                raise
+            client_closed(self)  # has no effect if `cancel` was called before
+            return None
+        if delay_s is not None and not await self._cancelled_within(delay_s):
+            self._call.cancel()
+            self._call = self._open_call(self._state)
+        return None
+
+    async def _cancelled_within(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self._cancelled.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+
+def client_closed(stream: BaseStream[Any]) -> None:
+    """Cancel a stream because the client that made it is closing its connection."""
+    stream._give_up(": its client was closed")

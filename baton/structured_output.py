@@ -1,0 +1,94 @@
+"""What constrains a request's output: a JSON schema, a regular expression, a grammar or a list of texts.
+
+Part of `baton.sampling_params`. `text.grammars` compiles it; whether it can be compiled is the orchestrator's to say.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from baton.errors import InvalidArgumentError
+
+MAX_STRUCTURED_BYTES = 256 * 1024
+"""UTF-8 bytes of a schema, regular expression or grammar, or of all choices together, at most."""
+MAX_CHOICE_TEXTS = 1024
+_FIELD = "sampling.structured_output"
+
+
+@dataclass(frozen=True)
+class StructuredOutput:
+    """The form that a request's output must have. Exactly one field is set; raises InvalidArgumentError otherwise."""
+
+    json: str | None = None
+    """A JSON schema, as JSON: the output is a JSON value that it allows."""
+    json_object: bool = False
+    """Whether the output is a JSON object of any form."""
+    regex: str | None = None
+    """A regular expression that matches the whole output. Without look-around and back references."""
+    grammar: str | None = None
+    """A context-free grammar in Lark's notation, or in GBNF, whose start symbol derives the output."""
+    choice: tuple[str, ...] = ()
+    """Texts, one of which is the output. At most 1,024."""
+
+    def __post_init__(self) -> None:
+        given = [each.name for each in fields(self) if getattr(self, each.name) not in (None, False, ())]
+        if len(given) != 1:
+            known = ", ".join(each.name for each in fields(self))
+            raise InvalidArgumentError(f"{_FIELD} sets {' and '.join(given) or 'nothing'}: set one of {known}")
+        check_choice_length(len(self.choice))
+        value = getattr(self, given[0])
+        texts: Sequence[str] = value if given[0] == "choice" else () if given[0] == "json_object" else (value,)
+        if not all(texts):
+            raise InvalidArgumentError(f"{_FIELD}.{given[0]} is empty: describe an output")
+        num_bytes = sum(len(text.encode(errors="surrogatepass")) for text in texts)
+        if num_bytes > MAX_STRUCTURED_BYTES:
+            raise InvalidArgumentError(
+                f"{_FIELD}.{given[0]} has {num_bytes} bytes: the limit is {MAX_STRUCTURED_BYTES}; shorten it"
+            )
+
+    @property
+    def kind(self) -> str:
+        """Return the name of the field that is set."""
+        return next(each.name for each in fields(self) if getattr(self, each.name) not in (None, False, ()))
+
+
+StructuredOption = StructuredOutput | Mapping[str, Any]
+"""A StructuredOutput, or its fields as a mapping, whose schema may also be given as an object instead of JSON text."""
+
+
+def structured_from_option(option: StructuredOption | None) -> StructuredOutput | None:
+    """Return the value of the sampling option `structured_output`. Raises InvalidArgumentError for an unknown field
+    and for a value of the wrong type."""
+    if option is None or isinstance(option, StructuredOutput):
+        return option
+    values = {name: value for name, value in option.items() if value is not None}
+    unknown = values.keys() - {each.name for each in fields(StructuredOutput)}
+    if unknown:
+        known = ", ".join(each.name for each in fields(StructuredOutput))
+        raise InvalidArgumentError(f"{_FIELD}.{min(map(str, unknown))} is unknown: set one of {known}")
+    schema = values.get("json")
+    if schema is not None and not isinstance(schema, str):
+        values["json"] = _as_json(schema)
+    for name in ("regex", "grammar"):
+        if not isinstance(values.get(name), str | None):
+            raise InvalidArgumentError(f"{_FIELD}.{name} is {values[name]!r:.40}: use a string")
+    if not isinstance(values.get("json_object", False), bool):
+        raise InvalidArgumentError(f"{_FIELD}.json_object is {values['json_object']!r:.40}: use true, or leave it out")
+    texts = values.get("choice", ())
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise InvalidArgumentError(f"{_FIELD}.choice is {texts!r:.40}: use a list of strings")
+    return StructuredOutput(**{**values, "choice": tuple(texts)})
+
+
+def check_choice_length(num_choices: int) -> None:
+    """Raise InvalidArgumentError for a list of texts that is too long, before it is copied."""
+    if num_choices > MAX_CHOICE_TEXTS:
+        raise InvalidArgumentError(f"{_FIELD}.choice has {num_choices} entries: use at most {MAX_CHOICE_TEXTS}")
+
+
+def _as_json(schema: object) -> str:
+    try:
+        return json.dumps(schema, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"{_FIELD}.json is no JSON: {error}: send a JSON schema") from error

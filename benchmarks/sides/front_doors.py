@@ -1,0 +1,122 @@
+"""Baton and vLLM behind their front doors: servers in processes of their own, asked over gRPC and over HTTP.
+
+Both are asked by the one loop that calls, and all instants are those at which it has a message.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from time import time_ns
+
+from baton.client import AsyncClient
+from baton.sampling_params import SamplingParams
+from benchmarks.support.answers import Answer, Answered, Ask
+from benchmarks.support.event_stream import EventStream
+from benchmarks.support.processor_time import command_of, with_descendants
+from deploy.commands.record import load_record
+from deploy.commands.served_child import OwnCluster, own_cluster
+
+HOST = "127.0.0.1"
+MODEL = "model"
+"""Name under which vLLM serves."""
+
+
+class BatonDoor:
+    """A front door (benchmarks.support.answers) of a cluster of `baton serve`."""
+
+    def __init__(self, cluster: OwnCluster, client: AsyncClient) -> None:
+        self._cluster = cluster
+        self._client = client
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def opened(cls, settings: Sequence[str], say: Callable[[str], None]) -> AsyncIterator["BatonDoor"]:
+        """Bring a cluster up with these settings, and end it afterwards; `say` is called with its lines. Raises
+        ConfigError or UnavailableError when it does not come up."""
+        options = [part for setting in settings for part in ("--set", setting)]
+        async with (
+            own_cluster("served-bench", options, say) as cluster,
+            AsyncClient(cluster.target) as client,
+        ):
+            yield cls(cluster, client)
+
+    async def answer(self, asks: Sequence[Ask]) -> Answered:
+        return Answered(await asyncio.gather(*(self._one(each) for each in asks)))
+
+    def processes(self) -> tuple[set[int], set[int], set[int]]:
+        """Return the processes of Baton itself (launcher, supervisor, orchestrator, workers), those of its Ray, and
+        those of the former that are Ray's actors, whose main threads are loops of Ray."""
+        record = load_record(self._cluster.name)
+        assert record is not None, "a cluster that serves has a record"
+        everything = with_descendants([record.launcher_pid])
+        actors = {pid for pid in everything if _is_actor(command_of(pid))}
+        own = with_descendants(actors) | {record.launcher_pid}
+        return own, everything - own, actors
+
+    async def _one(self, ask: Ask) -> Answer:
+        """Send one request. Tokens of one step count as one message, which has come with the last of them, though each
+        has an event: that token says how many there were."""
+        await asyncio.sleep(ask.at_s)  # from the load's start
+        params = SamplingParams(max_tokens=ask.max_tokens, temperature=0.0, ignore_eos=True)
+        asked_ns, message_ns, num_tokens = time_ns(), list[int](), 0
+        async with self._client.generate(token_ids=ask.prompt, params=params) as stream:
+            async for event in stream:
+                if event.token is not None:
+                    num_tokens += 1
+                    message_ns.append(time_ns())
+                    if event.drafts is not None:
+                        message_ns = last_of_step(message_ns, event.drafts.num_tokens)
+        if stream.usage is None or stream.usage.num_cached_tokens or stream.usage.num_attempts != 1:
+            raise RuntimeError(f"a prompt was not computed once, from its first token on: {stream.usage}")
+        return checked(Answer(asked_ns, tuple(message_ns), num_tokens), ask)
+
+
+class VllmDoor:
+    """A front door (benchmarks.support.answers) of vLLM's server with the OpenAI interface."""
+
+    def __init__(self, port: int, version: str) -> None:
+        self._port = port
+        self.version = version
+
+    async def answer(self, asks: Sequence[Ask]) -> Answered:
+        async with contextlib.AsyncExitStack() as stack:
+            streams = [await stack.enter_async_context(EventStream.connected(HOST, self._port)) for _ in asks]
+            answers = (self._one(stream, each) for stream, each in zip(streams, asks, strict=True))
+            return Answered(await asyncio.gather(*answers))
+
+    async def _one(self, stream: EventStream, ask: Ask) -> Answer:
+        await asyncio.sleep(ask.at_s)  # from the load's start
+        asked_ns, message_ns, num_tokens = time_ns(), list[int](), 0
+        body = {
+            "model": MODEL,
+            "prompt": ask.prompt,
+            "max_tokens": ask.max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+        async for event in stream.post("/v1/completions", body):
+            if "usage" not in event:
+                raise RuntimeError(f"vLLM answers {event}, not a message with usage")
+            if event["usage"]["completion_tokens"] > num_tokens:
+                num_tokens = event["usage"]["completion_tokens"]
+                message_ns.append(time_ns())
+        return checked(Answer(asked_ns, tuple(message_ns), num_tokens), ask)
+
+
+def last_of_step(token_ns: list[int], num_tokens: int) -> list[int]:
+    """Return the instants with those of the last `num_tokens` tokens, which one step brought, made one: the last."""
+    return [*token_ns[:-num_tokens], token_ns[-1]]
+
+
+def checked(answer: Answer, ask: Ask) -> Answer:
+    """Return an answer that has as many tokens as were asked for. Raises RuntimeError for another."""
+    if answer.num_tokens != ask.max_tokens or len(answer.message_ns) < 2:
+        raise RuntimeError(f"asked for {ask.max_tokens} tokens in two messages or more, and got {answer}")
+    return answer
+
+
+def _is_actor(title: str) -> bool:
+    """Return whether a process is an actor: Ray gives it the title ray::CLASS, and others ray::IDLE or their path."""
+    return title.startswith("ray::") and "Actor" in title

@@ -1,0 +1,96 @@
+"""Rows of one residency policy on an emulated device of its own, which read text, for `benchmarks.offload`."""
+
+import contextlib
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.sides.timed_steps import TimedDecoder, TimedDevice, TimedResidency
+from benchmarks.support.step_parts import Part, PartClock
+from deploy.quality.passages import Context, PassageRows, shape_for
+from generate_workers.residency.policies import SelectionSource, make_residency
+from modeling.device.copying import LinkRate
+from modeling.device.emulated import EmulatedDevice
+from modeling.forward.decoder import Decoder
+from modeling.sparse.selection_file import PreparedSelection
+
+COUNTED_STEPS = 2
+STEPS_A_ROUND = COUNTED_STEPS + 1
+"""Steps of each round; the first is not counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedSelection(SelectionSource):
+    """A selection that was read or fitted before, for many policies: to fit one takes a while."""
+
+    prepared: PreparedSelection
+
+    def load(self) -> PreparedSelection:
+        """Return the selection that was read before."""
+        return self.prepared
+
+    def load_early(self) -> PreparedSelection:
+        """Return the selection that was read before."""
+        return self.prepared
+
+
+class Side:
+    """Rows of one policy on a device of its own."""
+
+    def __init__(self, rows: PassageRows, device: EmulatedDevice, clock: PartClock | None = None) -> None:
+        """`clock`: times the parts of the rows' steps."""
+        self._rows, self.device, self._clock = rows, device, clock
+        self.step_bytes = self.counted_bytes = 0.0
+        """Bytes over the link in a step, as the link counted and as the steps did."""
+        self.hidden = 1.0
+        """Part of the fetches' time for which no step waited."""
+        self.parts_ms: Mapping[Part, float] = {}
+        """Milliseconds of a step by part, with a clock; the rest of the step is in none."""
+
+    def step_ms(self) -> float:
+        """Return the mean milliseconds of a few steps, after one that is not counted."""
+        self._rows.step()
+        link = self.device.link
+        bytes_before = link.num_bytes_fetched + link.num_bytes_stored
+        fetch_s, waited_s = link.fetch_s, link.waited_s
+        spent_s = {} if self._clock is None else self._clock.spent_s
+        scores = [self._rows.step() for _ in range(COUNTED_STEPS)]
+        if self._clock is not None:
+            self.parts_ms = {
+                part: (after_s - spent_s[part]) / COUNTED_STEPS * 1e3 for part, after_s in self._clock.spent_s.items()
+            }
+        self.step_bytes = (link.num_bytes_fetched + link.num_bytes_stored - bytes_before) / COUNTED_STEPS
+        self.counted_bytes = statistics.fmean(score.num_link_bytes for score in scores)
+        if link.fetch_s > fetch_s:
+            self.hidden = 1.0 - (link.waited_s - waited_s) / (link.fetch_s - fetch_s)
+        return statistics.fmean(score.duration_s for score in scores) * 1e3
+
+
+@contextlib.contextmanager
+def running(
+    policy: str,
+    contexts: Sequence[Context],
+    source: SelectionSource,
+    rate: LinkRate,
+    room: int | None,
+    *,
+    clock: PartClock | None = None,
+) -> Iterator[Side]:
+    """Open rows of a policy on a device with `room` bytes for KV, whose steps' parts a `clock` times; close them
+    afterwards."""
+    device = EmulatedDevice(rate) if clock is None else TimedDevice(rate, clock)
+    decoder = _decoder(source.decoder, device, clock)
+    shape = shape_for(decoder, [context.passage for context in contexts])
+    there = replace(source, decoder=decoder, device_bytes=room)
+    with contextlib.closing(make_residency(policy, shape, device, there)) as residency:
+        device.bound(room)
+        watched = residency if clock is None else TimedResidency(residency, clock)
+        with PassageRows.opened(decoder, watched, contexts) as rows:
+            yield Side(rows, device, clock)
+    device.link.rest()
+
+
+def _decoder(cpu: Decoder, device: EmulatedDevice, clock: PartClock | None) -> Decoder:
+    if clock is None:
+        return Decoder(cpu.config, cpu.weights, device=device)
+    return TimedDecoder(cpu, device, clock)

@@ -1,0 +1,207 @@
+"""A step on an emulated device whose parts are timed (`benchmarks.support.step_parts`) by wrappers around its ports.
+
+The wrappers stand around what a step is made of: a policy's residency and its turns between layers, the link, and the
+decoder's linear layers and attention. The code that is measured knows nothing of them. All are used by the thread that
+runs steps. The decoder runs its layers piece by piece. It does so for all policies but `device`, whose layers otherwise
+run in one native call that has no parts: a timed step of `device` takes longer than another.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from torch import Tensor
+
+from baton.ids import SlotId
+from benchmarks.support.step_parts import Part, PartClock
+from generate_workers.residency.port import KvBytes, Residency, RowKv, StepKv, StepRows
+from generate_workers.residency.traits import PolicyTraits
+from modeling.device.copying import LinkAccess, LinkRate, PacedLink
+from modeling.device.emulated import EmulatedDevice
+from modeling.device.heads import PickedHeads, RowCopies
+from modeling.device.port import Copies
+from modeling.forward.decoder import Decoder, LayerTurns, SequenceSpan, Step
+from modeling.forward.rows import DecodeRows
+from modeling.forward.selection import Picks, StepPicks
+from modeling.forward.triton.rows import TritonRows
+from modeling.kv.staging import StagingFrames
+from modeling.kv.transfers import Transfer
+
+
+class TimedDecoder(Decoder):
+    """A decoder whose linear layers, attention and policies' turns are timed."""
+
+    def __init__(self, decoder: Decoder, device: EmulatedDevice, clock: PartClock) -> None:
+        """Run the model of `decoder` on `device`."""
+        super().__init__(decoder.config, decoder.weights, device=device)
+        self.fused = None  # one call for all layers has no parts
+        self._clock = clock
+
+    def project(self, layer: int, hidden_TD: Tensor, step: Step) -> Tensor:
+        """Project as the decoder does, timed."""
+        with self._clock.part(Part.LINEAR):
+            return super().project(layer, hidden_TD, step)
+
+    def complete(self, layer: int, hidden_TD: Tensor, attended_TNH: Tensor) -> Tensor:
+        """Complete the layer as the decoder does, timed."""
+        with self._clock.part(Part.LINEAR):
+            return super().complete(layer, hidden_TD, attended_TNH)
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Return the decoder's logits, timed."""
+        with self._clock.part(Part.LINEAR):
+            return super().logits(hidden_RD)
+
+    def forward(
+        self,
+        token_ids: Sequence[int],
+        spans: Sequence[SequenceSpan],
+        turns: LayerTurns | None = None,
+        *,
+        most_queries: int = 1,
+        picks: StepPicks | None = None,
+    ) -> Tensor:
+        """Run all layers as the decoder does, with timed turns."""
+        timed = None if turns is None else TimedTurns(turns, self._clock)
+        return super().forward(token_ids, spans, timed, most_queries=most_queries, picks=picks)
+
+    def _attend(
+        self,
+        layer: int,
+        q_TNH: Tensor,
+        rows: DecodeRows | TritonRows | None,
+        others: Sequence[tuple[SequenceSpan, slice]],
+        picks: Picks | None,
+    ) -> Tensor:
+        with self._clock.part(Part.ATTENTION):
+            return super()._attend(layer, q_TNH, rows, others, picks)
+
+
+class TimedTurns:
+    """The LayerTurns of a policy, timed."""
+
+    def __init__(self, turns: LayerTurns, clock: PartClock) -> None:
+        self._turns, self._clock = turns, clock
+
+    def begin(self, layer: int, hidden_TD: Tensor) -> None:
+        """Take the turn before a layer."""
+        with self._clock.part(Part.POLICY):
+            self._turns.begin(layer, hidden_TD)
+
+    def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
+        """Return the policy's picks."""
+        with self._clock.part(Part.POLICY):
+            return self._turns.picks(layer, q_TNH)
+
+    def end(self, layer: int) -> None:
+        """Take the turn behind a layer."""
+        with self._clock.part(Part.POLICY):
+            self._turns.end(layer)
+
+
+class TimedResidency:
+    """A Residency that is timed when a step is entered and left."""
+
+    def __init__(self, residency: Residency, clock: PartClock) -> None:
+        self._inner, self._clock = residency, clock
+
+    @property
+    def traits(self) -> PolicyTraits:
+        """Return the policy's traits."""
+        return self._inner.traits
+
+    @property
+    def frames(self) -> StagingFrames | None:
+        """Return the frames of the policy's pushed KV."""
+        return self._inner.frames
+
+    @property
+    def num_link_bytes(self) -> int:
+        """Return the bytes that the policy brought over the link so far."""
+        return self._inner.num_link_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Return the bytes that the policy holds beside its rows."""
+        return self._inner.scratch_bytes
+
+    def bytes_for(self, num_tokens: int) -> KvBytes:
+        """Return the bytes that a row of that many tokens takes."""
+        return self._inner.bytes_for(num_tokens)
+
+    def open(self, slot: SlotId, num_tokens: int, capacity_tokens: int) -> RowKv:
+        """Begin a claim on a slot."""
+        return self._inner.open(slot, num_tokens, capacity_tokens)
+
+    def copy(self, source: SlotId, target: SlotId, num_tokens: int) -> None:
+        """Copy a row's first tokens to another slot."""
+        self._inner.copy(source, target, num_tokens)
+
+    @contextmanager
+    def step(self, rows: StepRows) -> Iterator[StepKv]:
+        """Enter the policy's step, yield it, and leave it."""
+        with ExitStack() as entered:
+            with self._clock.part(Part.POLICY):
+                step = entered.enter_context(self._inner.step(rows))
+            yield step
+            with self._clock.part(Part.POLICY):
+                entered.close()
+
+    def close(self) -> None:
+        """End the policy's threads."""
+        self._inner.close()
+
+
+class TimedTransfer:
+    """A Transfer whose waits are timed."""
+
+    def __init__(self, transfer: Transfer, clock: PartClock) -> None:
+        self._transfer, self._clock = transfer, clock
+
+    def result(self) -> None:
+        """Wait until all is copied; raise what went wrong."""
+        with self._clock.part(Part.TRANSFER):
+            self._transfer.result()
+
+    def join(self) -> None:
+        """Wait as the link's transfer does before what is computed next."""
+        with self._clock.part(Part.TRANSFER):
+            self._transfer.join()
+
+    def wait(self) -> None:
+        """Wait until the copying has ended, even if it failed."""
+        with self._clock.part(Part.TRANSFER):
+            self._transfer.wait()
+
+
+class TimedLink(PacedLink):
+    """A PacedLink whose transfers are timed where they are waited for."""
+
+    def __init__(self, rate: LinkRate, clock: PartClock) -> None:
+        super().__init__(rate)
+        self._clock = clock
+
+    def fetch(self, copies: Copies) -> Transfer:
+        """Begin to copy to the device."""
+        return TimedTransfer(super().fetch(copies), self._clock)
+
+    def fetch_heads(self, heads: PickedHeads) -> Transfer:
+        """Begin to copy picked keys and values to the device."""
+        return TimedTransfer(super().fetch_heads(heads), self._clock)
+
+    def store(self, copies: Copies) -> Transfer:
+        """Begin to copy home."""
+        return TimedTransfer(super().store(copies), self._clock)
+
+    def store_rows(self, rows: RowCopies) -> Transfer:
+        """Begin to copy rows home."""
+        return TimedTransfer(super().store_rows(rows), self._clock)
+
+
+class TimedDevice(EmulatedDevice):
+    """An emulated device whose link is timed."""
+
+    def __init__(self, rate: LinkRate, clock: PartClock) -> None:
+        """`rate`: of the link."""
+        super().__init__(rate)
+        self.link = TimedLink(rate, clock)
+        self._access = LinkAccess.plain(self.link)

@@ -1,0 +1,102 @@
+"""Answers of a front door to concurrent requests, as a client sees them: when messages came, and what follows. Pure."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+from benchmarks.support.open_loop import percentile
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of a load."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    """Output tokens of the answer, exactly."""
+    at_s: float = 0.0
+    """When it is asked, in seconds from the load's start."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """When a request was asked, and when each message with tokens came; unix nanoseconds. A message holds the tokens of
+    one step: with speculation there may be several."""
+
+    asked_ns: int
+    message_ns: tuple[int, ...]
+    num_tokens: int
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds to the first token."""
+        return (self.message_ns[0] - self.asked_ns) / 1e9
+
+    @property
+    def tpot_ms(self) -> float:
+        """Milliseconds per output token after the first message."""
+        return (self.message_ns[-1] - self.message_ns[0]) / (self.num_tokens - 1) / 1e6
+
+    @property
+    def gaps_ms(self) -> list[float]:
+        """Milliseconds between consecutive messages."""
+        return [(after - before) / 1e6 for before, after in pairwise(self.message_ns)]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The answers to one load, in the order of its requests."""
+
+    answers: Sequence[Answer]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the first ask to the last token."""
+        first_ns = min(each.asked_ns for each in self.answers)
+        return (max(each.message_ns[-1] for each in self.answers) - first_ns) / 1e9
+
+    @property
+    def tokens_s(self) -> float:
+        """All output tokens, over the seconds from the first ask to the last token."""
+        return sum(each.num_tokens for each in self.answers) / self.seconds
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds to the first token, median of the requests."""
+        return statistics.median(each.ttft_s for each in self.answers)
+
+    @property
+    def last_ttft_s(self) -> float:
+        """Seconds to the first token of the request that was asked last."""
+        return max(self.answers, key=lambda each: each.asked_ns).ttft_s
+
+    @property
+    def tpot_ms(self) -> float:
+        """Milliseconds per output token after the first message, median of the requests."""
+        return statistics.median(each.tpot_ms for each in self.answers)
+
+    @property
+    def gap_ms(self) -> float:
+        """Milliseconds between messages of a request, median of all."""
+        return statistics.median(self.gaps_ms)
+
+    @property
+    def p99_ms(self) -> float:
+        """Milliseconds between messages of a request, 99th percentile of all."""
+        return percentile(self.gaps_ms, 99)
+
+    @property
+    def gaps_ms(self) -> list[float]:
+        """Milliseconds between consecutive messages, of all requests."""
+        return [gap for each in self.answers for gap in each.gaps_ms]
+
+
+class FrontDoor(Protocol):
+    """A running server that is asked as its clients ask it."""
+
+    async def answer(self, asks: Sequence[Ask]) -> Answered:
+        """Send all requests, each at its time, and return the answers when all have ended. Raises RuntimeError for an
+        answer that is not what was asked for."""
+        ...

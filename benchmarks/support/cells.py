@@ -1,0 +1,71 @@
+"""Cells of a grid of closed loads: so many streams at once, and perhaps a long prompt that joins them. Pure."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.support.answers import Ask
+from benchmarks.support.passages import Passages
+
+_CELL = re.compile(r"(\d+)x(\d+):(\d+)(?:\+(\d+):(\d+)@(\d+(?:\.\d+)?))?")
+
+
+@dataclass(frozen=True)
+class Joining:
+    """A prompt that joins running streams."""
+
+    num_tokens: int
+    max_tokens: int
+    at_s: float
+    """When it comes, in seconds from the streams' start."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One load: `num_streams` prompts, all asked at once, of equal length."""
+
+    num_streams: int
+    num_tokens: int
+    max_tokens: int
+    """Output tokens of each stream."""
+    joining: Joining | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Cell":
+        """Read STREAMSxPROMPT:OUTPUT, or STREAMSxPROMPT:OUTPUT+PROMPT:OUTPUT@SECONDS with a prompt that joins. Raises
+        ValueError for anything else, and for outputs of fewer than two tokens, which have no gap."""
+        found = _CELL.fullmatch(text)
+        if found is None:
+            raise ValueError(f"{text!r} is no cell: use STREAMSxPROMPT:OUTPUT, like 16x205:64 or 8x205:96+4400:16@1")
+        streams, tokens, output, *joins = found.groups()
+        joining = Joining(int(joins[0]), int(joins[1]), float(joins[2])) if joins[0] else None
+        cell = cls(int(streams), int(tokens), int(output), joining)
+        if min(cell.num_streams, cell.num_tokens) < 1 or min(ask.max_tokens for ask in cell.sizes) < 2:
+            raise ValueError(f"{text!r} has no gaps between tokens: use a stream or more, and outputs of 2 or more")
+        return cell
+
+    @property
+    def sizes(self) -> Sequence[Joining]:
+        """Sizes of all requests, in the order in which they are asked."""
+        streams = [Joining(self.num_tokens, self.max_tokens, 0.0)] * self.num_streams
+        return [*streams, *([self.joining] if self.joining else [])]
+
+    @property
+    def keys(self) -> dict[str, object]:
+        """What tells the cell from others in a row's case."""
+        keys: dict[str, object] = {"tokens": self.num_tokens, "streams": self.num_streams, "output": self.max_tokens}
+        return keys if self.joining is None else {**keys, "joining": self.joining.num_tokens}
+
+    def asks(self, passages: Passages) -> list[Ask]:
+        """Return the load, of prompts that were not asked before."""
+        return [Ask(passages.take(each.num_tokens), each.max_tokens, each.at_s) for each in self.sizes]
+
+    def __str__(self) -> str:
+        text = f"{self.num_streams}x{self.num_tokens}:{self.max_tokens}"
+        late = self.joining
+        return text if late is None else f"{text}+{late.num_tokens}:{late.max_tokens}@{late.at_s:g}"
+
+
+def parse_grid(text: str) -> list[Cell]:
+    """Read cells with commas between them. Raises ValueError for what is none."""
+    return [Cell.parse(each) for each in text.split(",")]

@@ -1,0 +1,59 @@
+"""Processor time of groups of processes, by the kernel's account. Linux only."""
+
+import contextlib
+import os
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+_PROC = Path("/proc")
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+"""Seconds to which the kernel rounds a process's time."""
+
+
+def used_s(pids: Iterable[int]) -> dict[int, float]:
+    """Return the processor seconds that each process has used, all threads together; those that are gone are left
+    out."""
+    found = {pid: _fields(pid) for pid in pids}
+    return {pid: (int(each[11]) + int(each[12])) * TICK_S for pid, each in found.items() if each}
+
+
+def main_threads_used_s(pids: Iterable[int]) -> dict[int, float]:
+    """Return the processor seconds that each process's main thread has used; those that are gone are left out."""
+    found = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            found[pid] = int((_PROC / f"{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
+    return found
+
+
+def share_of_a_core(before: Mapping[int, float], after: Mapping[int, float], seconds: float) -> float:
+    """Return the processor seconds a second between two answers of the functions above, at least one tick's; processes
+    that are in one of them only do not count."""
+    total_s = sum(after[pid] - before[pid] for pid in before.keys() & after.keys())
+    return max(total_s, TICK_S) / seconds
+
+
+def with_descendants(pids: Collection[int]) -> set[int]:
+    """Return these processes and all that descend from them."""
+    everybody = (int(path.name) for path in _PROC.glob("[0-9]*"))
+    parents = {pid: int(each[1]) for pid in everybody if (each := _fields(pid))}
+    found = {*pids} & parents.keys()
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def command_of(pid: int) -> str:
+    """Return the command line of a process, or the title that it gave itself; empty when it is gone."""
+    try:
+        return (_PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _fields(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat after the name; empty when there is no such process."""
+    try:
+        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -1,0 +1,150 @@
+"""What does HTTP add to gRPC, and how many streams of server-sent events does one HTTP gateway hold?
+
+The real orchestrator and the real HTTP gateway, in processes of their own, over generation groups that make tokens from
+a script, at a pace, without computing (benchmarks.gateways). The clients of both are in processes of their own, too.
+
+`trace=short`: 64 streams at random times within two seconds, 20 tokens a second each, over HTTP and over gRPC in turn.
+Rows: the median time to first token, with gRPC as the baseline, and the processor time of the gateway's process a
+token, beside its bar (`promised`). `trace=held`: 2,000 streams at once, a token a second each, over HTTP: p99 of the
+time from the engine to the client, and the tokens that came, of those made.
+
+Any missing token, any stream that ends otherwise than by its length, and any status but 200 is an error. `--bars`: no
+error; HTTP adds at most 3 ms to the first token and takes at most 0.2 ms a token; p99 in `held` below 500 ms.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import statistics
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.gateways.brain import Brain, brain
+from benchmarks.gateways.engines import HOST, Groups, engines
+from benchmarks.gateways.load import Seen, Streams, load
+from benchmarks.gateways.process import Child, Usage, child
+from benchmarks.gateways.web import http_gateway, http_load
+from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
+from benchmarks.support.open_loop import percentile
+
+NUM_GROUPS = 8
+ADDED_BAR_MS = 3.0
+CPU_BAR_US = 200.0
+LATE_BAR_MS = 500.0
+KEPT_UP_BAR = 0.95
+SHORT = Streams(64, 40, 2.0)
+_SHORT_RATE = 20.0
+HELD, QUICK_HELD = Streams(2000, 40, 10.0), Streams(200, 12, 1.0)
+_WINDOW_S, _QUICK_WINDOW_S = 15.0, 3.0
+ROUNDS, QUICK_ROUNDS = 5, 1
+
+
+class _Bench:
+    """Where results go, and what is measured."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self._folder, self._is_quick = folder, args.quick
+        self._rounds = args.rounds or (QUICK_ROUNDS if args.quick else ROUNDS)
+        self._reporter, self._bars = Reporter("web", args.json), Bars()
+        self._console = Console(stderr=True, highlight=False)
+
+    async def run(self) -> Bars:
+        """Measure both traces; return the bars."""
+        await self._short()
+        await self._held()
+        self._reporter.close()
+        return self._bars
+
+    async def _short(self) -> None:
+        first_ms: dict[str, list[float]] = {"http": [], "grpc": []}
+        cpu_us = []
+        async with self._sides(_SHORT_RATE, SHORT.num_streams) as (gateway, web, direct):
+            with progress("short", self._rounds + 1) as advance:
+                for number in range(self._rounds + 1):
+                    before: Usage = await gateway.ask("usage")
+                    seen = {"http": await self._ask(web, SHORT), "grpc": await self._ask(direct, SHORT)}
+                    after: Usage = await gateway.ask("usage")
+                    if number:  # the first round pays for what is done once
+                        for side, found in seen.items():
+                            first_ms[side].append(1e3 * statistics.median(found.first_s))
+                        cpu_us.append((after.cpu_s - before.cpu_s) * 1e6 / seen["http"].num_tokens)
+                    advance()
+        name = case(streams=SHORT.num_streams, trace="short")
+        self._reporter.add(name, "ttft_ms", "ms", "grpc", Pairs(first_ms["http"], first_ms["grpc"]))
+        self._reporter.add(name, "cpu_us", "us", "promised", Pairs(cpu_us, [CPU_BAR_US] * len(cpu_us)))
+        added = [ours - theirs for ours, theirs in zip(first_ms["http"], first_ms["grpc"], strict=True)]
+        self._bars.at_most("short: added to the first token, ms", statistics.median(added), ADDED_BAR_MS)
+        self._bars.at_most("short: processor time a token, us", statistics.median(cpu_us), CPU_BAR_US)
+
+    async def _held(self) -> None:
+        asked, window_s = (QUICK_HELD, _QUICK_WINDOW_S) if self._is_quick else (HELD, _WINDOW_S)
+        async with self._sides(1.0, asked.num_streams) as (gateway, web, _):
+            await web.ask(asked)
+            before: Usage = await gateway.ask("usage")
+            num_before, _ = await web.ask("seen")
+            await asyncio.sleep(window_s)  # the window that is measured
+            num_after, late_ms = await web.ask("seen")
+            after: Usage = await gateway.ask("usage")
+            seen: Seen = await web.ask("drain")
+        name, num_tokens = case(streams=asked.num_streams, trace="held"), num_after - num_before
+        made, late = asked.num_streams * window_s, percentile(late_ms, 99)
+        cpu_us = (after.cpu_s - before.cpu_s) * 1e6 / num_tokens
+        for metric, unit, value, baseline, its_value in (
+            ("tokens_s", "1/s", num_tokens / window_s, "made", made / window_s),
+            ("p99_ms", "ms", late, "promised", LATE_BAR_MS),
+            ("cpu_us", "us", cpu_us, "promised", CPU_BAR_US),
+        ):
+            self._reporter.add(name, metric, unit, baseline, Pairs([value], [its_value]))
+        self._check("held", seen, asked)
+        self._bars.at_least("held: tokens over those made", num_tokens / made, KEPT_UP_BAR)
+        self._bars.at_most("held: p99 of the time from engine to client, ms", late, LATE_BAR_MS)
+
+    async def _ask(self, clients: Child, asked: Streams) -> Seen:
+        await clients.ask(asked)
+        seen: Seen = await clients.ask("drain")
+        self._check("short", seen, asked)
+        return seen
+
+    def _check(self, trace: str, seen: Seen, asked: Streams) -> None:
+        for text in sorted(set(seen.errors))[:3]:
+            self._console.print(f"  {trace}: {text}", markup=False, style="red")
+        self._bars.at_most(f"{trace}: errors, of {asked.num_streams} streams", asked.num_streams - seen.num_done, 0)
+
+    @contextlib.asynccontextmanager
+    async def _sides(self, rate: float, num_streams: int) -> AsyncIterator[tuple[Child, Child, Child]]:
+        """Start groups whose streams get `rate` tokens a second each, a server, an HTTP gateway, and the clients of
+        both; yield the gateway, its clients, and the server's."""
+        groups = Groups(NUM_GROUPS, -(-num_streams // NUM_GROUPS), 1 / rate, says_time=True)
+        async with child(engines, groups) as made:
+            told = Brain(self._folder, tuple(made.greeting), groups.num_slots)
+            async with child(brain, told) as server:
+                target = f"{HOST}:{server.greeting}"
+                async with (
+                    child(http_gateway, target, self._folder) as gateway,
+                    child(http_load, f"http://{HOST}:{gateway.greeting}") as web,
+                    child(load, target) as direct,
+                ):
+                    yield gateway, web, direct
+
+
+async def run(args: argparse.Namespace) -> int:
+    """Measure both traces; with --bars, return 1 when a bar is missed."""
+    bars = await _Bench(args, resolve(args)).run()
+    return bars.close() if args.bars else 0
+
+
+def main() -> int:
+    """Run the benchmark; return the exit status."""
+    parser = make_parser(__doc__)
+    parser.add_argument(
+        "--rounds", type=int, default=0, help=f"of `short`; 0: {ROUNDS}, or {QUICK_ROUNDS} with --quick"
+    )
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    return asyncio.run(run(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""Mixes of lengths: how many tokens the prompts and the answers of a load have. Pure."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import numpy as np
+
+_NORMAL_P90 = 1.2815515655446004
+"""Standard deviations by which the 90th percentile of a normal distribution lies above its median."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A lognormal distribution of whole numbers of tokens from 1 up; with sigma 0, always the median."""
+
+    median: float
+    sigma: float = 0.0
+    """Standard deviation of the logarithm."""
+
+    @classmethod
+    def fitted(cls, median: float, p90: float) -> "Spread":
+        """Return the lognormal distribution with this median and this 90th percentile."""
+        return cls(median, math.log(p90 / median) / _NORMAL_P90)
+
+    def draw(self, generator: np.random.Generator) -> int:
+        """Return one number of tokens."""
+        return max(1, round(self.median * math.exp(self.sigma * generator.standard_normal())))
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Lengths of the requests of one kind of use."""
+
+    prompt: Spread
+    output: Spread
+
+    def around(self, prompt: int | None, output: int | None) -> "Mix":
+        """Return the mix with other medians, as spread as before; None keeps a median."""
+        return Mix(
+            self.prompt if prompt is None else replace(self.prompt, median=prompt),
+            self.output if output is None else replace(self.output, median=output),
+        )
+
+
+MIXES: Mapping[str, Mix] = MappingProxyType(
+    {
+        "fixed": Mix(Spread(256), Spread(64)),
+        # Medians and 90th percentiles of openchat_sharegpt4 and arxiv_summarization in Agrawal et al., "Taming
+        # Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve" (OSDI 2024), table 2.
+        "sharegpt": Mix(Spread.fitted(1730, 5696), Spread.fitted(415, 834)),
+        "long": Mix(Spread.fitted(7059, 12985), Spread.fitted(208, 371)),
+    }
+)
+"""The mixes by the name that --lengths gives them."""

@@ -1,0 +1,77 @@
+"""Prompts that are passages of a text, none of which begins like another, as long as the server counts tokens."""
+
+import gzip
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from baton.errors import ConfigError, InvalidArgumentError
+
+NOVEL = Path(__file__).with_name("novel.txt.gz")
+"""The text of prompts where the user names none: Jane Austen's Emma, which is in the public domain."""
+TOKENS_PER_WORD = 1.33
+"""Tokens of an English word by the tokenizers of today's models, where a server does not say how it counts."""
+_BEGINNING = 8
+"""Words at the beginning of a passage, in which it differs from all others: fewer than a block of cached KV has."""
+_LOAD_STRIDE = 7919
+"""Passages by which the blocks of a load lie apart from the equal ones of the load before."""
+_GZIP = b"\x1f\x8b"
+
+
+def read_words(path: Path) -> list[str]:
+    """Return the words of a text file in UTF-8, perhaps compressed by gzip. Raises InvalidArgumentError for a file that
+    cannot be read, or is too short for one passage."""
+    try:
+        data = path.read_bytes()
+        words = (gzip.decompress(data) if data.startswith(_GZIP) else data).decode().split()
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise InvalidArgumentError(f"--text: {path} cannot be read ({error}): give a text file in UTF-8") from error
+    if len(words) <= _BEGINNING:
+        raise InvalidArgumentError(f"--text: {path} has only {len(words)} words: give a longer text")
+    return words
+
+
+class Passages:
+    """Hands out passages of a text in the order of a seed. The text has no end: its first word follows its last."""
+
+    def __init__(self, words: Sequence[str], seed: int) -> None:
+        self._words = words
+        self._starts = np.random.default_rng(seed).permutation(len(words))
+        self._at = self._new_starts()
+        self.tokens_per_word = TOKENS_PER_WORD
+        """Mean tokens of a word by the server's tokenizer; set once the server has said how it counts."""
+
+    def take(self, num_tokens: int) -> str:
+        """Return a passage of about so many tokens, whose beginning no passage before it has. Raises ConfigError when
+        the text has none left."""
+        start = next(self._at, None)
+        if start is None:
+            raise ConfigError(
+                f"the text of {len(self._words)} words has no new passage left: give a longer --text, or let prompts "
+                "come again by --repeat-prompts"
+            )
+        return self._passage(start, num_tokens)
+
+    def of_block(self, load: int, number: int, num_tokens: int) -> str:
+        """Return the passage of a trace's block: the same for the same load and number, another for others."""
+        start = int(self._starts[(load * _LOAD_STRIDE + number) % len(self._starts)])
+        return f"[{load}.{number}] {self._passage(start, num_tokens)}"
+
+    def _passage(self, start: int, num_tokens: int) -> str:
+        num_words = max(1, round(num_tokens / self.tokens_per_word))
+        rounds, rest = divmod(start + num_words, len(self._words))
+        if not rounds:
+            return " ".join(self._words[start:rest])
+        whole = [word for _ in range(rounds - 1) for word in self._words]
+        return " ".join([*self._words[start:], *whole, *self._words[:rest]])
+
+    def _new_starts(self) -> Iterator[int]:
+        """Yield places in the text that begin unlike all before."""
+        seen = set[tuple[str, ...]]()
+        doubled = [*self._words, *self._words[:_BEGINNING]]
+        for start in map(int, self._starts):
+            beginning = tuple(doubled[start : start + _BEGINNING])
+            if beginning not in seen:
+                seen.add(beginning)
+                yield start

@@ -1,0 +1,36 @@
+"""Targets that a good request meets, as options name them: `ttft=500ms`. Pure."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from baton.errors import InvalidArgumentError
+
+METRICS = ("ttft", "tpot", "e2el")
+"""What a target may bound: time to first token, time per output token, end-to-end latency."""
+_UNITS_S = {"ms": 1e-3, "s": 1.0}
+
+
+def parse_targets(texts: Sequence[str]) -> Mapping[str, float]:
+    """Return the targets in seconds, by metric. Each text names one or, joined by commas, several. Raises
+    InvalidArgumentError for an unknown metric, a time without a unit, and a metric that is named twice."""
+    targets: dict[str, float] = {}
+    for text in (part for each in texts for part in each.split(",")):
+        metric, _, value = (part.strip() for part in text.partition("="))
+        if metric not in METRICS:
+            raise InvalidArgumentError(f"--target: {text!r} names none of {', '.join(METRICS)}: write like ttft=500ms")
+        if metric in targets:
+            raise InvalidArgumentError(f"--target: {metric} is named twice: leave one out")
+        targets[metric] = _seconds(metric, value)
+    return targets
+
+
+def target_words(targets: Mapping[str, float]) -> str:
+    """Return the targets in words, as a title shows them."""
+    return ", ".join(f"{metric} <= {seconds * 1e3:g} ms" for metric, seconds in targets.items())
+
+
+def _seconds(metric: str, text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(ms|s)", text)
+    if found is None or not float(found[1]):
+        raise InvalidArgumentError(f"--target: {metric} = {text!r} is no time above 0: write for example {metric}=50ms")
+    return float(found[1]) * _UNITS_S[found[2]]

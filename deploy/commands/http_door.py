@@ -1,0 +1,213 @@
+"""The HTTP gateway of `baton serve`: a child process of the launcher, started again whenever it ends.
+
+The launcher owns the socket: the address is had before anything else starts and stays over the process's lives, and
+connections that come while there is no process wait for the next. The process (`deploy.front_doors.http_process`) reads
+an HttpPlan, a line of JSON, and answers with one line once it serves. It ends with its standard input, so that a killed
+launcher takes it along. A thread of the launcher, `http-door`, waits for its end.
+"""
+
+import contextlib
+import json
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import field
+from pathlib import Path
+
+from baton.clock import SystemClock
+from baton.errors import ConfigError
+from baton.results import ModelInfo
+from baton.settings.base import settings, to_json, values_of
+from baton.settings.place import LogLines
+from baton.settings.tracing import TraceExport
+from deploy.config.cluster import ClusterConfig
+from deploy.config.sections import HttpSection
+from deploy.groups.restarts import Backoff, Restarts
+from gateway.listening import open_socket
+
+_MODULE = "deploy.front_doors.http_process"
+_START_S = 120.0
+"""Seconds in which the process must serve: it loads a tokenizer, on a machine that may be busy."""
+_END_S = 5.0
+"""Seconds that the process has to end by itself."""
+_EXAMPLE = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 48}'
+_LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+"""Addresses that stand for all interfaces of a machine, and the one that reaches them from there."""
+
+
+@settings
+class HttpPlan(LogLines, TraceExport):
+    """What a life of the HTTP gateway is made from."""
+
+    target: str = field(kw_only=True)
+    """Address of the orchestrator, host:port."""
+    model: ModelInfo = field(kw_only=True)
+    folder: Path = field(kw_only=True)
+    """Folder of the model, which has its tokenizer and chat template."""
+    socket: int = field(kw_only=True)
+    """File descriptor of the bound socket, which the process inherits."""
+    section: HttpSection = field(kw_only=True)
+
+
+class HttpDoor:
+    """Keeps the HTTP gateway. Used by the launcher's main thread, which makes and closes it."""
+
+    def __init__(self, config: ClusterConfig, folder: Path, report: Callable[[str], None]) -> None:
+        """Bind the address, and serve nothing yet. `report` shows a line to the user, from any thread. Raises
+        ConfigError when the address cannot be had, or the certificate cannot be read."""
+        section = config.http
+        _check_certificate(section)
+        self._socket = open_socket(section.host, section.port)
+        self._config, self._section = config, section
+        self._folder = folder
+        self._report = report
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._plan: HttpPlan | None = None  # guarded by the lock, as is the process
+        self._process: subprocess.Popen[str] | None = None
+        self._thread = threading.Thread(target=self._keep, name="http-door", daemon=True)
+        self._has_served = False
+
+    @property
+    def url(self) -> str:
+        """URL of the gateway on this machine, without a path."""
+        given = self._section.host
+        host = _LOOPBACKS.get(given, f"[{given}]" if ":" in given else given)
+        return f"{'https' if self._section.certificate else 'http'}://{host}:{self._socket.getsockname()[1]}"
+
+    def serve(self, target: str, model: ModelInfo) -> None:
+        """Serve this model by the orchestrator at `target` from now on, in a new life of the process."""
+        with self._lock:
+            self._plan = HttpPlan(
+                **values_of(LogLines, self._config),
+                **values_of(TraceExport, self._config.orchestrator),
+                target=target,
+                model=model,
+                folder=self._folder,
+                socket=self._socket.fileno(),
+                section=self._section,
+            )
+            if self._process is not None:
+                _ask_to_end(self._process)
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    def close(self) -> None:
+        """End the process, with the answers that it is giving, and give the address back."""
+        self._closing.set()
+        with self._lock:
+            process = self._process
+        if process is not None:
+            _end(process)
+        if self._thread.is_alive():
+            self._thread.join()
+        self._socket.close()
+
+    def _keep(self) -> None:
+        restarts = Restarts(Backoff(), SystemClock())
+        while not self._closing.is_set():
+            served, why = self._live(restarts)
+            if self._closing.is_set() or served is not self._plan:
+                continue
+            pause_s = restarts.ended()
+            self._report(f"the HTTP gateway has ended ({why}): starting it again in {pause_s:g} s")
+            self._closing.wait(pause_s)
+
+    def _live(self, restarts: Restarts) -> tuple[HttpPlan | None, str]:
+        """Run one life of the process; return what it was made from, and why it ended."""
+        with self._lock:
+            plan = self._plan
+            if plan is None or self._closing.is_set():
+                return plan, "closing"
+            try:
+                self._process = process = _start(plan)
+            except OSError as error:
+                return plan, f"it cannot be started: {error.strerror}"
+        answer = _first_answer(process)
+        if "port" in answer:
+            restarts.began()
+            self._tell_ready()
+        else:
+            process.kill()  # unless it has ended
+        with process:
+            process.wait()
+        with self._lock:
+            self._process = None
+        return plan, str(answer.get("error") or f"status {process.returncode}")
+
+    def _tell_ready(self) -> None:
+        if self._has_served:
+            self._report(f"the HTTP gateway serves again on {self.url}")
+            return
+        self._has_served = True
+        self._report(f"OpenAI's API over HTTP: {self.url}/v1, for example")
+        header = "-H 'content-type: application/json'"
+        self._report(f"  curl {self.url}/v1/chat/completions {header} -d '{_EXAMPLE}'")
+
+
+@contextlib.contextmanager
+def http_door(config: ClusterConfig, folder: Path, report: Callable[[str], None]) -> Iterator[HttpDoor | None]:
+    """Yield the HTTP gateway's keeper, or None where no HTTP is configured; close it in the end."""
+    if config.http.port < 0:
+        yield None
+        return
+    door = HttpDoor(config, folder, report)
+    try:
+        yield door
+    finally:
+        door.close()
+
+
+def _check_certificate(section: HttpSection) -> None:
+    if not section.certificate:
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(section.certificate, section.private_key)
+    except OSError as error:  # ssl's errors among them
+        why = error.strerror or str(error)
+        raise ConfigError(
+            f"http.certificate = {section.certificate} cannot be used ({why}): name its chain and its key, in PEM"
+        ) from error
+
+
+def _start(plan: HttpPlan) -> "subprocess.Popen[str]":
+    command = (sys.executable, "-m", _MODULE)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=(plan.socket,)
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # a process that died at once has no answer
+        process.stdin.write(to_json(plan) + "\n")
+        process.stdin.flush()
+    return process
+
+
+def _first_answer(process: "subprocess.Popen[str]") -> dict[str, object]:
+    """Return what the process answers; nothing if it ends before, or does not serve in time."""
+    assert process.stdout is not None
+    late = threading.Timer(_START_S, process.kill)
+    late.start()
+    try:
+        found: dict[str, object] = json.loads(process.stdout.readline() or "{}")
+    except ValueError:
+        return {"error": "its answer is none: see the lines above"}
+    finally:
+        late.cancel()
+        late.join()
+    return found
+
+
+def _ask_to_end(process: "subprocess.Popen[str]") -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it has ended already
+        process.stdin.close()
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    _ask_to_end(process)
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()

@@ -1,0 +1,255 @@
+"""The sections of a cluster's configuration: one class a section, each field with its meaning and unit.
+
+What a role goes by is declared with the role (`generate_workers.config`, `prefill_workers.config`,
+`orchestrator.requests.config`); its section here adds how many there are and where they run. `baton config` prints the
+first line of each section's docstring and the notes below its fields: so each is one line. `deploy.config.cluster` puts
+the sections together.
+"""
+
+import re
+from dataclasses import field
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from baton.errors import ConfigError
+from baton.settings.base import AbsolutePath, Bytes, Count, Seconds, settings, values_of
+from baton.settings.paths import cache_folder
+from baton.settings.place import LOOPBACK, Cores, EmulatedLink, ModelFormats, PrefixRoom
+from baton.types import DeviceName
+from deploy.config.environment import DEFAULT_MODEL, read_variable
+from generate_workers.config import EngineConfig
+from orchestrator.requests.config import OrchestratorLimits, PrefixRules
+from orchestrator.requests.tenants import Tenant, TenantLimits, TenantName, Tenants, hash_key
+from prefill_workers.config import PrefillConfig
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+CoresOfEach = tuple[Cores, ...]
+"""A tuple with one tuple of core numbers for each worker."""
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
+"""A name of letters, digits, - and _, because it becomes part of file and actor names."""
+
+
+def _hashed(key: str) -> str:
+    """Return an API key as its hash. Reads env:NAME from the environment of this process, so that other processes see
+    only the hash."""
+    source, _, value = key.partition(":")
+    if source == "env":
+        try:
+            return f"sha256:{hash_key(read_variable(value))}"
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+    if source == "sha256" and re.fullmatch("[0-9a-f]{64}", value):
+        return key
+    raise ValueError("is no key: write env:NAME, or sha256: and 64 hexadecimal digits; never the key itself")
+
+
+ApiKey = Annotated[str, AfterValidator(_hashed)]
+"""An API key: env:NAME, an environment variable that holds it, or sha256:HEX, its hash. Validation turns the first form
+into the second."""
+
+
+Arrangement = Literal["auto", "configured"]
+
+NodeLabels = tuple[Annotated[str, Field(pattern=r"^[^=\s]+=[^=\s]+$")], ...]
+"""Labels of Ray's nodes, each written as key=value."""
+
+
+@settings
+class ModelSection(ModelFormats):
+    """The model that is served."""
+
+    name: Annotated[str, Field(min_length=1)] = DEFAULT_MODEL
+    """Hugging Face folder, GGUF file, known name, or ORGANISATION/NAME on a hub (docs/models.md)."""
+    cache: Path = field(default_factory=cache_folder)
+    """Folder in which converted models are kept."""
+    search: tuple[AbsolutePath, ...] = ()
+    """Folders in which nodes that lack the model's folder look for one of that name, like a mounted share."""
+
+    @property
+    def description(self) -> str:
+        """The number formats of weights and KV, in words for people."""
+        return self.dtype if self.quantization == "none" else f"{self.dtype}, weights {self.quantization}"
+
+
+@settings
+class PrefillSection(PrefillConfig, PrefixRoom, PrefixRules):
+    """The prefill groups: chains of worker processes (ranks) that share each prompt."""
+
+    num_groups: Annotated[int, Field(ge=0, le=64)] = 1
+    """Prefill groups, each a chain of ranks; 0: none, generation groups prefill by themselves (colocated)."""
+    num_ranks: Annotated[int, Field(ge=1, le=64)] = 2
+    """Ranks of each prefill group."""
+    across_nodes: bool = False
+    """Whether a group that no node has room for may lie on several; it then begins no prompt from cached KV."""
+    device: DeviceName = "auto"
+    """Where each rank computes: cpu, cuda, emulated (docs/devices.md), or auto: the CPU."""
+    num_threads: Count = 1
+    """Threads with which each rank computes."""
+    cores: CoresOfEach = ()
+    """Cores that each rank is pinned to, one list for each rank of all groups in order; empty: not pinned."""
+    node_labels: NodeLabels = ()
+    """Labels that a node of Ray must have to hold prefill groups, each key=value; empty: any node."""
+    calibration: AbsolutePath = ""
+    """File of costs to predict by, which `baton calibrate` replaces; empty: the one kept for model and hardware."""
+
+    @model_validator(mode="after")
+    def _one_list_for_each_rank(self) -> Self:
+        _check_cores(self.cores, self.num_groups * self.num_ranks, "ranks")
+        return self
+
+
+@settings
+class GenerateSection(EngineConfig):
+    """The generation groups: engines that generate tokens for a batch of requests."""
+
+    num_groups: Annotated[int, Field(ge=1, le=64)] = 1
+    """Generation groups, each an engine with a batch of its own."""
+    device: DeviceName = "auto"
+    """Where each engine computes: cpu, cuda, emulated (docs/devices.md), or auto: the CPU."""
+    num_threads: Annotated[int, Field(ge=0)] = 0
+    """Threads with which each engine computes; 0: one for each core."""
+    cores: CoresOfEach = ()
+    """Cores that each engine is pinned to, one list for each engine; empty: not pinned."""
+    node_labels: NodeLabels = ()
+    """Labels that a node of Ray must have to hold generation groups, each key=value; empty: any node."""
+
+    @model_validator(mode="after")
+    def _one_list_for_each_engine(self) -> Self:
+        _check_cores(self.cores, self.num_groups, "engines")
+        return self
+
+
+@settings
+class DeviceSection(EmulatedLink):
+    """Emulated devices, for groups whose device is emulated: the CPU, with memory of its own behind a link."""
+
+
+@settings
+class TenantSection(TenantLimits):
+    """A tenant, which shares the queue with other tenants."""
+
+    api_keys: tuple[ApiKey, ...] = ()
+    """API keys of the tenant, env:NAME or sha256:HEX; if there are any, only calls with one are the tenant's."""
+
+
+@settings
+class OrchestratorSection(OrchestratorLimits):
+    """The orchestrator, which serves clients and places their requests."""
+
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    """Address of the interface that the orchestrator listens on."""
+    port: Port = 50051
+    """Port for clients; 0 takes any free one."""
+    metrics_port: Annotated[int, Field(ge=-1, le=65535)] = 0
+    """Port of /metrics, for Prometheus; 0 takes any free one, which `baton status` shows; -1: no metrics."""
+    cores: Cores = ()
+    """Cores that the orchestrator is pinned to; empty: not pinned."""
+    trust_tenant_metadata: bool = False
+    """Whether a call without a key may name its tenant (baton-tenant); for gateways that know their callers."""
+    require_api_key: bool = False
+    """Whether a call that does not identify its tenant is refused; if not, it belongs to the tenant "default"."""
+    operator_keys: tuple[ApiKey, ...] = ()
+    """Keys for drain, reload and calibrate, env:NAME or sha256:HEX; none: the cluster's secret alone does."""
+    model_folders: tuple[AbsolutePath, ...] = ()
+    """Folders below which `baton reload --model` finds models; empty: model.cache, and that of the served model."""
+    tenants: dict[TenantName, TenantSection] = field(default_factory=dict)
+    """Tenants that share the queue, by name: each a section of its own, like [orchestrator.tenants.acme]."""
+
+    @model_validator(mode="after")
+    def _tenants_can_be_told_apart(self) -> Self:
+        try:
+            self.tenancy()
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+    def tenancy(self) -> Tenants:
+        """Return the tenants and the rules that tell them apart, as the orchestrator takes them."""
+        return Tenants(
+            tuple(
+                Tenant(name, **values_of(TenantLimits, section), key_hashes=_hashes(section.api_keys))
+                for name, section in self.tenants.items()
+            ),
+            trust_metadata=self.trust_tenant_metadata,
+            require_key=self.require_api_key,
+            operator_hashes=_hashes(self.operator_keys),
+        )
+
+    def folders_of_models(self, served: Path, cache: Path) -> tuple[Path, ...]:
+        """Return the folders below which operators may name a model; by default, the cache and the folder that holds
+        `served`."""
+        beside = served.absolute().parent
+        is_root = beside == beside.parent  # the root folder would allow every file of the machine
+        default = (served.absolute() if is_root else beside, cache.absolute())
+        return tuple(Path(each) for each in self.model_folders) or tuple(dict.fromkeys(default))
+
+
+@settings
+class HttpSection:
+    """OpenAI's API over HTTP, which `baton serve` serves by a process of its own (docs/http.md)."""
+
+    host: Annotated[str, Field(min_length=1)] = LOOPBACK
+    """Address of the interface that HTTP clients are served on."""
+    port: Annotated[int, Field(ge=-1, le=65535)] = 8000
+    """Port for HTTP clients; 0 takes any free one, which `baton serve` prints; -1: no HTTP."""
+    certificate: AbsolutePath = ""
+    """File with a chain of certificates in PEM, by which HTTPS is served; empty: plain HTTP."""
+    private_key: AbsolutePath = ""
+    """File with the private key of the certificate, in PEM."""
+    tool_format: Literal["auto", "hermes", "llama3", "mistral", "smollm2", "none"] = "auto"
+    """How the model calls tools: auto, as its chat template says; hermes, llama3, mistral, smollm2, or none."""
+    max_responses: Annotated[int, Field(ge=0)] = 4096
+    """Responses of /v1/responses that are kept, for others to go on from, at most; 0: none."""
+    max_responses_bytes: Bytes = 64 * 2**20
+    """Bytes of kept responses with their conversations, at most, like "64MiB"."""
+    keep_responses_s: Seconds = 24 * 3600.0
+    """Seconds after which a response is forgotten."""
+
+    @model_validator(mode="after")
+    def _certificate_and_key(self) -> Self:
+        if bool(self.certificate) != bool(self.private_key):
+            raise ValueError("certificate and private_key belong together: set both, or neither")
+        return self
+
+
+@settings
+class SupervisionSection:
+    """How workers are watched, and when they are replaced."""
+
+    start_timeout_s: Seconds = 120.0
+    """Seconds in which a worker must load its model and answer."""
+    heartbeat_s: Seconds = 1.0
+    """Seconds between two heartbeats."""
+    dead_after_s: Seconds = 5.0
+    """Seconds without an answered heartbeat after which a worker is killed and replaced."""
+
+    @model_validator(mode="after")
+    def _more_than_one_heartbeat(self) -> Self:
+        if self.dead_after_s <= self.heartbeat_s:
+            raise ValueError(f"dead_after_s = {self.dead_after_s:g} is out of range: use more than heartbeat_s")
+        return self
+
+
+@settings
+class RaySection:
+    """The Ray cluster that the workers run on."""
+
+    address: str = ""
+    """host:port of a running Ray that declares baton_prefill and baton_generate, one a worker; empty: start one."""
+    object_store_mib: Annotated[int, Field(ge=75)] = 80
+    """Object store of a Ray that is started here, in MiB. Baton puts nothing large into it."""
+    node_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Seconds that a group may wait for a node with room for it, which Ray's autoscaler may start; 0: none."""
+
+
+def _hashes(api_keys: tuple[ApiKey, ...]) -> tuple[str, ...]:
+    return tuple(key.removeprefix("sha256:") for key in api_keys)
+
+
+def _check_cores(cores: tuple[tuple[int, ...], ...], num_workers: int, what: str) -> None:
+    if cores and len(cores) != num_workers:
+        raise ValueError(f"cores has {len(cores)} lists: give one for each of the {num_workers} {what}, or none")
+    if not all(cores):
+        raise ValueError("cores has an empty list: give each worker at least one core, or leave cores empty")

@@ -1,0 +1,1 @@
+"""Commands that serve clients in front of a server that runs elsewhere."""

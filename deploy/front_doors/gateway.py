@@ -1,0 +1,161 @@
+"""`baton gateway`: serves clients in a process of its own, in front of an orchestrator elsewhere. Any number of
+gateways may share one orchestrator."""
+
+import argparse
+import logging
+from typing import TYPE_CHECKING
+
+from baton.channel_options import DEFAULT_TARGET
+from baton.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
+from deploy.commands.admin_channel import given_key
+from deploy.front_doors.options import add_front_door, check_front_door, stopped_by_signals
+from deploy.options.command import add_command
+
+if TYPE_CHECKING:
+    from baton.v1 import orchestrator_pb2 as pb
+    from deploy.ray_cluster.finding import OrchestratorFinder
+    from orchestrator.api.gateway import Gateway, Metadata
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_S = 10.0
+_LOOK_S = 1.0
+"""Seconds between two looks at where the orchestrator serves."""
+_MOST_PAUSE_S = 5.0
+"""Longest pause after looks that failed, in seconds."""
+
+_DESCRIPTION = """\
+Serves clients as `baton serve` does: checks what they ask, renders chats, tokenizes; a cluster's orchestrator does the
+rest. Clients see no difference. Gateways keep nothing of a stream: a client whose gateway dies goes on through another
+(as a target, ipv4:HOST:PORT,HOST:PORT names several), and a gateway whose orchestrator restarts goes on with the next
+one: at the same address or, with --address, wherever Ray has given it a new place. SIGTERM and Ctrl-C let running
+streams end first, for --grace seconds."""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the `gateway` command to the command line."""
+    text = "serve clients in front of an orchestrator that runs somewhere else"
+    parser = add_command(commands, "gateway", text, _DESCRIPTION)
+    printed = "of the cluster, as `baton serve` prints it (default: %(default)s)"
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--orchestrator", default=DEFAULT_TARGET, metavar="HOST:PORT", help=printed)
+    where.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        help="of the Ray that the cluster runs on: the orchestrator is found there, also after it has moved",
+    )
+    parser.add_argument(
+        "--cluster", default="baton", metavar="NAME", help="the cluster's name, with --address (default: %(default)s)"
+    )
+    add_front_door(parser, port=50052)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run `baton gateway` until it is interrupted; return the exit status."""
+    check_front_door(args)
+    if not args.orchestrator.strip():
+        raise InvalidArgumentError("--orchestrator is empty: use HOST:PORT, as `baton serve` prints it")
+    # Imported here, because they import grpc and tokenizers: --help and mistyped options are answered at once.
+    import asyncio
+
+    return asyncio.run(_serve(args))
+
+
+async def _serve(args: argparse.Namespace) -> int:
+    import asyncio
+    import contextlib
+
+    from rich.console import Console
+
+    from baton.calls.requests import call_metadata
+    from baton.clock import SystemClock
+    from baton.process.garbage import collect_rarely
+    from deploy.machine.model_folder import resolve_folder
+    from deploy.options.logs import set_up_logs
+    from orchestrator.api.gateway import Gateway
+    from text.tokenizer import Tokenizer
+
+    set_up_logs(logging.INFO, args.log_format)
+    console = Console(stderr=True, highlight=False)
+    stopping = stopped_by_signals()
+    caller = call_metadata(given_key(args), None)
+    async with contextlib.AsyncExitStack() as stack:
+        finder = _finder(args)
+        if finder is not None:
+            stack.push_async_callback(finder.close)
+        upstream = _Upstream(args.orchestrator if finder is None else await finder.find())
+        stack.push_async_callback(upstream.close)
+        model = await upstream.ask_model(caller)
+        named = args.model or model.name
+        folder = await asyncio.to_thread(resolve_folder, named, args.cache, console, weights=False)
+        tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
+        gateway = await Gateway.start(
+            upstream.channel, tokenizer, model, clock=SystemClock(), host=args.host, port=args.port, caller=caller
+        )
+        following = [] if finder is None else [asyncio.create_task(upstream.follow(finder, gateway))]
+        collect_rarely()
+        serving = f"serving on {args.host}:{gateway.port}"
+        console.print(f"gateway of {model.name} at {upstream.target}: {serving}", soft_wrap=True)
+        await stopping.wait()
+        for task in following:
+            task.cancel()
+        await asyncio.gather(*following, return_exceptions=True)
+        await gateway.stop(args.grace)
+    return 0
+
+
+def _finder(args: argparse.Namespace) -> "OrchestratorFinder | None":
+    """Return what finds the orchestrator on the Ray that --address names; None without that option."""
+    if args.address is None:
+        return None
+    from deploy.commands.ray_access import prepare_to_join
+
+    prepare_to_join(args.address)
+    from deploy.ray_cluster.finding import OrchestratorFinder  # imports ray, which reads what was prepared
+
+    return OrchestratorFinder(args.address, args.cluster)
+
+
+class _Upstream:
+    """The channel to the orchestrator, wherever that serves now. Owned by the command."""
+
+    def __init__(self, target: str) -> None:
+        from transport.channel import make_channel
+
+        self.target = target
+        self.channel = make_channel(target)
+
+    async def ask_model(self, caller: "Metadata") -> "pb.Model":
+        """Return the model that the orchestrator serves. Raises UnavailableError when it does not answer."""
+        from orchestrator.api.gateway import ask_model
+
+        try:
+            return await ask_model(self.channel, _ANSWER_S, caller)
+        except (UnavailableError, DeadlineExceededError) as error:
+            raise UnavailableError(
+                f"no orchestrator answers at {self.target}: {error}; check --orchestrator or --address"
+            ) from error
+
+    async def follow(self, finder: "OrchestratorFinder", gateway: "Gateway") -> None:
+        """Move the gateway to each new place of the orchestrator, until cancelled. While Ray does not answer, the
+        present place stays."""
+        import asyncio
+
+        from baton.process.endless import Pauses, repeat
+        from transport.channel import make_channel
+
+        async def look() -> None:
+            await asyncio.sleep(_LOOK_S)
+            target = await finder.find()
+            if target != self.target:
+                logger.warning("the orchestrator has moved from %s to %s", self.target, target)
+                former, self.channel, self.target = self.channel, make_channel(target), target
+                await gateway.move(self.channel)
+                await former.close()
+
+        await repeat("the search for the orchestrator", look, Pauses(_LOOK_S, _MOST_PAUSE_S))
+
+    async def close(self) -> None:
+        """Close the channel, which ends what is left of its calls. Idempotent."""
+        await self.channel.close()

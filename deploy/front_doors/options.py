@@ -1,0 +1,55 @@
+"""Options and the end of a command that serves clients in front of a server, whatever they speak."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baton.errors import InvalidArgumentError
+from baton.settings.paths import cache_folder
+
+if TYPE_CHECKING:
+    import asyncio
+
+
+def add_front_door(parser: argparse.ArgumentParser, *, port: int) -> None:
+    """Add where to listen, which tokenizer to use, and how to end. `port` is the default one."""
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=port, help="0 takes any free one (default: %(default)s)")
+    parser.add_argument(
+        "--model",
+        help="Hugging Face folder, GGUF file, or name, for its tokenizer and chat template (default: the served "
+        "model, if its name is a known one)",
+    )
+    parser.add_argument("--cache", type=Path, default=cache_folder(), help="folder for converted models")
+    parser.add_argument(
+        "--grace", type=float, default=30.0, metavar="SECONDS", help="for running streams, at the end (default: 30)"
+    )
+    parser.add_argument(
+        "--log-format", choices=("text", "json"), default="text", help="form of the log's lines (default: text)"
+    )
+    parser.add_argument(
+        "--api-key-env",
+        metavar="VARIABLE",
+        help="environment variable with the API key of the command's own calls, for a server that requires keys; its "
+        "clients send their own",
+    )
+
+
+def check_front_door(args: argparse.Namespace) -> None:
+    """Raise InvalidArgumentError for a port or a grace that is out of range."""
+    if not 0 <= args.port < 2**16:
+        raise InvalidArgumentError(f"--port {args.port} is out of range: use 0 to {2**16 - 1}")
+    if not 0 <= args.grace < float("inf"):
+        raise InvalidArgumentError(f"--grace {args.grace:g} is out of range: use 0 seconds, or more")
+
+
+def stopped_by_signals() -> "asyncio.Event":
+    """Return an event that SIGINT and SIGTERM set from now on, in place of ending the process. To be called on the
+    loop."""
+    import asyncio  # here and not above, so that --help and mistyped options are answered at once
+    import signal
+
+    stopping = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    return stopping

@@ -1,0 +1,89 @@
+"""Arranges a cluster on one machine: what the configuration leaves open of ranks, threads and cores is decided here.
+
+`baton serve` and `baton doctor` call it before anything is started. What is set is never changed, and where any of it
+says how the pools are made up, only the settings of steps are filled in. Blocks for some milliseconds, once torch has
+been imported.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deploy.config.cluster import ClusterConfig
+from deploy.config.file import make_config
+from deploy.machine.calibrations import nominal_calibration, nominal_step_times
+from deploy.machine.doctor import WORKER_BYTES, Machine, weight_bytes
+from deploy.machine.ways import Costs, Way, best_way, ways
+
+_POOLS = {
+    "prefill": ("num_groups", "num_ranks", "num_threads", "cores", "device", "across_nodes"),
+    "generate": ("num_groups", "num_threads", "cores", "device"),
+}
+"""Settings that say how the pools are made up: where one is set, the machine is not arranged."""
+_TOGETHER_STEPS = {
+    "max_prefill_tokens_per_step": 2048,
+    "max_step_stretch": 3.0,
+    "mixed_step_s": 0.2,
+    "burst_step_s": 1.0,
+}
+"""Settings of an engine that does all prefills: prompts that come together are one step while no stream runs; beside
+streams a step is as long as a reader hardly notices, and decoding takes at most a third of it."""
+
+Sections = Mapping[str, Any]
+"""A configuration as it was written: values and sections by name."""
+
+
+def arrange(sections: Sections, folder: Path, machine: Machine) -> tuple[ClusterConfig, str]:
+    """Return the configuration for the model in `folder`, with what `sections` leave open decided for `machine`, and
+    one line that says what was decided and why; an empty one where nothing was to be decided. Raises ConfigError, and
+    ModelError for a bad model."""
+    written = make_config(sections)
+    why = ""
+    if _is_open(sections, written):
+        chosen, why = _choose(written, folder, machine)
+        sections = _filled(sections, _settings_of(chosen, sorted(machine.cores)))
+    if not make_config(sections).prefill.num_groups:
+        sections = _filled(sections, {"generate": _TOGETHER_STEPS})
+    return make_config(sections), why
+
+
+def _is_open(sections: Sections, written: ClusterConfig) -> bool:
+    """Return whether the configuration leaves it to the machine how the pools are made up."""
+    asks_for_chains = written.autoscaling.mode != "off" or written.orchestrator.disaggregation == "always"
+    if written.arrangement == "configured" or written.ray.address or asks_for_chains:
+        return False
+    return not any(name in sections.get(section, {}) for section, names in _POOLS.items() for name in names)
+
+
+def _choose(config: ClusterConfig, folder: Path, machine: Machine) -> tuple[Way, str]:
+    """Return the best way for this machine, and one line about it and the best of the other kind."""
+    model = config.model
+    costs = Costs(
+        prefill=lambda threads: nominal_calibration(folder, model.dtype, threads, model.quantization),
+        steps=lambda threads: nominal_step_times(
+            folder, model.dtype, threads, residency=config.generate.residency, quantization=model.quantization
+        ),
+        num_slots=config.generate.num_slots,
+    )
+    most_workers = machine.available_bytes // (weight_bytes(folder, model.dtype) + WORKER_BYTES)
+    found = ways(costs, len(machine.cores), most_workers)
+    chosen = best_way(found)
+    others = [way for way in found if bool(way.num_ranks) != bool(chosen.num_ranks)]
+    beside = f", rather than {best_way(others)}" if others else ""
+    return chosen, f"{len(machine.cores)} cores: {chosen}{beside}"
+
+
+def _settings_of(way: Way, cores: list[int]) -> dict[str, dict[str, Any]]:
+    """Return the settings that make up the pools. Workers of a chain and their engine have cores of their own."""
+    if not way.num_ranks:
+        return {"prefill": {"num_groups": 0}, "generate": {"num_threads": way.engine_threads}}
+    engine, ranks = cores[: way.engine_threads], cores[way.engine_threads :]
+    return {
+        "prefill": {"num_groups": 1, "num_ranks": way.num_ranks, "cores": [[core] for core in ranks]},
+        "generate": {"num_threads": way.engine_threads, "cores": [engine]},
+    }
+
+
+def _filled(sections: Sections, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the sections with these settings where they set nothing."""
+    return {**sections, **{name: {**values, **sections.get(name, {})} for name, values in settings.items()}}

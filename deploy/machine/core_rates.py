@@ -1,0 +1,109 @@
+"""Keeps the rates of one core of this machine at prefill and at reading memory, by which predictions begin.
+
+`python -m deploy.machine.core_rates` measures them, in a few seconds, and keeps them beside the built kernels, once for
+a kind of processor; `deploy.machine.model_folder` runs it before a first use. Reading what is kept needs no torch. They
+hold until a model's own costs have been measured (`baton calibrate`). Matrices and attention are timed twice: on one
+core by the processor time of its thread, which other processes disturb little, and on all cores by the clock, since
+cores that all compute are slower each. A core's rate is its part of the latter, but at least half of the former, which
+a busy machine does not lower.
+"""
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from baton.errors import ConfigError
+from baton.process.whole_files import whole
+from modeling.kernels import native
+from planning.hardware import CoreRates
+from planning.model_shape import SHAPES
+
+logger = logging.getLogger(__name__)
+
+_SHAPE = SHAPES["smollm2-135m"]
+_DTYPES = {"bfloat16": 2, "float32": 4}
+"""Dtypes that are measured, with the bytes of a number."""
+_TOKENS = 256
+"""Tokens of the chunk that is measured."""
+_KEYS = 2048
+"""Keys that the chunk attends to."""
+_SECONDS = 0.25
+"""Seconds for which each rate is measured, at least."""
+
+
+def kept_rates_path() -> Path:
+    """Return the file of the rates: another one for another processor, torch, or source of any kernel."""
+    choice = native.choice_path()
+    return choice.with_name(choice.name.replace("choice-", "rates-"))
+
+
+def kept_rates(dtype_bytes: int) -> CoreRates | None:
+    """Return what was measured here with numbers of so many bytes; None where nothing was, or it cannot be read."""
+    path = kept_rates_path()
+    try:
+        return CoreRates(**json.loads(path.read_text())[str(dtype_bytes)])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, ConfigError) as error:
+        logger.warning("%s: cannot be read (%s): predictions begin with assumed rates", path, error)
+        return None
+
+
+def measure_core_rates() -> dict[str, CoreRates]:
+    """Measure one core with each dtype, and return the rates by the bytes of a number. Blocks for some seconds."""
+    import torch
+
+    from deploy.machine.prefill_rates import WALL, attention_rate, layer_rate, read_rate
+    from modeling.forward.attention import default_kernel
+
+    before, num_cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+
+    def of_a_core(rate: Callable[..., float]) -> float:
+        torch.set_num_threads(num_cores)
+        together = rate(clock=WALL) / num_cores
+        torch.set_num_threads(1)
+        alone = rate(clock=time.thread_time)
+        return min(max(together, alone / 2), alone)
+
+    try:
+        torch.set_num_threads(num_cores)
+        together = read_rate(_SECONDS)
+        torch.set_num_threads(1)
+        alone = min(read_rate(_SECONDS), together)
+        found = {}
+        for name, num_bytes in _DTYPES.items():
+            dtype: torch.dtype = getattr(torch, name)
+            kernel = default_kernel(torch.device("cpu"), dtype)
+            linear = partial(layer_rate, _SHAPE, _TOKENS, _SECONDS, dtype)
+            attention = partial(attention_rate, kernel, _SHAPE, (_TOKENS, _KEYS), _SECONDS, dtype)
+            found[str(num_bytes)] = CoreRates(of_a_core(linear), of_a_core(attention), alone, together)
+        return found
+    finally:
+        torch.set_num_threads(before)
+
+
+def keep_rates(rates: dict[str, CoreRates]) -> None:
+    """Write the rates to where `kept_rates` finds them."""
+    path = kept_rates_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole(path) as partial:
+        partial.write_text(json.dumps({name: asdict(each) for name, each in rates.items()}) + "\n")
+
+
+def main() -> int:
+    """Measure the rates, keep and print them; return the exit status."""
+    rates = measure_core_rates()
+    keep_rates(rates)
+    for num_bytes, each in rates.items():
+        print(f"{num_bytes} bytes a number: {each}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

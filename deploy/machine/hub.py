@@ -1,0 +1,162 @@
+"""Models by their name on a Hugging Face hub: downloads the files that Baton reads into the hub's own cache.
+
+`model_folder` asks before anything is started. All of it is done by `huggingface_hub`, which reads its own environment:
+HF_ENDPOINT names a mirror, HF_TOKEN the user, HF_HOME the cache, and with HF_HUB_OFFLINE only the cache is asked. A
+connection that is cut is resumed, a chunk before at most, and files that are whole are never fetched again. Blocks.
+"""
+
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from baton.errors import ModelError
+
+_ID = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
+"""ORGANISATION/NAME, and perhaps a branch, tag or commit behind an at sign."""
+_TEXT_FILES = [
+    "config.json",
+    "generation_config.json",
+    "quantize_config.json",
+    "quant_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+]
+_WEIGHT_FILES = ["model.safetensors", "model.safetensors.index.json", "model-*.safetensors"]
+"""Those of other formats, and further copies in folders, stay where they are."""
+
+
+def is_hub_name(model: str) -> bool:
+    """Return whether `model` can only be the name of a model on a hub: it has its form, and no such path exists."""
+    return _ID.fullmatch(model) is not None and not Path(model).expanduser().exists()
+
+
+def fetch_model(model: str, console: Console, *, weights: bool = True) -> Path:
+    """Return the folder of `model` in the hub's cache, with all files that Baton reads, or without `weights` all but
+    those; what is missing there is downloaded, with progress on the console. The small files come first, and a model
+    that Baton cannot serve is refused before its weights are fetched. Raises ModelError of one line when a hub is
+    needed and cannot be reached, does not have the model, or does not let this user have it."""
+    from httpx2 import HTTPError  # what huggingface_hub asks with, and raises
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    found = _ID.fullmatch(model)
+    assert found is not None, model
+    repository, revision = found["repository"], found["revision"]
+    progress = _DownloadProgress(model, console)
+    bars = _bars(progress.show)
+    try:
+        folder = Path(snapshot_download(repository, revision=revision, allow_patterns=_TEXT_FILES, tqdm_class=bars))
+        _require(model, folder, "config.json", "tokenizer.json")
+        if not weights:
+            return folder
+        if not _has_weights(folder):
+            _require_servable(folder)
+        patterns = _TEXT_FILES + _WEIGHT_FILES
+        # The commit of the first call, not the name again: both calls are of one state of the repository.
+        folder = Path(snapshot_download(repository, revision=folder.name, allow_patterns=patterns, tqdm_class=bars))
+    except HFValidationError as error:
+        raise ModelError(f"model {model!r} is no name of a model ({_one_line(error)}): correct it") from error
+    except (HTTPError, OSError) as error:
+        raise _failure(model, error) from error
+    finally:
+        progress.close()
+    if not _has_weights(folder):
+        remedy = "choose a repository that holds safetensors, or download a .gguf file and name that"
+        raise ModelError(f"model {model!r} has no model.safetensors on the hub; {remedy}")
+    return folder
+
+
+class _DownloadProgress:
+    """Shows how many bytes of a model have come, once any have. Calls may come from several threads."""
+
+    def __init__(self, model: str, console: Console) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        self._progress = Progress(*columns, console=console, transient=True)
+        self._task = self._progress.add_task(f"downloading {model}", total=None)
+
+    def show(self, num_bytes: int, total: int) -> None:
+        """Show the bytes that have come, and those that will in all. Does nothing unless a terminal shows it."""
+        if not self._progress.live.is_started:
+            self._progress.start()
+        self._progress.update(self._task, completed=num_bytes, total=total)
+
+    def close(self) -> None:
+        """Show no more. May be called twice."""
+        if self._progress.live.is_started:
+            self._progress.stop()
+
+
+def _bars(show: Callable[[int, int], None]) -> type[Any]:
+    """Return the class of the client's progress bars: those of bytes call `show`, and none draws anything itself."""
+    from huggingface_hub.utils.tqdm import tqdm
+
+    lock = threading.Lock()
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._counts_bytes = kwargs.get("unit") == "B"
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
+
+        def update(self, n: float | None = 1) -> None:
+            if self._counts_bytes:
+                with lock:
+                    self.n += n or 0
+                    show(int(self.n), int(self.total or 0))
+
+    return Bar
+
+
+def _has_weights(folder: Path) -> bool:
+    return any((folder / name).exists() for name in _WEIGHT_FILES)
+
+
+def _require(model: str, folder: Path, *names: str) -> None:
+    """Raise ModelError unless the hub has the files of these names."""
+    for name in names:
+        if not (folder / name).is_file():
+            remedy = "choose a repository in transformers' format, or download a .gguf file and name that"
+            raise ModelError(f"model {model!r} has no {name} on the hub; {remedy}")
+
+
+def _require_servable(folder: Path) -> None:
+    """Raise ModelError for a model that no family reads, by its small files."""
+    from modeling.checkpoints.weights import load_config  # imports torch: seconds, where weights may take hours
+
+    load_config(folder)
+
+
+def _failure(model: str, error: Exception) -> ModelError:
+    """Return what to say when the hub's client failed."""
+    from httpx2 import ConnectError
+    from huggingface_hub import constants, errors
+
+    hub = f"the hub {constants.ENDPOINT}"
+    if isinstance(error, errors.GatedRepoError):
+        return ModelError(f"model {model!r}: {hub} asks who you are; accept its terms there, and set HF_TOKEN")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        remedy = "correct the name, or set HF_TOKEN if it is private"
+        return ModelError(f"model {model!r} is no folder here, and not on {hub}; {remedy}")
+    if isinstance(error, errors.RevisionNotFoundError):
+        return ModelError(f"model {model!r}: {hub} has the model, but not this revision; correct it")
+    if isinstance(error, errors.IncompleteSnapshotError):
+        remedy = "unset HF_HUB_OFFLINE, or try again once the hub can be reached"
+        return ModelError(f"model {model!r} is not whole in {constants.HF_HUB_CACHE}; {remedy}")
+    if isinstance(error, errors.LocalEntryNotFoundError | ConnectError):
+        remedy = "give a folder, name a mirror by HF_ENDPOINT, or fill that cache on a machine that reaches it"
+        where = f"nor in {constants.HF_HUB_CACHE}, and {hub} cannot be reached ({_one_line(error)})"
+        return ModelError(f"model {model!r} is neither a folder here {where}; {remedy}")
+    remedy = "try again: files that are whole are kept"
+    return ModelError(f"model {model!r} cannot be fetched from {hub}: {_one_line(error)}; {remedy}")
+
+
+def _one_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

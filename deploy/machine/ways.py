@@ -1,0 +1,88 @@
+"""How the cores of one machine are best divided: an engine that prefills by itself, or a chain of ranks beside it.
+
+Each way is predicted for a nominal request by the cost model: how many such requests a second it can serve, and how
+long one waits for its first token on an idle machine. Cores that prefill and generate in turn are never idle; cores of
+their own keep long prompts from running streams, and cost nothing where steps are bound by memory that all cores share.
+Pure.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from planning.calibration import Calibration
+from planning.chain.search import analytic_seed
+from planning.chain.wavefront import chain_ttft, rank_seconds, work_of
+from planning.cost_model import BATON
+from planning.step_times import StepTimes
+
+PROMPT_TOKENS = 1024
+"""Tokens of the nominal request's prompt."""
+OUTPUT_TOKENS = 128
+"""Tokens of the nominal request's answer."""
+MOST_RANKS = 8
+"""Longest chain that is considered."""
+_ALIKE = 0.05
+"""Part of the most requests a second by which another way may serve fewer, if its first token comes sooner."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to divide a machine's cores, and what is predicted of it for the nominal request."""
+
+    num_ranks: int
+    """Prefill ranks of one thread each; 0: the generation engine prefills by itself."""
+    engine_threads: int
+    requests_per_s: float
+    first_token_s: float
+
+    def __str__(self) -> str:
+        threads = f"{self.engine_threads} thread{'s' if self.engine_threads > 1 else ''}"
+        ranks = f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
+        how = f"a chain of {ranks} beside an engine of {threads}" if self.num_ranks else f"one engine of {threads}"
+        return f"{how} ({self.requests_per_s:.2g} requests a second, first token after {self.first_token_s:.2g} s)"
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of one model on one machine, by the threads of a worker."""
+
+    prefill: Callable[[int], Calibration]
+    steps: Callable[[int], StepTimes]
+    num_slots: int
+    """Rows of the generation engine's batch."""
+
+    def together(self, num_cores: int) -> Way:
+        """Predict an engine that has all cores and prefills by itself."""
+        prefill_s = float(chain_ttft([PROMPT_TOKENS], self.prefill(num_cores).cost, BATON))
+        request_s = prefill_s + self._generation_s(num_cores)
+        return Way(0, num_cores, 1 / request_s, prefill_s)
+
+    def apart(self, num_cores: int, num_ranks: int) -> Way:
+        """Predict a chain of ranks that have a core each, beside an engine that has the others."""
+        cost, num_threads = self.prefill(1).cost, num_cores - num_ranks
+        chunks = np.array([analytic_seed(PROMPT_TOKENS, num_ranks, cost, BATON.kernel)], dtype=np.float64)
+        is_last = np.arange(num_ranks) == num_ranks - 1
+        busy_s = float(rank_seconds(work_of(chunks, cost, BATON, 0), is_last, cost, BATON).max()) + cost.head_s
+        request_s = max(busy_s, self._generation_s(num_threads))
+        return Way(num_ranks, num_threads, 1 / request_s, float(chain_ttft(chunks, cost, BATON)[0]))
+
+    def _generation_s(self, num_threads: int) -> float:
+        """Return the seconds of an engine's time that the nominal answer takes in a full batch."""
+        step_s = self.steps(num_threads).step_s(self.num_slots, PROMPT_TOKENS + OUTPUT_TOKENS / 2)
+        return OUTPUT_TOKENS * step_s / self.num_slots
+
+
+def ways(costs: Costs, num_cores: int, most_workers: int) -> list[Way]:
+    """Return all ways to divide `num_cores` among at most `most_workers` workers, the one without a chain first."""
+    most_ranks = min(num_cores - 1, most_workers - 1, MOST_RANKS)
+    return [costs.together(num_cores), *(costs.apart(num_cores, each) for each in range(1, most_ranks + 1))]
+
+
+def best_way(found: Sequence[Way]) -> Way:
+    """Return the way that serves most requests a second; of those that serve nearly as many, the one whose first token
+    comes soonest, and of equals the first."""
+    most = max(way.requests_per_s for way in found)
+    near = [way for way in found if way.requests_per_s >= (1 - _ALIKE) * most]
+    return min(near, key=lambda way: way.first_token_s)

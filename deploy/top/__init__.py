@@ -1,0 +1,1 @@
+"""`baton top`: a cluster as it works, in a terminal."""

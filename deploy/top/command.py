@@ -1,0 +1,52 @@
+"""`baton top`: shows a running cluster in a terminal, again and again."""
+
+import argparse
+
+from deploy.commands.admin_channel import add_key_option, given_key
+from deploy.options.command import add_command
+from deploy.options.numbers import positive
+
+_DESCRIPTION = """\
+Shows a running cluster, and again every --interval: its queue, the rates and latencies of requests that ended in the
+last half minute, each group's slots, memory and steps, what the ranks of chains have to do, and KV by tier. q quits.
+With --once it prints one frame, for scripts, whose rates are those of one interval."""
+_EXAMPLES = """\
+examples:
+  baton top
+  baton top --target 127.0.0.1:50051 --interval 5
+  baton top --once"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the `top` command to the command line."""
+    parser = add_command(commands, "top", "show a running cluster as it works", _DESCRIPTION, _EXAMPLES)
+    parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
+    text = "the orchestrator of a cluster that was brought up on another machine"
+    parser.add_argument("--target", metavar="HOST:PORT", help=text)
+    parser.add_argument(
+        "--interval", default="1", metavar="S", help="seconds between two frames (default: %(default)s)"
+    )
+    parser.add_argument("--once", action="store_true", help="print one frame, and end")
+    add_key_option(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run `baton top`; return the exit status: with --once, 1 for a cluster that does not serve."""
+    interval_s, api_key = positive("--interval", args.interval), given_key(args)
+    # Imported here, so that --help and mistyped options are answered without grpc.
+    from rich.console import Console
+
+    from baton.client import Client
+    from baton.clock import SystemClock
+    from deploy.commands.record import serving_endpoint
+    from deploy.top.watch import Watch, draw_until_quit, print_once
+
+    target = args.target or serving_endpoint(args.name)
+    with Client(target, api_key=api_key) as client:
+        watch = Watch(client, target, SystemClock())
+        if args.once:
+            print_once(watch, interval_s, Console())
+            return 0 if watch.is_serving else 1
+        draw_until_quit(watch, interval_s, Console())
+    return 0

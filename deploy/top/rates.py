@@ -1,0 +1,84 @@
+"""What a cluster did between two samples of it. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from baton.cluster_state import ClusterState
+from deploy.top.sampling import Snapshot, buckets, quantile
+
+_FIRST_TOKEN = "baton_time_to_first_token_seconds"
+_TOKEN = "baton_time_per_output_token_seconds"
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates a second between two samples; of requests that ended between them, for tokens and latencies."""
+
+    seconds: float
+    requests: float
+    refused: float
+    prompt_tokens: float
+    output_tokens: float
+    cached_share: float | None
+    """Part of the prompt tokens whose KV was cached; None without prompt tokens."""
+    first_token_s: tuple[float | None, float | None]
+    """Median and 95th percentile of the time to first token; None without requests."""
+    token_s: tuple[float | None, float | None]
+    """Median and 95th percentile of the time between tokens, likewise."""
+    steps: Mapping[str, float]
+    """Steps of each generation group, by name; those that began anew are missing."""
+    jobs: Mapping[str, float]
+    """Jobs that the last rank of each prefill group has done, by name, likewise."""
+    pushed_bytes: float
+    """Bytes of KV that chains pushed to generation groups."""
+    read_bytes: Mapping[str, float]
+    """Bytes of KV that slots got from prefix stores, by the tier that had it."""
+
+
+def between(before: Snapshot, after: Snapshot) -> Rates | None:
+    """Return the rates between two samples; None for two of the same instant, and across a restart of the
+    orchestrator, which counts anew."""
+    seconds = after.at_s - before.at_s
+    name = "baton_requests_total"
+    if seconds <= 0 or after.value(name) < before.value(name):
+        return None
+
+    def rate(name: str, **labels: str) -> float:
+        return max(after.value(name, **labels) - before.value(name, **labels), 0.0) / seconds
+
+    def quantiles(name: str) -> tuple[float | None, float | None]:
+        observed = buckets(before.metrics, after.metrics, name)
+        return quantile(0.5, observed), quantile(0.95, observed)
+
+    prompt_tokens = rate("baton_tokens_total", type="input")
+    return Rates(
+        seconds=seconds,
+        requests=rate(name),
+        refused=rate("baton_requests_refused_total"),
+        prompt_tokens=prompt_tokens,
+        output_tokens=rate("baton_tokens_total", type="output"),
+        cached_share=rate("baton_cached_tokens_total") / prompt_tokens if prompt_tokens else None,
+        first_token_s=quantiles(_FIRST_TOKEN),
+        token_s=quantiles(_TOKEN),
+        steps=_grown(_num_steps(before.state), _num_steps(after.state), seconds),
+        jobs=_grown(_num_jobs(before.state), _num_jobs(after.state), seconds),
+        pushed_bytes=rate("baton_kv_pushed_bytes_total"),
+        read_bytes={tier: rate("baton_prefix_read_bytes_total", tier=tier) for tier in ("memory", "disk")},
+    )
+
+
+def _grown(before: Mapping[str, int], after: Mapping[str, int], seconds: float) -> dict[str, float]:
+    """Return by how much each count grew a second, without those that are new or began anew."""
+    return {
+        name: (count - before[name]) / seconds
+        for name, count in after.items()
+        if name in before and count >= before[name]
+    }
+
+
+def _num_steps(state: ClusterState) -> dict[str, int]:
+    return {each.name: each.generation.num_steps for each in state.groups if each.generation is not None}
+
+
+def _num_jobs(state: ClusterState) -> dict[str, int]:
+    return {each.name: each.ranks[max(each.ranks)].num_jobs_done for each in state.groups if each.ranks}

@@ -1,0 +1,74 @@
+"""Watches one cluster: takes samples, and makes a frame of the latest with rates over the last half minute. Blocks."""
+
+from collections import deque
+from datetime import datetime
+from threading import Event
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from baton.client import Client
+from baton.clock import Clock
+from baton.errors import DeadlineExceededError, UnavailableError
+from deploy.top.frame import frame
+from deploy.top.keys import pressed_keys
+from deploy.top.rates import between
+from deploy.top.sampling import Snapshot, take
+
+WINDOW_S = 30.0
+"""Seconds over which rates and latencies are taken."""
+
+
+class Watch:
+    """Samples of the cluster at `target`, and the frame that they make."""
+
+    def __init__(self, client: Client, target: str, clock: Clock) -> None:
+        self._client = client
+        self._target = target
+        self._clock = clock
+        self._window: deque[Snapshot] = deque()
+        self._last: RenderableType = ""
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the latest sample says that the cluster serves."""
+        return not self._window[-1].state.why_not_serving
+
+    def look(self) -> RenderableType:
+        """Take a sample and return its frame. Raises a BatonError when the orchestrator does not answer."""
+        now = take(self._client, self._clock)
+        while self._window and now.at_s - self._window[0].at_s > WINDOW_S:
+            self._window.popleft()
+        rates = between(self._window[0], now) if self._window else None
+        if rates is None:  # the orchestrator counts anew
+            self._window.clear()
+        self._window.append(now)
+        time_of_day = datetime.fromtimestamp(self._clock.unix_ns() / 1e9).astimezone()
+        self._last = frame(self._target, now, rates, f"{time_of_day:%H:%M:%S}")
+        return self._last
+
+    def look_patiently(self) -> RenderableType:
+        """Return a new frame, or the last one below a line that says why there is no newer one."""
+        try:
+            return self.look()
+        except (UnavailableError, DeadlineExceededError) as error:
+            return Group(Text(f"no answer: {error}", style="bold red"), self._last)
+
+
+def print_once(watch: Watch, interval_s: float, console: Console) -> None:
+    """Print one frame, whose rates are those of one interval. Raises a BatonError without an answer."""
+    watch.look()
+    Event().wait(interval_s)  # the time over which rates are taken
+    console.print(watch.look())
+
+
+def draw_until_quit(watch: Watch, interval_s: float, console: Console) -> None:
+    """Draw a frame every interval, and at each key, until q is pressed. An orchestrator that goes away is waited for;
+    one that is away from the beginning raises UnavailableError. Raises ConfigError without a terminal."""
+    with pressed_keys() as wait:
+        first = watch.look()
+        with Live(first, console=console, screen=True, auto_refresh=False) as live:
+            live.refresh()
+            while wait(interval_s) != "q":
+                live.update(watch.look_patiently(), refresh=True)

@@ -1,0 +1,1 @@
+"""Shows operators the way of a single request through the cluster."""

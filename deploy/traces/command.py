@@ -1,0 +1,51 @@
+"""`baton trace`: writes the way of a request that has ended as a file for Perfetto."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from deploy.commands.admin_channel import TARGET_HELP, add_key_option, admin_channel, given_key
+from deploy.options.command import add_command
+
+_DESCRIPTION = """\
+Asks a running cluster for a request that has ended, and writes its stages as a file which https://ui.perfetto.dev and
+chrome://tracing show: queue, placement, each rank's layers and transfers, decoding, and attempts that failed. Nothing
+is sent to any site: the page reads the file in the browser.
+
+The orchestrator keeps the latest 256 requests. Their ids are in its log, in `stream.output.request_id` of baton.Client,
+and in the header x-request-id over HTTP."""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the `trace` command to the command line."""
+    parser = add_command(commands, "trace", "write the way of a request as a file for Perfetto", _DESCRIPTION)
+    parser.add_argument("request", help="the request's id")
+    parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
+    parser.add_argument("--target", metavar="HOST:PORT", help=TARGET_HELP)
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="file to write (default: ID.trace.json; - is standard output)"
+    )
+    add_key_option(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run `baton trace`; return the exit status."""
+    # Imported here, so that --help and mistyped options are answered without grpc.
+    from baton.v1.admin_pb2 import GetTraceRequest
+    from baton.v1.admin_pb2_grpc import AdminStub
+    from deploy.commands.record import secret_for, serving_endpoint
+    from deploy.traces.perfetto import perfetto_json
+    from orchestrator.api.admin import trace_from_proto
+
+    target = args.target or serving_endpoint(args.name)
+    with admin_channel(target, secret_for(args.target, args.name), given_key(args)) as channel:
+        trace = trace_from_proto(AdminStub(channel).GetTrace(GetTraceRequest(request_id=args.request), timeout=10.0))
+    text = perfetto_json(trace)
+    out = args.out or Path(f"{args.request.replace('/', '_')}.trace.json")
+    if str(out) == "-":
+        sys.stdout.write(text)
+        return 0
+    out.write_text(text)
+    print(f"{out}: open it on https://ui.perfetto.dev")
+    return 0

@@ -1,0 +1,210 @@
+"""Writes answers: the objects of OpenAI's API, made of a request's events. Pure.
+
+`Chats` and `Completions` write the same things in two forms: an answer as a whole, and the chunks of a stream. A choice
+is numbered by its prompt and its place among that prompt's choices.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from baton.results import Choice, Completion, Usage
+from baton.types import FinishReason, SampledToken, TokenEvent
+
+Object = dict[str, Any]
+
+FINISHES = {None: None, FinishReason.LENGTH: "length", FinishReason.STOP: "stop"}
+"""OpenAI's words for why a choice ended. Other ends are errors, which the stream raises."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What all objects of one answer begin with."""
+
+    id: str
+    created: int
+    """When the answer was begun, in seconds since 1970."""
+    model: str
+    num_choices: int
+    """Choices of each prompt."""
+    token_text: Callable[[int], str]
+    """Text of one token by its id."""
+    echoes: Sequence[str]
+    """Text with which the choices of each prompt begin."""
+    has_logprobs: bool = False
+
+    def number(self, prompt: int, choice: int) -> int:
+        """Return the number of a prompt's choice among all of the answer."""
+        return prompt * self.num_choices + choice
+
+
+class Writer(ABC):
+    """Writes one answer, whole or in chunks."""
+
+    name: ClassVar[str]
+    """The whole answer's type."""
+    chunk_name: ClassVar[str]
+    """The type of each chunk."""
+
+    def __init__(self, head: Head) -> None:
+        self.head = head
+        self._offsets: dict[int, int] = {}
+        """Characters of each choice's text so far."""
+
+    def whole(self, found: Sequence[Completion]) -> Object:
+        """Return the answer, made of the output for each prompt."""
+        choices = [
+            self._whole_choice(prompt, completion, choice)
+            for prompt, completion in enumerate(found)
+            for choice in completion.choices
+        ]
+        usage = usage_of([each.usage for each in found if each.usage is not None])
+        return self._object(self.name) | {"choices": choices, "usage": usage}
+
+    def chunks(self, prompt: int, event: TokenEvent) -> Iterator[Object]:
+        """Yield the chunks for one event of a prompt's stream."""
+        number = self.head.number(prompt, event.choice)
+        if number not in self._offsets:
+            self._offsets[number] = 0
+            if (first := self._first(prompt, number)) is not None:
+                yield self._chunk(first)
+        finish = FINISHES.get(event.finish)
+        logprobs = self._logprobs(number, event)
+        if event.text or logprobs is not None or finish is not None:
+            yield self._chunk(self._delta(number, event.text, logprobs, finish))
+        self._offsets[number] += len(event.text)
+
+    def usage_chunk(self, found: Sequence[Usage]) -> Object:
+        """Return the chunk before the end, which has no choice."""
+        return self._object(self.chunk_name) | {"choices": [], "usage": usage_of(found)}
+
+    def _object(self, name: str) -> Object:
+        return {"id": self.head.id, "object": name, "created": self.head.created, "model": self.head.model}
+
+    def _chunk(self, choice: Object) -> Object:
+        return self._object(self.chunk_name) | {"choices": [choice]}
+
+    @abstractmethod
+    def _whole_choice(self, prompt: int, completion: Completion, choice: Choice) -> Object: ...
+
+    @abstractmethod
+    def _first(self, prompt: int, number: int) -> Object | None:
+        """Return what comes before a choice's first text, if anything does."""
+
+    @abstractmethod
+    def _delta(self, number: int, text: str, logprobs: Object | None, finish: str | None) -> Object: ...
+
+    @abstractmethod
+    def _logprobs(self, number: int, event: TokenEvent) -> Object | None:
+        """Return the logprobs of the event's token, if they are asked for."""
+
+
+class Chats(Writer):
+    """Writes the answer to a chat."""
+
+    name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+
+    def _whole_choice(self, prompt: int, completion: Completion, choice: Choice) -> Object:
+        return {
+            "index": self.head.number(prompt, choice.index),
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": self._scored(choice.tokens),
+            "finish_reason": FINISHES.get(choice.finish),
+        }
+
+    def _first(self, prompt: int, number: int) -> Object:
+        delta = {"role": "assistant", "content": ""}
+        return {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def _delta(self, number: int, text: str, logprobs: Object | None, finish: str | None) -> Object:
+        delta = {"content": text} if text or logprobs is not None else {}
+        return {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+
+    def _logprobs(self, number: int, event: TokenEvent) -> Object | None:
+        return None if event.token is None else self._scored((event.token,))
+
+    def _scored(self, tokens: Sequence[SampledToken]) -> Object | None:
+        if not self.head.has_logprobs:
+            return None
+        return {"content": [scored_token(each, self.head.token_text) for each in tokens], "refusal": None}
+
+
+@dataclass
+class _Scores:
+    """Logprobs in the form of completions: one list for each property."""
+
+    tokens: list[str] = field(default_factory=list)
+    token_logprobs: list[float | None] = field(default_factory=list)
+    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
+    text_offset: list[int] = field(default_factory=list)
+
+
+class Completions(Writer):
+    """Writes the answer to a completion."""
+
+    name = "text_completion"
+    chunk_name = "text_completion"
+
+    def _whole_choice(self, prompt: int, completion: Completion, choice: Choice) -> Object:
+        echo = self._echo(prompt)
+        tokens = (*completion.prompt, *choice.tokens)
+        return self._delta(
+            self.head.number(prompt, choice.index),
+            echo + choice.text,
+            self._scores(tokens, 0 if completion.prompt else len(echo)),
+            FINISHES.get(choice.finish),
+        )
+
+    def _first(self, prompt: int, number: int) -> Object | None:
+        echo = self._echo(prompt)
+        self._offsets[number] = len(echo)
+        return self._delta(number, echo, None, None) if echo else None
+
+    def _delta(self, number: int, text: str, logprobs: Object | None, finish: str | None) -> Object:
+        return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+    def _logprobs(self, number: int, event: TokenEvent) -> Object | None:
+        tokens = (*event.prompt, *(() if event.token is None else (event.token,)))
+        return self._scores(tokens, 0 if event.prompt else self._offsets[number]) if tokens else None
+
+    def _echo(self, prompt: int) -> str:
+        return self.head.echoes[prompt]
+
+    def _scores(self, tokens: Sequence[SampledToken], offset: int) -> Object | None:
+        if not self.head.has_logprobs:
+            return None
+        scores = _Scores()
+        for token in tokens:
+            text = self.head.token_text(token.token_id)
+            scores.tokens.append(text)
+            scores.token_logprobs.append(token.logprob)
+            top = {self.head.token_text(each.token_id): each.logprob for each in token.top}
+            scores.top_logprobs.append(top or None)
+            scores.text_offset.append(offset)
+            offset += len(text)
+        return vars(scores)
+
+
+def scored_token(token: SampledToken, text_of: Callable[[int], str]) -> Object:
+    """Return a token with its logprob and those of the most likely tokens."""
+
+    def named(token_id: int, logprob: float | None) -> Object:
+        text = text_of(token_id)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    top = [named(each.token_id, each.logprob) for each in token.top]
+    return named(token.token_id, token.logprob) | {"top_logprobs": top}
+
+
+def usage_of(found: Sequence[Usage]) -> Object:
+    """Return the tokens of all prompts together."""
+    prompt_tokens = sum(each.num_prompt_tokens for each in found)
+    output_tokens = sum(each.num_output_tokens for each in found)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(each.num_cached_tokens for each in found)},
+    }

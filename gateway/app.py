@@ -1,0 +1,204 @@
+"""The application: routes of OpenAI's API, and those by which servers are operated. On the loop.
+
+A stream's answer begins with its first token, so that a request that is refused has the status of its error. A client
+that leaves cancels its request, before the first token as well.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from functools import partial
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from prometheus_client import CollectorRegistry, generate_latest
+from starlette.exceptions import HTTPException
+
+from baton import __version__
+from baton.errors import BatonError, InvalidArgumentError
+from baton.types import TokenEvent
+from gateway.answers import Chats, Completions, Head, Object, Writer
+from gateway.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from gateway.chat_answers import ParsedChats
+from gateway.errors import error_body, error_headers, status_of
+from gateway.middleware import BodyLimit, RequestCounts
+from gateway.openapi import ERRORS, STREAMED, describe
+from gateway.reading import Asked, Reader
+from gateway.responses.routes import Responses
+from gateway.responses.store import ResponseStore
+from gateway.streaming import EventStream, caller_of, line, read_body, request_id_of, unless_gone
+from gateway.upstream import Answers, Upstream
+
+_DONE = b"data: [DONE]\n\n"
+
+
+class Gateway:
+    """Answers requests by one upstream server."""
+
+    def __init__(self, upstream: Upstream, reader: Reader, store: ResponseStore) -> None:
+        self._upstream = upstream
+        self._reader = reader
+        self._responses = Responses(upstream, reader, store)
+        self._registry = CollectorRegistry()
+
+    def app(self) -> FastAPI:
+        """Return the application, with all routes."""
+        app = FastAPI(title="Baton", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS)
+        app.add_middleware(BodyLimit)
+        app.add_middleware(RequestCounts, registry=self._registry)
+        app.get("/v1/models")(self.models)
+        app.get("/v1/models/{name:path}")(self.model)
+        app.post("/v1/chat/completions", response_model=None, responses=STREAMED)(self.chat)
+        app.post("/v1/completions", response_model=None, responses=STREAMED)(self.completion)
+        app.include_router(self._responses.router())
+        app.post("/tokenize")(self.tokenize)
+        app.post("/detokenize")(self.detokenize)
+        app.get("/health", response_class=Response)(self.health)
+        app.get("/ready", response_class=Response)(self.ready)
+        app.get("/metrics", include_in_schema=False)(self.metrics)
+        app.exception_handler(BatonError)(self._refused)
+        app.exception_handler(RequestValidationError)(self._malformed)
+        app.exception_handler(HTTPException)(self._not_there)
+        describe(app)
+        return app
+
+    async def models(self, request: Request) -> Object:
+        """List the served model."""
+        return {"object": "list", "data": [await self._model(request)]}
+
+    async def model(self, name: str, request: Request) -> Object:
+        """Return the served model, if that is its name."""
+        self._reader.check_model(name)
+        return await self._model(request)
+
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        """Answer a chat, whole or as a stream."""
+        request.state.fields = tuple(ChatBody.model_fields)
+        return await self._answer(request, partial(self._reader.chat, body), _chat_writer, "chatcmpl-")
+
+    async def completion(self, body: CompletionBody, request: Request) -> Response:
+        """Complete one prompt, or several."""
+        request.state.fields = tuple(CompletionBody.model_fields)
+        read = partial(self._reader.completion, body)
+        return await self._answer(request, read, lambda head, asked: Completions(head), "cmpl-")
+
+    async def tokenize(self, body: TokenizeBody) -> Object:
+        """Return the token ids of a text or of a chat, as a request with it would have them."""
+        tokens = await asyncio.to_thread(self._reader.tokenize, body)
+        return {"count": len(tokens), "max_model_len": self._reader.model.max_tokens, "tokens": tokens}
+
+    async def detokenize(self, body: DetokenizeBody) -> Object:
+        """Return the text of token ids."""
+        self._reader.check_model(body.model)
+        most = self._reader.model.vocab_size
+        if any(not 0 <= token_id < most for token_id in body.tokens):
+            raise InvalidArgumentError(f"tokens holds no token id of the model: use 0 to {most - 1}")
+        return {"prompt": await asyncio.to_thread(self._reader.tokenizer.decode, body.tokens)}
+
+    async def health(self) -> Response:
+        """Say that this process lives."""
+        return Response()
+
+    async def ready(self) -> Response:
+        """Say whether requests are served."""
+        return Response(status_code=200 if await self._upstream.is_serving() else 503)
+
+    async def metrics(self) -> Response:
+        """Return this process's own metrics in Prometheus' format; the orchestrator has those of the cluster."""
+        return PlainTextResponse(generate_latest(self._registry), media_type="text/plain; version=0.0.4")
+
+    async def _model(self, request: Request) -> Object:
+        served = await self._upstream.model(caller_of(request))
+        return {
+            "id": served.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "baton",
+            "max_model_len": served.max_tokens,
+        }
+
+    async def _answer(
+        self, request: Request, read: Callable[[], Asked], writes: Callable[[Head, Asked], Writer], prefix: str
+    ) -> Response:
+        asked = await read_body(request, read)
+        id_ = request_id_of(request, prefix)
+        head = Head(
+            id_,
+            int(time.time()),
+            asked.model,
+            asked.num_choices,
+            self._token_text,
+            tuple(prompt.echo for prompt in asked.prompts),
+            has_logprobs=asked.logprobs is not None,
+        )
+        writer = writes(head, asked)
+        async with AsyncExitStack() as stack:
+            answers = await stack.enter_async_context(self._upstream.answers(asked, id_, caller_of(request)))
+            headers = {"x-request-id": id_}
+            if not asked.is_streamed:
+                return JSONResponse(await unless_gone(request, _whole(writer, answers)), headers=headers)
+            events = answers.events()
+            stack.push_async_callback(events.aclose)
+            first = await unless_gone(request, anext(events))
+            chunks = _chunks(writer, asked, answers, first, events)
+            return EventStream(chunks, stack.pop_all(), headers)  # the streams are the answer's from here on
+
+    def _token_text(self, token_id: int) -> str:
+        return self._reader.tokenizer.decode([token_id])
+
+    async def _refused(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, BatonError), error
+        body = error_body(error, getattr(request.state, "fields", ()))
+        return JSONResponse(body, status_of(error), headers=error_headers(error))
+
+    async def _malformed(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError), error
+        first = error.errors()[0]
+        where = [str(each) for each in first["loc"]]
+        fields = where[1:] if first["type"] != "json_invalid" else []
+        found = InvalidArgumentError(f"{'.'.join(fields) or where[0]}: {first['msg']}")
+        return JSONResponse(error_body(found, fields[:1]), 400)
+
+    async def _not_there(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException), error
+        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+        text = f"{request.method} {request.url.path}: {error.detail}"
+        body = {"error": {"message": text, "type": kind, "param": None, "code": None}}
+        return JSONResponse(body, error.status_code, headers=error.headers)
+
+
+def _chat_writer(head: Head, asked: Asked) -> Writer:
+    return Chats(head) if asked.output.is_plain else ParsedChats(head, asked.output)
+
+
+async def _whole(writer: Writer, answers: Answers) -> Object:
+    """Return the whole answer, once it is there. Raises the first error of its streams."""
+    if not isinstance(writer, ParsedChats):
+        return writer.whole(await answers.collect())
+    async for prompt, event in answers.events():
+        writer.take(prompt, event)
+    return writer.gathered(answers.usages)
+
+
+async def _chunks(
+    writer: Writer,
+    asked: Asked,
+    answers: Answers,
+    first: tuple[int, TokenEvent],
+    events: AsyncIterator[tuple[int, TokenEvent]],
+) -> AsyncIterator[bytes]:
+    """Yield a stream's lines, to its end or to the error that ended it."""
+    try:
+        for chunk in writer.chunks(*first):
+            yield line(chunk)
+        async for prompt, event in events:
+            for chunk in writer.chunks(prompt, event):
+                yield line(chunk)
+    except BatonError as error:  # the status is sent: the error is the last thing that the client sees
+        yield line(error_body(error))
+        return
+    if asked.includes_usage:
+        yield line(writer.usage_chunk(answers.usages))
+    yield _DONE

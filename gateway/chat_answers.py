@@ -1,0 +1,96 @@
+"""Writes answers to chats whose output is more than text: reasoning, and calls of tools. Pure."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from baton.results import Usage
+from baton.types import TokenEvent
+from gateway.answers import FINISHES, Chats, Head, Object, usage_of
+from gateway.parsing.gathered import Gathered
+from gateway.parsing.output import OutputParser, OutputRules
+from gateway.parsing.pieces import Arguments, CallBegun, Piece, Reasoning, Text
+
+
+class ParsedChats(Chats):
+    """Writes the answer to a chat, of which it gathers all choices as their events come."""
+
+    def __init__(self, head: Head, rules: OutputRules) -> None:
+        super().__init__(head)
+        self._parsers: defaultdict[int, OutputParser] = defaultdict(rules.parser)
+        self._gathered: defaultdict[int, Gathered] = defaultdict(Gathered)
+
+    def chunks(self, prompt: int, event: TokenEvent) -> Iterator[Object]:
+        """Yield the chunks for one event of a prompt's stream."""
+        number = self.head.number(prompt, event.choice)
+        if number not in self._parsers:
+            yield self._chunk(self._first(prompt, number))
+        logprobs = self._logprobs(number, event)
+        for piece in self._take(number, event):
+            yield self._chunk(_choice(number, _delta_of(piece), logprobs))
+            logprobs = None
+        if event.finish is not None or logprobs is not None:
+            yield self._chunk(_choice(number, {}, logprobs, self._finish(number)))
+
+    def take(self, prompt: int, event: TokenEvent) -> None:
+        """Gather one event of a prompt's stream, for `gathered`."""
+        for _ in self._take(self.head.number(prompt, event.choice), event):
+            pass
+
+    def gathered(self, found: Sequence[Usage]) -> Object:
+        """Return the whole answer, of the events that were taken."""
+        choices = [self._gathered_choice(number) for number in sorted(self._gathered)]
+        return self._object(self.name) | {"choices": choices, "usage": usage_of(found)}
+
+    def _take(self, number: int, event: TokenEvent) -> Iterator[Piece]:
+        parser, gathered = self._parsers[number], self._gathered[number]
+        for piece in parser.push(event.text, None if event.token is None else event.token.token_id):
+            gathered.add(piece)
+            yield piece
+        if event.token is not None and self.head.has_logprobs:
+            gathered.tokens.append(event.token)
+        if event.finish is not None:
+            gathered.finish = event.finish
+            for piece in parser.end():
+                gathered.add(piece)
+                yield piece
+
+    def _finish(self, number: int) -> str | None:
+        finish = FINISHES.get(self._gathered[number].finish)
+        return "tool_calls" if finish == "stop" and self._gathered[number].calls else finish
+
+    def _gathered_choice(self, number: int) -> Object:
+        found = self._gathered[number]
+        message: Object = {"role": "assistant", "content": found.text or None, "refusal": None}
+        if found.reasoning:
+            message["reasoning_content"] = found.reasoning
+        if found.calls:
+            message["tool_calls"] = [_called(**asdict(call)) for call in found.calls]
+        else:
+            message["content"] = found.text
+        return {
+            "index": number,
+            "message": message,
+            "logprobs": self._scored(found.tokens),
+            "finish_reason": self._finish(number),
+        }
+
+
+def _choice(number: int, delta: Object, logprobs: Object | None, finish: str | None = None) -> Object:
+    return {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+
+
+def _delta_of(piece: Piece) -> Object:
+    match piece:
+        case Text():
+            return {"content": piece.text}
+        case Reasoning():
+            return {"reasoning_content": piece.text}
+        case CallBegun():
+            return {"tool_calls": [{"index": piece.number, **_called(piece.id, piece.name, "")}]}
+        case Arguments():
+            return {"tool_calls": [{"index": piece.number, "function": {"arguments": piece.text}}]}
+
+
+def _called(id: str, name: str, arguments: str) -> Object:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}

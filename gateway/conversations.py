@@ -1,0 +1,133 @@
+"""Renders chats with tools for one model, and says how its output is to be read. Any thread may use it.
+
+Tools are told to a model by its own chat template. SmolLM2's takes none: its tools are told in the system's message, in
+the words that it was trained on (`gateway.tool_prompt`).
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from baton.errors import InvalidArgumentError
+from gateway.bodies import Message, Tool, ToolCall
+from gateway.parsing.call_formats import OBLIGED, CallFormat, format_of
+from gateway.parsing.output import OutputRules
+from gateway.parsing.reasoning import BEGIN, END
+from gateway.tool_prompt import prompted
+from text.tokenizer import Tokenizer
+
+_SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
+_NO_PARAMETERS = {"type": "object", "properties": {}}
+
+
+class ChatRenderer:
+    """Renders chats. Read-only after it is made."""
+
+    def __init__(self, tokenizer: Tokenizer, tool_format: str = "auto") -> None:
+        """`tool_format` is a name of `gateway.parsing.call_formats`. Raises ConfigError for another one."""
+        self._tokenizer = tokenizer
+        template = tokenizer.chat_template(for_tools=True)
+        self.format = format_of(template, tool_format)
+        """How the model calls tools; None: it cannot."""
+        self._has_reasoning = BEGIN in template
+        self._of_reasoning = tokenizer.silent_tokens((BEGIN, END))
+        self._of_calls = tokenizer.silent_tokens(self.format.markers if self.format else ())
+
+    @property
+    def _has_short_ids(self) -> bool:
+        return self.format is not None and self.format.has_short_ids
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any]) -> str:
+        """Return the chat as text, ready for the assistant's turn. Raises InvalidArgumentError for what the model's
+        template does not take."""
+        if tools and self.format is None:
+            raise InvalidArgumentError(
+                "tools: the model's chat template takes none: leave them out, or start the gateway with --tool-format"
+            )
+        chat = messages_of(messages, self.format)
+        described = [_described(tool) for tool in tools]
+        if self.format is not None and self.format.is_prompted:
+            return self._tokenizer.render_chat(prompted(chat, described), options=options)
+        return self._tokenizer.render_chat(chat, described or None, options)
+
+    def rules(
+        self, rendered: str, tools: Sequence[Tool], *, most_calls: int | None = None, is_obliged: bool = False
+    ) -> OutputRules:
+        """Return how the model's output is to be read after a chat that was rendered as this text. `is_obliged`: its
+        form is that of `gateway.tool_choice.obliged_form`."""
+        names = frozenset(tool.function.name for tool in tools)
+        if is_obliged:
+            return OutputRules(replace(OBLIGED, has_short_ids=self._has_short_ids), names, most_calls)
+        return OutputRules(
+            self.format if tools else None,
+            names,
+            most_calls,
+            has_reasoning=self._has_reasoning,
+            is_reasoning_open=rendered.rstrip().endswith(BEGIN),
+            markers=self._of_reasoning | (self._of_calls if tools else {}),
+        )
+
+
+def messages_of(messages: Sequence[Message], format_: CallFormat | None) -> list[dict[str, Any]]:
+    """Return a chat as chat templates take it: `developer` is the new name of `system`, parts of a content are joined,
+    and arguments of calls are objects. Raises InvalidArgumentError for what is no text, and for calls of tools where
+    there is no format for them."""
+    return [_message(f"messages[{index}]", each, format_) for index, each in enumerate(messages)]
+
+
+def _message(where: str, message: Message, format_: CallFormat | None) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    made: dict[str, Any] = {"role": role, "content": _content(where, message)}
+    if (message.tool_calls or role == "tool") and format_ is None:
+        raise InvalidArgumentError(f"{where}: the model's chat template takes no tools: send text alone")
+    is_short = format_ is not None and format_.has_short_ids
+    if message.tool_calls:
+        made["tool_calls"] = [
+            _call(f"{where}.tool_calls[{index}]", call, is_short=is_short)
+            for index, call in enumerate(message.tool_calls)
+        ]
+    if role == "tool":
+        if not message.tool_call_id:
+            raise InvalidArgumentError(f"{where}.tool_call_id is missing: name the call that it answers")
+        made["tool_call_id"] = _id(message.tool_call_id, is_short=is_short)
+        made |= {"name": message.name} if message.name else {}
+    if message.reasoning_content:
+        made["reasoning_content"] = message.reasoning_content
+    return made
+
+
+def _call(where: str, call: ToolCall, *, is_short: bool) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except ValueError as error:
+        raise InvalidArgumentError(f"{where}.function.arguments is no JSON ({error}): send an object") from error
+    if not isinstance(arguments, dict):
+        raise InvalidArgumentError(f"{where}.function.arguments is no object: send one, as the model wrote it")
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": _id(call.id, is_short=is_short), "type": "function", "function": function}
+
+
+def _id(given: str, *, is_short: bool) -> str:
+    """Return a call's id as the template takes it; equal ids stay equal."""
+    if not is_short or _SHORT_ID.fullmatch(given):
+        return given
+    return hashlib.blake2b(given.encode(errors="replace"), digest_size=5).hexdigest()[:9]
+
+
+def _content(where: str, message: Message) -> str:
+    if isinstance(message.content, str) or message.content is None:
+        return message.content or ""
+    for part in message.content:
+        if part.type not in ("text", "input_text", "output_text") or part.text is None:
+            raise InvalidArgumentError(f"{where}.content has a part of type {part.type!r:.40}: send text")
+    return "".join(part.text or "" for part in message.content)
+
+
+def _described(tool: Tool) -> dict[str, Any]:
+    """Return a tool as chat templates take it."""
+    function = {"name": tool.function.name, "description": tool.function.description}
+    given = {name: value for name, value in function.items() if value is not None}
+    return {"type": "function", "function": given | {"parameters": tool.function.parameters or _NO_PARAMETERS}}

@@ -1,0 +1,59 @@
+"""Errors as OpenAI's API writes them: a status, and `{"error": {"message", "type", "param", "code"}}`. Pure."""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from baton import errors
+from baton.errors import BatonError, ResourceExhaustedError
+
+CLIENT_GONE = 499
+"""The status of a request whose client left: metrics alone tell it."""
+
+
+class BodyTooLargeError(errors.InvalidArgumentError):
+    """The body of a request has more bytes than any request may have."""
+
+
+class UnknownResponseError(errors.NotFoundError):
+    """The response that is asked for is not kept."""
+
+
+_STATUSES: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
+    (BodyTooLargeError, 413, "invalid_request_error", None),
+    (errors.InvalidArgumentError, 400, "invalid_request_error", None),
+    (errors.UnauthenticatedError, 401, "authentication_error", "invalid_api_key"),
+    (errors.PermissionDeniedError, 403, "permission_error", None),
+    (UnknownResponseError, 404, "invalid_request_error", None),
+    (errors.NotFoundError, 404, "not_found_error", "model_not_found"),
+    (errors.DeadlineExceededError, 408, "timeout_error", None),
+    (errors.ResourceExhaustedError, 429, "rate_limit_error", "rate_limit_exceeded"),
+    (errors.RequestCancelledError, CLIENT_GONE, "cancelled_error", None),
+    (errors.UnavailableError, 503, "service_unavailable_error", None),
+    (errors.BatonError, 500, "server_error", None),
+)
+"""Class, status, type and code; the first class that an error belongs to counts."""
+_FIELD = re.compile(r"(?:sampling\.)?([a-z_]+)")
+
+
+def status_of(error: BatonError) -> int:
+    """Return the HTTP status of an error."""
+    return next(status for kind, status, _, _ in _STATUSES if isinstance(error, kind))
+
+
+def error_body(error: BatonError, fields: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the body that says what went wrong. `fields` are those that a request's body may have: the one with which
+    the error's text begins is named as `param`."""
+    type_, code = next((type_, code) for kind, _, type_, code in _STATUSES if isinstance(error, kind))
+    begun = _FIELD.match(str(error))
+    param = begun[1] if begun is not None and begun[1] in fields else None
+    return {"error": {"message": str(error), "type": type_, "param": param, "code": code}}
+
+
+def error_headers(error: BatonError) -> dict[str, str]:
+    """Return the headers of an answer with this error: after how many seconds another attempt may be made, if that is
+    known, and how to send a key, if it is missing."""
+    if isinstance(error, ResourceExhaustedError) and error.retry_after_s is not None:
+        return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+    return {"www-authenticate": "Bearer"} if isinstance(error, errors.UnauthenticatedError) else {}

@@ -1,0 +1,31 @@
+"""Opens the socket on which HTTP is served, for the server's own process or for a launcher that passes it on.
+
+A launcher that keeps the socket keeps its address over the lives of the server. Imports nothing of the server.
+"""
+
+import socket
+
+from baton.errors import ConfigError
+
+
+def open_socket(host: str, port: int) -> socket.socket:
+    """Return a socket bound to host:port, 0 for any free port; nothing listens on it yet. Raises ConfigError when the
+    address cannot be had."""
+    try:
+        return _bound(host, port)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port} ({error.strerror}): choose another, or port 0 for any free one"
+        ) from error
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    opened = socket.socket(family, kind)
+    try:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.bind(address)
+    except OSError:
+        opened.close()
+        raise
+    return opened

@@ -1,0 +1,86 @@
+"""Reads what a model writes for one choice: reasoning first, then text and calls of tools. Pure."""
+
+import secrets
+import string
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from types import MappingProxyType
+
+from gateway.parsing.call_formats import CallFormat
+from gateway.parsing.pieces import Piece, Text, merged
+from gateway.parsing.reasoning import ReasoningParser
+from gateway.parsing.tool_calls import CallParser
+
+_SHORT_ID = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True)
+class OutputRules:
+    """How the output of a request's choices is read."""
+
+    format: CallFormat | None = None
+    """How tools are called; None: they are not."""
+    names: Collection[str] = ()
+    """Names of the functions that there are."""
+    most_calls: int | None = None
+    has_reasoning: bool = False
+    """Whether the model marks reasoning."""
+    is_reasoning_open: bool = False
+    """Whether the prompt ends within reasoning."""
+    markers: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Text of tokens that mark something and have no text of their own, by id."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all output is text."""
+        return self.format is None and not self.has_reasoning
+
+    def parser(self) -> "OutputParser":
+        """Return a new parser, for one choice."""
+        return OutputParser(self)
+
+
+PLAIN = OutputRules()
+
+
+class OutputParser:
+    """Reads one choice's output, in pieces of text of any length."""
+
+    def __init__(self, rules: OutputRules) -> None:
+        self._rules = rules
+        self._reasoning = ReasoningParser(is_open=rules.is_reasoning_open) if rules.has_reasoning else None
+        self._calls: CallParser | None = None
+        if rules.format is not None:
+            self._calls = CallParser(rules.format, rules.names, self._make_id, rules.most_calls)
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether tools have been called so far."""
+        return self._calls is not None and self._calls.num_calls > 0
+
+    def push(self, text: str, token_id: int | None = None) -> Iterator[Piece]:
+        """Yield the pieces that became certain with the next token and the text that came with it."""
+        if token_id is not None:
+            text += self._rules.markers.get(token_id, "")
+        if text:
+            yield from merged(self._answer([Text(text)] if self._reasoning is None else self._reasoning.push(text)))
+
+    def end(self) -> Iterator[Piece]:
+        """Yield what was held back, when the model has ended."""
+        reasoning = () if self._reasoning is None else self._answer(self._reasoning.end())
+        calls = () if self._calls is None else self._calls.end()
+        yield from merged(chain(reasoning, calls))
+
+    def _answer(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+        for piece in pieces:
+            if isinstance(piece, Text) and self._calls is not None:
+                yield from self._calls.push(piece.text)
+            else:
+                yield piece
+
+    def _make_id(self) -> str:
+        assert self._rules.format is not None
+        if self._rules.format.has_short_ids:
+            return "".join(secrets.choice(_SHORT_ID) for _ in range(9))
+        return f"call_{secrets.token_hex(12)}"

@@ -1,0 +1,177 @@
+"""Reads bodies: what is asked of the server, as arguments of `baton.AsyncClient.generate`, and what of the answer.
+
+Prompts are tokenized here, so that the room that they leave is known: OpenAI's chats have no limit on their output but
+the model's. Blocks while long prompts are tokenized, so it is called in a thread.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from baton.errors import InvalidArgumentError, NotFoundError
+from baton.results import ModelInfo
+from baton.sampling_params import SamplingOptions
+from gateway.bodies import MAX_PROMPTS, ChatBody, CompletionBody, SamplingBody, TokenizeBody
+from gateway.conversations import ChatRenderer
+from gateway.parsing.output import PLAIN, OutputRules
+from gateway.structured import structured_of
+from gateway.tool_choice import obliged_form, offered
+from text.tokenizer import Tokenizer
+
+_OPTIONS = (
+    "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "min_p", "repetition_penalty",
+    "min_tokens", "stop", "stop_token_ids", "ignore_eos",
+)  # fmt: skip
+"""Fields that bodies and sampling options name and mean alike."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a body."""
+
+    token_ids: Sequence[int]
+    echo: str = ""
+    """Text with which each choice's text begins."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a body asks for."""
+
+    prompts: tuple[Prompt, ...]
+    options: tuple[SamplingOptions, ...]
+    """Sampling options of each prompt."""
+    model: str
+    num_choices: int
+    """Choices of each prompt."""
+    priority: str = "standard"
+    cache_salt: str = ""
+    is_streamed: bool = False
+    includes_usage: bool = False
+    """Whether a stream tells the usage before its end."""
+    logprobs: int | None = None
+    """How many most likely tokens are reported with each token; None: no logprobs."""
+    output: OutputRules = PLAIN
+    """How the output is read."""
+
+
+class Reader:
+    """Reads bodies for one model. Any thread may use it."""
+
+    def __init__(self, tokenizer: Tokenizer, model: ModelInfo, tool_format: str = "auto") -> None:
+        """`tool_format` says how the model calls tools: a name of `gateway.parsing.call_formats`, or auto: as its chat
+        template says. Raises ConfigError for another one."""
+        self.tokenizer = tokenizer
+        self.model = model
+        self._renderer = ChatRenderer(tokenizer, tool_format)
+
+    def completion(self, body: CompletionBody) -> Asked:
+        """Return what a completion asks for. Raises InvalidArgumentError for what is not supported, or wrong, and
+        NotFoundError for another model."""
+        _refuse("suffix", body.suffix, "Baton completes a text at its end only")
+        _refuse("best_of", body.best_of, "all choices are returned", allowed=(1, body.n))
+        prompts = self._prompts(body)
+        options = _sampling(body) | SamplingOptions(logprobs=body.logprobs)
+        if body.max_tokens is not None:
+            options["max_tokens"] = body.max_tokens
+        if body.echo and body.logprobs is not None:
+            options["prompt_logprobs"] = body.logprobs
+        return self._asked(body, prompts, options, body.logprobs)
+
+    def chat(self, body: ChatBody) -> Asked:
+        """Return what a chat asks for. Raises InvalidArgumentError for what is not supported, or wrong, and
+        NotFoundError for another model."""
+        _refuse("functions", body.functions or None, "tools is their new name")
+        if body.top_logprobs is not None and not body.logprobs:
+            raise InvalidArgumentError("top_logprobs needs logprobs = true: set both, or neither")
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        tools = offered(body.tools, body.tool_choice)
+        rendered = self._renderer.render(body.messages, tools, body.chat_template_kwargs or {})
+        prompt = Prompt(self.tokenizer.encode_rendered(rendered))
+        most_calls = 1 if body.parallel_tool_calls is False else None
+        form = obliged_form(tools, body.tool_choice, most_calls=most_calls)
+        rules = self._renderer.rules(rendered, tools, most_calls=most_calls, is_obliged=form is not None)
+        options = _sampling(body) | SamplingOptions(logprobs=logprobs)
+        if form is not None:
+            if "structured_output" in options:
+                raise InvalidArgumentError("tool_choice obliges to a call: leave it out, or what forms the answer")
+            options["structured_output"] = form
+        most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        if most is not None:
+            options["max_tokens"] = most
+        return replace(self._asked(body, (prompt,), options, logprobs), output=rules)
+
+    def tokenize(self, body: TokenizeBody) -> list[int]:
+        """Return the token ids of a text or of a chat, as a request with it would have them. Raises
+        InvalidArgumentError, and NotFoundError for another model."""
+        self.check_model(body.model)
+        if body.prompt is not None and body.messages is None:
+            return self.tokenizer.encode(body.prompt)
+        if body.prompt is None and body.messages is not None:
+            tools = offered(body.tools, None)
+            rendered = self._renderer.render(body.messages, tools, body.chat_template_kwargs or {})
+            return self.tokenizer.encode_rendered(rendered)
+        raise InvalidArgumentError("prompt and messages: give one of them")
+
+    def check_model(self, name: str) -> None:
+        """Raise NotFoundError if that is not the served model's name, nor empty."""
+        if name and name != self.model.name:
+            raise NotFoundError(f"model {name!r:.100} is not served: use {self.model.name}")
+
+    def _asked(
+        self, body: SamplingBody, prompts: tuple[Prompt, ...], options: SamplingOptions, logprobs: int | None
+    ) -> Asked:
+        self.check_model(body.model)
+        return Asked(
+            prompts,
+            tuple(self._with_room(options, prompt) for prompt in prompts),
+            self.model.name,  # token ids mean nothing to another model
+            options.get("n", 1),
+            body.priority or "standard",
+            body.cache_salt or "",
+            is_streamed=bool(body.stream),
+            includes_usage=body.stream_options is not None and body.stream_options.include_usage,
+            logprobs=logprobs,
+        )
+
+    def _with_room(self, options: SamplingOptions, prompt: Prompt) -> SamplingOptions:
+        """Return the options, with as many output tokens as the prompt leaves room for if none are asked for."""
+        if "max_tokens" in options:
+            return options
+        return options | SamplingOptions(max_tokens=max(1, self.model.max_tokens - len(prompt.token_ids)))
+
+    def _prompts(self, body: CompletionBody) -> tuple[Prompt, ...]:
+        given: list[Any] = [body.prompt] if isinstance(body.prompt, str) or _is_ids(body.prompt) else [*body.prompt]
+        if not 1 <= len(given) <= MAX_PROMPTS:
+            raise InvalidArgumentError(f"prompt holds {len(given)} prompts: send 1 to {MAX_PROMPTS}")
+        return tuple(self._prompt(each, echo=bool(body.echo)) for each in given)
+
+    def _prompt(self, given: str | list[int], *, echo: bool) -> Prompt:
+        if isinstance(given, str):
+            return Prompt(self.tokenizer.encode(given), given if echo else "")
+        if any(not 0 <= token_id < self.model.vocab_size for token_id in given):
+            raise InvalidArgumentError(f"prompt holds no token id of the model: use 0 to {self.model.vocab_size - 1}")
+        return Prompt(given, self.tokenizer.decode(given) if echo else "")
+
+
+def _sampling(body: SamplingBody) -> SamplingOptions:
+    """Return the sampling options of a body. OpenAI's temperature is 1 unless given."""
+    given = {name: getattr(body, name) for name in _OPTIONS if getattr(body, name) is not None}
+    options = cast(SamplingOptions, {"temperature": 1.0} | given)
+    if body.seed is not None:
+        options["seed"] = body.seed % 2**64
+    if body.top_k is not None:
+        options["top_k"] = 0 if body.top_k == -1 else body.top_k
+    if (form := structured_of(body)) is not None:
+        options["structured_output"] = form
+    return options
+
+
+def _refuse(name: str, value: object, why: str, allowed: Sequence[object] = ()) -> None:
+    """Raise InvalidArgumentError if a field that is not supported has a value that asks for something."""
+    if value is not None and value not in allowed:
+        raise InvalidArgumentError(f"{name} is not supported: {why}; leave it out")
+
+
+def _is_ids(prompt: Sequence[object]) -> bool:
+    return bool(prompt) and isinstance(prompt[0], int)

@@ -1,0 +1,81 @@
+"""Bodies of POST /v1/responses, with the names and defaults of OpenAI's API; unknown fields are ignored."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from gateway.bodies import Function, Part, SamplingBody
+
+
+class Item(BaseModel):
+    """An item of a conversation: a message, a call of a function, its answer, or reasoning."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: str = "message"
+    role: str | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    """Name of the call, in the call itself and in its answer."""
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+    """Answer of the function that was called."""
+
+
+class FunctionTool(Function):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+
+
+class NamedFunction(BaseModel):
+    """The function that the model must call."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(BaseModel):
+    """The form of the answer's text."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = "text"
+
+
+class TextConfig(BaseModel):
+    """How the answer's text is to be."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    format: TextFormat | None = None
+
+
+class ResponsesBody(SamplingBody):
+    """Body of POST /v1/responses."""
+
+    input: str | list[Item]
+    """What the user says, or the conversation's next items."""
+    instructions: str | None = None
+    """The system's message of this answer alone: an answer that goes on from it has its own."""
+    previous_response_id: str | None = None
+    """The kept response whose conversation goes on."""
+    store: bool | None = None
+    """Whether the response is kept; unless false, it is."""
+    max_output_tokens: int | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    include: list[str] | None = None
+    """`message.output_text.logprobs` asks for logprobs."""
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    metadata: dict[str, str] | None = None
+    """Kept with the response, and sent back."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the model's chat template, such as enable_thinking."""
+    truncation: Literal["auto", "disabled"] | None = None
+    background: bool | None = None
+    conversation: str | dict[str, Any] | None = None
+    prompt: dict[str, Any] | None = None

@@ -1,0 +1,105 @@
+"""The objects of responses: the response itself, and the items of its output. Pure."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.results import Usage
+from gateway.answers import Object
+from gateway.responses.bodies import ResponsesBody
+
+
+@dataclass
+class OutputItem:
+    """An item of an output that is being written: reasoning, a message, or a call of a function."""
+
+    kind: str
+    id: str
+    text: str = ""
+    """Text, or a call's arguments."""
+    call_id: str = ""
+    name: str = ""
+    logprobs: list[Object] = field(default_factory=list)
+
+    def object(self, status: str) -> Object:
+        """Return the item. While it is in progress, it has no content yet."""
+        common: Object = {"id": self.id, "type": self.kind, "status": status}
+        is_open = status == "in_progress"
+        if self.kind == "function_call":
+            arguments = "" if is_open else self.text
+            return common | {"call_id": self.call_id, "name": self.name, "arguments": arguments}
+        content = [] if is_open else [self.part()]
+        if self.kind == "reasoning":
+            return common | {"summary": [], "content": content}
+        return common | {"role": "assistant", "content": content}
+
+    def part(self, *, is_empty: bool = False) -> Object:
+        """Return the one part of the item's content."""
+        text = "" if is_empty else self.text
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        logprobs = [] if is_empty else self.logprobs
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+@dataclass(frozen=True)
+class ResponseHead:
+    """What all objects of one response have in common."""
+
+    id: str
+    created: int
+    """When the response was begun, in seconds since 1970."""
+    model: str
+    body: ResponsesBody
+
+    def object(self, status: str, output: list[Object], **more: Any) -> Object:
+        """Return the response in this state, with further fields put over those of the request."""
+        body = self.body
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self.model,
+            "output": output,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": None, "summary": None},
+            "store": body.store is not False,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": {"format": {"type": "text"} if body.text is None else _format(body)},
+            "tool_choice": "auto" if body.tool_choice is None else _dumped(body.tool_choice),
+            "tools": [each.model_dump() | {"strict": False} for each in body.tools or ()],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": body.user,
+        } | more
+
+
+def usage_of(found: Usage | None, num_reasoning_tokens: int) -> Object | None:
+    """Return a response's usage; None when it is not known."""
+    if found is None:
+        return None
+    return {
+        "input_tokens": found.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": found.num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": found.num_output_tokens,
+        "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
+        "total_tokens": found.num_prompt_tokens + found.num_output_tokens,
+    }
+
+
+def _format(body: ResponsesBody) -> Object:
+    assert body.text is not None
+    return {"type": "text"} if body.text.format is None else body.text.format.model_dump()
+
+
+def _dumped(choice: Any) -> Any:
+    return choice if isinstance(choice, str) else choice.model_dump()

@@ -1,0 +1,163 @@
+"""Reads what a response is asked for: the body and the conversation before it, as the body of a chat. Pure."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from baton.errors import InvalidArgumentError
+from gateway.bodies import (
+    CalledFunction,
+    ChatBody,
+    Function,
+    FunctionName,
+    Message,
+    NamedTool,
+    Part,
+    SamplingBody,
+    Tool,
+    ToolCall,
+)
+from gateway.responses.bodies import Item, NamedFunction, ResponsesBody
+
+_TEXT_PARTS = ("input_text", "output_text", "text")
+LOGPROBS = "message.output_text.logprobs"
+_CHAT_NAMES = (("response_format", "text.format"), ("messages", "input"))
+"""Fields of a chat, and those of a response that they are read from."""
+_REFUSED = (
+    ("background", "the answer comes while the client waits"),
+    ("conversation", "use previous_response_id"),
+    ("prompt", "use instructions and input"),
+)
+
+
+def items_of(body: ResponsesBody) -> list[Item]:
+    """Return the items that the body adds to the conversation."""
+    return [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+
+
+def chat_of(body: ResponsesBody, items: Sequence[Item]) -> ChatBody:
+    """Return the chat that the body asks for; `items` are its whole conversation. Raises InvalidArgumentError for what
+    is not supported, or wrong."""
+    for name, why in _REFUSED:
+        if getattr(body, name):
+            raise InvalidArgumentError(f"{name} is not supported: {why}; leave it out")
+    if body.n not in (None, 1):
+        raise InvalidArgumentError("n is not supported: a response is one answer; ask again for another")
+    messages = messages_of(items)
+    if body.instructions:
+        messages = [Message(role="system", content=body.instructions), *messages]
+    has_logprobs = LOGPROBS in (body.include or ())
+    common = {name: getattr(body, name) for name in SamplingBody.model_fields} | {"response_format": _format(body)}
+    return ChatBody(
+        **common,
+        messages=messages,
+        max_completion_tokens=body.max_output_tokens,
+        logprobs=has_logprobs,
+        top_logprobs=body.top_logprobs if has_logprobs else None,
+        tools=[_tool(each) for each in body.tools or ()] or None,
+        tool_choice=_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+
+
+def renamed(error: InvalidArgumentError) -> InvalidArgumentError:
+    """Return an error about a chat as one about the response that asked for it."""
+    text = str(error)
+    for ours, theirs in _CHAT_NAMES:
+        if text.startswith(ours):
+            return InvalidArgumentError(theirs + text[len(ours) :])
+    return error
+
+
+def messages_of(items: Sequence[Item]) -> list[Message]:
+    """Return a conversation's items as the messages of a chat: what the assistant thinks, says and calls in a row is
+    one message. Raises InvalidArgumentError for an item that is not known, or lacks something."""
+    messages: list[Message] = []
+    for index, item in enumerate(items):
+        read = _READERS.get(item.type)
+        if read is None:
+            known = ", ".join(_READERS)
+            raise InvalidArgumentError(f"input[{index}].type = {item.type!r:.40} is not supported: use {known}")
+        found = read(f"input[{index}]", item)
+        last = messages[-1] if messages else None
+        if last is not None and _belongs(last, found):
+            _merge(last, found)
+        else:
+            messages.append(found)
+    return messages
+
+
+def _belongs(last: Message, found: Message) -> bool:
+    """Return whether a message of the assistant goes on with the one before it."""
+    if last.role != "assistant" or found.role != "assistant":
+        return False
+    return bool(found.tool_calls) or (last.content is None and not last.tool_calls)
+
+
+def _merge(last: Message, found: Message) -> None:
+    last.content = found.content if last.content is None else last.content
+    last.tool_calls = [*(last.tool_calls or ()), *(found.tool_calls or ())] or None
+
+
+def _message(where: str, item: Item) -> Message:
+    if not item.role:
+        raise InvalidArgumentError(f"{where}.role is missing: use user, assistant, system or developer")
+    if item.content is None:
+        raise InvalidArgumentError(f"{where}.content is missing: send text")
+    return Message(role=item.role, content=_text(f"{where}.content", item.content))
+
+
+def _text(where: str, content: str | list[Part]) -> str:
+    if isinstance(content, str):
+        return content
+    for part in content:
+        if part.type not in _TEXT_PARTS or part.text is None:
+            raise InvalidArgumentError(f"{where} has a part of type {part.type!r:.40}: send text")
+    return "".join(part.text or "" for part in content)
+
+
+def _call(where: str, item: Item) -> Message:
+    if not item.call_id or not item.name:
+        raise InvalidArgumentError(f"{where} lacks call_id or name: send the call as it was received")
+    function = CalledFunction(name=item.name, arguments=item.arguments or "{}")
+    return Message(role="assistant", tool_calls=[ToolCall(id=item.call_id, function=function)])
+
+
+def _call_output(where: str, item: Item) -> Message:
+    if not item.call_id or item.output is None:
+        raise InvalidArgumentError(f"{where} lacks call_id or output: name the call and send its answer")
+    return Message(role="tool", tool_call_id=item.call_id, content=_text(f"{where}.output", item.output))
+
+
+def _reasoning(where: str, item: Item) -> Message:
+    parts = item.content if isinstance(item.content, list) else [Part(type="text", text=item.content or "")]
+    return Message(role="assistant", reasoning_content="".join(part.text or "" for part in parts) or None)
+
+
+_READERS = {
+    "message": _message,
+    "function_call": _call,
+    "function_call_output": _call_output,
+    "reasoning": _reasoning,
+}
+
+
+def _tool(given: Function) -> Tool:
+    values = {name: getattr(given, name) for name in Function.model_fields}
+    return Tool(type="function", function=Function(**values))
+
+
+def _choice(given: str | NamedFunction | None) -> Any:
+    if isinstance(given, NamedFunction):
+        return NamedTool(type="function", function=FunctionName(name=given.name))
+    return given
+
+
+def _format(body: ResponsesBody) -> dict[str, Any] | None:
+    """Return the form of the text as chats have it: a schema stands in an object of its own."""
+    format_ = None if body.text is None else body.text.format
+    if format_ is None:
+        return None
+    given = format_.model_dump()
+    kind = given.pop("type")
+    return {"type": kind, kind: given} if kind == "json_schema" else {"type": kind}

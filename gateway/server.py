@@ -1,0 +1,110 @@
+"""Serves the application over HTTP or HTTPS, by uvicorn. On the loop."""
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import uvicorn
+from opentelemetry.trace import TracerProvider
+from starlette.types import ASGIApp
+
+from baton.clock import SystemClock
+from baton.errors import ConfigError
+from gateway.app import Gateway
+from gateway.reading import Reader
+from gateway.responses.store import DEFAULT_LIMITS, ResponseStore, StoreLimits
+from gateway.upstream import Upstream
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Files in PEM by which the server identifies itself over HTTPS."""
+
+    chain: Path
+    key: Path
+
+
+class HttpServer:
+    """A listening server. Make one with `start`."""
+
+    def __init__(self, server: uvicorn.Server, listening: socket.socket, port: int) -> None:
+        self.port = port
+        self._server = server
+        self._serving = asyncio.create_task(server.serve(sockets=[listening]))
+
+    @classmethod
+    async def start(
+        cls,
+        upstream: Upstream,
+        reader: Reader,
+        listening: socket.socket,
+        *,
+        certificate: Certificate | None = None,
+        limits: StoreLimits = DEFAULT_LIMITS,
+        spans: TracerProvider | None = None,
+    ) -> Self:
+        """Serve on a bound socket, which is the server's from here on; return once requests are answered. The upstream
+        stays its owner's. `limits` bound the responses that are kept. `spans` makes a span of each request, and
+        stays its owner's; None: there are none. Raises ConfigError when the certificate cannot be
+        read; the socket is closed then."""
+        app = Gateway(upstream, reader, ResponseStore(limits, SystemClock())).app()
+        config = uvicorn.Config(
+            app if spans is None else _traced(app, spans),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            ssl_certfile=None if certificate is None else certificate.chain,
+            ssl_keyfile=None if certificate is None else certificate.key,
+        )
+        try:
+            config.load()
+        except OSError as error:
+            listening.close()
+            raise ConfigError(f"the certificate cannot be read ({error}): name its chain and key, in PEM") from error
+        server = _Server(config)
+        made = cls(server, listening, listening.getsockname()[1])
+        began = asyncio.create_task(server.began.wait())
+        await asyncio.wait((began, made._serving), return_when=asyncio.FIRST_COMPLETED)
+        began.cancel()
+        if made._serving.done():
+            await made._serving  # raises why it ended
+        return made
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Refuse new connections, give running requests `grace_s` seconds, one at least, and cancel the rest.
+        Idempotent."""
+        self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
+        self._server.should_exit = True
+        await self._serving
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which leaves signals to the command that runs it and says when it has begun."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.began = asyncio.Event()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self.began.set()
+
+
+def _traced(app: ASGIApp, spans: TracerProvider) -> ASGIApp:
+    """Return the application with a span around each request, to the end of its stream."""
+    from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware  # here, because few gateways need it
+
+    untraced = "/health,/ready,/metrics,/openapi.json"
+    traced: ASGIApp = OpenTelemetryMiddleware(
+        app, excluded_urls=untraced, tracer_provider=spans, exclude_spans=["send", "receive"]
+    )
+    return traced

@@ -1,0 +1,85 @@
+"""What routes share: who asks, clients that leave, and answers as server-sent events. On the loop."""
+
+import asyncio
+import json
+import re
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+from opentelemetry.trace import get_current_span
+from starlette.types import Receive, Scope, Send
+
+from baton.errors import RequestCancelledError
+
+T = TypeVar("T")
+
+_LONG_BYTES = 1024
+"""Bytes of a body from which on it is read in a thread, as its prompt may take long to tokenize."""
+_CALLER = ("authorization", "baton-tenant")
+"""Headers that say who asks, which the server judges."""
+_TRACE = ("traceparent", "tracestate")
+"""Headers that say in which trace."""
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_SSE = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class EventStream(StreamingResponse):
+    """A stream's answer, which closes what its lines come from, also when the client leaves before the first one."""
+
+    def __init__(self, lines: AsyncIterator[bytes], stack: AsyncExitStack, headers: Mapping[str, str]) -> None:
+        super().__init__(lines, media_type="text/event-stream", headers={**headers, **_SSE})
+        self._stack = stack
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer."""
+        async with self._stack:
+            await super().__call__(scope, receive, send)
+
+
+async def read_body(request: Request, read: Callable[[], T]) -> T:
+    """Return the result of `read`, called in a thread if the request's body is long."""
+    is_long = int(request.headers.get("content-length", _LONG_BYTES)) >= _LONG_BYTES
+    return await asyncio.to_thread(read) if is_long else read()
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """Return the work's result. Raises RequestCancelledError when the client leaves before."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.create_task(_until_gone(request))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise RequestCancelledError("the client has gone")
+        return await working
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+def caller_of(request: Request) -> Mapping[str, str]:
+    """Return who asks, as metadata of a call, and in which trace, unless there is a span here: the call is in that."""
+    has_span = get_current_span().get_span_context().is_valid
+    names = _CALLER if has_span else _CALLER + _TRACE
+    return {name: request.headers[name] for name in names if name in request.headers}
+
+
+def request_id_of(request: Request, prefix: str) -> str:
+    """Return the request's name: the one that the client gave it, or a new one that begins with the prefix."""
+    named = request.headers.get("x-request-id", "")
+    return named if _REQUEST_ID.fullmatch(named) else prefix + uuid.uuid4().hex
+
+
+def line(data: Any, event: str = "") -> bytes:
+    """Return an event of a stream, with the name of its type if it has one."""
+    named = f"event: {event}\n".encode() if event else b""
+    return named + b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,53 @@
+"""Reads how a body constrains its output: OpenAI's `response_format`, vLLM's `structured_outputs` and its older names.
+
+Whether a schema or grammar is supported is for the server to say. Pure.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from baton.errors import InvalidArgumentError
+from baton.structured_output import StructuredOutput, structured_from_option
+from gateway.bodies import SamplingBody
+
+_GUIDED = ("json", "regex", "grammar", "choice")
+"""Constraints that vLLM once took as `guided_json` and so on."""
+_IGNORED = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+"""Options of vLLM's `structured_outputs` that say how a library works, not what it allows."""
+
+
+def structured_of(body: SamplingBody) -> StructuredOutput | None:
+    """Return the form that a body asks its output to have, if any. Raises InvalidArgumentError that names the field,
+    also for a body that asks for two forms."""
+    given = {f"guided_{name}": {name: getattr(body, f"guided_{name}")} for name in _GUIDED}
+    asked = {name: form for name, form in given.items() if None not in form.values()}
+    if body.structured_outputs is not None:
+        form = {name: value for name, value in body.structured_outputs.items() if value not in (None, False)}
+        asked["structured_outputs"] = {name: value for name, value in form.items() if name not in _IGNORED}
+    if (form_ := _response_form(body.response_format)) is not None:
+        asked["response_format"] = form_
+    if len(asked) > 1:
+        raise InvalidArgumentError(f"{' and '.join(asked)} both constrain the output: send one of them")
+    for name, form in asked.items():
+        try:
+            return structured_from_option(form)
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"{name}: {error}") from error
+    return None
+
+
+def _response_form(format_: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return what a `response_format` asks for, as fields of a StructuredOutput; None for plain text."""
+    match (format_ or {"type": "text"}).get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return {"json_object": True}
+        case "json_schema":
+            assert format_ is not None
+            named = format_.get("json_schema")
+            if not isinstance(named, Mapping) or not isinstance(named.get("schema"), Mapping | bool):
+                raise InvalidArgumentError("response_format.json_schema.schema is missing: send the JSON schema")
+            return {"json": named["schema"]}
+        case other:
+            raise InvalidArgumentError(f"response_format.type is {other!r:.40}: use text, json_object or json_schema")

@@ -1,0 +1,117 @@
+"""The server behind the gateway, asked over gRPC: its model, its health, and streams of tokens. On the loop."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Self
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.calls.streams import AsyncStream
+from baton.client import AsyncClient
+from baton.errors import BatonError
+from baton.results import Completion, ModelInfo, Usage
+from baton.status import translate_rpc_errors
+from baton.types import TokenEvent
+from gateway.reading import Asked
+from transport.channel import make_channel
+
+_SERVICE = "baton.v1.Orchestrator"
+_ANSWER_S = 5.0
+"""Seconds that the server has to tell its health."""
+
+
+class Upstream:
+    """Connections to one server. Make it on the loop that uses it, and close it."""
+
+    def __init__(self, target: str) -> None:
+        """`target` is the server's host:port; nothing is sent yet."""
+        self.target = target
+        self._client = AsyncClient(target)
+        self._health = make_channel(target)
+
+    async def close(self) -> None:
+        """Cancel all streams and close the connections."""
+        await self._client.close()
+        await self._health.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def model(self, metadata: Mapping[str, str]) -> ModelInfo:
+        """Return the model that is served. Raises what the server refuses, and UnavailableError without an answer."""
+        return await self._client.model(metadata=metadata)
+
+    async def is_serving(self) -> bool:
+        """Return whether the server says that it serves."""
+        request = health_pb2.HealthCheckRequest(service=_SERVICE)
+        try:
+            with translate_rpc_errors():
+                said = await health_pb2_grpc.HealthStub(self._health).Check(request, timeout=_ANSWER_S)
+        except BatonError:
+            return False  # it does not answer, which is what was asked
+        return bool(said.status == health_pb2.HealthCheckResponse.SERVING)
+
+    @asynccontextmanager
+    async def answers(self, asked: Asked, request_id: str, metadata: Mapping[str, str]) -> AsyncIterator["Answers"]:
+        """Send one request for each prompt; those that still run are cancelled in the end."""
+        async with AsyncExitStack() as stack:
+            streams = []
+            for number, (prompt, options) in enumerate(zip(asked.prompts, asked.options, strict=True)):
+                stream = self._client.generate(
+                    token_ids=prompt.token_ids,
+                    request_id=request_id if len(asked.prompts) == 1 else f"{request_id}-{number}",
+                    model=asked.model,
+                    priority=asked.priority,
+                    cache_salt=asked.cache_salt,
+                    metadata=metadata,
+                    **options,
+                )
+                streams.append(await stack.enter_async_context(stream))
+            yield Answers(streams)
+
+
+class Answers:
+    """The streams of one body's prompts."""
+
+    def __init__(self, streams: Sequence[AsyncStream]) -> None:
+        self._streams = streams
+
+    @property
+    def usages(self) -> list[Usage]:
+        """Usage of each prompt whose stream has ended."""
+        return [each.usage for each in self._streams if each.usage is not None]
+
+    async def collect(self) -> list[Completion]:
+        """Wait for the end of all streams and return their outputs. Raises the first error."""
+        return await asyncio.gather(*(each.collect() for each in self._streams))
+
+    async def events(self) -> AsyncGenerator[tuple[int, TokenEvent], None]:
+        """Yield the events of all streams as they come, each with the number of its prompt. Raises the first error."""
+        if len(self._streams) == 1:
+            async for event in self._streams[0]:
+                yield 0, event
+            return
+        events = asyncio.Queue[tuple[int, TokenEvent] | None]()
+
+        async def pass_on(number: int, stream: AsyncStream) -> None:
+            try:
+                async for event in stream:
+                    events.put_nowait((number, event))
+            finally:
+                events.put_nowait(None)
+
+        tasks = [asyncio.create_task(pass_on(number, stream)) for number, stream in enumerate(self._streams)]
+        try:
+            for _ in tasks:
+                while (item := await events.get()) is not None:
+                    yield item
+            for task in tasks:
+                await task
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,131 @@
+"""Fetching of picks by kernels in C++ over addresses: for CPUs, and for the device that one emulates.
+
+A row has memory of its own, committed as it grows, and records at home of which keys are in its slots: for each area
+and kv head one, which the kernel reads and writes (modeling/kernels/sparse/hot_keys.cpp).
+
+A areas, B rows of one new token, G kv heads, H head dim, K picks at most, C slots.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from baton.types import KvLayout
+from generate_workers.residency.fetched.hot_keys import HotKeys, HotSize
+from generate_workers.residency.fetched.mechanism import Choosing
+from generate_workers.residency.fetched.rows import FetchedRow, PassingPieces, others_of
+from generate_workers.residency.fetched.storing import LayerAddresses
+from generate_workers.residency.port import KvShape
+from generate_workers.residency.sparse.infinigen import PartialIndex
+from modeling.device.heads import PickedHeads, RowCopies
+from modeling.forward.decoder import Decoder
+from modeling.forward.selection import PartialKeys, PartialRows, Picks
+from modeling.kernels import native
+from modeling.sparse.selection_file import PreparedSelection
+
+_RECORD_HEAD = 3
+"""Numbers of a record before its keys, as in the kernel."""
+
+
+class RecordedKeys(HotKeys):
+    """HotKeys with records at home, which the kernel knows by address."""
+
+    records = torch.empty(0, dtype=torch.int32)
+    """Records of each area, by number."""
+
+    def open(self, num_tokens: int, capacity_tokens: int) -> None:
+        """Begin a claim: nothing is hot yet."""
+        super().open(num_tokens, capacity_tokens)
+        numbers = self.size.layout.num_kv_heads * (_RECORD_HEAD + 2 * self.most_slots)
+        self.records = torch.zeros(self.size.num_areas, numbers, dtype=torch.int32)
+
+    def release(self) -> None:
+        """End the claim, if there is one."""
+        self.records = torch.empty(0, dtype=torch.int32)
+        super().release()
+
+
+class NativeStepKeys:
+    """The choosing rows of one step, by address. Implements StepKeys."""
+
+    def __init__(self, choosing: Choosing, layout: KvLayout) -> None:
+        self._hot = hot = [_recorded(row) for row, _ in choosing]
+        self._records = LayerAddresses([each.records for each in hot])
+        self._places = LayerAddresses([each.buffer.data for each in hot])
+        self._homes = LayerAddresses([row.others.buffer.data for row, _ in choosing])
+        own = [each.buffer.data[:, tokens.start - each.start] for each, (_, tokens) in zip(hot, choosing, strict=True)]
+        self._own_k = [data_A2GH[:, 0] for data_A2GH in own]
+        self._own_places = LayerAddresses(own)
+        self._own_homes = LayerAddresses([row.others.buffer.data[:, tokens.start] for row, tokens in choosing])
+        self._row_bytes = layout.row_bytes
+        self._starts_B = torch.tensor([row.hot.start for row, _ in choosing])
+        self._lengths_B = torch.tensor([tokens.end for _, tokens in choosing])
+        self._slots_B = torch.tensor([row.hot.size.num_slots(tokens.end) for row, tokens in choosing])
+        self._head_bytes = layout.row_bytes // (2 * layout.num_kv_heads)
+
+    def admit(self, layer: int, picks: Picks) -> tuple[Picks, PickedHeads]:
+        """Find places for a layer's picks."""
+        area = self._area(layer)
+        places_BGK, pairs_BGK2, num_BG = torch.ops.baton.admit_picks(
+            *(picks.keys_BGK, picks.num_BG),
+            self._records.of(area),
+            *(self._slots_B, self._starts_B, self._lengths_B),
+            torch.tensor([each.takes_over(layer) for each in self._hot]),
+            *(self._hot[0].size.num_latest, self._hot[0].most_slots),
+        )
+        homes_B, there_B = self._homes.of(layer), self._places.of(area)
+        heads = PickedHeads(homes_B, there_B, pairs_BGK2, num_BG, self._head_bytes)
+        return Picks(places_BGK, picks.num_BG), heads
+
+    def own_keys(self, layer: int) -> Tensor:
+        """Return the new tokens' keys of a layer."""
+        area = self._area(layer)
+        return torch.stack([k_AGH[area] for k_AGH in self._own_k])
+
+    def own_rows(self, layer: int) -> RowCopies:
+        """Return the copies of the new tokens' KV home."""
+        return RowCopies(self._own_places.of(self._area(layer)), self._own_homes.of(layer), self._row_bytes)
+
+    def _area(self, layer: int) -> int:
+        """Return the area that a layer uses in all rows."""
+        return self._hot[0].area(layer)
+
+
+class NativeMechanism:
+    """The rows of all slots, and kernels that find places in them. Implements FetchMechanism."""
+
+    scratch_bytes = 0
+
+    def __init__(self, shape: KvShape, decoder: Decoder, prepared: PreparedSelection, pieces: PassingPieces) -> None:
+        """`pieces`: as FetchedRow takes them. Raises what is in OUT_OF_MEMORY, or OSError."""
+        assert native.load("hot_keys")
+        self.basis, self._selection = prepared.basis, prepared.selection
+        self._shape, self._device, self._pieces = shape, decoder.device, pieces
+
+    def row_bytes(self, num_areas: int) -> int:
+        """Return the bytes of the device that the longest row takes."""
+        return self._make(num_areas).bytes_for(self._shape.max_slot_tokens).device
+
+    def make_rows(self, num_areas: int, num_rows: int) -> list[FetchedRow]:
+        """Make the rows of all slots, which take memory as they grow."""
+        return [self._make(num_areas) for _ in range(self._shape.num_slots)]
+
+    def scored(self, keys: Sequence[PartialKeys], lengths: Sequence[int], num_tokens: Sequence[int]) -> PartialRows:
+        """Return what is known of rows' partial keys."""
+        return PartialRows(keys, lengths, num_tokens)
+
+    def begin(self, choosing: Choosing) -> NativeStepKeys:
+        """Begin a step of these rows."""
+        return NativeStepKeys(choosing, self._shape.layout)
+
+    def _make(self, num_areas: int) -> FetchedRow:
+        shape, make_memory, most = self._shape, self._device.row_memory, self._shape.max_slot_tokens
+        partial = PartialIndex(shape.layout, self.basis, most, make_memory)
+        hot = RecordedKeys(HotSize(others_of(shape.layout), num_areas, self._selection), make_memory, most)
+        return FetchedRow(shape, self._device, (partial, hot), self._pieces)
+
+
+def _recorded(row: FetchedRow) -> RecordedKeys:
+    assert isinstance(row.hot, RecordedKeys)
+    return row.hot

@@ -1,0 +1,270 @@
+"""Fetching of picks by operations on tensors: for GPUs, where the host reads nothing until a step has ended.
+
+All rows' memory is in pools, a page a row, so that kernels reach rows by number: the first two layers, partial keys,
+areas of hot keys, and records of which keys are in slots. Pools are allocated once, for as many rows as the device has
+room for. What a step needs to know of its rows goes to the device when it begins; from there on shapes follow from
+lengths, and what is picked, hot and missing stays on the device. Missing keys are fetched by a kernel that reads pinned
+home memory (`modeling.kernels.triton.copies`).
+
+A pick that is in no slot gets the next slot, in turn, whose key is not picked now.
+
+B rows of one new token, G kv heads, H head dim, K picks at most, W latest, C slots, A areas, L layers, P rows of pools.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from baton.types import KvLayout, TokenRange
+from generate_workers.residency.fetched.hot_keys import HotKeys, HotSize
+from generate_workers.residency.fetched.mechanism import Choosing
+from generate_workers.residency.fetched.rows import FetchedRow, PassingPieces, others_of, whole_of
+from generate_workers.residency.port import KvShape
+from generate_workers.residency.sparse.infinigen import PartialPart
+from generate_workers.residency.sparse.selective import SplitSpan
+from modeling.device.heads import PickedHeads, RowCopies
+from modeling.forward.decoder import Decoder
+from modeling.forward.selection import Picks
+from modeling.forward.tensor_selection import (
+    TensorPartialKeys,
+    TensorPartialRows,
+    packed,
+    partial_blocks,
+    partial_layout,
+    selecting_bytes,
+)
+from modeling.kv.buffers import BlockTable, KvPlace
+from modeling.kv.memory import RowMemory
+from modeling.kv.pages import PagePool
+from modeling.kv.pool_rows import PoolRow
+from modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
+from modeling.sparse.selection_file import PreparedSelection
+
+_NUMBER_BYTES = 4
+"""Bytes of a number in a record."""
+
+
+class TensorPartialIndex(TensorPartialKeys, PartialPart):
+    """A PartialPart in a pool of the device."""
+
+    def __init__(self, layout: KvLayout, basis: Basis, pool: PagePool) -> None:
+        """`pool`: as TensorPartialKeys takes it."""
+        layers = range(NUM_WHOLE_LAYERS, layout.num_layers)
+        super().__init__(layers, layout.num_kv_heads, basis.num_columns, pool)
+        self._basis = basis
+
+
+class TensorHotKeys(HotKeys):
+    """HotKeys in a pool, with records on the device."""
+
+    def places_of(self, num_tokens: int) -> int:
+        """Return the places of the longest row: any row may use all slots."""
+        return self.size.num_latest + self.most_slots
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes that the row takes now, its records among them."""
+        return super().num_bytes + (self._record_bytes if super().num_bytes else 0)
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Return the bytes of the longest row, its records among them, or 0 for no tokens."""
+        return super().bytes_for(num_tokens) + (self._record_bytes if num_tokens else 0)
+
+    @property
+    def memory(self) -> PoolRow:
+        """Return the row's memory in the pool."""
+        assert isinstance(self._kv.memory, PoolRow)
+        return self._kv.memory
+
+    @property
+    def _record_bytes(self) -> int:
+        return _record_bytes(self.size, self.most_slots)
+
+
+class Records:
+    """Which keys are in the slots of all rows' areas, on the device."""
+
+    def __init__(self, size: HotSize, num_rows: int, most_slots: int, device: torch.device) -> None:
+        """`num_rows`: of the pool of areas. Raises what is in OUT_OF_MEMORY."""
+        shape = (size.num_areas, num_rows, size.layout.num_kv_heads, most_slots)
+        self.keys_APGC = torch.full(shape, -1, dtype=torch.int32, device=device)
+        """The key in each slot; -1: none."""
+        self.turn_APG1 = torch.zeros((*shape[:3], 1), dtype=torch.int32, device=device)
+        """The slot that is given to the next key, unless its own is picked."""
+
+
+@dataclass(frozen=True)
+class PooledSpan(SplitSpan):
+    """A SplitSpan whose memories are rows of pools."""
+
+    tables: tuple[BlockTable, BlockTable]
+    """The row's page among those of the whole layers, and among the areas."""
+
+    def place(self) -> KvPlace:
+        place, (whole, areas) = super().place(), self.tables
+        assert place.others is not None
+        return replace(place, address=0, table=whole, others=replace(place.others, address=0, table=areas))
+
+
+class PooledRow(FetchedRow):
+    """A FetchedRow in pools."""
+
+    def placed_span(self, tokens: TokenRange) -> PooledSpan:
+        """Return the span of one new token, having made room for it."""
+        span = super().placed_span(tokens)
+        return PooledSpan(span.whole, span.others, (_table(self.whole.memory), _table(_hot(self).memory)))
+
+
+class TensorStepKeys:
+    """The choosing rows of one step, by operations on tensors. Implements StepKeys."""
+
+    def __init__(self, choosing: Choosing, layout: KvLayout, records: Records) -> None:
+        hot = [_hot(row) for row, _ in choosing]
+        size, where = hot[0].size, records.keys_APGC.device
+        self._records, self._num_areas, self._num_latest = records, size.num_areas, size.num_latest
+        self._areas_APS2GH = hot[0].memory.pool.memory.data_LPS2GH
+        self._row_bytes = layout.row_bytes
+        self._head_bytes = layout.row_bytes // (2 * layout.num_kv_heads)
+        starts = [each.start for each in hot]
+        own = [tokens.start - start for (_, tokens), start in zip(choosing, starts, strict=True)]
+        numbers = [each.memory.number for each in hot], own, starts, [tokens.start for _, tokens in choosing]
+        self._rows_B, self._own_places_B, starts_B, positions_B = torch.tensor(numbers, device=where).unbind()
+        self._starts_B11, self._positions_B11 = (each.int().view(-1, 1, 1) for each in (starts_B, positions_B))
+        layers = range(size.layout.num_layers)
+        is_fresh = [[each.takes_over(layer) for each in hot] for layer in layers]
+        self._is_fresh_LB = torch.tensor(is_fresh, device=where)
+        homes = [[row.others.buffer.data[layer].data_ptr() for row, _ in choosing] for layer in layers]
+        there = [[each.buffer.data[each.area(layer)].data_ptr() for each in hot] for layer in layers]
+        self._homes_LB, self._there_LB = torch.tensor([homes, there], device=where).unbind()
+        self._own_homes_LB = self._homes_LB + positions_B * layout.row_bytes
+        self._own_there_LB = self._there_LB + self._own_places_B * layout.row_bytes
+
+    def admit(self, layer: int, picks: Picks) -> tuple[Picks, PickedHeads]:
+        """Find places for a layer's picks."""
+        area, is_fresh_B11 = layer % self._num_areas, self._is_fresh_LB[layer].view(-1, 1, 1)
+        keys_BGK, most = picks.keys_BGK, picks.keys_BGK.shape[2]
+        is_pick_BGK = torch.arange(most, device=keys_BGK.device) < picks.num_BG.unsqueeze(2)
+        is_early_BGK = is_pick_BGK & (keys_BGK < self._starts_B11)
+        held_BGC = self._records.keys_APGC[area, self._rows_B].masked_fill_(is_fresh_B11, -1)
+        turn_BG1 = self._records.turn_APG1[area, self._rows_B]
+        slots_BGK, is_missing_BGK = _into_slots(keys_BGK, is_early_BGK, held_BGC, turn_BG1)
+        self._records.keys_APGC[area, self._rows_B] = held_BGC
+        self._records.turn_APG1[area, self._rows_B] = turn_BG1
+        places_BGK = torch.where(is_early_BGK, slots_BGK + self._num_latest, keys_BGK - self._starts_B11).int()
+        is_late_BGK = is_pick_BGK & ~is_early_BGK & is_fresh_B11 & (keys_BGK != self._positions_B11)
+        from_BGK, to_BGK, num_BG = packed(is_missing_BGK | is_late_BGK, most, keys_BGK, places_BGK)
+        pairs_BGK2 = torch.stack((from_BGK, to_BGK), 3)
+        heads = PickedHeads(self._homes_LB[layer], self._there_LB[layer], pairs_BGK2, num_BG, self._head_bytes)
+        return Picks(places_BGK, picks.num_BG), heads
+
+    def own_keys(self, layer: int) -> Tensor:
+        """Return the new tokens' keys of a layer."""
+        return self._areas_APS2GH[layer % self._num_areas, self._rows_B, self._own_places_B, 0]
+
+    def own_rows(self, layer: int) -> RowCopies:
+        """Return the copies of the new tokens' KV home."""
+        return RowCopies(self._own_there_LB[layer], self._own_homes_LB[layer], self._row_bytes)
+
+
+class TensorMechanism:
+    """The pools of all slots, and what finds places in them on a GPU. Implements FetchMechanism."""
+
+    def __init__(self, shape: KvShape, decoder: Decoder, prepared: PreparedSelection, pieces: PassingPieces) -> None:
+        """`pieces`: as FetchedRow takes them."""
+        device = decoder.device
+        self.basis, self._selection = prepared.basis.to(device.torch_device), prepared.selection
+        self._shape, self._device, self._pieces = shape, device, pieces
+        layout = shape.layout
+        layers = range(NUM_WHOLE_LAYERS, layout.num_layers)
+        self._partial = partial_layout(layers, layout.num_kv_heads, self.basis.num_columns)
+        self._blocks = partial_blocks(shape.max_slot_tokens)
+        key_bytes = selecting_bytes(decoder.config.num_heads, layout.num_kv_heads, self.basis.num_columns)
+        self.scratch_bytes = shape.num_slots * shape.max_slot_tokens * key_bytes
+        self._records: Records | None = None
+
+    def row_bytes(self, num_areas: int) -> int:
+        """Return the bytes of the device that the longest row takes."""
+        layout, most, size = self._shape.layout, self._shape.max_slot_tokens, self._size(num_areas)
+        areas = replace(size.layout, num_layers=num_areas).token_bytes * size.num_places(most)
+        partial_bytes = self._partial.token_bytes * self._blocks
+        return whole_of(layout).token_bytes * most + partial_bytes + areas + _record_bytes(size, size.num_slots(most))
+
+    def make_rows(self, num_areas: int, num_rows: int) -> list[FetchedRow]:
+        """Make pools with so many rows, and the rows of all slots, which take theirs when they open."""
+        layout, most, size = self._shape.layout, self._shape.max_slot_tokens, self._size(num_areas)
+        whole, partials, areas = (
+            PagePool(self._device.pool_memory(each, num_rows, num_tokens))
+            for each, num_tokens in (
+                (whole_of(layout), most),
+                (self._partial, self._blocks),
+                (replace(size.layout, num_layers=num_areas), size.num_places(most)),
+            )
+        )
+        self._records = Records(size, num_rows, size.num_slots(most), self._device.torch_device)
+
+        def make() -> PooledRow:
+            hot = TensorHotKeys(size, partial(_row_of, areas), most)
+            keys = TensorPartialIndex(layout, self.basis, partials), hot
+            return PooledRow(self._shape, self._device, keys, self._pieces, partial(_row_of, whole))
+
+        return [make() for _ in range(self._shape.num_slots)]
+
+    def scored(
+        self, keys: Sequence[TensorPartialKeys], lengths: Sequence[int], num_tokens: Sequence[int]
+    ) -> TensorPartialRows:
+        """Return what is known of rows' partial keys."""
+        return TensorPartialRows(keys, lengths, num_tokens)
+
+    def begin(self, choosing: Choosing) -> TensorStepKeys:
+        """Begin a step of these rows."""
+        assert self._records is not None, "there are no rows yet"
+        return TensorStepKeys(choosing, self._shape.layout, self._records)
+
+    def _size(self, num_areas: int) -> HotSize:
+        return HotSize(others_of(self._shape.layout), num_areas, self._selection)
+
+
+def _into_slots(keys_BGK: Tensor, is_early_BGK: Tensor, held_BGC: Tensor, turn_BG1: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the slot of each early pick, and whether its key has to be fetched. Changes the keys that slots hold, and
+    whose turn it is, in place. Picks are ascending and at most C."""
+    num_slots = held_BGC.shape[2]
+    sorted_BGC, order_BGC = held_BGC.sort(2)
+    at_BGK = torch.searchsorted(sorted_BGC, keys_BGK).clamp_(max=num_slots - 1)
+    is_hot_BGK = is_early_BGK & (sorted_BGC.gather(2, at_BGK) == keys_BGK)
+    hot_BGK = order_BGC.gather(2, at_BGK)
+    is_missing_BGK = is_early_BGK & ~is_hot_BGK
+
+    stays_BGX = torch.zeros((*held_BGC.shape[:2], num_slots + 1), dtype=torch.bool, device=held_BGC.device)
+    stays_BGX.scatter_(2, torch.where(is_hot_BGK, hot_BGK, num_slots), True)  # the last is for what is not hot
+    slot_C = torch.arange(num_slots, device=held_BGC.device)
+    wait_BGC = torch.where(stays_BGX[:, :, :num_slots], num_slots, (slot_C - turn_BG1) % num_slots)
+    rank_BGK = is_missing_BGK.cumsum(2) - 1
+    given_BGK = wait_BGC.argsort(2).gather(2, rank_BGK.clamp(0, num_slots - 1))
+    last_BG1 = given_BGK.masked_fill(~is_missing_BGK, -1).gather(2, rank_BGK.argmax(2, keepdim=True))
+    turn_BG1.copy_(torch.where(last_BG1 >= 0, (last_BG1 + 1) % num_slots, turn_BG1))
+
+    held_BGX = torch.cat((held_BGC, held_BGC[:, :, :1]), 2)
+    held_BGX.scatter_(2, torch.where(is_missing_BGK, given_BGK, num_slots), keys_BGK)
+    held_BGC.copy_(held_BGX[:, :, :num_slots])
+    return torch.where(is_hot_BGK, hot_BGK, given_BGK), is_missing_BGK
+
+
+def _record_bytes(size: HotSize, most_slots: int) -> int:
+    return size.num_areas * size.layout.num_kv_heads * (most_slots + 1) * _NUMBER_BYTES
+
+
+def _row_of(pool: PagePool, layout: KvLayout, max_tokens: int) -> RowMemory:
+    return PoolRow(pool)
+
+
+def _hot(row: FetchedRow) -> TensorHotKeys:
+    assert isinstance(row.hot, TensorHotKeys)
+    return row.hot
+
+
+def _table(memory: RowMemory) -> BlockTable:
+    assert isinstance(memory, PoolRow)
+    return BlockTable(memory.pool.memory.data_LPS2GH, torch.tensor([memory.number], dtype=torch.int32))

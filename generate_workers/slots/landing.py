@@ -1,0 +1,140 @@
+"""The way of pushed KV to a device with memory of its own: from staging frames to a row, on a thread of its own.
+
+`slots.access.FrameWriter` puts pieces into frames, on the loop or on a loader's thread, and hands them over; the table
+is told when a piece has landed. So neither the loop nor the table's lock waits for a link. The thread begins all copies
+that wait before it sees the oldest to its end: the link always has the next copy. It alone writes to rows that have
+frames (`residency.port`); what writing takes besides, as packing KV in 4 bits, happens there, too.
+"""
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from baton.errors import ConfigError
+from baton.types import TokenRange
+from generate_workers.slots.leases import Claim
+from modeling.kv.staging import Frame, StagingFrames
+from modeling.kv.transfers import Transfer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class FramedPiece:
+    """KV of tokens of one layer, which lies in a frame until it is in its claim's row."""
+
+    claim: Claim
+    layer: int
+    tokens: TokenRange
+    frame: Frame
+    num_bytes: int
+    """Bytes of the KV, from the frame's first on."""
+    landed: "Future[str]" = field(default_factory=Future)
+    """Done when the copy has ended, with the text of its error; empty if there is none. The error itself would hold, by
+    its traceback, memory of the writer that raised it last."""
+
+
+class Landing:
+    """Copies the pieces of one group's slots from frames to rows. Thread-safe."""
+
+    def __init__(self, frames: StagingFrames, row_bytes: int, on_landed: Callable[[FramedPiece, str], None]) -> None:
+        """`row_bytes`: KV of a token in one layer. `on_landed` is called on the thread for each piece and the text of
+        its error, before those who wait for it go on; the frame is free by then. Must not raise. Raises ConfigError
+        when a frame holds no token."""
+        self.frames = frames
+        self.frame_tokens = frames.frame_bytes // row_bytes
+        """Tokens that a frame holds."""
+        if not self.frame_tokens:
+            raise ConfigError(
+                f"KV of one token and layer takes {row_bytes} bytes, and a staging frame has {frames.frame_bytes}: "
+                "use device = cpu"
+            )
+        self._on_landed = on_landed
+        self._coming = SimpleQueue[FramedPiece | None]()
+        """Pieces to be copied, at most one for each frame; None ends the thread."""
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+
+    async def take(self, count: int) -> list[Frame]:
+        """Return so many frames, waiting in turn while there are too few. A cancelled wait takes none."""
+        asked = self.frames.take(count)
+        if not asked.done():
+            try:  # `asyncio.wait` cancels no future, so that no frame is granted to a wait that is gone
+                await asyncio.wait([asyncio.wrap_future(asked)])
+            except BaseException:
+                if not asked.cancel():
+                    self.frames.give(asked.result())
+                raise
+        return asked.result()
+
+    def bring(self, piece: FramedPiece) -> None:
+        """Copy a piece to its row, and give its frame back. Any thread; does not wait for the copy."""
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kv-landing", daemon=True)
+                self._thread.start()
+            self._coming.put(piece)
+
+    def rest(self) -> None:
+        """Wait for the pieces that were brought, and end the thread, which later ones start anew. Idempotent."""
+        with self._starting:  # so that there is one thread at a time
+            thread, self._thread = self._thread, None
+            if thread is not None:
+                self._coming.put(None)
+                thread.join()
+
+    def _run(self) -> None:
+        begun = deque[tuple[FramedPiece, Transfer]]()
+        while True:
+            if begun and self._coming.empty():  # only this thread takes from it
+                self._end(*begun.popleft())
+            elif (piece := self._coming.get()) is not None:
+                begun.append((piece, _begin(piece)))
+            else:
+                break
+        for each in begun:
+            self._end(*each)
+
+    def _end(self, piece: FramedPiece, copying: Transfer) -> None:
+        copying.wait()
+        failure = ""
+        try:
+            copying.result()
+        except Exception as error:
+            failure = _failure(piece, error)
+            logger.exception(failure)
+        self.frames.give([piece.frame])
+        self._on_landed(piece, failure)
+        piece.landed.set_result(failure)
+
+
+class _Failed:
+    """A Transfer that did not begin."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> None:
+        raise self._error
+
+    join = result
+
+    def wait(self) -> None:
+        """Return at once: nothing is copied."""
+
+
+def _begin(piece: FramedPiece) -> Transfer:
+    try:
+        return piece.claim.memory.row.write(piece.layer, piece.tokens, piece.frame[: piece.num_bytes])
+    except Exception as error:  # noqa: BLE001 - as in `_end`
+        return _Failed(error)
+
+
+def _failure(piece: FramedPiece, error: Exception) -> str:
+    where = f"layer {piece.layer}, tokens [{piece.tokens.start}, {piece.tokens.end}) of slot {piece.claim.ref.slot}"
+    return f"{where} could not be copied to the device ({error!r}): the lease has ended, reserve a slot again"

@@ -1,0 +1,1 @@
+"""The forward pass over KV in pages by kernels in Triton, as GPUs run it."""

@@ -1,0 +1,104 @@
+"""The rows of a generation step on a GPU: the interface of `modeling.forward.rows.DecodeRows`, by kernels in Triton.
+
+Rows' keys lie in pages. A layer takes one launch to append all new keys and values, and one or two to attend, however
+many rows there are; nothing is read back to the host.
+
+B rows, T tokens of the step, N heads, G kv heads, H head dim, C pages of a row at most.
+"""
+
+import importlib.util
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from modeling.forward.selection import Picks
+from modeling.kernels.triton.append import append_kv
+from modeling.kernels.triton.decode import SeenKeys, decode_attention
+from modeling.kernels.triton.rows import DTYPES, StepRows
+from modeling.kv.buffers import KvPlace
+
+
+class TritonRows:
+    """The spans of a step that have few new tokens, all with their keys in pages of one pool, or of two, each with some
+    layers."""
+
+    def __init__(self, spans: Sequence[tuple[int, KvPlace]], windows: Sequence[int | None]) -> None:
+        """`spans`: the place of each span's first token among the step's, and that of its keys. `windows`: of all
+        layers."""
+        places = [place for _, place in spans]
+        self._pools = [_Pool(places)]
+        others = [place.others for place in places if place.others is not None]
+        if others:
+            assert len(others) == len(places), "all rows have memory for the same layers"
+            self._pools.append(_Pool(others))
+        tokens = [first + index for first, place in spans for index in range(place.num_new)]
+        self.tokens_B = torch.tensor(tokens, device=self._pools[0].data_LPS2GH.device)
+        self._in_order = tokens == list(range(len(tokens)))
+        self._windows = windows
+
+    def append(self, layer: int, k_TGH: Tensor, v_TGH: Tensor) -> None:
+        """Write the rows' new keys and values to their pages; the arguments are those of all of the step's tokens."""
+        pool, pages_PS2GH = self._of_layer(layer)
+        append_kv(self._of_rows(k_TGH), self._of_rows(v_TGH), pages_PS2GH, pool.new_rows)
+
+    def attend(self, layer: int, q_TNH: Tensor, num_kv_heads: int, picks: Picks | None = None) -> Tensor:
+        """Return the rows' attention `[B, N, H]`, in the queries' dtype; `q_TNH` are those of all of the step's tokens.
+        With `picks` rows attend to those keys and no others, whatever the layer's window."""
+        pool, pages_PS2GH = self._of_layer(layer)
+        if picks is None:
+            seen = SeenKeys(window=self._windows[layer], unseen_B2=pool.unseen_B2)
+        else:
+            seen = SeenKeys(picks=(picks.keys_BGK, picks.num_BG))
+        assert pages_PS2GH.shape[3] == num_kv_heads, f"pages of {pages_PS2GH.shape[3]} kv heads, not {num_kv_heads}"
+        out_BNH, _ = decode_attention(self._of_rows(q_TNH), pages_PS2GH, pool.rows, seen)
+        return out_BNH
+
+    def _of_layer(self, layer: int) -> tuple["_Pool", Tensor]:
+        """Return the pool that has a layer, and the layer's pages, `[P, S, 2, G, H]`."""
+        first, last = self._pools[0], self._pools[-1]
+        if first is last or layer < len(first.data_LPS2GH):
+            return first, first.data_LPS2GH[layer]
+        return last, last.data_LPS2GH[(layer - len(first.data_LPS2GH)) % len(last.data_LPS2GH)]
+
+    def _of_rows(self, x_TNH: Tensor) -> Tensor:
+        is_all = self._in_order and len(x_TNH) == len(self.tokens_B)
+        return x_TNH if is_all else x_TNH[self.tokens_B]
+
+
+class _Pool:
+    """What rows have in one pool of pages."""
+
+    def __init__(self, places: Sequence[KvPlace]) -> None:
+        tables = [place.table for place in places if place.table is not None]
+        assert len(tables) == len(places), "rows of Triton's kernels have pages"
+        self.data_LPS2GH = tables[0].data_LPS2GH
+        device, most_keys = self.data_LPS2GH.device, max(place.num_keys for place in places)
+        num_pages = -(-most_keys // tables[0].page_tokens)
+        table_BC = pad_sequence([table.pages_C[:num_pages] for table in tables], batch_first=True)
+        starts = itertools.accumulate((place.num_new for place in places), initial=0)
+        self.rows = StepRows(
+            table_BC=table_BC.to(device),
+            lengths_B=torch.tensor([place.num_keys for place in places], dtype=torch.int32, device=device),
+            starts_E=torch.tensor(list(starts), dtype=torch.int32, device=device),
+            most_queries=max(place.num_new for place in places),
+            most_keys=most_keys,
+        )
+        """The rows as attention sees them."""
+        self.new_rows = self.rows
+        """The rows as far as their new keys, which are written behind the others."""
+        if any(place.own is not None for place in places):
+            ends = [place.num_keys if place.own is None else place.own + 1 for place in places]
+            self.new_rows = replace(self.rows, lengths_B=torch.tensor(ends, dtype=torch.int32, device=device))
+        self.unseen_B2: Tensor | None = None
+        if any(place.unseen is not None for place in places):
+            unseen = [(0, 0) if place.unseen is None else (place.unseen.start, place.unseen.end) for place in places]
+            self.unseen_B2 = torch.tensor(unseen, dtype=torch.int32, device=device)
+
+
+def has_triton_rows(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether TritonRows works for such KV: on a GPU with Triton."""
+    return device.type == "cuda" and dtype in DTYPES and importlib.util.find_spec("triton") is not None

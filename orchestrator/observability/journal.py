@@ -1,0 +1,70 @@
+"""Writes down what becomes of requests: each refusal, each attempt that fails and each end, in the log, in metrics and
+in traces; and how long steps take, beside their predictions.
+
+Called by `orchestrator.controller`. On the loop.
+"""
+
+import logging
+
+from baton.clock import Clock
+from baton.cluster_state import StepSample
+from baton.errors import BatonError
+from orchestrator.observability.metrics import Metrics
+from orchestrator.observability.stages import Trace
+from orchestrator.observability.traces import Traces
+from orchestrator.requests.record import FailedAttempt, Finished, RequestRecord
+from planning.planner import ChainPlanner
+
+logger = logging.getLogger(__name__)
+
+
+class Journal:
+    """The log, the metrics and the traces of one orchestrator's requests."""
+
+    def __init__(self, clock: Clock, metrics: Metrics, traces: Traces, planner: ChainPlanner) -> None:
+        self._clock = clock
+        self._metrics = metrics
+        self._traces = traces
+        self._planner = planner
+
+    def refused(self, error: BatonError) -> None:
+        """Count a request that the queue did not take."""
+        self._metrics.refused(error)
+
+    def stepped(self, step: StepSample) -> None:
+        """Compare the duration of a generation group's step with its prediction."""
+        if step.num_drafts:
+            if step.predicted_s:
+                self._metrics.predicted("draft_round", step.predicted_s, step.duration_s)
+        elif self._planner.steps is not None and step.num_rows and not step.num_prefill_tokens:
+            predicted_s = self._planner.step_s(step.num_rows, step.context_tokens)
+            self._metrics.predicted("generation_step", predicted_s, step.duration_s)
+
+    def failed(self, record: RequestRecord, error: BatonError) -> None:
+        """Write down that the request's present attempt has failed."""
+        name, attempt = type(error).__name__, record.attempt.number
+        logger.warning(
+            "attempt failed request=%s attempt=%d state=%s output_tokens=%d error=%s: %s",
+            *(record.request_id, attempt, record.state.value, record.num_output_tokens, name, error),
+        )
+        self._metrics.attempt_failed(error)
+        record.failures.append(FailedAttempt(attempt, self._clock.unix_ns(), name, str(error)))
+
+    def ended(self, record: RequestRecord, finished: Finished) -> None:
+        """Write down how the request has ended, with its times."""
+        usage, timings, error = finished.usage, finished.timings, finished.error
+        first_token_s = timings.time_to_first_token_s
+        logger.info(
+            "finished request=%s reason=%s prompt_tokens=%d output_tokens=%d attempts=%d queued_s=%.3f "
+            "first_token_s=%s total_s=%.3f error=%s",
+            *(record.request_id, ",".join(reason.value for reason in finished.reasons)),
+            *(usage.num_prompt_tokens, usage.num_output_tokens, usage.num_attempts),
+            max(0.0, (timings.admitted_ns - timings.received_ns) / 1e9),
+            "none" if first_token_s is None else f"{first_token_s:.3f}",
+            (timings.finished_ns - timings.received_ns) / 1e9,
+            "none" if error is None else f"{type(error).__name__}: {error}",
+        )
+        self._metrics.ended(record, finished)
+        name, failures = "" if error is None else type(error).__name__, tuple(record.failures)
+        trace = Trace(record.request_id, usage, timings, finished.reasons, name, failures)
+        self._traces.ended(trace, record.request)

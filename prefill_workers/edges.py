@@ -1,0 +1,291 @@
+"""Edges: what carries KV between two ranks, and the ranks' decision whether it goes from device to device.
+
+Headers always travel by gloo (`prefill_workers.torch_links`). A payload follows its header on the edge of the two
+ranks, and there are two kinds:
+
+    home memory     the same gloo pair as the headers'; a device's KV is staged in pinned memory (`device_kv`)
+    device memory   a communicator of the two ranks alone, made by an EdgeBackend: NCCL's
+
+A rank passes on what it receives, so all of its edges have to carry the same memory. Hence all edges of a group are
+of one kind, decided when its ranks meet, in each epoch anew: each rank writes to the store what it offers, reads
+what all others offer, and comes to the same decision as they do. On edges between devices a header announces exactly
+one payload, so that both sides call the communicator in one order.
+
+Of NCCL: written against torch's and NCCL's documentation and sources, and not run yet: a machine with two GPUs has to
+(tests/cuda/test_chain.py). So it is thin: what surrounds it is tested with communicators of gloo.
+
+What it rests on:
+
+- Each edge is a ProcessGroupNCCL of two ranks, and so a communicator of its own: NCCL ignores tags, and runs the
+  operations of a communicator in the order of the calls, which the headers before them fix.
+- torch's watchdog takes the process down when a peer fails. TORCH_NCCL_BLOCKING_WAIT keeps torch from starting it.
+  Nothing here waits by Work.wait, which it would turn into a poll: a stream is waited for.
+- An operation that the peer does not join never ends by itself, even when the peer is dead. `abort` ends it, which
+  `torch_links` calls when the epoch ends: when a link breaks, at silence beyond the watchdog's limit, or at a close.
+- NCCL refuses two ranks on one GPU: `refusal` does not let it come to that.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import astuple, dataclass
+from datetime import timedelta
+from itertools import combinations
+from typing import Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from baton.errors import ChainError
+from baton.ids import Epoch, Rank
+from modeling.device.port import Device
+
+logger = logging.getLogger(__name__)
+
+FOREVER = timedelta(days=365)
+_TAG = 0
+_SEPARATOR = "\n"
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The place, time and rank at which a rank joins an epoch."""
+
+    epoch: Epoch
+    rank: Rank
+    num_ranks: int
+    store: str
+    """host:port of the TCPStore at which the ranks meet."""
+    host: str
+    """Address of the interface that this rank's links use."""
+    timeout_s: float
+    """Seconds to wait for the other ranks."""
+
+
+class Work(Protocol):
+    """An operation of a process group that has begun."""
+
+    def wait(self, timeout: timedelta) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Group(Protocol):
+    """The methods of torch's process groups that are used here; none is a collective."""
+
+    def send(self, tensors: list[Tensor], target: int, tag: int) -> Work: ...
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work: ...
+
+    def abort(self) -> None: ...
+
+
+class Edge(Protocol):
+    """Payloads between this rank and one other, first come, first served in each direction. Chains send to higher ranks
+    only: a backend whose communicator runs one operation at a time need not carry both directions at once."""
+
+    def empty(self, num_bytes: int) -> Tensor:
+        """Return new memory that the edge can receive into, uint8."""
+        ...
+
+    def send(self, payload: Tensor) -> None:
+        """Send uint8, and return when the memory is no longer read. Blocks. Raises RuntimeError when it is broken."""
+        ...
+
+    def receive(self, place: Tensor) -> None:
+        """Receive into a uint8 tensor of the payload's size, and return when all bytes are there. Blocks. Raises
+        RuntimeError when it is broken. Once the edge was aborted it may return with any bytes."""
+        ...
+
+    def abort(self) -> None:
+        """Let calls that block return or raise, in bounded time, whatever the peer does; where the backend cannot, they
+        end with the peer. Any thread; the edge carries nothing any more."""
+        ...
+
+
+class EdgeBackend(Protocol):
+    """Makes edges between devices."""
+
+    @property
+    def kind(self) -> str:
+        """Return the backend's name and version: it connects only ranks of which these are equal."""
+
+    @property
+    def device_id(self) -> str:
+        """Return the identity of this rank's device among all devices of all hosts."""
+
+    def connect(self, store: dist.Store, place: int, timeout_s: float) -> Edge:
+        """Return the edge between the two ranks that call this with an equal store of their own, one as place 0 and one
+        as 1. Blocks until both have called; raises RuntimeError when they have not within `timeout_s`."""
+        ...
+
+
+class GroupEdge:
+    """An Edge over a process group of gloo's kind, whose waits end when the operation has, or the peer."""
+
+    def __init__(self, group: Group, peer: int) -> None:
+        self._group, self._peer = group, peer
+
+    def empty(self, num_bytes: int) -> Tensor:
+        """Return new memory of the host."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def send(self, payload: Tensor) -> None:
+        """Send, and wait until the peer has taken all of it."""
+        self._group.send([payload], self._peer, _TAG).wait(FOREVER)
+
+    def receive(self, place: Tensor) -> None:
+        """Receive, and wait until all bytes are there."""
+        self._group.recv([place], self._peer, _TAG).wait(FOREVER)
+
+    def abort(self) -> None:
+        """Do nothing: gloo's waits end with the peer, who takes and drops what still comes once it has closed."""
+
+
+def gloo_group(store: dist.Store, rank: int, num_ranks: int, host: str, timeout_s: float) -> Group:
+    """Make a gloo group of its own, not torch's default one, over the interface `host`. Blocks until all ranks have
+    met; raises RuntimeError on a timeout."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs leave it out
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timedelta(seconds=timeout_s)
+    return cast(Group, dist.ProcessGroupGloo(store, rank, num_ranks, options))
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one rank offers: its backend's kind and its device's identity; both empty without a backend."""
+
+    kind: str = ""
+    device_id: str = ""
+
+    @classmethod
+    def of(cls, backend: EdgeBackend | None) -> "Offer":
+        """Return the offer of a rank with that backend."""
+        return cls(backend.kind, backend.device_id) if backend is not None else cls()
+
+
+def refusal(offers: Sequence[Offer]) -> str:
+    """Return why payloads of a group whose ranks offer these go through home memory; empty: they do not."""
+    for rank, offer in enumerate(offers):
+        if not offer.kind:
+            return f"rank {rank} has no communicator for device memory"
+        if offer.kind != offers[0].kind:
+            return f"ranks 0 and {rank} have {offers[0].kind} and {offer.kind}"
+    for first, second in combinations(range(len(offers)), 2):
+        if offers[first].device_id == offers[second].device_id:
+            return f"ranks {first} and {second} share a device"
+    return ""
+
+
+def meet_edges(store: dist.Store, meeting: Meeting, backend: EdgeBackend | None) -> dict[Rank, Edge]:
+    """Return this rank's edges between devices by peer, none where payloads go through home memory. All ranks of the
+    epoch call this, with equal stores. Blocks until all have; raises RuntimeError when they have not in time."""
+    offers = _exchange(store, meeting, Offer.of(backend))
+    why = refusal(offers)
+    how = f"through home memory, by gloo: {why}" if why else f"between device memories, by {offers[0].kind}"
+    logger.info("epoch %d, rank %d: KV of %d ranks travels %s", meeting.epoch, meeting.rank, meeting.num_ranks, how)
+    if why or backend is None:
+        return {}
+    made: Future[dict[Rank, Edge]] = Future()
+    args = (made, store, meeting, backend)
+    # a backend may have no timeout of its own: a thread that a stopped peer holds is left behind until that is killed
+    threading.Thread(target=_connect_all, args=args, name=f"link-{meeting.rank}-meet", daemon=True).start()
+    try:
+        return made.result(meeting.timeout_s)
+    except TimeoutError as error:
+        raise RuntimeError(f"not all edges by {backend.kind} were made within {meeting.timeout_s:g} s") from error
+
+
+def _exchange(store: dist.Store, meeting: Meeting, own: Offer) -> list[Offer]:
+    """Return the offers of all ranks, by rank."""
+    store.set(f"offer-{meeting.rank}", _SEPARATOR.join(astuple(own)))
+    texts = [bytes(store.get(f"offer-{rank}")).decode() for rank in range(meeting.num_ranks)]
+    return [Offer(*text.split(_SEPARATOR)) for text in texts]
+
+
+def _connect_all(made: "Future[dict[Rank, Edge]]", store: dist.Store, meeting: Meeting, backend: EdgeBackend) -> None:
+    """Make all edges of a rank, one after another in an order that all ranks share, so that none waits in a circle."""
+    edges: dict[Rank, Edge] = {}
+    try:
+        for pair in combinations(map(Rank, range(meeting.num_ranks)), 2):
+            if meeting.rank in pair:
+                place = pair.index(meeting.rank)
+                edge_store = dist.PrefixStore(f"edge-{pair[0]}-{pair[1]}", store)
+                edges[pair[1 - place]] = edge = backend.connect(edge_store, place, meeting.timeout_s)
+                _greet(edge, place, meeting.epoch)
+    except Exception as error:  # noqa: BLE001 - the meeting thread raises it
+        for edge in edges.values():
+            edge.abort()
+        made.set_exception(error)
+    else:
+        made.set_result(edges)
+
+
+def _greet(edge: Edge, place: int, epoch: Epoch) -> None:
+    """Send the epoch's number to the higher rank: communicators are made at first use, while the store is there."""
+    greeting = torch.frombuffer(bytearray(epoch.to_bytes(8, "little")), dtype=torch.uint8)
+    memory = edge.empty(len(greeting))
+    if place == 0:
+        edge.send(memory.copy_(greeting))
+        return
+    edge.receive(memory)
+    if not torch.equal(memory.cpu(), greeting):
+        raise ChainError(f"an edge of epoch {epoch} carried {memory.tolist()}: all ranks must run one version")
+
+
+class NcclEdge(GroupEdge):
+    """An Edge between two GPUs; the module says what it rests on."""
+
+    def __init__(self, group: Group, peer: int, device: torch.device) -> None:
+        super().__init__(group, peer)
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def empty(self, num_bytes: int) -> Tensor:
+        """Return new memory of the GPU."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def send(self, payload: Tensor) -> None:
+        """Send, and wait for the stream, without the GIL. What computed the payload has ended."""
+        self._run(lambda: self._group.send([payload], self._peer, 0))
+
+    def receive(self, place: Tensor) -> None:
+        """Receive, and wait for the stream, without the GIL. What read the place before has ended."""
+        self._run(lambda: self._group.recv([place], self._peer, 0))
+
+    def abort(self) -> None:
+        """Abort the communicator: kernels that wait for the peer end. Blocks for as long as ranks took to meet, at
+        most."""
+        self._group.abort()
+
+    def _run(self, begin: Callable[[], Work]) -> None:
+        with torch.cuda.stream(self._stream):
+            begin().synchronize()  # the stream waits for the operation, not this thread
+        self._stream.synchronize()
+
+
+class NcclBackend:
+    """Makes NCCL edges of one GPU. Implements EdgeBackend."""
+
+    def __init__(self, device: torch.device) -> None:
+        version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        self.kind = f"nccl {version}"
+        self.device_id = str(torch.cuda.get_device_properties(device).uuid)
+        self._device = device
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # noqa: TID251 - torch takes it from nowhere else
+
+    def connect(self, store: dist.Store, place: int, timeout_s: float) -> Edge:
+        """Make the group; its communicator is made when the ranks greet each other. The timeout bounds `abort` only."""
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        group = dist.ProcessGroupNCCL(store, place, 2, options)
+        return NcclEdge(cast(Group, group), 1 - place, self._device)
+
+
+def backend_of(device: Device) -> EdgeBackend | None:
+    """Return the backend for KV in that device's memory; None where gloo carries it, through home memory."""
+    is_gpu = device.torch_device.type == "cuda" and dist.is_nccl_available()
+    return NcclBackend(device.torch_device) if is_gpu else None

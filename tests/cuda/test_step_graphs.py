@@ -1,0 +1,52 @@
+"""An engine whose decode steps run whole on the device has the tokens of the CPU: captured in CUDA graphs on a GPU,
+else launched kernel by kernel in Triton's interpreter, which has a process of its own."""
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tests.support.engines.devices import PoisonedCuda
+from tests.support.kernels.triton import step_engines
+from tests.support.kernels.triton.process import HAS_TRITON, process_with
+
+pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+Check = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def check() -> Iterator[Callable[..., None]]:
+    """A way to run a check of `step_engines` with a GPU, or in the interpreter."""
+    if os.environ.get("BATON_TEST_DEVICE", "cuda") == "cuda":
+        yield lambda function, **options: function(PoisonedCuda(), **options)
+    else:
+        with process_with(TRITON_INTERPRET="1") as run:
+            yield lambda function, **options: run(_in_interpreter, function, options)
+
+
+def _in_interpreter(function: Check, options: dict[str, bool]) -> None:
+    torch.set_num_threads(1)
+    function(**options)
+
+
+@pytest.mark.parametrize("step_graphs", [True, False])
+def test_rows_join_and_leave(check: Check, step_graphs: bool) -> None:
+    check(step_engines.check_joining_and_leaving, step_graphs=step_graphs)
+
+
+def test_choices_share_a_prompt(check: Check) -> None:
+    check(step_engines.check_choices)
+
+
+def test_rows_are_preempted(check: Check) -> None:
+    check(step_engines.check_preemption)
+
+
+def test_rows_begin_with_shared_blocks(check: Check) -> None:
+    check(step_engines.check_shared_prefixes)
+
+
+@pytest.mark.skipif(os.environ.get("BATON_TEST_DEVICE", "cuda") == "cuda", reason="takes no kernel")
+def test_which_engines_run_whole_steps() -> None:
+    step_engines.check_made()

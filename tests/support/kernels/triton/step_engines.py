@@ -1,0 +1,142 @@
+"""Engines whose decode steps run whole on a device, against the CPU: in Triton's interpreter, or on a GPU."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from baton.sampling_params import SamplingParams
+from baton.types import TokenRange
+from generate_workers.slots.memory import MemoryLimits
+from modeling.device.port import Device
+from modeling.forward.decoder import Decoder
+from modeling.forward.step_graphs import StepGraphs
+from modeling.kv.pages import PAGE_TOKENS
+from tests.support.engines.devices import TensorDevice
+from tests.support.engines.generation import (
+    Harness,
+    eos_decoder,
+    harness,
+    prefilled,
+    prompt,
+    reference_ids,
+    sampled_next,
+)
+from tests.support.engines.slot_tables import push_buffer
+from tests.support.models.tiny_models import random_decoder
+from tests.support.models.tiny_tokenizer import EOS_ID
+
+MAX_TOKENS = 96
+GREEDY = SamplingParams(max_tokens=6, ignore_eos=True)
+DRAWN = dataclasses.replace(GREEDY, temperature=1.2, seed=2**64 - 5)
+FILTERED = dataclasses.replace(DRAWN, top_p=0.8, top_k=30, min_p=0.01, seed=4)
+BY_HOST = dataclasses.replace(FILTERED, repetition_penalty=1.3, logprobs=1, max_tokens=2)
+
+
+class CountedSteps:
+    """DecodeSteps that note how many rows each step had."""
+
+    def __init__(self, steps: StepGraphs) -> None:
+        self.steps, self.num_rows = steps, list[int]()
+
+    def run(self, rows: Any) -> list[int]:
+        self.num_rows.append(len(rows))
+        return self.steps.run(rows)
+
+
+def decoder_on(device: Device) -> Decoder:
+    """The decoder of the CPU on a device, with rows by Triton's kernels, and longer spans as well on a GPU."""
+    decoder = random_decoder(device=device)
+    decoder.config = dataclasses.replace(decoder.config, eos_token_ids=(EOS_ID,))
+    decoder._has_native_rows, decoder.has_triton_rows, decoder.fused = False, True, None
+    return decoder
+
+
+@contextmanager
+def engine_on(
+    device: Device | None, *, step_graphs: bool = True, **options: Any
+) -> Iterator[tuple[Harness, list[int]]]:
+    """An engine on a device, by default one that stands for a GPU, and the rows of each step that ran whole."""
+    with harness(
+        decoder=decoder_on(device or TensorDevice()), max_slot_tokens=MAX_TOKENS, step_graphs=step_graphs, **options
+    ) as made:
+        runner = made.engine._runner
+        if not step_graphs:
+            assert runner._decode_steps is None
+            yield made, []
+            return
+        assert isinstance(runner._decode_steps, StepGraphs)
+        counted = CountedSteps(runner._decode_steps)
+        runner._decode_steps = counted
+        yield made, counted.num_rows
+
+
+def check_joining_and_leaving(device: Device | None = None, *, step_graphs: bool = True) -> None:
+    """Rows of all kinds join while others decode, and leave: all get the CPU's tokens."""
+    cpu = eos_decoder()
+    asked = [(63, GREEDY), (5, FILTERED), (1, DRAWN), (9, BY_HOST)]
+    with engine_on(device, step_graphs=step_graphs, num_slots=3) as (made, num_rows):
+        streams = []
+        for length, params in asked:
+            streams.append(made.submit(prompt(length), params)[1])
+            for _ in range(3):
+                made.engine.step()
+        made.run()
+        for (length, params), stream in zip(asked, streams, strict=True):
+            assert stream.token_ids == reference_ids(cpu, prompt(length), params), (length, params)
+    if step_graphs:
+        assert set(num_rows) >= {1, 2} and max(num_rows) <= 3
+
+
+def check_choices(device: Device | None = None) -> None:
+    """Choices share the pages of their prompt, the last of which each copies before it writes there."""
+    cpu, params = eos_decoder(), dataclasses.replace(FILTERED, n=3)
+    with engine_on(device) as (made, num_rows):
+        answer = made.answer(prompt(20), params)
+        for number in range(3):
+            assert answer.choice(number).token_ids == reference_ids(cpu, prompt(20), params.of_choice(number))
+    assert num_rows == [3] * (params.max_tokens - 1)
+
+
+def check_preemption(device: Device | None = None) -> None:
+    """Rows that outgrow the memory for two pages wait, and go on with the tokens that they would have had."""
+    cpu, there = eos_decoder(), device or TensorDevice()
+    page_bytes = PAGE_TOKENS * cpu.layout.token_bytes
+    limits = MemoryLimits(1 << 40, 3 * page_bytes)
+    asked = [(63, DRAWN), (62, GREEDY)]
+    with engine_on(there, limits=limits, growth_tokens=1, max_prefill_tokens_per_step=64) as (made, num_rows):
+        streams = [made.submit(prompt(length), params)[1] for length, params in asked]
+        made.run()
+        assert made.engine.status().num_preemptions == 1
+        for (length, params), stream in zip(asked, streams, strict=True):
+            assert stream.token_ids == reference_ids(cpu, prompt(length), params)
+    assert {1, 2} <= set(num_rows)
+
+
+def check_shared_prefixes(device: Device | None = None) -> None:
+    """A row that begins with the pages of another's block, while that decodes, has its tokens."""
+    cpu, params, names, ids = eos_decoder(), FILTERED, ["a block"], prompt(70)
+    with engine_on(device) as (made, num_rows):
+        first = made.reserve(70, 80)
+        made.push_and_commit(first.ref, ids, params)
+        made.slots.keep_prefix(first.ref, names, PAGE_TOKENS)
+        _, stream = made.submit(ids, params, ref=first.ref)
+        for _ in range(2):
+            made.engine.step()
+        second = made.reserve(70, 80)
+        assert made.slots.begin_with(second.ref, names, PAGE_TOKENS) == PAGE_TOKENS
+        buffer, _ = prefilled(made.decoder, ids)
+        push_buffer(made.slots, second.ref, buffer, TokenRange(PAGE_TOKENS, 70))
+        made.commit(second.ref, sampled_next(made.decoder, ids, (), params))
+        _, other = made.submit(ids, params, ref=second.ref)
+        made.run()
+        assert stream.token_ids == other.token_ids == reference_ids(cpu, ids, params)
+    assert set(num_rows) == {1, 2}
+
+
+def check_made() -> None:
+    """Engines run whole steps by their configuration, and on a device with memory of its own."""
+    for options, expected in (({}, [1, 2, 4, 5]), ({"step_graphs": False}, None), ({"policy": "host"}, None)):
+        with harness(decoder=decoder_on(TensorDevice()), num_slots=5, **options) as made:
+            steps = made.engine._runner._decode_steps
+            assert (steps.sizes if isinstance(steps, StepGraphs) else None) == expected

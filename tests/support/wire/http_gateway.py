@@ -1,0 +1,46 @@
+"""An HTTP gateway in front of a server, and OpenAI's own client of it."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from openai import AsyncOpenAI
+from opentelemetry.trace import TracerProvider
+
+from baton.client import AsyncClient
+from gateway.listening import open_socket
+from gateway.reading import Reader
+from gateway.server import HttpServer
+from gateway.upstream import Upstream
+from text.tokenizer import Tokenizer
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Http:
+    """The running gateway."""
+
+    port: int
+    openai: AsyncOpenAI
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+
+@asynccontextmanager
+async def http_gateway(
+    target: str, tokenizer: Tokenizer, api_key: str = "any", spans: TracerProvider | None = None
+) -> AsyncIterator[Http]:
+    """Serves until left; the client makes no attempt of its own after a failure."""
+    async with AsyncClient(target) as client:
+        model = await client.model()
+    async with Upstream(target) as upstream:
+        server = await HttpServer.start(upstream, Reader(tokenizer, model), open_socket(HOST, 0), spans=spans)
+        url = f"http://{HOST}:{server.port}"
+        try:
+            async with AsyncOpenAI(base_url=f"{url}/v1", api_key=api_key, max_retries=0, timeout=30) as openai:
+                yield Http(server.port, openai)
+        finally:
+            await server.stop()

@@ -1,0 +1,117 @@
+"""The HTTP gateway that `baton serve` keeps: a real process before a scripted server, over its lives and to its end."""
+
+import asyncio
+import os
+import shlex
+import signal
+import socket
+import ssl
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from baton.errors import ConfigError
+from baton.proto_types import model_from_proto
+from deploy.commands.http_door import HttpDoor, http_door
+from deploy.config.cluster import ClusterConfig
+from deploy.config.sections import HttpSection
+from tests.support.clusters.scripted_orchestrator import MODEL, ScriptedOrchestrator, serving, text_of
+from tests.support.eventually import eventually
+from tests.support.folders import ROOT
+from tests.support.models.tiny_tokenizer import chat_letters
+
+DATA = ROOT / "tests" / "data"
+CERTIFICATE, KEY = DATA / "localhost_certificate.pem", DATA / "localhost_key.pem"
+BODY = {"prompt": "Hi", "max_tokens": 3}
+
+
+class Lines(list[str]):
+    """What the door has reported, and how long to wait for a line."""
+
+    async def until(self, text: str, times: int = 1) -> str:
+        async def found() -> list[str]:
+            return [line for line in self if text in line]
+
+        return (await eventually(found, lambda lines: len(lines) >= times, within_s=60))[-1]
+
+
+@asynccontextmanager
+async def opened(folder: Path, section: HttpSection) -> AsyncIterator[tuple[HttpDoor, Lines, str]]:
+    """A door that serves, what it reports, and the address of a server that it may be moved to."""
+    chat_letters(folder)
+    lines = Lines()
+    async with serving(ScriptedOrchestrator()) as first, serving(ScriptedOrchestrator()) as second:
+        door = HttpDoor(ClusterConfig(http=section), folder, lines.append)
+        try:
+            door.serve(first, model_from_proto(MODEL))
+            await lines.until("curl")
+            yield door, lines, second
+        finally:
+            await asyncio.to_thread(door.close)
+
+
+def processes(door: HttpDoor) -> list[int]:
+    assert door._process is not None
+    return [door._process.pid]
+
+
+async def test_the_printed_command_gets_an_answer(tmp_path: Path) -> None:
+    async with opened(tmp_path, HttpSection(port=0)) as (door, lines, _):
+        command = [*shlex.split(await lines.until("curl")), "--silent", "--max-time", "30"]
+        found = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True)
+        assert "chat.completion" in found.stdout and door.url in command[1]
+
+
+async def test_it_is_started_again_at_the_same_address_and_those_who_come_meanwhile_wait(tmp_path: Path) -> None:
+    async with (
+        opened(tmp_path, HttpSection(port=0)) as (door, lines, other),
+        httpx2.AsyncClient(base_url=door.url, timeout=60, headers={"connection": "close"}) as client,
+    ):
+        for life in (1, 2):
+            os.kill(processes(door)[0], signal.SIGKILL)
+            await lines.until("ended (status -9)", times=life)
+            answer = await client.post("/v1/completions", json=BODY)
+            assert answer.json()["choices"][0]["text"] == text_of(3)
+            await lines.until("serves again", times=life)
+        door.serve(other, model_from_proto(MODEL))
+        await lines.until("serves again", times=3)
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+
+
+async def test_it_ends_with_the_door(tmp_path: Path) -> None:
+    async with opened(tmp_path, HttpSection(port=0)) as (door, _, _other):
+        (process,) = processes(door)
+        url = door.url
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+    async with httpx2.AsyncClient() as client:
+        with pytest.raises(httpx2.ConnectError):
+            await client.get(f"{url}/health")
+
+
+async def test_https_takes_the_configured_certificate(tmp_path: Path) -> None:
+    section = HttpSection(port=0, certificate=str(CERTIFICATE), private_key=str(KEY))
+    trusts = ssl.create_default_context(cafile=str(CERTIFICATE))
+    async with opened(tmp_path, section) as (door, _, _other), httpx2.AsyncClient(verify=trusts) as client:
+        assert (await client.get(f"{door.url}/health")).status_code == 200
+
+
+def test_what_cannot_be_served_is_refused_in_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port} "):
+            HttpDoor(ClusterConfig(http=HttpSection(port=port)), tmp_path, print)
+    absent = HttpSection(certificate="/absent.pem", private_key="/absent.pem")
+    with pytest.raises(ConfigError, match="http.certificate = /absent.pem cannot be used"):
+        HttpDoor(ClusterConfig(http=absent), tmp_path, print)
+    with pytest.raises(ConfigError, match="certificate and private_key belong together"):
+        HttpSection(certificate="/absent.pem")
+
+
+def test_no_port_is_no_door(tmp_path: Path) -> None:
+    with http_door(ClusterConfig(http=HttpSection(port=-1)), tmp_path, print) as door:
+        assert door is None

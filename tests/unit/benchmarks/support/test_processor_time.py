@@ -1,0 +1,51 @@
+"""Processor time of groups of processes."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.support.processor_time import (
+    TICK_S,
+    command_of,
+    main_threads_used_s,
+    share_of_a_core,
+    used_s,
+    with_descendants,
+)
+
+
+def test_a_share_counts_processes_that_were_there_all_along() -> None:
+    assert share_of_a_core({1: 1.0, 2: 5.0}, {1: 1.5, 3: 9.0}, 2.0) == 0.25
+
+
+def test_a_share_is_never_finer_than_the_kernel_counts() -> None:
+    assert share_of_a_core({1: 1.0}, {1: 1.0}, 2.0) == TICK_S / 2.0
+
+
+def test_this_process_has_used_time_and_a_missing_one_is_left_out() -> None:
+    own = os.getpid()
+    assert used_s([own, 2**22 + 1]).keys() == {own}
+    assert used_s([own])[own] == pytest.approx(sum(os.times()[:2]), abs=0.2)
+
+
+def test_a_main_thread_has_used_a_part_of_its_process() -> None:
+    own = os.getpid()
+    found = main_threads_used_s([own, 2**22 + 1])
+    assert found.keys() == {own}
+    assert 0 < found[own] <= used_s([own])[own] + 0.2
+
+
+def test_descendants_are_found_with_their_commands() -> None:
+    program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(1, flush=True); input()'])"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None and child.stdout.readline() == "1\n"
+        found = with_descendants([child.pid])
+        assert child.pid in found and len(found) == 2
+        assert "subprocess" in command_of(child.pid)
+        child.communicate("\n")
+    assert with_descendants([child.pid]) == set()
+    assert command_of(child.pid) == ""

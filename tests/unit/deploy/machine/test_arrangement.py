@@ -1,0 +1,105 @@
+"""What the configuration leaves open follows the machine; what is set stays."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from baton.errors import ConfigError
+from deploy.config.file import make_config
+from deploy.machine.arrangement import arrange
+from deploy.machine.core_rates import keep_rates
+from deploy.machine.doctor import Machine
+from planning.hardware import CoreRates
+
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "num_hidden_layers": 30,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+}
+"""The configuration of a model as large as SmolLM2-135M, of which only the shape counts."""
+SHARED, SCALING = CoreRates(2e11, 1.6e11, 1e10, 1e10), CoreRates(2e11, 1.6e11, 1e10, 8e10)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a model, on a machine whose cores share one core's bandwidth."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    keep_rates({"2": SHARED, "4": SHARED})
+    made = tmp_path / "tiny"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps(MODEL))
+    save_file({"weight": torch.zeros(8)}, made / "model.safetensors")
+    return made
+
+
+def machine(num_cores: int, available_bytes: int = 2**40) -> Machine:
+    return Machine(frozenset(range(num_cores)), available_bytes, 2**30, None)
+
+
+def test_two_cores_are_one_engine_s(folder: Path) -> None:
+    keep_rates({"2": SCALING, "4": SCALING})
+    config, why = arrange({}, folder, machine(2))
+    assert config.prefill.num_groups == 0 and config.generate.num_threads == 2
+    assert not config.generate.cores
+    assert why.startswith("2 cores: one engine of 2 threads (") and "rather than a chain of 1 rank" in why
+
+
+def test_workers_of_many_cores_have_their_own(folder: Path) -> None:
+    config, why = arrange({}, folder, machine(8))
+    ranks, engine = config.prefill.cores, config.generate.cores
+    assert why.startswith("8 cores: a chain of ")
+    assert len(ranks) == config.prefill.num_ranks and len(engine[0]) == config.generate.num_threads
+    assert sorted(core for each in (*ranks, *engine) for core in each) == list(range(8))
+    assert config.generate.mixed_step_s == 0, "a chain prefills: streams are not to wait for it"
+
+
+def test_memory_for_one_worker_is_an_engine_s(folder: Path) -> None:
+    config, _ = arrange({}, folder, machine(8, available_bytes=2**30))
+    assert config.prefill.num_groups == 0
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"prefill": {"num_ranks": 1}},
+        {"generate": {"num_threads": 1}},
+        {"arrangement": "configured"},
+        {"ray": {"address": "127.0.0.1:6379"}},
+        {"orchestrator": {"disaggregation": "always"}},
+        {"autoscaling": {"mode": "advise"}},
+    ],
+)
+def test_what_is_configured_is_not_rearranged(folder: Path, sections: dict[str, Any]) -> None:
+    config, why = arrange(sections, folder, machine(2))
+    assert config == make_config(sections) and not why
+
+
+def test_other_settings_stay_beside(folder: Path) -> None:
+    config, _ = arrange({"generate": {"num_slots": 5}, "prefill": {"prefix_share": 0.2}}, folder, machine(2))
+    assert config.generate.num_slots == 5 and config.prefill.prefix_share == 0.2
+
+
+def test_an_engine_that_prefills_alone_takes_longer_steps(folder: Path) -> None:
+    keep_rates({"2": SCALING, "4": SCALING})
+    chosen, _ = arrange({}, folder, machine(2))
+    asked, why = arrange({"prefill": {"num_groups": 0}, "generate": {"mixed_step_s": 0.05}}, folder, machine(2))
+    assert (chosen.generate.mixed_step_s, chosen.generate.max_prefill_tokens_per_step) == (0.2, 2048)
+    assert (chosen.generate.max_step_stretch, chosen.generate.burst_step_s) == (3.0, 1.0)
+    assert (asked.generate.mixed_step_s, asked.generate.max_prefill_tokens_per_step) == (0.05, 2048)
+    assert not why
+
+
+def test_a_bad_value_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="num_slots"):
+        arrange({"generate": {"num_slots": 0}}, folder, machine(2))

@@ -1,0 +1,172 @@
+"""OpenAI's own client, unmodified, against real engines behind a real gateway."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+import pytest
+
+from baton import AsyncClient
+from tests.support.clusters.orchestrators import HOST, relay
+from tests.support.eventually import eventually
+from tests.support.models.tiny_tokenizer import chat_letters, ids_of
+from tests.support.wire.http_gateway import Http, http_gateway
+from text.tokenizer import Tokenizer
+
+PROMPT = "Once upon a time"
+CHAT: list[Any] = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return chat_letters(tmp_path_factory.mktemp("letters"))
+
+
+@asynccontextmanager
+async def served(tokenizer: Tokenizer) -> AsyncIterator[tuple[Http, AsyncClient, str]]:
+    """Engines behind: a gateway, Baton's own client, and the model's name."""
+    async with relay() as made:
+        target = f"{HOST}:{made.server.port}"
+        async with http_gateway(target, tokenizer) as http, AsyncClient(target) as direct:
+            yield http, direct, (await direct.model()).name
+
+
+async def test_a_completion_is_what_batons_client_gets(tokenizer: Tokenizer) -> None:
+    async with served(tokenizer) as (http, direct, name):
+        expected = await direct.generate(PROMPT, max_tokens=8, temperature=0.7, seed=5, n=2).collect()
+        answer = await http.openai.completions.create(
+            model=name, prompt=PROMPT, max_tokens=8, temperature=0.7, seed=5 - 2**64, n=2
+        )
+        assert [(each.index, each.text) for each in answer.choices] == [
+            (each.index, each.text) for each in expected.choices
+        ]
+        assert {each.finish_reason for each in answer.choices} <= {"length", "stop"}
+        assert answer.model == name and answer.object == "text_completion"
+        assert answer.usage is not None and expected.usage is not None
+        assert answer.usage.prompt_tokens == len(PROMPT) == expected.usage.num_prompt_tokens
+        assert answer.usage.completion_tokens == expected.usage.num_output_tokens
+
+
+async def test_a_stream_brings_the_text_of_the_whole_answer(tokenizer: Tokenizer) -> None:
+    async with served(tokenizer) as (http, _, name):
+        asked: dict[str, Any] = {"model": name, "messages": CHAT, "max_completion_tokens": 12, "seed": 3, "n": 2}
+        whole = await http.openai.chat.completions.create(**asked)
+        texts, usage = {0: "", 1: ""}, None
+        finishes: dict[int, str] = {}
+        roles: dict[int, str | None] = {}
+        ids: set[str] = set()
+        async for chunk in await http.openai.chat.completions.create(
+            **asked, stream=True, stream_options={"include_usage": True}
+        ):
+            ids.add(chunk.id)
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+                roles.setdefault(choice.index, choice.delta.role)
+                if choice.finish_reason:
+                    finishes[choice.index] = choice.finish_reason
+        assert texts == {each.index: each.message.content for each in whole.choices}
+        assert finishes == {each.index: each.finish_reason for each in whole.choices}
+        assert roles == {0: "assistant", 1: "assistant"} and len(ids) == 1
+        assert usage is not None and usage.model_dump() == (whole.usage and whole.usage.model_dump())
+
+
+async def test_a_chat_has_room_to_the_models_limit_and_developers_speak_as_systems(tokenizer: Tokenizer) -> None:
+    token_ids = tokenizer.encode_chat([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}])
+    async with served(tokenizer) as (http, direct, name):
+        answer = await http.openai.chat.completions.create(model=name, messages=CHAT, temperature=0)
+        assert answer.usage is not None and answer.usage.prompt_tokens == len(token_ids)
+        expected = await direct.generate(token_ids=token_ids, max_tokens=answer.usage.completion_tokens).collect()
+        assert answer.choices[0].message.content == expected.text
+        assert (
+            answer.choices[0].finish_reason == "stop" or answer.usage.total_tokens == (await direct.model()).max_tokens
+        )
+        parts: Any = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
+        in_parts: list[Any] = [{"role": "system", "content": parts}, CHAT[1]]
+        again = await http.openai.chat.completions.create(model=name, messages=in_parts, temperature=0, max_tokens=3)
+        assert again.choices[0].message.content == expected.text[:3]
+
+
+async def test_logprobs_are_those_of_batons_client(tokenizer: Tokenizer) -> None:
+    async with served(tokenizer) as (http, direct, name):
+        expected = await direct.generate(PROMPT, max_tokens=4, logprobs=2, prompt_logprobs=2).collect()
+        answer = await http.openai.completions.create(
+            model=name, prompt=PROMPT, max_tokens=4, temperature=0, logprobs=2, echo=True
+        )
+        (choice,) = answer.choices
+        assert choice.text == PROMPT + expected.text
+        assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
+        tokens = [*expected.prompt, *expected.choices[0].tokens]
+        assert choice.logprobs.token_logprobs == [each.logprob for each in tokens]
+        lengths = [len(tokenizer.decode([each.token_id])) for each in tokens]
+        assert choice.logprobs.text_offset == [sum(lengths[:place]) for place in range(len(tokens))]
+        chat = await http.openai.chat.completions.create(
+            model=name, messages=CHAT, max_tokens=2, temperature=0, logprobs=True, top_logprobs=3
+        )
+        assert chat.choices[0].logprobs is not None and chat.choices[0].logprobs.content is not None
+        for entry in chat.choices[0].logprobs.content:
+            assert len(entry.top_logprobs) == 3
+            assert entry.logprob == max(each.logprob for each in entry.top_logprobs)
+            assert entry.bytes == list(entry.token.encode())
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_several_prompts_are_answered_in_their_order(streamed: bool, tokenizer: Tokenizer) -> None:
+    async with served(tokenizer) as (http, direct, name):
+        prompts = [PROMPT, "The sea"]
+        expected = [(await direct.generate(each, max_tokens=6).collect()).text for each in prompts]
+        asked: dict[str, Any] = {"model": name, "max_tokens": 6, "temperature": 0}
+        texts = {0: "", 1: ""}
+        if streamed:
+            async for chunk in await http.openai.completions.create(prompt=prompts, stream=True, **asked):
+                for choice in chunk.choices:
+                    texts[choice.index] += choice.text
+        else:
+            answer = await http.openai.completions.create(prompt=[list(ids_of(each)) for each in prompts], **asked)
+            texts = {each.index: each.text for each in answer.choices}
+            assert answer.usage is not None and answer.usage.prompt_tokens == sum(map(len, prompts))
+        assert [texts[0], texts[1]] == expected
+
+
+async def test_a_client_that_leaves_cancels_its_request(tokenizer: Tokenizer) -> None:
+    async with served(tokenizer) as (http, direct, name):
+        stream = await http.openai.completions.create(
+            model=name, prompt=PROMPT, max_tokens=300, stream=True, extra_body={"ignore_eos": True}
+        )
+        async for _ in stream:
+            break
+        await stream.close()
+        await eventually(direct.cluster_state, lambda state: state.num_running == 0, within_s=10)
+
+
+async def test_models_are_listed_and_others_are_not_found(tokenizer: Tokenizer) -> None:
+    async with served(tokenizer) as (http, _, name):
+        assert [each.id async for each in http.openai.models.list()] == [name]
+        assert (await http.openai.models.retrieve(name)).id == name
+        with pytest.raises(openai.NotFoundError):
+            await http.openai.models.retrieve("another")
+        with pytest.raises(openai.NotFoundError, match="another") as found:
+            await http.openai.completions.create(model="another", prompt=PROMPT)
+        assert found.value.code == "model_not_found"
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "warm"}, "temperature"),
+    ({"max_tokens": 10_000}, "max_tokens"),
+    ({"stop": [""]}, "stop"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"messages": []}, "messages"),
+]
+
+
+async def test_what_is_wrong_is_named(tokenizer: Tokenizer) -> None:
+    async with served(tokenizer) as (http, _, name):
+        for wrong, param in WRONG:
+            asked: dict[str, Any] = {"model": name, "messages": CHAT, "stream": True}
+            with pytest.raises(openai.BadRequestError) as refused:
+                await http.openai.chat.completions.create(**asked | wrong)
+            assert (refused.value.param, refused.value.type) == (param, "invalid_request_error"), str(refused.value)

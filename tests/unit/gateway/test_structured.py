@@ -1,0 +1,51 @@
+"""What of a body constrains its output, and what is refused with the field's name."""
+
+from typing import Any
+
+import pytest
+
+from baton.errors import InvalidArgumentError
+from baton.structured_output import StructuredOutput
+from gateway.bodies import CompletionBody
+from gateway.structured import structured_of
+
+
+def form_of(**fields: Any) -> StructuredOutput | None:
+    return structured_of(CompletionBody(prompt="Hi", **fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "form"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, StructuredOutput(json_object=True)),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "null"}}}},
+            StructuredOutput(json='{"type": "null"}'),
+        ),
+        ({"structured_outputs": {"regex": "a+", "disable_any_whitespace": True}}, StructuredOutput(regex="a+")),
+        ({"structured_outputs": {"regex": None, "json": {}}}, StructuredOutput(json="{}")),
+        ({"guided_json": {"type": "null"}}, StructuredOutput(json='{"type": "null"}')),
+        ({"guided_choice": ["a", "b"]}, StructuredOutput(choice=("a", "b"))),
+        ({"guided_grammar": 'start: "a"'}, StructuredOutput(grammar='start: "a"')),
+    ],
+)
+def test_a_form_is_read(fields: dict[str, Any], form: StructuredOutput | None) -> None:
+    assert form_of(**fields) == form
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type is 'xml'"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema is missing"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex and response_format both"),
+        ({"structured_outputs": {}}, "structured_outputs: sampling.structured_output sets nothing"),
+        ({"structured_outputs": {"xml": "a"}}, "structured_outputs: sampling.structured_output.xml is unknown"),
+        ({"structured_outputs": {"choice": "ab"}}, "structured_output.choice is 'ab': use a list of strings"),
+    ],
+)
+def test_what_is_wrong_is_refused(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=reason):
+        form_of(**fields)

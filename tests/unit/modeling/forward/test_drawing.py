@@ -1,0 +1,96 @@
+"""modeling.forward.drawing: rows that a batch draws at once get the tokens that each gets alone, by the host."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.sampling_params import SamplingParams
+from modeling.forward.drawing import DrawKind, Draws, RowDraw, choose_by_rows, choose_tokens
+from tests.support.models.sampling import make, normal_logits
+
+SAMPLED: list[dict[str, Any]] = [
+    {"temperature": 0.0, "top_k": 2},
+    {"temperature": 1e-300},
+    {},
+    {"temperature": 0.3},
+    {"temperature": 100.0},
+    {"top_k": 1},
+    {"top_k": 40, "temperature": 2.0},
+    {"top_k": 10**9},
+    {"top_p": 1e-9},
+    {"top_p": 0.7},
+    {"top_p": 0.999, "temperature": 3.0},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"top_k": 9, "top_p": 0.8, "min_p": 0.02, "temperature": 1.4},
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def params_of(fields: dict[str, Any], seed: int) -> SamplingParams:
+    return SamplingParams(**{"temperature": 1.0, **fields, "seed": seed})
+
+
+def together(logits_BV: Tensor, rows: list[tuple[SamplingParams, int]]) -> list[int]:
+    draws = [RowDraw.of(*row) for row in rows]
+    kind = max(draw.kind(logits_BV.shape[1]) for draw in draws)
+    found: list[int] = choose_tokens(logits_BV, Draws.of(draws, logits_BV.device), kind).tolist()
+    return found
+
+
+@pytest.mark.parametrize("vocab_size", [3, 97, 5000])
+def test_a_batch_draws_what_each_row_draws(vocab_size: int) -> None:
+    rows = [(params_of(fields, 2**63 + 7 * at), at) for at, fields in enumerate(SAMPLED * 4)]
+    logits_BV = torch.stack([normal_logits(vocab_size, row) for row in range(len(rows))])
+    assert together(logits_BV, rows) == choose_by_rows(logits_BV, rows)
+
+
+@pytest.mark.parametrize("fields", SAMPLED)
+def test_equal_logits_are_kept_by_their_ids(fields: dict[str, Any]) -> None:
+    logits_BV = torch.tensor([[0.0, 1.0, 1.0, 1.0, -2.0] * 20] * 50)
+    rows = [(params_of(fields, seed), 3) for seed in range(50)]
+    assert together(logits_BV, rows) == choose_by_rows(logits_BV, rows)
+
+
+def test_rows_of_other_kinds_change_no_token() -> None:
+    logits_BV = torch.stack([normal_logits(500, row) for row in range(6)])
+    rows = [(params_of({}, seed), 1) for seed in range(5)]
+    drawn = together(logits_BV[:5], rows)
+    assert together(logits_BV, [*rows, (params_of({"top_k": 3}, 9), 1)])[:5] == drawn
+    assert together(logits_BV, [*rows, (params_of({"temperature": 0.0}, 9), 1)])[:5] == drawn
+
+
+def test_a_row_whose_every_token_is_forbidden_still_gets_one() -> None:
+    logits_BV = torch.full((2, 50), -torch.inf)
+    rows = [(params_of({"top_p": 0.5}, 1), 0), (params_of({}, 1), 0)]
+    assert together(logits_BV, rows) == [0, 0]
+
+
+def test_kinds_of_draws() -> None:
+    def kind(**fields: Any) -> DrawKind:
+        return RowDraw.of(params_of(fields, 0), 0).kind(100)
+
+    assert kind(temperature=0.0, top_k=5) is DrawKind.GREEDY
+    assert kind() is kind(top_k=100) is DrawKind.DRAWN
+    assert kind(top_k=99) is kind(top_p=0.9) is kind(min_p=0.1) is DrawKind.FILTERED
+
+
+def test_a_state_says_when_its_logits_have_to_be_seen_by_the_host() -> None:
+    assert make(top_p=0.9, stop_token_ids=(2,)).row_draw() == RowDraw.of(params_of({"top_p": 0.9}, 0), 3)
+    for fields in (
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": 0.1},
+        {"logit_bias": {1: 1.0}},
+        {"logprobs": 0},
+        {"min_tokens": 4},
+    ):
+        assert make(**fields).row_draw() is None, fields
+    assert make(min_tokens=3).row_draw() is not None, "min_tokens is reached"
+    assert make(min_tokens=4, ignore_eos=True).row_draw() is not None, "no token is forbidden"

@@ -1,0 +1,193 @@
+"""Grammars of constrained requests: compiled once, kept in a bounded cache, and followed by matchers.
+
+`orchestrator.api.checks` compiles a request's form to refuse what cannot be compiled. Workers compile it again and
+`prepare` the masks of each choice (`text.token_masks`): prefill ranks for the first token, generation engines for all.
+The library is llguidance. Nothing is loaded before the first constrained request: a Grammars is free until then.
+"""
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+from typing import Self
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+
+from baton.errors import InvalidArgumentError
+from baton.structured_output import StructuredOutput
+from text.json_schemas import schema_grammar
+from text.token_masks import Matcher, TokenMasks
+
+MAX_GRAMMARS = 64
+"""Compiled grammars that are kept, those used least recently being dropped first; each may take megabytes."""
+_ANY_OBJECT = '{"type": "object"}'
+
+
+def _limits() -> LLParserLimits:
+    """Return limits by which a mask takes tens of milliseconds at worst; a form that exceeds them is refused."""
+    return LLParserLimits(
+        max_items_in_row=10_000, initial_lexer_fuel=200_000, max_lexer_states=50_000, verbose_errors=False
+    )
+
+
+class Grammar:
+    """A compiled form. Read-only once made; any thread may use it."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._lock = Lock()
+        """Held while the matcher is copied, which no two threads may do at a time."""
+
+    def matcher(self) -> Matcher:
+        """Return a new Matcher at the beginning of an output."""
+        with self._lock:
+            return Matcher(self._matcher.deep_copy(), self._vocab_size, self._eos_token_ids)
+
+
+class Grammars:
+    """The grammars of one model. Any thread may use it; `close` it where `prepare` was called."""
+
+    def __init__(
+        self, load_json: Callable[[], str], eos_token_ids: Sequence[int], *, max_grammars: int = MAX_GRAMMARS
+    ) -> None:
+        """`load_json` returns the model's tokenizer as in tokenizer.json; it is called once, at the first use."""
+        self._load_json = load_json
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._max_grammars = max_grammars
+        self._loading = Lock()
+        """Held while the tokenizer is loaded, which takes long."""
+        self._tokenizer: LLTokenizer | None = None
+        self._lock = Lock()
+        """Guards what follows; held for microseconds, for engines' threads wait for it."""
+        self._compiled: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
+        self._compiling: ThreadPoolExecutor | None = None
+        self._masking: ThreadPoolExecutor | None = None
+
+    @classmethod
+    def of_folder(cls, folder: Path, eos_token_ids: Sequence[int]) -> Self:
+        """Return the grammars of a model whose tokenizer is loaded from its folder at the first use."""
+
+        def load_json() -> str:
+            from text.tokenizer import Tokenizer  # takes a second and 100 MB: spared until an output is constrained
+
+            return Tokenizer.load(folder).to_json()
+
+        return cls(load_json, eos_token_ids)
+
+    def compile(self, form: StructuredOutput) -> Grammar:
+        """Return the form's grammar, from the cache if it is there. Blocks: milliseconds, and half a second at the
+        first use. Raises InvalidArgumentError for a form that cannot be compiled, naming the place in a schema, and for
+        a model whose outputs cannot be constrained."""
+        with self._lock:
+            grammar = self._compiled.get(form)
+            if grammar is not None:
+                self._compiled.move_to_end(form)
+                return grammar
+        tokenizer = self._load()
+        grammar = Grammar(_compile(form, tokenizer), tokenizer.vocab_size, frozenset(self._eos_token_ids))
+        with self._lock:
+            self._compiled[form] = grammar
+            while len(self._compiled) > self._max_grammars:
+                self._compiled.popitem(last=False)
+        return grammar
+
+    def prepare(
+        self, form: StructuredOutput, output_ids: Sequence[int], num_choices: int = 1
+    ) -> "Future[list[TokenMasks]]":
+        """Return the masks of each choice, once its next token's mask is computed. `output_ids` are the tokens that
+        each choice has already. Does not block. The future has InvalidArgumentError where `compile` raises it, and for
+        tokens that are not of the form."""
+        with self._lock:
+            self._compiling = self._compiling or ThreadPoolExecutor(1, "grammar-compiler")
+            self._masking = self._masking or ThreadPoolExecutor(1, "token-masks")
+            return self._compiling.submit(self._prepare, form, tuple(output_ids), num_choices, self._masking)
+
+    def close(self) -> None:
+        """End the threads. No choice's masks may be used any more. Idempotent."""
+        with self._lock:
+            threads = [each for each in (self._compiling, self._masking) if each is not None]
+            self._compiling = self._masking = None
+        for each in threads:
+            each.shutdown(cancel_futures=True)
+
+    def _prepare(
+        self, form: StructuredOutput, output_ids: Sequence[int], num_choices: int, thread: ThreadPoolExecutor
+    ) -> list[TokenMasks]:
+        grammar = self.compile(form)
+        matchers = [grammar.matcher() for _ in range(num_choices)]
+        for matcher in matchers:
+            matcher.consume(output_ids)
+        mask = matchers[0].mask()
+        return [TokenMasks(matcher, len(output_ids), mask, thread) for matcher in matchers]
+
+    def _load(self) -> LLTokenizer:
+        if not self._eos_token_ids:
+            raise InvalidArgumentError(
+                "sampling.structured_output: the model has no end-of-sequence token, by which an output would end; "
+                "leave it out"
+            )
+        with self._loading:
+            if self._tokenizer is None:
+                self._tokenizer = _tokenizer_of(self._load_json(), self._eos_token_ids)
+            return self._tokenizer
+
+
+def _tokenizer_of(text: str, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    try:
+        return LLTokenizer(text, eos_token=list(eos_token_ids))
+    except ValueError as error:
+        raise InvalidArgumentError(
+            f"sampling.structured_output: this model's tokenizer is not supported: {_one_line(str(error))}; leave it "
+            "out"
+        ) from error
+
+
+def _compile(form: StructuredOutput, tokenizer: LLTokenizer) -> LLMatcher:
+    matcher = LLMatcher(tokenizer, _source(form), log_level=0, limits=_limits())
+    if error := matcher.get_error() or _trial_error(matcher.deep_copy(), tokenizer.eos_tokens):
+        raise _refused(form, error)
+    return matcher
+
+
+def _trial_error(matcher: LLMatcher, eos_token_ids: Sequence[int]) -> str:
+    """Return why one of the output's first two masks cannot be computed, as of a form that is too complex; empty if
+    both can be. The matcher is used up."""
+    for _ in range(2):
+        mask = bytearray(matcher.compute_logit_bias())
+        if matcher.is_error():
+            return matcher.get_error()
+        if not any(mask):
+            return "no token can begin the output"
+        for token_id in eos_token_ids:
+            mask[token_id] = 0
+        first = len(mask) - len(mask.lstrip(b"\0"))
+        matcher.consume_token(first if first < len(mask) else eos_token_ids[0])
+    return matcher.get_error()
+
+
+def _source(form: StructuredOutput) -> str:
+    """Return the form as llguidance reads it."""
+    if form.json is not None or form.json_object:
+        return schema_grammar(_ANY_OBJECT if form.json is None else form.json)
+    if form.regex is not None:
+        return LLMatcher.grammar_from_regex(form.regex)
+    try:
+        if form.grammar is not None:
+            return grammar_from("grammar", form.grammar)
+        return grammar_from("choice", json.dumps(form.choice, ensure_ascii=False))
+    except ValueError as error:
+        raise _refused(form, str(error)) from error
+
+
+def _refused(form: StructuredOutput, reason: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"sampling.structured_output.{form.kind} cannot be compiled: {_one_line(reason)}; correct or simplify it"
+    )
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.removesuffix("<non-verbose/>").split())[:300]

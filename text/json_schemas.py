@@ -1,0 +1,114 @@
+"""Reads JSON schemas for `text.grammars`, and says where in a schema lies what is not supported.
+
+A schema is refused unless everything that it says is followed: an answer to it is valid, or it has no answer. Between
+the parts of a value an output may have one space, or a line break and spaces, so that a model that only goes on with
+spaces comes to an end.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any, TypeGuard
+
+from llguidance import LLMatcher
+
+from baton.errors import InvalidArgumentError
+
+_WHITESPACE = r"( |\n {0,40})?"
+_MAPS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
+"""Keywords whose value has schemas by name. Definitions come first: a fault in one is found there, and not where it is
+referred to."""
+_LISTS = ("prefixItems", "items", "allOf", "anyOf", "oneOf")
+_SINGLES = ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains")
+_MAX_TRIALS = 1000
+"""Schemas that are tried alone to find a fault: then the place found so far is named."""
+
+Schema = dict[str, Any]
+
+
+def schema_grammar(text: str) -> str:
+    """Return a schema as llguidance reads it. Raises InvalidArgumentError for what is no schema, or says what is not
+    supported; it names the place by its JSON pointer."""
+    schema = _parse(text)
+    reason = _fault(schema)
+    if reason:
+        pointer, reason = _locate(schema, reason)
+        raise InvalidArgumentError(
+            f"sampling.structured_output.json is not supported at {pointer}: {reason}; write it otherwise, or leave it "
+            "out"
+        )
+    return _grammar(schema)
+
+
+def _parse(text: str) -> Schema:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgumentError(
+            f"sampling.structured_output.json is no JSON: {error}: send a JSON schema"
+        ) from error
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise InvalidArgumentError(
+            f"sampling.structured_output.json is {schema!r:.40}: a schema that has answers is an object"
+        )
+    return schema
+
+
+def _grammar(schema: Schema) -> str:
+    return LLMatcher.grammar_from_json_schema(
+        json.dumps(schema, ensure_ascii=False),
+        overrides={"lenient": False, "coerce_one_of": False, "whitespace_pattern": _WHITESPACE},
+    )
+
+
+def _fault(schema: Schema) -> str:
+    """Return in one line why a schema cannot be followed; empty if it can."""
+    try:
+        is_error, messages = LLMatcher.validate_grammar_with_warnings(_grammar(schema))
+    except (ValueError, RecursionError) as error:
+        return _one_line(str(error))
+    return _one_line(messages[0]) if is_error else ""
+
+
+def _locate(schema: Schema, reason: str) -> tuple[str, str]:
+    """Return the JSON pointer of the smallest part of a faulty schema that has the same fault, and the fault."""
+    shared = {name: schema[name] for name in _MAPS[:2] if name in schema}
+    pointer, part, num_trials = "#", schema, 0
+    while True:
+        for place, child in _children(part):
+            num_trials += 1
+            if num_trials > _MAX_TRIALS:
+                return pointer, reason
+            if _fault(shared | child) == reason and child is not part:
+                pointer, part = f"{pointer}/{place}", child
+                break
+        else:
+            return pointer, reason
+
+
+def _children(schema: Schema) -> Iterator[tuple[str, Schema]]:
+    """Yield the schemas that a schema is made of, each with its place."""
+    for name in _MAPS:
+        children = schema.get(name)
+        if isinstance(children, dict):
+            yield from ((f"{name}/{_escaped(key)}", child) for key, child in children.items() if _is_schema(child))
+    for name in _LISTS:
+        children = schema.get(name)
+        if isinstance(children, list):
+            yield from ((f"{name}/{place}", child) for place, child in enumerate(children) if _is_schema(child))
+    for name in _SINGLES:
+        if _is_schema(child := schema.get(name)):
+            yield name, child
+
+
+def _is_schema(value: object) -> TypeGuard[Schema]:
+    return isinstance(value, dict) and bool(value)
+
+
+def _escaped(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:300]
