@@ -13,22 +13,16 @@ if TYPE_CHECKING:
     from baton.client import AsyncClient, Client
     from baton.cluster_state import ClusterState, GenerationStatus, GroupState, PrefillStatus, Scaling, ScalingChange
     from baton.errors import BatonError
-    from baton.results import (
-        Choice,
-        Completion,
-        DraftCounts,
-        ModelInfo,
+    from baton.prefill_trace import (
         Placement,
         PlacementTerms,
         PrefillTrace,
         PrefixFetch,
         RankTiming,
-        SpeculationTrace,
-        Timings,
-        Usage,
         WidthChoice,
         WidthOption,
     )
+    from baton.results import Choice, Completion, DraftCounts, ModelInfo, SpeculationTrace, Timings, Usage
     from baton.sampling_params import SamplingParams
     from baton.structured_output import StructuredOutput
     from baton.types import DraftRound, FinishReason, SampledToken, TokenEvent, TokenLogprob, TokenRange
@@ -77,8 +71,8 @@ _NAMES_IN = {
     "baton.client": "AsyncClient Client",
     "baton.cluster_state": "ClusterState GenerationStatus GroupState PrefillStatus Scaling ScalingChange",
     "baton.errors": "BatonError",
-    "baton.results": "Choice Completion DraftCounts ModelInfo Placement PlacementTerms PrefillTrace PrefixFetch"
-    " RankTiming SpeculationTrace Timings Usage WidthChoice WidthOption",
+    "baton.prefill_trace": "Placement PlacementTerms PrefillTrace PrefixFetch RankTiming WidthChoice WidthOption",
+    "baton.results": "Choice Completion DraftCounts ModelInfo SpeculationTrace Timings Usage",
     "baton.calls.resume": "Reconnect",
     "baton.sampling_params": "SamplingParams",
     "baton.calls.streams": "AsyncStream Stream",

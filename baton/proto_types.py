@@ -14,20 +14,17 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from baton.errors import InvalidArgumentError, VersionMismatchError
-from baton.results import (
-    DraftCounts,
+from baton.prefill_trace import (
     Interval,
-    ModelInfo,
     Placement,
     PlacementTerms,
     PrefillTrace,
     PrefixFetch,
     RankTiming,
-    SpeculationTrace,
-    Timings,
     WidthChoice,
     WidthOption,
 )
+from baton.results import DraftCounts, ModelInfo, SpeculationTrace, Timings
 from baton.sampling_params import SamplingParams, check_list_lengths
 from baton.structured_output import StructuredOutput, check_choice_length
 from baton.types import DraftRound, FinishReason, Priority, SampledToken, TokenEvent, TokenLogprob, TokenRange

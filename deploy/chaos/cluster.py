@@ -18,11 +18,12 @@ from deploy.chaos.schedule import ORCHESTRATOR, Act, Blow
 from deploy.config.worker import WorkerConfig
 from deploy.groups.chain_links import ChainLinks
 from deploy.groups.cluster import Cluster
-from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
+from deploy.groups.group import WorkerGroup
 from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
 from deploy.groups.processes import ProcessSpawner
 from deploy.groups.restarts import Backoff
 from deploy.groups.spawner import Spawner
+from deploy.groups.surroundings import Heartbeat, Surroundings
 from orchestrator.membership.view import ClusterView
 
 _STATUS_S = 2.0

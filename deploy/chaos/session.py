@@ -30,9 +30,9 @@ from deploy.chaos.schedule import Schedule, Shape
 from deploy.commands.served_child import until_signal
 from deploy.config.file import load_local_config
 from deploy.config.worker import WorkerConfig
-from deploy.groups.group import Heartbeat
 from deploy.groups.keeper import OrchestratorPlan
 from deploy.groups.processes import ProcessSpawner
+from deploy.groups.surroundings import Heartbeat
 from deploy.machine.calibrations import served_planner
 from deploy.machine.limits import tokens_of_slot
 from deploy.machine.model_folder import prepare_kernels, resolve_folder

@@ -110,7 +110,7 @@ class _Launch:
     def run(self, stopping: threading.Event) -> None:
         """Run the cluster until `stopping` is set, then end all of it. Raises the supervisor's reason when the
         supervisor gave up."""
-        from deploy.ray_cluster.supervisor import end_supervisor
+        from deploy.ray_cluster.supervisor_state import end_supervisor
 
         try:
             if not stopping.is_set():
@@ -125,7 +125,8 @@ class _Launch:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        from deploy.ray_cluster.supervisor import NAME, SupervisorActor
+        from deploy.ray_cluster.supervisor import SupervisorActor
+        from deploy.ray_cluster.supervisor_state import NAME
 
         # Beside the launcher while that node lives: there the orchestrator's address is known beforehand.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)

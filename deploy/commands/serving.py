@@ -112,7 +112,7 @@ def _end_on(address: str, name: str) -> bool:
         return False
     import ray
 
-    from deploy.ray_cluster.supervisor import end_supervisor
+    from deploy.ray_cluster.supervisor_state import end_supervisor
 
     ray.init(address, namespace=name, configure_logging=False, log_to_driver=False)
     try:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from rich.console import Console, Group
 from rich.text import Text
 
-from baton.results import Interval, RankTiming, Timings, Usage
+from baton.prefill_trace import Interval, RankTiming
+from baton.results import Timings, Usage
 from baton.types import FinishReason
 
 _LABEL_WIDTH = 18

@@ -18,8 +18,9 @@ from baton.types import KernelChoice
 from deploy.config.cluster import ClusterConfig
 from deploy.config.worker import WorkerConfig
 from deploy.groups.chain_links import ChainLinks
-from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
+from deploy.groups.group import WorkerGroup
 from deploy.groups.processes import ProcessSpawner
+from deploy.groups.surroundings import Heartbeat, Surroundings
 from deploy.groups.worker import Worker
 from deploy.machine.calibrations import engine_step_times
 from deploy.machine.limits import tokens_of_slot

@@ -13,54 +13,23 @@ Runs on the supervisor's asyncio loop, in one task for each group.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import grpc
 
-from baton.clock import Clock
 from baton.errors import BatonError, UnavailableError
 from baton.process.endless import Pauses, describe, repeat, tell_end, tell_failure
-from baton.settings.place import LOOPBACK
 from baton.v1 import generate_pb2, prefill_pb2
 from deploy.config.worker import WorkerConfig
-from deploy.groups.agreement import Agreement
 from deploy.groups.chain_links import ChainLinks
-from deploy.groups.restarts import Backoff, Restarts
-from deploy.groups.spawner import Room, Spawner, WorkerHandle
+from deploy.groups.heartbeats import Heartbeats
+from deploy.groups.restarts import Restarts
+from deploy.groups.spawner import WorkerHandle
+from deploy.groups.surroundings import Surroundings
 from deploy.groups.worker import Worker
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Heartbeat:
-    """How workers are watched by heartbeats."""
-
-    interval_s: float
-    """Seconds between two heartbeats, and for an answer to one."""
-    dead_after_s: float
-    """Seconds without an answered heartbeat after which a worker is killed and replaced."""
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What the groups of one cluster share: spawner, heartbeat, clock and reports."""
-
-    spawner: Spawner
-    heartbeat: Heartbeat
-    clock: Clock
-    report: Callable[[str], None]
-    """Shows one line of text about an event to the user."""
-    changed: Callable[[], None] = lambda: None
-    """Called when a group has become ready, or has ceased to be."""
-    agreement: Agreement = field(default_factory=Agreement)
-    backoff: Backoff = field(default_factory=Backoff)
-    room: Room | None = None
-    """Reserves the places of workers; None where workers need none."""
-    host: str = LOOPBACK
-    """Address of this process's node, at which the ranks of chains find the store where they meet."""
 
 
 class WorkerGroup:
@@ -91,6 +60,7 @@ class WorkerGroup:
         """Whether the residency policy attends to less than all tokens."""
         self._configs = tuple(configs)
         self._around = surroundings
+        self._heartbeats = Heartbeats(links, surroundings)
         self._restarts = {config.rank: Restarts(surroundings.backoff, surroundings.clock) for config in configs}
         self._stores: dict[int, str] = {}
         """Prefix stores of the workers' nodes, by rank, as reported at their start; empty strings if there are none."""
@@ -279,7 +249,7 @@ class WorkerGroup:
         """Ask all workers for their status, replace those that ended, and link a chain anew if necessary: also one that
         is not ready, whatever its ranks say, as links that failed are tried again, and ranks may have come or gone. The
         group is ready afterwards, unless a worker is missing, or silent when a chain is to be linked."""
-        broken = await self._hear_all()
+        broken = await self._heartbeats.send(self.workers.values())
         replaced = await self._replace_ended()
         if self._missing:
             return
@@ -289,56 +259,6 @@ class WorkerGroup:
                 return  # the others would wait in vain: the silent worker answers soon, or is killed
             await self._link(self.links)
         self._set_ready(True)
-
-    async def _hear_all(self) -> bool:
-        """Send one heartbeat to every worker; kill those that are silent or hang. Return whether a rank's links are
-        broken. Raises the first failure once all workers have been asked."""
-        hearing = (self._hear(worker) for worker in self.workers.values())
-        heard = await asyncio.gather(*hearing, return_exceptions=True)
-        for outcome in heard:
-            if isinstance(outcome, BaseException):
-                raise outcome
-        return any(heard)
-
-    async def _hear(self, worker: Worker) -> bool:
-        if worker.handle.ended:  # its channel may be closed already, if a replacement failed
-            return False
-        asked_s = self._around.clock.now_s()
-        try:
-            status = await worker.status(self._around.heartbeat.interval_s)
-        except grpc.aio.AioRpcError as error:
-            silent_s = self._around.clock.now_s() - worker.unanswered(asked_s)
-            if silent_s > self._around.heartbeat.dead_after_s:
-                await self._kill(worker, f"has been silent for {silent_s:.1f} s ({error.code()})")
-            return False
-        worker.answered()
-        if not isinstance(status, prefill_pb2.PrefillStatus):
-            return False
-        if status.stall:
-            await self._kill(worker, f"hangs ({status.stall})")
-            return False
-        has_moved = await self._has_moved(worker, status.epoch)
-        return bool(status.epoch_error) or has_moved
-
-    async def _has_moved(self, worker: Worker, epoch: int) -> bool:
-        """Return whether a rank is in another epoch than its group, as a foreign StartEpoch call makes it; the next
-        epoch comes after both. A rank in the last possible epoch is killed."""
-        assert self.links is not None
-        if epoch == self.links.epoch:
-            return False
-        try:
-            self.links.skip_to(epoch)
-        except UnavailableError as error:
-            await self._kill(worker, f"cannot be linked ({error})")
-            return False
-        return True
-
-    async def _kill(self, worker: Worker, why: str) -> None:
-        """Kill the worker; return when its process has ended."""
-        if not worker.handle.ended:
-            logger.warning("%s %s: killing it", worker.name, why)
-            worker.handle.kill()
-            await worker.handle.wait()
 
     async def _replace_ended(self) -> bool:
         """Start a new life for every worker whose process has ended, if its pause is over. Return whether one has

@@ -21,8 +21,8 @@ from baton.results import ModelInfo
 from baton.v1 import keeping_pb2 as pb
 from baton.v1.keeping_pb2_grpc import KeepingStub
 from deploy.config.worker import WorkerConfig
-from deploy.groups.group import Surroundings
 from deploy.groups.spawner import WorkerHandle
+from deploy.groups.surroundings import Surroundings
 from orchestrator.api.keeping import (
     model_to_proto,
     orders_from_proto,

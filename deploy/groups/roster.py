@@ -21,9 +21,10 @@ from typing import Any
 
 from baton.errors import BatonError, UnavailableError
 from deploy.groups.cluster import Cluster
-from deploy.groups.group import Surroundings, WorkerGroup
+from deploy.groups.group import WorkerGroup
 from deploy.groups.restarts import Restarts
 from deploy.groups.spawner import WorkerHandle
+from deploy.groups.surroundings import Surroundings
 from orchestrator.membership.view import AbsentGroup, Orders, place_of, role_of
 
 logger = logging.getLogger(__name__)

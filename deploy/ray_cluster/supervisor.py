@@ -6,18 +6,14 @@ Its loop has a thread of its own, started with the actor, so that a restart need
 """
 
 import asyncio
-import contextlib
-import ipaddress
 import logging
 import os
-import socket
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import ray
-from ray.exceptions import RayError
 
 from baton.clock import SystemClock
 from baton.errors import BatonError
@@ -27,10 +23,11 @@ from baton.settings.place import LOOPBACK
 from baton.types import KernelChoice
 from deploy.config.cluster import ClusterConfig
 from deploy.groups.cluster import Cluster, group_of
-from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
+from deploy.groups.group import WorkerGroup
 from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
 from deploy.groups.restarts import Restarts
 from deploy.groups.roster import Roster
+from deploy.groups.surroundings import Heartbeat, Surroundings
 from deploy.machine.calibrations import (
     engine_step_times,
     served_calibration_path,
@@ -41,41 +38,19 @@ from deploy.machine.limits import tokens_of_slot
 from deploy.machine.model_folder import folder_on_node, require_alike
 from deploy.machine.needs import worker_bytes
 from deploy.options.logs import set_up_logs
-from deploy.ray_cluster.kept_files import file_here, forget_files, keep_file
-from deploy.ray_cluster.memory import Address, Memory, forget_memory, load_memory
+from deploy.ray_cluster.interfaces import client_host, serving_host
+from deploy.ray_cluster.kept_files import file_here, keep_file
+from deploy.ray_cluster.memory import Address, Memory, load_memory
 from deploy.ray_cluster.places import RayRoom, needs_of
 from deploy.ray_cluster.spawner import RaySpawner, end_worker
+from deploy.ray_cluster.supervisor_state import STOP_S, SupervisorState
 from deploy.ray_cluster.worker import node_address
 from orchestrator.membership.view import ClusterView, Orders
 from transport.identity import ClusterSecret
 
 logger = logging.getLogger(__name__)
 
-NAME = "supervisor"
-_STOP_S = 60.0
 _MAX_REPORTS = 100
-
-
-@dataclass(frozen=True)
-class SupervisorState:
-    """The supervisor's state, as the launcher shows it. Replaced as a whole."""
-
-    pid: int
-    node_id: str
-    phase: str = "starting"
-    """Phase of the cluster: starting, running, stopping, failed or stopped."""
-    reports: tuple[str, ...] = ()
-    """Lines for the user, the latest of this life."""
-    num_reports: int = 0
-    """Number of lines so far, those no longer in `reports` included."""
-    error: str = ""
-    """Why the cluster failed, in one line."""
-    endpoint: str = ""
-    """Address at which the orchestrator serves clients, host:port; empty before it serves."""
-    model: ModelInfo | None = None
-    """The model that clients are served; None before they are."""
-    pids: dict[str, int] = field(default_factory=dict)
-    """Process ids of the workers, by name."""
 
 
 class SupervisorActor:
@@ -135,7 +110,7 @@ class SupervisorActor:
         """End everything that was made; return when it has ended."""
         self._state = replace(self._state, phase="stopping")
         self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join(_STOP_S)
+        self._thread.join(STOP_S)
 
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -210,7 +185,7 @@ class SupervisorActor:
 
     def _serves(self, keeper: OrchestratorKeeper, model: ModelInfo) -> None:
         """Keep and report where the orchestrator serves now, and what."""
-        endpoint = f"{self._client_host()}:{keeper.ports[0]}"
+        endpoint = f"{client_host(self._config.orchestrator.host)}:{keeper.ports[0]}"
         self._memory = replace(self._memory, address=Address(endpoint, self._state.node_id, keeper.ports))
         self._memory.save(self._config.name)
         self._report(f"orchestrator serves on {endpoint}")
@@ -321,22 +296,11 @@ class SupervisorActor:
             info,
             model.eos_token_ids,
             partial(served_planner, self._config, self._here),
-            self._host(),
+            serving_host(self._config.orchestrator.host),
             before.ports if before is not None and before.node_id == self._state.node_id else configured,
             served_calibration_path(self._config, self._here),
             self._config.supervision.start_timeout_s,
         )
-
-    def _host(self) -> str:
-        """Return the interface on which clients are served here: the configured one, or this node's address where that
-        is another node's."""
-        host = self._config.orchestrator.host
-        return host if _is_own(host) else node_address()
-
-    def _client_host(self) -> str:
-        """Return the address at which clients reach an orchestrator on this node."""
-        host = self._host()
-        return node_address() if _is_wildcard(host) else host
 
     def _view(self) -> ClusterView:
         view = self._cluster.view(self._config.generate.num_slots, self._max_tokens)
@@ -350,37 +314,3 @@ class SupervisorActor:
     def _changed(self) -> None:
         if self._keeper is not None:
             self._keeper.tell()
-
-
-def _is_wildcard(host: str) -> bool:
-    """Return whether `host` stands for all interfaces of a machine, as 0.0.0.0 does."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_unspecified
-    except ValueError:  # a name
-        return False
-
-
-def _is_own(host: str) -> bool:
-    """Return whether this machine has an interface with that address, or takes it for all of its interfaces."""
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)
-        for family, kind, protocol, _, address in found:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
-    except OSError:
-        return False
-    return True
-
-
-def end_supervisor(namespace: str) -> bool:
-    """Stop the supervisor of that namespace, with all that it made. Return whether there was one."""
-    try:
-        actor = ray.get_actor(NAME, namespace=namespace)
-    except ValueError:
-        return False
-    with contextlib.suppress(RayError):  # the actor is killed next, whatever it answers
-        ray.get(actor.stop.remote(), timeout=_STOP_S)
-    ray.kill(actor)
-    forget_memory(namespace)
-    forget_files(namespace)
-    return True

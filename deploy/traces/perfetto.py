@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from baton.results import Interval
+from baton.prefill_trace import Interval
 from orchestrator.observability.stages import Stage, Trace
 
 _PROCESS = 1

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from baton.clock import Clock
 from baton.errors import BatonError, NotFoundError, ResourceExhaustedError, StalePrefixError
 from baton.ids import JobId, RequestId, ReserveNumber, StreamNumber
-from baton.results import PrefixFetch
+from baton.prefill_trace import PrefixFetch
 from baton.types import Lease
 from orchestrator.dispatch.fetching import BlockFetcher
 from orchestrator.dispatch.givebacks import Givebacks

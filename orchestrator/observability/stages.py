@@ -6,7 +6,8 @@ Instants are unix nanoseconds of the clocks of several machines. A stage whose e
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from baton.results import Interval, Timings, Usage
+from baton.prefill_trace import Interval
+from baton.results import Timings, Usage
 from baton.types import FinishReason
 from orchestrator.requests.record import FailedAttempt
 

@@ -9,17 +9,8 @@ from typing import Self
 
 from baton.errors import BatonError
 from baton.ids import RequestId
-from baton.results import (
-    DraftCounts,
-    Placement,
-    PrefillTrace,
-    PrefixFetch,
-    RankTiming,
-    SpeculationTrace,
-    Timings,
-    Usage,
-    WidthChoice,
-)
+from baton.prefill_trace import Placement, PrefillTrace, PrefixFetch, RankTiming, WidthChoice
+from baton.results import DraftCounts, SpeculationTrace, Timings, Usage
 from baton.sampling_params import SamplingParams
 from baton.types import DraftRound, FinishReason, TokenEvent
 from orchestrator.requests.request import Request

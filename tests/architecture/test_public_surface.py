@@ -15,22 +15,16 @@ from google.protobuf.message import Message
 
 import baton
 from baton.cluster_state import ClusterState, GenerationStatus, GroupState, PrefillStatus, Scaling, ScalingChange
-from baton.results import (
-    Choice,
-    Completion,
-    DraftCounts,
-    ModelInfo,
+from baton.prefill_trace import (
     Placement,
     PlacementTerms,
     PrefillTrace,
     PrefixFetch,
     RankTiming,
-    SpeculationTrace,
-    Timings,
-    Usage,
     WidthChoice,
     WidthOption,
 )
+from baton.results import Choice, Completion, DraftCounts, ModelInfo, SpeculationTrace, Timings, Usage
 from deploy.cli import build_parser
 
 NAMES = """

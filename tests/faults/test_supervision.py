@@ -20,10 +20,11 @@ from baton.v1 import prefill_pb2
 from baton.v1.prefill_pb2 import PrefillStatus
 from deploy.chaos.network import NetworkedSpawner, NetworkedWorker
 from deploy.groups.chain_links import ChainLinks
-from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
+from deploy.groups.group import WorkerGroup
 from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
 from deploy.groups.processes import ProcessSpawner
 from deploy.groups.restarts import Backoff
+from deploy.groups.surroundings import Heartbeat, Surroundings
 from orchestrator.membership.view import ClusterView
 from tests.support.clusters.failing_spawner import CALLS, FailingSpawner, FailingWorker, Failures, RandomFailures
 from tests.support.clusters.fault_plans import PickedPlan

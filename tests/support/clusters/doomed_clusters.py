@@ -19,9 +19,10 @@ from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from deploy.groups.chain_links import ChainLinks
 from deploy.groups.cluster import Cluster
-from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
+from deploy.groups.group import WorkerGroup
 from deploy.groups.processes import ProcessSpawner
 from deploy.groups.restarts import Backoff
+from deploy.groups.surroundings import Heartbeat, Surroundings
 from deploy.groups.worker import Worker
 from generate_workers.config import EngineConfig
 from modeling.checkpoints.weights import load_decoder

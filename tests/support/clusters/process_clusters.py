@@ -10,9 +10,9 @@ from baton.results import ModelInfo
 from baton.settings.place import LOOPBACK
 from deploy.config.file import make_local_config
 from deploy.groups.cluster import LocalCluster
-from deploy.groups.group import Heartbeat, Surroundings
 from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
 from deploy.groups.processes import ProcessSpawner
+from deploy.groups.surroundings import Heartbeat, Surroundings
 from deploy.machine.calibrations import served_planner
 from modeling.checkpoints.weights import load_config
 from orchestrator.requests.config import OrchestratorConfig

@@ -18,9 +18,10 @@ from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from deploy.config.worker import WorkerConfig
 from deploy.groups.cluster import Cluster, group_of
-from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
+from deploy.groups.group import WorkerGroup
 from deploy.groups.restarts import Backoff
 from deploy.groups.roster import Roster
+from deploy.groups.surroundings import Heartbeat, Surroundings
 from modeling.forward.decoder import Decoder
 from orchestrator.membership.members import Members
 from orchestrator.membership.view import ClusterView, Orders

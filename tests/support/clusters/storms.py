@@ -26,8 +26,9 @@ from deploy.chaos.network import HOST, NetworkedSpawner
 from deploy.config.worker import WorkerConfig
 from deploy.groups.chain_links import ChainLinks
 from deploy.groups.cluster import Cluster
-from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
+from deploy.groups.group import WorkerGroup
 from deploy.groups.restarts import Backoff
+from deploy.groups.surroundings import Heartbeat, Surroundings
 from generate_workers.config import EngineConfig
 from generate_workers.servicer import GenerationServer
 from modeling.forward.decoder import Decoder

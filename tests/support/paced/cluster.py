@@ -20,11 +20,12 @@ from deploy.config.cluster import ClusterConfig
 from deploy.config.file import make_local_config
 from deploy.config.worker import WorkerConfig
 from deploy.groups.cluster import Cluster, group_of
-from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
+from deploy.groups.group import WorkerGroup
 from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
 from deploy.groups.processes import ProcessSpawner
 from deploy.groups.roster import Roster
 from deploy.groups.spawner import Spawner, WorkerHandle
+from deploy.groups.surroundings import Heartbeat, Surroundings
 from modeling.checkpoints.weights import load_config
 from modeling.kernels.process_kernels import KERNELS
 from orchestrator.membership.view import ClusterView, Orders

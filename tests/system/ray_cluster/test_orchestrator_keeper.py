@@ -13,8 +13,8 @@ import pytest
 from baton.clock import SystemClock
 from baton.results import ModelInfo
 from deploy.config.environment import prepare_ray_environment
-from deploy.groups.group import Heartbeat, Surroundings
 from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
+from deploy.groups.surroundings import Heartbeat, Surroundings
 from orchestrator.membership.view import ClusterView, Orders
 from planning.planner import ChainPlanner
 from tests.support.clusters.planners import linear_planner

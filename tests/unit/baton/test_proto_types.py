@@ -3,26 +3,23 @@
 import pytest
 
 from baton.errors import InvalidArgumentError
-from baton.proto_types import (
-    priority_from_proto,
-    read,
-    timings_from_proto,
-    timings_to_proto,
-)
-from baton.results import (
-    DraftCounts,
+from baton.prefill_trace import (
     Interval,
     Placement,
     PlacementTerms,
     PrefillTrace,
     PrefixFetch,
     RankTiming,
-    SpeculationTrace,
-    Timings,
-    Usage,
     WidthChoice,
     WidthOption,
 )
+from baton.proto_types import (
+    priority_from_proto,
+    read,
+    timings_from_proto,
+    timings_to_proto,
+)
+from baton.results import DraftCounts, SpeculationTrace, Timings, Usage
 from baton.types import Priority, TokenRange
 from baton.v1 import orchestrator_pb2
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from baton.results import PrefillTrace, RankTiming, Timings
+from baton.prefill_trace import PrefillTrace, RankTiming
+from baton.results import Timings
 from baton.types import TokenRange
 from benchmarks.sides.served import split
 from benchmarks.support.streams import Measured, StreamTimes, make_load

@@ -5,18 +5,8 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from baton.results import (
-    DraftCounts,
-    Interval,
-    PrefillTrace,
-    PrefixFetch,
-    RankTiming,
-    SpeculationTrace,
-    Timings,
-    Usage,
-    WidthChoice,
-    WidthOption,
-)
+from baton.prefill_trace import Interval, PrefillTrace, PrefixFetch, RankTiming, WidthChoice, WidthOption
+from baton.results import DraftCounts, SpeculationTrace, Timings, Usage
 from baton.types import FinishReason, TokenRange
 from deploy.commands.timeline import draw_timeline
 

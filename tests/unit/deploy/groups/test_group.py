@@ -16,8 +16,9 @@ from baton.v1.prefill_pb2 import PrefillStatus
 from deploy.groups.agreement import Agreement
 from deploy.groups.chain_links import ChainLinks
 from deploy.groups.cluster import Cluster
-from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
+from deploy.groups.group import WorkerGroup
 from deploy.groups.restarts import Backoff
+from deploy.groups.surroundings import Heartbeat, Surroundings
 from tests.support.clusters.spawners import HOST, InProcessSpawner, tiny_worker
 from tests.support.models.tiny_models import random_decoder
 from transport.proto_types import kernels_to_proto

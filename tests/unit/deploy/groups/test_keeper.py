@@ -12,8 +12,8 @@ import pytest
 from baton.clock import SystemClock
 from baton.errors import ConfigError, UnavailableError
 from baton.results import ModelInfo
-from deploy.groups.group import Heartbeat, Surroundings
 from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
+from deploy.groups.surroundings import Heartbeat, Surroundings
 from orchestrator.api.host import OrchestratorHost
 from orchestrator.membership.view import ClusterView, GenerationGroup, Orders
 from planning.planner import ChainPlanner

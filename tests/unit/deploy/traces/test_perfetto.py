@@ -3,7 +3,8 @@
 import json
 from typing import Any
 
-from baton.results import Interval, PrefillTrace, RankTiming, Timings, Usage
+from baton.prefill_trace import Interval, PrefillTrace, RankTiming
+from baton.results import Timings, Usage
 from baton.types import FinishReason, TokenRange
 from deploy.traces.perfetto import perfetto_json
 from orchestrator.observability.stages import Trace

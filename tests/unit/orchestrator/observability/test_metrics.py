@@ -10,7 +10,8 @@ import pytest
 
 from baton.cluster_state import ClusterState
 from baton.errors import BatonError, ConfigError, InvalidArgumentError, ResourceExhaustedError
-from baton.results import PrefillTrace, RankTiming, Timings
+from baton.prefill_trace import PrefillTrace, RankTiming
+from baton.results import Timings
 from baton.sampling_params import SamplingParams
 from baton.types import TokenRange
 from orchestrator.observability.metrics import Metrics

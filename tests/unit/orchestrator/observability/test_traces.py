@@ -10,8 +10,9 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from baton.errors import BatonError, ConfigError, NotFoundError
+from baton.prefill_trace import Interval
 from baton.process.request_log import SERVED_REQUEST
-from baton.results import Interval, Timings, Usage
+from baton.results import Timings, Usage
 from baton.sampling_params import SamplingParams
 from baton.status import translate_rpc_errors
 from baton.types import FinishReason

@@ -1,0 +1,39 @@
+"""What all groups of one cluster share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from baton.clock import Clock
+from baton.settings.place import LOOPBACK
+from deploy.groups.agreement import Agreement
+from deploy.groups.restarts import Backoff
+from deploy.groups.spawner import Room, Spawner
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """How workers are watched by heartbeats."""
+
+    interval_s: float
+    """Seconds between two heartbeats, and for an answer to one."""
+    dead_after_s: float
+    """Seconds without an answered heartbeat after which a worker is killed and replaced."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the groups of one cluster share: spawner, heartbeat, clock and reports."""
+
+    spawner: Spawner
+    heartbeat: Heartbeat
+    clock: Clock
+    report: Callable[[str], None]
+    """Shows one line of text about an event to the user."""
+    changed: Callable[[], None] = lambda: None
+    """Called when a group has become ready, or has ceased to be."""
+    agreement: Agreement = field(default_factory=Agreement)
+    backoff: Backoff = field(default_factory=Backoff)
+    room: Room | None = None
+    """Reserves the places of workers; None where workers need none."""
+    host: str = LOOPBACK
+    """Address of this process's node, at which the ranks of chains find the store where they meet."""

@@ -1,0 +1,38 @@
+"""On which interface of a node the orchestrator serves, and at which address its clients reach it there."""
+
+import ipaddress
+import socket
+
+from deploy.ray_cluster.worker import node_address
+
+
+def serving_host(host: str) -> str:
+    """Return the interface on which clients are served on this node: the configured `host`, or this node's address
+    where that is another node's."""
+    return host if _is_own(host) else node_address()
+
+
+def client_host(host: str) -> str:
+    """Return the address at which clients reach an orchestrator on this node that is configured to serve on `host`."""
+    own = serving_host(host)
+    return node_address() if _is_wildcard(own) else own
+
+
+def _is_wildcard(host: str) -> bool:
+    """Return whether `host` stands for all interfaces of a machine, as 0.0.0.0 does."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:  # a name
+        return False
+
+
+def _is_own(host: str) -> bool:
+    """Return whether this machine has an interface with that address, or takes it for all of its interfaces."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)
+        for family, kind, protocol, _, address in found:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+    except OSError:
+        return False
+    return True
