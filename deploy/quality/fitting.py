@@ -3,6 +3,8 @@
 passage 1 -> queries and keys of every layer -> bases of all kinds, all ratios
 passage 2 -> the same                        -> attention that each captures -> the best kind of each ratio
 others    -> read through the policy         -> perplexity and bytes         -> the selection that reads least
+
+Kinds that capture nearly the same are told apart by a reading of the others, for what they cost differs by more.
 """
 
 import argparse
@@ -23,7 +25,7 @@ from deploy.options.screen import progress
 from deploy.quality.captured_mass import Captured, Guess, captured
 from deploy.quality.metrics import perplexity, relative_cost
 from deploy.quality.passages import Passage, PassageRows, Reading, prefill_contexts, read, shape_for
-from deploy.quality.selection_tuning import Found, Measured, tune
+from deploy.quality.selection_tuning import Found, Measured, cheapest, tune
 from deploy.quality.texts import Texts
 from deploy.quality.wanted import Wanted
 from generate_workers.residency.device import DeviceResidency
@@ -45,6 +47,8 @@ _NUM_JUDGED = 64
 """Number of queries by which bases are judged, evenly over the second half of the second passage."""
 _JUDGED_SHARE = 0.05
 """Fraction of the keys that each basis chooses by score when bases are compared."""
+_TIE = 0.001
+"""Difference of captured mass that says nothing about two bases: another number of threads makes as much."""
 _MASS_EVERY = 16
 """Steps between two at which the final selection's keys are weighed."""
 
@@ -59,7 +63,7 @@ class Judged:
     early_mass: float
     """Fraction captured by queries that were predicted a layer early."""
     is_best: bool
-    """Whether it captures most among bases with as many columns, at the lookahead asked for."""
+    """Whether no basis with as many columns captures more, by at least `_TIE`, at the lookahead asked for."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,7 @@ def judge(
     for basis, mass in zip(narrowed, masses, strict=True):
         best[basis.num_columns] = max(best.get(basis.num_columns, 0.0), mass[wanted.lookahead])
     judged = [
-        Judged(basis, *mass, is_best=mass[wanted.lookahead] == best[basis.num_columns])
+        Judged(basis, *mass, is_best=mass[wanted.lookahead] > best[basis.num_columns] - _TIE)
         for basis, mass in zip(narrowed, masses, strict=True)
     ]
     return tuple(judged), oracle
@@ -150,6 +154,7 @@ def select(bases: Sequence[Basis], wanted: Wanted, reader: "Reader") -> list[Fou
     basis with the least cost first. Raises ConfigError."""
     if wanted.by_hand is None:
         fixed = Selection(math.inf, 1.0, wanted.num_first, wanted.num_last, wanted.free_keys)
+        bases = cheapest(bases, fixed, wanted.context, reader.measure)
         return tune(bases, fixed, wanted.context, wanted.most_cost, reader.measure)
     selection = Selection(*wanted.by_hand, wanted.num_first, wanted.num_last, wanted.free_keys)
     found = [Found(basis, selection, reader.measure(basis, selection)) for basis in bases]
@@ -167,6 +172,7 @@ class Reader:
         self._shape = shape_for(decoder, passages)
         self._contexts = prefill_contexts(decoder, passages, console)
         self._full = self._read(DeviceResidency(self._shape, PagedMemory), "all keys", 0)
+        self._measured: dict[tuple[str, Selection], Measured] = {}
 
     @property
     def full_perplexity(self) -> float:
@@ -182,7 +188,13 @@ class Reader:
         return self._read(residency, _name(basis, selection), mass_every)
 
     def measure(self, basis: Basis, selection: Selection) -> Measured:
-        """Measure what a basis and selection cost and read. Implements deploy.quality.selection_tuning.Measure."""
+        """Measure what a basis and selection cost and read, once each. Implements selection_tuning.Measure."""
+        key = f"{basis.kind.value} {basis.num_columns}", selection
+        if key not in self._measured:
+            self._measured[key] = self._measure(basis, selection)
+        return self._measured[key]
+
+    def _measure(self, basis: Basis, selection: Selection) -> Measured:
         reading = self.read(basis, selection)
         cost, cost_error = relative_cost(reading.losses_BM, self._full.losses_BM)
         layout = self._shape.layout

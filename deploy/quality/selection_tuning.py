@@ -51,13 +51,22 @@ class Found:
 Measure = Callable[[Basis, Selection], Measured]
 
 
+def cheapest(bases: Sequence[Basis], fixed: Selection, context: int, measure: Measure) -> list[Basis]:
+    """Keep one of the bases with as many columns: the one that costs least under the tightest cap, without alpha."""
+    tightest = replace(fixed, alpha=math.inf, most_share=_caps(fixed, context)[0])
+    rivals = [[basis for basis in bases if basis.num_columns == num] for num in sorted({b.num_columns for b in bases})]
+    return [
+        group[0] if len(group) == 1 else min(group, key=lambda basis: measure(basis, tightest).cost) for group in rivals
+    ]
+
+
 def tune(bases: Sequence[Basis], fixed: Selection, context: int, most_cost: float, measure: Measure) -> list[Found]:
     """Find, for each basis and cap, the least alpha whose cost, even if it were a standard error worse, is at most
     `most_cost`, a fraction of perplexity. `fixed` has the numbers of keys that are always and freely chosen. Return the
     selections, the one that reads least first. `context` is the least number of tokens of the measured rows. Raises
     ConfigError when nothing keeps within the cost."""
     tries: list[Found] = []
-    caps = [cap for cap in CAPS if math.floor(cap * context) > fixed.free_keys] or list(CAPS[-1:])
+    caps = _caps(fixed, context)
 
     def attempt(basis: Basis, selection: Selection) -> Measured:
         tries.append(Found(basis, selection, measure(basis, selection)))
@@ -71,6 +80,11 @@ def tune(bases: Sequence[Basis], fixed: Selection, context: int, most_cost: floa
             " allow more, use larger --ratios, or more --rows and --steps to tell it more exactly"
         )
     return sorted(found, key=lambda each: each.measured.read_share)
+
+
+def _caps(fixed: Selection, context: int) -> list[float]:
+    """Return the caps that rows of so many tokens would feel, the tightest first."""
+    return [cap for cap in CAPS if math.floor(cap * context) > fixed.free_keys] or list(CAPS[-1:])
 
 
 def _tightest(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baton.errors import ConfigError
-from deploy.quality.selection_tuning import ALPHAS, CAPS, Measured, tune
+from deploy.quality.selection_tuning import ALPHAS, CAPS, Measured, cheapest, tune
 from modeling.forward.selection import Selection
 from modeling.sparse.bases import Basis, BasisKind
 
@@ -46,6 +46,19 @@ def brute(bases: list[Basis], most_cost: float, allowed: Callable[[float, float]
     tries = itertools.product(bases, ALPHAS, CAPS)
     measured = [Model().measure(each, Selection(alpha, cap, 3, 7)) for each, alpha, cap in tries if allowed(alpha, cap)]
     return min(each.read_share for each in measured if each.cost <= most_cost)
+
+
+def test_of_bases_as_wide_the_one_that_costs_least_is_tuned() -> None:
+    skew, plain, alone = basis(8), replace(basis(8), kind=BasisKind.COLUMNS), basis(4)
+    asked: list[tuple[BasisKind, float, float]] = []
+
+    def measure(basis: Basis, selection: Selection) -> Measured:
+        asked.append((basis.kind, selection.alpha, selection.most_share))
+        return Measured(0.01 if basis.kind is BasisKind.COLUMNS else 0.02, 0.5, 0.1, 0.3)
+
+    fixed = replace(FIXED, free_keys=256)
+    assert cheapest([skew, alone, plain], fixed, CONTEXT, measure) == [alone, plain]
+    assert asked == [(BasisKind.SKEW, math.inf, 0.07), (BasisKind.COLUMNS, math.inf, 0.07)]
 
 
 @pytest.mark.parametrize("most_cost", [0.02, 0.1, 0.3, 1.0])
