@@ -15,7 +15,7 @@ from gateway.bodies import MAX_PROMPTS, ChatBody, CompletionBody, SamplingBody, 
 from gateway.conversations import ChatRenderer
 from gateway.parsing.output import PLAIN, OutputRules
 from gateway.structured import structured_of
-from gateway.tool_choice import obliged_form, offered
+from gateway.tools.choice import obliged_form, offered
 from text.tokenizer import Tokenizer
 
 _OPTIONS = (
