@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from baton.client import AsyncClient, Client
     from baton.cluster_state import ClusterState, GenerationStatus, GroupState, PrefillStatus, Scaling, ScalingChange
     from baton.errors import BatonError
+    from baton.request_list import RequestList, RequestStatus
     from baton.results import (
         Choice,
         Completion,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     )
     from baton.sampling_params import SamplingParams
     from baton.structured_output import StructuredOutput
-    from baton.types import DraftRound, FinishReason, SampledToken, TokenEvent, TokenLogprob, TokenRange
+    from baton.types import DraftRound, FinishReason, SampledToken, TokenEvent, TokenLogprob, TokenOrigin, TokenRange
 
 __version__ = "0.2.0.dev0"
 
@@ -56,6 +57,8 @@ __all__ = [
     "PrefixFetch",
     "RankTiming",
     "Reconnect",
+    "RequestList",
+    "RequestStatus",
     "SampledToken",
     "SamplingParams",
     "Scaling",
@@ -66,6 +69,7 @@ __all__ = [
     "Timings",
     "TokenEvent",
     "TokenLogprob",
+    "TokenOrigin",
     "TokenRange",
     "Usage",
     "WidthChoice",
@@ -77,13 +81,14 @@ _NAMES_IN = {
     "baton.client": "AsyncClient Client",
     "baton.cluster_state": "ClusterState GenerationStatus GroupState PrefillStatus Scaling ScalingChange",
     "baton.errors": "BatonError",
+    "baton.request_list": "RequestList RequestStatus",
     "baton.results": "Choice Completion DraftCounts ModelInfo Placement PlacementTerms PrefillTrace PrefixFetch"
     " RankTiming SpeculationTrace Timings Usage WidthChoice WidthOption",
     "baton.calls.resume": "Reconnect",
     "baton.sampling_params": "SamplingParams",
     "baton.calls.streams": "AsyncStream Stream",
     "baton.structured_output": "StructuredOutput",
-    "baton.types": "DraftRound FinishReason SampledToken TokenEvent TokenLogprob TokenRange",
+    "baton.types": "DraftRound FinishReason SampledToken TokenEvent TokenLogprob TokenOrigin TokenRange",
 }
 _HOME_OF = MappingProxyType({name: home for home, names in _NAMES_IN.items() for name in names.split()})
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from baton.results import Interval
-from orchestrator.observability.stages import Stage, Trace
+from baton.stages import Stage
+from orchestrator.observability.stages import Trace
 
 _PROCESS = 1
 _REQUEST_THREAD = 1

@@ -36,6 +36,7 @@ CONFIGS = {
 }
 OPEN = ("Check", "Watch", "List")
 OPERATED = ("Drain", "Undrain", "StandIn", "Flip", "GetTrace", "UseCalibration", "UseStepTimes")
+IDENTIFYING = ("Generate", "GetRequests")
 
 Outcome = str | grpc.StatusCode
 
@@ -50,9 +51,9 @@ def expected(config: str, method: MethodDescriptor, key: str, is_member: bool) -
         return PASSED if is_member else UNKNOWN
     if config == "keys required":
         return UNKNOWN if key in ("no key", "a wrong key") else PASSED
-    # Generate looks at keys by itself, where tenants have any; all else is for everybody.
+    # These look at keys by themselves, where tenants have any; all else is for everybody.
     is_unknown = key == "a wrong key" or (key == "an operator's key" and config != "operators have keys")
-    return UNKNOWN if method.name == "Generate" and config != "no keys" and is_unknown else PASSED
+    return UNKNOWN if method.name in IDENTIFYING and config != "no keys" and is_unknown else PASSED
 
 
 def _expected_of_operation(config: str, key: str, is_member: bool) -> Outcome:

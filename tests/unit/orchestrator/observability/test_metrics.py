@@ -12,10 +12,10 @@ from baton.cluster_state import ClusterState
 from baton.errors import BatonError, ConfigError, InvalidArgumentError, ResourceExhaustedError
 from baton.results import PrefillTrace, RankTiming, Timings
 from baton.sampling_params import SamplingParams
+from baton.stages import first_token_stages
 from baton.types import TokenRange
 from orchestrator.observability.metrics import Metrics
 from orchestrator.observability.metrics_server import MetricsServer
-from orchestrator.observability.stages import first_token_stages
 from orchestrator.requests.config import AutoscalingConfig, OrchestratorConfig
 from planning.hardware import cpu_rank
 from planning.model_shape import SHAPES
