@@ -145,6 +145,8 @@ class HttpDoor:
         self._report(f"OpenAI's API over HTTP: {self.url}/v1, for example")
         header = "-H 'content-type: application/json'"
         self._report(f"  curl {self.url}/v1/chat/completions {header} -d '{_EXAMPLE}'")
+        if self._section.console:
+            self._report(f"web console: {self.url}/console")
 
 
 @contextlib.contextmanager
