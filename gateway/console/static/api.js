@@ -20,8 +20,8 @@ export function useKey(key) {
 }
 
 /** The cluster, its requests and the served model. Throws a ServerError, or a TypeError when the gateway is away. */
-export async function fetchState(signal) {
-  const answer = await fetch("api/state", { headers: callersHeaders(), signal, cache: "no-store" });
+export async function fetchState() {
+  const answer = await fetch("api/state", { headers: callersHeaders(), cache: "no-store" });
   if (!answer.ok) throw await refusal(answer);
   return answer.json();
 }

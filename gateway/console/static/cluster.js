@@ -2,7 +2,7 @@
 
 import { byId, el, reconcile, stackedBar, terms } from "./dom.js";
 import { bytes, count, duration, plural, rate, share } from "./format.js";
-import { median } from "./rates.js";
+import { jobsDone, median } from "./rates.js";
 
 const WORDS = {
   yes: ["ready", "good"],
@@ -71,7 +71,7 @@ function prefillCard({ group, rate: jobs }) {
     const jobs = rank.num_jobs === null ? "silent" : plural(rank.num_jobs, "job");
     return el("li", { class: "rank", dataset: { level }, title: group.endpoints[rank.rank] }, el("strong", {}, `rank ${rank.rank}`), jobs);
   });
-  const done = group.ranks.at(-1)?.num_jobs_done;
+  const done = jobsDone(group);
   return el(
     "li",
     { class: "group" },
@@ -81,7 +81,7 @@ function prefillCard({ group, rate: jobs }) {
     el("dl", { class: "facts" }, ...terms([
       ["requests", count(group.num_requests)],
       ["jobs/s", rate(jobs)],
-      ["jobs done", done === null || done === undefined ? "-" : count(done)],
+      ["jobs done", done === null ? "-" : count(done)],
       ["epoch", count(group.epoch)],
     ])),
   );
@@ -96,7 +96,7 @@ function generationCard({ group, rate: steps }) {
     ["steps/s", rate(steps)],
     ["last step", step ? duration(step.took_ms) : "-", step ? stepNote(step) : ""],
     ["KV", bytes(held.kv.num_bytes - held.kv.num_bytes_free), `of ${bytes(held.kv.num_bytes)}`],
-    ["attention", held.residency, held.is_approximate ? "approximate" : ""],
+    ["residency", held.residency, held.is_approximate ? "approximate" : ""],
     ["device", held.device || "-"],
   ];
   if (held.speculation) {

@@ -17,7 +17,7 @@ const rates = new Rates();
 let latest = null;
 let isPaused = false;
 let timer = null;
-let asking = null;
+let isAsking = false;
 
 function screen() {
   return SCREENS.find((name) => !byId(`screen-${name}`).hidden);
@@ -43,18 +43,18 @@ function draw() {
 /** Ask once, then again after the rest of the period; not at all while the page is hidden or paused. */
 async function tick() {
   clearTimeout(timer);
-  if (isPaused || document.hidden || asking) return;
+  if (isPaused || document.hidden || isAsking) return;
   const began = performance.now();
-  asking = new AbortController();
+  isAsking = true;
   try {
-    latest = await fetchState(asking.signal);
+    latest = await fetchState();
     rates.add(latest);
     tell(null);
     draw();
   } catch (error) {
     tell(error);
   }
-  asking = null;
+  isAsking = false;
   timer = setTimeout(tick, Math.max(0, PERIOD_MS - (performance.now() - began)));
 }
 

@@ -43,7 +43,7 @@ function slotTier({ name, kv, num_bytes_held, num_device_bytes, device }) {
   const tiers = [
     tier(isHost ? "host" : "home", parts, said, share(used, kv.num_bytes)),
     fact("touched", `${bytes(num_bytes_held)} in pages that were written`),
-    fact("device", isHost ? "the CPU computes in host memory" : `${bytes(num_device_bytes)} on ${device || "an unknown device"}`),
+    fact("device", isHost ? "the CPU computes in host memory" : `${bytes(num_device_bytes)} of KV (${device || "unknown"})`),
   ];
   return el("li", { class: "tier-group" }, el("h4", {}, name), el("dl", { class: "tier-rows" }, ...tiers));
 }

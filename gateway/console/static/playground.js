@@ -176,7 +176,7 @@ class Turn {
     this.#spans[place].className = `token from-${token.kind}`;
     this.#spans[place].title = `${token.group}: ${token.how}`;
     const [predicted, taken] = [token.predicted_ms, token.taken_ms].map((ms) => (ms === null ? "" : ms.toFixed(1)));
-    const cells = [visible(token.text), token.group, token.step ? `${token.step}: ${token.how}` : token.how, predicted, taken];
+    const cells = [visible(token), token.group, token.step ? `${token.step}: ${token.how}` : token.how, predicted, taken];
     this.#rows[place].className = `from-${token.kind}`;
     this.#rows[place].replaceChildren(el("th", { scope: "row" }, String(token.index)), ...cells.map((text) => el("td", {}, text)));
   }

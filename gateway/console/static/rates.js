@@ -19,9 +19,9 @@ export class Rates {
     return this.#grown((state) => group(state, name)?.generation?.num_steps);
   }
 
-  /** Jobs a second that the last rank of a prefill group has done. */
+  /** Jobs a second of a prefill group. */
   jobs(name) {
-    return this.#grown((state) => group(state, name)?.ranks.at(-1)?.num_jobs_done);
+    return this.#grown((state) => jobsDone(group(state, name)));
   }
 
   /** Output tokens a second, of all requests. */
@@ -59,6 +59,12 @@ export class Rates {
   #seconds() {
     return this.#states.length < 2 ? 0 : (this.#states.at(-1).now_ms - this.#states[0].now_ms) / 1000;
   }
+}
+
+/** Jobs that a prefill group has done: those of its busiest rank, as a job may need some ranks only. */
+export function jobsDone(group) {
+  const done = group?.ranks.map((rank) => rank.num_jobs_done).filter((num) => num !== null) ?? [];
+  return done.length ? Math.max(...done) : null;
 }
 
 /** The median of some numbers; null without any. */

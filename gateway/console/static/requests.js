@@ -95,7 +95,7 @@ function facts(request) {
   }
   found.push(["attempts", count(request.num_attempts), request.num_failures ? `${request.num_failures} failed` : ""]);
   if (request.num_cached_tokens) found.push(["prompt tokens cached", count(request.num_cached_tokens), `of ${count(request.num_prompt_tokens)}`]);
-  if (request.taken.residency) found.push(["attention", request.taken.residency]);
+  if (request.taken.residency) found.push(["residency", request.taken.residency]);
   if (request.error) found.push(["error", request.error]);
   if (request.id) found.push(["id", request.id], ["tenant", request.tenant]);
   return found;

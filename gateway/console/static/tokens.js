@@ -62,7 +62,7 @@ export class Tokens {
   }
 }
 
-/** A token's text with what cannot be seen made visible. */
-export function visible(text) {
-  return text === "" ? "(none)" : text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ /, "␣");
+/** A token's text with what cannot be seen made visible; its id where it has no text, like a token that ends. */
+export function visible({ text, id }) {
+  return text === "" ? `(id ${id})` : text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ /, "␣");
 }
