@@ -117,6 +117,22 @@ async def test_tokens_say_where_they_come_from_once_for_each_change() -> None:
         assert [each and (each.generation, each.prefill) for each in local] == [("group-0", ""), *[None] * 5]
 
 
+async def test_an_attempt_elsewhere_is_another_origin_and_the_status_names_its_group() -> None:
+    async with relay(num_groups=2, config=HASTY) as made, AsyncClient(f"{HOST}:{made.server.port}") as client:
+        stream = client.generate(token_ids=prompt(40), params=replace(PARAMS, max_tokens=60))
+        events = [await anext(stream) for _ in range(3)]
+        busy = await made.busy_group()
+        await made.groups[busy].stop()
+        events += [event async for event in stream]
+        told = [(event.index, event.origin.generation, event.origin.prefill) for event in events if event.origin]
+        before, after = f"group-{busy}", f"group-{1 - busy}"
+        assert told[:2] == [(0, before, "chain"), (1, before, "")]
+        resumed = told[2][0]
+        assert told[2:] == [(resumed, after, "chain"), (resumed + 1, after, "")]
+        (status,) = (await client.requests()).requests
+        assert (status.generation, status.num_failures, status.usage.num_attempts) == (after, 1, 2)
+
+
 async def test_keys_decide_who_is_told() -> None:
     tenants = Tenants(
         (Tenant("acme", key_hashes=(hash_key("a"),)),), require_key=True, operator_hashes=(hash_key("boss"),)
