@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from baton.client import AsyncClient, Client
     from baton.cluster_state import ClusterState, GenerationStatus, GroupState, PrefillStatus, Scaling, ScalingChange
     from baton.errors import BatonError
-    from baton.prefill_trace import (
+    from baton.request_list import RequestList, RequestStatus
+    from baton.results.completion import Choice, Completion, ModelInfo, Usage
+    from baton.results.prefill_trace import (
         Placement,
         PlacementTerms,
         PrefillTrace,
@@ -22,10 +24,10 @@ if TYPE_CHECKING:
         WidthChoice,
         WidthOption,
     )
-    from baton.results import Choice, Completion, DraftCounts, ModelInfo, SpeculationTrace, Timings, Usage
+    from baton.results.timings import DraftCounts, SpeculationTrace, Timings
     from baton.sampling_params import SamplingParams
     from baton.structured_output import StructuredOutput
-    from baton.types import DraftRound, FinishReason, SampledToken, TokenEvent, TokenLogprob, TokenRange
+    from baton.types import DraftRound, FinishReason, SampledToken, TokenEvent, TokenLogprob, TokenOrigin, TokenRange
 
 __version__ = "0.2.0.dev0"
 
@@ -50,6 +52,8 @@ __all__ = [
     "PrefixFetch",
     "RankTiming",
     "Reconnect",
+    "RequestList",
+    "RequestStatus",
     "SampledToken",
     "SamplingParams",
     "Scaling",
@@ -60,6 +64,7 @@ __all__ = [
     "Timings",
     "TokenEvent",
     "TokenLogprob",
+    "TokenOrigin",
     "TokenRange",
     "Usage",
     "WidthChoice",
@@ -71,13 +76,16 @@ _NAMES_IN = {
     "baton.client": "AsyncClient Client",
     "baton.cluster_state": "ClusterState GenerationStatus GroupState PrefillStatus Scaling ScalingChange",
     "baton.errors": "BatonError",
-    "baton.prefill_trace": "Placement PlacementTerms PrefillTrace PrefixFetch RankTiming WidthChoice WidthOption",
-    "baton.results": "Choice Completion DraftCounts ModelInfo SpeculationTrace Timings Usage",
+    "baton.request_list": "RequestList RequestStatus",
+    "baton.results.completion": "Choice Completion ModelInfo Usage",
+    "baton.results.prefill_trace": "Placement PlacementTerms PrefillTrace PrefixFetch RankTiming WidthChoice"
+    " WidthOption",
+    "baton.results.timings": "DraftCounts SpeculationTrace Timings",
     "baton.calls.resume": "Reconnect",
     "baton.sampling_params": "SamplingParams",
     "baton.calls.streams": "AsyncStream Stream",
     "baton.structured_output": "StructuredOutput",
-    "baton.types": "DraftRound FinishReason SampledToken TokenEvent TokenLogprob TokenRange",
+    "baton.types": "DraftRound FinishReason SampledToken TokenEvent TokenLogprob TokenOrigin TokenRange",
 }
 _HOME_OF = MappingProxyType({name: home for home, names in _NAMES_IN.items() for name in names.split()})
 

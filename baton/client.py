@@ -28,8 +28,9 @@ from baton.cluster_state import ClusterState, cluster_state_from_proto
 from baton.errors import RequestCancelledError
 from baton.process.endless import is_task_cancelled
 from baton.process.tracing import trace_metadata
-from baton.proto_types import model_from_proto
-from baton.results import ModelInfo
+from baton.proto_types import model_from_proto, requests_from_proto
+from baton.request_list import RequestList
+from baton.results.completion import ModelInfo
 from baton.sampling_params import SamplingOptions, SamplingParams
 from baton.status import translate_rpc_errors
 from baton.v1 import orchestrator_pb2, orchestrator_pb2_grpc
@@ -108,6 +109,9 @@ class _BaseClient(ABC, Generic[StreamT]):
         state = StreamState(request, self._server, self._reconnect, self._clock, deadline_s=deadline_s)
         return self._start(state, (*self._caller, *trace_metadata(), *(metadata or {}).items()))
 
+    def _sent(self, metadata: Mapping[str, str] | None) -> Metadata:
+        return *self._caller, *(metadata or {}).items()
+
     @abstractmethod
     def _connect(self) -> None: ...
 
@@ -130,17 +134,26 @@ class Client(_BaseClient[Stream]):
     def model(self, timeout_s: float = 10.0, *, metadata: Mapping[str, str] | None = None) -> ModelInfo:
         """Return the served model. `metadata` is sent as gRPC metadata. Blocks. Raises UnavailableError or
         DeadlineExceededError without an answer."""
-        sent = (*self._caller, *(metadata or {}).items())
+        request, sent = orchestrator_pb2.GetModelRequest(), self._sent(metadata)
         with self._errors():
-            request = orchestrator_pb2.GetModelRequest()
             return model_from_proto(self._stub.GetModel(request, timeout=timeout_s, metadata=sent))
 
-    def cluster_state(self, timeout_s: float = 10.0) -> ClusterState:
-        """Return the cluster's state. Blocks. Raises UnavailableError or DeadlineExceededError without an answer."""
-        request = orchestrator_pb2.GetClusterStateRequest()
+    def cluster_state(self, timeout_s: float = 10.0, *, metadata: Mapping[str, str] | None = None) -> ClusterState:
+        """Return the cluster's state. `metadata` is sent as gRPC metadata. Blocks. Raises UnavailableError or
+        DeadlineExceededError without an answer."""
+        request, sent = orchestrator_pb2.GetClusterStateRequest(), self._sent(metadata)
         with self._errors():
-            state = self._stub.GetClusterState(request, timeout=timeout_s, metadata=self._caller)
-            return cluster_state_from_proto(state)
+            return cluster_state_from_proto(self._stub.GetClusterState(request, timeout=timeout_s, metadata=sent))
+
+    def requests(
+        self, timeout_s: float = 10.0, *, num_ended: int = 64, metadata: Mapping[str, str] | None = None
+    ) -> RequestList:
+        """Return the requests that wait or run, and the latest `num_ended` that have ended, without prompts and
+        outputs. `metadata` is sent as gRPC metadata. Blocks. Raises UnavailableError or DeadlineExceededError without
+        an answer."""
+        request, sent = orchestrator_pb2.GetRequestsRequest(num_ended=num_ended), self._sent(metadata)
+        with self._errors():
+            return requests_from_proto(self._stub.GetRequests(request, timeout=timeout_s, metadata=sent))
 
     def close(self) -> None:
         """Cancel all streams, also those that wait to reconnect, and close the connection. May be called twice."""
@@ -186,17 +199,28 @@ class AsyncClient(_BaseClient[AsyncStream]):
     async def model(self, timeout_s: float = 10.0, *, metadata: Mapping[str, str] | None = None) -> ModelInfo:
         """Return the model that is served. `metadata` is sent as gRPC metadata. Raises UnavailableError or
         DeadlineExceededError without an answer."""
-        sent = (*self._caller, *(metadata or {}).items())
+        request, sent = orchestrator_pb2.GetModelRequest(), self._sent(metadata)
         with self._errors():
-            request = orchestrator_pb2.GetModelRequest()
             return model_from_proto(await self._stub.GetModel(request, timeout=timeout_s, metadata=sent))
 
-    async def cluster_state(self, timeout_s: float = 10.0) -> ClusterState:
-        """Return the cluster's state. Raises UnavailableError or DeadlineExceededError without an answer."""
-        request = orchestrator_pb2.GetClusterStateRequest()
+    async def cluster_state(
+        self, timeout_s: float = 10.0, *, metadata: Mapping[str, str] | None = None
+    ) -> ClusterState:
+        """Return the cluster's state. `metadata` is sent as gRPC metadata. Raises UnavailableError or
+        DeadlineExceededError without an answer."""
+        request, sent = orchestrator_pb2.GetClusterStateRequest(), self._sent(metadata)
         with self._errors():
-            state = await self._stub.GetClusterState(request, timeout=timeout_s, metadata=self._caller)
-            return cluster_state_from_proto(state)
+            return cluster_state_from_proto(await self._stub.GetClusterState(request, timeout=timeout_s, metadata=sent))
+
+    async def requests(
+        self, timeout_s: float = 10.0, *, num_ended: int = 64, metadata: Mapping[str, str] | None = None
+    ) -> RequestList:
+        """Return the requests that wait or run, and the latest `num_ended` that have ended, without prompts and
+        outputs. `metadata` is sent as gRPC metadata. Raises UnavailableError or DeadlineExceededError without an
+        answer."""
+        request, sent = orchestrator_pb2.GetRequestsRequest(num_ended=num_ended), self._sent(metadata)
+        with self._errors():
+            return requests_from_proto(await self._stub.GetRequests(request, timeout=timeout_s, metadata=sent))
 
     async def close(self) -> None:
         """Cancel all streams, also those that wait to reconnect, and close the connection. May be called twice."""

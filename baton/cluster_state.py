@@ -44,6 +44,15 @@ class GroupState:
     """Name of the group from which the group has borrowed its worker; empty when its workers are its own."""
 
     @property
+    def readiness(self) -> str:
+        """One word that says whether the group gets work, or why it gets none: yes, no, draining, drained or broken."""
+        if self.is_drained:
+            return "draining" if self.num_requests else "drained"
+        if self.is_broken:
+            return "broken"
+        return "yes" if self.is_ready else "no"
+
+    @property
     def statuses(self) -> tuple[GenerationStatus | PrefillStatus, ...]:
         """What the group's workers said last, in rank order, without those that do not answer."""
         own = () if self.generation is None else (self.generation,)

@@ -14,7 +14,9 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from baton.errors import InvalidArgumentError, VersionMismatchError
-from baton.prefill_trace import (
+from baton.request_list import RequestList, RequestStatus
+from baton.results.completion import ModelInfo, Usage
+from baton.results.prefill_trace import (
     Interval,
     Placement,
     PlacementTerms,
@@ -24,10 +26,19 @@ from baton.prefill_trace import (
     WidthChoice,
     WidthOption,
 )
-from baton.results import DraftCounts, ModelInfo, SpeculationTrace, Timings
+from baton.results.timings import DraftCounts, SpeculationTrace, Timings
 from baton.sampling_params import SamplingParams, check_list_lengths
 from baton.structured_output import StructuredOutput, check_choice_length
-from baton.types import DraftRound, FinishReason, Priority, SampledToken, TokenEvent, TokenLogprob, TokenRange
+from baton.types import (
+    DraftRound,
+    FinishReason,
+    Priority,
+    SampledToken,
+    TokenEvent,
+    TokenLogprob,
+    TokenOrigin,
+    TokenRange,
+)
 from baton.v1 import common_pb2, generate_pb2, orchestrator_pb2, prefill_pb2
 
 if TYPE_CHECKING:
@@ -165,6 +176,7 @@ def event_to_proto(event: TokenEvent) -> generate_pb2.TokenEvent:
         choice=event.choice,
         prompt=[sampled_to_proto(token) for token in event.prompt],
         drafts=None if event.drafts is None else generate_pb2.DraftRound(**vars(event.drafts)),
+        origin=None if event.origin is None else generate_pb2.TokenOrigin(**vars(event.origin)),
     )
 
 
@@ -180,6 +192,7 @@ def event_from_proto(message: generate_pb2.TokenEvent) -> TokenEvent:
         choice=message.choice,
         prompt=tuple([sampled_from_proto(token) for token in message.prompt]) if message.prompt else (),
         drafts=read(DraftRound, message.drafts) if message.HasField("drafts") else None,
+        origin=read(TokenOrigin, message.origin) if message.HasField("origin") else None,
     )
 
 
@@ -232,6 +245,41 @@ def _placement_from_proto(message: orchestrator_pb2.Placement) -> Placement:
     chain = read(PlacementTerms, message.chain) if message.HasField("chain") else None
     local = read(PlacementTerms, message.local) if message.HasField("local") else None
     return Placement(message.reason, chain, local)
+
+
+def requests_to_proto(requests: RequestList) -> orchestrator_pb2.RequestList:
+    """Return the orchestrator's requests as a message."""
+    return orchestrator_pb2.RequestList(
+        now_ns=requests.now_ns,
+        requests=[
+            orchestrator_pb2.RequestStatus(
+                **vars(each)
+                | {
+                    "usage": orchestrator_pb2.Usage(**vars(each.usage)),
+                    "timings": timings_to_proto(each.timings),
+                    "reasons": [finish_to_proto(reason) for reason in each.reasons],
+                }
+            )
+            for each in requests.requests
+        ],
+    )
+
+
+def requests_from_proto(message: orchestrator_pb2.RequestList) -> RequestList:
+    """Return the message's requests. Raises InvalidArgumentError for a rank's reversed token range, and
+    VersionMismatchError for an unknown finish reason."""
+    return RequestList(message.now_ns, tuple(_request_from_proto(each) for each in message.requests))
+
+
+def _request_from_proto(message: orchestrator_pb2.RequestStatus) -> RequestStatus:
+    reasons = (finish_from_proto(each) for each in message.reasons)
+    return read(
+        RequestStatus,
+        message,
+        usage=read(Usage, message.usage),
+        timings=timings_from_proto(message.timings),
+        reasons=tuple(reason for reason in reasons if reason is not None),
+    )
 
 
 def model_from_proto(message: orchestrator_pb2.Model) -> ModelInfo:

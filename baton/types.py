@@ -156,6 +156,19 @@ class DraftRound:
 
 
 @dataclass(frozen=True)
+class TokenOrigin:
+    """The groups that a choice's tokens come from, from one token on."""
+
+    generation: str
+    """Name of the generation group that has the choice's row."""
+    prefill: str = ""
+    """Name of the prefill group whose last rank sampled this one token; empty: the generation group did."""
+    predicted_step_s: float = 0.0
+    """Predicted seconds of a step of the generation group without drafts, with the rows that it had when the attempt
+    was placed; 0 where nothing was predicted."""
+
+
+@dataclass(frozen=True)
 class TokenEvent:
     """One event of a stream: one choice's next token, or its end, or both.
 
@@ -179,6 +192,8 @@ class TokenEvent:
     """The prompt's tokens with their logprobs, if these were asked for; sent with position 0 of choice 0."""
     drafts: DraftRound | None = None
     """The drafts that were verified for the choice in one step; set on the step's last token."""
+    origin: TokenOrigin | None = None
+    """The groups that the token comes from; set where they differ from those of the choice's token before."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from baton.results import Choice, Completion, Usage
+from baton.results.completion import Choice, Completion, Usage
 from baton.types import FinishReason, SampledToken, TokenEvent
 
 Object = dict[str, Any]

@@ -22,6 +22,7 @@ from baton.types import TokenEvent
 from gateway.answers import Chats, Completions, Head, Object, Writer
 from gateway.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.chat_answers import ParsedChats
+from gateway.console.routes import Console
 from gateway.errors import error_body, error_headers, status_of
 from gateway.middleware import BodyLimit, RequestCounts
 from gateway.openapi import ERRORS, STREAMED, describe
@@ -37,7 +38,11 @@ _DONE = b"data: [DONE]\n\n"
 class Gateway:
     """Answers requests by one upstream server."""
 
-    def __init__(self, upstream: Upstream, reader: Reader, store: ResponseStore) -> None:
+    def __init__(
+        self, upstream: Upstream, reader: Reader, store: ResponseStore, console: Console | None = None
+    ) -> None:
+        """`console` is served beside the API; None: there is none."""
+        self._console = console
         self._upstream = upstream
         self._reader = reader
         self._responses = Responses(upstream, reader, store)
@@ -57,6 +62,8 @@ class Gateway:
         app.post("/detokenize")(self.detokenize)
         app.get("/health", response_class=Response)(self.health)
         app.get("/ready", response_class=Response)(self.ready)
+        if self._console is not None:
+            app.include_router(self._console.router())
         app.get("/metrics", include_in_schema=False)(self.metrics)
         app.exception_handler(BatonError)(self._refused)
         app.exception_handler(RequestValidationError)(self._malformed)

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from baton.results import Usage
+from baton.results.completion import Usage
 from baton.types import TokenEvent
 from gateway.answers import FINISHES, Chats, Head, Object, usage_of
 from gateway.parsing.gathered import Gathered

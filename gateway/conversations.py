@@ -1,7 +1,7 @@
 """Renders chats with tools for one model, and says how its output is to be read. Any thread may use it.
 
 Tools are told to a model by its own chat template. SmolLM2's takes none: its tools are told in the system's message, in
-the words that it was trained on (`gateway.tool_prompt`).
+the words that it was trained on (`gateway.tools.prompt`).
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from gateway.bodies import Message, Tool, ToolCall
 from gateway.parsing.call_formats import OBLIGED, CallFormat, format_of
 from gateway.parsing.output import OutputRules
 from gateway.parsing.reasoning import BEGIN, END
-from gateway.tool_prompt import prompted
+from gateway.tools.prompt import prompted
 from text.tokenizer import Tokenizer
 
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
@@ -57,7 +57,7 @@ class ChatRenderer:
         self, rendered: str, tools: Sequence[Tool], *, most_calls: int | None = None, is_obliged: bool = False
     ) -> OutputRules:
         """Return how the model's output is to be read after a chat that was rendered as this text. `is_obliged`: its
-        form is that of `gateway.tool_choice.obliged_form`."""
+        form is that of `gateway.tools.choice.obliged_form`."""
         names = frozenset(tool.function.name for tool in tools)
         if is_obliged:
             return OutputRules(replace(OBLIGED, has_short_ids=self._has_short_ids), names, most_calls)

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from baton.errors import InvalidArgumentError, NotFoundError
-from baton.results import ModelInfo
+from baton.results.completion import ModelInfo
 from baton.sampling_params import SamplingOptions
 from gateway.bodies import MAX_PROMPTS, ChatBody, CompletionBody, SamplingBody, TokenizeBody
 from gateway.conversations import ChatRenderer
 from gateway.parsing.output import PLAIN, OutputRules
 from gateway.structured import structured_of
-from gateway.tool_choice import obliged_form, offered
+from gateway.tools.choice import obliged_form, offered
 from text.tokenizer import Tokenizer
 
 _OPTIONS = (

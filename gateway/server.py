@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 from baton.clock import SystemClock
 from baton.errors import ConfigError
 from gateway.app import Gateway
+from gateway.console.routes import Console
 from gateway.reading import Reader
 from gateway.responses.store import DEFAULT_LIMITS, ResponseStore, StoreLimits
 from gateway.upstream import Upstream
@@ -46,12 +47,15 @@ class HttpServer:
         certificate: Certificate | None = None,
         limits: StoreLimits = DEFAULT_LIMITS,
         spans: TracerProvider | None = None,
+        has_console: bool = True,
     ) -> Self:
         """Serve on a bound socket, which is the server's from here on; return once requests are answered. The upstream
         stays its owner's. `limits` bound the responses that are kept. `spans` makes a span of each request, and
-        stays its owner's; None: there are none. Raises ConfigError when the certificate cannot be
-        read; the socket is closed then."""
-        app = Gateway(upstream, reader, ResponseStore(limits, SystemClock())).app()
+        stays its owner's; None: there are none. `has_console` says whether the web console is served, too. Raises
+        ConfigError when the certificate cannot be read; the socket is closed then."""
+        clock = SystemClock()
+        console = Console(upstream, reader, clock) if has_console else None
+        app = Gateway(upstream, reader, ResponseStore(limits, clock), console).app()
         config = uvicorn.Config(
             app if spans is None else _traced(app, spans),
             log_config=None,
@@ -103,7 +107,7 @@ def _traced(app: ASGIApp, spans: TracerProvider) -> ASGIApp:
     """Return the application with a span around each request, to the end of its stream."""
     from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware  # here, because few gateways need it
 
-    untraced = "/health,/ready,/metrics,/openapi.json"
+    untraced = "/health,/ready,/metrics,/openapi.json,/console/$,/console/static,/console/api/state"
     traced: ASGIApp = OpenTelemetryMiddleware(
         app, excluded_urls=untraced, tracer_provider=spans, exclude_spans=["send", "receive"]
     )

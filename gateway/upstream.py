@@ -9,8 +9,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.calls.streams import AsyncStream
 from baton.client import AsyncClient
+from baton.cluster_state import ClusterState
 from baton.errors import BatonError
-from baton.results import Completion, ModelInfo, Usage
+from baton.request_list import RequestList
+from baton.results.completion import Completion, ModelInfo, Usage
 from baton.status import translate_rpc_errors
 from baton.types import TokenEvent
 from gateway.reading import Asked
@@ -18,7 +20,7 @@ from transport.channel import make_channel
 
 _SERVICE = "baton.v1.Orchestrator"
 _ANSWER_S = 5.0
-"""Seconds that the server has to tell its health."""
+"""Seconds that the server has to tell its health, its state or its requests."""
 
 
 class Upstream:
@@ -44,6 +46,14 @@ class Upstream:
     async def model(self, metadata: Mapping[str, str]) -> ModelInfo:
         """Return the model that is served. Raises what the server refuses, and UnavailableError without an answer."""
         return await self._client.model(metadata=metadata)
+
+    async def state(self, metadata: Mapping[str, str]) -> ClusterState:
+        """Return the cluster's state. Raises what the server refuses, and UnavailableError without an answer."""
+        return await self._client.cluster_state(_ANSWER_S, metadata=metadata)
+
+    async def requests(self, num_ended: int, metadata: Mapping[str, str]) -> RequestList:
+        """Return the requests that wait or run, and the latest `num_ended` that have ended. Raises as `state` does."""
+        return await self._client.requests(_ANSWER_S, num_ended=num_ended, metadata=metadata)
 
     async def is_serving(self) -> bool:
         """Return whether the server says that it serves."""
@@ -84,6 +94,11 @@ class Answers:
     def usages(self) -> list[Usage]:
         """Usage of each prompt whose stream has ended."""
         return [each.usage for each in self._streams if each.usage is not None]
+
+    @property
+    def outputs(self) -> list[Completion]:
+        """Output of each prompt, as far as it has come."""
+        return [each.output for each in self._streams]
 
     async def collect(self) -> list[Completion]:
         """Wait for the end of all streams and return their outputs. Raises the first error."""

@@ -82,6 +82,8 @@ class Controller:
         has failed, so that a supervisor can check its workers at once."""
         self.metrics, self._traces = Metrics(), traces or Traces()
         self._journal = Journal(clock, self.metrics, self._traces, planner)
+        self.requests = self._journal.book
+        """The requests that wait or run, and the latest that have ended."""
         self._clock = clock
         self._config = config or OrchestratorConfig()
         self._on_failure = on_failure
@@ -171,6 +173,7 @@ class Controller:
             raise
         self._budget.earn()
         self._scaler.arrived(record)
+        self._journal.joined(record)
         return _Run(record, entry, forecast)
 
     def _check_choices(self, num_choices: int) -> None:

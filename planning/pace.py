@@ -14,7 +14,7 @@ does not feed on itself. A job counts only on ranks that served no later job mea
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 
-from baton.prefill_trace import RankTiming
+from baton.results.prefill_trace import RankTiming
 from baton.types import TokenRange
 
 _NUM_RECENT = 16

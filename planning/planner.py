@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from baton.errors import ConfigError, InvalidArgumentError
-from baton.prefill_trace import RankTiming
+from baton.results.prefill_trace import RankTiming
 from baton.types import TokenRange
 from planning.calibration import Calibration
 from planning.chain.partition import as_ranges, check_partition_request

@@ -4,7 +4,7 @@ What is compared when a request is placed (`orchestrator.placement.predictions`)
 (`planning.study.break_even`): both are made here, of the planner's predictions. Pure.
 """
 
-from baton.prefill_trace import PlacementTerms
+from baton.results.prefill_trace import PlacementTerms
 from baton.types import TokenRange
 from planning.planner import ChainPlanner
 

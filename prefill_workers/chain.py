@@ -28,7 +28,7 @@ from concurrent.futures import Future
 from torch import Tensor
 
 from baton.clock import Clock
-from baton.prefill_trace import Interval
+from baton.results.prefill_trace import Interval
 from baton.types import SampledToken
 from modeling.forward.decoder import Decoder
 from modeling.forward.sampling import SamplerState, sample

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from baton.errors import InvalidArgumentError
 from baton.ids import Epoch, JobId, Rank, RequestId
-from baton.prefill_trace import Interval
+from baton.results.prefill_trace import Interval
 from baton.sampling_params import SamplingParams
 from baton.types import SampledToken, TokenRange
 from modeling.forward.sampling import TokenMasks

@@ -2,7 +2,7 @@
 # Installs the programs of Debian that tests run and no Python package has, where they are missing. Needs root.
 set -euo pipefail
 
-packages=(prometheus)
+packages=(chromium prometheus)
 
 missing=()
 for package in "${packages[@]}"; do

@@ -67,6 +67,7 @@ VERSIONED = (
     "/baton.v1.BlockExchange/",
     "/baton.v1.Admin/",
     "/baton.v1.Orchestrator/GetClusterState",
+    "/baton.v1.Orchestrator/GetRequests",
 )
 """Methods, by how their names begin, whose messages may change with a version: their callers must have this one's."""
 

@@ -18,7 +18,8 @@ from baton.errors import (
     VersionMismatchError,
 )
 from baton.proto_types import event_from_proto, read, timings_from_proto
-from baton.results import Choice, Completion, Timings, Usage
+from baton.results.completion import Choice, Completion, Usage
+from baton.results.timings import Timings
 from baton.types import FinishReason, SampledToken, TokenEvent
 from baton.v1 import common_pb2, generate_pb2, orchestrator_pb2
 

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/generate.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"\xd6\x01\n\rStreamRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\"\n\x07history\x18\x02 \x01(\x0b\x32\x11.baton.v1.History\x12!\n\x05lease\x18\x03 \x01(\x0b\x32\x12.baton.v1.LeaseRef\x12\x0e\n\x06keep_s\x18\x04 \x01(\x01\x12\x0e\n\x06number\x18\x05 \x01(\x06\x12$\n\x08takeover\x18\x06 \x01(\x0b\x32\x12.baton.v1.Takeover\x12$\n\x05store\x18\x07 \x01(\x0b\x32\x15.baton.v1.BlockNaming\"1\n\x0b\x42lockNaming\x12\x14\n\x0c\x62lock_tokens\x18\x01 \x01(\r\x12\x0c\n\x04salt\x18\x02 \x01(\t\"-\n\x08Takeover\x12!\n\x07outputs\x18\x01 \x03(\x0b\x32\x10.baton.v1.Output\"\x1f\n\rCancelRequest\x12\x0e\n\x06number\x18\x01 \x01(\x06\"\r\n\x0b\x43\x61ncelReply\"\x9e\x02\n\nTokenEvent\x12\r\n\x05index\x18\x01 \x01(\r\x12%\n\x05token\x18\x02 \x01(\x0b\x32\x16.baton.v1.SampledToken\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0f\n\x07unix_ns\x18\x04 \x01(\x06\x12&\n\x06\x66inish\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x07 \x01(\r\x12&\n\x06prompt\x18\x08 \x03(\x0b\x32\x16.baton.v1.SampledToken\x12&\n\x06stored\x18\t \x01(\x0b\x32\x16.baton.v1.StoredBlocks\x12$\n\x06\x64rafts\x18\n \x01(\x0b\x32\x14.baton.v1.DraftRound\"Z\n\nDraftRound\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x12\n\nnum_drafts\x18\x02 \x01(\r\x12\x14\n\x0cnum_accepted\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\"\\\n\x0b\x44raftCounts\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x12\n\nnum_rounds\x18\x02 \x01(\x04\x12\x13\n\x0bnum_drafted\x18\x03 \x01(\x04\x12\x14\n\x0cnum_accepted\x18\x04 \x01(\x04\"/\n\x0cStoredBlocks\x12\x0e\n\x06stored\x18\x01 \x03(\t\x12\x0f\n\x07\x65victed\x18\x02 \x03(\t\"\x19\n\x17GenerationStatusRequest\"\xa8\x04\n\x10GenerationStatus\x12\x11\n\tnum_slots\x18\x01 \x01(\r\x12\x10\n\x08num_free\x18\x02 \x01(\r\x12\x12\n\nnum_leased\x18\x03 \x01(\r\x12\x12\n\nnum_active\x18\x04 \x01(\r\x12\x17\n\x0fnum_quarantined\x18\x05 \x01(\r\x12\x16\n\x0enum_bytes_held\x18\x06 \x01(\x04\x12\x11\n\tnum_steps\x18\x07 \x01(\x04\x12\x1a\n\x12layout_fingerprint\x18\x08 \x01(\t\x12\x0f\n\x07version\x18\t \x01(\t\x12\"\n\x04kept\x18\n \x03(\x0b\x32\x14.baton.v1.KeptStream\x12\x1e\n\x02kv\x18\x0b \x01(\x0b\x32\x12.baton.v1.KvLedger\x12\x17\n\x0fnum_preemptions\x18\x0c \x01(\x04\x12\x11\n\timbalance\x18\r \x01(\t\x12\'\n\tlast_step\x18\x0e \x01(\x0b\x32\x14.baton.v1.StepSample\x12\x11\n\tresidency\x18\x16 \x01(\t\x12\x16\n\x0eis_approximate\x18\x17 \x01(\x08\x12\'\n\x07kernels\x18\x18 \x01(\x0b\x32\x16.baton.v1.KernelChoice\x12\x31\n\x0cprefix_store\x18\x19 \x01(\x0b\x32\x1b.baton.v1.PrefixStoreStatus\x12\x30\n\x0bspeculation\x18\x1a \x01(\x0b\x32\x1b.baton.v1.SpeculationStatusJ\x04\x08\x0f\x10\x16\"\xbc\x01\n\x11SpeculationStatus\x12\x13\n\x0bnum_drafted\x18\x01 \x01(\x04\x12\x14\n\x0cnum_accepted\x18\x02 \x01(\x04\x12\x12\n\nnum_drafts\x18\x03 \x01(\r\x12\x17\n\x0f\x65xpected_tokens\x18\x04 \x01(\x01\x12\x13\n\x0bpredicted_s\x18\x05 \x01(\x01\x12\x12\n\nmeasured_s\x18\x06 \x01(\x01\x12&\n\x07sources\x18\x07 \x03(\x0b\x32\x15.baton.v1.DraftSource\"H\n\x0b\x44raftSource\x12%\n\x06\x63ounts\x18\x01 \x01(\x0b\x32\x15.baton.v1.DraftCounts\x12\x12\n\ndraft_keys\x18\x02 \x01(\r\"\x8e\x01\n\x08KvLedger\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x18\n\x10num_bytes_leased\x18\x03 \x01(\x04\x12\x18\n\x10num_bytes_active\x18\x04 \x01(\x04\x12\x1d\n\x15num_bytes_quarantined\x18\x05 \x01(\x04\x12\x16\n\x0enum_bytes_free\x18\x06 \x01(\x03J\x04\x08\x02\x10\x03\"\x8f\x01\n\nStepSample\x12\x10\n\x08num_rows\x18\x01 \x01(\r\x12\x1a\n\x12num_prefill_tokens\x18\x02 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\x01\x12\x12\n\nduration_s\x18\x04 \x01(\x01\x12\x12\n\nnum_drafts\x18\x05 \x01(\r\x12\x13\n\x0bpredicted_s\x18\x06 \x01(\x01\"3\n\nKeptStream\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tnum_slots\x18\x02 \x01(\r\"T\n\rStreamCommand\x12\'\n\x04open\x18\x01 \x01(\x0b\x32\x17.baton.v1.StreamRequestH\x00\x12\x0f\n\x05leave\x18\x02 \x01(\x06H\x00\x42\t\n\x07\x63ommand\"5\n\x0cStreamEvents\x12%\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x15.baton.v1.StreamEvent\"d\n\x0bStreamEvent\x12\x0e\n\x06number\x18\x01 \x01(\x06\x12#\n\x05\x65vent\x18\x02 \x01(\x0b\x32\x14.baton.v1.TokenEvent\x12 \n\x03\x65nd\x18\x03 \x01(\x0b\x32\x13.baton.v1.StreamEnd\"?\n\tStreamEnd\x12\r\n\x05\x65rror\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01*\xb1\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05\x32\xaf\x02\n\x0fGenerationGroup\x12>\n\x07Streams\x12\x17.baton.v1.StreamCommand\x1a\x16.baton.v1.StreamEvents(\x01\x30\x01\x12\x38\n\x06\x43\x61ncel\x12\x17.baton.v1.CancelRequest\x1a\x15.baton.v1.CancelReply\x12J\n\tGetStatus\x12!.baton.v1.GenerationStatusRequest\x1a\x1a.baton.v1.GenerationStatus\x12V\n\x10ListPrefixBlocks\x12!.baton.v1.ListPrefixBlocksRequest\x1a\x1f.baton.v1.ListPrefixBlocksReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/generate.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"\xd6\x01\n\rStreamRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\"\n\x07history\x18\x02 \x01(\x0b\x32\x11.baton.v1.History\x12!\n\x05lease\x18\x03 \x01(\x0b\x32\x12.baton.v1.LeaseRef\x12\x0e\n\x06keep_s\x18\x04 \x01(\x01\x12\x0e\n\x06number\x18\x05 \x01(\x06\x12$\n\x08takeover\x18\x06 \x01(\x0b\x32\x12.baton.v1.Takeover\x12$\n\x05store\x18\x07 \x01(\x0b\x32\x15.baton.v1.BlockNaming\"1\n\x0b\x42lockNaming\x12\x14\n\x0c\x62lock_tokens\x18\x01 \x01(\r\x12\x0c\n\x04salt\x18\x02 \x01(\t\"-\n\x08Takeover\x12!\n\x07outputs\x18\x01 \x03(\x0b\x32\x10.baton.v1.Output\"\x1f\n\rCancelRequest\x12\x0e\n\x06number\x18\x01 \x01(\x06\"\r\n\x0b\x43\x61ncelReply\"\xc5\x02\n\nTokenEvent\x12\r\n\x05index\x18\x01 \x01(\r\x12%\n\x05token\x18\x02 \x01(\x0b\x32\x16.baton.v1.SampledToken\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0f\n\x07unix_ns\x18\x04 \x01(\x06\x12&\n\x06\x66inish\x18\x05 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\r\n\x05\x65rror\x18\x06 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x07 \x01(\r\x12&\n\x06prompt\x18\x08 \x03(\x0b\x32\x16.baton.v1.SampledToken\x12&\n\x06stored\x18\t \x01(\x0b\x32\x16.baton.v1.StoredBlocks\x12$\n\x06\x64rafts\x18\n \x01(\x0b\x32\x14.baton.v1.DraftRound\x12%\n\x06origin\x18\x0b \x01(\x0b\x32\x15.baton.v1.TokenOrigin\"L\n\x0bTokenOrigin\x12\x12\n\ngeneration\x18\x01 \x01(\t\x12\x0f\n\x07prefill\x18\x02 \x01(\t\x12\x18\n\x10predicted_step_s\x18\x03 \x01(\x01\"Z\n\nDraftRound\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x12\n\nnum_drafts\x18\x02 \x01(\r\x12\x14\n\x0cnum_accepted\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\"\\\n\x0b\x44raftCounts\x12\x0e\n\x06source\x18\x01 \x01(\t\x12\x12\n\nnum_rounds\x18\x02 \x01(\x04\x12\x13\n\x0bnum_drafted\x18\x03 \x01(\x04\x12\x14\n\x0cnum_accepted\x18\x04 \x01(\x04\"/\n\x0cStoredBlocks\x12\x0e\n\x06stored\x18\x01 \x03(\t\x12\x0f\n\x07\x65victed\x18\x02 \x03(\t\"\x19\n\x17GenerationStatusRequest\"\xd2\x04\n\x10GenerationStatus\x12\x11\n\tnum_slots\x18\x01 \x01(\r\x12\x10\n\x08num_free\x18\x02 \x01(\r\x12\x12\n\nnum_leased\x18\x03 \x01(\r\x12\x12\n\nnum_active\x18\x04 \x01(\r\x12\x17\n\x0fnum_quarantined\x18\x05 \x01(\r\x12\x16\n\x0enum_bytes_held\x18\x06 \x01(\x04\x12\x11\n\tnum_steps\x18\x07 \x01(\x04\x12\x1a\n\x12layout_fingerprint\x18\x08 \x01(\t\x12\x0f\n\x07version\x18\t \x01(\t\x12\"\n\x04kept\x18\n \x03(\x0b\x32\x14.baton.v1.KeptStream\x12\x1e\n\x02kv\x18\x0b \x01(\x0b\x32\x12.baton.v1.KvLedger\x12\x17\n\x0fnum_preemptions\x18\x0c \x01(\x04\x12\x11\n\timbalance\x18\r \x01(\t\x12\'\n\tlast_step\x18\x0e \x01(\x0b\x32\x14.baton.v1.StepSample\x12\x11\n\tresidency\x18\x16 \x01(\t\x12\x16\n\x0eis_approximate\x18\x17 \x01(\x08\x12\'\n\x07kernels\x18\x18 \x01(\x0b\x32\x16.baton.v1.KernelChoice\x12\x31\n\x0cprefix_store\x18\x19 \x01(\x0b\x32\x1b.baton.v1.PrefixStoreStatus\x12\x30\n\x0bspeculation\x18\x1a \x01(\x0b\x32\x1b.baton.v1.SpeculationStatus\x12\x0e\n\x06\x64\x65vice\x18\x1b \x01(\t\x12\x18\n\x10num_device_bytes\x18\x1c \x01(\x04J\x04\x08\x0f\x10\x16\"\xbc\x01\n\x11SpeculationStatus\x12\x13\n\x0bnum_drafted\x18\x01 \x01(\x04\x12\x14\n\x0cnum_accepted\x18\x02 \x01(\x04\x12\x12\n\nnum_drafts\x18\x03 \x01(\r\x12\x17\n\x0f\x65xpected_tokens\x18\x04 \x01(\x01\x12\x13\n\x0bpredicted_s\x18\x05 \x01(\x01\x12\x12\n\nmeasured_s\x18\x06 \x01(\x01\x12&\n\x07sources\x18\x07 \x03(\x0b\x32\x15.baton.v1.DraftSource\"H\n\x0b\x44raftSource\x12%\n\x06\x63ounts\x18\x01 \x01(\x0b\x32\x15.baton.v1.DraftCounts\x12\x12\n\ndraft_keys\x18\x02 \x01(\r\"\x8e\x01\n\x08KvLedger\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x18\n\x10num_bytes_leased\x18\x03 \x01(\x04\x12\x18\n\x10num_bytes_active\x18\x04 \x01(\x04\x12\x1d\n\x15num_bytes_quarantined\x18\x05 \x01(\x04\x12\x16\n\x0enum_bytes_free\x18\x06 \x01(\x03J\x04\x08\x02\x10\x03\"\x8f\x01\n\nStepSample\x12\x10\n\x08num_rows\x18\x01 \x01(\r\x12\x1a\n\x12num_prefill_tokens\x18\x02 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\x01\x12\x12\n\nduration_s\x18\x04 \x01(\x01\x12\x12\n\nnum_drafts\x18\x05 \x01(\r\x12\x13\n\x0bpredicted_s\x18\x06 \x01(\x01\"3\n\nKeptStream\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tnum_slots\x18\x02 \x01(\r\"T\n\rStreamCommand\x12\'\n\x04open\x18\x01 \x01(\x0b\x32\x17.baton.v1.StreamRequestH\x00\x12\x0f\n\x05leave\x18\x02 \x01(\x06H\x00\x42\t\n\x07\x63ommand\"5\n\x0cStreamEvents\x12%\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x15.baton.v1.StreamEvent\"d\n\x0bStreamEvent\x12\x0e\n\x06number\x18\x01 \x01(\x06\x12#\n\x05\x65vent\x18\x02 \x01(\x0b\x32\x14.baton.v1.TokenEvent\x12 \n\x03\x65nd\x18\x03 \x01(\x0b\x32\x13.baton.v1.StreamEnd\"?\n\tStreamEnd\x12\r\n\x05\x65rror\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01*\xb1\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x04\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x05\x32\xaf\x02\n\x0fGenerationGroup\x12>\n\x07Streams\x12\x17.baton.v1.StreamCommand\x1a\x16.baton.v1.StreamEvents(\x01\x30\x01\x12\x38\n\x06\x43\x61ncel\x12\x17.baton.v1.CancelRequest\x1a\x15.baton.v1.CancelReply\x12J\n\tGetStatus\x12!.baton.v1.GenerationStatusRequest\x1a\x1a.baton.v1.GenerationStatus\x12V\n\x10ListPrefixBlocks\x12!.baton.v1.ListPrefixBlocksRequest\x1a\x1f.baton.v1.ListPrefixBlocksReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.generate_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2447
-  _globals['_FINISHREASON']._serialized_end=2624
+  _globals['_FINISHREASON']._serialized_start=2606
+  _globals['_FINISHREASON']._serialized_end=2783
   _globals['_STREAMREQUEST']._serialized_start=61
   _globals['_STREAMREQUEST']._serialized_end=275
   _globals['_BLOCKNAMING']._serialized_start=277
@@ -45,35 +45,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CANCELREPLY']._serialized_start=408
   _globals['_CANCELREPLY']._serialized_end=421
   _globals['_TOKENEVENT']._serialized_start=424
-  _globals['_TOKENEVENT']._serialized_end=710
-  _globals['_DRAFTROUND']._serialized_start=712
-  _globals['_DRAFTROUND']._serialized_end=802
-  _globals['_DRAFTCOUNTS']._serialized_start=804
-  _globals['_DRAFTCOUNTS']._serialized_end=896
-  _globals['_STOREDBLOCKS']._serialized_start=898
-  _globals['_STOREDBLOCKS']._serialized_end=945
-  _globals['_GENERATIONSTATUSREQUEST']._serialized_start=947
-  _globals['_GENERATIONSTATUSREQUEST']._serialized_end=972
-  _globals['_GENERATIONSTATUS']._serialized_start=975
-  _globals['_GENERATIONSTATUS']._serialized_end=1527
-  _globals['_SPECULATIONSTATUS']._serialized_start=1530
-  _globals['_SPECULATIONSTATUS']._serialized_end=1718
-  _globals['_DRAFTSOURCE']._serialized_start=1720
-  _globals['_DRAFTSOURCE']._serialized_end=1792
-  _globals['_KVLEDGER']._serialized_start=1795
-  _globals['_KVLEDGER']._serialized_end=1937
-  _globals['_STEPSAMPLE']._serialized_start=1940
-  _globals['_STEPSAMPLE']._serialized_end=2083
-  _globals['_KEPTSTREAM']._serialized_start=2085
-  _globals['_KEPTSTREAM']._serialized_end=2136
-  _globals['_STREAMCOMMAND']._serialized_start=2138
-  _globals['_STREAMCOMMAND']._serialized_end=2222
-  _globals['_STREAMEVENTS']._serialized_start=2224
-  _globals['_STREAMEVENTS']._serialized_end=2277
-  _globals['_STREAMEVENT']._serialized_start=2279
-  _globals['_STREAMEVENT']._serialized_end=2379
-  _globals['_STREAMEND']._serialized_start=2381
-  _globals['_STREAMEND']._serialized_end=2444
-  _globals['_GENERATIONGROUP']._serialized_start=2627
-  _globals['_GENERATIONGROUP']._serialized_end=2930
+  _globals['_TOKENEVENT']._serialized_end=749
+  _globals['_TOKENORIGIN']._serialized_start=751
+  _globals['_TOKENORIGIN']._serialized_end=827
+  _globals['_DRAFTROUND']._serialized_start=829
+  _globals['_DRAFTROUND']._serialized_end=919
+  _globals['_DRAFTCOUNTS']._serialized_start=921
+  _globals['_DRAFTCOUNTS']._serialized_end=1013
+  _globals['_STOREDBLOCKS']._serialized_start=1015
+  _globals['_STOREDBLOCKS']._serialized_end=1062
+  _globals['_GENERATIONSTATUSREQUEST']._serialized_start=1064
+  _globals['_GENERATIONSTATUSREQUEST']._serialized_end=1089
+  _globals['_GENERATIONSTATUS']._serialized_start=1092
+  _globals['_GENERATIONSTATUS']._serialized_end=1686
+  _globals['_SPECULATIONSTATUS']._serialized_start=1689
+  _globals['_SPECULATIONSTATUS']._serialized_end=1877
+  _globals['_DRAFTSOURCE']._serialized_start=1879
+  _globals['_DRAFTSOURCE']._serialized_end=1951
+  _globals['_KVLEDGER']._serialized_start=1954
+  _globals['_KVLEDGER']._serialized_end=2096
+  _globals['_STEPSAMPLE']._serialized_start=2099
+  _globals['_STEPSAMPLE']._serialized_end=2242
+  _globals['_KEPTSTREAM']._serialized_start=2244
+  _globals['_KEPTSTREAM']._serialized_end=2295
+  _globals['_STREAMCOMMAND']._serialized_start=2297
+  _globals['_STREAMCOMMAND']._serialized_end=2381
+  _globals['_STREAMEVENTS']._serialized_start=2383
+  _globals['_STREAMEVENTS']._serialized_end=2436
+  _globals['_STREAMEVENT']._serialized_start=2438
+  _globals['_STREAMEVENT']._serialized_end=2538
+  _globals['_STREAMEND']._serialized_start=2540
+  _globals['_STREAMEND']._serialized_end=2603
+  _globals['_GENERATIONGROUP']._serialized_start=2786
+  _globals['_GENERATIONGROUP']._serialized_end=3089
 # @@protoc_insertion_point(module_scope)

@@ -196,6 +196,7 @@ class TokenEvent(_message.Message):
     PROMPT_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
     DRAFTS_FIELD_NUMBER: _builtins.int
+    ORIGIN_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Output position, from 0; in an end without a token, the number of output tokens."""
     text: _builtins.str
@@ -219,6 +220,12 @@ class TokenEvent(_message.Message):
     def drafts(self) -> Global___DraftRound:
         """Set on the last token of a step that verified drafts for the choice."""
 
+    @_builtins.property
+    def origin(self) -> Global___TokenOrigin:
+        """Set by the orchestrator on a choice's tokens that come from elsewhere than its token before: the first two of an
+        attempt that a chain prefills, and the first of any other. Never sent by workers.
+        """
+
     def __init__(
         self,
         *,
@@ -232,14 +239,47 @@ class TokenEvent(_message.Message):
         prompt: _abc.Iterable[_common_pb2.SampledToken] | None = ...,
         stored: Global___StoredBlocks | None = ...,
         drafts: Global___DraftRound | None = ...,
+        origin: Global___TokenOrigin | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drafts", b"drafts", "stored", b"stored", "token", b"token"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drafts", b"drafts", "origin", b"origin", "stored", b"stored", "token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "drafts", b"drafts", "error", b"error", "finish", b"finish", "index", b"index", "prompt", b"prompt", "stored", b"stored", "text", b"text", "token", b"token", "unix_ns", b"unix_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "drafts", b"drafts", "error", b"error", "finish", b"finish", "index", b"index", "origin", b"origin", "prompt", b"prompt", "stored", b"stored", "text", b"text", "token", b"token", "unix_ns", b"unix_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenEvent: _TypeAlias = TokenEvent  # noqa: Y015
+
+@_typing.final
+class TokenOrigin(_message.Message):
+    """The groups that a choice's tokens come from, from one token on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    PREDICTED_STEP_S_FIELD_NUMBER: _builtins.int
+    generation: _builtins.str
+    """Name of the generation group that has the choice's row."""
+    prefill: _builtins.str
+    """Name of the prefill group whose last rank sampled this one token; empty: the generation group did."""
+    predicted_step_s: _builtins.float
+    """Predicted seconds of a step of the generation group without drafts, with the rows that it had when the attempt was
+    placed; 0 where nothing was predicted.
+    """
+    def __init__(
+        self,
+        *,
+        generation: _builtins.str = ...,
+        prefill: _builtins.str = ...,
+        predicted_step_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "predicted_step_s", b"predicted_step_s", "prefill", b"prefill"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenOrigin: _TypeAlias = TokenOrigin  # noqa: Y015
 
 @_typing.final
 class DraftRound(_message.Message):
@@ -374,6 +414,8 @@ class GenerationStatus(_message.Message):
     KERNELS_FIELD_NUMBER: _builtins.int
     PREFIX_STORE_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    NUM_DEVICE_BYTES_FIELD_NUMBER: _builtins.int
     num_slots: _builtins.int
     """Slots, and how many of them are in each state: together all."""
     num_free: _builtins.int
@@ -394,6 +436,10 @@ class GenerationStatus(_message.Message):
     """The residency policy: where KV lives, and which of it is attended to."""
     is_approximate: _builtins.bool
     """Whether rows attend to less than all tokens."""
+    device: _builtins.str
+    """Where the group computes: cpu, cuda or emulated."""
+    num_device_bytes: _builtins.int
+    """Bytes of KV that rows have on the device; the same bytes as num_bytes_held where home memory is the device's own."""
     @_builtins.property
     def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptStream]:
         """Streams that have outlived their call; not part of what operators see."""
@@ -438,10 +484,12 @@ class GenerationStatus(_message.Message):
         kernels: _common_pb2.KernelChoice | None = ...,
         prefix_store: _common_pb2.PrefixStoreStatus | None = ...,
         speculation: Global___SpeculationStatus | None = ...,
+        device: _builtins.str = ...,
+        num_device_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kernels", b"kernels", "kv", b"kv", "last_step", b"last_step", "prefix_store", b"prefix_store", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["imbalance", b"imbalance", "is_approximate", b"is_approximate", "kept", b"kept", "kernels", b"kernels", "kv", b"kv", "last_step", b"last_step", "layout_fingerprint", b"layout_fingerprint", "num_active", b"num_active", "num_bytes_held", b"num_bytes_held", "num_free", b"num_free", "num_leased", b"num_leased", "num_preemptions", b"num_preemptions", "num_quarantined", b"num_quarantined", "num_slots", b"num_slots", "num_steps", b"num_steps", "prefix_store", b"prefix_store", "residency", b"residency", "speculation", b"speculation", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "imbalance", b"imbalance", "is_approximate", b"is_approximate", "kept", b"kept", "kernels", b"kernels", "kv", b"kv", "last_step", b"last_step", "layout_fingerprint", b"layout_fingerprint", "num_active", b"num_active", "num_bytes_held", b"num_bytes_held", "num_device_bytes", b"num_device_bytes", "num_free", b"num_free", "num_leased", b"num_leased", "num_preemptions", b"num_preemptions", "num_quarantined", b"num_quarantined", "num_slots", b"num_slots", "num_steps", b"num_steps", "prefix_store", b"prefix_store", "residency", b"residency", "speculation", b"speculation", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -752,6 +752,122 @@ class ClusterState(_message.Message):
 Global___ClusterState: _TypeAlias = ClusterState  # noqa: Y015
 
 @_typing.final
+class GetRequestsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_ENDED_FIELD_NUMBER: _builtins.int
+    num_ended: _builtins.int
+    """Most requests that have ended to return; 0: none. The orchestrator keeps 256."""
+    def __init__(
+        self,
+        *,
+        num_ended: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_ended", b"num_ended"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRequestsRequest: _TypeAlias = GetRequestsRequest  # noqa: Y015
+
+@_typing.final
+class RequestList(_message.Message):
+    """The requests of one orchestrator."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NOW_NS_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    now_ns: _builtins.int
+    """The orchestrator's clock when it answered, unix nanoseconds."""
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___RequestStatus]:
+        """Latest arrival first."""
+
+    def __init__(
+        self,
+        *,
+        now_ns: _builtins.int = ...,
+        requests: _abc.Iterable[Global___RequestStatus] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["now_ns", b"now_ns", "requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestList: _TypeAlias = RequestList  # noqa: Y015
+
+@_typing.final
+class RequestStatus(_message.Message):
+    """One request, as the orchestrator sees it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    TIMINGS_FIELD_NUMBER: _builtins.int
+    REASONS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    NUM_FAILURES_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Counts the requests of this orchestrator, from 1."""
+    request_id: _builtins.str
+    """Empty for a request of another tenant."""
+    tenant: _builtins.str
+    """Tenant of the request; empty where the id is."""
+    state: _builtins.str
+    """queued, placing, prefilling, streaming or finished."""
+    generation: _builtins.str
+    """Name of the last attempt's generation group; empty before it was placed."""
+    prefill: _builtins.str
+    """Name of the prefill group whose chain prefills or prefilled for the last attempt; empty without a chain."""
+    error: _builtins.str
+    """Name of the error that ended the request; empty when its choices ended by themselves."""
+    num_failures: _builtins.int
+    """Attempts that have failed."""
+    @_builtins.property
+    def usage(self) -> Global___Usage:
+        """Counts so far."""
+
+    @_builtins.property
+    def timings(self) -> Global___Timings:
+        """As in Finished, without the times of layers; finished_ns is 0 while the request runs."""
+
+    @_builtins.property
+    def reasons(self) -> _containers.RepeatedScalarFieldContainer[_generate_pb2.FinishReason.ValueType]:
+        """Why each choice ended; empty while the request runs."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        state: _builtins.str = ...,
+        generation: _builtins.str = ...,
+        prefill: _builtins.str = ...,
+        usage: Global___Usage | None = ...,
+        timings: Global___Timings | None = ...,
+        reasons: _abc.Iterable[_generate_pb2.FinishReason.ValueType] | None = ...,
+        error: _builtins.str = ...,
+        num_failures: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "generation", b"generation", "num_failures", b"num_failures", "number", b"number", "prefill", b"prefill", "reasons", b"reasons", "request_id", b"request_id", "state", b"state", "tenant", b"tenant", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RequestStatus: _TypeAlias = RequestStatus  # noqa: Y015
+
+@_typing.final
 class Scaling(_message.Message):
     """The autoscaler's latest decision."""
 

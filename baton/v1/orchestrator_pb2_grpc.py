@@ -49,6 +49,11 @@ class OrchestratorStub:
                 request_serializer=baton_dot_v1_dot_orchestrator__pb2.GetClusterStateRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_orchestrator__pb2.ClusterState.FromString,
                 _registered_method=True)
+        self.GetRequests = channel.unary_unary(
+                '/baton.v1.Orchestrator/GetRequests',
+                request_serializer=baton_dot_v1_dot_orchestrator__pb2.GetRequestsRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_orchestrator__pb2.RequestList.FromString,
+                _registered_method=True)
 
 
 class OrchestratorServicer:
@@ -77,6 +82,14 @@ class OrchestratorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetRequests(self, request, context):
+        """Returns the requests that wait or run, and the latest that have ended, without their prompts and outputs. Only a
+        request's own tenant, and operators, are told its id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OrchestratorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +107,11 @@ def add_OrchestratorServicer_to_server(servicer, server):
                     servicer.GetClusterState,
                     request_deserializer=baton_dot_v1_dot_orchestrator__pb2.GetClusterStateRequest.FromString,
                     response_serializer=baton_dot_v1_dot_orchestrator__pb2.ClusterState.SerializeToString,
+            ),
+            'GetRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRequests,
+                    request_deserializer=baton_dot_v1_dot_orchestrator__pb2.GetRequestsRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_orchestrator__pb2.RequestList.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -177,6 +195,33 @@ class Orchestrator:
             '/baton.v1.Orchestrator/GetClusterState',
             baton_dot_v1_dot_orchestrator__pb2.GetClusterStateRequest.SerializeToString,
             baton_dot_v1_dot_orchestrator__pb2.ClusterState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Orchestrator/GetRequests',
+            baton_dot_v1_dot_orchestrator__pb2.GetRequestsRequest.SerializeToString,
+            baton_dot_v1_dot_orchestrator__pb2.RequestList.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,6 +40,10 @@ class OrchestratorStub:
     """Returns the model that is served, and its limits."""
     GetClusterState: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.GetClusterStateRequest, _orchestrator_pb2.ClusterState]
     """Returns groups, queue and slots, as the orchestrator sees them."""
+    GetRequests: _grpc.UnaryUnaryMultiCallable[_orchestrator_pb2.GetRequestsRequest, _orchestrator_pb2.RequestList]
+    """Returns the requests that wait or run, and the latest that have ended, without their prompts and outputs. Only a
+    request's own tenant, and operators, are told its id.
+    """
 
 @_typing.type_check_only
 class OrchestratorAsyncStub(OrchestratorStub):
@@ -53,6 +57,10 @@ class OrchestratorAsyncStub(OrchestratorStub):
     """Returns the model that is served, and its limits."""
     GetClusterState: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.GetClusterStateRequest, _orchestrator_pb2.ClusterState]  # type: ignore[assignment]
     """Returns groups, queue and slots, as the orchestrator sees them."""
+    GetRequests: _aio.UnaryUnaryMultiCallable[_orchestrator_pb2.GetRequestsRequest, _orchestrator_pb2.RequestList]  # type: ignore[assignment]
+    """Returns the requests that wait or run, and the latest that have ended, without their prompts and outputs. Only a
+    request's own tenant, and operators, are told its id.
+    """
 
 class OrchestratorServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -81,5 +89,15 @@ class OrchestratorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.ClusterState, _abc.Awaitable[_orchestrator_pb2.ClusterState]]:
         """Returns groups, queue and slots, as the orchestrator sees them."""
+
+    @_abc_1.abstractmethod
+    def GetRequests(
+        self,
+        request: _orchestrator_pb2.GetRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_orchestrator_pb2.RequestList, _abc.Awaitable[_orchestrator_pb2.RequestList]]:
+        """Returns the requests that wait or run, and the latest that have ended, without their prompts and outputs. Only a
+        request's own tenant, and operators, are told its id.
+        """
 
 def add_OrchestratorServicer_to_server(servicer: OrchestratorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -8,7 +8,7 @@ from typing import Any
 
 from baton.clock import SystemClock
 from baton.process.garbage import collect_rarely
-from baton.results import ModelInfo
+from baton.results.completion import ModelInfo
 from benchmarks.gateways.engines import HOST, LAYOUT
 from benchmarks.gateways.process import Answer, usage
 from benchmarks.gateways.profile import Profile

@@ -4,7 +4,7 @@ import asyncio
 from time import time_ns
 
 from baton.client import AsyncClient
-from baton.results import Timings
+from baton.results.timings import Timings
 from baton.sampling_params import SamplingParams
 from benchmarks.support.streams import Load, Measured, StreamTimes
 

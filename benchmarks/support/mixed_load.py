@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from baton.clock import SystemClock
 from baton.ids import RequestId
-from baton.results import Timings
+from baton.results.timings import Timings
 from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
 from benchmarks.support.arrivals import Arrival

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from baton import Client
 from baton.calls.requests import BY_CHAIN
 from baton.errors import InvalidArgumentError, UnavailableError
-from baton.prefill_trace import RankTiming
-from baton.results import Completion
+from baton.results.completion import Completion
+from baton.results.prefill_trace import RankTiming
 from baton.sampling_params import SamplingParams
 from planning.calibration import Calibration, calibrate_chain
 from planning.chain.wavefront import chain_ttft

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from baton.errors import BatonError, DeadlineExceededError, LeaseError, RequestCancelledError, ResourceExhaustedError
-from baton.results import Completion, Usage
+from baton.results.completion import Completion, Usage
 from deploy.chaos.schedule import Ask, Blow, Schedule
 
 

@@ -19,7 +19,7 @@ from rich.table import Column, Table
 
 from baton.clock import SystemClock
 from baton.errors import BatonError, ConfigError
-from baton.results import ModelInfo
+from baton.results.completion import ModelInfo
 from baton.settings.place import LOOPBACK, WorkerPlace
 from deploy.chaos.cluster import ChaosCluster, ChaosPlan
 from deploy.chaos.faults import SeededPlan

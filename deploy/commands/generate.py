@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from baton.channel_options import DEFAULT_TARGET
-from baton.results import Completion
+from baton.results.completion import Completion
 from deploy.commands.admin_channel import given_key
 from deploy.options.prompt import add_prompt, add_sampling, read_prompt, sampling_options
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from baton.clock import SystemClock
 from baton.errors import ConfigError
-from baton.results import ModelInfo
+from baton.results.completion import ModelInfo
 from baton.settings.base import settings, to_json, values_of
 from baton.settings.place import LogLines
 from baton.settings.tracing import TraceExport
@@ -145,6 +145,8 @@ class HttpDoor:
         self._report(f"OpenAI's API over HTTP: {self.url}/v1, for example")
         header = "-H 'content-type: application/json'"
         self._report(f"  curl {self.url}/v1/chat/completions {header} -d '{_EXAMPLE}'")
+        if self._section.console:
+            self._report(f"web console: {self.url}/console")
 
 
 @contextlib.contextmanager

@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.channel_options import Keepalive, channel_options
-from baton.cluster_state import ClusterState, GenerationStatus, GroupState, cluster_state_from_proto
+from baton.cluster_state import ClusterState, GenerationStatus, cluster_state_from_proto
 from baton.errors import UnauthenticatedError, VersionMismatchError
 from baton.proto_types import read
-from baton.results import DraftCounts
+from baton.results.timings import DraftCounts
 from baton.status import STATUS_OF, from_rpc_error
 from baton.v1 import orchestrator_pb2, planning_pb2
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
@@ -71,7 +71,7 @@ def groups_table(state: ClusterState) -> Table:
         preempted = "" if group.generation is None else group.generation.num_preemptions
         counts = (group.epoch, group.num_requests, group.num_leaked, preempted)
         name = f"{group.name} (lent by {group.lender})" if group.lender else group.name
-        table.add_row(name, readiness(group), *(str(count) for count in counts), " ".join(group.endpoints))
+        table.add_row(name, group.readiness, *(str(count) for count in counts), " ".join(group.endpoints))
     return table
 
 
@@ -102,15 +102,6 @@ def _mib(num_bytes: int) -> str:
 
 def _policy(held: GenerationStatus) -> str:
     return f"{held.residency} (approximate)" if held.is_approximate else ""
-
-
-def readiness(group: GroupState) -> str:
-    """Return one word that says whether a group gets work, or why it gets none."""
-    if group.is_drained:
-        return "draining" if group.num_requests else "drained"
-    if group.is_broken:
-        return "broken"
-    return "yes" if group.is_ready else "no"
 
 
 def _health(state: ClusterState) -> Iterator[str]:

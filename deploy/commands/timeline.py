@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from rich.console import Console, Group
 from rich.text import Text
 
-from baton.prefill_trace import Interval, RankTiming
-from baton.results import Timings, Usage
+from baton.results.completion import Usage
+from baton.results.prefill_trace import Interval, RankTiming
+from baton.results.timings import Timings
 from baton.types import FinishReason
 
 _LABEL_WIDTH = 18

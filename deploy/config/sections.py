@@ -198,6 +198,8 @@ class HttpSection:
     """File with a chain of certificates in PEM, by which HTTPS is served; empty: plain HTTP."""
     private_key: AbsolutePath = ""
     """File with the private key of the certificate, in PEM."""
+    console: bool = True
+    """Whether the gateway also serves the web console, at /console."""
     tool_format: Literal["auto", "hermes", "llama3", "mistral", "smollm2", "none"] = "auto"
     """How the model calls tools: auto, as its chat template says; hermes, llama3, mistral, smollm2, or none."""
     max_responses: Annotated[int, Field(ge=0)] = 4096

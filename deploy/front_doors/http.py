@@ -15,8 +15,9 @@ _ANSWER_S = 10.0
 _DESCRIPTION = """\
 Serves the HTTP interface that clients of OpenAI's API know, by a running server (`baton serve`, which has one of its
 own, or `baton gateway`): /v1/chat/completions, /v1/completions, /v1/responses and /v1/models, streamed or not, and
-/tokenize, /detokenize, /health, /ready, /metrics and /openapi.json. A client's key, in the header that OpenAI's clients
-send, goes on to the server. SIGTERM and Ctrl-C let running answers end first, for --grace seconds."""
+/tokenize, /detokenize, /health, /ready, /metrics and /openapi.json; and a web console at /console. A client's key, in
+the header that OpenAI's clients send, goes on to the server. SIGTERM and Ctrl-C let running answers end first, for
+--grace seconds."""
 _EXAMPLES = """\
 examples:
   baton http --port 8000
@@ -55,6 +56,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--keep-responses", type=float, default=86400.0, metavar="SECONDS", help="for how long (default: a day)"
     )
+    parser.add_argument("--no-console", action="store_true", help="serve no web console at /console")
     parser.set_defaults(run=run)
 
 
@@ -115,7 +117,13 @@ async def _serve(args: argparse.Namespace) -> int:
         listening = open_socket(args.host, args.port)
         spans = provider_of(TraceExport(args.otlp_endpoint, args.trace_share), {"baton.model": model.name})
         server = await HttpServer.start(
-            upstream, reader, listening, certificate=certificate, limits=limits, spans=spans
+            upstream,
+            reader,
+            listening,
+            certificate=certificate,
+            limits=limits,
+            spans=spans,
+            has_console=not args.no_console,
         )
         collect_rarely()
         scheme = "http" if certificate is None else "https"

@@ -49,7 +49,13 @@ async def _serve(plan: HttpPlan, answers: TextIO) -> None:
     spans = provider_of(plan, {"baton.model": plan.model.name})
     async with Upstream(plan.target) as upstream:
         server = await HttpServer.start(
-            upstream, reader, socket.socket(fileno=plan.socket), certificate=certificate, limits=limits, spans=spans
+            upstream,
+            reader,
+            socket.socket(fileno=plan.socket),
+            certificate=certificate,
+            limits=limits,
+            spans=spans,
+            has_console=section.console,
         )
         collect_rarely()
         _answer(answers, {"port": server.port})

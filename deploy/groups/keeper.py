@@ -17,7 +17,7 @@ import grpc
 
 from baton.errors import BatonError, ConfigError, DeadlineExceededError, UnavailableError
 from baton.process.endless import Pauses, repeat, tell_end
-from baton.results import ModelInfo
+from baton.results.completion import ModelInfo
 from baton.v1 import keeping_pb2 as pb
 from baton.v1.keeping_pb2_grpc import KeepingStub
 from deploy.config.worker import WorkerConfig

@@ -18,7 +18,7 @@ import ray
 from baton.clock import SystemClock
 from baton.errors import BatonError
 from baton.process.endless import tell_failure
-from baton.results import ModelInfo
+from baton.results.completion import ModelInfo
 from baton.settings.place import LOOPBACK
 from baton.types import KernelChoice
 from deploy.config.cluster import ClusterConfig

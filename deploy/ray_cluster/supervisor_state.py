@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import ray
 from ray.exceptions import RayError
 
-from baton.results import ModelInfo
+from baton.results.completion import ModelInfo
 from deploy.ray_cluster.kept_files import forget_files
 from deploy.ray_cluster.memory import forget_memory
 

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from baton.cluster_state import ClusterState, GenerationStatus, GroupState
 from baton.v1.common_pb2 import PrefixStoreStatus
-from deploy.commands.status import readiness, scaling_of
+from deploy.commands.status import scaling_of
 from deploy.top.rates import Rates
 from deploy.top.sampling import Snapshot
 
@@ -154,8 +154,7 @@ def _name(group: GroupState) -> Text:
 
 
 def _readiness(group: GroupState) -> Text:
-    word = readiness(group)
-    return Text(word, style=_COLOURS[word])
+    return Text(group.readiness, style=_COLOURS[group.readiness])
 
 
 def _bar(part: float, whole: float) -> ProgressBar:

@@ -8,8 +8,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from baton.prefill_trace import Interval
-from orchestrator.observability.stages import Stage, Trace
+from baton.results.prefill_trace import Interval
+from baton.results.stages import Stage
+from orchestrator.observability.stages import Trace
 
 _PROCESS = 1
 _REQUEST_THREAD = 1

@@ -6,7 +6,7 @@ A response that is not streamed is the last event's, so that both say the same.
 import uuid
 from collections.abc import Callable, Iterator
 
-from baton.results import Usage
+from baton.results.completion import Usage
 from baton.types import FinishReason, TokenEvent
 from gateway.answers import Object, scored_token
 from gateway.parsing.output import OutputRules

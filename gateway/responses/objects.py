@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.results import Usage
+from baton.results.completion import Usage
 from gateway.answers import Object
 from gateway.responses.bodies import ResponsesBody
 

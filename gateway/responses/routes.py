@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from baton.errors import BatonError, InvalidArgumentError
-from baton.results import Usage
+from baton.results.completion import Usage
 from baton.types import TokenEvent
 from gateway.answers import Object
 from gateway.errors import UnknownResponseError

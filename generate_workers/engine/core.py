@@ -135,7 +135,10 @@ class GenerationEngine:
         """Return what the engine holds and does now. Any thread. Raises UnavailableError once it failed or closed."""
         self._book.check_open()
         return EngineStatus.of(
-            self._slots, self._book, self._running, num_steps=self._num_steps, last_step=self._last_step
+            *(self._slots, self._book, self._running),
+            num_steps=self._num_steps,
+            last_step=self._last_step,
+            device=self._decoder.device.name,
         )
 
     def step(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.ids import SlotId
-from baton.results import DraftCounts
+from baton.results.timings import DraftCounts
 from generate_workers.engine.batcher import StepPlan
 from generate_workers.engine.rows import Row
 from generate_workers.engine.verified import Drafts, Verified

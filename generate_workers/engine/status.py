@@ -60,10 +60,19 @@ class EngineStatus:
     last_step: StepStats | None
     speculation: SpeculationStats | None = None
     """Drafts of speculative decoding; None where it is off."""
+    device: str = ""
+    """Name of the device that the engine computes on."""
 
     @classmethod
     def of(
-        cls, slots: SlotTable, book: StreamBook, running: RunningRows, *, num_steps: int, last_step: StepStats | None
+        cls,
+        slots: SlotTable,
+        book: StreamBook,
+        running: RunningRows,
+        *,
+        num_steps: int,
+        last_step: StepStats | None,
+        device: str,
     ) -> Self:
         """Count what an engine with these slots, streams and rows holds now."""
         return cls(
@@ -75,4 +84,5 @@ class EngineStatus:
             num_preempted=len(running.waiting),
             last_step=last_step,
             speculation=None if running.speculation is None else running.speculation.stats,
+            device=device,
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from baton.clock import Clock
 from baton.ids import SlotId
-from baton.results import DraftCounts
+from baton.results.timings import DraftCounts
 from generate_workers.engine.batcher import RowSpan, StepPlan
 from generate_workers.engine.rows import Row
 from generate_workers.engine.speculation import SourceStats, SpeculationStats

@@ -53,6 +53,10 @@ logger = logging.getLogger(__name__)
 _NAME = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_-]{0,127}")
 
 
+COUNTED_S = 30.0
+"""Seconds for which a count of the bytes on disk holds."""
+
+
 @dataclass(frozen=True)
 class Holdings:
     """What a store holds, including files that are being written."""
@@ -60,6 +64,9 @@ class Holdings:
     num_blocks: int
     num_bytes: int
     limit_bytes: int
+    num_disk_bytes: int = 0
+    """Bytes of the store below, on disk, counted within the last COUNTED_S; 0 without one."""
+    limit_disk_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -142,12 +149,26 @@ class PrefixStore:
         stat = folder.stat()
         self.identity = f"{boot_id()}:{stat.st_dev}:{stat.st_ino}"
         """Id of the folder: equal for all processes that share it, different for every other or later folder."""
+        self._disk_count = 0, -COUNTED_S
+        """Bytes of the store below when they were counted last, and the instant."""
 
     def holdings(self) -> Holdings:
         """Return what the store holds now: nothing where the folder is gone. Files of killed writers count until a
         process takes room. While others write, a block and its successor may both count."""
         sizes = [stat.st_size for _, stat in files_in(self._folder)]
-        return Holdings(len(sizes), sum(sizes), self.limit_bytes)
+        limit_disk_bytes = 0 if self.below is None else self.below.limit_bytes
+        return Holdings(len(sizes), sum(sizes), self.limit_bytes, self._num_disk_bytes(), limit_disk_bytes)
+
+    def _num_disk_bytes(self) -> int:
+        """Return the bytes of the store below, which are seldom counted: a disk may hold very many files."""
+        if self.below is None:
+            return 0
+        num_bytes, counted_s = self._disk_count
+        now_s = self._clock.now_s()
+        if now_s - counted_s >= COUNTED_S:
+            num_bytes = sum(stat.st_size for _, stat in files_in(self.below._folder))
+            self._disk_count = num_bytes, now_s
+        return num_bytes
 
     def names(self) -> list[str]:
         """Return the names of all sealed blocks: those below first, then those here, from the one used longest ago."""

@@ -37,6 +37,7 @@ METHODS: Mapping[str, Access] = MappingProxyType(
         "/baton.v1.Orchestrator/Generate": Access.CALLERS,
         "/baton.v1.Orchestrator/GetModel": Access.CALLERS,
         "/baton.v1.Orchestrator/GetClusterState": Access.CALLERS,
+        "/baton.v1.Orchestrator/GetRequests": Access.CALLERS,
         "/baton.v1.Planning/GetCalibration": Access.MEMBERS,
         "/baton.v1.Planning/GetStepTimes": Access.MEMBERS,
         "/baton.v1.Planning/UseCalibration": Access.OPERATORS,

@@ -16,7 +16,7 @@ import grpc
 from baton.cluster_state import group_state_to_proto
 from baton.errors import InvalidArgumentError, NotFoundError
 from baton.proto_types import finish_from_proto, finish_to_proto, read, timings_from_proto, timings_to_proto
-from baton.results import Usage
+from baton.results.completion import Usage
 from baton.v1 import admin_pb2 as pb
 from baton.v1 import admin_pb2_grpc, orchestrator_pb2
 from orchestrator.observability.stages import Trace

@@ -7,7 +7,7 @@ limit. Read-only after it is made; tokenizing a long prompt takes a while, so it
 from collections.abc import Mapping, Sequence
 
 from baton.errors import InvalidArgumentError
-from baton.results import ModelInfo
+from baton.results.completion import ModelInfo
 from baton.sampling_params import SamplingParams
 from baton.types import MAX_PROMPT_BYTES, FinishReason
 from text.grammars import Grammars

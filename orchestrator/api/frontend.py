@@ -23,8 +23,8 @@ from baton.cluster_state import cluster_state_to_proto
 from baton.errors import DeadlineExceededError
 from baton.process.endless import Pauses, repeat
 from baton.process.tracing import provider_of
-from baton.proto_types import event_to_proto, timings_to_proto
-from baton.results import ModelInfo
+from baton.proto_types import event_to_proto, requests_to_proto, timings_to_proto
+from baton.results.completion import ModelInfo
 from baton.types import TokenEvent
 from baton.v1 import admin_pb2_grpc, orchestrator_pb2_grpc, planning_pb2_grpc
 from baton.v1 import orchestrator_pb2 as pb
@@ -101,6 +101,11 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
     async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.ClusterState:
         """Ask all workers what they hold, and return the cluster's state within about a second."""
         return cluster_state_to_proto(await self._controller.overview.state())
+
+    async def GetRequests(self, request: pb.GetRequestsRequest, context: Context) -> pb.RequestList:
+        """Return the requests that wait or run, and the latest that have ended; ids of the caller's own alone."""
+        viewer = self._tenants.viewer_of(context.invocation_metadata() or ())
+        return requests_to_proto(self._controller.requests.list(request.num_ended, viewer))
 
     def _event_to_proto(self, event: Event) -> pb.GenerateEvent:
         match event:

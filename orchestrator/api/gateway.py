@@ -40,7 +40,7 @@ _GenerateCall = grpc.aio.UnaryStreamCall[pb.GenerateRequest, bytes]
 SERVICE = pb.DESCRIPTOR.services_by_name["Orchestrator"].full_name
 _STATUS_GRACE_S = 1.0
 """Seconds that the last statuses have to leave, when no request runs any more."""
-_PASSED_ON = ("GetModel", "GetClusterState")
+_PASSED_ON = ("GetModel", "GetClusterState", "GetRequests")
 """Methods whose messages pass through as they are."""
 _CLOSING = "the gateway is shutting down: try again"
 _ANSWER_S = 10.0

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from baton.results import ModelInfo
+from baton.results.completion import ModelInfo
 from baton.v1 import keeping_pb2 as pb
 from baton.v1 import orchestrator_pb2
 from orchestrator.membership.view import AbsentGroup, ClusterView, GenerationGroup, Orders, PrefillGroup

@@ -14,16 +14,17 @@ import math
 from collections.abc import AsyncIterator, Hashable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from baton.clock import Clock
 from baton.errors import BatonError, NotFoundError, ResourceExhaustedError, StalePrefixError
 from baton.ids import JobId, RequestId, ReserveNumber, StreamNumber
-from baton.prefill_trace import PrefixFetch
+from baton.results.prefill_trace import PrefixFetch
 from baton.types import Lease
 from orchestrator.dispatch.fetching import BlockFetcher
 from orchestrator.dispatch.givebacks import Givebacks
 from orchestrator.dispatch.prefilling import ChainRunner, PrefillTask, failure_of
-from orchestrator.dispatch.streaming import Closings, Emit, first_event, follow
+from orchestrator.dispatch.streaming import Closings, Emit, Origins, first_event, follow
 from orchestrator.membership.members import Members
 from orchestrator.membership.view import GenerationGroup
 from orchestrator.placement.chooser import Chooser, Plan
@@ -92,6 +93,7 @@ class Dispatcher:
         self._prefixes = prefixes = self.chooser.prefixes
         self._stores = PrefixStores(members, clients, prefixes)
         self._chains = ChainRunner(members, clients, planner, prefixes, clock=clock, config=config)
+        self._planner = planner
         self._clock = clock
         self._config = config
         self._numbers = itertools.count(clock.unix_ns())
@@ -147,9 +149,9 @@ class Dispatcher:
             number = StreamNumber(next(self._numbers))
             async with self._ending(home, number, home.worker.take_over(record, number)) as stream:
                 event = await stream.read()
-                record.place(self._clock.unix_ns(), generation.residency)
+                record.place(self._clock.unix_ns(), generation.residency, generation=generation.name)
                 logger.info("taken over request=%s group=%s", record.request_id, generation.name)
-                await follow(record, stream, event, emit)
+                await follow(record, stream, event, emit, self._origins(home))
 
     async def _find_kept(self, record: RequestRecord) -> GenerationGroup:
         present = self._members.present.generation  # drained groups too
@@ -182,6 +184,7 @@ class Dispatcher:
         number = JobId(next(self._numbers))
         job = PrefillJob(home.record, number, plan.way.group, plan.way.chain, plan.blocks, lease)
         async with self._chains.running(job, home.worker) as prefill:
+            prefill.add_done_callback(partial(_note_ranks, home.record))
             await self._generate(home, plan, lease, prefill, emit)
 
     async def _generate(
@@ -197,11 +200,14 @@ class Dispatcher:
             width=None if way is None else way.chain.choice,
             num_cached_tokens=num_present if way is None else way.chain.num_cached_tokens,
             fetch=home.fetch,
+            generation=home.group.name,
+            prefill="" if way is None else way.group.name,
         )
+        origins = self._origins(home, "" if way is None else way.group.name)
         try:
             number = StreamNumber(next(self._numbers))
             async with self._ending(home, number, home.worker.stream(record, number, self._config, lease)) as stream:
-                await follow(record, stream, await first_event(stream, prefill), emit)
+                await follow(record, stream, await first_event(stream, prefill), emit, origins)
             if prefill is not None:
                 record.report(await self._chains.reports(prefill))
         except BaseException as error:
@@ -211,6 +217,15 @@ class Dispatcher:
             if lease is not None and not record.is_complete:  # a complete request's rows may still be stored
                 self._givebacks.abort(home.group.endpoint, lease.ref)
             raise
+
+    def _origins(self, home: _Home, prefill: str = "") -> Origins:
+        """Return what tells an attempt's tokens apart; `prefill` is the name of its chain's group, if it has one."""
+        group, predicted_s = home.group, 0.0
+        if self._planner.steps is not None:
+            num_rows = max(self._members.load(group.name).num_slots, 1)
+            context = self.chooser.occupancy.context_tokens(group.life)
+            predicted_s = self._planner.step_s(num_rows, home.record.num_tokens if context is None else context)
+        return Origins(group.name, prefill, predicted_s)
 
     def _home(
         self, record: RequestRecord, group: GenerationGroup, held: ExitStack, fetch: PrefixFetch | None = None
@@ -279,3 +294,9 @@ class Dispatcher:
         store, num_present = plan.generation.prefix_store, lease.num_present_tokens // plan.blocks.block_tokens
         self._prefixes.use(store, plan.slot_blocks[:num_present])
         self._prefixes.forget(store, plan.slot_blocks[num_present : num_present + 1])
+
+
+def _note_ranks(record: RequestRecord, prefill: PrefillTask) -> None:
+    """Report the ranks' timings to the record as soon as the prefill has ended well."""
+    if not prefill.cancelled() and failure_of(prefill) is None:
+        record.report(prefill.result())

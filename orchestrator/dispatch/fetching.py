@@ -9,7 +9,7 @@ import logging
 
 from baton.clock import Clock
 from baton.errors import BatonError
-from baton.prefill_trace import PrefixFetch
+from baton.results.prefill_trace import PrefixFetch
 from orchestrator.placement.block_fetches import BlockFetch, BlockSources
 from orchestrator.placement.prefix_index import PrefixIndex
 from orchestrator.requests.record import RequestRecord

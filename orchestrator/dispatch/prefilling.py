@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from baton.clock import Clock
 from baton.errors import BatonError, StalePrefixError
 from baton.ids import Rank
-from baton.prefill_trace import RankTiming
+from baton.results.prefill_trace import RankTiming
 from orchestrator.membership.members import Members
 from orchestrator.placement.prefix_index import PrefixIndex
 from orchestrator.requests.config import OrchestratorConfig

@@ -6,9 +6,10 @@ Used by `orchestrator.dispatch.attempt`; events come from `orchestrator.workers.
 import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 
 from baton.errors import StalePrefixError, UnavailableError
-from baton.types import FinishReason, TokenEvent
+from baton.types import FinishReason, TokenEvent, TokenOrigin
 from orchestrator.dispatch.prefilling import PrefillTask, failure_of
 from orchestrator.placement.prefix_index import PrefixIndex
 from orchestrator.requests.record import RequestRecord
@@ -49,14 +50,35 @@ async def first_event(stream: EventStream, prefill: PrefillTask | None) -> Token
         await asyncio.gather(reading, return_exceptions=True)
 
 
-async def follow(record: RequestRecord, stream: EventStream, event: TokenEvent, emit: Emit) -> None:
-    """Pass on `event` and all later ones, up to the last choice's last event; does not await the close."""
+class Origins:
+    """Says of one attempt's tokens which groups they come from, where these change: an attempt's first token of a
+    choice comes from the last rank of its chain, if it has one, and all others from its generation group."""
+
+    def __init__(self, generation: str, prefill: str = "", predicted_step_s: float = 0.0) -> None:
+        """`prefill` is the name of the chain's group; empty without a chain."""
+        own = TokenOrigin(generation, predicted_step_s=predicted_step_s)
+        self._origins = (replace(own, prefill=prefill), own) if prefill else (own,)
+        self._num_told: dict[int, int] = {}
+        """Origins that were told, by choice."""
+
+    def told(self, event: TokenEvent) -> TokenEvent:
+        """Return the event, with its origin unless that is the one of the choice's token before."""
+        num_told = self._num_told.get(event.choice, 0)
+        if num_told == len(self._origins) or event.token is None:
+            return event
+        self._num_told[event.choice] = num_told + 1
+        return replace(event, origin=self._origins[num_told])
+
+
+async def follow(record: RequestRecord, stream: EventStream, event: TokenEvent, emit: Emit, origins: Origins) -> None:
+    """Pass on `event` and all later ones, up to the last choice's last event; does not await the close. `origins` is
+    the attempt's own."""
     while True:
         if event.finish in _ENDED_BY_WORKER:
             raise UnavailableError(f"the generation group gave the request up: {event.error or event.finish.value}")
         accepted = record.accept(event)
         if accepted is not None:
-            emit(accepted)
+            emit(origins.told(accepted))
         if record.is_complete:
             return
         event = await stream.read()

@@ -1,5 +1,5 @@
-"""Writes down what becomes of requests: each refusal, each attempt that fails and each end, in the log, in metrics and
-in traces; and how long steps take, beside their predictions.
+"""Writes down what becomes of requests: each arrival, refusal, failed attempt and end, in the log, in metrics, in
+traces and in the book of requests; and how long steps take, beside their predictions.
 
 Called by `orchestrator.controller`. On the loop.
 """
@@ -10,6 +10,7 @@ from baton.clock import Clock
 from baton.cluster_state import StepSample
 from baton.errors import BatonError
 from orchestrator.observability.metrics import Metrics
+from orchestrator.observability.request_book import RequestBook
 from orchestrator.observability.stages import Trace
 from orchestrator.observability.traces import Traces
 from orchestrator.requests.record import FailedAttempt, Finished, RequestRecord
@@ -19,9 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 class Journal:
-    """The log, the metrics and the traces of one orchestrator's requests."""
+    """The log, the metrics, the traces and the book of one orchestrator's requests."""
 
     def __init__(self, clock: Clock, metrics: Metrics, traces: Traces, planner: ChainPlanner) -> None:
+        self.book = RequestBook(clock)
+        """The requests that wait or run, and the latest that have ended."""
         self._clock = clock
         self._metrics = metrics
         self._traces = traces
@@ -30,6 +33,10 @@ class Journal:
     def refused(self, error: BatonError) -> None:
         """Count a request that the queue did not take."""
         self._metrics.refused(error)
+
+    def joined(self, record: RequestRecord) -> None:
+        """Write down that the queue has taken a request."""
+        self.book.opened(record)
 
     def stepped(self, step: StepSample) -> None:
         """Compare the duration of a generation group's step with its prediction."""
@@ -68,3 +75,4 @@ class Journal:
         name, failures = "" if error is None else type(error).__name__, tuple(record.failures)
         trace = Trace(record.request_id, usage, timings, finished.reasons, name, failures)
         self._traces.ended(trace, record.request)
+        self.book.ended(record, finished)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from baton.errors import BatonError
-from baton.results import Timings
-from orchestrator.observability.stages import first_token_stages
+from baton.results.stages import first_token_stages
+from baton.results.timings import Timings
 from orchestrator.requests.record import Finished, RequestRecord
 
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0)

@@ -15,7 +15,8 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, set_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from baton import __version__
-from orchestrator.observability.stages import Attributes, Trace
+from baton.results.stages import Attributes
+from orchestrator.observability.stages import Trace
 from orchestrator.requests.request import Request
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
 
 from baton.ids import Rank
-from baton.prefill_trace import WidthChoice, WidthOption
+from baton.results.prefill_trace import WidthChoice, WidthOption
 from baton.types import TokenRange
 from orchestrator.membership.prefill_book import Pending
 from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant

@@ -13,8 +13,8 @@ from functools import partial
 from typing import TypeVar
 
 from baton.clock import Clock
-from baton.prefill_trace import Placement, PlacementTerms
 from baton.prefix_blocks import PromptBlocks
+from baton.results.prefill_trace import Placement, PlacementTerms
 from orchestrator.membership.members import Members, NoGroupError
 from orchestrator.membership.view import GenerationGroup
 from orchestrator.placement.block_fetches import BlockFetch, BlockSources

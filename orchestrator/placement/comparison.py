@@ -1,15 +1,15 @@
 """Compares the ways to serve a request: which generation group, and which workers prefill, in predicted seconds.
 
 A way is a generation group and, to prefill, a prefill group's chain or the generation group itself; its cost is the sum
-of `baton.prefill_trace.PlacementTerms`, which `orchestrator.placement.predictions` predicts. The comparisons here are
-called by `orchestrator.placement.chooser`. The cost of a local prefill to running rows is bounded by their engine
-(`generate_workers.engine.step_bound`), and is no term. Pure.
+of `baton.results.prefill_trace.PlacementTerms`, which `orchestrator.placement.predictions` predicts. The comparisons
+here are called by `orchestrator.placement.chooser`. The cost of a local prefill to running rows is bounded by their
+engine (`generate_workers.engine.step_bound`), and is no term. Pure.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass
 
-from baton.prefill_trace import Placement, PlacementTerms
+from baton.results.prefill_trace import Placement, PlacementTerms
 from orchestrator.membership.loads import Load
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
 from orchestrator.placement.block_fetches import BlockFetch

@@ -8,7 +8,7 @@ when it is seen. On the loop.
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
-from baton.prefill_trace import PlacementTerms
+from baton.results.prefill_trace import PlacementTerms
 from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.states import RequestState
 from planning.planner import ChainPlanner

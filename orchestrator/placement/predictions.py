@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from baton.clock import Clock
-from baton.prefill_trace import PlacementTerms
 from baton.prefix_blocks import PromptBlocks
+from baton.results.prefill_trace import PlacementTerms
 from baton.types import TokenRange
 from orchestrator.membership.members import Members
 from orchestrator.membership.prefill_book import Pending

@@ -9,8 +9,9 @@ from typing import Self
 
 from baton.errors import BatonError
 from baton.ids import RequestId
-from baton.prefill_trace import Placement, PrefillTrace, PrefixFetch, RankTiming, WidthChoice
-from baton.results import DraftCounts, SpeculationTrace, Timings, Usage
+from baton.results.completion import Usage
+from baton.results.prefill_trace import Placement, PrefillTrace, PrefixFetch, RankTiming, WidthChoice
+from baton.results.timings import DraftCounts, SpeculationTrace, Timings
 from baton.sampling_params import SamplingParams
 from baton.types import DraftRound, FinishReason, TokenEvent
 from orchestrator.requests.request import Request
@@ -98,6 +99,10 @@ class Attempt:
     """Timings of the prefill ranks; empty when the generation group prefilled by itself."""
     blamed: Hashable = None
     """Life of the group that failed the attempt; None when no group did."""
+    generation: str = ""
+    """Name of the generation group; empty before the attempt has one."""
+    prefill: str = ""
+    """Name of the prefill group whose chain serves the attempt; empty without a chain."""
 
 
 @dataclass(frozen=True)
@@ -199,10 +204,16 @@ class RequestRecord:
         width: WidthChoice | None = None,
         num_cached_tokens: int = 0,
         fetch: PrefixFetch | None = None,
+        generation: str = "",
+        prefill: str = "",
     ) -> None:
         """Record where the attempt runs, now that it has a generation group and, if a chain prefills, its slots."""
         self.advance(RequestMove.PLACE)
-        self.attempt = Attempt(self.attempt.number, now_ns, residency, placement, width, num_cached_tokens, fetch)
+        self.attempt = Attempt(
+            *(self.attempt.number, now_ns, residency, placement, width, num_cached_tokens, fetch),
+            generation=generation,
+            prefill=prefill,
+        )
 
     def report(self, ranks: tuple[RankTiming, ...]) -> None:
         """Record the timings of the attempt's prefill ranks."""
@@ -282,22 +293,30 @@ class RequestRecord:
     def finish(self, now_ns: int, reason: FinishReason | None = None, error: BatonError | None = None) -> Finished:
         """End the request and return its last event: open choices end for `reason`, because of `error` if given."""
         self.advance(RequestMove.FINISH)
+        reasons = [choice.finish or reason for choice in self.choices]
+        assert None not in reasons, f"request {self.request_id} ends with choices that have not"
+        ended = tuple(each for each in reasons if each is not None)
+        return Finished(ended, self.usage(), self.timings(now_ns), error)
+
+    def usage(self) -> Usage:
+        """Return the tokens and attempts that the request has taken so far."""
+        num_prompt = len(self.request.prompt_ids)
+        num_cached = min(self.attempt.num_cached_tokens, num_prompt)
+        return Usage(num_prompt, self.num_output_tokens, self.attempt.number, num_cached)
+
+    def timings(self, finished_ns: int = 0) -> Timings:
+        """Return the times of the last attempt so far; `finished_ns` is the instant of the request's end, 0 before."""
         attempt = self.attempt
-        num_cached = min(attempt.num_cached_tokens, len(self.request.prompt_ids))
-        usage = Usage(len(self.request.prompt_ids), self.num_output_tokens, attempt.number, num_cached)
-        timings = Timings(
+        return Timings(
             received_ns=self.received_ns,
             admitted_ns=self.admitted_ns,
             leased_ns=attempt.leased_ns,
             first_token_ns=self.first_token_ns,
-            finished_ns=now_ns,
+            finished_ns=finished_ns,
             residency=attempt.residency,
             prefill=PrefillTrace(attempt.placement, attempt.width, attempt.ranks, attempt.fetch),
             speculation=self._speculation(),
         )
-        reasons = [choice.finish or reason for choice in self.choices]
-        assert None not in reasons, f"request {self.request_id} ends with choices that have not"
-        return Finished(tuple(each for each in reasons if each is not None), usage, timings, error)
 
     def _speculation(self) -> SpeculationTrace | None:
         """Return the drafts of all choices; None when no step verified any."""

@@ -153,6 +153,15 @@ class Tenants:
             raise UnauthenticatedError(f"the call has no API key: send {AUTHORIZATION_KEY}: Bearer KEY as metadata")
         return self._by_name[DEFAULT_TENANT.name]
 
+    def viewer_of(self, metadata: Metadata) -> str | None:
+        """Return the name of the tenant whose requests a caller with this metadata may know by id; None for an
+        operator, who may know all.
+
+        Raises UnauthenticatedError and InvalidArgumentError as `of` does.
+        """
+        key = _key_of(values_of(metadata))
+        return None if key is not None and self._is_operators(key) else self.of(metadata).name
+
     def _is_operators(self, key: str) -> bool:
         """Return whether a key is an operator's. Compares with every hash, in a time that depends on none of them."""
         presented = hash_key(key).encode()

@@ -16,8 +16,8 @@ import grpc
 from baton.cluster_state import GenerationStatus, PrefillStatus
 from baton.errors import BatonError, DeadlineExceededError, RequestCancelledError, UnavailableError
 from baton.ids import StreamNumber
-from baton.prefill_trace import RankTiming
 from baton.proto_types import event_from_proto, rank_timing_from_proto, read
+from baton.results.prefill_trace import RankTiming
 from baton.types import Lease, TokenEvent
 from baton.v1 import common_pb2, exchange_pb2, generate_pb2, prefill_pb2
 from baton.v1.exchange_pb2_grpc import BlockExchangeStub

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from baton.errors import InvalidArgumentError
-from baton.prefill_trace import PlacementTerms
+from baton.results.prefill_trace import PlacementTerms
 from baton.types import TokenRange
 from planning.local_prefill import LocalPrefill
 from planning.planner import ChainPlanner

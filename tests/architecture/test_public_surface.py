@@ -15,7 +15,8 @@ from google.protobuf.message import Message
 
 import baton
 from baton.cluster_state import ClusterState, GenerationStatus, GroupState, PrefillStatus, Scaling, ScalingChange
-from baton.prefill_trace import (
+from baton.results.completion import Choice, Completion, ModelInfo, Usage
+from baton.results.prefill_trace import (
     Placement,
     PlacementTerms,
     PrefillTrace,
@@ -24,24 +25,25 @@ from baton.prefill_trace import (
     WidthChoice,
     WidthOption,
 )
-from baton.results import Choice, Completion, DraftCounts, ModelInfo, SpeculationTrace, Timings, Usage
+from baton.results.timings import DraftCounts, SpeculationTrace, Timings
 from deploy.cli import build_parser
 
 NAMES = """
     AsyncClient AsyncStream BatonError Choice Client ClusterState Completion DraftCounts DraftRound FinishReason
     GenerationStatus GroupState ModelInfo Placement PlacementTerms PrefillStatus PrefillTrace PrefixFetch RankTiming
-    Reconnect SampledToken SamplingParams Scaling ScalingChange SpeculationTrace Stream StructuredOutput Timings
-    TokenEvent TokenLogprob TokenRange Usage WidthChoice WidthOption __version__
+    Reconnect RequestList RequestStatus SampledToken SamplingParams Scaling ScalingChange SpeculationTrace Stream
+    StructuredOutput Timings TokenEvent TokenLogprob TokenOrigin TokenRange Usage WidthChoice WidthOption __version__
 """
 
 CLIENT = {
     "__init__": "(self, target='127.0.0.1:50051', *, api_key=None, tenant=None, reconnect=None, clock=None)",
     "close": "(self)",
-    "cluster_state": "(self, timeout_s=10.0)",
+    "cluster_state": "(self, timeout_s=10.0, *, metadata=None)",
     "generate": "(self, prompt=None, *, messages=None, token_ids=None, params=None, request_id=None, model='',"
     " echo=False, deadline_s=None, priority='standard', metadata=None, exact=False, cache_salt='',"
     " **sampling)",
     "model": "(self, timeout_s=10.0, *, metadata=None)",
+    "requests": "(self, timeout_s=10.0, *, num_ended=64, metadata=None)",
 }
 STREAM = {"cancel": "(self)", "collect": "(self)", "text": "(self)"}
 STREAM_PROPERTIES = "finish output request_id timings usage"
@@ -70,7 +72,10 @@ FIELDS = {
     ScalingChange: "unix_ns explanation",
     GroupState: "name role endpoints epoch is_ready num_leaked num_requests is_drained is_broken generation ranks"
     " lender",
-    baton.TokenEvent: "index token text unix_ns finish error choice prompt drafts",
+    baton.TokenEvent: "index token text unix_ns finish error choice prompt drafts origin",
+    baton.TokenOrigin: "generation prefill predicted_step_s",
+    baton.RequestList: "now_ns requests",
+    baton.RequestStatus: "number request_id tenant state generation prefill usage timings reasons error num_failures",
     baton.DraftRound: "source num_drafts num_accepted num_tokens",
     baton.SampledToken: "token_id logprob top",
     baton.Reconnect: "num_connects num_resumes first_delay_s max_delay_s",
@@ -82,7 +87,7 @@ FIELDS = {
 STATUSES: dict[type[Message], str] = {
     GenerationStatus: "num_slots num_free num_leased num_active num_quarantined num_bytes_held num_steps"
     " layout_fingerprint version kept kv num_preemptions imbalance last_step residency is_approximate kernels"
-    " prefix_store speculation",
+    " prefix_store speculation device num_device_bytes",
     PrefillStatus: "epoch epoch_error num_jobs progress num_jobs_done layout_fingerprint version stall kernels"
     " prefix_store",
 }
@@ -107,7 +112,7 @@ COMMANDS = {
     "generate": "prompt --api-key-env --chat --deadline --echo --exact --n --no-usage --priority --target --tenant"
     f" {SAMPLING}",
     "http": "--api-key-env --cache --certificate --grace --host --keep-responses --log-format --max-responses --model"
-    " --otlp-endpoint --port --private-key --target --tool-format --trace-share",
+    " --no-console --otlp-endpoint --port --private-key --target --tool-format --trace-share",
     "local": "prompt --cache --chat --colocated --dtype --model --no-timeline --quantization --ranks --threads"
     f" {CONFIGURATION} {SAMPLING}",
     "plan": "model --acceptance --batch --chips --context --draft-keys --draft-model --drafts --dtype --engines"

@@ -15,7 +15,7 @@ from ray.exceptions import RaySystemError
 from baton.clock import SystemClock
 from baton.errors import BatonError, InvalidArgumentError, UnavailableError
 from baton.ids import MAX_EPOCH
-from baton.results import ModelInfo
+from baton.results.completion import ModelInfo
 from baton.v1 import prefill_pb2
 from baton.v1.prefill_pb2 import PrefillStatus
 from deploy.chaos.network import NetworkedSpawner, NetworkedWorker

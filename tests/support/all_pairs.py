@@ -5,8 +5,8 @@ by nothing but the definitions. `orchestrator.placement` has to choose the same.
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, replace
 
-from baton.prefill_trace import PlacementTerms
 from baton.prefix_blocks import PromptBlocks
+from baton.results.prefill_trace import PlacementTerms
 from baton.types import TokenRange
 from orchestrator.membership.view import GenerationGroup, PrefillGroup
 from orchestrator.placement.block_fetches import BlockFetch, node_of

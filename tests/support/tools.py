@@ -8,8 +8,8 @@ from pathlib import Path
 
 from modeling.kernels.native import find_compiler
 
-_COMMANDS = ("git", "hadolint", "make", "prometheus", "promtool")
-_MODULES = ("check_jsonschema", "kubernetes_validate", "matplotlib", "ray", "scipy", "triton")
+_COMMANDS = ("chromium", "git", "hadolint", "make", "prometheus", "promtool")
+_MODULES = ("check_jsonschema", "kubernetes_validate", "matplotlib", "playwright", "ray", "scipy", "triton")
 
 
 def find_command(name: str) -> str | None:

@@ -6,8 +6,8 @@ import asyncio
 from dataclasses import replace
 
 from baton.calls.requests import BY_CHAIN
-from baton.prefill_trace import Placement
 from baton.proto_types import timings_from_proto
+from baton.results.prefill_trace import Placement
 from baton.sampling_params import SamplingParams
 from orchestrator.requests.config import OrchestratorConfig
 from tests.support.clusters.orchestrators import Answer, Relay, relay

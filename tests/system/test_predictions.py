@@ -9,7 +9,7 @@ import statistics
 import pytest
 
 from baton import Client
-from baton.results import DraftCounts, SpeculationTrace
+from baton.results.timings import DraftCounts, SpeculationTrace
 from baton.sampling_params import SamplingParams
 from deploy.calibration.rounds import NUM_DRAFTS, Measured, measure_rounds
 from deploy.calibration.steps import NUM_STEPS, Grid, measure_steps

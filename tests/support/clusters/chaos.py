@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from baton.results import ModelInfo
+from baton.results.completion import ModelInfo
 from baton.types import SampledToken
 from deploy.chaos.cluster import ChaosCluster, ChaosPlan
 from deploy.chaos.faults import SeededPlan

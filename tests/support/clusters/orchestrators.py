@@ -22,7 +22,7 @@ from torch.distributed import TCPStore
 from baton.clock import SystemClock
 from baton.ids import Epoch
 from baton.proto_types import params_to_proto
-from baton.results import ModelInfo
+from baton.results.completion import ModelInfo
 from baton.sampling_params import SamplingParams
 from baton.v1 import common_pb2, generate_pb2, prefill_pb2
 from baton.v1 import orchestrator_pb2 as pb

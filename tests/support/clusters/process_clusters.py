@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from baton.results import ModelInfo
+from baton.results.completion import ModelInfo
 from baton.settings.place import LOOPBACK
 from deploy.config.file import make_local_config
 from deploy.groups.cluster import LocalCluster

@@ -11,7 +11,7 @@ from typing import Any
 from baton.clock import SystemClock
 from baton.errors import BatonError
 from baton.ids import RequestId
-from baton.results import Timings
+from baton.results.timings import Timings
 from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
 from baton.v1 import generate_pb2, prefill_pb2

@@ -45,6 +45,27 @@ STATE = orchestrator_pb2.ClusterState(
     num_degraded=4,
     version=__version__,
 )
+REQUESTS = orchestrator_pb2.RequestList(
+    now_ns=2_000_000_000,
+    requests=[
+        orchestrator_pb2.RequestStatus(
+            number=2, state="queued", timings=orchestrator_pb2.Timings(received_ns=1_000_000_000)
+        ),
+        orchestrator_pb2.RequestStatus(
+            number=1,
+            request_id="r1",
+            tenant="default",
+            state="finished",
+            generation="g0",
+            prefill="p0",
+            usage=orchestrator_pb2.Usage(num_prompt_tokens=9, num_output_tokens=4, num_attempts=1),
+            timings=orchestrator_pb2.Timings(
+                received_ns=100, admitted_ns=200, leased_ns=300, first_token_ns=400, finished_ns=500
+            ),
+            reasons=[generate_pb2.FINISH_REASON_LENGTH],
+        ),
+    ],
+)
 TAIL = "tail"
 """Text that only the choice's end brings."""
 
@@ -78,6 +99,10 @@ class ScriptedOrchestrator(orchestrator_pb2_grpc.OrchestratorServicer):
     """Ids and texts of the output tokens, after which the answer ends by itself; empty: a function of the position."""
     requests: list[orchestrator_pb2.GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, str | bytes]] = field(default_factory=list)
+    looks: list[dict[str, str | bytes]] = field(default_factory=list)
+    """Metadata of each question about the state or the requests."""
+    refuses: BatonError | None = None
+    """What such a question gets instead."""
     hanging: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -130,7 +155,20 @@ class ScriptedOrchestrator(orchestrator_pb2_grpc.OrchestratorServicer):
         self, request: orchestrator_pb2.GetClusterStateRequest, context: Context
     ) -> orchestrator_pb2.ClusterState:
         """The scripted state."""
+        self._look(context)
         return STATE
+
+    async def GetRequests(
+        self, request: orchestrator_pb2.GetRequestsRequest, context: Context
+    ) -> orchestrator_pb2.RequestList:
+        """The scripted requests."""
+        self._look(context)
+        return REQUESTS
+
+    def _look(self, context: Context) -> None:
+        self.looks.append(dict(context.invocation_metadata() or ()))
+        if self.refuses is not None:
+            raise self.refuses
 
     async def _strike(self, fault: Fault) -> None:
         if fault.error is not None:

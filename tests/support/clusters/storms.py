@@ -16,7 +16,7 @@ import torch
 
 from baton.clock import SystemClock
 from baton.proto_types import params_to_proto
-from baton.results import ModelInfo
+from baton.results.completion import ModelInfo
 from baton.sampling_params import SamplingParams
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1 import prefill_pb2, prefill_pb2_grpc

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from baton.clock import Clock, SystemClock
-from baton.results import ModelInfo
+from baton.results.completion import ModelInfo
 from baton.settings.place import LOOPBACK
 from deploy.config.cluster import ClusterConfig
 from deploy.config.file import make_local_config

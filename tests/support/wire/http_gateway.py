@@ -34,7 +34,7 @@ async def http_gateway(
     target: str, tokenizer: Tokenizer, api_key: str = "any", spans: TracerProvider | None = None
 ) -> AsyncIterator[Http]:
     """Serves until left; the client makes no attempt of its own after a failure."""
-    async with AsyncClient(target) as client:
+    async with AsyncClient(target, api_key=api_key) as client:
         model = await client.model()
     async with Upstream(target) as upstream:
         server = await HttpServer.start(upstream, Reader(tokenizer, model), open_socket(HOST, 0), spans=spans)

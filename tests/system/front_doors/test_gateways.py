@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import AsyncClient
 from baton.errors import DeadlineExceededError, InvalidArgumentError
-from baton.results import Completion
+from baton.results.completion import Completion
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason
 from tests.support.clusters.orchestrators import HOST, Relay, relay

@@ -66,6 +66,16 @@ async def test_the_printed_command_gets_an_answer(tmp_path: Path) -> None:
         assert "chat.completion" in found.stdout and door.url in command[1]
 
 
+async def test_the_console_is_served_where_the_door_says_and_where_it_is_wanted(tmp_path: Path) -> None:
+    async with opened(tmp_path, HttpSection(port=0)) as (_, lines, _other), httpx2.AsyncClient() as client:
+        url = (await lines.until("web console")).removeprefix("web console: ")
+        answer = await client.get(url, follow_redirects=True)
+        assert answer.status_code == 200 and "<title>Baton console</title>" in answer.text
+    async with opened(tmp_path, HttpSection(port=0, console=False)) as (door, lines, _), httpx2.AsyncClient() as client:
+        assert (await client.get(f"{door.url}/console")).status_code == 404
+        assert not [line for line in lines if "console" in line]
+
+
 async def test_it_is_started_again_at_the_same_address_and_those_who_come_meanwhile_wait(tmp_path: Path) -> None:
     async with (
         opened(tmp_path, HttpSection(port=0)) as (door, lines, other),

@@ -21,7 +21,7 @@ from baton import Client
 from baton.calls.resume import Reconnect
 from baton.calls.streams import Stream
 from baton.errors import BatonError, DeadlineExceededError, ResourceExhaustedError
-from baton.results import Completion
+from baton.results.completion import Completion
 from baton.sampling_params import SamplingParams
 from baton.v1.planning_pb2 import GetStepTimesRequest
 from baton.v1.planning_pb2_grpc import PlanningStub

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from baton import Client
-from baton.results import Completion
+from baton.results.completion import Completion
 from baton.sampling_params import SamplingParams
 from modeling.checkpoints.weights import load_decoder
 from tests.support.clusters.hosts import Host, hosts

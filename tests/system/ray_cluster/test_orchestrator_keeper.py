@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from baton.clock import SystemClock
-from baton.results import ModelInfo
+from baton.results.completion import ModelInfo
 from deploy.config.environment import prepare_ray_environment
 from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
 from deploy.groups.surroundings import Heartbeat, Surroundings

@@ -8,7 +8,7 @@ import pytest
 
 from baton import AsyncClient, Client
 from baton.errors import InvalidArgumentError, ResourceExhaustedError
-from baton.results import Completion
+from baton.results.completion import Completion
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason
 from orchestrator.requests.config import OrchestratorConfig

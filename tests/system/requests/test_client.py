@@ -8,7 +8,7 @@ import pytest
 
 from baton import AsyncClient, Client
 from baton.errors import DeadlineExceededError, InvalidArgumentError
-from baton.results import Completion, ModelInfo
+from baton.results.completion import Completion, ModelInfo
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason
 from orchestrator.api.frontend import OrchestratorServer

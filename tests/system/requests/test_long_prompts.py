@@ -13,7 +13,7 @@ import pytest
 from baton.channel_options import MAX_MESSAGE_BYTES
 from baton.clock import SystemClock
 from baton.errors import InvalidArgumentError
-from baton.results import ModelInfo
+from baton.results.completion import ModelInfo
 from baton.v1 import orchestrator_pb2 as pb
 from orchestrator.api.frontend import SERVICE, OrchestratorServer
 from orchestrator.api.gateway import Gateway, ask_model

@@ -20,7 +20,8 @@ from baton.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from baton.results import ModelInfo, Timings, Usage
+from baton.results.completion import ModelInfo, Usage
+from baton.results.timings import Timings
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason
 from baton.v1 import generate_pb2, orchestrator_pb2

@@ -3,7 +3,19 @@
 import pytest
 
 from baton.errors import InvalidArgumentError
-from baton.prefill_trace import (
+from baton.proto_types import (
+    event_from_proto,
+    event_to_proto,
+    priority_from_proto,
+    read,
+    requests_from_proto,
+    requests_to_proto,
+    timings_from_proto,
+    timings_to_proto,
+)
+from baton.request_list import RequestList, RequestStatus
+from baton.results.completion import Usage
+from baton.results.prefill_trace import (
     Interval,
     Placement,
     PlacementTerms,
@@ -13,14 +25,8 @@ from baton.prefill_trace import (
     WidthChoice,
     WidthOption,
 )
-from baton.proto_types import (
-    priority_from_proto,
-    read,
-    timings_from_proto,
-    timings_to_proto,
-)
-from baton.results import DraftCounts, SpeculationTrace, Timings, Usage
-from baton.types import Priority, TokenRange
+from baton.results.timings import DraftCounts, SpeculationTrace, Timings
+from baton.types import FinishReason, Priority, SampledToken, TokenEvent, TokenOrigin, TokenRange
 from baton.v1 import orchestrator_pb2
 
 RANK = RankTiming(1, TokenRange(3, 9), 10, 20, 0.5, 11, 21, 300, 200, (Interval(10, 12), Interval(12, 20)), 2, 0.25)
@@ -42,6 +48,22 @@ PLACEMENT = Placement("local_faster", PlacementTerms(1, 2, 3, 4, 5, 6), Placemen
 )
 def test_timings_round_trip(timings: Timings) -> None:
     assert timings_from_proto(timings_to_proto(timings)) == timings
+
+
+def test_requests_round_trip() -> None:
+    timings = Timings(1, 2, 3, 4, 5, prefill=PrefillTrace(PLACEMENT, WIDTH, (RANK,)))
+    ended = RequestStatus(
+        2, "r", "acme", "finished", "g", "p", Usage(9, 4, 2, 8), timings, (FinishReason.STOP,), "ChainError", 1
+    )
+    running = RequestStatus(3, "", "", "queued", "", "", Usage(9, 0, 1), Timings(1, 0, 0, 0, 0))
+    requests = RequestList(7, (running, ended))
+    assert requests_from_proto(requests_to_proto(requests)) == requests
+
+
+@pytest.mark.parametrize("origin", [None, TokenOrigin("g0"), TokenOrigin("g0", "chain", 0.25)])
+def test_a_token_s_origin_round_trips(origin: TokenOrigin | None) -> None:
+    event = TokenEvent(1, SampledToken(5), "x", 7, origin=origin)
+    assert event_from_proto(event_to_proto(event)) == event
 
 
 def test_usage_says_what_was_cached() -> None:

@@ -10,7 +10,7 @@ from baton.errors import ConfigError, InvalidArgumentError
 from gateway.bodies import ChatBody, Tool
 from gateway.conversations import ChatRenderer
 from gateway.parsing.call_formats import FORMATS
-from gateway.tool_choice import offered
+from gateway.tools.choice import offered
 from tests.support.models.tokenizers import CHAT_TEMPLATE
 from tests.support.models.tool_templates import MAY_THINK, SPECIAL, TEMPLATES, THINKING, tool_tokenizer
 from text.tokenizer import Tokenizer

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from baton.prefill_trace import RankTiming
+from baton.results.prefill_trace import RankTiming
 from baton.types import TokenRange
 from planning.pace import Pace, computed_s
 

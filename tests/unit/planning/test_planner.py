@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import InvalidArgumentError
-from baton.prefill_trace import RankTiming
+from baton.results.prefill_trace import RankTiming
 from baton.types import TokenRange
 from planning.calibration import Calibration, nominal
 from planning.chain.search import search

@@ -2,8 +2,8 @@
 
 import pytest
 
-from baton.prefill_trace import PrefillTrace, RankTiming
-from baton.results import Timings
+from baton.results.prefill_trace import PrefillTrace, RankTiming
+from baton.results.timings import Timings
 from baton.types import TokenRange
 from benchmarks.sides.served import split
 from benchmarks.support.streams import Measured, StreamTimes, make_load

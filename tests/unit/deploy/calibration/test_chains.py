@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from baton.errors import InvalidArgumentError
-from baton.prefill_trace import RankTiming
+from baton.results.prefill_trace import RankTiming
 from baton.types import TokenRange
 from deploy.calibration.chains import (
     Sample,

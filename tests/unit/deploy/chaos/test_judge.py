@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from baton.results import Choice, Completion
+from baton.results.completion import Choice, Completion
 from baton.sampling_params import SamplingParams
 from baton.types import SampledToken
 from deploy.chaos.judge import MARGIN, CalmJudge, margin_of

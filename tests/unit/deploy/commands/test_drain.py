@@ -15,7 +15,6 @@ from deploy.cli import main
 from deploy.commands.cluster_secrets import keep_secrets
 from deploy.commands.drain import left_of
 from deploy.commands.record import ClusterRecord, process_start, record_path
-from deploy.commands.status import readiness
 from deploy.config.environment import SECRET_VARIABLE
 from planning.hardware import cpu_rank
 from planning.model_shape import SHAPES
@@ -179,7 +178,7 @@ async def test_the_status_of_another_version_s_cluster_is_one_line(
     ],
 )
 def test_one_word_says_whether_a_group_gets_work(group: GroupState, word: str) -> None:
-    assert readiness(group) == word
+    assert group.readiness == word
 
 
 def test_what_is_left_is_counted() -> None:

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from baton.results import Choice, Completion, DraftCounts, SpeculationTrace, Timings, Usage
+from baton.results.completion import Choice, Completion, Usage
+from baton.results.timings import DraftCounts, SpeculationTrace, Timings
 from baton.types import FinishReason
 from deploy.commands.generate import describe
 

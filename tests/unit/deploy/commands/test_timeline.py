@@ -5,8 +5,9 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from baton.prefill_trace import Interval, PrefillTrace, PrefixFetch, RankTiming, WidthChoice, WidthOption
-from baton.results import DraftCounts, SpeculationTrace, Timings, Usage
+from baton.results.completion import Usage
+from baton.results.prefill_trace import Interval, PrefillTrace, PrefixFetch, RankTiming, WidthChoice, WidthOption
+from baton.results.timings import DraftCounts, SpeculationTrace, Timings
 from baton.types import FinishReason, TokenRange
 from deploy.commands.timeline import draw_timeline
 

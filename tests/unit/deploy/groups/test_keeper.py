@@ -11,7 +11,7 @@ import pytest
 
 from baton.clock import SystemClock
 from baton.errors import ConfigError, UnavailableError
-from baton.results import ModelInfo
+from baton.results.completion import ModelInfo
 from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
 from deploy.groups.surroundings import Heartbeat, Surroundings
 from orchestrator.api.host import OrchestratorHost

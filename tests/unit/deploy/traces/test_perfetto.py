@@ -3,8 +3,9 @@
 import json
 from typing import Any
 
-from baton.prefill_trace import Interval, PrefillTrace, RankTiming
-from baton.results import Timings, Usage
+from baton.results.completion import Usage
+from baton.results.prefill_trace import Interval, PrefillTrace, RankTiming
+from baton.results.timings import Timings
 from baton.types import FinishReason, TokenRange
 from deploy.traces.perfetto import perfetto_json
 from orchestrator.observability.stages import Trace

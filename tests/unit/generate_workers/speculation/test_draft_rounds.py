@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from baton.results import DraftCounts
+from baton.results.timings import DraftCounts
 from baton.sampling_params import SamplingParams
 from baton.types import DraftRound, FinishReason
 from generate_workers.engine.speculation import SpeculationStats

@@ -12,7 +12,7 @@ import torch
 from baton.errors import StalePrefixError
 from baton.types import TokenRange
 from modeling.kv.buffers import KvBuffer
-from modeling.prefix_store.store import PrefixStore
+from modeling.prefix_store.store import COUNTED_S, Holdings, PrefixStore
 from tests.support.engines.prefixes import blocks_in, file_bytes, keep, mapped, prefix_folder, store_in
 from tests.support.manual_clock import ManualClock
 from tests.support.models.tiny_models import random_decoder
@@ -65,6 +65,17 @@ def test_what_is_evicted_from_memory_comes_back_from_disk(tiers: PrefixStore, fo
     assert same(on_disk.blocks, first)
     assert (in_memory.num_disk_bytes, on_disk.num_disk_bytes) == (0, first.num_bytes)
     assert set(tiers.names()) == set("abcd")
+
+
+def test_the_disk_is_counted_seldom(folder: Path, tmp_path: Path) -> None:
+    clock = ManualClock(1e9)
+    below = store_in(tmp_path, LAYOUT, limit_bytes=4 * SIZE)
+    tiers = PrefixStore(folder, LAYOUT, limit_bytes=2 * SIZE, clock=clock, below=below)
+    assert tiers.holdings() == Holdings(0, 0, 2 * SIZE, 0, 4 * SIZE)
+    sunk(tiers, ["a", "b"])
+    assert tiers.holdings() == Holdings(2, 2 * SIZE, 2 * SIZE, 0, 4 * SIZE), "as it was counted before"
+    clock.advance(COUNTED_S)
+    assert tiers.holdings() == Holdings(2, 2 * SIZE, 2 * SIZE, 2 * SIZE, 4 * SIZE)
 
 
 def test_only_what_is_on_no_tier_is_told_as_evicted(tiers: PrefixStore) -> None:

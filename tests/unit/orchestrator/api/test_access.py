@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_g
 
 from baton.clock import SystemClock
 from baton.errors import PermissionDeniedError, UnauthenticatedError
-from baton.results import ModelInfo
+from baton.results.completion import ModelInfo
 from orchestrator.api.access import METHODS, Access, Doorkeeper
 from orchestrator.api.frontend import OrchestratorServer
 from orchestrator.membership.members import Members
@@ -36,6 +36,7 @@ CONFIGS = {
 }
 OPEN = ("Check", "Watch", "List")
 OPERATED = ("Drain", "Undrain", "StandIn", "Flip", "GetTrace", "UseCalibration", "UseStepTimes")
+IDENTIFYING = ("Generate", "GetRequests")
 
 Outcome = str | grpc.StatusCode
 
@@ -50,9 +51,9 @@ def expected(config: str, method: MethodDescriptor, key: str, is_member: bool) -
         return PASSED if is_member else UNKNOWN
     if config == "keys required":
         return UNKNOWN if key in ("no key", "a wrong key") else PASSED
-    # Generate looks at keys by itself, where tenants have any; all else is for everybody.
+    # These look at keys by themselves, where tenants have any; all else is for everybody.
     is_unknown = key == "a wrong key" or (key == "an operator's key" and config != "operators have keys")
-    return UNKNOWN if method.name == "Generate" and config != "no keys" and is_unknown else PASSED
+    return UNKNOWN if method.name in IDENTIFYING and config != "no keys" and is_unknown else PASSED
 
 
 def _expected_of_operation(config: str, key: str, is_member: bool) -> Outcome:

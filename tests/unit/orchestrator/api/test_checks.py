@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidArgumentError
-from baton.results import ModelInfo
+from baton.results.completion import ModelInfo
 from baton.sampling_params import SamplingParams
 from baton.structured_output import StructuredOutput
 from baton.types import FinishReason

@@ -19,7 +19,7 @@ from baton.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from baton.results import ModelInfo
+from baton.results.completion import ModelInfo
 from baton.v1 import common_pb2
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
@@ -300,9 +300,10 @@ async def test_a_deadline_beyond_its_field_is_the_longest(tokenizer: Tokenizer) 
 
 async def test_model_and_state_are_the_orchestrators(tokenizer: Tokenizer) -> None:
     async with through(ScriptedOrchestrator(), tokenizer) as client:
-        model, state = await client.model(), await client.cluster_state()
+        model, state, requests = await client.model(), await client.cluster_state(), await client.requests()
     assert (model.name, model.max_tokens) == (MODEL.name, MODEL.max_tokens)
     assert [group.name for group in state.groups] == [group.name for group in STATE.groups]
+    assert [each.number for each in requests.requests] == [2, 1]
 
 
 async def test_without_an_orchestrator_it_does_not_serve(tokenizer: Tokenizer) -> None:

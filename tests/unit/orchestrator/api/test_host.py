@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from baton.errors import BatonError, ConfigError, VersionMismatchError
-from baton.results import ModelInfo
+from baton.results.completion import ModelInfo
 from baton.v1 import keeping_pb2 as pb
 from baton.v1.keeping_pb2_grpc import KeepingStub
 from orchestrator.api.host import OrchestratorHost

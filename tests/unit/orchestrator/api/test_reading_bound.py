@@ -15,7 +15,7 @@ import pytest
 from baton import AsyncClient
 from baton.clock import SystemClock
 from baton.errors import InvalidArgumentError, ResourceExhaustedError
-from baton.results import ModelInfo
+from baton.results.completion import ModelInfo
 from baton.types import MAX_PROMPT_BYTES
 from baton.v1 import orchestrator_pb2 as pb
 from orchestrator.api import frontend, gateway

@@ -10,13 +10,13 @@ import pytest
 
 from baton.cluster_state import ClusterState
 from baton.errors import BatonError, ConfigError, InvalidArgumentError, ResourceExhaustedError
-from baton.prefill_trace import PrefillTrace, RankTiming
-from baton.results import Timings
+from baton.results.prefill_trace import PrefillTrace, RankTiming
+from baton.results.stages import first_token_stages
+from baton.results.timings import Timings
 from baton.sampling_params import SamplingParams
 from baton.types import TokenRange
 from orchestrator.observability.metrics import Metrics
 from orchestrator.observability.metrics_server import MetricsServer
-from orchestrator.observability.stages import first_token_stages
 from orchestrator.requests.config import AutoscalingConfig, OrchestratorConfig
 from planning.hardware import cpu_rank
 from planning.model_shape import SHAPES

@@ -10,9 +10,10 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from baton.errors import BatonError, ConfigError, NotFoundError
-from baton.prefill_trace import Interval
 from baton.process.request_log import SERVED_REQUEST
-from baton.results import Timings, Usage
+from baton.results.completion import Usage
+from baton.results.prefill_trace import Interval
+from baton.results.timings import Timings
 from baton.sampling_params import SamplingParams
 from baton.status import translate_rpc_errors
 from baton.types import FinishReason

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from baton.ids import Epoch, Rank, RequestId
-from baton.prefill_trace import PlacementTerms
+from baton.results.prefill_trace import PlacementTerms
 from baton.sampling_params import SamplingParams
 from baton.types import TokenRange
 from orchestrator.membership.loads import Load

@@ -6,7 +6,7 @@ import weakref
 import pytest
 
 from baton.ids import RequestId
-from baton.prefill_trace import PlacementTerms
+from baton.results.prefill_trace import PlacementTerms
 from baton.sampling_params import SamplingParams
 from baton.types import SampledToken, TokenEvent
 from orchestrator.placement.generation_book import Occupancy

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.ids import Epoch, JobId, Rank, RequestId
-from baton.prefill_trace import Placement
 from baton.prefix_blocks import PromptBlocks
+from baton.results.prefill_trace import Placement
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, SampledToken, TokenEvent
 from orchestrator.membership.members import Members

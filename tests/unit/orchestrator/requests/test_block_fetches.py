@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.prefill_trace import PlacementTerms
 from baton.proto_types import timings_from_proto
-from baton.results import Timings
+from baton.results.prefill_trace import PlacementTerms
+from baton.results.timings import Timings
 from baton.sampling_params import SamplingParams
 from baton.types import TokenRange
 from orchestrator.requests.config import OrchestratorConfig

@@ -7,7 +7,7 @@ import pytest
 
 from baton.errors import BatonError, UnavailableError
 from baton.ids import RequestId
-from baton.results import DraftCounts, SpeculationTrace
+from baton.results.timings import DraftCounts, SpeculationTrace
 from baton.sampling_params import SamplingParams
 from baton.types import DraftRound, FinishReason, SampledToken, TokenEvent
 from orchestrator.requests.record import Attempt, RequestRecord

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from baton.ids import Rank
-from baton.prefill_trace import WidthChoice
+from baton.results.prefill_trace import WidthChoice
 from baton.types import TokenRange
 from deploy.traffic.work.chain_turns import ChainTurns
 from orchestrator.membership.prefill_book import Pending

@@ -8,7 +8,7 @@ from gateway.bodies import ChatBody
 from gateway.parsing.call_formats import OBLIGED
 from gateway.parsing.gathered import Gathered
 from gateway.parsing.output import OutputRules
-from gateway.tool_choice import obliged_form
+from gateway.tools.choice import obliged_form
 from tests.support.models.tiny_tokenizer import EOS_ID, ids_of, letter_tokenizer
 from text.grammars import Grammars
 

@@ -1,0 +1,96 @@
+"""The stages of a request as intervals of time: for metrics, for traces, for `baton trace` and for the console. Pure.
+
+Instants are unix nanoseconds of the clocks of several machines. A stage whose end would lie before its start is empty.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from baton.results.prefill_trace import Interval
+from baton.results.timings import Timings
+
+Attributes = Mapping[str, str | int | float]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a request's life."""
+
+    name: str
+    """queue, placement, prefill, transfer, insert or decode; prefill_rank and transfer_rank for one rank's part."""
+    at: Interval
+    rank: int | None = None
+    """The prefill rank whose part it is; None for the whole request's."""
+    attributes: Attributes = field(default_factory=dict)
+
+
+def stages_of(timings: Timings, num_output_tokens: int) -> Iterator[Stage]:
+    """Yield all stages that a request has reached by `timings.finished_ns`, with `num_output_tokens` output tokens:
+    those of the whole request in order, then those of ranks."""
+    to_first = list(first_token_stages(timings)) or list(_stages_without_token(timings))
+    for name, at in to_first:
+        yield Stage(name, at)
+    if timings.first_token_ns:
+        decoding = _ordered(timings.first_token_ns, timings.finished_ns)
+        yield Stage("decode", decoding, attributes=_decoding(timings, num_output_tokens))
+    for each in timings.prefill.ranks:
+        computed = {
+            "baton.tokens": len(each.tokens),
+            "baton.first_token": each.tokens.start,
+            "baton.wait_s": each.wait_s,
+            "baton.bytes_sent": each.num_bytes_sent,
+        }
+        yield Stage("prefill_rank", _ordered(each.start_ns, each.end_ns), each.rank, computed)
+        pushed = {"baton.bytes_pushed": each.num_bytes_pushed, "baton.bytes_shared": each.num_bytes_shared}
+        yield Stage("transfer_rank", _ordered(each.push_start_ns, each.push_end_ns), each.rank, pushed)
+
+
+def first_token_stages(timings: Timings) -> Iterator[tuple[str, Interval]]:
+    """Yield the parts of a request's time to first token, which follow each other without a gap.
+
+    The parts are: queue, until it left the queue; placement, until it had a slot, earlier attempts included; prefill,
+    until the last rank had computed; transfer, until the last byte of KV was pushed; insert, until the first token was
+    out. Where the generation group prefilled by itself there is neither transfer nor insert. Yields nothing where the
+    first token is older than the last attempt, or there was none.
+    """
+    if not timings.first_token_ns or not 0 < timings.leased_ns <= timings.first_token_ns:
+        return
+    marks = [("queue", timings.admitted_ns), ("placement", timings.leased_ns)]
+    if ranks := timings.prefill.ranks:
+        computed_ns = max(rank.end_ns for rank in ranks)
+        marks += [("prefill", computed_ns), ("transfer", max(rank.push_end_ns for rank in ranks))]
+    marks.append(("insert" if ranks else "prefill", timings.first_token_ns))
+    before_ns = timings.received_ns
+    for stage, mark_ns in marks:
+        at_ns = min(max(mark_ns, before_ns), timings.first_token_ns)
+        yield stage, Interval(before_ns, at_ns)
+        before_ns = at_ns
+
+
+def _stages_without_token(timings: Timings) -> Iterator[tuple[str, Interval]]:
+    """Yield the stages of a request whose last attempt made no first token: the last one lasts until the request's end,
+    or until the token that an earlier attempt had made."""
+    end_ns = timings.first_token_ns or timings.finished_ns
+    before_ns = timings.received_ns
+    for stage, mark_ns in (("queue", timings.admitted_ns), ("placement", timings.leased_ns), ("prefill", 0)):
+        at_ns = min(max(mark_ns, before_ns), end_ns) if mark_ns else end_ns
+        yield stage, _ordered(before_ns, at_ns)
+        before_ns = at_ns
+        if not mark_ns or at_ns >= end_ns:
+            return
+
+
+def _decoding(timings: Timings, num_output_tokens: int) -> Attributes:
+    """Return what is known of the decode stage: the residency policy, and how drafts fared."""
+    found: dict[str, str | int | float] = {"gen_ai.usage.output_tokens": num_output_tokens}
+    if timings.residency:
+        found["baton.residency"] = timings.residency
+    if (speculation := timings.speculation) is not None:
+        found["baton.steps"] = speculation.num_steps
+        found["baton.drafted"] = sum(each.num_drafted for each in speculation.sources)
+        found["baton.accepted"] = sum(each.num_accepted for each in speculation.sources)
+    return found
+
+
+def _ordered(start_ns: int, end_ns: int) -> Interval:
+    return Interval(start_ns, max(start_ns, end_ns))

@@ -1,0 +1,70 @@
+"""Answers that consoles share: each caller's consoles have one question to the server, however many are open. On the
+loop.
+
+Nothing is asked by itself: a console asks for the latest answer again and again while it is looked at. An answer holds
+for FRESH_S, and so does an error. Callers are told apart by the headers that say who asks, because the server may tell
+each of them something else.
+"""
+
+import asyncio
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from baton.clock import Clock
+from baton.errors import BatonError
+
+T = TypeVar("T")
+
+FRESH_S = 1.0
+"""Seconds for which an answer, or an error, is given again."""
+MAX_CALLERS = 64
+"""Callers whose latest answers are kept, at most; the one that asked longest ago is forgotten."""
+
+
+@dataclass
+class _Latest(Generic[T]):
+    """The latest answer to one caller."""
+
+    asking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a question is open, so that all consoles of the caller wait for the same answer."""
+    told_s: float = float("-inf")
+    answer: T | None = None
+    error: BatonError | None = None
+
+
+class Feed(Generic[T]):
+    """The latest answers of one server, by caller."""
+
+    def __init__(self, ask: Callable[[Mapping[str, str]], Awaitable[T]], clock: Clock) -> None:
+        """`ask` asks the server on behalf of a caller, given by its headers."""
+        self._ask = ask
+        self._clock = clock
+        self._latest: OrderedDict[str, _Latest[T]] = OrderedDict()
+
+    async def latest(self, caller: Mapping[str, str]) -> T:
+        """Return an answer to the caller that is at most FRESH_S old, or came meanwhile. Raises the BatonError that
+        the server answered instead. A question whose asker is cancelled is asked anew by the next one that waits."""
+        latest = self._of(caller)
+        async with latest.asking:
+            if self._clock.now_s() - latest.told_s >= FRESH_S:
+                try:
+                    latest.answer, latest.error = await self._ask(caller), None
+                except BatonError as error:
+                    latest.answer, latest.error = None, error
+                latest.told_s = self._clock.now_s()
+            if latest.error is not None:
+                raise latest.error
+            assert latest.answer is not None, "an answer or an error"
+            return latest.answer
+
+    def _of(self, caller: Mapping[str, str]) -> _Latest[T]:
+        named = hashlib.sha256(json.dumps(sorted(caller.items())).encode()).hexdigest()  # of a key, nothing is kept
+        latest = self._latest.setdefault(named, _Latest())
+        self._latest.move_to_end(named)
+        while len(self._latest) > MAX_CALLERS:
+            self._latest.popitem(last=False)
+        return latest

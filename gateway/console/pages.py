@@ -1,0 +1,55 @@
+"""The console's files: page, style and scripts, read once, served with a policy that lets nothing else be loaded. Pure.
+
+Nothing is read by a name that a client gives: a file is served if it was there when the gateway began.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import PurePath
+from types import MappingProxyType
+
+from fastapi import Request
+from fastapi.responses import Response
+
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+_HEADERS = MappingProxyType(
+    {
+        "content-security-policy": (
+            "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; object-src 'none'"
+        ),
+        "cache-control": "no-cache",  # asked for again each time, and not sent again unless it has changed
+        "cross-origin-opener-policy": "same-origin",
+        "referrer-policy": "no-referrer",
+        "x-content-type-options": "nosniff",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Page:
+    """One file of the console."""
+
+    content: bytes
+    media_type: str
+    tag: str
+    """Hash of the content, by which browsers ask whether it has changed."""
+
+    def answer(self, request: Request) -> Response:
+        """Return the file, or that it is still what the browser has."""
+        headers = {**_HEADERS, "etag": self.tag}
+        if request.headers.get("if-none-match") == self.tag:
+            return Response(status_code=304, headers=headers)
+        return Response(self.content, media_type=self.media_type, headers=headers)
+
+
+def load_pages() -> Mapping[str, Page]:
+    """Return all files of the console by name. Blocks."""
+    found = {}
+    for each in (files("gateway.console") / "static").iterdir():
+        media_type = _TYPES.get(PurePath(each.name).suffix)
+        if media_type is not None:
+            content = each.read_bytes()
+            found[each.name] = Page(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+    return MappingProxyType(found)

@@ -1,0 +1,127 @@
+"""Routes of the console: its files, the state that it shows, and the playground's streams. On the loop.
+
+The files need no key. All that they ask for does, where the server requires one: the page sends the key that its user
+gives, and the server judges it.
+"""
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack
+from functools import partial
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, RedirectResponse, Response
+from starlette.exceptions import HTTPException
+
+from baton.clock import Clock
+from baton.errors import BatonError
+from baton.types import TokenEvent
+from gateway.answers import Object
+from gateway.bodies import ChatBody, CompletionBody
+from gateway.console.feed import Feed
+from gateway.console.pages import load_pages
+from gateway.console.tokens import begun, check_single, ended, token
+from gateway.console.views import snapshot
+from gateway.errors import error_body
+from gateway.reading import Asked, Reader
+from gateway.streaming import EventStream, caller_of, line, read_body, request_id_of, unless_gone
+from gateway.upstream import Answers, Upstream
+
+NUM_ENDED = 48
+"""Requests that have ended that the console shows, at most."""
+_WHO = ("authorization", "baton-tenant")
+"""Headers that say who asks."""
+_UNCACHED = {"cache-control": "no-store"}
+
+
+class Console:
+    """Serves the console of one upstream server."""
+
+    def __init__(self, upstream: Upstream, reader: Reader, clock: Clock) -> None:
+        self._upstream = upstream
+        self._reader = reader
+        self._pages = load_pages()
+        self._feed = Feed(self._ask, clock)
+
+    def router(self) -> APIRouter:
+        """Return the routes of the console, which are no part of the API that the gateway documents."""
+        router = APIRouter(include_in_schema=False)
+        router.get("/")(self.root)
+        router.get("/console")(self.console)
+        router.get("/console/")(self.index)
+        router.get("/console/static/{name}")(self.static)
+        router.get("/console/api/state")(self.state)
+        router.post("/console/api/chat")(self.chat)
+        router.post("/console/api/completion")(self.completion)
+        return router
+
+    async def root(self, request: Request) -> Response:
+        """Lead browsers to the console; programs are told that nothing is there, as without a console."""
+        if "text/html" not in request.headers.get("accept", ""):
+            raise HTTPException(404)
+        return RedirectResponse("console/")
+
+    async def console(self) -> Response:
+        """Lead to the page, whose links are relative to its folder, so that a proxy may serve it below any path."""
+        return RedirectResponse("console/")
+
+    async def index(self, request: Request) -> Response:
+        """Return the console's page."""
+        return self._pages["index.html"].answer(request)
+
+    async def static(self, name: str, request: Request) -> Response:
+        """Return a file that the page loads."""
+        if name not in self._pages:
+            raise HTTPException(404)
+        return self._pages[name].answer(request)
+
+    async def state(self, request: Request) -> Response:
+        """Return what the console shows of the cluster, at most a second old."""
+        caller = {name: request.headers[name] for name in _WHO if name in request.headers}
+        return JSONResponse(await self._feed.latest(caller), headers=_UNCACHED)
+
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        """Answer a chat as a stream of tokens with their origins."""
+        request.state.fields = tuple(ChatBody.model_fields)
+        return await self._stream(request, partial(self._reader.chat, body))
+
+    async def completion(self, body: CompletionBody, request: Request) -> Response:
+        """Complete a prompt as a stream of tokens with their origins."""
+        request.state.fields = tuple(CompletionBody.model_fields)
+        return await self._stream(request, partial(self._reader.completion, body))
+
+    async def _ask(self, caller: Mapping[str, str]) -> Object:
+        """Ask the server. The state asks all of its workers; the requests are asked for after that, so that they are
+        the later ones."""
+        state = await self._upstream.state(caller)
+        requests = await self._upstream.requests(NUM_ENDED, caller)
+        reader = self._reader
+        return snapshot(state, requests, reader.model, has_chats=reader.tokenizer.has_chat_template)
+
+    async def _stream(self, request: Request, read: Callable[[], Asked]) -> Response:
+        asked = await read_body(request, read)
+        check_single(asked)
+        id_ = request_id_of(request, "console-")
+        async with AsyncExitStack() as stack:
+            answers = await stack.enter_async_context(self._upstream.answers(asked, id_, caller_of(request)))
+            events = answers.events()
+            stack.push_async_callback(events.aclose)
+            _, first = await unless_gone(request, anext(events))
+            return EventStream(self._lines(answers, first, events), stack.pop_all(), {"x-request-id": id_})
+
+    async def _lines(
+        self, answers: Answers, first: TokenEvent, events: AsyncIterator[tuple[int, TokenEvent]]
+    ) -> AsyncIterator[bytes]:
+        """Yield a stream's lines, to its end or to the error that ended it."""
+        yield line(begun(answers.outputs[0]), "begin")
+        try:
+            yield line(self._token(first), "token")
+            async for _, event in events:
+                yield line(self._token(event), "token")
+        except BatonError as error:
+            yield line(error_body(error), "error")
+            return
+        yield line(ended(answers.outputs[0]), "end")
+
+    def _token(self, event: TokenEvent) -> Object:
+        own_text = "" if event.token is None else self._reader.tokenizer.decode([event.token.token_id])
+        return token(event, own_text)

@@ -1,0 +1,72 @@
+"""Keeps the requests that wait or run, and the latest that have ended, for those who watch a cluster.
+
+Told by `orchestrator.observability.journal`; put on gRPC by `orchestrator.api.frontend`. Neither prompts nor outputs
+leave it, and ids go to a request's own tenant and to operators only. On the loop.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+
+from baton.clock import Clock
+from baton.request_list import RequestList, RequestStatus
+from baton.results.timings import Timings
+from orchestrator.observability.traces import NUM_KEPT
+from orchestrator.requests.record import Finished, RequestRecord
+
+
+class RequestBook:
+    """The requests of one orchestrator: the records of those that have not ended, and what became of the latest."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._numbers = itertools.count(1)
+        self._open: dict[int, tuple[int, RequestRecord]] = {}
+        """Number and record of each request that waits or runs, by the record's identity, in order of arrival."""
+        self._ended: deque[RequestStatus] = deque(maxlen=NUM_KEPT)
+        """The latest requests that have ended, in order of their ends."""
+
+    def opened(self, record: RequestRecord) -> None:
+        """Take up a request that the queue has taken."""
+        self._open[id(record)] = next(self._numbers), record
+
+    def ended(self, record: RequestRecord, finished: Finished) -> None:
+        """Keep what became of a request, and let its record go."""
+        number, _ = self._open.pop(id(record))
+        error = "" if finished.error is None else type(finished.error).__name__
+        status = _status(number, record, finished.timings)
+        self._ended.append(replace(status, reasons=finished.reasons, error=error))
+
+    def list(self, num_ended: int, tenant: str | None) -> RequestList:
+        """Return all requests that have not ended and the latest `num_ended` that have, without the ids of others'
+        requests. `tenant` is the caller's; None for an operator, who is told all ids."""
+        found = [*self._latest_ended(num_ended), *self._running()]
+        found.sort(key=lambda each: each.number, reverse=True)
+        return RequestList(self._clock.unix_ns(), tuple(_told(each, tenant) for each in found))
+
+    def _running(self) -> Iterator[RequestStatus]:
+        return (_status(number, record, record.timings()) for number, record in self._open.values())
+
+    def _latest_ended(self, num_ended: int) -> Iterator[RequestStatus]:
+        return itertools.islice(reversed(self._ended), num_ended)
+
+
+def _status(number: int, record: RequestRecord, timings: Timings) -> RequestStatus:
+    ranks = tuple(replace(rank, layers=()) for rank in timings.prefill.ranks)
+    return RequestStatus(
+        number=number,
+        request_id=record.request_id,
+        tenant=record.request.tenant.name,
+        state=record.state.value,
+        generation=record.attempt.generation,
+        prefill=record.attempt.prefill,
+        usage=record.usage(),
+        timings=replace(timings, prefill=replace(timings.prefill, ranks=ranks)),
+        num_failures=len(record.failures),
+    )
+
+
+def _told(status: RequestStatus, tenant: str | None) -> RequestStatus:
+    is_theirs = tenant is None or tenant == status.tenant
+    return status if is_theirs else replace(status, request_id="", tenant="")
