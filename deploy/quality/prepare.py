@@ -39,6 +39,9 @@ that is tried. Text of the kind that is to be served is best; some 100,000 chara
 The best of all --kinds is taken at each ratio, and of these what reads least and costs at most --cost, even if it cost
 a standard error more. `baton evaluate` on another text says what it is worth."""
 
+_COSTS = ("0.02", "0.015")
+"""Rise of perplexity that is allowed unless told otherwise, by lookahead."""
+
 _EXAMPLES = """\
 examples:
   baton prepare smollm2-135m --text persuasion.txt.gz
@@ -56,7 +59,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="(default: where workers look for the model's)")
     parser.add_argument(
-        "--cost", default="0.02", metavar="X", help="rise of perplexity, as a part (default: %(default)s)"
+        "--cost",
+        metavar="X",
+        help=f"rise of perplexity, as a part (default: {_COSTS[0]}; {_COSTS[1]} with --lookahead 1, whose guesses cost"
+        " more on other texts)",
     )
     parser.add_argument(
         "--lookahead",
@@ -140,7 +146,7 @@ def find_wanted(args: argparse.Namespace) -> Wanted:
         context=option_values.count("--context", args.context, MAX_TOKENS),
         num_rows=num_rows,
         num_steps=option_values.count("--steps", args.steps, MAX_TOKENS),
-        most_cost=option_values.positive("--cost", args.cost),
+        most_cost=option_values.positive("--cost", args.cost or _COSTS[args.lookahead]),
         by_hand=_by_hand(args),
         num_first=args.first,
         num_last=args.last,
