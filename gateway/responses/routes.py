@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from baton.errors import BatonError, InvalidArgumentError
 from baton.results import Usage
 from baton.types import TokenEvent
-from gateway.answers import Object
+from gateway.answers import Object, line
 from gateway.errors import UnknownResponseError
 from gateway.openapi import STREAMED
 from gateway.reading import Asked, Reader
@@ -23,7 +23,7 @@ from gateway.responses.events import ResponseEvents
 from gateway.responses.objects import ResponseHead
 from gateway.responses.reading import chat_of, items_of, renamed
 from gateway.responses.store import ResponseStore
-from gateway.streaming import EventStream, caller_of, line, read_body, request_id_of, unless_gone
+from gateway.streaming import EventStream, caller_of, read_body, request_id_of, unless_gone
 from gateway.upstream import Answers, Upstream
 
 
