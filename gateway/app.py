@@ -58,6 +58,8 @@ class Gateway:
         app.get("/health", response_class=Response)(self.health)
         app.get("/ready", response_class=Response)(self.ready)
         app.get("/metrics", include_in_schema=False)(self.metrics)
+        for path, route in (("/health", self.health), ("/ready", self.ready), ("/metrics", self.metrics)):
+            app.head(path, include_in_schema=False)(route)  # monitors and load generators ask so whether it is there
         app.exception_handler(BatonError)(self._refused)
         app.exception_handler(RequestValidationError)(self._malformed)
         app.exception_handler(HTTPException)(self._not_there)
