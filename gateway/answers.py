@@ -4,6 +4,7 @@
 is numbered by its prompt and its place among that prompt's choices.
 """
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,10 @@ from baton.results.completion import Choice, Completion, Usage
 from baton.types import FinishReason, SampledToken, TokenEvent
 
 Object = dict[str, Any]
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+_TEXT = "text"
+"""Stands for the text in the line from which a choice's frame is cut."""
 
 FINISHES = {None: None, FinishReason.LENGTH: "length", FinishReason.STOP: "stop"}
 """OpenAI's words for why a choice ended. Other ends are errors, which the stream raises."""
@@ -51,6 +56,8 @@ class Writer(ABC):
         self.head = head
         self._offsets: dict[int, int] = {}
         """Characters of each choice's text so far."""
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
+        """Bytes before and after the text in each choice's lines, which differ in their text alone."""
 
     def whole(self, found: Sequence[Completion]) -> Object:
         """Return the answer, made of the output for each prompt."""
@@ -61,6 +68,18 @@ class Writer(ABC):
         ]
         usage = usage_of([each.usage for each in found if each.usage is not None])
         return self._object(self.name) | {"choices": choices, "usage": usage}
+
+    def lines(self, prompt: int, event: TokenEvent) -> bytes:
+        """Return the chunks for one event of a prompt's stream, as server-sent events."""
+        number = self.head.number(prompt, event.choice)
+        has_text_alone = event.text and event.finish is None and not self.head.has_logprobs
+        if number not in self._offsets or not has_text_alone:
+            return b"".join(map(line, self.chunks(prompt, event)))
+        if number not in self._frames:
+            self._frames[number] = _frame(self._chunk(self._delta(number, _TEXT, None, None)))
+        before, after = self._frames[number]
+        self._offsets[number] += len(event.text)
+        return before + _ENCODER.encode(event.text).encode() + after
 
     def chunks(self, prompt: int, event: TokenEvent) -> Iterator[Object]:
         """Yield the chunks for one event of a prompt's stream."""
@@ -208,3 +227,16 @@ def usage_of(found: Sequence[Usage]) -> Object:
         "total_tokens": prompt_tokens + output_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(each.num_cached_tokens for each in found)},
     }
+
+
+def line(data: Any, event: str = "") -> bytes:
+    """Return an event of a stream, with the name of its type if it has one."""
+    named = f"event: {event}\n".encode() if event else b""
+    return named + b"data: " + _ENCODER.encode(data).encode() + b"\n\n"
+
+
+def _frame(chunk: Object) -> tuple[bytes, bytes]:
+    """Return what comes before and after the text in the line of a chunk, which ends with the choice's own fields. What
+    comes before may hold the same characters: a client names its request, and an operator the model."""
+    before, _, after = line(chunk).rpartition(_ENCODER.encode(_TEXT).encode())
+    return before, after

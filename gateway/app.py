@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from baton import __version__
 from baton.errors import BatonError, InvalidArgumentError
 from baton.types import TokenEvent
-from gateway.answers import Chats, Completions, Head, Object, Writer
+from gateway.answers import Chats, Completions, Head, Object, Writer, line
 from gateway.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.chat_answers import ParsedChats
 from gateway.console.routes import Console
@@ -29,7 +29,7 @@ from gateway.openapi import ERRORS, STREAMED, describe
 from gateway.reading import Asked, Reader
 from gateway.responses.routes import Responses
 from gateway.responses.store import ResponseStore
-from gateway.streaming import EventStream, caller_of, line, read_body, request_id_of, unless_gone
+from gateway.streaming import EventStream, caller_of, read_body, request_id_of, unless_gone
 from gateway.upstream import Answers, Upstream
 
 _DONE = b"data: [DONE]\n\n"
@@ -65,6 +65,8 @@ class Gateway:
         if self._console is not None:
             app.include_router(self._console.router())
         app.get("/metrics", include_in_schema=False)(self.metrics)
+        for path, route in (("/health", self.health), ("/ready", self.ready), ("/metrics", self.metrics)):
+            app.head(path, include_in_schema=False)(route)  # monitors and load generators ask so whether it is there
         app.exception_handler(BatonError)(self._refused)
         app.exception_handler(RequestValidationError)(self._malformed)
         app.exception_handler(HTTPException)(self._not_there)
@@ -198,11 +200,11 @@ async def _chunks(
 ) -> AsyncIterator[bytes]:
     """Yield a stream's lines, to its end or to the error that ended it."""
     try:
-        for chunk in writer.chunks(*first):
-            yield line(chunk)
+        if written := writer.lines(*first):
+            yield written
         async for prompt, event in events:
-            for chunk in writer.chunks(prompt, event):
-                yield line(chunk)
+            if written := writer.lines(prompt, event):
+                yield written
     except BatonError as error:  # the status is sent: the error is the last thing that the client sees
         yield line(error_body(error))
         return

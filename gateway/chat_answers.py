@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from baton.results.completion import Usage
 from baton.types import TokenEvent
-from gateway.answers import FINISHES, Chats, Head, Object, usage_of
+from gateway.answers import FINISHES, Chats, Head, Object, line, usage_of
 from gateway.parsing.gathered import Gathered
 from gateway.parsing.output import OutputParser, OutputRules
 from gateway.parsing.pieces import Arguments, CallBegun, Piece, Reasoning, Text
@@ -19,6 +19,10 @@ class ParsedChats(Chats):
         super().__init__(head)
         self._parsers: defaultdict[int, OutputParser] = defaultdict(rules.parser)
         self._gathered: defaultdict[int, Gathered] = defaultdict(Gathered)
+
+    def lines(self, prompt: int, event: TokenEvent) -> bytes:
+        """Return the chunks for one event of a prompt's stream, as server-sent events."""
+        return b"".join(map(line, self.chunks(prompt, event)))
 
     def chunks(self, prompt: int, event: TokenEvent) -> Iterator[Object]:
         """Yield the chunks for one event of a prompt's stream."""

@@ -16,12 +16,17 @@ class BodyTooLargeError(errors.InvalidArgumentError):
     """The body of a request has more bytes than any request may have."""
 
 
+class PromptTooLongError(errors.InvalidArgumentError):
+    """A prompt has more tokens than the model takes: clients know it by its code, and may shorten the conversation."""
+
+
 class UnknownResponseError(errors.NotFoundError):
     """The response that is asked for is not kept."""
 
 
 _STATUSES: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
     (BodyTooLargeError, 413, "invalid_request_error", None),
+    (PromptTooLongError, 400, "invalid_request_error", "context_length_exceeded"),
     (errors.InvalidArgumentError, 400, "invalid_request_error", None),
     (errors.UnauthenticatedError, 401, "authentication_error", "invalid_api_key"),
     (errors.PermissionDeniedError, 403, "permission_error", None),

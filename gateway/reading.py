@@ -13,6 +13,7 @@ from baton.results.completion import ModelInfo
 from baton.sampling_params import SamplingOptions
 from gateway.bodies import MAX_PROMPTS, ChatBody, CompletionBody, SamplingBody, TokenizeBody
 from gateway.conversations import ChatRenderer
+from gateway.errors import PromptTooLongError
 from gateway.parsing.output import PLAIN, OutputRules
 from gateway.structured import structured_of
 from gateway.tools.choice import obliged_form, offered
@@ -122,6 +123,8 @@ class Reader:
         self, body: SamplingBody, prompts: tuple[Prompt, ...], options: SamplingOptions, logprobs: int | None
     ) -> Asked:
         self.check_model(body.model)
+        for prompt in prompts:
+            self._check_fits("messages" if isinstance(body, ChatBody) else "prompt", len(prompt.token_ids))
         return Asked(
             prompts,
             tuple(self._with_room(options, prompt) for prompt in prompts),
@@ -133,6 +136,14 @@ class Reader:
             includes_usage=body.stream_options is not None and body.stream_options.include_usage,
             logprobs=logprobs,
         )
+
+    def _check_fits(self, field: str, num_tokens: int) -> None:
+        limit = self.model.max_tokens - 1
+        if num_tokens > limit:
+            raise PromptTooLongError(
+                f"{field} has {num_tokens} tokens, the prompt is too long: the model takes at most {limit}, and one "
+                "of output; shorten it"
+            )
 
     def _with_room(self, options: SamplingOptions, prompt: Prompt) -> SamplingOptions:
         """Return the options, with as many output tokens as the prompt leaves room for if none are asked for."""

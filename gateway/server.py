@@ -2,13 +2,14 @@
 
 import asyncio
 import socket
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, TypeVar
 
 import uvicorn
+import uvloop
 from opentelemetry.trace import TracerProvider
 from starlette.types import ASGIApp
 
@@ -19,6 +20,15 @@ from gateway.console.routes import Console
 from gateway.reading import Reader
 from gateway.responses.store import DEFAULT_LIMITS, ResponseStore, StoreLimits
 from gateway.upstream import Upstream
+
+T = TypeVar("T")
+
+
+def run_on_own_loop(serving: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end on a new event loop of uvloop, on which serving takes less processor time than on
+    asyncio's own, and return its result. For the main thread of a process that serves HTTP; blocks."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(serving)
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,7 @@ class HttpServer:
         app = Gateway(upstream, reader, ResponseStore(limits, clock), console).app()
         config = uvicorn.Config(
             app if spans is None else _traced(app, spans),
+            http="httptools",
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -1,12 +1,11 @@
 """What routes share: who asks, clients that leave, and answers as server-sent events. On the loop."""
 
 import asyncio
-import json
 import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
@@ -72,12 +71,6 @@ def request_id_of(request: Request, prefix: str) -> str:
     """Return the request's name: the one that the client gave it, or a new one that begins with the prefix."""
     named = request.headers.get("x-request-id", "")
     return named if _REQUEST_ID.fullmatch(named) else prefix + uuid.uuid4().hex
-
-
-def line(data: Any, event: str = "") -> bytes:
-    """Return an event of a stream, with the name of its type if it has one."""
-    named = f"event: {event}\n".encode() if event else b""
-    return named + b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 async def _until_gone(request: Request) -> None:

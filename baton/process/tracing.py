@@ -3,7 +3,9 @@
 W3C trace context; OTLP over gRPC. A program that only passes its trace on loads OpenTelemetry's API, and no more.
 """
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -42,3 +44,15 @@ def provider_of(export: "TraceExport", about: Mapping[str, str]) -> "TracerProvi
     provider = TracerProvider(resource=resource, sampler=sampler, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=export.otlp_endpoint)))
     return provider
+
+
+@asynccontextmanager
+async def exported_spans(export: "TraceExport", about: Mapping[str, str]) -> "AsyncIterator[TracerProvider | None]":
+    """Yield the provider of `provider_of`, and shut it down in the end. The spans that it has not exported yet are
+    exported first, also when the block is left by an error or is cancelled; the loop runs on meanwhile."""
+    provider = provider_of(export, about)
+    try:
+        yield provider
+    finally:
+        if provider is not None:
+            await asyncio.to_thread(provider.shutdown)

@@ -15,7 +15,7 @@ from baton.v1 import common_pb2, generate_pb2
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from benchmarks.gateways.engines import FIRST_ID
-from benchmarks.gateways.process import Answer
+from benchmarks.gateways.process import Answer, usage
 from transport.channel import make_channel
 
 NUM_CONNECTIONS = 8
@@ -76,12 +76,15 @@ class Clients(ABC):
 
     async def answer(self, question: Any) -> Any:
         """Answer a question to the clients' process: Streams opens them, and answers when all run; `seen` answers how
-        many tokens have come, and how late those since the last time were; `drain` waits until all have ended."""
+        many tokens have come, and how late those since the last time were; `usage`, what the process has used; `drain`
+        waits until all have ended."""
         if isinstance(question, Streams):
             return await self.open(question)
         if question == "seen":
             late_ms, self.seen.late_ms = self.seen.late_ms, []
             return self.seen.num_tokens, late_ms
+        if question == "usage":
+            return usage()
         assert question == "drain", question
         return await self.drain()
 

@@ -16,6 +16,7 @@ Answer = Callable[[Any], Awaitable[Any]]
 Role = Callable[..., contextlib.AbstractAsyncContextManager[tuple[Any, Answer]]]
 """What a process does: a context manager that yields its greeting and the function that answers its questions. Must be
 a function of a module."""
+NewLoop = Callable[[], asyncio.AbstractEventLoop]
 
 _END_S = 20.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -46,11 +47,12 @@ class Child:
 
 
 @contextlib.asynccontextmanager
-async def child(role: Role, *args: Any) -> AsyncIterator[Child]:
-    """Start a process that runs `role(*args)`; end it when the block is left."""
+async def child(role: Role, *args: Any, new_loop: NewLoop | None = None) -> AsyncIterator[Child]:
+    """Start a process that runs `role(*args)`, on an event loop of asyncio's own, or on that of `new_loop`; end it when
+    the block is left."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_run, args=(theirs, role, args), daemon=True)
+    process = context.Process(target=_run, args=(theirs, role, args, new_loop), daemon=True)
     process.start()
     theirs.close()  # so that the death of the process ends our recv
     try:
@@ -69,8 +71,9 @@ def usage() -> Usage:
     return Usage(time.process_time(), time.thread_time(), resident)
 
 
-def _run(pipe: Connection, role: Role, args: tuple[Any, ...]) -> None:
-    asyncio.run(_answer(pipe, role, args))
+def _run(pipe: Connection, role: Role, args: tuple[Any, ...], new_loop: NewLoop | None) -> None:
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(_answer(pipe, role, args))
 
 
 async def _answer(pipe: Connection, role: Role, args: tuple[Any, ...]) -> None:

@@ -70,9 +70,9 @@ def run(args: argparse.Namespace) -> int:
     if args.max_responses < 0:
         raise InvalidArgumentError(f"--max-responses {args.max_responses} is out of range: use 0 (none) or more")
     # Imported here, because it imports grpc, tokenizers and uvicorn: --help and mistyped options are answered at once.
-    import asyncio
+    from gateway.server import run_on_own_loop
 
-    return asyncio.run(_serve(args))
+    return run_on_own_loop(_serve(args))
 
 
 async def _serve(args: argparse.Namespace) -> int:
@@ -82,7 +82,7 @@ async def _serve(args: argparse.Namespace) -> int:
 
     from baton.calls.requests import call_metadata
     from baton.process.garbage import collect_rarely
-    from baton.process.tracing import provider_of
+    from baton.process.tracing import exported_spans
     from baton.proto_types import model_from_proto
     from baton.settings.tracing import TraceExport
     from deploy.machine.model_folder import resolve_folder
@@ -115,21 +115,20 @@ async def _serve(args: argparse.Namespace) -> int:
         reader = Reader(tokenizer, model_from_proto(model), args.tool_format)
         limits = StoreLimits(max_responses=args.max_responses, keep_s=args.keep_responses)
         listening = open_socket(args.host, args.port)
-        spans = provider_of(TraceExport(args.otlp_endpoint, args.trace_share), {"baton.model": model.name})
-        server = await HttpServer.start(
-            upstream,
-            reader,
-            listening,
-            certificate=certificate,
-            limits=limits,
-            spans=spans,
-            has_console=not args.no_console,
-        )
-        collect_rarely()
-        scheme = "http" if certificate is None else "https"
-        console.print(f"{model.name} at {args.target}: serving on {scheme}://{args.host}:{server.port}", soft_wrap=True)
-        await stopping.wait()
-        await server.stop(args.grace)
-        if spans is not None:
-            await asyncio.to_thread(spans.shutdown)
+        export = TraceExport(args.otlp_endpoint, args.trace_share)
+        async with exported_spans(export, {"baton.model": model.name}) as spans:
+            server = await HttpServer.start(
+                upstream,
+                reader,
+                listening,
+                certificate=certificate,
+                limits=limits,
+                spans=spans,
+                has_console=not args.no_console,
+            )
+            collect_rarely()
+            url = f"{'http' if certificate is None else 'https'}://{args.host}:{server.port}"
+            console.print(f"{model.name} at {args.target}: serving on {url}", soft_wrap=True)
+            await stopping.wait()
+            await server.stop(args.grace)
     return 0

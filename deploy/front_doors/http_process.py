@@ -1,7 +1,7 @@
 """The process of OpenAI's API that `baton serve` starts: `python -m deploy.front_doors.http_process`.
 
 Reads its HttpPlan from the first line of standard input (`deploy.commands.http_door`), serves on the socket that it
-inherits, and answers with its port. Ends when standard input does. One asyncio loop owns all of it.
+inherits, and answers with its port. Ends when standard input does, or with SIGTERM. One loop owns all of it.
 """
 
 import asyncio
@@ -15,25 +15,25 @@ from typing import TextIO
 
 from baton.errors import BatonError
 from baton.process.garbage import collect_rarely
-from baton.process.tracing import provider_of
+from baton.process.tracing import exported_spans
 from baton.settings.base import from_json
 from deploy.commands.http_door import HttpPlan
 from deploy.options.logs import set_up_logs
 from gateway.reading import Reader
 from gateway.responses.store import StoreLimits
-from gateway.server import Certificate, HttpServer
+from gateway.server import Certificate, HttpServer, run_on_own_loop
 from gateway.upstream import Upstream
 from text.tokenizer import Tokenizer
 
 
 def main() -> int:
-    """Serve until standard input ends; return the exit status."""
+    """Serve until standard input ends or SIGTERM comes; return the exit status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
     answers, sys.stdout = sys.stdout, sys.stderr
     plan = from_json(HttpPlan, sys.stdin.readline())
     set_up_logs(logging.WARNING, plan.log_format)
     try:
-        asyncio.run(_serve(plan, answers))
+        run_on_own_loop(_serve(plan, answers))
     except BatonError as error:
         _answer(answers, {"error": str(error)})
         return 1
@@ -46,8 +46,7 @@ async def _serve(plan: HttpPlan, answers: TextIO) -> None:
     limits = StoreLimits(section.max_responses, section.max_responses_bytes, section.keep_responses_s)
     tokenizer = await asyncio.to_thread(Tokenizer.load, plan.folder)
     reader = Reader(tokenizer, plan.model, section.tool_format)
-    spans = provider_of(plan, {"baton.model": plan.model.name})
-    async with Upstream(plan.target) as upstream:
+    async with exported_spans(plan, {"baton.model": plan.model.name}) as spans, Upstream(plan.target) as upstream:
         server = await HttpServer.start(
             upstream,
             reader,
@@ -59,10 +58,8 @@ async def _serve(plan: HttpPlan, answers: TextIO) -> None:
         )
         collect_rarely()
         _answer(answers, {"port": server.port})
-        await _until_input_ends()
+        await _until_told_to_end()
         await server.stop()
-    if spans is not None:
-        await asyncio.to_thread(spans.shutdown)
 
 
 def _answer(answers: TextIO, message: dict[str, object]) -> None:
@@ -70,9 +67,11 @@ def _answer(answers: TextIO, message: dict[str, object]) -> None:
     answers.flush()
 
 
-async def _until_input_ends() -> None:
+async def _until_told_to_end() -> None:
+    """Wait for the end of standard input, or SIGTERM."""
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, reader.feed_eof)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     await reader.read()
 

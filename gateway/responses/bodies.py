@@ -13,6 +13,9 @@ class Item(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     type: str = "message"
+    id: str | None = None
+    """Name of the item, by which lists are paged."""
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
     role: str | None = None
     content: str | list[Part] | None = None
     call_id: str | None = None

@@ -65,7 +65,7 @@ def renamed(error: InvalidArgumentError) -> InvalidArgumentError:
     text = str(error)
     for ours, theirs in _CHAT_NAMES:
         if text.startswith(ours):
-            return InvalidArgumentError(theirs + text[len(ours) :])
+            return type(error)(theirs + text[len(ours) :])
     return error
 
 

@@ -7,23 +7,25 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from functools import partial
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from baton.errors import BatonError, InvalidArgumentError
 from baton.results.completion import Usage
 from baton.types import TokenEvent
-from gateway.answers import Object
+from gateway.answers import Object, line
 from gateway.errors import UnknownResponseError
 from gateway.openapi import STREAMED
 from gateway.reading import Asked, Reader
 from gateway.responses.bodies import Item, ResponsesBody
 from gateway.responses.events import ResponseEvents
+from gateway.responses.items import Page, named
 from gateway.responses.objects import ResponseHead
 from gateway.responses.reading import chat_of, items_of, renamed
-from gateway.responses.store import ResponseStore
-from gateway.streaming import EventStream, caller_of, line, read_body, request_id_of, unless_gone
+from gateway.responses.store import Kept, ResponseStore
+from gateway.streaming import EventStream, caller_of, read_body, request_id_of, unless_gone
 from gateway.upstream import Answers, Upstream
 
 
@@ -40,13 +42,15 @@ class Responses:
         router = APIRouter()
         router.post("/v1/responses", response_model=None, responses=STREAMED)(self.create)
         router.get("/v1/responses/{response_id}")(self.find)
+        router.get("/v1/responses/{response_id}/input_items")(self.find_input)
         router.delete("/v1/responses/{response_id}")(self.delete)
         return router
 
     async def create(self, body: ResponsesBody, request: Request) -> Response:
         """Answer the next turn of a conversation, whole or as a stream of events."""
         request.state.fields = tuple(ResponsesBody.model_fields)
-        items = (*self._before(body, request), *items_of(body))
+        before = self._before(body, request)
+        items = (*before, *named(items_of(body), {item.id for item in before}))
         asked = await read_body(request, partial(self._read, body, items))
         head = ResponseHead(f"resp_{uuid.uuid4().hex}", int(time.time()), asked.model, body)
         events = ResponseEvents(head, asked.output, self._token_text, has_logprobs=asked.logprobs is not None)
@@ -66,16 +70,31 @@ class Responses:
 
     async def find(self, response_id: str, request: Request) -> Object:
         """Return a response that is kept."""
-        kept = self._store.get(_owner(request), response_id)
-        if kept is None:
-            raise _unknown(response_id)
-        return kept.response
+        return self._kept(response_id, request).response
+
+    async def find_input(
+        self,
+        response_id: str,
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> Object:
+        """List the items that a kept response was made from, those of the conversation before it included."""
+        request.state.fields = ("after",)
+        return Page(limit, order, after).of(self._kept(response_id, request).input)
 
     async def delete(self, response_id: str, request: Request) -> Object:
         """Forget a response that is kept."""
         if not self._store.delete(_owner(request), response_id):
             raise _unknown(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
+
+    def _kept(self, response_id: str, request: Request) -> Kept:
+        kept = self._store.get(_owner(request), response_id)
+        if kept is None:
+            raise _unknown(response_id)
+        return kept
 
     def _before(self, body: ResponsesBody, request: Request) -> tuple[Item, ...]:
         """Return the conversation that the body goes on with."""

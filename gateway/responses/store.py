@@ -39,6 +39,11 @@ class Kept:
     until_s: float
     """When it is forgotten, on the clock."""
 
+    @property
+    def input(self) -> tuple[Item, ...]:
+        """The items that the response was made from: the conversation before it."""
+        return self.items[: len(self.items) - len(self.response["output"])]
+
 
 class ResponseStore:
     """The responses that are kept. The oldest go first when there is no room."""

@@ -1,5 +1,6 @@
-"""The tools without which some tests are skipped: where every test has to run, they have to be there. One tool is left
-out because no package index has it: redis-server, without which a restart of Ray's head is not tested."""
+"""The tools without which some tests are skipped: where every test has to run, they have to be there. Left out are
+redis-server, because no package index has it, without which a restart of Ray's head is not tested; and vllm, aiperf and
+guidellm, load generators that need environments of their own."""
 
 import importlib.util
 import shutil

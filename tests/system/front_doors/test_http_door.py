@@ -18,11 +18,12 @@ from baton.errors import ConfigError
 from baton.proto_types import model_from_proto
 from deploy.commands.http_door import HttpDoor, http_door
 from deploy.config.cluster import ClusterConfig
-from deploy.config.sections import HttpSection
+from deploy.config.sections import HttpSection, OrchestratorSection
 from tests.support.clusters.scripted_orchestrator import MODEL, ScriptedOrchestrator, serving, text_of
 from tests.support.eventually import eventually
 from tests.support.folders import ROOT
 from tests.support.models.tiny_tokenizer import chat_letters
+from tests.support.wire.collector import collector
 
 DATA = ROOT / "tests" / "data"
 CERTIFICATE, KEY = DATA / "localhost_certificate.pem", DATA / "localhost_key.pem"
@@ -40,12 +41,14 @@ class Lines(list[str]):
 
 
 @asynccontextmanager
-async def opened(folder: Path, section: HttpSection) -> AsyncIterator[tuple[HttpDoor, Lines, str]]:
-    """A door that serves, what it reports, and the address of a server that it may be moved to."""
+async def opened(folder: Path, section: HttpSection, collected: str = "") -> AsyncIterator[tuple[HttpDoor, Lines, str]]:
+    """A door that serves, what it reports, and the address of a server that it may be moved to. `collected` is the
+    address of a collector of spans."""
     chat_letters(folder)
     lines = Lines()
     async with serving(ScriptedOrchestrator()) as first, serving(ScriptedOrchestrator()) as second:
-        door = HttpDoor(ClusterConfig(http=section), folder, lines.append)
+        config = ClusterConfig(http=section, orchestrator=OrchestratorSection(otlp_endpoint=collected))
+        door = HttpDoor(config, folder, lines.append)
         try:
             door.serve(first, model_from_proto(MODEL))
             await lines.until("curl")
@@ -101,6 +104,18 @@ async def test_it_ends_with_the_door(tmp_path: Path) -> None:
     async with httpx2.AsyncClient() as client:
         with pytest.raises(httpx2.ConnectError):
             await client.get(f"{url}/health")
+
+
+async def test_its_last_spans_are_exported_when_it_is_terminated(tmp_path: Path) -> None:
+    async with (
+        collector() as found,
+        opened(tmp_path, HttpSection(port=0), found.endpoint) as (door, lines, _),
+        httpx2.AsyncClient(base_url=door.url, timeout=60, headers={"connection": "close"}) as client,
+    ):
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+        os.kill(processes(door)[0], signal.SIGTERM)
+        await lines.until("ended (status 0)")
+        assert found.named("POST /v1/completions")
 
 
 async def test_https_takes_the_configured_certificate(tmp_path: Path) -> None:

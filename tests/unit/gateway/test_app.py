@@ -220,6 +220,9 @@ async def test_operators_see_whether_it_serves_and_what_it_answered() -> None:
     async with scripted() as (_, _http, client):
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/ready")).status_code == 503  # the script has no health service
+        for path, status in (("/health", 200), ("/ready", 503), ("/metrics", 200)):
+            asked = await client.head(path)
+            assert (asked.status_code, asked.content) == (status, b"")
         await client.post("/v1/completions", json=BODY)
         await client.post("/v1/completions", json={})
         samples = await metrics(client)

@@ -1,0 +1,79 @@
+"""The items that a response was made from, as they are listed: named, and page by page. Pure."""
+
+import uuid
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from baton.errors import InvalidArgumentError
+from gateway.answers import Object
+from gateway.bodies import Part
+from gateway.responses.bodies import Item
+
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+def named(items: Sequence[Item], taken: Collection[str | None]) -> list[Item]:
+    """Return the items, each with an id of its own: the one that it has, unless it is `taken` or that of an earlier
+    item, or else a new one."""
+    seen, found = set(taken), []
+    for item in items:
+        if item.id is None or item.id in seen:
+            item = item.model_copy(update={"id": f"{_PREFIXES.get(item.type, 'item')}_{uuid.uuid4().hex}"})
+        seen.add(item.id)
+        found.append(item)
+    return found
+
+
+@dataclass(frozen=True)
+class Page:
+    """Which items of a list are asked for."""
+
+    limit: int
+    """Items of a page, at most."""
+    order: Literal["asc", "desc"]
+    """The oldest first, or the newest."""
+    after: str | None
+    """The item before the page's first; None: the page is the first."""
+
+    def of(self, items: Sequence[Item]) -> Object:
+        """Return the page of these items, the oldest of which comes first. Raises InvalidArgumentError when `after` is
+        none of them."""
+        ordered = items if self.order == "asc" else items[::-1]
+        start = 0
+        if self.after is not None:
+            ids = [item.id for item in ordered]
+            if self.after not in ids:
+                raise InvalidArgumentError(
+                    f"after = {self.after!r:.80} is no item of the response: use an id of its list"
+                )
+            start = ids.index(self.after) + 1
+        found = ordered[start : start + self.limit]
+        return {
+            "object": "list",
+            "data": [_listed(item) for item in found],
+            "first_id": found[0].id if found else None,
+            "last_id": found[-1].id if found else None,
+            "has_more": start + self.limit < len(ordered),
+        }
+
+
+def _listed(item: Item) -> Object:
+    """Return an item as the lists of OpenAI's API have it."""
+    common: Object = {"id": item.id, "type": item.type, "status": item.status or "completed"}
+    match item.type:
+        case "function_call":
+            return common | {"call_id": item.call_id, "name": item.name, "arguments": item.arguments or "{}"}
+        case "function_call_output":
+            output = item.output if isinstance(item.output, str) else _parts(item.output, "input_text")
+            return common | {"call_id": item.call_id, "output": output}
+        case "reasoning":
+            return common | {"summary": [], "content": _parts(item.content, "reasoning_text")}
+    kind = "output_text" if item.role == "assistant" else "input_text"
+    return common | {"role": item.role, "content": _parts(item.content, kind)}
+
+
+def _parts(content: str | Sequence[Part] | None, kind: str) -> list[Object]:
+    texts = [content] if isinstance(content, str) else [part.text or "" for part in content or ()]
+    more: Object = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
+    return [{"type": kind, "text": text} | more for text in texts]
