@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from baton.clock import Clock
 from baton.errors import BatonError
 from baton.types import TokenEvent
-from gateway.answers import Object
+from gateway.answers import Object, line
 from gateway.bodies import ChatBody, CompletionBody
 from gateway.console.feed import Feed
 from gateway.console.pages import load_pages
@@ -23,7 +23,7 @@ from gateway.console.tokens import begun, check_single, ended, token
 from gateway.console.views import snapshot
 from gateway.errors import error_body
 from gateway.reading import Asked, Reader
-from gateway.streaming import EventStream, caller_of, line, read_body, request_id_of, unless_gone
+from gateway.streaming import EventStream, caller_of, read_body, request_id_of, unless_gone
 from gateway.upstream import Answers, Upstream
 
 NUM_ENDED = 48
