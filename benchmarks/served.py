@@ -2,9 +2,10 @@
 
 `baton serve` with its defaults, over gRPC, and vLLM's CPU build with its OpenAI interface, over HTTP (`--peer-python
 PATH`, of the environment that `peers/setup_vllm_cpu.sh` makes, and `--peer-model DIR`; without them its rows are
-absent). Both run all along, warmed, and one is idle while the other is asked. This process is the client of both, and
-all instants are by its clock. A load is closed: all streams are asked at once, for outputs of fixed length, greedily.
-Prompts are passages of novels, none of which begins like another; both sides get the same ones.
+absent). Both run all along, warmed, and each is asked once the other is quiet: vLLM's worker spins on a core for a
+second after its last step. This process is the client of both, and all instants are by its clock. A load is closed: all
+streams are asked at once, for outputs of fixed length, greedily. Prompts are passages of novels, none of which begins
+like another; both sides get the same ones.
 
 A cell STREAMSxPROMPT:OUTPUT of `--grid` has these rows: tokens_s, all output tokens from the first ask to the last
 token; ttft_s, median; p99_ms and gap_ms, 99th percentile and median of the times between messages of a stream (with
@@ -38,7 +39,7 @@ from benchmarks.support.answers import Answered, Ask, FrontDoor
 from benchmarks.support.cells import Cell, parse_grid
 from benchmarks.support.harness import Bars, Pairs, Reporter, Row, case, make_parser, progress, resolve
 from benchmarks.support.passages import Passages
-from benchmarks.support.processor_time import main_threads_used_s, share_of_a_core, used_s
+from benchmarks.support.processor_time import main_threads_used_s, share_of_a_core, until_quiet, used_s
 from benchmarks.support.streams import Load
 from deploy.commands.served_child import until_signal
 from deploy.config.file import read_sections
@@ -159,11 +160,15 @@ class Bench:
         return found
 
     async def _round(self, cell: Cell, sides: Sides, found: Found) -> None:
-        """Ask each side for the same load, one after the other."""
+        """Ask each side for the same load, one after the other, each when the other is quiet."""
         asks = cell.asks(self.passages)
+        if sides.peer is not None:
+            await asyncio.to_thread(until_quiet, sides.peer.pids())
         found.ours.append(await sides.baton.answer(asks))
         if sides.peer is not None:
+            await asyncio.to_thread(until_quiet, sides.baton.pids())
             found.theirs.append(await sides.peer.answer(asks))
+            await asyncio.to_thread(until_quiet, sides.peer.pids())
         if sides.engine is not None and cell == STACK_CELL:
             found.engine_s.append(await engine_seconds(sides.engine, asks))
 

@@ -43,6 +43,10 @@ class BatonDoor:
     async def answer(self, asks: Sequence[Ask]) -> Answered:
         return Answered(await asyncio.gather(*(self._one(each) for each in asks)))
 
+    def pids(self) -> set[int]:
+        own, rays, _ = self.processes()
+        return own | rays
+
     def processes(self) -> tuple[set[int], set[int], set[int]]:
         """Return the processes of Baton itself (launcher, supervisor, orchestrator, workers), those of its Ray, and
         those of the former that are Ray's actors, whose main threads are loops of Ray."""
@@ -74,8 +78,10 @@ class BatonDoor:
 class VllmDoor:
     """A front door (benchmarks.support.answers) of vLLM's server with the OpenAI interface."""
 
-    def __init__(self, port: int, version: str) -> None:
+    def __init__(self, port: int, version: str, pid: int) -> None:
+        """`pid` is the process from which all of the server's descend."""
         self._port = port
+        self._pid = pid
         self.version = version
 
     async def answer(self, asks: Sequence[Ask]) -> Answered:
@@ -83,6 +89,9 @@ class VllmDoor:
             streams = [await stack.enter_async_context(EventStream.connected(HOST, self._port)) for _ in asks]
             answers = (self._one(stream, each) for stream, each in zip(streams, asks, strict=True))
             return Answered(await asyncio.gather(*answers))
+
+    def pids(self) -> set[int]:
+        return with_descendants([self._pid])
 
     async def _one(self, stream: EventStream, ask: Ask) -> Answer:
         await asyncio.sleep(ask.at_s)  # from the load's start

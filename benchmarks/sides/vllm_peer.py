@@ -6,6 +6,8 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.support.processor_time import until_quiet, with_descendants
+
 _SCRIPT = Path(__file__).parents[1] / "peers" / "vllm_cpu_bench.py"
 
 
@@ -39,11 +41,14 @@ class VllmPeer:
             process.stdin.close()  # which ends the process
 
     def ask(self, question: Mapping[str, object]) -> dict[str, object]:
-        """Send one of the script's questions and return the answer. Raises RuntimeError when the process has ended."""
+        """Send one of the script's questions and return the answer, when vLLM is quiet again. Raises RuntimeError when
+        the process has ended."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
-        return self._answer()
+        answer = self._answer()
+        until_quiet(with_descendants([self._process.pid]))
+        return answer
 
     def _answer(self) -> dict[str, object]:
         """Return the next line that is the script's; vLLM itself may print lines, too."""

@@ -81,7 +81,7 @@ async def vllm_server(spec: VllmSpec) -> AsyncIterator[VllmDoor]:
     reading = asyncio.create_task(_read(process.stdout, lines, ready := asyncio.Event()))
     try:
         await _served(reading, ready, lines)
-        yield VllmDoor(port, await asyncio.to_thread(_version, port))
+        yield VllmDoor(port, await asyncio.to_thread(_version, port), process.pid)
     finally:
         await _end(process)
         await reading

@@ -100,3 +100,7 @@ class FrontDoor(Protocol):
         """Send all requests, each at its time, and return the answers when all have ended. Raises RuntimeError for an
         answer that is not what was asked for."""
         ...
+
+    def pids(self) -> set[int]:
+        """Return the server's processes."""
+        ...

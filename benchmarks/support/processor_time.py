@@ -2,12 +2,18 @@
 
 import contextlib
 import os
+import time
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 _PROC = Path("/proc")
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 """Seconds to which the kernel rounds a process's time."""
+
+QUIET_SHARE = 0.2
+"""Part of a core that processes use at most while they are quiet."""
+_QUIET_S = 0.25
+_MOST_S = 60.0
 
 
 def used_s(pids: Iterable[int]) -> dict[int, float]:
@@ -31,6 +37,21 @@ def share_of_a_core(before: Mapping[int, float], after: Mapping[int, float], sec
     that are in one of them only do not count."""
     total_s = sum(after[pid] - before[pid] for pid in before.keys() & after.keys())
     return max(total_s, TICK_S) / seconds
+
+
+def until_quiet(pids: Collection[int]) -> None:
+    """Return when these processes, all together, have used at most QUIET_SHARE of a core for a quarter of a second.
+    vLLM's worker spins on a core for a second after its last step, and would take it from what is measured next. Raises
+    TimeoutError when they are not quiet within a minute."""
+    limit_s = time.monotonic() + _MOST_S
+    before, before_s = used_s(pids), time.monotonic()
+    while time.monotonic() < limit_s:
+        time.sleep(_QUIET_S)  # noqa: TID251 - the time that is measured
+        after, after_s = used_s(pids), time.monotonic()
+        if share_of_a_core(before, after, after_s - before_s) <= QUIET_SHARE:
+            return
+        before, before_s = after, after_s
+    raise TimeoutError(f"processes {sorted(pids)} are still busy after {_MOST_S:g} s without a question")
 
 
 def with_descendants(pids: Collection[int]) -> set[int]:

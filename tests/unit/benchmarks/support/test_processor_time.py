@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -11,6 +12,7 @@ from benchmarks.support.processor_time import (
     command_of,
     main_threads_used_s,
     share_of_a_core,
+    until_quiet,
     used_s,
     with_descendants,
 )
@@ -49,3 +51,22 @@ def test_descendants_are_found_with_their_commands() -> None:
         child.communicate("\n")
     assert with_descendants([child.pid]) == set()
     assert command_of(child.pid) == ""
+
+
+def test_processes_are_waited_for_until_they_no_longer_spin() -> None:
+    spin = "import select, sys\nwhile not select.select([sys.stdin], [], [], 0)[0]: pass"
+    program = f"{spin}\ninput(); print(1, flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdin is not None and child.stdout is not None
+        waiting = threading.Thread(target=until_quiet, args=([child.pid],))
+        waiting.start()
+        waiting.join(1.0)
+        assert waiting.is_alive()
+        child.stdin.write("\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "1\n"
+        waiting.join(20)
+        assert not waiting.is_alive()
+        child.communicate("\n")
