@@ -7,12 +7,14 @@
 import asyncio
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from baton.clock import SystemClock
 from baton.errors import ConfigError
 from baton.process.cores import give_way_to
 from baton.process.garbage import collect_rarely
+from baton.process.own_thread import in_own_thread
 from baton.settings.place import WorkerPlace
 from generate_workers.config import EngineConfig
 from generate_workers.servicer import GenerationServer
@@ -31,7 +33,7 @@ async def start_engine(place: WorkerPlace, config: EngineConfig, model: LoadedMo
     """Load the model unless `model` has it, and return the engine's server, accepting calls. Raises ModelError or
     ConfigError, one line."""
     secret = ClusterSecret(place.secret)
-    decoder = await asyncio.to_thread((model or LoadedModel()).load, place)
+    decoder = await in_own_thread(partial((model or LoadedModel()).load, place))
     tokenizer = await asyncio.to_thread(Tokenizer.load, place.model_folder)
     server = await GenerationServer.start(
         decoder,
@@ -42,7 +44,7 @@ async def start_engine(place: WorkerPlace, config: EngineConfig, model: LoadedMo
         secret=secret,
         num_engines=place.num_engines,
         cost=measured_cost(place),
-        draft_model=await asyncio.to_thread(_load_draft_model, place, config, decoder, tokenizer),
+        draft_model=await in_own_thread(partial(_load_draft_model, place, config, decoder, tokenizer)),
         **prefix_options(place),
     )
     if place.cores:  # no other process shares them: what pushes take of them would delay tokens

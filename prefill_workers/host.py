@@ -5,8 +5,10 @@
 """
 
 import asyncio
+from functools import partial
 
 from baton.clock import SystemClock
+from baton.process.own_thread import in_own_thread
 from baton.settings.place import WorkerPlace
 from modeling.hosting import LoadedModel, prefix_options, sweep_node
 from prefill_workers.config import PrefillConfig
@@ -19,7 +21,7 @@ async def start_rank(place: WorkerPlace, config: PrefillConfig, model: LoadedMod
     """Load the model unless `model` has it, start the rank's server and return it, serving. Raises ModelError or
     ConfigError, one line."""
     secret = ClusterSecret(place.secret)
-    decoder = await asyncio.to_thread((model or LoadedModel()).load, place)
+    decoder = await in_own_thread(partial((model or LoadedModel()).load, place))
     server = await PrefillServer.start(
         decoder,
         clock=SystemClock(),
