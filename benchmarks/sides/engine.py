@@ -9,6 +9,7 @@ import multiprocessing
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import time_ns
@@ -16,6 +17,7 @@ from time import time_ns
 from baton.clock import SystemClock
 from baton.ids import RequestId
 from baton.process.garbage import collect_rarely
+from baton.process.own_thread import in_own_thread
 from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
 from benchmarks.support.streams import Load, Measured, StreamTimes
@@ -100,7 +102,7 @@ class _Collector:
 def _run(pipe: Connection, spec: EngineSpec) -> None:
     """Run the engine's process: serve loads until the pipe is closed."""
     use_cores(spec.cores, spec.num_threads)
-    decoder = load_decoder(spec.folder, dtype=spec.dtype)
+    decoder = asyncio.run(in_own_thread(partial(load_decoder, spec.folder, dtype=spec.dtype)))
     config, clock = spec.config, SystemClock()
     most = min(config.max_slot_tokens, decoder.config.max_position)
     slots = SlotTable(make_memory(decoder, replace(config, max_slot_tokens=most)), clock, endpoint="none:0")
