@@ -94,7 +94,8 @@ class Controller:
         self._forecast = ChainForecast(self._dispatcher.chooser)
         ttl_s = self._config.lease_ttl_s
         self._census = Census(members, self._clients, clock, self._journal.stepped, lease_ttl_s=ttl_s)
-        self.overview = Overview(members, self._census, self._admission, self._dispatcher, clock, lease_ttl_s=ttl_s)
+        chooser = self._dispatcher.chooser
+        self.overview = Overview(members, self._census, self._admission, chooser, clock, lease_ttl_s=ttl_s)
         self._scaler = Scaler(
             *(members, self.overview, self._dispatcher.chooser.occupancy, planner, self.metrics),
             clock=clock,

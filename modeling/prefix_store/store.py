@@ -46,27 +46,12 @@ from modeling.prefix_store.block_files import (
     kv_of,
 )
 from modeling.prefix_store.folder import MEMORY, boot_id
+from modeling.prefix_store.holdings import COUNTED_S, Holdings
 from modeling.prefix_store.shelf import LOCK, Shelf, files_in
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_-]{0,127}")
-
-
-COUNTED_S = 30.0
-"""Seconds for which a count of the bytes on disk holds."""
-
-
-@dataclass(frozen=True)
-class Holdings:
-    """What a store holds, including files that are being written."""
-
-    num_blocks: int
-    num_bytes: int
-    limit_bytes: int
-    num_disk_bytes: int = 0
-    """Bytes of the store below, on disk, counted within the last COUNTED_S; 0 without one."""
-    limit_disk_bytes: int = 0
 
 
 @dataclass(frozen=True)

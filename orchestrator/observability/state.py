@@ -16,9 +16,9 @@ from baton.clock import Clock
 from baton.cluster_state import ClusterState, GroupState, Scaling
 from baton.errors import NotFoundError, UnavailableError
 from orchestrator.admission.gate import Admission
-from orchestrator.dispatch.attempt import Dispatcher
 from orchestrator.membership.members import Members
 from orchestrator.observability.health import why_degraded, why_not_serving
+from orchestrator.placement.chooser import Chooser
 from orchestrator.workers.census import Census
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Overview:
         members: Members,
         census: Census,
         admission: Admission,
-        dispatcher: Dispatcher,
+        chooser: Chooser,
         clock: Clock,
         *,
         lease_ttl_s: float,
@@ -48,7 +48,7 @@ class Overview:
         self._members = members
         self._census = census
         self._admission = admission
-        self._dispatcher = dispatcher
+        self._chooser = chooser
         self._clock = clock
         self._leaks_count_from_s = clock.now_s() + lease_ttl_s
         self.scaling: Callable[[], Scaling | None] = lambda: None
@@ -68,7 +68,7 @@ class Overview:
             groups=groups,
             num_queued=self._admission.num_queued,
             num_running=self._admission.num_running,
-            num_degraded=self._dispatcher.chooser.num_degraded,
+            num_degraded=self._chooser.num_degraded,
             version=__version__,
             num_queued_tokens=self._admission.num_queued_tokens,
             why_not_serving=self._why_not_serving(groups),

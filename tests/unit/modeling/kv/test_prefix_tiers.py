@@ -12,7 +12,8 @@ import torch
 from baton.errors import StalePrefixError
 from baton.types import TokenRange
 from modeling.kv.buffers import KvBuffer
-from modeling.prefix_store.store import COUNTED_S, Holdings, PrefixStore
+from modeling.prefix_store.holdings import COUNTED_S, Holdings
+from modeling.prefix_store.store import PrefixStore
 from tests.support.engines.prefixes import blocks_in, file_bytes, keep, mapped, prefix_folder, store_in
 from tests.support.manual_clock import ManualClock
 from tests.support.models.tiny_models import random_decoder

@@ -19,7 +19,8 @@ from baton.clock import SystemClock
 from baton.errors import ConfigError, InvalidArgumentError, StalePrefixError
 from baton.types import KvLayout, TokenRange
 from modeling.kv.buffers import KvBuffer
-from modeling.prefix_store.store import Holdings, PrefixStore
+from modeling.prefix_store.holdings import Holdings
+from modeling.prefix_store.store import PrefixStore
 from tests.support.engines.chains import ChainGroup, assert_right, cached_prefix, random_chunks, random_tokens
 from tests.support.engines.prefixes import PLENTY, blocks_in, file_bytes, fill, keep, mapped, prefix_folder, store_in
 from tests.support.manual_clock import ManualClock
