@@ -21,7 +21,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Events = AsyncIterator[orchestrator_pb2.GenerateEvent]
 
 MODEL = orchestrator_pb2.Model(
-    name="scripted", max_tokens=512, vocab_size=2000, dtype="float32", has_chat_template=True, layout_fingerprint="f"
+    name="scripted", max_tokens=4096, vocab_size=2000, dtype="float32", has_chat_template=True, layout_fingerprint="f"
 )
 STATE = orchestrator_pb2.ClusterState(
     groups=[

@@ -86,8 +86,11 @@ async def test_a_chain_s_request_is_told_with_its_groups_and_ranks_while_it_runs
             (found,) = (await client.requests()).requests
             return found
 
-        running = await eventually(only, lambda each: len(each.timings.prefill.ranks) == 2, within_s=10)
-        assert (running.state, running.generation, running.prefill) == ("streaming", "group-0", "chain")
+        def streams(each: RequestStatus) -> bool:
+            return each.state == "streaming" and len(each.timings.prefill.ranks) == 2
+
+        running = await eventually(only, streams, within_s=10)
+        assert (running.generation, running.prefill) == ("group-0", "chain")
         assert running.usage.num_prompt_tokens == 40 and running.usage.num_output_tokens == 1
         assert running.timings.finished_ns == 0 and running.reasons == ()
         assert sum(len(rank.tokens) for rank in running.timings.prefill.ranks) == 40
