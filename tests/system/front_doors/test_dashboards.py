@@ -80,7 +80,8 @@ async def test_every_query_resolves_against_a_live_scrape(program: str, tmp_path
     async with live() as (made, http):
         targets = [f"{HOST}:{made.server.metrics_port}", f"{HOST}:{http.port}"]
         async with prometheus(program, tmp_path, targets) as asked:
-            await asked.until_scraped(1)
+            await made.ask(made.request(prompt(20), PARAMS))  # so that a scrape has seen what then increases
+            await asked.until_scraped(1, since=await asked.until_scraped(0))
             await drive(made, http)
             await asked.until_scraped(4, since=await asked.until_scraped(0))
             families, empty = await asked.families(), list[Query]()
