@@ -13,8 +13,8 @@ async def in_own_thread(call: Callable[[], T]) -> T:
 
     OpenMP keeps a team of threads for each thread that computed, as long as that thread lives. GNU's (libgomp) lets
     teams spin for work only while it keeps no more threads than there are cores; with one team too many, every
-    operation of an engine waits until the kernel has woken its team. A prompt of 200 tokens took half as long again
-    on two cores.
+    operation of an engine waits until the kernel has woken its team. A prompt of 205 tokens took a third longer on two
+    cores.
     """
     executor = ThreadPoolExecutor(1, "own-thread")
     try:
