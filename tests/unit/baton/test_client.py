@@ -319,7 +319,7 @@ async def test_many_streams_share_a_client() -> None:
 
 
 async def test_model_and_cluster_state() -> None:
-    model = ModelInfo("scripted", 512, 2000, "float32", True, "f")
+    model = ModelInfo("scripted", 4096, 2000, "float32", True, "f")
     holds = GenerationStatus(num_slots=8, num_free=7)
     group = GroupState("g0", "generate", ("h:1",), 0, True, 0, 0, generation=holds)
     ranks = {1: PrefillStatus(epoch=3, num_jobs=2)}
