@@ -14,7 +14,7 @@ PYTHONS = ((3, 11), (3, 12))
 LEAST_TORCH = (2, 11)
 MODULES = (
     *("torch", "triton", "numpy", "pytest", "hypothesis", "safetensors", "xxhash", "tokenizers", "transformers"),
-    *("jinja2", "sortedcontainers", "pydantic", "rich"),
+    *("jinja2", "sortedcontainers", "pydantic", "rich", "llguidance"),
 )
 _VERSIONS = ("torch", "triton", "numpy", "transformers", "grpcio")
 

@@ -34,7 +34,8 @@ from modeling.forward.positions import Positions, PositionTable
 from modeling.forward.rows import DecodeRows, has_native_rows
 from modeling.forward.selection import Picks, StepPicks
 from modeling.forward.triton.attention import triton_kernel
-from modeling.forward.triton.rows import TritonRows, has_triton_rows
+from modeling.forward.triton.rows import TritonRows
+from modeling.kernels.triton.launch import compiles_for
 from modeling.kv.buffers import KvPlace, KvRows
 from modeling.kv.pages import PageSpan
 
@@ -133,7 +134,7 @@ class Decoder:
         self.dtype = weights.dtype
         self._has_no_windows = all(window is None for window in config.windows)
         self._has_native_rows = kernel is None and has_native_rows(weights.device, self.dtype, config.head_dim)
-        self.has_triton_rows = kernel is None and has_triton_rows(weights.device, self.dtype)
+        self.has_triton_rows = kernel is None and compiles_for(weights.device, self.dtype)
         """Whether rows that lie in pages are attended to by kernels in Triton."""
         default = triton_kernel if self.has_triton_rows else default_kernel(weights.device, self.dtype)
         self.kernel = on_device(kernel or default, self.device)

@@ -21,6 +21,8 @@ from modeling.kernels import native
 from modeling.kernels.huge_pages import WEIGHTS
 from modeling.kernels.panels import HALF, PANEL, panel_format
 from modeling.kernels.process_kernels import KERNELS
+from modeling.kernels.triton.launch import compiles_for
+from modeling.kernels.triton.pointwise import gate
 
 
 @runtime_checkable
@@ -60,8 +62,7 @@ class TorchLinear:
     def __call__(self, x_TK: Tensor, norm: Transform = unchanged, residual_TN: Tensor | None = None) -> Tensor:
         out_TN = F.linear(norm(x_TK), self.weight_NK, self.bias_N)
         if self.gated:
-            gate_TI, up_TI = out_TN.chunk(2, dim=-1)
-            out_TN = F.silu(gate_TI).mul_(up_TI)
+            out_TN = _gated(out_TN)
         return out_TN if residual_TN is None else residual_TN + out_TN
 
     def weight(self) -> Tensor:
@@ -171,6 +172,13 @@ class LinearByRows:
 
     def rows(self, indices_T: Tensor) -> Tensor:
         return self.many.rows(indices_T)
+
+
+def _gated(out_TN: Tensor) -> Tensor:
+    if compiles_for(out_TN.device, out_TN.dtype):
+        return gate(out_TN)
+    gate_TI, up_TI = out_TN.chunk(2, dim=-1)
+    return F.silu(gate_TI).mul_(up_TI)
 
 
 def _gain(norm: Transform) -> tuple[Tensor | None, float]:

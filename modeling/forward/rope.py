@@ -13,6 +13,8 @@ from torch import Tensor
 
 from modeling.forward.model_config import ModelConfig, RopeScaling
 from modeling.kernels import native
+from modeling.kernels.triton.launch import compiles_for
+from modeling.kernels.triton.pointwise import turn_heads
 
 _HEAD_DIM_STEP = 32
 """Multiple of the head dims that the kernel takes: two halves of whole registers."""
@@ -82,7 +84,8 @@ class Rotation:
     sin_T1H: Tensor
     """Sines; negative in the first half, where the partner is subtracted."""
     in_place: bool = False
-    """Whether heads are turned where they lie, by the kernel in C++ (modeling/kernels/layers/rotary.cpp)."""
+    """Whether heads are turned where they lie, by a kernel: on a CPU that in C++ (modeling/kernels/layers/rotary.cpp),
+    on a GPU that in Triton."""
 
     def enter(self, hidden_TD: Tensor) -> None:
         """Do nothing: RoPE does not change hidden states."""
@@ -91,7 +94,8 @@ class Rotation:
         """Turn all heads, in every layer alike."""
         if not self.in_place:
             return apply_rotary(x_TNH, self)
-        torch.ops.baton.turn_heads(x_TNH, self.cos_T1H, self.sin_T1H)
+        turn = turn_heads if x_TNH.is_cuda else torch.ops.baton.turn_heads
+        turn(x_TNH, self.cos_T1H, self.sin_T1H)
         return x_TNH
 
 
@@ -108,8 +112,8 @@ class RotaryTable:
         )
         self._cos_P1H = torch.cat((cos_PF, cos_PF), dim=-1).to(device, dtype).unsqueeze(1)
         self._sin_P1H = torch.cat((-sin_PF, sin_PF), dim=-1).to(device, dtype).unsqueeze(1)
-        self.in_place = has_native_turn(device, dtype, config.head_dim)
-        """Whether heads are turned where they lie, by the kernel in C++."""
+        self.in_place = has_native_turn(device, dtype, config.head_dim) or compiles_for(device, dtype)
+        """Whether heads are turned where they lie, by a kernel."""
 
     def lookup(self, positions_T: Tensor) -> Rotation:
         """Return the factors of these positions, which must be below the model's context."""

@@ -13,6 +13,8 @@ from tests.support.kernels.triton.process import HAS_TRITON, Run, process_with
 
 SHARED_BYTES = 99 * 1024
 """Shared memory of a program on the least of NVIDIA's GPUs since architecture 8.0."""
+H100_SHARED_BYTES = 227 * 1024
+"""Shared memory of a program on an H100."""
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 
@@ -38,10 +40,16 @@ def test_every_kernel_compiles_and_fits(
 ) -> None:
     found = run(compiling.compiled, dtype, head_dim, group, most_queries)
     kernels = [each.name for each in found]
-    copying = ["copy_pairs", "copy_words"]
-    assert kernels == ["attend_split", "merge_splits", "attend_split", "attend_block", "append_token", *copying]
+    others = ["append_token", "copy_pairs", "copy_words", "norm_token", "gate_tile", "turn_heads"]
+    assert kernels == ["attend_split", "merge_splits", "attend_split", "attend_block", *others]
     assert all(each.num_cubin_bytes > 0 for each in found)
     assert max(each.shared_bytes for each in found) <= SHARED_BYTES
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.bfloat16, 128), (torch.float16, 64)])
+def test_wide_tiles_take_the_shared_memory_that_they_are_chosen_by(run: Run, dtype: torch.dtype, head_dim: int) -> None:
+    found = run(compiling.compiled_wide, dtype, head_dim, H100_SHARED_BYTES)
+    assert found.shared_bytes <= H100_SHARED_BYTES
 
 
 def test_a_cpu_is_refused_where_nothing_interprets(run: Run) -> None:

@@ -14,7 +14,7 @@ import torch
 from baton.errors import ConfigError
 from modeling.kernels.triton.launch import require_triton
 from tests.support.kernels.covering import Levels, covering, pairs
-from tests.support.kernels.triton import copies, decode, prefill, refusals
+from tests.support.kernels.triton import copies, decode, pointwise, prefill, refusals
 from tests.support.kernels.triton.decode import DecodeCase
 from tests.support.kernels.triton.prefill import PrefillCase
 from tests.support.kernels.triton.process import DEVICE, HAS_TRITON, Run, kernels_run
@@ -104,6 +104,21 @@ def test_picked_heads_are_copied_by_address(run: Run, dtype: torch.dtype, head_d
 @pytest.mark.parametrize(("num_numbers", "dtype"), copies.ROWS)
 def test_rows_are_copied_by_address(run: Run, num_numbers: int, dtype: torch.dtype) -> None:
     run(copies.check_rows, num_numbers, dtype, DEVICE)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("width", pointwise.WIDTHS)
+@pytest.mark.parametrize("dtype", pointwise.TOLERANCES)
+def test_norms_and_gates_are_their_definitions(run: Run, dtype: torch.dtype, width: int) -> None:
+    run(pointwise.check_norm, dtype, width, DEVICE)
+    run(pointwise.check_gate, dtype, width, DEVICE)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize(("num_heads", "head_dim"), pointwise.HEADS)
+@pytest.mark.parametrize("dtype", pointwise.TOLERANCES)
+def test_heads_are_turned_by_their_tokens_angles(run: Run, dtype: torch.dtype, num_heads: int, head_dim: int) -> None:
+    run(pointwise.check_turn, dtype, num_heads, head_dim, DEVICE)
 
 
 @NEEDS_TRITON

@@ -6,7 +6,6 @@ many rows there are; nothing is read back to the host.
 B rows, T tokens of the step, N heads, G kv heads, H head dim, C pages of a row at most.
 """
 
-import importlib.util
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from modeling.forward.selection import Picks
 from modeling.kernels.triton.append import append_kv
 from modeling.kernels.triton.decode import SeenKeys, decode_attention
-from modeling.kernels.triton.rows import DTYPES, StepRows
+from modeling.kernels.triton.rows import StepRows
 from modeling.kv.buffers import KvPlace
 
 
@@ -97,8 +96,3 @@ class _Pool:
         if any(place.unseen is not None for place in places):
             unseen = [(0, 0) if place.unseen is None else (place.unseen.start, place.unseen.end) for place in places]
             self.unseen_B2 = torch.tensor(unseen, dtype=torch.int32, device=device)
-
-
-def has_triton_rows(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether TritonRows works for such KV: on a GPU with Triton."""
-    return device.type == "cuda" and dtype in DTYPES and importlib.util.find_spec("triton") is not None

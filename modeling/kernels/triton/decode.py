@@ -36,6 +36,11 @@ class SeenKeys:
     unseen_B2: Tensor | None = None
     """Keys that a row leaves out, from the first to before the second number. None: none."""
 
+    @property
+    def lists_all(self) -> bool:
+        """Return whether rows list all of their keys, one behind the other."""
+        return self.window is None and self.picks is None and self.unseen_B2 is None
+
     def check(self, num_rows: int, num_kv_heads: int, device: torch.device) -> None:
         """Raise RuntimeError unless shapes and dtypes fit so many rows and kv heads, on that device."""
         check(self.window is None or self.window > 0, f"window = {self.window}: use 1 or more, or None")
@@ -145,6 +150,7 @@ def _shape(
         tile_keys=tiles.keys,
         split_keys=tiles.split_keys,
         is_split=tiles.num_splits > 1,
+        in_one_page=seen.lists_all and page_tokens % tiles.keys == 0,
         scale=math.log2(math.e) / math.sqrt(head_dim),
         widen=widens(kernels.attend_split, q_TNH.dtype),
     )

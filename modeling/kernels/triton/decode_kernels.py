@@ -44,6 +44,8 @@ class DecodeShape:
     split_keys: int
     is_split: bool
     """Whether there may be several splits, which are merged."""
+    in_one_page: bool
+    """Whether the keys of each tile lie one behind the other in one page."""
     scale: float
     """Factor of scores: 1 / sqrt(head dim), times log2(e)."""
     widen: bool
@@ -132,6 +134,15 @@ def placed(pages: Pages, table: tl.tensor, key_S: tl.tensor, is_key_S: tl.tensor
 
 
 @triton.jit
+def placed_tile(pages: Pages, table: tl.tensor, place: tl.tensor, shape: tl.constexpr) -> tl.tensor:
+    """Return where the first heads begin of a tile of keys that lies in one page, from key number `place` on. Reads the
+    page's number once, where `placed` reads one for each key."""
+    page = tl.load(table + place // shape.page_tokens).to(tl.int64)
+    token_S = place % shape.page_tokens + tl.arange(0, shape.tile_keys)
+    return page * pages.page_stride + token_S * (2 * shape.num_kv_heads * shape.head_dim)
+
+
+@triton.jit
 def attend_split(q: Strided, pages: Pages, rows: Rows, results: Results, shape: tl.constexpr) -> None:
     """Attend to one split of the keys that a row and kv head list. Grid: (B * tiles, G, X)."""
     row = tl.program_id(0) // shape.num_tiles
@@ -161,9 +172,14 @@ def attend_split(q: Strided, pages: Pages, rows: Rows, results: Results, shape: 
     list_at = (row * shape.num_kv_heads + kv_head).to(tl.int64) * rows.most_picks
     for place in range(begin, end, shape.tile_keys):
         place_S = place + tl.arange(0, shape.tile_keys)
-        span = (length, first, gap, num_left_out)
-        key_S, is_key_S = numbered(rows, list_at + place_S, place_S < end, span, shape)
-        at_S = placed(pages, rows.table + row * rows.table_stride, key_S, is_key_S, shape) + kv_head * shape.head_dim
+        table = rows.table + row * rows.table_stride
+        if shape.in_one_page:
+            key_S, is_key_S = place_S, place_S < end
+            at_S = placed_tile(pages, table, place, shape) + kv_head * shape.head_dim
+        else:
+            span = (length, first, gap, num_left_out)
+            key_S, is_key_S = numbered(rows, list_at + place_S, place_S < end, span, shape)
+            at_S = placed(pages, table, key_S, is_key_S, shape) + kv_head * shape.head_dim
         is_here_SH = is_key_S[:, None] & is_dim_H[None, :]
         k_SH = tl.load(pages.data + at_S[:, None] + dim_H[None, :], mask=is_here_SH, other=0.0)
         sees_MS = is_key_S[None, :] & (key_S[None, :] <= position_M[:, None])

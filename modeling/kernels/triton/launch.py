@@ -1,11 +1,37 @@
 """What launches of Triton kernels share: whether Triton is there, whether its interpreter runs, and the device."""
 
+import functools
+import importlib.util
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from baton.errors import ConfigError
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes that the kernels take: one for all tensors of a call."""
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Return whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def compiles_for(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether Triton compiles kernels for tensors of that device and dtype: on a GPU, where it is installed."""
+    return device.type == "cuda" and dtype in DTYPES and has_triton()
+
+
+@functools.cache
+def shared_bytes_of(device: torch.device) -> int | None:
+    """Return the shared memory that a program may take on the GPU that holds a tensor; None elsewhere."""
+    if device.type != "cuda":
+        return None
+    from triton.runtime import driver
+
+    return int(driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
 
 
 def require_triton() -> None:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modeling.kernels.triton.launch import check, on, require_triton, widens
-from modeling.kernels.triton.rows import DTYPES
+from modeling.kernels.triton.launch import DTYPES, check, on, require_triton, shared_bytes_of, widens
 from modeling.kernels.triton.tiles import PrefillTiles, padded, prefill_tiles
 
 
@@ -56,7 +55,9 @@ def prefill_attention(
     lse_TN = q_TNH.new_empty((num_queries, num_heads), dtype=torch.float32)
     if not num_queries:
         return o_TNH, lse_TN
-    tiles = tiles or prefill_tiles(head_dim, q_TNH.dtype, num_queries)
+    if tiles is None:
+        shared_bytes = None if seen.mask_TS is not None else shared_bytes_of(q_TNH.device)
+        tiles = prefill_tiles(head_dim, q_TNH.dtype, num_queries, shared_bytes)
     q, k, v = (kernels.Heads(each, each.stride(0), each.stride(1)) for each in (q_TNH, k_SGH, v_SGH))
     shape = kernels.PrefillShape(
         group=num_heads // k_SGH.shape[1],

@@ -62,29 +62,27 @@ def loaded(heads: Heads, head: tl.tensor, token_X: tl.tensor, is_token_X: tl.ten
     return tl.load(heads.data + at_X[:, None] + dim_H[None, :], mask=is_here_XH, other=0.0)
 
 
-@triton.jit(do_not_specialize=["shift", "num_queries", "num_keys"])
-def attend_block(segment: Segment, shift: int, num_queries: int, num_keys: int, shape: tl.constexpr) -> None:
-    """Attend with one block of one head's queries. Grid: (blocks of queries, N). Query t stands at key number t +
-    shift; `num_queries` and `num_keys` change with each call, and are no reason to compile again."""
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the blocks that see most keys first, the least at the end
-    head = tl.program_id(1)
-    kv_head = head // shape.group
-    query_M = block * shape.tile_rows + tl.arange(0, shape.tile_rows)
-    is_query_M = query_M < num_queries
-    own_M = query_M + shift
-    begin = 0
-    end = num_keys
-    if shape.is_causal:
-        last = tl.minimum((block + 1) * shape.tile_rows, num_queries) - 1
-        end = tl.minimum(num_keys, last + shift + 1)
-    if shape.window > 0:
-        begin = tl.maximum(block * shape.tile_rows + shift - shape.window + 1, 0)
-    q_MH = loaded(segment.q, head, query_M, is_query_M, shape)
-    largest_M, total_M, sum_MH = begun(shape.tile_rows, shape.head_pad)
-    for first in range(begin, end, shape.tile_keys):
-        key_S = first + tl.arange(0, shape.tile_keys)
-        is_key_S = key_S < end
-        k_SH = loaded(segment.k, kv_head, key_S, is_key_S, shape)
+@triton.jit
+def attended(
+    segment: Segment,
+    q_MH: tl.tensor,
+    where: tl.tuple,
+    first: tl.tensor,
+    end: tl.tensor,
+    state: tl.tuple,
+    is_masked: tl.constexpr,
+    shape: tl.constexpr,
+) -> tl.tuple:
+    """Attend to the tile of keys from number `first` on, and return largest scores, totals and sums. `where`: the kv
+    head, the queries, which of them there are, and their places among the keys. Without `is_masked` all queries see all
+    keys of the tile."""
+    kv_head, query_M, is_query_M, own_M = where
+    largest_M, total_M, sum_MH = state
+    key_S = first + tl.arange(0, shape.tile_keys)
+    is_key_S = key_S < end
+    k_SH = loaded(segment.k, kv_head, key_S, is_key_S, shape)
+    score_MS = product(q_MH, tl.trans(k_SH), shape.widen) * shape.scale
+    if is_masked:
         sees_MS = is_key_S[None, :] & is_query_M[:, None]
         if shape.is_causal:
             sees_MS = sees_MS & (key_S[None, :] <= own_M[:, None])
@@ -93,11 +91,42 @@ def attend_block(segment: Segment, shift: int, num_queries: int, num_keys: int, 
         if shape.has_mask:
             mask_MS = segment.mask + query_M.to(tl.int64)[:, None] * segment.mask_stride + key_S[None, :]
             sees_MS = sees_MS & (tl.load(mask_MS, mask=sees_MS, other=0) != 0)
-        score_MS = product(q_MH, tl.trans(k_SH), shape.widen) * shape.scale
         score_MS = tl.where(sees_MS, score_MS, float("-inf"))
-        weight_MS, shrink_M, largest_M, total_M = weighed(score_MS, largest_M, total_M)
-        v_SH = loaded(segment.v, kv_head, key_S, is_key_S, shape)
-        sum_MH = sum_MH * shrink_M[:, None] + product(weight_MS.to(v_SH.dtype), v_SH, shape.widen)
+    weight_MS, shrink_M, largest_M, total_M = weighed(score_MS, largest_M, total_M)
+    v_SH = loaded(segment.v, kv_head, key_S, is_key_S, shape)
+    sum_MH = sum_MH * shrink_M[:, None] + product(weight_MS.to(v_SH.dtype), v_SH, shape.widen)
+    return largest_M, total_M, sum_MH
+
+
+@triton.jit(do_not_specialize=["shift", "num_queries", "num_keys"])
+def attend_block(segment: Segment, shift: int, num_queries: int, num_keys: int, shape: tl.constexpr) -> None:
+    """Attend with one block of one head's queries. Grid: (blocks of queries, N). Query t stands at key number t +
+    shift; `num_queries` and `num_keys` change with each call, and are no reason to compile again."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the blocks that see most keys first, the least at the end
+    head = tl.program_id(1)
+    query_M = block * shape.tile_rows + tl.arange(0, shape.tile_rows)
+    is_query_M = query_M < num_queries
+    begin = 0
+    end = num_keys
+    if shape.is_causal:
+        last = tl.minimum((block + 1) * shape.tile_rows, num_queries) - 1
+        end = tl.minimum(num_keys, last + shift + 1)
+    if shape.window > 0:
+        begin = tl.maximum(block * shape.tile_rows + shift - shape.window + 1, 0)
+    q_MH = loaded(segment.q, head, query_M, is_query_M, shape)
+    state = begun(shape.tile_rows, shape.head_pad)
+    where = (head // shape.group, query_M, is_query_M, query_M + shift)
+    seen_by_all = begin
+    if shape.window == 0 and not shape.has_mask:
+        seen_by_all = end
+        if shape.is_causal:
+            seen_by_all = tl.maximum(tl.minimum(end, block * shape.tile_rows + shift + 1), 0)
+        seen_by_all = seen_by_all // shape.tile_keys * shape.tile_keys
+    for first in range(begin, seen_by_all, shape.tile_keys):
+        state = attended(segment, q_MH, where, first, end, state, False, shape)
+    for first in range(seen_by_all, end, shape.tile_keys):
+        state = attended(segment, q_MH, where, first, end, state, True, shape)
+    largest_M, total_M, sum_MH = state
 
     o_MH, lse_M = ended(largest_M, total_M, sum_MH)
     dim_H = tl.arange(0, shape.head_pad)

@@ -8,10 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modeling.kernels.triton.launch import check
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of queries, keys and values that the kernels take: one for all three."""
+from modeling.kernels.triton.launch import DTYPES, check
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Block sizes of the Triton kernels: all are chosen here. They rest on the sizes of registers and shared memory alone,
-for nothing was measured on a GPU yet.
+"""Block sizes of the Triton kernels: all are chosen here.
 
-A program's keys and values, two stages of them, take at most 64 KiB of shared memory, and its queries at most 32 KiB.
+Those of 16-bit dtypes with head dim 128 were measured on an H100 (docs/devices.md, "What a GPU reached"); all others
+rest on the sizes of registers and shared memory. Where a GPU's shared memory is not known to hold more, a program's
+keys and values, two stages of them, take at most 64 KiB of it, and its queries at most 32 KiB.
 """
 
 from dataclasses import dataclass
@@ -14,8 +15,10 @@ _STAGE_BYTES = 32 * 1024
 """Most bytes of keys and values that a program loads at once."""
 _QUERY_BYTES = 32 * 1024
 """Most bytes of a program's queries."""
-_LEAST_SPLIT_KEYS = 256
+_LEAST_SPLIT_KEYS = 512
 _MOST_SPLITS = 64
+_WIDE_TILES = ((128, 3), (128, 2), (64, 3))
+"""Keys and stages of a prefill's tiles of 128 queries, the fastest first."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,16 @@ def decode_tiles(head_dim: int, dtype: torch.dtype, num_pairs: int, most_keys: i
     return DecodeTiles(rows, keys, split_keys, max(-(-most_keys // split_keys), 1), num_warps)
 
 
-def prefill_tiles(head_dim: int, dtype: torch.dtype, num_queries: int) -> PrefillTiles:
-    """Return the tiles for so many queries."""
+def prefill_tiles(head_dim: int, dtype: torch.dtype, num_queries: int, shared_bytes: int | None = None) -> PrefillTiles:
+    """Return the tiles for so many queries. `shared_bytes`: shared memory that a program may take, if that is known,
+    and nothing but queries, keys and values lies there."""
     most_rows = 32 if dtype == torch.float32 else 128  # fp32 operands are multiplied in registers
     rows = min(max(power_of_two(num_queries), LEAST_SIDE), _most_rows(head_dim, dtype), most_rows)
+    if rows == 128 and shared_bytes is not None:
+        row_bytes = padded(head_dim) * dtype.itemsize
+        for keys, num_stages in _WIDE_TILES:
+            if (rows + 2 * keys * num_stages) * row_bytes <= shared_bytes:
+                return PrefillTiles(rows, keys, 8, num_stages)
     return PrefillTiles(rows, _keys(head_dim, dtype), 8 if rows == 128 or dtype == torch.float32 else 4)
 
 

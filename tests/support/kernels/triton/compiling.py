@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modeling.kernels.triton import append, copies, decode, prefill
+from modeling.kernels.triton import append, copies, decode, pointwise, prefill
 from modeling.kernels.triton.append import append_kv
 from modeling.kernels.triton.copies import copy_heads, copy_rows
 from modeling.kernels.triton.decode import SeenKeys, decode_attention
+from modeling.kernels.triton.pointwise import gate, rms_norm, turn_heads
 from modeling.kernels.triton.prefill import Visibility, prefill_attention
 from modeling.kernels.triton.rows import StepRows
+from modeling.kernels.triton.tiles import prefill_tiles
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,18 @@ class AbsentGpu:
 
 def compiled(dtype: torch.dtype, head_dim: int, group: int, most_queries: int) -> list[Compiled]:
     """Call each operator on the CPU with its own block sizes, and return the kernels that were compiled."""
+    return _compiling(lambda: _call_all(dtype, head_dim, group, most_queries))
+
+
+def compiled_wide(dtype: torch.dtype, head_dim: int, shared_bytes: int) -> Compiled:
+    """Compile prefill attention with the block sizes for so much shared memory of a program."""
+    q_TNH, kv_SGH = torch.zeros(300, 4, head_dim, dtype=dtype), torch.zeros(300, 2, head_dim, dtype=dtype)
+    tiles = prefill_tiles(head_dim, dtype, len(q_TNH), shared_bytes)
+    [found] = _compiling(lambda: prefill_attention(q_TNH, kv_SGH, kv_SGH, Visibility(), tiles=tiles))
+    return found
+
+
+def _compiling(call: Callable[[], object]) -> list[Compiled]:
     from triton.runtime import JITFunction
     from triton.runtime.driver import driver
 
@@ -54,9 +68,9 @@ def compiled(dtype: torch.dtype, head_dim: int, group: int, most_queries: int) -
     launch = JITFunction.run
     driver.set_active(AbsentGpu())
     JITFunction.run = functools.partialmethod(_compile, launch, found)
-    for module in (append, copies, decode, prefill):
+    for module in (append, copies, decode, pointwise, prefill):
         module.on = lambda device, kernel: nullcontext()  # type: ignore[attr-defined]
-    _call_all(dtype, head_dim, group, most_queries)
+    call()
     JITFunction.run = launch
     return found
 
@@ -82,6 +96,10 @@ def _call_all(dtype: torch.dtype, head_dim: int, group: int, most_queries: int) 
     head_bytes = head_dim * dtype.itemsize
     copy_heads(home_B, there_B, _whole(num_rows, num_kv_heads, 200, 2), _whole(num_rows, num_kv_heads), head_bytes)
     copy_rows(home_B, there_B, 2 * num_kv_heads * head_bytes)
+    channels_TD = torch.zeros(num_rows, 2 * head_dim, dtype=dtype)
+    rms_norm(channels_TD, channels_TD[0], 1e-5)
+    gate(channels_TD)
+    turn_heads(q_TNH, *torch.zeros(2, len(q_TNH), 1, head_dim, dtype=dtype))
 
 
 def refusal_on_cpu() -> str:

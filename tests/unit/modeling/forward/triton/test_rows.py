@@ -7,7 +7,7 @@ import torch
 
 from baton.types import TokenRange
 from modeling.forward.rows import has_native_rows
-from modeling.forward.triton.rows import has_triton_rows
+from modeling.kernels.triton.launch import compiles_for
 from tests.support.kernels.triton import paged_rows
 from tests.support.kernels.triton.process import HAS_TRITON, Run, process_with
 
@@ -45,4 +45,4 @@ def test_a_decoder_runs_its_rows_by_them(run: Run) -> None:
 
 
 def test_they_are_for_gpus() -> None:
-    assert not has_triton_rows(CPU, torch.float32)
+    assert not compiles_for(CPU, torch.float32)
