@@ -14,10 +14,9 @@ from generate_workers.residency.paged import PagedResidency
 from generate_workers.residency.port import KvShape
 from modeling.device.port import Device
 from modeling.forward.decoder import Decoder
-from modeling.forward.drawing import RowDraw
 from modeling.forward.sampling import SamplerState, sample
 from modeling.forward.step_graphs import DecodeRow, StepGraphs
-from modeling.kv.pages import PAGE_TOKENS
+from modeling.kv.pages import PAGE_TOKENS, PageSpan
 
 _STEPS = 10
 _GREEDY = SamplingParams()
@@ -55,8 +54,10 @@ class PagedRows:
         rows = [(SlotId(slot), TokenRange(length, length + 1)) for slot, length in enumerate(self._lengths)]
         with self._residency.step(rows) as step:
             if graphs:
-                places = (span.place() for span in step.spans)
-                self._graphs.run([DecodeRow(1, place, RowDraw.of(_GREEDY, 0)) for place in places if place is not None])
+                ends = [length + 1 for length in self._lengths]
+                tables = [span.pages.table for span in step.spans if isinstance(span, PageSpan)]
+                draws = [draw for state in self._states if (draw := state.row_draw()) is not None]
+                self._graphs.run([DecodeRow(1, *row) for row in zip(tables, ends, draws, strict=True)])
             else:
                 hidden_TD = self._decoder.forward([1] * len(rows), step.spans)
                 sample(self._decoder.logits(hidden_TD), self._states)

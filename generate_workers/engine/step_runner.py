@@ -27,6 +27,7 @@ from modeling.forward.step_graphs import DecodeRow
 from modeling.forward.weight_sizes import bytes_per_step as bytes_per_step
 from modeling.forward.weight_sizes import step_reads
 from modeling.forward.weight_sizes import weight_bytes as weight_bytes
+from modeling.kv.pages import PageSpan
 
 _SCORED_TOKENS = 64
 """Prompt tokens whose logits are made at once: each takes 4 bytes for every token of the vocabulary."""
@@ -155,8 +156,8 @@ def _decode_rows(plan: StepPlan, rows: Mapping[SlotId, Row], step: StepKv) -> li
         row = rows[part.slot]
         if len(part.tokens) > 1 or not part.samples or row.followers or len(row.unscored(part.tokens)):
             return None
-        place, draw = span.place(), row.sampler.row_draw()
-        if place is None or place.table is None or draw is None:
+        draw = row.sampler.row_draw()
+        if not isinstance(span, PageSpan) or draw is None:
             return None
-        found.append(DecodeRow(row.token_ids[part.tokens.start], place, draw))
+        found.append(DecodeRow(row.token_ids[part.tokens.start], span.pages.table, part.tokens.end, draw))
     return found

@@ -54,10 +54,10 @@ class RowDraw(NamedTuple):
     """Number that logits are divided by; 0: greedy."""
 
     @classmethod
-    def of(cls, params: SamplingParams, position: int) -> Self:
+    def of(cls, params: SamplingParams, position: int) -> "RowDraw":
         """Return how a row with these parameters draws the token of an output position."""
         if is_greedy(params):
-            return cls(0, _ALL, -math.inf, 1.0, 0.0)
+            return _GREEDY
         key = _signed(noise_key(params.seed, position))
         return cls(key, params.top_k or _ALL, _floor(params), params.top_p, params.temperature)
 
@@ -67,6 +67,9 @@ class RowDraw(NamedTuple):
             return DrawKind.GREEDY
         is_filtered = self.top_k < vocab_size or self.top_p < 1 or self.floor > -math.inf
         return DrawKind.FILTERED if is_filtered else DrawKind.DRAWN
+
+
+_GREEDY = RowDraw(key=0, top_k=_ALL, floor=-math.inf, top_p=1.0, temperature=0.0)
 
 
 class Draws(NamedTuple):

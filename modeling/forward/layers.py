@@ -91,7 +91,7 @@ class Parallel:
     mlp: Mlp
 
     def __call__(self, hidden_TD: Tensor, attended_TW: Tensor) -> Tensor:
-        return self.mlp(hidden_TD, self.norm, self.output(attended_TW, residual_TN=hidden_TD))
+        return self.mlp(hidden_TD, self.norm, self.output(attended_TW, residual_TN=hidden_TD.clone()))
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,10 @@ class Linear(Protocol):
         """Return the bytes of weight and bias, as they are kept and read."""
 
     def __call__(self, x_TK: Tensor, norm: Transform = unchanged, residual_TN: Tensor | None = None) -> Tensor:
-        """Return `norm(x) W^T + b`, gated if the layer is, plus the residual if given: `[T, N]`, gated `[T, I]`."""
+        """Return `norm(x) W^T + b`, gated if the layer is, plus the residual if given: `[T, N]`, gated `[T, I]`.
+
+        The result may lie where the residual did, which is not to be read any more.
+        """
 
     def weight(self) -> Tensor:
         """Return the weight `[N, K]` as it multiplies; may be a copy, and wider than the weight that it was made of."""
@@ -60,6 +63,8 @@ class TorchLinear:
         return _num_bytes(self.weight_NK, self.bias_N)
 
     def __call__(self, x_TK: Tensor, norm: Transform = unchanged, residual_TN: Tensor | None = None) -> Tensor:
+        if residual_TN is not None and self.bias_N is None and not self.gated and residual_TN.is_cuda:
+            return residual_TN.addmm_(norm(x_TK), self.weight_NK.t())  # the product adds: no pass of its own
         out_TN = F.linear(norm(x_TK), self.weight_NK, self.bias_N)
         if self.gated:
             out_TN = _gated(out_TN)

@@ -151,7 +151,7 @@ class SamplerState:
         """Return how the next token is drawn from the row's logits as they are. None: they have to be adjusted before,
         or reported behind, by the host."""
         forbids = self.position < self.params.min_tokens and self._stop_ids
-        is_adjusted = self._seen is not None or self._masks is not None or len(self._bias_ids) or forbids
+        is_adjusted = self._seen is not None or self._masks is not None or self.params.logit_bias or forbids
         if is_adjusted or self.params.logprobs is not None:
             return None
         return RowDraw.of(self.params, self.position)
@@ -161,7 +161,7 @@ class SamplerState:
         if self._seen:
             self._penalize(logits_V, *self._seen.tensors(logits_V.device))
         num_tokens = logits_V.shape[0]
-        if len(self._bias_ids):
+        if self.params.logit_bias:
             known = self._bias_ids < num_tokens
             ids = self._bias_ids[known].to(logits_V.device)
             logits_V[ids] += self._bias[known].to(logits_V.device)

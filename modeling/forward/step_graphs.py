@@ -22,7 +22,7 @@ from modeling.forward.drawing import DrawKind, Draws, RowDraw, choose_tokens
 from modeling.kernels.triton.append import append_kv
 from modeling.kernels.triton.decode import SeenKeys, decode_attention
 from modeling.kernels.triton.rows import StepRows
-from modeling.kv.buffers import KvPlace
+from modeling.kv.buffers import BlockTable
 
 _WARM_UPS = 2
 """Steps before a capture: kernels are compiled and libraries take their memory in them, which a capture forbids."""
@@ -35,8 +35,10 @@ class DecodeRow(NamedTuple):
 
     token_id: int
     """The latest token of the sequence."""
-    place: KvPlace
+    table: BlockTable
     """The pages of the row's keys, with room for the latest token's, whose pages are the row's own."""
+    num_keys: int
+    """Keys of the row, the latest token's included."""
     draw: RowDraw
     """How the next token is drawn."""
 
@@ -77,10 +79,9 @@ class StepInputs(NamedTuple):
     def write(self, rows: Sequence[DecodeRow]) -> None:
         """Write the rows, and leave all others as padding."""
         num_rows = len(rows)
-        tables = [row.place.table.pages_C for row in rows if row.place.table is not None]
-        torch.stack(tables, out=self.table_BC[:num_rows])
+        torch.stack([row.table.pages_C for row in rows], out=self.table_BC[:num_rows])
         columns = [*zip(*(row.draw for row in rows), strict=True)]
-        columns += [tuple(row.token_id for row in rows), tuple(row.place.num_keys for row in rows)]
+        columns += [tuple(row.token_id for row in rows), tuple(row.num_keys for row in rows)]
         for column_B, column in zip((*self.draws, self.token_ids_B, self.lengths_B), columns, strict=True):
             column_B[:num_rows] = torch.tensor(column, dtype=column_B.dtype)
         torch.arange(len(self.starts_E), out=self.starts_E).clamp_(max=num_rows)

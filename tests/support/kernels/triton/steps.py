@@ -17,7 +17,7 @@ from modeling.forward.attention import plain_kernel
 from modeling.forward.decoder import Decoder
 from modeling.forward.sampling import SamplerState, sample
 from modeling.forward.step_graphs import DecodeRow, StepGraphs
-from modeling.kv.buffers import BlockTable, BufferSpan, KvBuffer, KvPlace
+from modeling.kv.buffers import BlockTable, BufferSpan, KvBuffer
 from tests.support.models.tiny_models import random_decoder
 
 PAGE_TOKENS, NUM_STEPS, SIZES = 8, 10, (2, 4)
@@ -61,8 +61,7 @@ def _check(cpu: Decoder, there: Decoder, captures: bool) -> None:
             for ids, state, pages_C in zip(prompts[:num_rows], states, table_BC, strict=False):
                 history, draw = [*ids, *state.output_ids], state.row_draw()
                 assert draw is not None
-                place = KvPlace(0, 0, there.layout.num_layers, len(history), table=BlockTable(pages_LPS2GH, pages_C))
-                rows.append(DecodeRow(history[-1], place, draw))
+                rows.append(DecodeRow(history[-1], BlockTable(pages_LPS2GH, pages_C), len(history), draw))
             for state, token_id in zip(states, graphs.run(rows), strict=False):
                 state.append(token_id)
     assert [state.output_ids for state in states] == [*expected[:2], expected[2][: NUM_STEPS // 2]]
