@@ -76,13 +76,17 @@ class StepInputs(NamedTuple):
         """Return how the rows draw."""
         return Draws(self.key_B, self.top_k_B, self.floor_B, self.top_p_B, self.temperature_B)
 
-    def write(self, rows: Sequence[DecodeRow]) -> None:
-        """Write the rows, and leave all others as padding."""
+    def write(self, rows: Sequence[DecodeRow], kind: DrawKind) -> None:
+        """Write the rows of a step that draws so, and leave all others as padding. Greedy steps read no `draws`."""
         num_rows = len(rows)
         torch.stack([row.table.pages_C for row in rows], out=self.table_BC[:num_rows])
-        columns = [*zip(*(row.draw for row in rows), strict=True)]
-        columns += [tuple(row.token_id for row in rows), tuple(row.num_keys for row in rows)]
-        for column_B, column in zip((*self.draws, self.token_ids_B, self.lengths_B), columns, strict=True):
+        columns: list[tuple[Tensor, Sequence[float]]] = [
+            (self.token_ids_B, [row.token_id for row in rows]),
+            (self.lengths_B, [row.num_keys for row in rows]),
+        ]
+        if kind != DrawKind.GREEDY:
+            columns += zip(self.draws, zip(*(row.draw for row in rows), strict=True), strict=True)
+        for column_B, column in columns:
             column_B[:num_rows] = torch.tensor(column, dtype=column_B.dtype)
         torch.arange(len(self.starts_E), out=self.starts_E).clamp_(max=num_rows)
 
@@ -148,9 +152,9 @@ class StepGraphs:
     def run(self, rows: Sequence[DecodeRow]) -> list[int]:
         """Write the KV of the rows' latest tokens to their pages, and return the tokens that follow. There must be a
         step for as many rows. Waits for the device once, for the tokens."""
-        self._written.write(rows)
-        self._there.copy_(self._home, non_blocking=True)  # the host writes it again only behind the step's end
         kind = max(row.draw.kind(self._decoder.config.vocab_size) for row in rows)
+        self._written.write(rows, kind)
+        self._there.copy_(self._home, non_blocking=True)  # the host writes it again only behind the step's end
         self._run_by_kind[self.size_for(len(rows)), kind]()
         token_ids: list[int] = self._chosen_B[: len(rows)].tolist()
         return token_ids
