@@ -9,8 +9,8 @@ Models of real shapes with random weights in bf16 (benchmarks.device), rates mea
               their bytes at the link's rate (`link`)
     chain     a prompt by two processes that share the device, beside one process (`single`)
 
-`--bars`: steps reach 0.8 of the roofline, a prefill 0.6 of the product's rate. Not run on a GPU yet. On other devices,
-which serve as a smoke test, steps need Triton's interpreter: TRITON_INTERPRET=1 in the environment.
+`--bars`: steps reach 0.8 of the roofline, a prefill 0.6 of the product's rate. On other devices, which serve as a
+smoke test, steps need Triton's interpreter: TRITON_INTERPRET=1 in the environment.
 """
 
 import argparse

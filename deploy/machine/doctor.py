@@ -145,7 +145,7 @@ def check_devices(config: ClusterConfig) -> Finding:
         except ConfigError as error:
             return Finding("devices", Verdict.FAILED, f"{role}.{error}")
     if gpus and "cuda" not in names.values():
-        remedy = "auto is the CPU, as CUDA is not measured yet (docs/devices.md); device = cuda uses them"
+        remedy = "auto is the CPU (docs/devices.md); device = cuda uses them"
         return Finding("devices", Verdict.WARNING, f"{found}: {remedy}")
     return Finding("devices", Verdict.OK, found)
 

@@ -1,7 +1,4 @@
-"""The device cuda: a GPU, with home memory that is pinned, and streams of their own for copies in each direction.
-
-Written against torch's documentation, and not run yet: tools/cuda_check.sh runs it where there is a GPU.
-"""
+"""The device cuda: a GPU, with home memory that is pinned, and streams of their own for copies in each direction."""
 
 import threading
 from collections.abc import Callable, Iterable

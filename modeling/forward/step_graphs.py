@@ -4,7 +4,7 @@
 reads is written by the host before it, in one copy; the tokens are read back once, behind it. A step is captured for
 each of some numbers of rows, and for each kind of drawing, in a CUDA graph: a replay launches hundreds of kernels at
 once. Kernels are those of `modeling.kernels.triton` and, for drawing, torch's (`drawing`). Without captures the same
-steps are launched kernel by kernel, as in Triton's interpreter. No capture was run on a GPU yet.
+steps are launched kernel by kernel, as in Triton's interpreter.
 
 B rows, E = B + 1, L layers, P pages, S tokens of a page, C pages of a row, V vocabulary, G kv heads, H head dim.
 """
