@@ -34,7 +34,7 @@ def rms_norm(x_TD: Tensor, gain_D: Tensor, eps: float) -> Tensor:
         num_warps = min(max(width_pad // 512, 1), 8)
         with on(x_TD.device, kernels.norm_token):
             grid = (x_TD.numel() // width,)
-            kernels.norm_token[grid](x_TD, gain_D, o_TD, eps, width, width_pad, num_warps=num_warps)
+            kernels.norm_token[grid](x_TD, gain_D, o_TD, kernels.NormShape(width, width_pad, eps), num_warps=num_warps)
     return o_TD
 
 

@@ -20,6 +20,15 @@ class Heads(NamedTuple):
 
 
 @dataclass(frozen=True)
+class NormShape:
+    """What `norm_token` is compiled for."""
+
+    width: int
+    width_pad: int
+    eps: float
+
+
+@dataclass(frozen=True)
 class TurnShape:
     """What `turn_heads` is compiled for: another value of a field is another kernel."""
 
@@ -31,16 +40,14 @@ class TurnShape:
 
 
 @triton.jit
-def norm_token(
-    x: tl.tensor, gain: tl.tensor, o: tl.tensor, eps: float, width: tl.constexpr, width_pad: tl.constexpr
-) -> None:
+def norm_token(x: tl.tensor, gain: tl.tensor, o: tl.tensor, shape: tl.constexpr) -> None:
     """Divide a token's channels by their root mean square, and multiply them by the gain. Grid: (T,)."""
-    channel_D = tl.arange(0, width_pad)
-    is_channel_D = channel_D < width
-    at = tl.program_id(0).to(tl.int64) * width
+    channel_D = tl.arange(0, shape.width_pad)
+    is_channel_D = channel_D < shape.width
+    at = tl.program_id(0).to(tl.int64) * shape.width
     x_D = tl.load(x + at + channel_D, mask=is_channel_D, other=0.0).to(tl.float32)
     gain_D = tl.load(gain + channel_D, mask=is_channel_D, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x_D * x_D, 0) / width + eps)
+    scale = tl.rsqrt(tl.sum(x_D * x_D, 0) / shape.width + shape.eps)
     tl.store(o + at + channel_D, (x_D * scale * gain_D).to(o.dtype.element_ty), mask=is_channel_D)
 
 

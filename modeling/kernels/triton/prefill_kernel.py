@@ -53,6 +53,22 @@ class Segment(NamedTuple):
     mask_stride: int
 
 
+class Block(NamedTuple):
+    """One block of a head's queries, and the keys that it attends to."""
+
+    segment: Segment
+    q_MH: Any
+    kv_head: Any
+    query_M: Any
+    """Numbers of the queries."""
+    is_query_M: Any
+    """Which of them there are."""
+    own_M: Any
+    """Their places among the keys."""
+    end: Any
+    """Number behind the last key that some query sees."""
+
+
 @triton.jit
 def loaded(heads: Heads, head: tl.tensor, token_X: tl.tensor, is_token_X: tl.tensor, shape: tl.constexpr) -> tl.tensor:
     """Load one head of some tokens, `[X, H]`, with zeros where there is no token or dim."""
@@ -63,20 +79,10 @@ def loaded(heads: Heads, head: tl.tensor, token_X: tl.tensor, is_token_X: tl.ten
 
 
 @triton.jit
-def attended(
-    segment: Segment,
-    q_MH: tl.tensor,
-    where: tl.tuple,
-    first: tl.tensor,
-    end: tl.tensor,
-    state: tl.tuple,
-    is_masked: tl.constexpr,
-    shape: tl.constexpr,
-) -> tl.tuple:
-    """Attend to the tile of keys from number `first` on, and return largest scores, totals and sums. `where`: the kv
-    head, the queries, which of them there are, and their places among the keys. Without `is_masked` all queries see all
-    keys of the tile."""
-    kv_head, query_M, is_query_M, own_M = where
+def attended(block: Block, first: tl.tensor, state: tl.tuple, is_masked: tl.constexpr, shape: tl.constexpr) -> tl.tuple:
+    """Attend to the tile of keys from number `first` on, and return largest scores, totals and sums, which `state` were
+    before. Without `is_masked` all queries see all keys of the tile."""
+    segment, q_MH, kv_head, query_M, is_query_M, own_M, end = block
     largest_M, total_M, sum_MH = state
     key_S = first + tl.arange(0, shape.tile_keys)
     is_key_S = key_S < end
@@ -102,30 +108,30 @@ def attended(
 def attend_block(segment: Segment, shift: int, num_queries: int, num_keys: int, shape: tl.constexpr) -> None:
     """Attend with one block of one head's queries. Grid: (blocks of queries, N). Query t stands at key number t +
     shift; `num_queries` and `num_keys` change with each call, and are no reason to compile again."""
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the blocks that see most keys first, the least at the end
+    number = tl.num_programs(0) - 1 - tl.program_id(0)  # the blocks that see most keys first, the least at the end
     head = tl.program_id(1)
-    query_M = block * shape.tile_rows + tl.arange(0, shape.tile_rows)
+    query_M = number * shape.tile_rows + tl.arange(0, shape.tile_rows)
     is_query_M = query_M < num_queries
     begin = 0
     end = num_keys
     if shape.is_causal:
-        last = tl.minimum((block + 1) * shape.tile_rows, num_queries) - 1
+        last = tl.minimum((number + 1) * shape.tile_rows, num_queries) - 1
         end = tl.minimum(num_keys, last + shift + 1)
     if shape.window > 0:
-        begin = tl.maximum(block * shape.tile_rows + shift - shape.window + 1, 0)
+        begin = tl.maximum(number * shape.tile_rows + shift - shape.window + 1, 0)
     q_MH = loaded(segment.q, head, query_M, is_query_M, shape)
     state = begun(shape.tile_rows, shape.head_pad)
-    where = (head // shape.group, query_M, is_query_M, query_M + shift)
+    block = Block(segment, q_MH, head // shape.group, query_M, is_query_M, query_M + shift, end)
     seen_by_all = begin
     if shape.window == 0 and not shape.has_mask:
         seen_by_all = end
         if shape.is_causal:
-            seen_by_all = tl.maximum(tl.minimum(end, block * shape.tile_rows + shift + 1), 0)
+            seen_by_all = tl.maximum(tl.minimum(end, number * shape.tile_rows + shift + 1), 0)
         seen_by_all = seen_by_all // shape.tile_keys * shape.tile_keys
     for first in range(begin, seen_by_all, shape.tile_keys):
-        state = attended(segment, q_MH, where, first, end, state, False, shape)
+        state = attended(block, first, state, False, shape)
     for first in range(seen_by_all, end, shape.tile_keys):
-        state = attended(segment, q_MH, where, first, end, state, True, shape)
+        state = attended(block, first, state, True, shape)
     largest_M, total_M, sum_MH = state
 
     o_MH, lse_M = ended(largest_M, total_M, sum_MH)
