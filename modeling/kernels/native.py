@@ -36,6 +36,7 @@ NAMES = (
     "kv_int4",
     "linear",
     "rotary",
+    "draws",
     "decode_layers",
 )
 """Names of all kernels."""
