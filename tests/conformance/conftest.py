@@ -13,7 +13,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """Of an object without a text of its own: another one in each process."""
 GRIDS = (
     *("attention_kernels", "decode_kernels", "decode_layers", "key_selection", "linear", "partial_keys"),
-    *("draws", "pool_notes", "rotary", "unpack_picked"),
+    *("pool_notes", "rotary", "unpack_picked"),
 )
 
 
