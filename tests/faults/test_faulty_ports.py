@@ -35,9 +35,11 @@ OCCASIONS: dict[str, dict[str, Fault]] = {
     "StartEpoch": {"link": Fault.REFUSE},
 }
 """What has to go wrong for a call to be made at all."""
+LONG = ("Renew", "StartEpoch")
+"""Calls whose faults take seconds to be noticed."""
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.ci) if name in LONG else name for name in CASES])
 async def test_one_fault_costs_an_attempt_at_most(name: str) -> None:
     for fault in CASES[name]:
         plan = PickedPlan({name: fault, **OCCASIONS.get(name, {})}, amount=0.4)

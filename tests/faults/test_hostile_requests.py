@@ -111,6 +111,7 @@ async def orchestrator(smollm2: Path) -> AsyncIterator[OrchestratorKeeper]:
         yield made
 
 
+@pytest.mark.ci
 async def test_hostile_requests_end_nobody_elses_stream(orchestrator: OrchestratorKeeper, smollm2: Path) -> None:
     pid, target = orchestrator.pid, f"127.0.0.1:{orchestrator.ports[0]}"
     async with AsyncClient(target, reconnect=NEVER) as client:

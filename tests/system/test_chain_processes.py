@@ -18,7 +18,7 @@ from tests.support.models.tiny_models import random_decoder
 
 NUM_RANKS = 3
 NUM_TOKENS = 40
-EDGES = pytest.mark.parametrize("edges", ["", "gloo"])
+EDGES = pytest.mark.parametrize("edges", ["", pytest.param("gloo", marks=pytest.mark.ci)])
 """Whether KV goes between devices, by communicators of two ranks."""
 PROMPT_BOUND_S = 15.0
 """On a crowded machine, within which a death is noticed: not by the watchdog, whose floor is far above it."""

@@ -74,6 +74,7 @@ def test_the_files_that_are_needed_come_and_then_from_the_cache(hub: Hub, tmp_pa
     assert hub.fetched() == []
 
 
+@pytest.mark.ci
 def test_without_a_network_the_cache_serves(hub: Hub, tmp_path: Path) -> None:
     folder, _ = resolved(hub.endpoint, tmp_path / "home")
     hub.asked.clear()
@@ -146,6 +147,7 @@ def test_a_model_of_no_family_is_refused_before_its_weights_are_fetched(hub: Hub
     assert "model.safetensors" not in hub.fetched()
 
 
+@pytest.mark.ci
 def test_a_front_door_needs_no_weights(hub: Hub, tmp_path: Path) -> None:
     folder, _ = resolved(hub.endpoint, tmp_path / "home", NAME, "without")
     assert Tokenizer.load(Path(folder)).encode("ab") == [65, 66]

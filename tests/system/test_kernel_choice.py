@@ -50,6 +50,7 @@ def test_fresh_processes_make_one_choice(tiles: bool, tmp_path: Path) -> None:
     assert len(set(choices)) == 1, choices
 
 
+@pytest.mark.ci
 def test_a_later_process_reads_the_choice_of_the_first(tmp_path: Path) -> None:
     require("linear", native.NATIVE)
     _give_kernels(tmp_path)

@@ -77,6 +77,7 @@ async def test_kv_bytes_are_the_formula_and_leave_early(relay: Relay, decoder: D
     assert ranks[0].push_end_ns < chain_end_ns
 
 
+@pytest.mark.ci
 async def test_kv_goes_over_grpc_where_that_is_configured(decoder: Decoder, smollm2: Path) -> None:
     prompt = passage_ids(smollm2, 200)
     async with local_relay(smollm2, num_ranks=2, transfer="stream") as running:

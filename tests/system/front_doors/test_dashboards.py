@@ -76,6 +76,7 @@ def program() -> str:
     return found
 
 
+@pytest.mark.ci
 async def test_every_query_resolves_against_a_live_scrape(program: str, tmp_path: Path) -> None:
     async with live() as (made, http):
         targets = [f"{HOST}:{made.server.metrics_port}", f"{HOST}:{http.port}"]
@@ -109,6 +110,7 @@ async def check_values(asked: Prometheus, made: Relay) -> None:
     assert await asked.value("sum(baton_requests_refused_total)") >= 1
 
 
+@pytest.mark.ci
 async def test_a_query_for_a_metric_that_is_not_there_is_seen(program: str, tmp_path: Path) -> None:
     async with live() as (made, _http), prometheus(program, tmp_path, [f"{HOST}:{made.server.metrics_port}"]) as asked:
         await asked.until_scraped(1)

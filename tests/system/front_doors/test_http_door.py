@@ -79,6 +79,7 @@ async def test_the_console_is_served_where_the_door_says_and_where_it_is_wanted(
         assert not [line for line in lines if "console" in line]
 
 
+@pytest.mark.ci
 async def test_it_is_started_again_at_the_same_address_and_those_who_come_meanwhile_wait(tmp_path: Path) -> None:
     async with (
         opened(tmp_path, HttpSection(port=0)) as (door, lines, other),

@@ -358,6 +358,7 @@ def test_streams_survive_a_lost_supervisor(
     assert endpoints(client.cluster_state(), "prefill") == workers
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("with_signal", LOSS_PARAMS)
 def test_streams_survive_a_lost_orchestrator(
     cluster: ServedCluster, client: Client, answers: Answers, with_signal: signal.Signals

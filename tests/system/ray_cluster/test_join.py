@@ -78,6 +78,7 @@ def test_a_cluster_waits_for_the_nodes_of_its_pools_and_runs_on_them(smollm2: Pa
         assert starting.process.wait(60) == 0
 
 
+@pytest.mark.ci
 def test_groups_that_no_node_can_hold_are_refused_at_once(head: RayHead, smollm2: Path, tmp_path: Path) -> None:
     settings = (f"model.name={smollm2}", "orchestrator.port=0", "http.port=-1", "prefill.num_ranks=3")
     options = ("--address", head.address, *(part for each in settings for part in ("--set", each)))

@@ -104,6 +104,7 @@ async def test_the_keeper_outlives_failures_and_replaces_its_actor_after_them(jo
         await scene.until_replaced(former)
 
 
+@pytest.mark.ci
 async def test_an_actor_that_is_stopped_is_killed_and_replaced_on_its_port(joined_ray: None, smollm2: Path) -> None:
     async with kept(smollm2) as scene:
         former, ports = scene.keeper.pid, scene.keeper.ports
@@ -112,6 +113,7 @@ async def test_an_actor_that_is_stopped_is_killed_and_replaced_on_its_port(joine
         assert scene.keeper.ports == ports
 
 
+@pytest.mark.ci
 async def test_an_actor_that_an_earlier_keeper_left_is_taken_over_or_ended(joined_ray: None, smollm2: Path) -> None:
     from deploy.ray_cluster.spawner import end_worker
 

@@ -2,6 +2,8 @@
 
 from dataclasses import fields, replace
 
+import pytest
+
 from baton import AsyncClient, TokenOrigin
 from baton.clock import SystemClock
 from baton.errors import RequestCancelledError
@@ -103,6 +105,7 @@ async def test_a_chain_s_request_is_told_with_its_groups_and_ranks_while_it_runs
         assert ended.timings.finished_ns >= ended.timings.first_token_ns
 
 
+@pytest.mark.ci
 async def test_tokens_say_where_they_come_from_once_for_each_change() -> None:
     async with relay() as made, AsyncClient(f"{HOST}:{made.server.port}") as client:
 

@@ -103,6 +103,7 @@ async def test_a_request_that_fails_says_which_attempts_did() -> None:
         assert next(iter(stages_of(found, root))) == "queue"
 
 
+@pytest.mark.ci
 async def test_a_collector_that_is_away_changes_nothing_for_requests() -> None:
     async with relay(config=replace(HASTY, otlp_endpoint="http://127.0.0.1:9")) as made:
         await asyncio.gather(*(ask(made, num_tokens) for num_tokens in (10, 20, 30)))
