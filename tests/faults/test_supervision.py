@@ -178,6 +178,7 @@ async def test_the_keeper_of_an_orchestrator_outlives_failures(smollm2: Path, ca
         await until_another(keeper, former)
 
 
+@pytest.mark.ci
 async def test_an_orchestrator_that_is_stopped_is_killed_and_replaced(smollm2: Path) -> None:
     async with kept(smollm2, ClusterView) as keeper:
         former, ports = keeper.pid, keeper.ports

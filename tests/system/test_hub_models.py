@@ -84,6 +84,7 @@ def test_without_a_network_the_cache_serves(hub: Hub, tmp_path: Path) -> None:
     assert resolved(unreachable, tmp_path / "home")[0] == folder
 
 
+@pytest.mark.ci
 def test_a_cut_download_goes_on_where_it_was_cut(hub: Hub, tmp_path: Path) -> None:
     """The client keeps what has come in chunks of some MiB."""
     served = hub.repositories[NAME] / "model.safetensors"
@@ -99,6 +100,7 @@ def test_a_cut_download_goes_on_where_it_was_cut(hub: Hub, tmp_path: Path) -> No
     assert 0 < int(second.removeprefix("bytes=").removesuffix("-")) <= 12 << 20
 
 
+@pytest.mark.ci
 def test_a_branch_or_commit_may_be_named(hub: Hub, tmp_path: Path) -> None:
     assert Path(resolved(hub.endpoint, tmp_path / "home", f"{NAME}@main")[0]).name == COMMIT
     said, _ = resolved(hub.endpoint, tmp_path / "home", f"{NAME}@nothing")

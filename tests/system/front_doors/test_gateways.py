@@ -86,6 +86,7 @@ def token_ids(output: Completion) -> list[int]:
     return [token.token_id for token in output.tokens]
 
 
+@pytest.mark.ci
 async def test_what_one_gateway_carries_outlives_the_others_death(running: Relay, folder: Path) -> None:
     gate = running.group_gates[0]
     async with contextlib.AsyncExitStack() as stack:

@@ -93,6 +93,7 @@ def test_groups_that_no_node_can_hold_are_refused_at_once(head: RayHead, smollm2
     assert not list((tmp_path / "baton" / "clusters").iterdir())
 
 
+@pytest.mark.ci
 def test_a_gateway_asks_a_ray_with_its_token_for_the_orchestrator(head: RayHead, tmp_path: Path) -> None:
     lone = ("gateway", "--address", head.address, "--cluster", "lone")
     refused = run_baton(tmp_path, *lone, environment=variables(head))
