@@ -134,7 +134,7 @@ def choose_by_rows(logits_BV: Tensor, rows: Sequence[tuple[SamplingParams, int]]
     """Return each row's next token, drawn row by row; `rows` have their parameters and the token's output position.
 
     A row fits a CPU's cache, and is computed alike alone and in a batch. The kernel in C++ draws it, where there is one
-    (modeling/kernels/sampling/draws.cpp); torch's operations take ten times as long.
+    (modeling/kernels/sampling/draws.cpp); torch's operations take up to ten times as long.
     """
     drawing = [row for row, (params, _) in enumerate(rows) if not is_greedy(params)]
     token_ids: list[int] = [0] * len(rows)
@@ -150,9 +150,7 @@ def choose_by_rows(logits_BV: Tensor, rows: Sequence[tuple[SamplingParams, int]]
     draws = Draws.of([RowDraw.of(*rows[row]) for row in drawing], logits_BV.device)
     found: list[int] = torch.ops.baton.draw_tokens(logits_BV, torch.tensor(drawing), *draws).tolist()
     for row, token_id in zip(drawing, found, strict=True):
-        token_ids[row] = (
-            int(logits_BV[row].argmax()) if token_id < 0 else token_id
-        )  # without a distribution: the largest
+        token_ids[row] = token_id if token_id >= 0 else int(logits_BV[row].argmax())  # -1: there is no distribution
     return token_ids
 
 

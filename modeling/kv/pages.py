@@ -113,11 +113,10 @@ class RowPages:
     def prepare(self, tokens: TokenRange, num_tokens: int) -> None:
         """Have pages for `tokens`, which are about to be written, and for the row's first `num_tokens`. Pages of
         `tokens` that are shared are copied first. Raises MemoryError when there are too few pages."""
-        size = self._pool.page_tokens
         num_new = self._num_for(max(tokens.end, num_tokens)) - len(self._pages)
         if num_new > 0:
             self._set(len(self._pages), self._pool.take(num_new))
-        for index in range(tokens.start // size, (tokens.end - 1) // size + 1):
+        for index in range(tokens.start // self._pool.page_tokens, self._num_for(tokens.end)):
             if self._pool.is_shared(self._pages[index]):
                 self._copy(index)
 

@@ -5,6 +5,7 @@ T tokens, P pages, S tokens of a page, G kv heads, H head dim.
 
 from torch import Tensor
 
+from modeling.kernels.triton.heads import Heads
 from modeling.kernels.triton.launch import check, on, require_triton
 from modeling.kernels.triton.rows import StepRows
 from modeling.kernels.triton.tiles import padded, power_of_two
@@ -27,7 +28,7 @@ def append_kv(k_TGH: Tensor, v_TGH: Tensor, pages_PS2GH: Tensor, rows: StepRows)
     check(k_TGH.shape[1] == num_kv_heads, f"{k_TGH.shape[1]} kv heads, and pages of {num_kv_heads}")
     if not len(k_TGH) or not rows.num_rows:
         return
-    k, v = (kernels.Heads(each, each.stride(0), each.stride(1)) for each in (k_TGH, v_TGH))
+    k, v = (Heads(each, each.stride(0), each.stride(1)) for each in (k_TGH, v_TGH))
     pages, table = (pages_PS2GH, pages_PS2GH.stride(0)), (rows.table_BC, rows.table_BC.stride(0))
     places = kernels.Places(*pages, *table, rows.lengths_B, rows.starts_E)
     shape = kernels.AppendShape(

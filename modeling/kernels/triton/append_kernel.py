@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from modeling.kernels.triton.heads import Heads
+
 
 @dataclass(frozen=True)
 class AppendShape:
@@ -20,14 +22,6 @@ class AppendShape:
     head_pad: int
     page_tokens: int
     most_queries: int
-
-
-class Heads(NamedTuple):
-    """Heads of tokens in memory: an address, and elements from one token or head to the next."""
-
-    data: Any
-    token_stride: int
-    head_stride: int
 
 
 class Places(NamedTuple):

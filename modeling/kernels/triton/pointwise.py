@@ -8,6 +8,7 @@ T tokens, D channels, I gated channels, N heads, H head dim.
 
 from torch import Tensor
 
+from modeling.kernels.triton.heads import Heads
 from modeling.kernels.triton.launch import DTYPES, check, on, require_triton
 from modeling.kernels.triton.tiles import power_of_two
 
@@ -72,7 +73,7 @@ def turn_heads(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> None:
     half_pad = power_of_two(head_dim // 2)
     tile_heads = min(power_of_two(num_heads), max(_TURN_ELEMENTS // half_pad, 1))
     shape = kernels.TurnShape(num_heads, tile_heads, head_dim // 2, half_pad)
-    x = kernels.Heads(x_TNH, x_TNH.stride(0), x_TNH.stride(1))
+    x = Heads(x_TNH, x_TNH.stride(0), x_TNH.stride(1))
     with on(x_TNH.device, kernels.turn_heads):
         grid = (num_tokens, -(-num_heads // tile_heads))
         kernels.turn_heads[grid](x, cos_T1H, sin_T1H, shape, num_warps=4)

@@ -5,18 +5,11 @@ T tokens, D channels (padded), I gated channels, N heads of a token, H head dim,
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-
-class Heads(NamedTuple):
-    """Heads of tokens in memory: an address, and elements from one token or head to the next."""
-
-    data: Any
-    token_stride: int
-    head_stride: int
+from modeling.kernels.triton.heads import Heads
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from modeling.kernels.triton.heads import Heads
 from modeling.kernels.triton.launch import DTYPES, check, on, require_triton, shared_bytes_of, widens
 from modeling.kernels.triton.tiles import PrefillTiles, padded, prefill_tiles
 
@@ -58,7 +59,7 @@ def prefill_attention(
     if tiles is None:
         shared_bytes = None if seen.mask_TS is not None else shared_bytes_of(q_TNH.device)
         tiles = prefill_tiles(head_dim, q_TNH.dtype, num_queries, shared_bytes)
-    q, k, v = (kernels.Heads(each, each.stride(0), each.stride(1)) for each in (q_TNH, k_SGH, v_SGH))
+    q, k, v = (Heads(each, each.stride(0), each.stride(1)) for each in (q_TNH, k_SGH, v_SGH))
     shape = kernels.PrefillShape(
         group=num_heads // k_SGH.shape[1],
         head_dim=head_dim,

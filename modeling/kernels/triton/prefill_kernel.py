@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from modeling.kernels.triton.heads import Heads
 from modeling.kernels.triton.softmax import LN_2, begun, ended, product, weighed
 
 
@@ -31,14 +32,6 @@ class PrefillShape:
     """Factor of scores: 1 / sqrt(head dim), times log2(e)."""
     widen: bool
     """Whether operands of products are widened to fp32, as the interpreter needs for bf16."""
-
-
-class Heads(NamedTuple):
-    """Heads of tokens in memory: an address, and elements from one token or head to the next."""
-
-    data: Any
-    token_stride: int
-    head_stride: int
 
 
 class Segment(NamedTuple):

@@ -29,6 +29,25 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
+DRAWN: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1e-4},
+    {"temperature": 0.3},
+    {"temperature": 100.0},
+    {"top_k": 1},
+    {"top_k": 40, "temperature": 2.0},
+    {"top_k": 3000, "top_p": 0.99},
+    {"top_k": 10**9},
+    {"top_p": 1e-9},
+    {"top_p": 0.7},
+    {"top_p": 0.999, "temperature": 3.0},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"top_k": 9, "top_p": 0.8, "min_p": 0.02, "temperature": 1.4},
+]
+"""Fields of rows that draw, with each filter and several."""
+
+
 def make(seed: int = 0, prompt: Sequence[int] = PROMPT, output: Sequence[int] = OUTPUT, **fields: Any) -> SamplerState:
     return SamplerState(SamplingParams(**{"temperature": 1.0, **fields, "seed": seed}), prompt, output, EOS)
 

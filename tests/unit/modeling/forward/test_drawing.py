@@ -8,24 +8,9 @@ from torch import Tensor
 
 from baton.sampling_params import SamplingParams
 from modeling.forward.drawing import DrawKind, Draws, RowDraw, choose_by_rows, choose_tokens
-from tests.support.models.sampling import make, normal_logits
+from tests.support.models.sampling import DRAWN, make, normal_logits
 
-SAMPLED: list[dict[str, Any]] = [
-    {"temperature": 0.0, "top_k": 2},
-    {"temperature": 1e-300},
-    {},
-    {"temperature": 0.3},
-    {"temperature": 100.0},
-    {"top_k": 1},
-    {"top_k": 40, "temperature": 2.0},
-    {"top_k": 10**9},
-    {"top_p": 1e-9},
-    {"top_p": 0.7},
-    {"top_p": 0.999, "temperature": 3.0},
-    {"min_p": 0.05},
-    {"min_p": 1.0},
-    {"top_k": 9, "top_p": 0.8, "min_p": 0.02, "temperature": 1.4},
-]
+SAMPLED: list[dict[str, Any]] = [{"temperature": 0.0, "top_k": 2}, {"temperature": 1e-300}, *DRAWN]
 
 
 @pytest.fixture(autouse=True)

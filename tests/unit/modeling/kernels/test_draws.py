@@ -11,25 +11,11 @@ from baton.sampling_params import SamplingParams
 from modeling.forward.drawing import Draws, RowDraw, draw_row, noise_key
 from modeling.kernels import native
 from tests.support.kernels.paths import lane, require
+from tests.support.models.sampling import DRAWN
 
-FIELDS: list[dict[str, Any]] = [
-    {},
-    {"temperature": 1e-4},
-    {"temperature": 100.0},
-    {"top_k": 1},
-    {"top_k": 40, "temperature": 2.0},
-    {"top_k": 3000, "top_p": 0.99},
-    {"top_k": 10**9},
-    {"top_p": 1e-9},
-    {"top_p": 0.7},
-    {"top_p": 0.999, "temperature": 3.0},
-    {"min_p": 0.05},
-    {"min_p": 1.0},
-    {"top_k": 9, "top_p": 0.8, "min_p": 0.02, "temperature": 1.4},
-]
 ROWS = [
     (SamplingParams(**{"temperature": 1.0, **fields, "seed": 2**63 + 7 * at}), at)
-    for at, fields in enumerate(FIELDS * 3)
+    for at, fields in enumerate(DRAWN * 3)
 ]
 SPREADS = (0.01, 1.0, 4.0, 40.0)
 """Standard deviations of logits: nearly equal ones to those of which one has all probability."""
@@ -62,7 +48,7 @@ def test_tokens_are_those_of_torch(operators: Any, spread: float, vocab_size: in
     assert drawn(operators, logits_BV, ROWS) == expected(logits_BV, ROWS)
 
 
-@pytest.mark.parametrize("fields", FIELDS)
+@pytest.mark.parametrize("fields", DRAWN)
 def test_equal_logits_are_kept_by_their_ids(operators: Any, fields: dict[str, Any]) -> None:
     logits_BV = torch.tensor([[0.0, 1.0, 1.0, 1.0, -2.0] * 20] * 50)
     rows = [(SamplingParams(**{"temperature": 1.0, **fields, "seed": seed}), 3) for seed in range(50)]
