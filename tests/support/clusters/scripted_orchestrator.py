@@ -107,7 +107,15 @@ class ScriptedOrchestrator(orchestrator_pb2_grpc.OrchestratorServicer):
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def Generate(self, request: orchestrator_pb2.GenerateRequest, context: Context) -> Events:
-        """Streams what the request and its fault say."""
+        """Streams what the request and its fault say, and notes a call that its client or the server ended early."""
+        try:
+            async for event in self._script(request, context):
+                yield event
+        except (asyncio.CancelledError, GeneratorExit):  # GeneratorExit: the cancellation met a message being written
+            self.cancelled.set()
+            raise
+
+    async def _script(self, request: orchestrator_pb2.GenerateRequest, context: Context) -> Events:
         fault = self.faults[len(self.requests)] if len(self.requests) < len(self.faults) else Fault(after=2**31)
         self.requests.append(request)
         self.metadata.append(dict(context.invocation_metadata() or ()))
@@ -175,10 +183,7 @@ class ScriptedOrchestrator(orchestrator_pb2_grpc.OrchestratorServicer):
             raise fault.error
         if fault.hang:
             self.hanging.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                self.cancelled.set()
+            await asyncio.Event().wait()
 
 
 @asynccontextmanager
