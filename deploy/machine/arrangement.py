@@ -21,13 +21,14 @@ _POOLS = {
 }
 """Settings that say how the pools are made up: where one is set, the machine is not arranged."""
 _TOGETHER_STEPS = {
-    "max_prefill_tokens_per_step": 2048,
+    "max_prefill_tokens_per_step": 1024,
     "max_step_stretch": 3.0,
     "mixed_step_s": 0.2,
     "burst_step_s": 1.0,
 }
-"""Settings of an engine that does all prefills: prompts that come together are one step while no stream runs; beside
-streams a step is as long as a reader hardly notices, and decoding takes at most a third of it."""
+"""Settings of an engine that does all prefills: prompts that come together take steps of a few prompts, as fast as one
+step of all, while no stream runs; beside streams a step is as long as a reader hardly notices, and decoding takes at
+most a third of it."""
 
 Sections = Mapping[str, Any]
 """A configuration as it was written: values and sections by name."""

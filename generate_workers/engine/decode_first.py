@@ -4,6 +4,8 @@
 2. The other rows share what a step may prefill, in the order in which they joined. That is at most
    `max_prefill_tokens`, and beside rows that decode no more than keeps the step within its bound (`step_bound`), but
    always a few tokens, except in the rare steps by which the bound learns what decoding alone takes.
+3. A prompt for which `max_prefill_tokens` leave no room waits for the next step, if that can hold it whole: of prompts
+   that come together the first ones get their first token early, and none gets it later.
 """
 
 import math
@@ -57,12 +59,9 @@ class DecodeFirst:
         return StepPlan(tuple(spans), budget.num_taken, decoding, budget.work_taken)
 
     def _waiting(self, rows: Mapping[SlotId, Progress]) -> float:
-        """Return the work of all prefills, if one step has room for their tokens, else infinity."""
-        left = [
-            TokenRange(row.num_cached, row.num_known) for row in rows.values() if row.num_known - row.num_cached > 1
-        ]
-        fits = sum(map(len, left)) <= self._max_prefill_tokens
-        return sum(map(self._work.of, left)) if fits else math.inf
+        """Return the work of all prefills."""
+        left = (TokenRange(row.num_cached, row.num_known) for row in rows.values())
+        return sum(self._work.of(tokens) for tokens in left if len(tokens) > 1)
 
     def took(self, plan: StepPlan, seconds: float) -> None:
         """Tell the bound how long the plan's step took."""
@@ -89,10 +88,13 @@ class _Budget:
 
     def take(self, start: int, num_tokens: int) -> int:
         """Return how many of a row's `num_tokens` tokens from `start` on run in this step, and count them."""
-        most = min(num_tokens, self._max_tokens - self.num_taken)
+        room = self._max_tokens - self.num_taken
+        most = min(num_tokens, room)
         if self._max_work < math.inf:
             fitting = self._work.num_fitting(start, self._max_work - self.work_taken)
             most = min(most, max(fitting, LEAST_STEP_TOKENS - self.num_taken))
+        if most == room < num_tokens <= self._max_tokens:
+            return 0  # the next step has room for all of it
         if most == 1 < min(num_tokens, self._max_tokens):
             return 0  # a span of one token counts as a decode row, whose keys a residency policy may choose
         self.num_taken += most

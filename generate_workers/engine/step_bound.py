@@ -1,9 +1,9 @@
 """How much prefill a step may take beside rows that decode, so that these are not kept waiting much longer.
 
 Such a step takes at most a multiple of what decoding alone takes, or some seconds where these are more. Once in a while
-it may take longer, if it ends all prefills that wait: streams then pause once, and not in each of many steps. Beside
-streams that gave no more than their first token only its tokens bound it: prompts that come within moments are
-prefilled together, and the first of them begins to stream with the others.
+steps may take longer, if these seconds end all prefills that wait: streams are then slow for a moment, and not in each
+of many steps. Beside streams that gave no more than their first token only its tokens bound a step: the first of
+prompts that come within moments begin to stream with the others.
 
 A step that decodes B rows whose sequences have C tokens in sum, and prefills beside them, takes about
 
@@ -106,8 +106,8 @@ class PrefillWork:
 
 class StepBound:
     """Learns what steps take, and bounds their prefill: a step with rows that decode takes at most `max_stretch` times
-    as long as decoding alone would, or `mixed_step_s`, whichever is longer. By up to `burst_step_s` it may be longer
-    still to end all prefills that wait, and then not again before that time has been regained. With
+    as long as decoding alone would, or `mixed_step_s`, whichever is longer. Steps may be longer still, by `burst_step_s`
+    in sum, if that ends all prefills that wait, and then not again before that time has been regained. With
     `burst_step_s`, rows that gave one token at most bound nothing."""
 
     def __init__(self, max_stretch: float, mixed_step_s: float = 0.0, burst_step_s: float = 0.0) -> None:
@@ -143,16 +143,17 @@ class StepBound:
 
     def max_work(self, decoding: Decoding, waiting: float = math.inf) -> float:
         """Return the units of prefill that the next step may take, whose drafts are not planned yet: infinity where no
-        row decodes, without a bound, and with bursts where no row streams yet; 0 while nothing is known of decoding or
-        of prefill. `waiting`: the units of all prefills that one step could end together; infinity where none could."""
+        row decodes, without a bound, and with bursts where no row streams yet or the `waiting` units, which are those
+        of all prefills, end soon enough; 0 while nothing is known of decoding or of prefill."""
         is_bounded = decoding.num_rows and self._max_stretch < math.inf
         if not is_bounded or (self._burst_step_s and not decoding.is_streaming):
             return math.inf
         decode_s = self.decode_s(decoding if self._latest is None else decoding.drafting_as(self._latest))
         if decode_s is None or self._rate_s is None:
             return 0.0
-        most = (self._bound_s(decode_s) - decode_s) / self._rate_s
-        return max(most, waiting) if waiting * self._rate_s <= self._patience_s else most
+        if waiting * self._rate_s <= self._patience_s:
+            return math.inf
+        return (self._bound_s(decode_s) - decode_s) / self._rate_s
 
     def is_to_decode_alone(self, decoding: Decoding) -> bool:
         """Return whether the next step should only decode, so that decoding stays known: after many mixed steps, and

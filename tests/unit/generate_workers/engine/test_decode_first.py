@@ -43,11 +43,22 @@ def test_decoding_rows_run_in_every_step_beside_a_prefill() -> None:
 def test_prefills_share_one_budget_first_come_first_served() -> None:
     batch = Batch(DecodeFirst(6))
     batch.join(A, num_cached=0, num_known=8)
-    batch.join(B, num_cached=0, num_known=5)
+    batch.join(B, num_cached=0, num_known=9)
     assert [[(span.slot, len(span.tokens)) for span in batch.run().spans] for _ in range(3)] == [
         [(A, 6)],
         [(A, 2), (B, 4)],
-        [(A, 1), (B, 1)],
+        [(A, 1), (B, 5)],
+    ]
+
+
+def test_a_prompt_is_cut_only_where_no_step_could_hold_it_whole() -> None:
+    batch = Batch(DecodeFirst(6))
+    batch.join(A, num_cached=0, num_known=4)
+    batch.join(B, num_cached=0, num_known=5)
+    batch.join(C, num_cached=0, num_known=2)
+    assert [[(span.slot, len(span.tokens)) for span in batch.run().spans] for _ in range(2)] == [
+        [(A, 4), (C, 2)],
+        [(A, 1), (B, 5), (C, 1)],
     ]
 
 
