@@ -7,6 +7,7 @@ process, on its asyncio loop.
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Protocol
 
+from baton.errors import BatonError
 from baton.process.garbage import collect_all
 from deploy.config.worker import WorkerConfig
 from generate_workers.config import EngineConfig
@@ -75,7 +76,11 @@ class WorkerHost:
             from modeling.hosting import LoadedModel
 
             self._model = LoadedModel()
-        self._server = await self._start(config, self._model)
+        try:
+            self._server = await self._start(config, self._model)
+        except BatonError:
+            collect_all()  # of the former server: threads may have let go of it only now; a start that succeeds collects
+            raise
         return self._server.port
 
     async def stop(self) -> None:
