@@ -79,7 +79,7 @@ class WorkerHost:
         try:
             self._server = await self._start(config, self._model)
         except BatonError:
-            collect_all()  # of the former server: threads may have let go of it only now; a start that succeeds collects
+            collect_all()  # threads may have let go of the former server only now; a start that succeeds collects, too
             raise
         return self._server.port
 

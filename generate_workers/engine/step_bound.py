@@ -106,9 +106,9 @@ class PrefillWork:
 
 class StepBound:
     """Learns what steps take, and bounds their prefill: a step with rows that decode takes at most `max_stretch` times
-    as long as decoding alone would, or `mixed_step_s`, whichever is longer. Steps may be longer still, by `burst_step_s`
-    in sum, if that ends all prefills that wait, and then not again before that time has been regained. With
-    `burst_step_s`, rows that gave one token at most bound nothing."""
+    as long as decoding alone would, or `mixed_step_s`, whichever is longer. Steps may be longer still, by
+    `burst_step_s` in sum, if that ends all prefills that wait, and then not again before that time has been regained.
+    With `burst_step_s`, rows that gave one token at most bound nothing."""
 
     def __init__(self, max_stretch: float, mixed_step_s: float = 0.0, burst_step_s: float = 0.0) -> None:
         assert max_stretch >= 1 and mixed_step_s >= 0 and burst_step_s >= 0
