@@ -21,7 +21,7 @@ _POOLS = {
 }
 """Settings that say how the pools are made up: where one is set, the machine is not arranged."""
 _TOGETHER_STEPS = {
-    "max_prefill_tokens_per_step": 1024,
+    "max_prefill_tokens_per_step": 512,
     "max_step_stretch": 3.0,
     "mixed_step_s": 0.2,
     "burst_step_s": 1.0,
