@@ -25,7 +25,7 @@ _MODULE = "vllm.entrypoints.openai.api_server"
 _READY = b"Application startup complete"
 _KV_GB = 4
 _MAX_TOKENS = 8192
-_END_S = 30.0
+_LISTEN_S, _POLL_S, _END_S = 30.0, 0.05, 30.0
 _NUM_LINES = 20
 
 
@@ -81,6 +81,7 @@ async def vllm_server(spec: VllmSpec) -> AsyncIterator[VllmDoor]:
     reading = asyncio.create_task(_read(process.stdout, lines, ready := asyncio.Event()))
     try:
         await _served(reading, ready, lines)
+        await _listening(port)
         yield VllmDoor(port, await asyncio.to_thread(_version, port), process.pid)
     finally:
         await _end(process)
@@ -105,6 +106,20 @@ async def _served(reading: "asyncio.Task[None]", ready: asyncio.Event, lines: "c
         waiting.cancel()
     if not ready.is_set():
         raise RuntimeError("\n".join(("vLLM ended before it served; its last lines:", *lines)))
+
+
+async def _listening(port: int) -> None:
+    """Wait until the server takes connections, which it does a moment after it has said that it is up. Raises
+    TimeoutError when it does not."""
+    async with asyncio.timeout(_LISTEN_S):
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(HOST, port)
+            except ConnectionRefusedError:
+                await asyncio.sleep(_POLL_S)
+            else:
+                writer.close()
+                return
 
 
 async def _end(process: Process) -> None:
