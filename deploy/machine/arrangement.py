@@ -26,9 +26,11 @@ _TOGETHER_STEPS = {
     "mixed_step_s": 0.2,
     "burst_step_s": 1.0,
 }
-"""Settings of an engine that does all prefills: prompts that come together take steps of a few prompts, as fast as one
-step of all, while no stream runs; beside streams a step is as long as a reader hardly notices, and decoding takes at
-most a third of it."""
+"""Settings of an engine that does all prefills: prompts that come together take steps of a few prompts, which compute
+nearly as fast as larger ones, while no stream runs; beside streams a step is as long as a reader hardly notices, and
+decoding takes at most a third of it."""
+_CUDA_STEP_TOKENS = 2048
+"""Tokens of such a step on a GPU, which larger steps keep busy for milliseconds alone."""
 
 Sections = Mapping[str, Any]
 """A configuration as it was written: values and sections by name."""
@@ -43,9 +45,11 @@ def arrange(sections: Sections, folder: Path, machine: Machine) -> tuple[Cluster
     if _is_open(sections, written):
         chosen, why = _choose(written, folder, machine)
         sections = _filled(sections, _settings_of(chosen, sorted(machine.cores)))
-    if not make_config(sections).prefill.num_groups:
-        sections = _filled(sections, {"generate": _TOGETHER_STEPS})
-    return make_config(sections), why
+    arranged = make_config(sections)
+    if not arranged.prefill.num_groups:
+        on_gpu = {"max_prefill_tokens_per_step": _CUDA_STEP_TOKENS} if arranged.generate.device == "cuda" else {}
+        arranged = make_config(_filled(sections, {"generate": _TOGETHER_STEPS | on_gpu}))
+    return arranged, why
 
 
 def _is_open(sections: Sections, written: ClusterConfig) -> bool:

@@ -5,7 +5,7 @@
    `max_prefill_tokens`, and beside rows that decode no more than keeps the step within its bound (`step_bound`), but
    always a few tokens, except in the rare steps by which the bound learns what decoding alone takes.
 3. A prompt for which `max_prefill_tokens` leave no room waits for the next step, if that can hold it whole: of prompts
-   that come together the first ones get their first token early, and none gets it later.
+   that come together the first ones end early, and no step is spent on parts of others.
 """
 
 import math

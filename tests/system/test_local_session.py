@@ -23,7 +23,8 @@ def test_a_streams_drafts_are_drawn_with_its_tokens(smollm2: Path, tmp_path: Pat
     assert lines[drafts + 1].startswith("tokens")
 
 
-@pytest.mark.parametrize("residency", ["device", pytest.param("host", marks=pytest.mark.ci)])
+@pytest.mark.ci
+@pytest.mark.parametrize("residency", ["device", "host"])
 def test_devices_with_memory_of_their_own_give_the_same_answer(smollm2: Path, tmp_path: Path, residency: str) -> None:
     def answer(*assignments: str) -> str:
         settings = [part for each in assignments for part in ("--set", each)]

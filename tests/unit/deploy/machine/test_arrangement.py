@@ -98,6 +98,8 @@ def test_an_engine_that_prefills_alone_takes_longer_steps(folder: Path) -> None:
     assert (chosen.generate.max_step_stretch, chosen.generate.burst_step_s) == (3.0, 1.0)
     assert (asked.generate.mixed_step_s, asked.generate.max_prefill_tokens_per_step) == (0.05, 512)
     assert not why
+    on_gpu, _ = arrange({"prefill": {"num_groups": 0}, "generate": {"device": "cuda"}}, folder, machine(2))
+    assert (on_gpu.generate.mixed_step_s, on_gpu.generate.max_prefill_tokens_per_step) == (0.2, 2048)
 
 
 def test_a_bad_value_is_refused(folder: Path) -> None:
