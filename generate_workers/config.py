@@ -42,7 +42,7 @@ class EngineConfig:
     mixed_step_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Seconds that a decode step which also prefills may take, where that is longer than max_step_stretch allows."""
     burst_step_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Seconds by which such steps may be longer once in a while, where all prefills that wait then end; 0: never."""
+    """Seconds by which steps that also prefill may be longer now and then, to end all prefills that wait; 0: none."""
     residency: ResidencyName = "device"
     """Where KV lives: device or host, both memory of the CPU. All others approximate: fewer keys, 4 bits, or both."""
     selection_file: AbsolutePath = ""

@@ -30,7 +30,7 @@ _TOGETHER_STEPS = {
 nearly as fast as larger ones, while no stream runs; beside streams a step is as long as a reader hardly notices, and
 decoding takes at most a third of it."""
 _CUDA_STEP_TOKENS = 2048
-"""Tokens of such a step on a GPU, which larger steps keep busy for milliseconds alone."""
+"""Most prompt tokens of a step on a GPU, which computes thousands while a CPU computes a few hundred."""
 
 Sections = Mapping[str, Any]
 """A configuration as it was written: values and sections by name."""

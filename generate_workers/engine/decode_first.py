@@ -4,8 +4,8 @@
 2. The other rows share what a step may prefill, in the order in which they joined. That is at most
    `max_prefill_tokens`, and beside rows that decode no more than keeps the step within its bound (`step_bound`), but
    always a few tokens, except in the rare steps by which the bound learns what decoding alone takes.
-3. A prompt for which `max_prefill_tokens` leave no room waits for the next step, if that can hold it whole: of prompts
-   that come together the first ones end early, and no step is spent on parts of others.
+3. A prompt for which `max_prefill_tokens` leave no room waits for the next step, where it comes first, if that can hold
+   it whole; a shorter one behind it may take the room. So the first of prompts that come together end early.
 """
 
 import math

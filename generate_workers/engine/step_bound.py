@@ -2,8 +2,8 @@
 
 Such a step takes at most a multiple of what decoding alone takes, or some seconds where these are more. Once in a while
 steps may take longer, if these seconds end all prefills that wait: streams are then slow for a moment, and not in each
-of many steps. Beside streams that gave no more than their first token only its tokens bound a step: the first of
-prompts that come within moments begin to stream with the others.
+of many steps. Beside rows that gave no more than their first token only its tokens bound a step: no reader has seen
+text flow yet that could stall.
 
 A step that decodes B rows whose sequences have C tokens in sum, and prefills beside them, takes about
 
