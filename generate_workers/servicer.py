@@ -20,6 +20,7 @@ from baton.clock import Clock
 from baton.errors import BatonError, InvalidArgumentError, ResourceExhaustedError
 from baton.ids import StreamNumber
 from baton.prefix_blocks import BlockNaming
+from baton.process.own_thread import in_own_thread
 from baton.proto_types import event_to_proto, read, scalars
 from baton.status import MAX_TEXT_CHARS, name_of
 from baton.types import KvLayout, TokenEvent
@@ -85,9 +86,9 @@ class GroupPrefixes:
     async def close(self) -> None:
         """Wait for loads, give up unsaved answers, and let go of the folders. Call once, after the engine has ended."""
         await self.loader.close()
-        await asyncio.to_thread(self.saver.close)
+        await in_own_thread(self.saver.close)
         await self.exchange.close()
-        await asyncio.to_thread(self._node.close)
+        await in_own_thread(self._node.close)
 
 
 class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
@@ -255,11 +256,11 @@ class GenerationServer:
         """Take no more calls, give running ones `grace_s` seconds, then end them and the engine. Idempotent."""
         await self._server.stop(grace_s)
         self._servicer.close()
-        await asyncio.to_thread(self.engine.close)
+        await in_own_thread(self.engine.close)
         prefixes, self._servicer.prefixes = self._servicer.prefixes, None
         if prefixes is not None:
             await prefixes.close()
-            await asyncio.to_thread(self.engine.close)  # again: a block's copy may have begun the link's threads anew
+            await in_own_thread(self.engine.close)  # again: a block's copy may have begun the link's threads anew
 
 
 def _speculation_to_proto(stats: SpeculationStats) -> generate_pb2.SpeculationStatus:

@@ -18,6 +18,7 @@ from baton import __version__
 from baton.clock import Clock
 from baton.errors import BatonError, InvalidArgumentError, StalePrefixError, TransferError
 from baton.ids import MAX_EPOCH, Epoch, JobId, Rank
+from baton.process.own_thread import in_own_thread
 from baton.proto_types import range_from_proto, range_to_proto, read, scalars
 from baton.structured_output import StructuredOutput
 from baton.types import SampledToken, TokenRange
@@ -172,9 +173,9 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
 
     async def close(self) -> None:
         """End the work on blocks, and close the channels to all generation groups; to be called once no call runs."""
-        await asyncio.to_thread(self._blocks.close)
+        await in_own_thread(self._blocks.close)
         if self._grammars is not None:
-            await asyncio.to_thread(self._grammars.close)
+            await in_own_thread(self._grammars.close)
         if self.exchange is not None:
             await self.exchange.close()
         await self._channels.close()
@@ -287,11 +288,11 @@ class PrefillServer:
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuse new calls, give running ones `grace_s` seconds, then end them and the engine. Idempotent."""
         await self._server.stop(grace_s)
-        await asyncio.to_thread(self.engine.close)
+        await in_own_thread(self.engine.close)
         await self._servicer.close()
         store, self._store = self._store, None
         if store is not None:
-            await asyncio.to_thread(store.close)
+            await in_own_thread(store.close)
 
 
 def meeting_from_proto(message: prefill_pb2.StartEpochRequest, host: str) -> Meeting:

@@ -7,7 +7,6 @@ process, on its asyncio loop.
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Protocol
 
-from baton.errors import BatonError
 from baton.process.garbage import collect_all
 from deploy.config.worker import WorkerConfig
 from generate_workers.config import EngineConfig
@@ -76,11 +75,7 @@ class WorkerHost:
             from modeling.hosting import LoadedModel
 
             self._model = LoadedModel()
-        try:
-            self._server = await self._start(config, self._model)
-        except BatonError:
-            collect_all()  # threads may have let go of the former server only now; a start that succeeds collects, too
-            raise
+        self._server = await self._start(config, self._model)
         return self._server.port
 
     async def stop(self) -> None:

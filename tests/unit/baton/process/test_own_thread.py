@@ -1,4 +1,5 @@
-"""A thread of its own leaves no team of OpenMP's threads behind, which would slow the teams of others down."""
+"""A thread of its own ends with its call, holds nothing of the call after it, and leaves no team of OpenMP's threads
+behind, which would slow the teams of others down."""
 
 import asyncio
 import sys
@@ -47,3 +48,28 @@ async def test_an_error_of_the_call_comes_back() -> None:
 
     with pytest.raises(ValueError, match="own-thread"):
         await asyncio.wait_for(in_own_thread(fail), 10)
+
+
+async def test_the_thread_has_ended_when_the_call_returns() -> None:
+    ran: list[threading.Thread] = []
+    for _ in range(200):  # a thread that is not waited for outlives its result in some of them
+        await in_own_thread(lambda: ran.append(threading.current_thread()))
+        assert not ran.pop().is_alive()
+
+
+async def test_a_cancelled_call_is_not_waited_for() -> None:
+    began, release = threading.Event(), threading.Event()
+
+    def wait() -> bool:
+        began.set()
+        return release.wait(60)
+
+    call = asyncio.create_task(in_own_thread(wait))
+    try:
+        await asyncio.to_thread(began.wait, 60)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert not release.is_set()
+    finally:
+        release.set()
