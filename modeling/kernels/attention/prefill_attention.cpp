@@ -11,7 +11,6 @@
 // T query tokens, S keys, N heads, G kv heads, R = N / G, H head dim. Strides are in elements.
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -20,6 +19,7 @@
 #include <vector>
 
 #include "attention/packed_tile.h"
+#include "common/sharing.h"
 
 namespace {
 
@@ -129,14 +129,12 @@ void run(const Problem& p) {
   const int64_t num_threads = at::get_num_threads(), num_parts = num_threads > 1 ? 2 * num_threads : 1;
   const int64_t per_task = std::clamp<int64_t>(p.T / num_parts + 1, 16, most);
   const int64_t num_blocks = (p.T + per_task - 1) / per_task;
-  at::parallel_for(0, p.G * num_blocks, 1, [&](int64_t from, int64_t to) {
+  share(p.G * num_blocks, [&](Pieces& tasks) {
     [[maybe_unused]] typename P::Scope scope;
     Attention<P> attention(p);
-    for (int64_t task = from; task < to; ++task) {
-      // Causal blocks cost more the later they are: early and late ones alternate, so that threads share them fairly.
-      const int64_t turn = task / p.G;
-      const int64_t block = turn % 2 ? num_blocks - 1 - turn / 2 : turn / 2;
-      attention.run({task % p.G, block * per_task, std::min(p.T, (block + 1) * per_task)});
+    for (int64_t task = tasks.take(); task >= 0; task = tasks.take()) {
+      const int64_t block = num_blocks - 1 - task % num_blocks;  // short ones last: causal blocks cost more the later they are
+      attention.run({task / num_blocks, p.T * block / num_blocks, p.T * (block + 1) / num_blocks});
     }
   });
 }

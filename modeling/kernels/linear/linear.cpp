@@ -21,31 +21,37 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <vector>
 
+#include "common/sharing.h"
 #include "linear/weights.h"
 
 namespace {
 
-constexpr int64_t kPackedRows = 384;         // rows packed at a time
+constexpr int64_t kPackedRows = 384;         // rows packed at a time, at most
 constexpr int64_t kGroupBytes = 512 * 1024;  // bytes of panels that stay in the second-level cache together
 
-// Calls work(i) for each i below count, on all threads.
-template <class Work>
-void share(int64_t count, const Work& work) {
-  std::atomic<int64_t> next = 0;
-  at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), count), 1, [&](int64_t, int64_t) {
-    for (int64_t i = next++; i < count; i = next++) work(i);
-  });
+// Returns how many panels a thread multiplies many rows by before it takes the next ones: as many as stay in the cache, at
+// least three times a thread where there are enough, and so many that all threads end at about the same time.
+int64_t panels_of_a_group(const LinearProblem& p) {
+  const int64_t num_threads = at::get_num_threads(), in_cache = std::max<int64_t>(1, kGroupBytes / p.panel_bytes);
+  const auto longest = [&](int64_t each) {
+    const int64_t num_groups = (p.P + each - 1) / each;
+    return (num_groups + num_threads - 1) / num_threads * each;
+  };
+  int64_t best = std::clamp<int64_t>(p.P / (3 * num_threads), 1, in_cache);
+  for (int64_t each = best; each >= 1; --each) {
+    if (longest(each) < longest(best)) best = each;
+  }
+  return best;
 }
 
 // Multiplies few rows: each thread has panels of its own.
 template <class Way>
 void run_few(const LinearProblem& p, const std::vector<Block>& blocks, const typename Way::Packed* packed) {
   const int64_t num_runs = std::min<int64_t>(at::get_num_threads(), p.P);
-  share(num_runs, [&](int64_t run) {
+  share_each(num_runs, [&](int64_t run) {
     multiply_few<Way>(p, blocks, packed, p.P * run / num_runs, p.P * (run + 1) / num_runs);
   });
 }
@@ -53,9 +59,8 @@ void run_few(const LinearProblem& p, const std::vector<Block>& blocks, const typ
 // Multiplies many rows: a group of panels stays in the second-level cache while all blocks pass.
 template <class Way>
 void run_many(const LinearProblem& p, const std::vector<Block>& blocks, const typename Way::Packed* packed) {
-  const int64_t in_cache = std::max<int64_t>(1, kGroupBytes / p.panel_bytes);
-  const int64_t per_group = std::clamp<int64_t>(p.P / (4 * at::get_num_threads()), 1, in_cache);
-  share((p.P + per_group - 1) / per_group, [&](int64_t group) {
+  const int64_t per_group = panels_of_a_group(p);
+  share_each((p.P + per_group - 1) / per_group, [&](int64_t group) {
     [[maybe_unused]] typename Way::Scope scope;
     const int64_t last = std::min(p.P, (group + 1) * per_group);
     for (const Block& block : blocks) {
@@ -69,15 +74,16 @@ void run_many(const LinearProblem& p, const std::vector<Block>& blocks, const ty
 template <class Way>
 void run(const LinearProblem& p) {
   std::vector<typename Way::Packed> packed;
-  for (int64_t begin = 0; begin < p.M; begin += kPackedRows) {
-    const std::vector<Block> blocks = divide<Way>(begin, std::min(p.M, begin + kPackedRows), p.K);
+  const int64_t num_passes = (p.M + kPackedRows - 1) / kPackedRows;
+  for (int64_t pass = 0; pass < num_passes; ++pass) {
+    const std::vector<Block> blocks = divide<Way>(p.M * pass / num_passes, p.M * (pass + 1) / num_passes, p.K);
     packed.resize(blocks.back().place + Way::size(blocks.back().rows, p.K));
     const auto pack = [&](int64_t i) { Way::pack(p, blocks[i], packed.data() + blocks[i].place); };
     if (p.M <= kFewRows) {
       for (int64_t i = 0; i < int64_t(blocks.size()); ++i) pack(i);
       run_few<Way>(p, blocks, packed.data());
     } else {
-      share(int64_t(blocks.size()), pack);
+      share_each(int64_t(blocks.size()), pack);
       run_many<Way>(p, blocks, packed.data());
     }
   }
