@@ -4,7 +4,9 @@
 2. The other rows share what a step may prefill, in the order in which they joined. That is at most
    `max_prefill_tokens`, and beside rows that decode no more than keeps the step within its bound (`step_bound`), but
    always a few tokens, except in the rare steps by which the bound learns what decoding alone takes.
-3. A prompt for which `max_prefill_tokens` leave no room waits for the next step, where it comes first, if that can hold
+3. Prompts that came together, each of which fits in a step, are one step as long as no row streams and they have at most
+   four times `max_prefill_tokens`: otherwise the first of them would wait for the others between its first tokens.
+4. A prompt for which `max_prefill_tokens` leave no room waits for the next step, where it comes first, if that can hold
    it whole; a shorter one behind it may take the room. So the first of prompts that come together end early.
 """
 
@@ -19,6 +21,9 @@ from generate_workers.engine.batcher import Progress, RowSpan, StepPlan
 from generate_workers.engine.step_bound import Decoding, PrefillWork, StepBound
 from modeling.forward.model_config import ModelConfig
 from planning.local_prefill import LEAST_STEP_TOKENS
+
+_BURST_STEPS = 4
+"""Most steps' tokens of prompts that came together and are one step."""
 
 
 class DecodeFirst:
@@ -43,7 +48,7 @@ class DecodeFirst:
     def plan(self, rows: Mapping[SlotId, Progress]) -> StepPlan:
         """Return what to run next; empty when no row has tokens to run. Changes nothing."""
         decoding = _decoding(rows)
-        max_tokens = 0 if self._bound.is_to_decode_alone(decoding) else self._max_prefill_tokens
+        max_tokens = 0 if self._bound.is_to_decode_alone(decoding) else self._most_tokens(rows, decoding)
         max_work = math.inf
         if decoding.num_rows != len(rows):
             max_work = self._bound.max_work(decoding, self._waiting(rows))
@@ -57,6 +62,14 @@ class DecodeFirst:
                 end = row.num_cached + num_tokens
                 spans.append(RowSpan(slot, TokenRange(row.num_cached, end), end == row.num_known))
         return StepPlan(tuple(spans), budget.num_taken, decoding, budget.work_taken)
+
+    def _most_tokens(self, rows: Mapping[SlotId, Progress], decoding: Decoding) -> int:
+        """Return how many tokens the next step may prefill."""
+        waiting = [row.num_known - row.num_cached for row in rows.values() if row.num_known - row.num_cached > 1]
+        is_burst = self._bound.may_burst(decoding) and max(waiting, default=0) <= self._max_prefill_tokens
+        if is_burst and sum(waiting) <= _BURST_STEPS * self._max_prefill_tokens:
+            return max(sum(waiting), self._max_prefill_tokens)
+        return self._max_prefill_tokens
 
     def _waiting(self, rows: Mapping[SlotId, Progress]) -> float:
         """Return the work of all prefills."""

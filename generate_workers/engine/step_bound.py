@@ -146,7 +146,7 @@ class StepBound:
         row decodes, without a bound, and with bursts where no row streams yet or the `waiting` units, which are those
         of all prefills, end soon enough; 0 while nothing is known of decoding or of prefill."""
         is_bounded = decoding.num_rows and self._max_stretch < math.inf
-        if not is_bounded or (self._burst_step_s and not decoding.is_streaming):
+        if not is_bounded or self.may_burst(decoding):
             return math.inf
         decode_s = self.decode_s(decoding if self._latest is None else decoding.drafting_as(self._latest))
         if decode_s is None or self._rate_s is None:
@@ -154,6 +154,11 @@ class StepBound:
         if waiting * self._rate_s <= self._patience_s:
             return math.inf
         return (self._bound_s(decode_s) - decode_s) / self._rate_s
+
+    def may_burst(self, decoding: Decoding) -> bool:
+        """Return whether the prefills of prompts that came together may be one step, whatever it takes: with bursts,
+        while no row streams."""
+        return self._burst_step_s > 0 and not decoding.is_streaming
 
     def is_to_decode_alone(self, decoding: Decoding) -> bool:
         """Return whether the next step should only decode, so that decoding stays known: after many mixed steps, and
@@ -194,8 +199,8 @@ class StepBound:
         if not decoding.num_rows or not decoding.is_streaming:
             self._patience_s = self._burst_step_s
             return
-        decode_s = self.decode_s(decoding)
-        over_s = seconds - self._bound_s(decode_s) if work and decode_s is not None else 0.0
+        decode_s = self.decode_s(decoding) if work else None
+        over_s = 0.0 if decode_s is None else seconds - self._bound_s(decode_s)
         left_s = self._patience_s - max(over_s, 0.0) + _REFILL * max(seconds, 0.0)
         self._patience_s = min(max(left_s, 0.0), self._burst_step_s)
 

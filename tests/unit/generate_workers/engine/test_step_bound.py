@@ -107,13 +107,26 @@ def test_a_burst_that_is_too_long_is_bounded_until_little_of_it_is_left() -> Non
     assert 0.3 < steps[last] * RATE_S <= 0.5 and not any(steps[last + 1 :])
 
 
-def test_prompts_that_come_before_a_stream_goes_on_are_bounded_by_tokens_alone() -> None:
-    batch = Batch(DecodeFirst(1024, taught(burst_step_s=1e-6), WORK))
-    batch.join(SlotId(0), num_cached=205, num_known=206, num_output=1)
-    batch.join(SlotId(1), num_cached=205, num_known=206, num_output=1)
-    for slot in range(2, 9):
-        batch.join(SlotId(slot), num_cached=0, num_known=205)
-    assert batch.run(model_s).num_prefill_tokens == 4 * 205
+def started_together(num_prompts: int, num_tokens: int) -> Batch:
+    """Prompts that wait beside two rows that have no more than their first token."""
+    batch = Batch(DecodeFirst(512, taught(burst_step_s=1e-6), WORK))
+    for slot in range(2):
+        batch.join(SlotId(slot), num_cached=205, num_known=206, num_output=1)
+    for slot in range(2, 2 + num_prompts):
+        batch.join(SlotId(slot), num_cached=0, num_known=num_tokens)
+    return batch
+
+
+def test_prompts_that_come_before_a_stream_goes_on_are_one_step() -> None:
+    batch = started_together(9, 205)
+    assert batch.run(model_s).num_prefill_tokens == 9 * 205
+    assert not batch.run(model_s).num_prefill_tokens
+
+
+@pytest.mark.parametrize(("num_prompts", "num_tokens", "first"), [(10, 205, 2 * 205), (2, 513, 512)])
+def test_too_many_or_too_long_prompts_are_bounded_by_tokens(num_prompts: int, num_tokens: int, first: int) -> None:
+    batch = started_together(num_prompts, num_tokens)
+    assert batch.run(model_s).num_prefill_tokens == first
     assert batch.run(model_s).num_prefill_tokens < 205, "streams go on now"
 
 
