@@ -23,11 +23,11 @@ _POOLS = {
 _TOGETHER_STEPS = {
     "max_prefill_tokens_per_step": 512,
     "max_step_stretch": 3.0,
-    "mixed_step_s": 0.2,
+    "mixed_step_s": 0.3,
     "burst_step_s": 1.0,
 }
 """Settings of an engine that does all prefills: prompts that come together take steps of a few prompts, which compute
-nearly as fast as larger ones, while no stream runs; beside streams a step is as long as a reader hardly notices, and
+nearly as fast as larger ones, while no stream runs; beside streams a step leaves each three tokens a second, and
 decoding takes at most a third of it."""
 _CUDA_STEP_TOKENS = 2048
 """Most prompt tokens of a step on a GPU, which computes thousands while a CPU computes a few hundred."""

@@ -4,8 +4,8 @@
 2. The other rows share what a step may prefill, in the order in which they joined. That is at most
    `max_prefill_tokens`, and beside rows that decode no more than keeps the step within its bound (`step_bound`), but
    always a few tokens, except in the rare steps by which the bound learns what decoding alone takes.
-3. Prompts that came together, each of which fits in a step, are one step as long as no row streams and they have at most
-   four times `max_prefill_tokens`: otherwise the first of them would wait for the others between its first tokens.
+3. Prompts that came together, each of which fits in a step, are one step while no row streams and all have at most four
+   times `max_prefill_tokens`: otherwise the first of them would wait for the others between its first tokens.
 4. A prompt for which `max_prefill_tokens` leave no room waits for the next step, where it comes first, if that can hold
    it whole; a shorter one behind it may take the room. So the first of prompts that come together end early.
 """

@@ -94,12 +94,12 @@ def test_an_engine_that_prefills_alone_takes_longer_steps(folder: Path) -> None:
     keep_rates({"2": SCALING, "4": SCALING})
     chosen, _ = arrange({}, folder, machine(2))
     asked, why = arrange({"prefill": {"num_groups": 0}, "generate": {"mixed_step_s": 0.05}}, folder, machine(2))
-    assert (chosen.generate.mixed_step_s, chosen.generate.max_prefill_tokens_per_step) == (0.2, 512)
+    assert (chosen.generate.mixed_step_s, chosen.generate.max_prefill_tokens_per_step) == (0.3, 512)
     assert (chosen.generate.max_step_stretch, chosen.generate.burst_step_s) == (3.0, 1.0)
     assert (asked.generate.mixed_step_s, asked.generate.max_prefill_tokens_per_step) == (0.05, 512)
     assert not why
     on_gpu, _ = arrange({"prefill": {"num_groups": 0}, "generate": {"device": "cuda"}}, folder, machine(2))
-    assert (on_gpu.generate.mixed_step_s, on_gpu.generate.max_prefill_tokens_per_step) == (0.2, 2048)
+    assert (on_gpu.generate.mixed_step_s, on_gpu.generate.max_prefill_tokens_per_step) == (0.3, 2048)
 
 
 def test_a_bad_value_is_refused(folder: Path) -> None:
