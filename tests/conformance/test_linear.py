@@ -100,6 +100,16 @@ def test_products_and_bias(make: Case, num_tokens: int, num_outputs: int, num_in
 
 
 @pytest.mark.parametrize("make", ALL)
+def test_more_rows_than_are_packed_at_a_time(make: Case) -> None:
+    """A pass packs 8 MB at most: these rows take two, of several parts, whose last panels and rows are not whole."""
+    x_TK, weight_NK = random(771, 7000), random(130, 7000, seed=1, scale=0.01)
+    linear = make(weight_NK)
+    check(linear(x_TK), reference(x_TK, linear))
+    if isinstance(linear, PanelLinear):
+        assert torch.equal(linear(x_TK)[700:], linear(x_TK[700:])), "a row depends on no other"
+
+
+@pytest.mark.parametrize("make", ALL)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("has_residual", [False, True])
 @pytest.mark.parametrize("normed", [False, True])

@@ -28,6 +28,10 @@ void pack_pairs(const LinearProblem& p, Block block, uint32_t* to) {
     Words columns[kLanes] = {};
     for (int r = 0; r < block.rows; ++r) {
       const uint16_t* row = p.x + (block.first + r) * p.x_row;
+      if (!p.gain && k + 2 * kLanes <= p.K) {
+        columns[r] = load<Words>(row + k);
+        continue;
+      }
       uint16_t numbers[2 * kLanes] = {};
       for (int64_t at = k; at < std::min(p.K, k + 2 * kLanes); at += kLanes) {
         const Floats gain = p.gain ? load_some(p.gain + at, p.K - at) : splat(1.0f);

@@ -22,6 +22,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "common/sharing.h"
@@ -29,7 +30,8 @@
 
 namespace {
 
-constexpr int64_t kPackedRows = 384;         // rows packed at a time, at most
+constexpr int64_t kPackedBytes = 8 << 20;    // bytes of rows packed at a time, at most, if these are more than a task's
+constexpr int64_t kTaskRows = 384;           // rows that a thread multiplies by a group of panels, at most
 constexpr int64_t kGroupBytes = 512 * 1024;  // bytes of panels that stay in the second-level cache together
 
 // Returns how many panels a thread multiplies many rows by before it takes the next ones: as many as stay in the cache, at
@@ -56,16 +58,18 @@ void run_few(const LinearProblem& p, const std::vector<Block>& blocks, const typ
   });
 }
 
-// Multiplies many rows: a group of panels stays in the second-level cache while all blocks pass.
+// Multiplies many rows. A task is a group of panels, which stays in the second-level cache while the rows of a part pass.
 template <class Way>
 void run_many(const LinearProblem& p, const std::vector<Block>& blocks, const typename Way::Packed* packed) {
-  const int64_t per_group = panels_of_a_group(p);
-  share_each((p.P + per_group - 1) / per_group, [&](int64_t group) {
+  const int64_t per_group = panels_of_a_group(p), num_blocks = int64_t(blocks.size());
+  const int64_t num_groups = (p.P + per_group - 1) / per_group;
+  const int64_t num_parts = (num_blocks * Way::kMostRows + kTaskRows - 1) / kTaskRows;
+  share_each(num_groups * num_parts, [&](int64_t task) {
     [[maybe_unused]] typename Way::Scope scope;
-    const int64_t last = std::min(p.P, (group + 1) * per_group);
-    for (const Block& block : blocks) {
+    const int64_t group = task / num_parts, part = task % num_parts, last = std::min(p.P, (group + 1) * per_group);
+    for (int64_t i = num_blocks * part / num_parts; i < num_blocks * (part + 1) / num_parts; ++i) {
       for (int64_t panel = group * per_group; panel < last; ++panel) {
-        Way::multiply(p, block, packed + block.place, panel, {p.panels + panel * p.panel_bytes, 0});
+        Way::multiply(p, blocks[i], packed + blocks[i].place, panel, {p.panels + panel * p.panel_bytes, 0});
       }
     }
   });
@@ -73,18 +77,19 @@ void run_many(const LinearProblem& p, const std::vector<Block>& blocks, const ty
 
 template <class Way>
 void run(const LinearProblem& p) {
-  std::vector<typename Way::Packed> packed;
-  const int64_t num_passes = (p.M + kPackedRows - 1) / kPackedRows;
+  using Packed = typename Way::Packed;
+  const int64_t row_bytes = Way::size(Way::kMostRows, p.K) * int64_t(sizeof(Packed)) / Way::kMostRows;
+  const int64_t most_rows = std::max(kTaskRows, kPackedBytes / row_bytes), num_passes = (p.M + most_rows - 1) / most_rows;
   for (int64_t pass = 0; pass < num_passes; ++pass) {
     const std::vector<Block> blocks = divide<Way>(p.M * pass / num_passes, p.M * (pass + 1) / num_passes, p.K);
-    packed.resize(blocks.back().place + Way::size(blocks.back().rows, p.K));
-    const auto pack = [&](int64_t i) { Way::pack(p, blocks[i], packed.data() + blocks[i].place); };
+    const std::unique_ptr<Packed[]> packed(new Packed[blocks.back().place + Way::size(blocks.back().rows, p.K)]);
+    const auto pack = [&](int64_t i) { Way::pack(p, blocks[i], packed.get() + blocks[i].place); };
     if (p.M <= kFewRows) {
       for (int64_t i = 0; i < int64_t(blocks.size()); ++i) pack(i);
-      run_few<Way>(p, blocks, packed.data());
+      run_few<Way>(p, blocks, packed.get());
     } else {
       share_each(int64_t(blocks.size()), pack);
-      run_many<Way>(p, blocks, packed.data());
+      run_many<Way>(p, blocks, packed.get());
     }
   }
 }
