@@ -138,11 +138,12 @@ def choose_by_rows(logits_BV: Tensor, rows: Sequence[tuple[SamplingParams, int]]
     """
     drawing = [row for row, (params, _) in enumerate(rows) if not is_greedy(params)]
     token_ids: list[int] = [0] * len(rows)
+    is_native = has_native_draws(logits_BV)
     if len(drawing) < len(rows):
-        token_ids = logits_BV.argmax(-1).tolist()
+        token_ids = (torch.ops.baton.largest_tokens(logits_BV) if is_native else logits_BV.argmax(-1)).tolist()
     if not drawing:
         return token_ids
-    if not has_native_draws(logits_BV):
+    if not is_native:
         for row in drawing:
             params, position = rows[row]
             token_ids[row] = draw_row(logits_BV[row], params, noise_key(params.seed, position))

@@ -1,7 +1,7 @@
-// Draws tokens from logits by the Gumbel-max trick: argmax of logit / temperature + noise, whose noise is a function of a
-// key and the token's id (modeling.forward.drawing says which). Torch's own operations would pass over a row thirty times,
-// and take two logarithms of every token; here a token's noise is bounded by the bits of its hash first, and only tokens
-// that may be the best take the logarithms: some thirty of fifty thousand.
+// Takes the largest of logits, or draws tokens from them by the Gumbel-max trick: argmax of logit / temperature + noise,
+// whose noise is a function of a key and the token's id (modeling.forward.drawing says which). Torch's own operations
+// would pass over a row thirty times, and take two logarithms of every token; here a token's noise is bounded by the bits
+// of its hash first, and only tokens that may be the best take the logarithms: some thirty of fifty thousand.
 //
 // B rows of logits, R rows that draw, V vocabulary.
 
@@ -129,6 +129,13 @@ int64_t token_of(const float* logits, int64_t V, uint64_t key, float temperature
   return filters_none ? drawn(row) : drawn_among(row, keeper.kept(row.scaled, V, filters));
 }
 
+// Returns the first token with the largest logit; the first NaN where there is one.
+int64_t largest_token(const float* logits, int64_t V) {
+  const float largest = largest_of(logits, V);
+  if (std::isnan(largest)) return std::find_if(logits, logits + V, [](float each) { return std::isnan(each); }) - logits;
+  return std::find(logits, logits + V, largest) - logits;
+}
+
 template <class Number>
 const Number* numbers(const at::Tensor& tensor, int64_t R, const char* what) {
   TORCH_CHECK(tensor.scalar_type() == c10::CppTypeToScalarType<Number>::value && tensor.is_contiguous() &&
@@ -137,12 +144,28 @@ const Number* numbers(const at::Tensor& tensor, int64_t R, const char* what) {
   return tensor.const_data_ptr<Number>();
 }
 
-at::Tensor draw_tokens(const at::Tensor& logits_BV, const at::Tensor& rows_R, const at::Tensor& keys_R,
-                       const at::Tensor& top_k_R, const at::Tensor& floors_R, const at::Tensor& top_p_R,
-                       const at::Tensor& temperatures_R) {
+const float* checked(const at::Tensor& logits_BV) {
   TORCH_CHECK(logits_BV.dim() == 2 && logits_BV.scalar_type() == at::kFloat && logits_BV.stride(1) == 1 &&
                   logits_BV.size(1) > 0,
               "logits must be [B, V], float32, each row contiguous");
+  return logits_BV.const_data_ptr<float>();
+}
+
+at::Tensor largest_tokens(const at::Tensor& logits_BV) {
+  const float* logits = checked(logits_BV);
+  const int64_t B = logits_BV.size(0), V = logits_BV.size(1), stride = logits_BV.stride(0);
+  at::Tensor tokens_B = at::empty({B}, logits_BV.options().dtype(at::kLong));
+  int64_t* tokens = tokens_B.data_ptr<int64_t>();
+  at::parallel_for(0, B, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; ++b) tokens[b] = largest_token(logits + b * stride, V);
+  });
+  return tokens_B;
+}
+
+at::Tensor draw_tokens(const at::Tensor& logits_BV, const at::Tensor& rows_R, const at::Tensor& keys_R,
+                       const at::Tensor& top_k_R, const at::Tensor& floors_R, const at::Tensor& top_p_R,
+                       const at::Tensor& temperatures_R) {
+  const float* logits = checked(logits_BV);
   const int64_t R = rows_R.numel(), V = logits_BV.size(1), stride = logits_BV.stride(0);
   const int64_t* rows = numbers<int64_t>(rows_R, R, "rows");
   const int64_t* keys = numbers<int64_t>(keys_R, R, "keys");
@@ -153,7 +176,6 @@ at::Tensor draw_tokens(const at::Tensor& logits_BV, const at::Tensor& rows_R, co
   for (int64_t r = 0; r < R; ++r)
     TORCH_CHECK(rows[r] >= 0 && rows[r] < logits_BV.size(0), "row ", rows[r], " is not among the logits");
   at::Tensor tokens_R = at::empty({R}, rows_R.options());
-  const float* logits = logits_BV.const_data_ptr<float>();
   int64_t* tokens = tokens_R.data_ptr<int64_t>();
   at::parallel_for(0, R, 1, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
@@ -167,8 +189,12 @@ at::Tensor draw_tokens(const at::Tensor& logits_BV, const at::Tensor& rows_R, co
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(BATON_OPERATORS, m) {
+  m.def("largest_tokens(Tensor logits_BV) -> Tensor");
   m.def(
       "draw_tokens(Tensor logits_BV, Tensor rows_R, Tensor keys_R, Tensor top_k_R, Tensor floors_R, Tensor top_p_R, "
       "Tensor temperatures_R) -> Tensor");
 }
-TORCH_LIBRARY_IMPL(BATON_OPERATORS, CPU, m) { m.impl("draw_tokens", &draw_tokens); }
+TORCH_LIBRARY_IMPL(BATON_OPERATORS, CPU, m) {
+  m.impl("draw_tokens", &draw_tokens);
+  m.impl("largest_tokens", &largest_tokens);
+}

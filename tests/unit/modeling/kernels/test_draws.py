@@ -48,6 +48,18 @@ def test_tokens_are_those_of_torch(operators: Any, spread: float, vocab_size: in
     assert drawn(operators, logits_BV, ROWS) == expected(logits_BV, ROWS)
 
 
+@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+def test_the_largest_are_those_of_torch(operators: Any, vocab_size: int) -> None:
+    logits_BV = torch.randn(9, vocab_size + 5)[:, :vocab_size]
+    logits_BV[1] = logits_BV[1].round()  # many are equal: the first is taken
+    logits_BV[2], logits_BV[3, vocab_size // 2] = -math.inf, math.inf
+    logits_BV[4, vocab_size // 3 :: 2] = math.nan
+    logits_BV[5, -1], logits_BV[6, 0] = 99.0, 99.0
+    assert torch.equal(operators.largest_tokens(logits_BV), logits_BV.argmax(-1))
+    with pytest.raises(RuntimeError, match=r"logits must be \[B, V\], float32"):
+        operators.largest_tokens(logits_BV.double())
+
+
 @pytest.mark.parametrize("fields", DRAWN)
 def test_equal_logits_are_kept_by_their_ids(operators: Any, fields: dict[str, Any]) -> None:
     logits_BV = torch.tensor([[0.0, 1.0, 1.0, 1.0, -2.0] * 20] * 50)
