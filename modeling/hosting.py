@@ -19,6 +19,7 @@ from modeling.checkpoints.weights import load_decoder
 from modeling.device.copying import LinkRate
 from modeling.device.making import make_device
 from modeling.forward.decoder import Decoder
+from modeling.kernels import native
 from modeling.kernels.process_kernels import KERNELS
 from modeling.prefix_store.folder import allow_files, node_folder, share_bytes, sweep
 from modeling.prefix_store.node import DiskPlace
@@ -62,6 +63,8 @@ class LoadedModel:
             formats = {"dtype": place.dtype, "quantization": place.quantization}
             self._decoder = load_decoder(place.model_folder, **formats, device=device)
             self._source = source
+            if self._decoder.weights.device.type == "cpu":
+                native.load("draws")  # builds it now, not when the first token is chosen
         return self._decoder
 
 
