@@ -34,7 +34,7 @@ class EngineConfig:
     max_slot_tokens: Count = 8192
     """Tokens that one slot may hold, prompt and output together."""
     max_prefill_tokens_per_step: Count = 256
-    """Most prompt tokens that an engine prefills by itself between two decode steps, over all rows."""
+    """Most prompt tokens that an engine prefills in a step; with burst_step_s up to 4 times as many of a burst."""
     max_waiting: Count = 64
     """Choices that may wait for a slot to prefill locally, not counting those for which a slot is free."""
     max_step_stretch: Annotated[float, Field(ge=1)] = 1.5

@@ -26,9 +26,9 @@ _TOGETHER_STEPS = {
     "mixed_step_s": 0.3,
     "burst_step_s": 1.0,
 }
-"""Settings of an engine that does all prefills: prompts that come together take steps of a few prompts, which compute
-nearly as fast as larger ones, while no stream runs; beside streams a step leaves each three tokens a second, and
-decoding takes at most a third of it."""
+"""Settings of an engine that does all prefills: prompts that come together and are too many for one step take
+steps of a few, which compute nearly as fast; beside streams a step leaves each three tokens a second, and decoding
+takes at most a third of it."""
 _CUDA_STEP_TOKENS = 2048
 """Most prompt tokens of a step on a GPU, which computes thousands while a CPU computes a few hundred."""
 

@@ -4,8 +4,8 @@
 2. The other rows share what a step may prefill, in the order in which they joined. That is at most
    `max_prefill_tokens`, and beside rows that decode no more than keeps the step within its bound (`step_bound`), but
    always a few tokens, except in the rare steps by which the bound learns what decoding alone takes.
-3. Prompts that came together, each of which fits in a step, are one step while no row streams and all have at most four
-   times `max_prefill_tokens`: otherwise the first of them would wait for the others between its first tokens.
+3. Prompts that came together, each of at most `max_prefill_tokens`, are one step while no row streams, if all have at
+   most four times as many, and 2,048: otherwise the first of them would pause for the others after its first token.
 4. A prompt for which `max_prefill_tokens` leave no room waits for the next step, where it comes first, if that can hold
    it whole; a shorter one behind it may take the room. So the first of prompts that come together end early.
 """
@@ -22,8 +22,9 @@ from generate_workers.engine.step_bound import Decoding, PrefillWork, StepBound
 from modeling.forward.model_config import ModelConfig
 from planning.local_prefill import LEAST_STEP_TOKENS
 
-_BURST_STEPS = 4
-"""Most steps' tokens of prompts that came together and are one step."""
+_BURST_STEPS, _BURST_TOKENS = 4, 2048
+"""Most tokens of prompts that came together and are one step: as many as so many steps take, and no more than these,
+whose activations need little memory."""
 
 
 class DecodeFirst:
@@ -35,6 +36,7 @@ class DecodeFirst:
         """`bound` and `work` limit prefill by predicted time; without a bound only `max_prefill_tokens` does."""
         assert max_prefill_tokens >= 1
         self._max_prefill_tokens = max_prefill_tokens
+        self._max_burst_tokens = max(max_prefill_tokens, min(_BURST_STEPS * max_prefill_tokens, _BURST_TOKENS))
         self._bound = bound or StepBound(math.inf)
         self._work = work or PrefillWork()
 
@@ -66,10 +68,8 @@ class DecodeFirst:
     def _most_tokens(self, rows: Mapping[SlotId, Progress], decoding: Decoding) -> int:
         """Return how many tokens the next step may prefill."""
         waiting = [row.num_known - row.num_cached for row in rows.values() if row.num_known - row.num_cached > 1]
-        is_burst = self._bound.may_burst(decoding) and max(waiting, default=0) <= self._max_prefill_tokens
-        if is_burst and sum(waiting) <= _BURST_STEPS * self._max_prefill_tokens:
-            return max(sum(waiting), self._max_prefill_tokens)
-        return self._max_prefill_tokens
+        is_one_step = max(waiting, default=0) <= self._max_prefill_tokens and sum(waiting) <= self._max_burst_tokens
+        return self._max_burst_tokens if is_one_step and self._bound.may_burst(decoding) else self._max_prefill_tokens
 
     def _waiting(self, rows: Mapping[SlotId, Progress]) -> float:
         """Return the work of all prefills."""
