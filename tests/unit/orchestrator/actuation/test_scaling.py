@@ -92,6 +92,9 @@ class Scaled:
             asking.cancel()
             await asyncio.gather(*self.answers)
 
+    async def num_answered(self) -> int:
+        return sum(answer.done() for answer in self.answers)
+
     async def state(self) -> ClusterState:
         return cluster_state_from_proto(await self.stub.GetClusterState(pb.GetClusterStateRequest(), timeout=10))
 
@@ -122,9 +125,9 @@ async def test_groups_come_with_the_traffic_and_leave_after_it_and_no_request_is
     async with scaled() as made:
         async with made.asked(BUSY_S):
             await eventually(made.sizes, lambda sizes: sizes[0] >= 3, within_s=30)
+            await eventually(made.num_answered, lambda num_answered: num_answered > 10, within_s=30)
         await eventually(made.sizes, lambda sizes: sizes == (1, 1), within_s=30)
         await eventually(made.state, made.has_forgotten_others, within_s=10)
-        assert len(made.answers) > 10
 
 
 async def test_groups_that_left_come_back_under_their_names() -> None:
