@@ -14,6 +14,10 @@ from deploy.groups.worker import Worker
 
 logger = logging.getLogger(__name__)
 
+_MOST_INTERVALS = 3
+"""Intervals between heartbeats that an unanswered one counts for at most: the pause before it and the wait for its
+answer take two, unless this process itself does not run."""
+
 
 class Heartbeats:
     """Asks the workers of one group. Only a chain has `links`."""
@@ -39,8 +43,9 @@ class Heartbeats:
         try:
             status = await worker.status(self._around.heartbeat.interval_s)
         except grpc.aio.AioRpcError as error:
-            silent_s = self._around.clock.now_s() - worker.unanswered(asked_s)
-            if silent_s > self._around.heartbeat.dead_after_s:
+            heartbeat = self._around.heartbeat
+            silent_s = worker.unanswered(asked_s, self._around.clock.now_s(), _MOST_INTERVALS * heartbeat.interval_s)
+            if silent_s > heartbeat.dead_after_s:
                 await self._kill(worker, f"has been silent for {silent_s:.1f} s ({error.code()})")
             return False
         worker.answered()

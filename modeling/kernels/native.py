@@ -51,10 +51,17 @@ INSTRUCTION_SETS = {
 /proc/cpuinfo names them. Product code uses NATIVE; the others let tests run kernels of other processors here."""
 
 
-@functools.cache
 def load(name: str, instruction_set: str = NATIVE) -> bool:
     """Make the operators of <name>.cpp callable, as torch.ops.baton.*, or in the namespace of another of
-    INSTRUCTION_SETS. Return False when the processor lacks that set, or they cannot be built: the log says why."""
+    INSTRUCTION_SETS. Return False when the processor lacks that set, or they cannot be built: the log says why. A
+    process tries each once."""
+    return _is_loaded(name, instruction_set)
+
+
+@functools.cache
+def _is_loaded(name: str, instruction_set: str) -> bool:
+    """Do `load`'s work once, however `load` is called: torch ends a process that loads an operator from two files, as
+    it would after a change of the cache's folder."""
     if missing := lacking(instruction_set):
         logger.info("kernel %s: this processor lacks %s", name, ", ".join(sorted(missing)))
         return False

@@ -21,6 +21,7 @@ from planning.model_shape import SHAPES
 from planning.step_times import nominal_steps
 from tests.support.clusters.orchestrators import HOST, Answer, Relay, relay
 from tests.support.clusters.planners import linear_planner, planner_of
+from tests.support.clusters.ray_clusters import share_kernels
 from tests.support.engines.generation import prompt
 from tests.support.eventually import eventually
 from tests.support.wire.secret import SECRET
@@ -63,6 +64,7 @@ async def shell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> AsyncIterator[Shell]:
     """Of a cluster named mine, with two generation groups behind one rank."""
+    share_kernels(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv(SECRET_VARIABLE, SECRET.text)
     shape = SHAPES["smollm2-135m"]

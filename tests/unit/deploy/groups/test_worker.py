@@ -1,17 +1,42 @@
 """What a supervisor remembers of a worker's heartbeats."""
 
+from deploy.groups.heartbeats import Heartbeats
+from deploy.groups.surroundings import Heartbeat, Surroundings
 from deploy.groups.worker import Worker
 from tests.support.clusters.spawners import InProcessSpawner, tiny_worker
+from tests.support.manual_clock import ManualClock
 
 
 async def test_silence_begins_with_the_first_unanswered_heartbeat_since_the_last_answer() -> None:
     worker = Worker(await InProcessSpawner().start(tiny_worker("generate")))
     try:
         assert not worker.is_silent
-        assert [worker.unanswered(50.0), worker.unanswered(51.0)] == [50.0, 50.0]
+        assert [worker.unanswered(50.0, 51.0, 3.0), worker.unanswered(52.0, 53.5, 3.0)] == [1.0, 3.5]
         assert worker.is_silent
         worker.answered()
         assert not worker.is_silent
-        assert worker.unanswered(90.0) == 90.0
+        assert worker.unanswered(90.0, 90.5, 3.0) == 0.5
     finally:
         await worker.close()
+
+
+class StoppedClock(ManualClock):
+    """The clock of a process that is stopped for 100 s between any two looks."""
+
+    def now_s(self) -> float:
+        self.advance(100.0)
+        return super().now_s()
+
+
+async def test_a_supervisor_that_was_stopped_itself_has_not_heard_silence() -> None:
+    spawner = InProcessSpawner()
+    handle = await spawner.start(tiny_worker("generate"))
+    worker = Worker(handle)
+    heartbeats = Heartbeats(None, Surroundings(spawner, Heartbeat(0.1, dead_after_s=0.5), StoppedClock(), print))
+    await handle.server.stop()
+    ended = []
+    for _ in range(2):
+        await heartbeats.send([worker])
+        ended.append(handle.ended)
+    await worker.close()
+    assert ended == [False, True]

@@ -1,0 +1,88 @@
+"""Clusters on Ray whose workers compute on devices with memory of their own: streams and a lost worker, with the tokens
+of one process on the CPU.
+
+A machine with one GPU shows it twice, so that two pools share it.
+"""
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton import Client, SamplingParams
+from modeling.checkpoints.weights import load_decoder
+from tests.support.clusters.ray_clusters import ServedCluster, endpoints, listener, served, until_settled
+from tests.support.engines.generation import prompt
+from tests.support.models.letter_models import LetterShape, write_letter_model
+from tests.support.models.reference import check_equal_tokens
+from tests.support.models.tiny_tokenizer import ids_of
+
+SHAPE = LetterShape(num_layers=4, hidden=256, inner=512, max_tokens=1024)
+"""Heads of 64, as kernels for GPUs read them."""
+LENGTHS = (1, 17, 40, 120, 300, 301)
+GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.8, seed=7)
+LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Which pools compute on the device."""
+
+    settings: tuple[str, ...]
+    num_gpus: int = 1
+    """GPUs that Ray needs for it."""
+
+
+ONE_POOL = Arrangement(("prefill.num_groups=0", "orchestrator.disaggregation=auto", "generate.device={}"))
+GENERATION = Arrangement(("generate.device={}",))
+BOTH = Arrangement(("prefill.num_ranks=1", "prefill.device={}", "generate.device={}"), num_gpus=2)
+DEVICES = (
+    pytest.param("emulated", marks=pytest.mark.ci),
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")),
+)
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_letter_model(tmp_path_factory.mktemp("letters"), shape=SHAPE)
+
+
+def check_answers(running: ServedCluster, client: Client, model: Path) -> None:
+    """Streams at once, greedy and drawn, asked twice: the second time their beginnings may be cached."""
+    decoder = load_decoder(model, dtype="float32")
+    asked = [(prompt(length, length), params) for length in LENGTHS for params in (GREEDY, DRAWN)]
+    for _ in range(2):
+        with ThreadPoolExecutor(len(asked)) as pool:
+            answers = [pool.submit(client.generate(token_ids=ids, params=params).collect) for ids, params in asked]
+        for (ids, params), answer in zip(asked, answers, strict=True):
+            check_equal_tokens(decoder, ids, [token.token_id for token in answer.result().tokens], params)
+    until_settled(running, client)
+
+
+def check_a_lost_engine(running: ServedCluster, client: Client, model: Path) -> None:
+    """A stream whose generation worker is killed goes on in the worker that takes its place, with the same tokens."""
+    stream = client.generate(token_ids=ids_of("Once"), params=LONG)
+    events = iter(stream)
+    token_ids = [next(event.token.token_id for event in events if event.token is not None)]
+    os.kill(listener(endpoints(client.cluster_state(), "generate")[0]), signal.SIGKILL)
+    token_ids += [event.token.token_id for event in events if event.token is not None]
+    assert len(token_ids) == LONG.max_tokens
+    check_equal_tokens(load_decoder(model, dtype="float32"), ids_of("Once"), token_ids, LONG)
+    until_settled(running, client)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("arrangement", [ONE_POOL, GENERATION, BOTH], ids=["one pool", "generation", "both"])
+def test_tokens_are_those_of_one_process(device: str, arrangement: Arrangement, letters: Path, tmp_path: Path) -> None:
+    settings = [each.format(device) for each in arrangement.settings]
+    is_shared = device == "cuda" and torch.cuda.device_count() < arrangement.num_gpus
+    shown = {"CUDA_VISIBLE_DEVICES": "0,0"} if is_shared else {}
+    with served(tmp_path, letters, *settings, environment=shown) as running, Client(running.target) as client:
+        check_answers(running, client, letters)
+        check_a_lost_engine(running, client, letters)
+    assert not running.stdout
