@@ -21,7 +21,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "serve",
         help="bring up a cluster on Ray and serve clients over gRPC, until Ctrl-C",
         description="Starts Ray on this machine, or joins a running one; starts prefill groups, generation groups and "
-        "the orchestrator; prints its address; ends all of it on Ctrl-C. Serves on CPUs.",
+        "the orchestrator; prints its address; ends all of it on Ctrl-C. Serves on CPUs, unless --set names GPUs.",
     )
     serve.add_argument(
         "--address",

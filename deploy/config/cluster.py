@@ -87,10 +87,13 @@ class ClusterConfig(LogLines):
         return {role: dict(each.split("=", 1) for each in labels) for role, labels in asked.items() if labels}
 
     @property
-    def roles_on_gpus(self) -> frozenset[str]:
-        """Roles whose workers each compute on a GPU."""
-        devices = {"prefill": self.prefill.device, "generate": self.generate.device}
-        return frozenset(role for role, device in devices.items() if device == "cuda")
+    def gpu_shares(self) -> dict[str, float]:
+        """Part of a GPU that each worker gets, by role; a role that computes on none is not there."""
+        shares = {
+            "prefill": self.prefill.gpu_share if self.prefill.device == "cuda" else 0.0,
+            "generate": self.generate.gpu_share if self.generate.device == "cuda" else 0.0,
+        }
+        return {role: share for role, share in shares.items() if share}
 
     def workers(
         self,

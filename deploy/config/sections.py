@@ -25,6 +25,7 @@ from orchestrator.requests.tenants import Tenant, TenantLimits, TenantName, Tena
 from prefill_workers.config import PrefillConfig
 
 Port = Annotated[int, Field(ge=0, le=65535)]
+GpuShare = Annotated[float, Field(gt=0, le=1)]
 CoresOfEach = tuple[Cores, ...]
 """A tuple with one tuple of core numbers for each worker."""
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
@@ -85,6 +86,8 @@ class PrefillSection(PrefillConfig, PrefixRoom, PrefixRules):
     """Whether a group that no node has room for may lie on several; it then begins no prompt from cached KV."""
     device: DeviceName = "auto"
     """Where each rank computes: cpu, cuda, emulated (docs/devices.md), or auto: the CPU."""
+    gpu_share: GpuShare = 1.0
+    """Part of a GPU that Ray gives each rank on cuda; below 1, workers share GPUs: bound device_memory_bytes too."""
     num_threads: Count = 1
     """Threads with which each rank computes."""
     cores: CoresOfEach = ()
@@ -108,6 +111,8 @@ class GenerateSection(EngineConfig):
     """Generation groups, each an engine with a batch of its own."""
     device: DeviceName = "auto"
     """Where each engine computes: cpu, cuda, emulated (docs/devices.md), or auto: the CPU."""
+    gpu_share: GpuShare = 1.0
+    """Part of a GPU that Ray gives each engine on cuda; below 1, workers share GPUs: bound device_memory_bytes too."""
     num_threads: Annotated[int, Field(ge=0)] = 0
     """Threads with which each engine computes; 0: one for each core."""
     cores: CoresOfEach = ()

@@ -9,8 +9,9 @@ supervisor, on its loop.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -51,14 +52,16 @@ Needs = Mapping[str, WorkerNeeds]
 
 
 def needs_of(
-    labels: Mapping[str, Mapping[str, str]], memory_bytes: Mapping[str, int], on_gpus: Collection[str] = ()
+    labels: Mapping[str, Mapping[str, str]],
+    memory_bytes: Mapping[str, int],
+    gpu_shares: Mapping[str, float] = MappingProxyType({}),
 ) -> Needs:
     """Return what workers of each role ask: one of their pool's resource, few CPUs, the pool's labels, memory, if its
-    bytes are given for the role, and a GPU of its own, if the role is `on_gpus`."""
+    bytes are given for the role, and that share of a GPU, if one is given for the role."""
     needs = {}
     for role in ("prefill", "generate"):
         memory = {"memory": float(memory_bytes[role])} if role in memory_bytes else {}
-        gpu = {"GPU": 1.0} if role in on_gpus else {}
+        gpu = {"GPU": gpu_shares[role]} if role in gpu_shares else {}
         needs[role] = WorkerNeeds({pool(role): 1.0, "CPU": SMALL_CPU, **memory, **gpu}, labels.get(role, {}))
     return needs
 

@@ -152,8 +152,9 @@ class RaySpawner:
             here = ray.get_runtime_context().get_node_id()
             return {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False), "num_cpus": 0}
         group, rank = place_of(config.place_name)
-        bundle = PlacementGroupSchedulingStrategy(self._places[group], placement_group_bundle_index=rank)
-        num_gpus = 1 if config.place.device == "cuda" else 0  # Ray makes this one visible, and no other
+        place = self._places[group]
+        bundle = PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=rank)
+        num_gpus = place.bundle_specs[rank].get("GPU", 0)  # Ray makes this one visible, and no other
         resources = {pool(role_of(group)): 1}
         return {"scheduling_strategy": bundle, "num_cpus": SMALL_CPU, "num_gpus": num_gpus, "resources": resources}
 

@@ -73,7 +73,7 @@ class SupervisorActor:
         own_host = config.worker_host or (node_address() if config.ray.address else LOOPBACK)
         self._room = RayRoom(
             config.supervision.start_timeout_s,
-            needs_of(config.node_labels, {}, config.roles_on_gpus),
+            needs_of(config.node_labels, {}, config.gpu_shares),
             node_wait_s=config.ray.node_wait_s,
             across_nodes=config.prefill.across_nodes,
             report=self._report,
@@ -151,7 +151,7 @@ class SupervisorActor:
             folder = await asyncio.to_thread(self._folder_here, "")
             asked = await asyncio.to_thread(worker_bytes, self._config, folder)
             self._memory = replace(self._memory, worker_bytes=asked)
-        self._room.needs = needs_of(self._config.node_labels, self._memory.worker_bytes, self._config.roles_on_gpus)
+        self._room.needs = needs_of(self._config.node_labels, self._memory.worker_bytes, self._config.gpu_shares)
         if before is None:
             await self._start_all()
         else:

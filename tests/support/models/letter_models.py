@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from modeling.kv.buffers import TORCH_DTYPES
 from tests.support.models.tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, write_letters
 
 NUM_LAYERS = 6
@@ -25,24 +26,31 @@ class LetterShape:
     num_heads: int = 4
     num_kv_heads: int = 2
     max_tokens: int = MAX_TOKENS
+    vocab_size: int = VOCAB_SIZE
+    """The letters' tokens, and further ones that no text has."""
 
 
 LETTERS = LetterShape()
 
 
-def write_letter_model(folder: Path, seed: int = 0, shape: LetterShape = LETTERS) -> Path:
-    """Writes weights, configuration and tokenizer; returns the folder. Logits spread over several units."""
-    generator = torch.Generator().manual_seed(seed)
+def write_letter_model(
+    folder: Path, seed: int = 0, shape: LetterShape = LETTERS, *, dtype: str = "float32", device: str = "cpu"
+) -> Path:
+    """Writes weights, drawn on that device, configuration and tokenizer; returns the folder. Logits spread over several
+    units."""
+    generator = torch.Generator(device).manual_seed(seed)
     hidden, inner = shape.hidden, shape.inner
     kv_width = hidden * shape.num_kv_heads // shape.num_heads
 
     def matrix(rows: int, columns: int = hidden) -> Tensor:
-        return torch.randn(rows, columns, generator=generator) * (1.5 / math.sqrt(columns))
+        drawn = torch.randn(rows, columns, generator=generator, device=device) * (1.5 / math.sqrt(columns))
+        return drawn.to("cpu", TORCH_DTYPES[dtype])
 
     def norm() -> Tensor:
-        return 1.0 + 0.1 * torch.randn(hidden, generator=generator)
+        drawn = 1.0 + 0.1 * torch.randn(hidden, generator=generator, device=device)
+        return drawn.to("cpu", TORCH_DTYPES[dtype])
 
-    tensors = {"model.embed_tokens.weight": matrix(VOCAB_SIZE), "lm_head.weight": matrix(VOCAB_SIZE)}
+    tensors = {"model.embed_tokens.weight": matrix(shape.vocab_size), "lm_head.weight": matrix(shape.vocab_size)}
     tensors["model.norm.weight"] = norm()
     for layer in range(shape.num_layers):
         at = f"model.layers.{layer}"
@@ -58,15 +66,15 @@ def write_letter_model(folder: Path, seed: int = 0, shape: LetterShape = LETTERS
             f"{at}.mlp.down_proj.weight": matrix(hidden, inner),
         }
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(_config(shape)))
-    return write_letters(folder)
+    (folder / "config.json").write_text(json.dumps(_config(shape, dtype)))
+    return write_letters(folder, shape.vocab_size)
 
 
-def _config(shape: LetterShape) -> dict[str, object]:
+def _config(shape: LetterShape, dtype: str) -> dict[str, object]:
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
-        "vocab_size": VOCAB_SIZE,
+        "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.inner,
         "num_hidden_layers": shape.num_layers,
@@ -79,5 +87,5 @@ def _config(shape: LetterShape) -> dict[str, object]:
         "tie_word_embeddings": False,
         "bos_token_id": BOS_ID,
         "eos_token_id": EOS_ID,
-        "torch_dtype": "float32",
+        "torch_dtype": dtype,
     }

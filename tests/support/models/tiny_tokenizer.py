@@ -30,9 +30,11 @@ def text_of(token_ids: "tuple[int, ...] | list[int]") -> str:
     return "".join(chr(token_id + 32) for token_id in token_ids if token_id < NUM_LETTERS)
 
 
-def write_letters(folder: Path) -> Path:
-    """Writes the tokenizer's files into a model's folder; returns the folder."""
+def write_letters(folder: Path, vocab_size: int = VOCAB_SIZE) -> Path:
+    """Writes the tokenizer's files into a model's folder; returns the folder. Tokens after the letters' are words that
+    say their number."""
     vocab = {chr(32 + index): index for index in range(NUM_LETTERS)} | {"<s>": BOS_ID, "</s>": EOS_ID}
+    vocab |= {f" {token_id}": token_id for token_id in range(VOCAB_SIZE, vocab_size)}
     core = Core(models.WordLevel(vocab=vocab, unk_token="<s>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     core.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])  # as grammars know decoders

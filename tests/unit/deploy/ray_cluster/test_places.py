@@ -48,6 +48,14 @@ def test_groups_that_no_node_can_hold_are_named(found: list[Node], text: str) ->
         check_room(found, CHAINS, PLAIN)
 
 
+def test_workers_that_share_gpus_fit_where_their_shares_do() -> None:
+    needs = needs_of({}, {}, {"prefill": 0.5})
+    check_room(nodes({"baton_prefill": 4.0, "GPU": 2.0}), CHAINS, needs)
+    with pytest.raises(ConfigError, match=r"no room for prefill-1 .*GPU 0.5, on one node"):
+        check_room(nodes({"baton_prefill": 4.0, "GPU": 1.0}), CHAINS, needs)
+    check_room(nodes({"baton_generate": 1.0}), {"generate-0": 1}, needs)  # which computes on none
+
+
 def test_a_node_without_memory_or_cpus_for_a_group_does_not_hold_it() -> None:
     needs = needs_of({}, {"prefill": 3 * GIB})
     check_room(nodes({"baton_prefill": 4.0, "memory": 12.0 * GIB}), CHAINS, needs)

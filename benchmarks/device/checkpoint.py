@@ -1,0 +1,44 @@
+"""Writes a checkpoint of Mistral 7B's shape with random weights in bf16, for a server that is to bear its loads.
+
+`python -m benchmarks.device.checkpoint FOLDER` draws the weights on the GPU, if there is one, and takes 15 GB of disk.
+Text is tokenized letter by letter (tests.support.models.tiny_tokenizer); what the model says is noise.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from benchmarks.device.model import SEVEN_B, TINY, Shape
+from tests.support.models.letter_models import LetterShape, write_letter_model
+
+_MAX_TOKENS = 8192
+
+
+def letter_shape(shape: Shape) -> LetterShape:
+    """Return the shape as writers of checkpoints take it."""
+    return LetterShape(
+        shape.num_layers,
+        shape.hidden_size,
+        shape.intermediate_size,
+        shape.num_heads,
+        shape.num_kv_heads,
+        _MAX_TOKENS,
+        shape.vocab_size,
+    )
+
+
+def main() -> None:
+    """Write the checkpoint that the command line asks for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.device.checkpoint", description=__doc__)
+    parser.add_argument("folder", type=Path, help="folder of the checkpoint, which is made")
+    parser.add_argument("--quick", action="store_true", help="a tiny shape: a smoke test")
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True)
+    shape = letter_shape(TINY if arguments.quick else SEVEN_B)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    write_letter_model(arguments.folder, shape=shape, dtype="bfloat16", device=device)
+
+
+if __name__ == "__main__":
+    main()
