@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -58,8 +59,8 @@ def test_demo_shows_it_all_and_leaves_nothing(smollm2: Path, tmp_path: Path, pas
     assert (process.returncode, error) == (0, "")
     _check_continuation(shown + rest, passage.read_text(), smollm2)
     assert all(question in rest for question in QUESTIONS)
-    assert rest.count("commit, 1st token") == rest.count("rank 0 layers") == 2
-    assert "rank 1 layers" in rest  # of the passage; of eight questions at once, one rank may take each
+    assert rest.count("commit, 1st token") == 2  # of the passage, and of the slowest of eight questions at once
+    assert len(re.findall(r"rank \d layers", rest)) >= 2  # on a crowded machine one rank may take each of them
     assert ["generate-0", "yes", "16", "16", "0"] in [line.split() for line in rest.splitlines()]
     assert not processes_of(ray_folder) and not Path(ray_folder).exists()
 
