@@ -165,7 +165,7 @@ class ChainJob:
         yield layer
         attention.add(*self._kv.other_rows(layer))
         if len(relay.earlier) and relay.target is None:
-            self.outlet.received(layer, relay.earlier, self._own_kv.access.read(relay.earlier_span(layer)))
+            self.outlet.received(layer, relay.earlier, self._own_kv.access.read([relay.earlier_span(layer)]))
         self._kv.leave(layer)
         return self._decoder.complete(layer, hidden_TD, attention.result())
 

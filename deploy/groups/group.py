@@ -255,7 +255,7 @@ class WorkerGroup:
             return
         if self.links is not None and (broken or replaced or not self.ready):
             self._set_ready(False)
-            if any(worker.is_silent for worker in self.workers.values()):
+            if any(worker.silence.has_begun for worker in self.workers.values()):
                 return  # the others would wait in vain: the silent worker answers soon, or is killed
             await self._link(self.links)
         self._set_ready(True)

@@ -14,10 +14,6 @@ from deploy.groups.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-_MOST_INTERVALS = 3
-"""Intervals between heartbeats that an unanswered one counts for at most: the pause before it and the wait for its
-answer take two, unless this process itself does not run."""
-
 
 class Heartbeats:
     """Asks the workers of one group. Only a chain has `links`."""
@@ -44,11 +40,11 @@ class Heartbeats:
             status = await worker.status(self._around.heartbeat.interval_s)
         except grpc.aio.AioRpcError as error:
             heartbeat = self._around.heartbeat
-            silent_s = worker.unanswered(asked_s, self._around.clock.now_s(), _MOST_INTERVALS * heartbeat.interval_s)
+            silent_s = worker.silence.go_on(asked_s, self._around.clock.now_s(), heartbeat.interval_s)
             if silent_s > heartbeat.dead_after_s:
                 await self._kill(worker, f"has been silent for {silent_s:.1f} s ({error.code()})")
             return False
-        worker.answered()
+        worker.silence.end()
         if not isinstance(status, prefill_pb2.PrefillStatus):
             return False
         if status.stall:

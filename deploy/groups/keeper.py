@@ -21,6 +21,7 @@ from baton.results.completion import ModelInfo
 from baton.v1 import keeping_pb2 as pb
 from baton.v1.keeping_pb2_grpc import KeepingStub
 from deploy.config.worker import WorkerConfig
+from deploy.groups.silence import Silence
 from deploy.groups.spawner import WorkerHandle
 from deploy.groups.surroundings import Surroundings
 from orchestrator.api.keeping import (
@@ -101,8 +102,7 @@ class OrchestratorKeeper:
         self._around = around
         self._life: _Life | None = None
         self._planner: ChainPlanner | None = None
-        self._last_seen_s = 0.0
-        """When the orchestrator last answered, on the clock."""
+        self._silence = Silence()
         self._news = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
         self._closing = False
@@ -151,16 +151,17 @@ class OrchestratorKeeper:
         if life is None or life.handle.ended:
             await self._replace()
             return
+        heartbeat, asked_s = self._around.heartbeat, self._around.clock.now_s()
         try:
-            status = await self._push(life, self._around.heartbeat.interval_s)
+            status = await self._push(life, heartbeat.interval_s)
         except grpc.aio.AioRpcError as error:
-            silent_s = self._around.clock.now_s() - self._last_seen_s
-            if silent_s > self._around.heartbeat.dead_after_s:
+            silent_s = self._silence.go_on(asked_s, self._around.clock.now_s(), heartbeat.interval_s)
+            if silent_s > heartbeat.dead_after_s:
                 logger.warning("the orchestrator has been silent for %.1f s (%s): killing it", silent_s, error.code())
                 await life.kill()
                 await self._replace()
         else:
-            self._last_seen_s = self._around.clock.now_s()
+            self._silence.end()
             self.orders = self.follow(orders_from_proto(status.orders))
 
     async def _push(self, life: _Life, timeout_s: float) -> pb.OrchestratorStatus:
@@ -186,7 +187,7 @@ class OrchestratorKeeper:
             raise
         self._life = life
         self.ports = (status.port, status.metrics_port if status.HasField("metrics_port") else None)
-        self._last_seen_s = self._around.clock.now_s()
+        self._silence.end()
 
     async def _serve(self, life: _Life) -> pb.OrchestratorStatus:
         """Let the orchestrator serve clients, unless it does already. Raises its error when it cannot."""

@@ -6,6 +6,7 @@ from baton.v1 import generate_pb2, prefill_pb2
 from baton.v1.generate_pb2_grpc import GenerationGroupStub
 from baton.v1.kv_pb2_grpc import KvReceiverStub
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
+from deploy.groups.silence import Silence
 from deploy.groups.spawner import WorkerHandle
 from transport.channel import make_channel
 from transport.identity import ClusterSecret
@@ -18,7 +19,7 @@ class Worker:
 
     def __init__(self, handle: WorkerHandle) -> None:
         self.handle = handle
-        self._silent_s, self._looked_s = 0.0, 0.0
+        self.silence = Silence()
         secret = ClusterSecret(handle.config.place.secret)
         self._channel: grpc.aio.Channel = make_channel(handle.endpoint, secret=secret)
         self.prefill = PrefillRankStub(self._channel)
@@ -28,24 +29,6 @@ class Worker:
     @property
     def name(self) -> str:
         return self.handle.config.name
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether the worker left the last heartbeat unanswered."""
-        return self._silent_s > 0
-
-    def answered(self) -> None:
-        """Record that the worker answered a heartbeat."""
-        self._silent_s = 0.0
-
-    def unanswered(self, asked_s: float, now_s: float, most_s: float) -> float:
-        """Record that a heartbeat sent at `asked_s` is found unanswered at `now_s`, both of a monotonic clock. Return
-        how many seconds the worker has been silent: since the first unanswered heartbeat after its last answer was
-        sent. A heartbeat counts for `most_s` at most: a supervisor that was stopped itself has not heard silence."""
-        since_s = self._looked_s if self.is_silent else asked_s
-        self._silent_s += min(now_s - since_s, most_s)
-        self._looked_s = now_s
-        return self._silent_s
 
     async def status(self, timeout_s: float) -> WorkerStatus:
         """Send one heartbeat and return the worker's status. Raises grpc.aio.AioRpcError without an answer within

@@ -13,7 +13,7 @@ another thread, which holds no slot.
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -23,6 +23,7 @@ from baton.types import LeaseRef, TokenRange
 from generate_workers.engine.rows import Row
 from generate_workers.slots.access import SlotReader
 from generate_workers.slots.table import SlotTable
+from modeling.prefix_store.block_files import BlockWriter
 from modeling.prefix_store.store import Filled, PrefixStore
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,9 @@ _MAX_WAITING = 16
 """Rows that may wait for the thread. Each holds a slot that a new row could have."""
 _MAX_SINKING = 64
 """Answers that may wait for the disk. Further ones go to disk only when they are stored anew."""
+_MOST_TOKENS = 1024
+"""Tokens that are copied from a slot at once, unless a block has more: on a device a copy costs as much as hundreds of
+them, and takes memory of the host's."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,10 +177,15 @@ class AnswerSaver:
         tokens = TokenRange(0, len(blocks.names) * naming.block_tokens)
         room = self._store.take(blocks.names, tokens, naming.block_tokens)
         try:
-            for writer in room.writers:
+            for writers in _adjoining(room.writers):
+                tokens = TokenRange(writers[0].tokens.start, writers[-1].tokens.end)
                 for layer in range(layout.num_layers):
-                    writer.write(layer, writer.tokens, reader.export(layer, writer.tokens))
-                self.num_bytes_stored += len(writer.tokens) * layout.token_bytes
+                    data = reader.export(layer, tokens)
+                    for writer in writers:
+                        start = (writer.tokens.start - tokens.start) * layout.row_bytes
+                        num_bytes = len(writer.tokens) * layout.row_bytes
+                        writer.write(layer, writer.tokens, data[start : start + num_bytes])
+                self.num_bytes_stored += len(tokens) * layout.token_bytes
             room.seal()
         finally:
             room.drop()
@@ -192,3 +201,18 @@ class AnswerSaver:
             logger.exception("an answer is not kept on disk")
         finally:
             self._may_sink.release()
+
+
+def _adjoining(writers: Sequence[BlockWriter]) -> Iterator[list[BlockWriter]]:
+    """Yield all writers, those of blocks that follow each other together, up to `_MOST_TOKENS` tokens."""
+    together: list[BlockWriter] = []
+    for writer in writers:
+        if together and (
+            writer.tokens.start != together[-1].tokens.end
+            or writer.tokens.end - together[0].tokens.start > _MOST_TOKENS
+        ):
+            yield together
+            together = []
+        together.append(writer)
+    if together:
+        yield together

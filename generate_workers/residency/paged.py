@@ -84,8 +84,7 @@ class PagedRow:
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
         """Return a copy of the bytes of `tokens`, which were written."""
-        parts = [self._access.read(kv_T2GH) for _, kv_T2GH in self.pages.spans(layer, tokens)]
-        return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+        return self._access.read([kv_T2GH for _, kv_T2GH in self.pages.spans(layer, tokens)])
 
     def copy_from(self, other: Self, num_tokens: int) -> None:
         """Share the pages of another row's first `num_tokens` tokens."""

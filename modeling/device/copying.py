@@ -3,7 +3,7 @@
 import functools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Self
@@ -221,10 +221,14 @@ class LinkAccess:
         keeps KV on the device, as it is made."""
         return StagingFrames(self._make_home, *self._frame_size)
 
-    def read(self, source: Tensor) -> memoryview:
-        """Return a copy in memory of the host."""
-        staged = self._make_home(source.nbytes)
-        self._link.store([(_like(source, staged), source)]).result()
+    def read(self, sources: Sequence[Tensor]) -> memoryview:
+        """Return a copy in memory of the host, by one transfer."""
+        staged = self._make_home(sum(source.nbytes for source in sources))
+        copies, start = list[tuple[Tensor, Tensor]](), 0
+        for source in sources:
+            copies.append((_like(source, staged[start : start + source.nbytes]), source))
+            start += source.nbytes
+        self._link.store(copies).result()
         return bytes_of(staged)
 
     def write(self, writes: Writes) -> Transfer:

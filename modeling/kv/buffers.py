@@ -38,8 +38,9 @@ class HostAccess(Protocol):
     def frames(self) -> StagingFrames | None:
         """Return the frames from which `write` copies without another copy; None: it copies from any memory so."""
 
-    def read(self, source: Tensor) -> memoryview:
-        """Return the bytes of a contiguous tensor: the memory itself where it is the host's, else a copy. Blocks."""
+    def read(self, sources: Sequence[Tensor]) -> memoryview:
+        """Return the bytes of contiguous tensors, one behind the other: the memory itself where there is one tensor and
+        it is the host's, else a copy, of all at once. Blocks."""
 
     def write(self, writes: Writes) -> Transfer:
         """Copy to the host's memory, without the GIL, or begin to copy to a device's. Bytes in frames must not change
@@ -51,9 +52,10 @@ class HomeAccess:
 
     frames = None
 
-    def read(self, source: Tensor) -> memoryview:
-        """Return the memory itself."""
-        return byte_view(source)
+    def read(self, sources: Sequence[Tensor]) -> memoryview:
+        """Return the memory itself, or a copy of several pieces of it."""
+        views = [byte_view(source) for source in sources]
+        return views[0] if len(views) == 1 else memoryview(b"".join(views))
 
     def write(self, writes: Writes) -> Transfer:
         """Copy in place: by numpy, because torch takes no read-only memory, which is what gRPC hands out."""
@@ -139,7 +141,7 @@ class KvBuffer:
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
         """Return the bytes of `tokens` in `layer`: the memory itself of home memory, a copy of a device's (blocks)."""
-        return self.access.read(self.span(layer, tokens))
+        return self.access.read([self.span(layer, tokens)])
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
         """Copy `data` (exactly the range's bytes) into place, and return when that is done."""

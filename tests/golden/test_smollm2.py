@@ -24,8 +24,8 @@ from tests.support.paths import advance_hidden, buffer_for, chunked_hidden, in_s
 from text.tokenizer import Tokenizer
 
 NUM_NEW = 64
-PLAIN_LENGTHS = (10, 90, 333, 700, 3000)
-CHAT_LENGTHS = (15, 60, 250, 500, 1200)
+PLAIN_LENGTHS = {"short": (10, 90, 333, 700), "long": (3000,)}
+CHAT_LENGTHS = {"short": (15, 60, 250, 500), "long": (1200,)}
 NEAR_TIE = 1e-3
 NUM_SCORED = 2048
 MAX_RATIO = 1.1
@@ -51,13 +51,13 @@ def reference(smollm2: Path) -> PreTrainedModel:
     return from_pretrained(smollm2, dtype=torch.float32, attn_implementation="sdpa")
 
 
-@pytest.fixture(scope="module")
-def prompts(smollm2: Path) -> list[tuple[int, ...]]:
+@pytest.fixture(scope="module", params=["short", pytest.param("long", marks=pytest.mark.ci)])
+def prompts(request: pytest.FixtureRequest, smollm2: Path) -> list[tuple[int, ...]]:
     """Passages of a novel, half of them as a chat's message."""
     tokenizer = Tokenizer.load(smollm2)
-    plain = [passage_ids(smollm2, length, 700 * place) for place, length in enumerate(PLAIN_LENGTHS)]
+    plain = [passage_ids(smollm2, length, 700 * place) for place, length in enumerate(PLAIN_LENGTHS[request.param])]
     chats = []
-    for place, length in enumerate(CHAT_LENGTHS):
+    for place, length in enumerate(CHAT_LENGTHS[request.param]):
         content = "What happens here? " + tokenizer.decode(passage_ids(smollm2, length, 5000 + 700 * place))
         chats.append(tuple(tokenizer.encode_chat([{"role": "user", "content": content}])))
     return plain + chats

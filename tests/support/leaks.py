@@ -12,7 +12,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-GRACE_S = 2.0
+GRACE_S = 10.0
 """Seconds that what is already ending may take to end."""
 _POLL_S = 0.01
 

@@ -319,7 +319,7 @@ class Relay:
         """Their samples, by name and labels as they are written: name{label="value"}."""
         return {written(sample): sample.value for family in await self.scrape() for sample in family.samples}
 
-    async def until_empty(self, within_s: float = 2.0) -> None:
+    async def until_empty(self, within_s: float = 10.0) -> None:
         """Nobody waits or runs, no slot, byte or job is held or booked, soon; and nothing is leaked."""
 
         async def held() -> list[int]:

@@ -76,7 +76,7 @@ class SupervisedCluster:
     def __post_init__(self) -> None:
         self.around = Surroundings(
             self.spawner,
-            Heartbeat(_HEARTBEAT_S, 5.0),
+            Heartbeat(0.5, 5.0),
             SystemClock(),
             self.reports.append,
             self.tell,
@@ -188,9 +188,11 @@ class Served:
     async def keep_asking(self, decoder: Decoder, over: asyncio.Event) -> int:
         """Streams, one after another, all as they should be; how many there were."""
         num_answers = 0
+        prompts = [prompt(8 + more) for more in range(8)]
+        expected = [reference_ids(decoder, token_ids, ANSWER) for token_ids in prompts]
         while not over.is_set():
-            token_ids = prompt(8 + num_answers % 8)
-            assert await self.ask(token_ids) == reference_ids(decoder, token_ids, ANSWER)
+            at = num_answers % len(prompts)
+            assert await self.ask(prompts[at]) == expected[at]
             num_answers += 1
         return num_answers
 

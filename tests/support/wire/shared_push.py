@@ -91,5 +91,7 @@ def shared_files(pid: int | str = "self") -> list[str]:
 
 
 def files_in_memory() -> list[str]:
-    """Names of all files in the node's folder of memory; folders there belong to tests that run beside this one."""
-    return sorted(path.name for path in Path("/dev/shm").iterdir() if not path.is_dir())
+    """Names of all files in the node's folder of memory but semaphores; those and folders there belong to tests that
+    run beside this one."""
+    paths = Path("/dev/shm").iterdir()
+    return sorted(path.name for path in paths if not path.is_dir() and not path.name.startswith("sem."))

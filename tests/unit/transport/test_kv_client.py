@@ -26,7 +26,7 @@ async def test_lease_verbs_raise_the_receivers_errors(loop: Loopback) -> None:
     with pytest.raises(StaleStampError):
         await loop.client.renew(stale(lease).ref, 5)
     with pytest.raises(IncompletePushError):
-        await loop.client.commit(lease.ref, [FIRST], timeout_s=1.0)
+        await loop.client.commit(lease.ref, [FIRST], timeout_s=3.0)
 
 
 async def test_reserve_with_another_layout_is_refused(loop: Loopback) -> None:

@@ -234,7 +234,7 @@ async def test_commit_answers_before_its_deadline_with_what_is_missing(loop: Loo
     lease = await loop.reserve()
     await loop.push([loop.piece(lease.ref), loop.piece(lease.ref, layer=1, tokens=TokenRange(0, 3))])
     with pytest.raises(IncompletePushError, match=r"layer 1, tokens \[3, 8\)"):
-        await loop.client.commit(lease.ref, [FIRST], timeout_s=1.0)
+        await loop.client.commit(lease.ref, [FIRST], timeout_s=3.0)
 
 
 async def test_commit_without_a_deadline_waits_for_the_lease_at_most(loop: Loopback) -> None:
@@ -247,7 +247,7 @@ async def test_push_may_be_finished_after_an_early_commit(loop: Loopback) -> Non
     lease = await loop.reserve()
     await loop.push([loop.piece(lease.ref)])
     with pytest.raises(IncompletePushError):
-        await loop.client.commit(lease.ref, [FIRST], timeout_s=1.0)
+        await loop.client.commit(lease.ref, [FIRST], timeout_s=3.0)
     await loop.push([loop.piece(lease.ref, layer=1, seed=5)])
     assert await loop.client.commit(lease.ref, [FIRST]) == NUM_TOKENS * LAYOUT.token_bytes
     assert loop.sink.read(lease.ref, 1, WHOLE) == rows(WHOLE, seed=5)

@@ -19,6 +19,7 @@ from deploy.bench.statistics import Percentiles
 from deploy.traffic.arrivals import gamma_arrivals
 from tests.support.clusters.scripted_orchestrator import Fault, ScriptedOrchestrator, serving, text_of
 from tests.support.eventually import eventually
+from tests.support.manual_clock import ManualClock
 
 
 def one_turn(max_tokens: int = 3) -> Iterator[Conversation]:
@@ -31,7 +32,7 @@ async def until_asked(service: ScriptedOrchestrator, num_requests: int) -> None:
     async def num_asked() -> int:
         return len(service.requests)
 
-    await eventually(num_asked, lambda num: num == num_requests, within_s=10)
+    await eventually(num_asked, lambda num: num >= num_requests, within_s=10)
 
 
 async def test_arrivals_are_not_delayed_by_answers_that_do_not_come() -> None:
@@ -47,8 +48,8 @@ async def test_arrivals_are_not_delayed_by_answers_that_do_not_come() -> None:
     assert sorted(each.due_s for each in run.records) == at_s
     lateness = Percentiles.of([each.lateness_s for each in run.records])
     assert min(each.lateness_s for each in run.records) >= 0
-    assert lateness.p50 < 0.5, "each answer hangs for two seconds"
-    assert run.seconds == pytest.approx(at_s[-1] + 2.0, abs=1.0)
+    assert lateness.p50 < 2.0, "each answer hangs for two seconds"
+    assert at_s[-1] + 2.0 <= run.seconds < 20.0, "one after the other they would take 80 s"
 
 
 async def test_latencies_count_from_the_instant_at_which_a_request_was_due() -> None:
@@ -78,7 +79,7 @@ async def test_latencies_count_from_the_instant_at_which_a_request_was_due() -> 
 async def test_a_closed_loop_has_as_many_requests_as_users() -> None:
     service = ScriptedOrchestrator([Fault(after=0, hang=True)] * 3)
     ended: list[Record] = []
-    async with serving(service) as target, GrpcServer.connected(target, None, Style(timeout_s=1.0)) as server:
+    async with serving(service) as target, GrpcServer.connected(target, None, Style(timeout_s=4.0)) as server:
         generator = Generator(server, SystemClock(), ended.append)
         running = asyncio.create_task(generator.run(Users("3 users", 3, num_conversations=10), one_turn()))
         await asyncio.wait_for(service.hanging.wait(), 10)
@@ -91,8 +92,10 @@ async def test_a_closed_loop_has_as_many_requests_as_users() -> None:
 
 
 async def test_a_closed_loop_ends_in_time() -> None:
+    clock = ManualClock()
     async with serving(ScriptedOrchestrator()) as target, GrpcServer.connected(target, None, Style()) as server:
-        run = await Generator(server, SystemClock()).run(Users("2 users", 2, seconds=0.3), one_turn())
+        generator = Generator(server, clock, lambda record: clock.advance(0.1))
+        run = await generator.run(Users("2 users", 2, seconds=0.3), one_turn())
     assert len(run.records) > 2 and all(each.is_answered for each in run.records)
     assert max(each.sent_s for each in run.records) < 0.3 <= run.seconds
 

@@ -94,10 +94,10 @@ async def test_a_drain_waits_for_what_runs_or_says_what_is_left(shell: Shell) ->
     await answer.read(call, 3)
     (busy,) = [name for name in ("group-0", "group-1") if shell.cluster.members.load(name).num_requests]
     shell.cluster.group_gates[int(busy[-1])].shut()
-    late = await shell.run("drain", busy, "mine", "--timeout", "0.5")
+    late = await shell.run("drain", busy, "mine", "--timeout", "3")
     assert (late.status, late.out) == (1, "")
     assert late.err == (
-        f"baton: {busy} is not done after 0.5 s, with 1 request, 1 of 2 slots: it stays drained; wait on, or --undo\n"
+        f"baton: {busy} is not done after 3 s, with 1 request, 1 of 2 slots: it stays drained; wait on, or --undo\n"
     )
     shown = await shell.run("status", "mine")
     assert f"{busy}  draining" in shown.out and f"degraded: {busy} is drained" in shown.out
@@ -112,10 +112,12 @@ async def test_a_group_that_gets_work_again_meanwhile_is_not_drained(shell: Shel
     call, answer = shell.cluster.open(shell.cluster.request(prompt(20), LONG)), Answer()
     await answer.read(call, 3)
     (busy,) = [name for name in ("group-0", "group-1") if shell.cluster.members.load(name).num_requests]
+    shell.cluster.group_gates[int(busy[-1])].shut()
     waiting = asyncio.create_task(shell.run("drain", busy, "mine", "--keep"))
     await eventually(lambda: drained(shell), lambda names: busy in names, within_s=10)
     shell.cluster.members.undrain(busy)
     undone = await waiting
+    shell.cluster.group_gates[int(busy[-1])].open()
     assert (undone.status, undone.err) == (1, f"baton: {busy} was let have work again meanwhile: it is not drained\n")
     call.cancel()
 

@@ -55,7 +55,7 @@ class Scene:
 
     def keeper(self, view: Callable[[], ClusterView] = lambda: VIEW) -> OrchestratorKeeper:
         """One that was not started yet."""
-        heartbeat = Heartbeat(0.05, 2.0)
+        heartbeat = Heartbeat(0.05, 20.0)
         keeper = OrchestratorKeeper(
             self.plan, view, Surroundings(self.spawner, heartbeat, SystemClock(), self.reports.append)
         )

@@ -15,7 +15,9 @@ from baton.prefix_blocks import BlockNaming, PromptBlocks
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, TokenRange
 from generate_workers.engine.rows import GenerationRequest, Ticket
+from generate_workers.prefixes import answer_saving
 from generate_workers.prefixes.answer_saving import StreamAnswers
+from generate_workers.slots.access import SlotReader
 from generate_workers.slots.memory import MemoryLimits
 from modeling.kv.memory import PAGE_BYTES
 from modeling.prefix_store.store import Filled, PrefixStore
@@ -106,6 +108,34 @@ def test_what_is_stored_is_the_kv_of_prompt_and_output(folder: Path, policy: str
             del blocks, block
         assert filled == Filled(tuple(dict.fromkeys(expected)), ())
         assert blocks_in(folder) == set(expected)
+
+
+def test_blocks_that_follow_each_other_are_copied_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second block of five is there already, and two blocks are the most at once."""
+    monkeypatch.setattr(answer_saving, "_MOST_TOKENS", 2 * BLOCK)
+    copied: list[TokenRange] = []
+
+    def export(reader: SlotReader, layer: int, tokens: TokenRange) -> memoryview:
+        if not layer:
+            copied.append(tokens)
+        return exported(reader, layer, tokens)
+
+    exported = SlotReader.export
+    params = SamplingParams(max_tokens=26, ignore_eos=True)
+    with storing(folder) as (made, store):
+        asked = ask(made, params)
+        asked.until_told()
+        known = (*ASKED, *asked.events.choice(0).token_ids)[:-1]
+        for at, name in enumerate(names(known)):
+            if at != 1:
+                (folder / name).unlink()
+        monkeypatch.setattr(SlotReader, "export", export)
+        ask(made, params).until_told()
+        assert copied == [TokenRange(0, 8), TokenRange(16, 32), TokenRange(32, 40)]
+        buffer, _ = prefilled(DECODER, known)
+        for block in store.open(names(known), BLOCK):
+            torch.testing.assert_close(block.data, buffer.data[:, block.tokens.start : block.tokens.end])
+        del block
 
 
 def test_an_answer_without_a_last_whole_block_stores_what_it_has(folder: Path) -> None:

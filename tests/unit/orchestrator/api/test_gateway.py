@@ -250,10 +250,10 @@ async def test_a_stop_lets_streams_end_in_time(tokenizer: Tokenizer) -> None:
     ):
         hanging = client.generate("Hi", max_tokens=5)
         await anext(hanging)
-        running = client.generate("Hi", max_tokens=500)
+        running = client.generate("Hi", max_tokens=100)
         await anext(running)
-        stopping = asyncio.create_task(gateway.stop(grace_s=2.0))
-        assert (await running.collect()).text == text_of(500)
+        stopping = asyncio.create_task(gateway.stop(grace_s=5.0))
+        assert (await running.collect()).text == text_of(100)
         with pytest.raises(UnavailableError, match="shutting down"):
             await hanging.collect()
         await stopping
@@ -275,14 +275,14 @@ async def test_a_gateway_that_ends_turns_new_connections_away_at_once(tokenizer:
         said = aiter(watching)
         while (await anext(said)).status != health_pb2.HealthCheckResponse.SERVING:
             pass
-        stopping = asyncio.create_task(gateway.stop(grace_s=5.0))
-        assert (await asyncio.wait_for(anext(said), 3)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        stopping = asyncio.create_task(gateway.stop(grace_s=60.0))
+        assert (await asyncio.wait_for(anext(said), 20)).status == health_pb2.HealthCheckResponse.NOT_SERVING
         async with AsyncClient(f"{HOST}:{gateway.port}", reconnect=ONCE) as late:
             with pytest.raises(UnavailableError):
-                await asyncio.wait_for(late.model(), 3)
+                await asyncio.wait_for(late.model(), 20)
         assert not stopping.done()
         hanging.cancel()
-        await asyncio.wait_for(stopping, 4)  # for a second after the last stream, though a client still watches
+        await asyncio.wait_for(stopping, 20)  # for a second after the last stream, though a client still watches
 
 
 async def test_a_deadline_beyond_its_field_is_the_longest(tokenizer: Tokenizer) -> None:

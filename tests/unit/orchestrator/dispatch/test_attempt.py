@@ -115,12 +115,20 @@ async def test_a_slot_that_is_granted_after_its_request_left_is_given_back(recei
 
 
 async def test_a_lease_is_kept_alive_while_the_chain_stands_still() -> None:
-    async with relay(config=OrchestratorConfig(lease_ttl_s=0.2)) as made:
+    ttl_s = 1.0
+    async with relay(config=OrchestratorConfig(lease_ttl_s=ttl_s)) as made:
+        slots = made.groups[0].slots
+
+        async def ends_s() -> float:
+            return slots.next_deadline_s()
+
         made.rank_gates[0].shut()
         running = asyncio.create_task(made.ask(made.request(prompt(20), PARAMS)))
         await made.rank_gates[0].until_reached()
-        await asyncio.sleep(0.6)  # not for anybody: time itself is what would end the lease
-        assert made.groups[0].slots.ledger().num_leased == 1
+        first_s = await ends_s()  # after that the lease has outlived its ttl
+        later_s = await eventually(ends_s, lambda end_s: end_s > first_s + ttl_s, within_s=20)
+        assert later_s < math.inf
+        assert slots.ledger().num_leased == 1
         made.rank_gates[0].open()
         answer = await running
         assert answer.finished is not None
@@ -232,6 +240,11 @@ async def test_a_light_tenant_s_prompt_passes_a_heavy_one_s_jobs_on_their_rank()
         for number, tenant in enumerate(("heavy", "heavy", "heavy", "light")):
             asked.append(asyncio.create_task(ask(number, tenant)))
             await eventually(num_booked, lambda booked, most=number + 1: booked == most, within_s=5)  # type: ignore[misc]
+
+        async def num_jobs() -> int:
+            return made.ranks[0].engine.status().num_jobs
+
+        await eventually(num_jobs, lambda known: known == len(asked), within_s=10)
         made.rank_gates[0].open()
         *_, heavy, light = await asyncio.gather(*asked)
         assert light.timings.prefill.width is not None

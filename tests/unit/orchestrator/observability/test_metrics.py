@@ -136,6 +136,7 @@ async def test_rounds_of_drafts_are_held_against_what_their_group_predicted() ->
 
 async def test_a_request_that_is_not_taken_is_counted_by_why() -> None:
     async with relay(num_slots=1, config=replace(HASTY, max_queued_requests=1)) as made:
+        made.group_gates[0].shut()
         calls = [made.open(made.request(prompt(20), LONG)) for _ in range(2)]
         await eventually(made.state, lambda state: (state.num_running, state.num_queued) == (1, 1), within_s=5)
         with pytest.raises(ResourceExhaustedError):
@@ -145,6 +146,8 @@ async def test_a_request_that_is_not_taken_is_counted_by_why() -> None:
         assert (seen["baton_queue_requests"], seen["baton_queue_tokens"], seen["baton_running_requests"]) == (1, 20, 1)
         for call in calls:
             call.cancel()
+        await eventually(made.state, lambda state: state.num_running + state.num_queued == 0, within_s=10)
+        made.group_gates[0].open()
         await made.until_empty()
         assert (await made.metrics())['baton_requests_total{error="RequestCancelledError"}'] == 2
 
@@ -231,9 +234,11 @@ async def test_a_port_in_use_is_refused_with_a_remedy() -> None:
 
 
 async def test_its_server_ends_at_once() -> None:
-    num_lives, began_s = 6, time.monotonic()
-    for _ in range(num_lives):
+    took_s = []
+    for _ in range(6):
         server = await MetricsServer.start(Metrics().registry, lambda: STATE, host="127.0.0.1", port=0)
         with await asyncio.to_thread(urllib.request.urlopen, f"http://{server.endpoint}/metrics", timeout=10):
+            began_s = time.monotonic()
             await server.stop()
-    assert time.monotonic() - began_s < num_lives * 0.25  # its thread waits for calls twice as long
+            took_s.append(time.monotonic() - began_s)
+    assert sorted(took_s)[2] < 0.1, "its thread waits for calls five times as long"

@@ -63,10 +63,12 @@ async def test_a_running_stream_ends_by_itself_and_new_work_goes_elsewhere(pair:
     call, answer = pair.open(pair.request(prompt(40), LONG)), Answer()
     await answer.read(call, 3)
     (busy,) = [name for name in ("group-0", "group-1") if pair.members.load(name).num_requests]
+    pair.group_gates[int(busy[-1])].shut()
     draining = asyncio.create_task(drain(pair, busy))
     await eventually(lambda: held(pair), lambda drained: drained == {busy}, within_s=5)
     others = await asyncio.gather(*(pair.ask(pair.request(prompt(20), SHORT)) for _ in range(5)))
     assert [each.token_ids for each in others] == [reference_ids(pair.decoder, prompt(20), SHORT)] * 5
+    pair.group_gates[int(busy[-1])].open()
     await answer.drain(call)
     states = await draining
     assert answer.token_ids == reference_ids(pair.decoder, prompt(40), LONG)
@@ -111,6 +113,7 @@ async def test_a_drain_that_is_given_up_stays_and_one_that_is_undone_ends(pair: 
     call, answer = pair.open(pair.request(prompt(40), LONG)), Answer()
     await answer.read(call, 3)
     (busy,) = [name for name in ("group-0", "group-1") if pair.members.load(name).num_requests]
+    pair.group_gates[int(busy[-1])].shut()
     given_up = admin(pair).Drain(admin_pb2.DrainRequest(group=busy), timeout=60)
     await given_up.read()
     given_up.cancel()
@@ -121,12 +124,14 @@ async def test_a_drain_that_is_given_up_stays_and_one_that_is_undone_ends(pair: 
     await undrain(pair, busy)
     assert not [state async for state in told][-1].is_drained
     call.cancel()
+    pair.group_gates[int(busy[-1])].open()
 
 
 async def test_a_drain_of_a_group_that_goes_meanwhile_ends(pair: Relay) -> None:
     call, answer = pair.open(pair.request(prompt(40), LONG)), Answer()
     await answer.read(call, 3)
     (busy,) = [name for name in ("group-0", "group-1") if pair.members.load(name).num_requests]
+    pair.group_gates[int(busy[-1])].shut()
     told = aiter(admin(pair).Drain(admin_pb2.DrainRequest(group=busy), timeout=60))
     first = await anext(told)
     view = pair.view()
@@ -134,6 +139,7 @@ async def test_a_drain_of_a_group_that_goes_meanwhile_ends(pair: Relay) -> None:
     assert {state.num_requests for state in [first, *[state async for state in told]]} == {1}
     pair.members.update(view)
     call.cancel()
+    pair.group_gates[int(busy[-1])].open()
 
 
 async def test_a_drain_that_is_undone_while_it_is_told_ends_no_group(pair: Relay) -> None:

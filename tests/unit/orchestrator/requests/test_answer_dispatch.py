@@ -216,7 +216,10 @@ async def test_a_request_that_leaves_keeps_no_answer(folder: Path) -> None:
         call = made.open(made.request(FIRST, replace(PARAMS, max_tokens=300)))
         await call.read()
         await call.read()
+        made.group_gates[0].shut()
         call.cancel()
+        await eventually(made.state, lambda state: state.num_running == 0, within_s=10)
+        made.group_gates[0].open()
         await made.until_empty()
         assert not blocks_in(folder)
 
@@ -270,11 +273,14 @@ async def test_a_client_that_leaves_while_its_answer_is_stored_has_had_it(folder
         assert second.num_pushed == (12 if num_ranks else 0)
 
 
-async def test_a_deadline_that_passes_while_an_answer_is_stored_is_nobody_s(folder: Path) -> None:
+async def test_a_deadline_that_passes_while_an_answer_is_stored_is_nobody_s(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.dispatch.streaming._CLOSE_S", 20.0)
     async with keeping(None, folder, config=LOCAL, num_ranks=0) as made:
         store = made.groups[0].prefixes
         assert store is not None
-        deadline_s = made.server.controller._clock.now_s() + 0.9
+        deadline_s = made.server.controller._clock.now_s() + 4.0
         with store.locked():
             spec = Request(RequestId("r"), FIRST, SHORT, deadline_s=deadline_s)
             *_, finished = [event async for event in made.server.controller.generate(spec)]

@@ -170,6 +170,7 @@ async def test_a_request_that_leaves_keeps_nothing(folder: Path) -> None:
         call = made.open(made.request(SHARED, PARAMS))
         await made.rank_gates[1].until_reached()
         call.cancel()
+        await eventually(made.state, lambda state: state.num_running == 0, within_s=10)
         made.rank_gates[1].open()
         await eventually(lambda: asyncio.to_thread(blocks_in, folder), lambda left: not left, within_s=5)
         await eventually(lambda: asyncio.to_thread(mapped, folder), lambda left: not left, within_s=5)

@@ -1,23 +1,21 @@
-"""What a supervisor remembers of a worker's heartbeats."""
+"""What a supervisor knows of processes that leave its heartbeats unanswered."""
 
 from deploy.groups.heartbeats import Heartbeats
+from deploy.groups.silence import Silence
 from deploy.groups.surroundings import Heartbeat, Surroundings
 from deploy.groups.worker import Worker
 from tests.support.clusters.spawners import InProcessSpawner, tiny_worker
 from tests.support.manual_clock import ManualClock
 
 
-async def test_silence_begins_with_the_first_unanswered_heartbeat_since_the_last_answer() -> None:
-    worker = Worker(await InProcessSpawner().start(tiny_worker("generate")))
-    try:
-        assert not worker.is_silent
-        assert [worker.unanswered(50.0, 51.0, 3.0), worker.unanswered(52.0, 53.5, 3.0)] == [1.0, 3.5]
-        assert worker.is_silent
-        worker.answered()
-        assert not worker.is_silent
-        assert worker.unanswered(90.0, 90.5, 3.0) == 0.5
-    finally:
-        await worker.close()
+def test_silence_begins_with_the_first_unanswered_heartbeat_since_the_last_answer() -> None:
+    silence = Silence()
+    assert not silence.has_begun
+    assert [silence.go_on(50.0, 51.0, 1.0), silence.go_on(52.0, 53.5, 1.0)] == [1.0, 3.5]
+    assert silence.has_begun
+    silence.end()
+    assert not silence.has_begun
+    assert silence.go_on(90.0, 90.5, 1.0) == 0.5
 
 
 class StoppedClock(ManualClock):
