@@ -40,7 +40,7 @@ NUM_CHOICES = 16
 MAX_TOKENS = 2048
 MOST_PAUSE_S = 3.0
 PROMPT_BYTES = 7 * 2**20
-PLAIN = SamplingParams(max_tokens=100, ignore_eos=True)
+PLAIN = SamplingParams(max_tokens=300, ignore_eos=True)
 LARGEST = SamplingParams(
     max_tokens=8,
     min_tokens=8,

@@ -109,6 +109,7 @@ async def test_an_active_slot_of_nobody_ends_serving_within_three_seconds() -> N
         seats = table.occupy(4, 8)
         assert seats is not None
         try:
+            await made.state()  # asks the group, which is not quiet from then on
             await eventually(lambda: verdict(made), lambda status: status == NOT_SERVING, within_s=3)
             assert (await made.state()).why_not_serving == ["group-0: 1 slots are held by no request"]
         finally:

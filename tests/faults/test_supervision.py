@@ -50,7 +50,7 @@ class Scene:
         self.reports: list[str] = []
         around = Surroundings(
             FailingSpawner(NetworkedSpawner(self.spawner, PickedPlan({}, 0.0)), failures),
-            Heartbeat(0.05, 0.5),
+            Heartbeat(0.05, 3.0),
             SystemClock(),
             self.reports.append,
             backoff=Backoff(first_s=0.1, most_s=0.2),
@@ -148,7 +148,7 @@ async def kept(folder: Path, view: Callable[[], ClusterView]) -> AsyncIterator[O
     """An orchestrator in a process of its own."""
     model = ModelInfo("smollm2-135m", 512, 49152, "bfloat16", True, "layout")
     plan = OrchestratorPlan(orchestrator_worker(folder), model, (), lambda former: linear_planner(), HOST)
-    around = Surroundings(ProcessSpawner(READY_S * 6), Heartbeat(0.1, 2.0), SystemClock(), lambda line: None)
+    around = Surroundings(ProcessSpawner(READY_S * 6), Heartbeat(0.1, 6.0), SystemClock(), lambda line: None)
     keeper = OrchestratorKeeper(plan, view, around)
     try:
         await keeper.start()

@@ -184,7 +184,7 @@ async def test_kv_of_another_model_is_refused(client: Client) -> None:
 
 
 async def test_status_says_what_is_held(client: Client) -> None:
-    lease = await client.reserve(4, 40, ttl_s=0.2)
+    lease = await client.reserve(4, 40)
     assert (await client.status()).num_bytes_held == 0  # promised, not taken
     await client.push(lease, prompt(4))
     status = await client.status()
@@ -192,7 +192,8 @@ async def test_status_says_what_is_held(client: Client) -> None:
     assert status.num_bytes_held == page_bytes(4, client.decoder.layout)
     assert status.layout_fingerprint == client.decoder.layout.fingerprint
     assert status.version == __version__
-    await client.until_empty()  # nobody renewed it
+    await client.kv.renew(lease.ref, 0.2)
+    await client.until_empty()  # nobody renewed it again
 
 
 async def test_status_steps_grow(client: Client) -> None:

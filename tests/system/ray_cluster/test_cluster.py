@@ -55,8 +55,8 @@ CORE = max(os.sched_getaffinity(0))
 NUM_SLOTS, NUM_QUEUED = 4, 12
 SETTINGS = (
     *(f"generate.num_slots={NUM_SLOTS}", f"orchestrator.max_queued_requests={NUM_QUEUED}"),
-    *(f"orchestrator.cores=[{CORE}]", "orchestrator.lease_ttl_s=15"),
-    *("supervision.heartbeat_s=0.5", "supervision.dead_after_s=3"),
+    *(f"orchestrator.cores=[{CORE}]", "orchestrator.lease_ttl_s=60"),
+    *("supervision.heartbeat_s=0.5", "supervision.dead_after_s=8"),
     *("generate.speculation=auto", "generate.draft_tokens=2", "http.port=0"),
 )
 Answers = dict[tuple[int, ...], tuple[list[int], str]]
@@ -114,7 +114,7 @@ def test_a_client_that_leaves_frees_everything(
     else:
         until(lambda: num_jobs(endpoints(client.cluster_state(), "prefill")[0], secret_of(cluster.cache)) > 0)
     stream.cancel()
-    until_settled(cluster, client, within_s=5)
+    until_settled(cluster, client, within_s=30)
 
 
 def test_a_deadline_brings_usage_as_the_last_message(cluster: ServedCluster, client: Client, smollm2: Path) -> None:

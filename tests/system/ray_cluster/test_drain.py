@@ -34,7 +34,7 @@ from tests.support.models.texts import passage_ids
 MODEL = "model.safetensors"
 SETTINGS = (
     *("prefill.num_ranks=1", "generate.num_groups=2", "generate.num_slots=8"),
-    *("supervision.heartbeat_s=0.5", "supervision.dead_after_s=3", "orchestrator.lease_ttl_s=15"),
+    *("supervision.heartbeat_s=0.5", "supervision.dead_after_s=15", "orchestrator.lease_ttl_s=15"),
 )
 
 

@@ -36,7 +36,7 @@ from tests.support.clusters.ray_heads import held_of
 NAMES = ["prefill-0", "generate-0", "generate-1"]
 SETTINGS = (
     *("prefill.num_ranks=2", "generate.num_groups=2", "generate.num_slots=8"),
-    *("supervision.heartbeat_s=0.5", "supervision.dead_after_s=3", "orchestrator.lease_ttl_s=15"),
+    *("supervision.heartbeat_s=0.5", "supervision.dead_after_s=15", "orchestrator.lease_ttl_s=15"),
 )
 
 

@@ -49,7 +49,7 @@ class Scene:
         """Set at each answer that was followed."""
         self.num_planners = 0
         plan = OrchestratorPlan(orchestrator_worker(folder), MODEL, (), self._make_planner, HOST)
-        around = Surroundings(RaySpawner("kept", 60.0, {}), Heartbeat(0.1, 2.0), SystemClock(), self.reports.append)
+        around = Surroundings(RaySpawner("kept", 60.0, {}), Heartbeat(0.5, 10.0), SystemClock(), self.reports.append)
         self.keeper = OrchestratorKeeper(plan, self._view, around)
         self.keeper.follow = self._follow
 

@@ -138,8 +138,8 @@ async def test_a_deadline_before_the_predicted_first_token_is_refused_at_once() 
         made.group_gates[0].shut()
         before_s = SystemClock().now_s()
         with pytest.raises(ResourceExhaustedError, match="first token is predicted after .* deadline is in") as caught:
-            await ask(made, deadline_ms=2000)
-        assert SystemClock().now_s() - before_s < 1.5
+            await ask(made, deadline_ms=8000)
+        assert SystemClock().now_s() - before_s < 6
         assert caught.value.retry_after_s is not None
         made.group_gates[0].open()
         first.cancel()

@@ -1,11 +1,13 @@
 """A chain on devices with memory of their own: the KV and tokens of one process, and one layer of it on the device."""
 
 import random
+import threading
 
 import pytest
 import torch
 
 from baton.errors import ConfigError, InvalidArgumentError, RequestCancelledError, ResourceExhaustedError
+from baton.ids import Rank
 from baton.types import TokenRange
 from modeling.device.copying import LinkRate
 from modeling.device.emulated import EmulatedDevice
@@ -14,6 +16,7 @@ from modeling.forward.weight_sizes import weight_bytes
 from modeling.kv.memory import PAGE_BYTES
 from prefill_workers.device_room import DeviceRoom
 from tests.support.engines.chains import (
+    WAIT_S,
     ChainGroup,
     Run,
     cached_prefix,
@@ -35,12 +38,19 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def run_chain(group: ChainGroup, seed: int, prefix_tokens: int, num_tokens: int = 60) -> Run:
+def run_chain(
+    group: ChainGroup, seed: int, prefix_tokens: int, num_tokens: int = 60, *, go_on: threading.Event | None = None
+) -> Run:
+    """`go_on`: for which the ranks wait before they push anything."""
+
+    def wait(rank: Rank, layer: int) -> None:
+        assert go_on is None or go_on.wait(WAIT_S)
+
     rng = random.Random(seed)
     ids = random_tokens(rng, num_tokens, group.decoder)
     chunks = random_chunks(rng, TokenRange(prefix_tokens, num_tokens), len(group.engines))
     prefix = (lambda: cached_prefix(group.decoder, ids, prefix_tokens)) if prefix_tokens else None
-    return group.submit(group.prepare(ids, chunks, prefix=prefix))
+    return group.submit(group.prepare(ids, chunks, prefix=prefix, on_push=wait))
 
 
 def assert_equal(cpu: Decoder, run: Run) -> None:
@@ -88,9 +98,11 @@ def test_jobs_that_do_not_fit_on_the_device_are_refused_and_the_limit_holds() ->
     with ChainGroup(decoder, 1, room=room) as group:
         with pytest.raises(InvalidArgumentError, match=r"and prefill.device_memory_bytes leaves \d+ for KV: shorten"):
             run_chain(group, 1, 0, num_tokens=200)
-        runs = [run_chain(group, seed, 0) for seed in range(2)]
+        go_on = threading.Event()
+        runs = [run_chain(group, seed, 0, go_on=go_on) for seed in range(2)]
         with pytest.raises(ResourceExhaustedError, match=f"of which other jobs take {2 * layer}: retry later"):
             run_chain(group, 2, 0)
+        go_on.set()
         for run in runs:
             assert_equal(cpu, run)
         assert device.memory_use.num_bytes == 0, "room is given back before memory is free"
@@ -129,9 +141,11 @@ def test_a_job_that_is_given_up_gives_its_memory_back() -> None:
     device = EmulatedDevice(LinkRate(1e6))
     decoder = on_emulated(random_decoder(num_layers=3), device)
     with ChainGroup(decoder, 2) as group:
-        run = run_chain(group, 2, 0)
+        go_on = threading.Event()
+        run = run_chain(group, 2, 0, go_on=go_on)
         for engine in group.engines:
             engine.cancel(run.job.number)
+        go_on.set()
         assert isinstance(run.error(0), RequestCancelledError)
         group.wait_idle()
         assert_equal(random_decoder(num_layers=3), run_chain(group, 4, 0))

@@ -36,6 +36,14 @@ async def ranks() -> AsyncIterator[Ranks]:
         yield both
 
 
+@pytest.fixture
+async def patient() -> AsyncIterator[Ranks]:
+    """They wait for each other for as long as any test does."""
+    async with two_ranks(watchdog_floor_s=TIMEOUT_S) as both:
+        await both.start_epoch()
+        yield both
+
+
 async def test_kv_arrives_in_the_slot_and_is_committed_with_the_first_token(ranks: Ranks) -> None:
     lease = await ranks.lease()
     job = ranks.job(lease)
@@ -99,14 +107,14 @@ async def test_receiver_that_is_not_there_is_unavailable(ranks: Ranks) -> None:
     assert isinstance(errors[0], UnavailableError)
 
 
-async def test_cancelled_call_ends_its_job_and_its_push(ranks: Ranks) -> None:
-    lease = await ranks.lease()
-    job = ranks.job(lease)
-    call = ranks.stubs[1].Run(job)
-    await eventually(lambda: ranks.status(1), lambda status: status.num_jobs == 1, TIMEOUT_S)
+async def test_cancelled_call_ends_its_job_and_its_push(patient: Ranks) -> None:
+    lease = await patient.lease()
+    job = patient.job(lease)
+    call = patient.stubs[1].Run(job)
+    await eventually(lambda: patient.status(1), lambda status: status.num_jobs == 1, TIMEOUT_S)
     call.cancel()
-    await eventually(lambda: ranks.status(1), lambda status: status.num_jobs == 0, TIMEOUT_S)
-    await ranks.receiver.sink.writers_become(lease.ref.slot, 0)
+    await eventually(lambda: patient.status(1), lambda status: status.num_jobs == 0, TIMEOUT_S)
+    await patient.receiver.sink.writers_become(lease.ref.slot, 0)
 
 
 async def test_job_of_an_ended_epoch_is_refused(ranks: Ranks) -> None:
@@ -116,11 +124,11 @@ async def test_job_of_an_ended_epoch_is_refused(ranks: Ranks) -> None:
         await ranks.run(0, job)
 
 
-async def test_next_epoch_ends_a_running_job(ranks: Ranks) -> None:
-    job = ranks.job(await ranks.lease())
-    running = asyncio.create_task(ranks.run(1, job))
-    await eventually(lambda: ranks.status(1), lambda status: status.num_jobs == 1, TIMEOUT_S)
-    await ranks.start_epoch()
+async def test_next_epoch_ends_a_running_job(patient: Ranks) -> None:
+    job = patient.job(await patient.lease())
+    running = asyncio.create_task(patient.run(1, job))
+    await eventually(lambda: patient.status(1), lambda status: status.num_jobs == 1, TIMEOUT_S)
+    await patient.start_epoch()
     with pytest.raises((EpochEndedError, LinkBrokenError)):
         await running
 
@@ -190,7 +198,7 @@ def test_job_takes_over_every_field() -> None:
 
 
 async def test_server_stops_with_a_job_in_flight() -> None:
-    async with two_ranks() as ranks:
+    async with two_ranks(watchdog_floor_s=TIMEOUT_S) as ranks:
         await ranks.start_epoch()
         call = ranks.stubs[1].Run(ranks.job(await ranks.lease()))
         await eventually(lambda: ranks.status(1), lambda status: status.num_jobs == 1, TIMEOUT_S)

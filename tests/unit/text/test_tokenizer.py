@@ -210,6 +210,12 @@ def test_many_threads_encode_and_decode_at_once(smollm: Tokenizer) -> None:
 
 
 def test_other_threads_run_while_a_long_text_is_encoded(smollm: Tokenizer) -> None:
+    """In one of some tries: on a crowded machine a thread may not be scheduled for as long."""
+    assert any(_longest_pause(smollm) < 1 / 3 for _ in range(3))
+
+
+def _longest_pause(smollm: Tokenizer) -> float:
+    """Of another thread while a long text is encoded, as a part of the time that this takes."""
     longest_s, begun, done = [0.0], threading.Event(), threading.Event()
 
     def look() -> None:
@@ -227,4 +233,4 @@ def test_other_threads_run_while_a_long_text_is_encoded(smollm: Tokenizer) -> No
         took_s = time.monotonic() - began_s
         done.set()
         looking.result()
-    assert longest_s[0] < took_s / 3
+    return longest_s[0] / took_s

@@ -45,7 +45,7 @@ def test_a_sleeping_engine_wakes_for_a_commit() -> None:
 def test_a_sleeping_engine_wakes_for_a_deadline() -> None:
     with harness(clock=SystemClock()) as made:
         made.engine.start()
-        _, stream = made.submit(prompt(9), SHORT, ref=made.reserve(9, 80, ttl_s=0.1).ref)
+        _, stream = made.submit(prompt(9), SHORT, ref=made.reserve(9, 80, ttl_s=1.0).ref)
         assert stream.ended.wait(WAIT_S)
         assert stream.error.startswith("LeaseExpiredError")
 

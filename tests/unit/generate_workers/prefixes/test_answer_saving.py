@@ -177,7 +177,7 @@ def test_a_cancelled_stream_stores_nothing(folder: Path) -> None:
             assert (ledger.num_active, ledger.imbalance) == (0, "")
             assert ledger.num_quarantined <= 1  # for as long as what was begun looks into its slot
             assert asked.filled == [Filled()]
-        until(lambda: is_empty(made.slots.ledger()), 1.0)
+        until(lambda: is_empty(made.slots.ledger()), 10.0)
         assert not blocks_in(folder)
         assert asked.events.finish is FinishReason.LENGTH
 
