@@ -21,6 +21,7 @@ from modeling.device.making import make_device
 from modeling.forward.decoder import Decoder
 from modeling.kernels import native
 from modeling.kernels.process_kernels import KERNELS
+from modeling.kernels.triton.prefill import compile_prefills
 from modeling.prefix_store.folder import allow_files, node_folder, share_bytes, sweep
 from modeling.prefix_store.node import DiskPlace
 
@@ -63,9 +64,19 @@ class LoadedModel:
             formats = {"dtype": place.dtype, "quantization": place.quantization}
             self._decoder = load_decoder(place.model_folder, **formats, device=device)
             self._source = source
-            if self._decoder.weights.device.type == "cpu":
-                native.load("draws")  # builds it now, not when the first token is chosen
+            _prepare_kernels(self._decoder)
         return self._decoder
+
+
+def _prepare_kernels(decoder: Decoder) -> None:
+    """Build or compile kernels now that the first token, or the first prompt, would have to wait for."""
+    config = decoder.config
+    if decoder.weights.device.type == "cpu":
+        native.load("draws")
+    elif decoder.has_triton_rows:
+        heads = config.num_heads, config.num_kv_heads, config.head_dim
+        has_windows = any(window is not None for window in config.windows)
+        compile_prefills(*heads, decoder.dtype, decoder.weights.device, with_masks=has_windows)
 
 
 def prefix_options(place: WorkerPlace) -> PrefixOptions:

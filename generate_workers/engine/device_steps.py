@@ -13,10 +13,16 @@ from generate_workers.residency.port import Residency
 from modeling.forward.decoder import Decoder
 from modeling.forward.experts import LinearExperts, mixtures
 from modeling.forward.step_graphs import StepGraphs, step_bytes
+from modeling.forward.triton.rows import compile_rows
 from modeling.kv.buffers import OUT_OF_MEMORY
 from modeling.kv.pages import PAGE_TOKENS
+from planning.speculation import MOST_DRAFTS
 
 logger = logging.getLogger(__name__)
+
+_ONE_QUERY = (1,)
+_QUERIES = tuple(2**power for power in range(1 + MOST_DRAFTS.bit_length()))
+"""Tokens of a row that kernels are compiled for: those up to a power of two have one, up to a token and its drafts."""
 
 
 def device_step_bytes(decoder: Decoder, config: EngineConfig) -> int:
@@ -44,6 +50,9 @@ def make_device_steps(decoder: Decoder, residency: Residency, config: EngineConf
             f"steps of {num_slots} rows cannot be captured ({why}): lower device_memory_bytes or num_slots, or set "
             "step_graphs = false"
         ) from error
+    if captures:
+        most_queries = _ONE_QUERY if config.speculation == "off" else _QUERIES
+        compile_rows(pages_LPS2GH, decoder.config.num_heads, decoder.config.windows, most_queries)
     done = "captured in CUDA graphs" if captures else "made"
     logger.info("decode steps of %s rows: %s in %.1f s", made.sizes, done, clock.now_s() - began_s)
     return made

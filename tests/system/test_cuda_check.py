@@ -1,4 +1,4 @@
-"""tools/cuda_check.sh: without a GPU it says so; on devices that stand for one it runs, and leaves JSON."""
+"""tools/cuda_check.sh says so without a GPU; it and cuda_serve.sh run where a CPU stands for one, and leave JSON."""
 
 import json
 import os
@@ -12,10 +12,10 @@ import torch
 from tests.support.folders import ROOT
 
 
-def cuda_check(out: Path, device: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "DEVICE": device, "OUT": str(out), "PYTHON": sys.executable}
-    command = [str(ROOT / "tools/cuda_check.sh")]
-    return subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, check=False)
+def cuda_check(out: Path, device: str, script: str = "cuda_check") -> subprocess.CompletedProcess[str]:
+    given = {"DEVICE": device, "OUT": str(out), "PYTHON": sys.executable, "WHEELS": str(out / "no wheels")}
+    command = [str(ROOT / f"tools/{script}.sh")]
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **given}, text=True, capture_output=True, check=False)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -38,6 +38,16 @@ def test_what_it_runs_on_a_gpu_runs_where_a_cpu_stands_for_one(tmp_path: Path) -
     assert {row["metric"] for row in rows(tmp_path / "measured.json")} == {"step_ms", "prefill_ms", "ttft_ms"}
     (summary,) = rows(tmp_path / "summary.json")
     assert (summary["device"], summary["tests"], summary["benchmarks"]) == ("emulated", 0, 0)
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(400)
+def test_a_server_is_tested_and_loaded_where_a_cpu_stands_for_a_gpu(tmp_path: Path) -> None:
+    done = cuda_check(tmp_path, "emulated", "cuda_serve")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    assert "1 passed" in (tmp_path / "tests.log").read_text()
+    (run,) = json.loads((tmp_path / "load-2.json").read_text())["runs"]
+    assert (run["summary"]["num_answered"], run["summary"]["failures"]) == (6, {})
 
 
 def rows(path: Path) -> list[dict[str, object]]:

@@ -179,11 +179,13 @@ async def test_a_lost_stream_runs_on_and_is_taken_over(running: Relay, group: Gr
 
 async def test_a_lost_call_loses_all_its_streams_and_each_is_taken_over(running: Relay, group: Group) -> None:
     asked = [replace(PARAMS, seed=seed, max_tokens=300) for seed in range(3)]
+    running.group_gates[0].shut(num_passes=3 * MANY_CALLS)
     lost = [group.open(params, number, request_id=f"r{number}") for number, params in enumerate(asked)]
     for each in lost:
         await each.read(2)
     await group.close()  # the call ends, as by its orchestrator's death
     await eventually(group.num_kept, lambda number: number == 3, within_s=5)
+    running.group_gates[0].open()
     for number, (params, first) in enumerate(zip(asked, lost, strict=True)):
         rest = group.take_over(params, [first.output()], 10 + number, name=f"r{number}")
         await rest.drain()

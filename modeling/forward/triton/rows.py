@@ -12,13 +12,16 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from modeling.forward.selection import Picks
 from modeling.kernels.triton.append import append_kv
 from modeling.kernels.triton.decode import SeenKeys, decode_attention
 from modeling.kernels.triton.rows import StepRows
+from modeling.kernels.triton.tiles import LEAST_SPLIT_KEYS, power_of_two
 from modeling.kv.buffers import KvPlace
+
+_ALIKE = 16
+"""Triton compiles a kernel anew where a stride is no multiple of this, and was before, or the reverse."""
 
 
 class TritonRows:
@@ -77,13 +80,16 @@ class _Pool:
         self.data_LPS2GH = tables[0].data_LPS2GH
         device, most_keys = self.data_LPS2GH.device, max(place.num_keys for place in places)
         num_pages = -(-most_keys // tables[0].page_tokens)
-        table_BC = pad_sequence([table.pages_C[:num_pages] for table in tables], batch_first=True)
+        table_BC = torch.zeros(len(tables), _alike(num_pages), dtype=torch.int32)
+        for row, table in enumerate(tables):
+            pages_C = table.pages_C[:num_pages]
+            table_BC[row, : len(pages_C)] = pages_C
         starts = itertools.accumulate((place.num_new for place in places), initial=0)
         self.rows = StepRows(
             table_BC=table_BC.to(device),
             lengths_B=torch.tensor([place.num_keys for place in places], dtype=torch.int32, device=device),
             starts_E=torch.tensor(list(starts), dtype=torch.int32, device=device),
-            most_queries=max(place.num_new for place in places),
+            most_queries=power_of_two(max(place.num_new for place in places)),
             most_keys=most_keys,
         )
         """The rows as attention sees them."""
@@ -96,3 +102,32 @@ class _Pool:
         if any(place.unseen is not None for place in places):
             unseen = [(0, 0) if place.unseen is None else (place.unseen.start, place.unseen.end) for place in places]
             self.unseen_B2 = torch.tensor(unseen, dtype=torch.int32, device=device)
+
+
+def _alike(num_pages: int) -> int:
+    """Return the least number from `num_pages` on that compiles no kernel of its own as a table's stride."""
+    return -(-num_pages // _ALIKE) * _ALIKE
+
+
+def compile_rows(
+    pages_LPS2GH: Tensor, num_heads: int, windows: Sequence[int | None], most_queries: Sequence[int]
+) -> None:
+    """Compile the kernels that rows in these pages need in steps that are no captured ones: such as also prefill, or
+    verify up to `most_queries` tokens a row. About a second for each, the first time on a machine. Writes nothing, for
+    its one row has no token."""
+    pages_PS2GH, device = pages_LPS2GH[0], pages_LPS2GH.device
+    page_tokens, _, num_kv_heads, head_dim = pages_PS2GH.shape[1:]
+    q_TNH = pages_PS2GH.new_zeros(1, num_heads, head_dim)
+    k_TGH = pages_PS2GH.new_zeros(1, num_kv_heads, head_dim)
+    for num_queries, most_keys in itertools.product(most_queries, (1, LEAST_SPLIT_KEYS + 1)):
+        rows = StepRows(
+            table_BC=torch.zeros(1, _alike(-(-most_keys // page_tokens)), dtype=torch.int32, device=device),
+            lengths_B=torch.zeros(1, dtype=torch.int32, device=device),
+            starts_E=torch.zeros(2, dtype=torch.int32, device=device),
+            most_queries=num_queries,
+            most_keys=most_keys,
+        )
+        append_kv(k_TGH, k_TGH, pages_PS2GH, rows)
+        unseen = [None, torch.zeros(1, 2, dtype=torch.int32, device=device)]
+        for window, unseen_B2 in itertools.product(dict.fromkeys(windows), unseen):
+            decode_attention(q_TNH, pages_PS2GH, rows, SeenKeys(window=window, unseen_B2=unseen_B2))

@@ -33,6 +33,8 @@ class Visibility:
 
 DENSE = Visibility(is_causal=False)
 """Every query sees every key."""
+QUERIES = (16, 32, 64, 128)
+"""Numbers of queries of which each stands for those up to it, and the last for all above: they have one kernel."""
 
 
 def prefill_attention(
@@ -83,6 +85,21 @@ def prefill_attention(
             num_stages=tiles.num_stages,
         )
     return o_TNH, lse_TN
+
+
+def compile_prefills(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, *, with_masks: bool
+) -> None:
+    """Compile the kernels of all prefills of a model, `with_masks` those of windows, too: about a second for each, the
+    first time on a machine. Without this, the first prompt that needs one waits, and all rows that stream beside it."""
+    for num_queries in QUERIES:
+        q_TNH = torch.zeros(num_queries, num_heads, head_dim, dtype=dtype, device=device)
+        kv_S2GH = torch.zeros(num_queries, 2, num_kv_heads, head_dim, dtype=dtype, device=device)
+        masks = [None, torch.ones(num_queries, num_queries, dtype=torch.bool, device=device)]
+        for is_causal in (True, False):
+            for mask_TS in masks[: 1 + with_masks]:
+                seen = Visibility(is_causal=is_causal, mask_TS=mask_TS)
+                prefill_attention(q_TNH, kv_S2GH[:, 0], kv_S2GH[:, 1], seen)
 
 
 def _mask(mask_TS: Tensor | None) -> tuple[Tensor | None, int]:

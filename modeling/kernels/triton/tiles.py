@@ -15,7 +15,8 @@ _STAGE_BYTES = 32 * 1024
 """Most bytes of keys and values that a program loads at once."""
 _QUERY_BYTES = 32 * 1024
 """Most bytes of a program's queries."""
-_LEAST_SPLIT_KEYS = 512
+LEAST_SPLIT_KEYS = 512
+"""Keys of a list up to which one program reads all of them."""
 _MOST_SPLITS = 64
 _WIDE_TILES = ((128, 3), (128, 2), (64, 3))
 """Keys and stages of a prefill's tiles of 128 queries, the fastest first."""
@@ -54,7 +55,7 @@ def decode_tiles(head_dim: int, dtype: torch.dtype, num_pairs: int, most_keys: i
     to at most `most_keys` keys."""
     rows = min(max(power_of_two(num_pairs), LEAST_SIDE), _most_rows(head_dim, dtype), 64)
     keys = _keys(head_dim, dtype)
-    split_keys = max(_LEAST_SPLIT_KEYS, power_of_two(-(-most_keys // _MOST_SPLITS)))
+    split_keys = max(LEAST_SPLIT_KEYS, power_of_two(-(-most_keys // _MOST_SPLITS)))
     num_warps = 8 if rows * padded(head_dim) >= 64 * 256 or dtype == torch.float32 else 4
     return DecodeTiles(rows, keys, split_keys, max(-(-most_keys // split_keys), 1), num_warps)
 

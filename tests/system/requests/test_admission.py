@@ -30,6 +30,8 @@ TENANTS = Tenants(
     require_key=True,
 )
 OPEN = Tenants(trust_metadata=True)
+SOME_CALLS = 40
+"""Of attention: they bring a stream's first tokens, and not the end of LONG."""
 
 
 @pytest.fixture
@@ -50,9 +52,9 @@ async def ask(made: Relay, metadata: tuple[tuple[str, str], ...] = (), **fields:
 
 async def occupied(made: Relay) -> grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateEvent]:
     """The one slot is taken until the call is cancelled."""
+    made.group_gates[0].shut(num_passes=SOME_CALLS)
     call = made.open(made.request(prompt(10), LONG))
     await Answer().read(call, 1)
-    made.group_gates[0].shut()
     return call
 
 
@@ -113,9 +115,9 @@ async def test_a_tenants_own_bound_is_told_by_name() -> None:
     small = (("baton-tenant", "small"),)
     async with relay(num_slots=1, config=OrchestratorConfig(tenants=TENANTS)) as made:
         made.metadata = (("authorization", "Bearer acme-key"),)
+        made.group_gates[0].shut(num_passes=SOME_CALLS)
         first = made.stub.Generate(made.request(prompt(10), LONG), timeout=60, metadata=small)
         await Answer().read(first, 1)
-        made.group_gates[0].shut()
         waiting = asyncio.create_task(ask(made, small))
         await queued(made, 1)
         with pytest.raises(ResourceExhaustedError, match="tenant small may have 1 requests waiting, this makes 2"):
@@ -133,9 +135,9 @@ async def test_an_unknown_priority_is_refused(narrow: Relay) -> None:
 
 async def test_a_deadline_before_the_predicted_first_token_is_refused_at_once() -> None:
     async with relay(planner=SLOW) as made:
+        made.group_gates[0].shut(num_passes=SOME_CALLS)
         first = made.open(made.request(prompt(10), LONG))  # alone it finds out for itself
         await Answer().read(first, 1)
-        made.group_gates[0].shut()
         before_s = SystemClock().now_s()
         with pytest.raises(ResourceExhaustedError, match="first token is predicted after .* deadline is in") as caught:
             await ask(made, deadline_ms=8000)

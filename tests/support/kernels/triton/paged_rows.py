@@ -6,7 +6,8 @@ from baton.types import KvLayout, TokenRange
 from modeling.forward.rows import DecodeRows
 from modeling.forward.selection import Picks
 from modeling.forward.triton.attention import triton_kernel
-from modeling.forward.triton.rows import TritonRows
+from modeling.forward.triton.rows import TritonRows, compile_rows
+from modeling.kernels.triton.rows import StepRows
 from modeling.kv.buffers import BufferSpan, KvBuffer
 from modeling.kv.pages import PageSpan
 from tests.support.kernels.paged_rows import in_pages
@@ -14,6 +15,7 @@ from tests.support.models.tiny_models import random_decoder
 
 LENGTHS = (9, 64, 17, 200)
 TOLERANCE = 2e-5
+PAGE_TOKENS = 16
 
 
 def check_rows(
@@ -63,6 +65,23 @@ def check_rows(
             expected_1NH = plain.attend(0, q_TNH[first + index :][:1], 2, one)
             got_1NH = ours.attend(0, q_TNH, 2, picks)[index : index + 1]
             torch.testing.assert_close(got_1NH, expected_1NH, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def step_rows(num_new: int, lengths: tuple[int, ...]) -> StepRows:
+    """What kernels are told of a step of rows of these lengths, with `num_new` queries each."""
+    layout = KvLayout("test", 1, 1, 16, "float32")
+    rows = in_pages([KvBuffer(layout, TokenRange(0, length)) for length in lengths], PAGE_TOKENS)
+    places = [PageSpan(row, TokenRange(n - num_new, n)).place() for row, n in zip(rows, lengths, strict=True)]
+    made = TritonRows([(index * num_new, place) for index, place in enumerate(places)], (None,))
+    return made._pools[0].rows
+
+
+def check_compiling() -> None:
+    """All kernels of rows run once, and leave pages as they were."""
+    pages_LPS2GH = torch.randn(2, 3, PAGE_TOKENS, 2, 2, 16)
+    before = pages_LPS2GH.clone()
+    compile_rows(pages_LPS2GH, 4, (None, 8), (1, 2, 4))
+    assert torch.equal(pages_LPS2GH, before)
 
 
 @torch.inference_mode()
