@@ -26,7 +26,7 @@ export PYTHONPATH="$PWD:$SITE/wheels" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 COLUMN
 
 which=cuda shape=() users_of_loads=(1 16 64) num_prompt=1024 num_output=128
 if [ "$DEVICE" = emulated ]; then
-    which="emulated and one" shape=(--quick) users_of_loads=(2) num_prompt=128 num_output=8
+    which="emulated and pool" shape=(--quick) users_of_loads=(2) num_prompt=128 num_output=8
 fi
 timeout "$KERNELS_S" "$PYTHON" -m modeling.kernels >"$OUT/kernels.log" 2>&1 # for chains on the CPU
 timeout "$TESTS_S" "$PYTHON" -W ignore -m pytest -c tests/cuda/bare.ini --rootdir=. -q --durations=5 \
