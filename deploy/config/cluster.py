@@ -89,11 +89,9 @@ class ClusterConfig(LogLines):
     @property
     def gpu_shares(self) -> dict[str, float]:
         """Part of a GPU that each worker gets, by role; a role that computes on none is not there."""
-        shares = {
-            "prefill": self.prefill.gpu_share if self.prefill.device == "cuda" else 0.0,
-            "generate": self.generate.gpu_share if self.generate.device == "cuda" else 0.0,
-        }
-        return {role: share for role, share in shares.items() if share}
+        prefill, generate = self.prefill, self.generate
+        pools = ("prefill", prefill.device, prefill.gpu_share), ("generate", generate.device, generate.gpu_share)
+        return {role: share for role, device, share in pools if device == "cuda"}
 
     def workers(
         self,

@@ -1,9 +1,13 @@
 """What is compiled before a GPU's first prompt is what prompts of all lengths need."""
 
+import itertools
+
 import pytest
 import torch
+from torch import Tensor
 
-from modeling.kernels.triton.prefill import QUERIES, compile_prefills
+from modeling.kernels.triton import prefill
+from modeling.kernels.triton.prefill import QUERIES, Visibility, compile_prefills, prefill_attention
 from modeling.kernels.triton.tiles import prefill_tiles
 from tests.support.kernels.triton.process import HAS_TRITON, process_with
 
@@ -17,10 +21,19 @@ def test_few_sizes_stand_for_all(dtype: torch.dtype, head_dim: int, shared_bytes
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-def test_all_are_run_once() -> None:
+def test_each_is_run_once() -> None:
     with process_with(TRITON_INTERPRET="1") as run:
         run(_compile)
 
 
 def _compile() -> None:
+    """In a process of its own, which may replace what it likes."""
+    launched = []
+
+    def attend(q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, seen: Visibility) -> tuple[Tensor, Tensor]:
+        launched.append((len(q_TNH), seen.is_causal, seen.mask_TS is not None))
+        return prefill_attention(q_TNH, k_SGH, v_SGH, seen)
+
+    prefill.prefill_attention = attend  # type: ignore[assignment]
     compile_prefills(2, 1, 16, torch.float32, torch.device("cpu"), with_masks=True)
+    assert sorted(launched) == sorted(itertools.product(QUERIES, (False, True), (False, True)))
