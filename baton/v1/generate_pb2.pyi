@@ -673,7 +673,9 @@ class StreamCommand(_message.Message):
     OPEN_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
     leave: _builtins.int
-    """Leaves the stream with this number, which is not read any more, as if the call had ended."""
+    """Leaves the stream with this number, which is not read any more, as if the call had ended. After the stream's end:
+    the caller has read it, and the stream need not be kept for a takeover.
+    """
     @_builtins.property
     def open(self) -> Global___StreamRequest:
         """Opens a stream. Answered by events with its number."""

@@ -64,9 +64,10 @@ class GenerationGroupServicer:
         """Streams the tokens of any number of requests; events of several streams at the same time share one message. The
         rows of a stream with a lease join the batch when their KV is committed; without a lease, the group prefills
         locally, in chunks between decode steps. A stream ends with its last choice's last event or, where answers are
-        stored, with the message after it that says what was stored. When the call ends, or the caller leaves a stream, the
-        stream ends and its slots are freed, unless keep_s says otherwise. Once the caller has sent its last command, the
-        call ends with the last stream. NOT_FOUND for a takeover of a stream that is not kept here.
+        stored, with the message after it that says what was stored; a caller that has read its end leaves it. When the call
+        ends, or the caller leaves a stream before its end, the stream ends and its slots are freed, unless keep_s says
+        otherwise. Once the caller has sent its last command, the call ends with the last stream. NOT_FOUND for a takeover of
+        a stream that is not kept here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,8 +1,9 @@
 """Streams as their readers see them: a log of events that outlives a lost call, and may be taken over by another.
 
 `engine.core` writes the events, the `shared_reader` of one call reads them. When the call is lost, as it is when the
-orchestrator dies, the stream runs on for `keep_s` seconds, so that the next orchestrator finds it. When the
-orchestrator gives a request up, it sends `Cancel`, and the stream ends at once. Runs on the asyncio loop.
+orchestrator dies, the stream runs on for `keep_s` seconds, so that the next orchestrator finds it: also one that has
+ended, unless its reader has said that it has the end. When the orchestrator gives a request up, it sends `Cancel`, and
+the stream ends at once. Runs on the asyncio loop.
 """
 
 import asyncio
@@ -148,15 +149,15 @@ class OpenStreams:
             stream.answers.cancel()
 
     def lose(self, stream: OpenStream) -> None:
-        """Keep a stream whose reader has gone for `keep_s` seconds if it has run and goes on; else end it."""
+        """Keep a stream whose reader has gone for `keep_s` seconds if it has run; else end it."""
         has_run = any(event.finish is not FinishReason.ERROR for event in stream.events)
-        if stream in self._streams and stream.keep_s and has_run and stream.num_open:
+        if stream in self._streams and stream.keep_s and has_run:
             stream.expiry = self._loop.call_later(stream.keep_s, self.end, stream)
         else:
             self.end(stream)
 
     def forget(self, stream: OpenStream) -> None:
-        """Drop a stream whose reader has all of it. Idempotent."""
+        """Drop a stream whose reader says that it has all of it. Idempotent."""
         if stream.expiry is not None:
             stream.expiry.cancel()
             stream.expiry = None

@@ -3,7 +3,7 @@
 `servicer` makes one for each Streams call, on the asyncio loop, and owns it. Rows of a batch get their tokens together,
 and one message per step costs its reader less than one per token. Events wait in the logs of their streams
 (`open_streams`) and nowhere else: a call that is slow to send is given more at a time. When it is lost, all its streams
-lose their reader.
+lose their reader, also those whose end was sent: a client that stopped may never have read it.
 """
 
 import asyncio
@@ -40,6 +40,8 @@ class SharedReader(Generic[T]):
         self._reading: dict[StreamNumber, OpenStream] = {}
         self._ready: dict[StreamNumber, None] = {}
         """Numbers of the streams whose logs may hold something unread, in the order in which it came."""
+        self._sent: dict[StreamNumber, OpenStream] = {}
+        """Streams whose end was sent, until the client leaves them."""
         self._refused: list[T] = []
         self._changed = asyncio.Event()
         self._is_complete = False
@@ -48,7 +50,7 @@ class SharedReader(Generic[T]):
         """Read the stream that `open_stream` returns until it ends, is left, or the call is lost. A number in use, and
         whatever `open_stream` raises, is the end of the stream."""
         try:
-            if number in self._reading:
+            if number in self._reading or number in self._sent:
                 raise InvalidArgumentError(f"number {number} is taken: number streams anew")
             stream = self._reading[number] = open_stream()
         except Exception as failure:  # noqa: BLE001 - logged where it is a bug
@@ -59,9 +61,15 @@ class SharedReader(Generic[T]):
         self._note(number)
 
     def leave(self, number: StreamNumber) -> None:
-        """Stop reading a stream whose client has gone. Without effect when the stream has ended."""
-        if number in self._reading:
-            self._streams.lose(self._drop(number))
+        """Stop reading a stream whose client has gone, or drop one whose end the client has read. Idempotent."""
+        if number in self._sent:
+            self._streams.forget(self._sent.pop(number))
+        elif number in self._reading:
+            stream = self._drop(number)
+            if stream.num_open:
+                self._streams.lose(stream)
+            else:
+                self._streams.end(stream)
             self._changed.set()
 
     def complete(self) -> None:
@@ -79,9 +87,11 @@ class SharedReader(Generic[T]):
                 await self._changed.wait()
 
     def close(self) -> None:
-        """Stop reading all streams that have not ended, since their call is over. Idempotent."""
+        """Lose all streams that the client has not left, since their call is over. Idempotent."""
         for number in list(self._reading):
-            self.leave(number)
+            self._streams.lose(self._drop(number))
+        while self._sent:
+            self._streams.lose(self._sent.popitem()[1])
 
     def _note(self, number: StreamNumber) -> None:
         self._ready[number] = None
@@ -101,7 +111,7 @@ class SharedReader(Generic[T]):
             batch.extend(self._encode(number, event) for event in stream.unread())
             if not stream.is_over:
                 return
-            self._streams.forget(stream)
+            self._sent[number] = stream
         except Exception as failure:  # noqa: BLE001 - logged where it is a bug
             error = _known(number, failure)
             self._streams.end(stream)

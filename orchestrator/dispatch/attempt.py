@@ -154,8 +154,8 @@ class Dispatcher:
                 await follow(record, stream, event, emit, self._origins(home))
 
     async def _find_kept(self, record: RequestRecord) -> GenerationGroup:
-        present = self._members.present.generation  # drained groups too
-        groups = [each for each in present if each.ready and each.may_serve(exact=record.request.exact)]
+        present = self._members.present.generation  # also drained ones, and those whose heartbeats are late
+        groups = [each for each in present if each.may_serve(exact=record.request.exact)]
         answers = await asyncio.gather(*(self._keeps(group, record.request_id) for group in groups))
         found = next((group for group, keeps in zip(groups, answers, strict=True) if keeps), None)
         if found is None:

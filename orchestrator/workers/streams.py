@@ -139,8 +139,10 @@ class _SharedCall:
                 for event in message.events:
                     if (reader := self.parts.get(event.number)) is not None:
                         reader.take(event)
-                        if event.HasField("end"):
+                        if event.HasField("end") and event.end.error:
                             self._forget(event.number)
+                        elif event.HasField("end"):
+                            self.leave(event.number)  # until then the group keeps it for the next orchestrator
         except grpc.aio.AioRpcError as error:
             status = sent.of(error)
             if status.code() is not grpc.StatusCode.OK and status.details() != FAILED_WRITE:

@@ -55,7 +55,7 @@ CORE = max(os.sched_getaffinity(0))
 NUM_SLOTS, NUM_QUEUED = 4, 12
 SETTINGS = (
     *(f"generate.num_slots={NUM_SLOTS}", f"orchestrator.max_queued_requests={NUM_QUEUED}"),
-    *(f"orchestrator.cores=[{CORE}]", "orchestrator.lease_ttl_s=60"),
+    *(f"orchestrator.cores=[{CORE}]", "orchestrator.lease_ttl_s=45"),
     *("supervision.heartbeat_s=0.5", "supervision.dead_after_s=8"),
     *("generate.speculation=auto", "generate.draft_tokens=2", "http.port=0"),
 )
@@ -368,7 +368,7 @@ def test_streams_survive_a_lost_orchestrator(
     streams = _running(client, answers)
     os.kill(victim, with_signal)
     *short, _ = _collect(streams, answers)
-    for each in short:  # they ran on meanwhile: nothing was prefilled again
+    for each in short:  # they ran on meanwhile, perhaps to their ends: nothing was prefilled again
         assert each.num_resumes
         assert each.timings is not None and each.timings.prefill.ranks == ()
     until_settled(cluster, client)

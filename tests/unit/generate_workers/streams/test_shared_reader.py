@@ -196,6 +196,24 @@ async def test_a_lost_call_loses_all(call: Call) -> None:
     call.streams.close()
 
 
+async def test_an_end_that_was_sent_is_kept_until_its_reader_leaves_the_stream(call: Call) -> None:
+    call.open(ONE, TWO)
+    for ticket in (1, 2):
+        call.engine.say(ticket, end="a")
+    sent = [said for batch in [await anext(call.reader.batches())] for said in batch]
+    assert sent == [Said(ONE, "a"), Said(ONE, None), Said(TWO, "a"), Said(TWO, None)]
+    call.reader.leave(ONE)
+    call.reader.close()
+    assert call.streams.kept() == [("r2", 0)]
+    request = GenerationRequest(RequestId("r2"), (1,), (), SamplingParams(max_tokens=4))
+    second = SharedReader(call.streams, encoded, end)
+    second.add(TWO, lambda: call.streams.take_over(request, TWO, [()]))
+    assert await anext(second.batches()) == [Said(TWO, "a"), Said(TWO, None)]
+    second.leave(TWO)
+    second.close()
+    assert (call.streams.kept(), call.engine.cancelled) == ([], [])
+
+
 async def test_another_call_reads_on_from_the_log(call: Call) -> None:
     call.open(ONE)
     call.engine.say(1, "a", "b", "c")

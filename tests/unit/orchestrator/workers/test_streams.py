@@ -186,7 +186,7 @@ async def test_a_group_that_dies_fails_all(served: Served) -> None:
     assert [isinstance(error, BatonError) for error in errors] == [True, True]
 
 
-async def test_the_group_hears_who_leaves(served: Served) -> None:
+async def test_the_group_hears_who_leaves_and_who_has_the_end(served: Served) -> None:
     call, (one, two) = await served.open(1, 2)
     one.cancel()
     one.cancel()
@@ -194,7 +194,7 @@ async def test_the_group_hears_who_leaves(served: Served) -> None:
     call.say(token(1, 0), token(2, 0), end(2))  # what was under way to the one that left is nobody's
     assert await read(two) == [0]
     await asyncio.wait_for(call.ended.wait(), 10)
-    assert await call.left() == [1]
+    assert await call.left() == [1, 2]
 
 
 async def test_the_call_ends_with_its_last_stream(served: Served) -> None:
@@ -203,7 +203,7 @@ async def test_the_call_ends_with_its_last_stream(served: Served) -> None:
     assert await one.read() is None
     await asyncio.wait_for(call.ended.wait(), 10)
     one.cancel()
-    assert not await call.left()
+    assert await call.left() == [1]
 
 
 async def test_a_call_that_cannot_be_made_is_an_error_of_the_read_and_the_next_makes_its_own(
