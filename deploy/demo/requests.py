@@ -34,6 +34,10 @@ _SHORT_TOKENS = 48
 _DEADLINE_S = 120.0
 _SHOWN_OF_PASSAGE = 240
 """Characters of the passage's end that are shown before its continuation."""
+_IDLE_LOOKS = 30
+"""Questions after which a cluster that still holds something is shown as it is."""
+_LOOK_S = 0.5
+"""Seconds between two of them."""
 _REFRESHES_A_SECOND = 8
 _TAIL = 60
 """Characters at the end of a running text that are shown, where there is room."""
@@ -131,10 +135,23 @@ async def show_all_at_once(client: AsyncClient, console: Console) -> None:
 async def show_state(client: AsyncClient, console: Console) -> None:
     """Show what the cluster holds when no request runs. Raises BatonError for leaked slots or jobs."""
     console.rule("What the cluster holds now", align="left")
-    state = await client.cluster_state()
+    state = await _idle_state(client)
     console.print(_group_table(state))
     if num_leaked := sum(group.num_leaked for group in state.groups):
         raise BatonError(f"{num_leaked} slots or jobs leaked: see Ray's logs")
+
+
+async def _idle_state(client: AsyncClient) -> ClusterState:
+    """Return the cluster's state once every engine says that it holds nothing, or after some seconds: answers are
+    stored after their last tokens."""
+    state = await client.cluster_state()
+    for _ in range(_IDLE_LOOKS):
+        engines = [group.generation for group in state.groups if group.role == "generate"]
+        if all(each is not None and each.num_free == each.num_slots for each in engines):
+            break
+        await asyncio.sleep(_LOOK_S)
+        state = await client.cluster_state()
+    return state
 
 
 async def _follow_all(requests: Sequence[DemoRequest], console: Console) -> None:

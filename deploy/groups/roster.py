@@ -117,6 +117,7 @@ class Roster:
         if group is None and name in self._absent and not self._absent[name].starts:
             if name not in self._known:
                 del self._absent[name]
+                self._around.changed()
         elif self._returns(name, self._orders):
             self._move(self._return(name, group), name, self._orders.lender(name))
         else:  # without a group its end or start failed: workers may be left

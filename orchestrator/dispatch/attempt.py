@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 _FULL_PAUSE_S = 0.05
 """Seconds between two Reserves of a slot that should be free and is not yet: quarantined, or another orchestrator's."""
-_ANSWER_S = 1.0
+_ANSWER_S = 5.0
 """Seconds that a group has to say whether it has kept a stream."""
 
 
@@ -156,20 +156,26 @@ class Dispatcher:
     async def _find_kept(self, record: RequestRecord) -> GenerationGroup:
         present = self._members.present.generation  # also drained ones, and those whose heartbeats are late
         groups = [each for each in present if each.may_serve(exact=record.request.exact)]
-        answers = await asyncio.gather(*(self._keeps(group, record.request_id) for group in groups))
-        found = next((group for group, keeps in zip(groups, answers, strict=True) if keeps), None)
-        if found is None:
-            raise NotFoundError(f"request {record.request_id} runs on no generation group")
-        return found
+        asking = [asyncio.create_task(self._keeper(group, record.request_id)) for group in groups]
+        try:
+            for answer in asyncio.as_completed(asking):
+                if (found := await answer) is not None:
+                    return found
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+        raise NotFoundError(f"request {record.request_id} runs on no generation group")
 
-    async def _keeps(self, group: GenerationGroup, request_id: RequestId) -> bool:
+    async def _keeper(self, group: GenerationGroup, request_id: RequestId) -> GenerationGroup | None:
+        """Return the group if it says that it has kept the request's stream."""
         try:
             with self._clients.use(group.endpoint) as worker:
                 status = await worker.generation_status(_ANSWER_S)
-            return any(each.request_id == request_id for each in status.kept)
         except BatonError as error:
             logger.info("%s does not say what it has kept: %s", group.name, error)
-            return False
+            return None
+        return group if any(each.request_id == request_id for each in status.kept) else None
 
     async def _serve(self, home: _Home, plan: Plan, learnt: _Learnt, emit: Emit) -> None:
         """Run the request to its end as planned. Raises NoRoomError when the group has no room and another has. The job

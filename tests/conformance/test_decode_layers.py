@@ -54,7 +54,6 @@ LENGTHS = (1, 2, 17, 64, 65, 700, 1100)
 
 pytestmark = [
     pytest.mark.parametrize("path", PATHS),
-    pytest.mark.timeout(300),  # four kernels may have to be built
 ]
 
 

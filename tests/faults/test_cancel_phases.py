@@ -171,10 +171,10 @@ async def decoding_its_own_prefill(scene: Scene) -> StreamCall:
 
 async def decoding(scene: Scene) -> StreamCall:
     """Tokens come; the engine stands within a step."""
-    call = scene.ask()
-    await Answer().read(call, 3)
     (gate,) = scene.made.group_gates
-    gate.shut()
+    gate.shut(num_passes=14)  # some steps, or a round of drafts: never all tokens
+    call = scene.ask()
+    await Answer().read(call, 2)
     await gate.until_reached()
     return call
 

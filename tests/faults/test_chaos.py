@@ -30,7 +30,7 @@ from transport.kv_sink import ReserveSpec
 SHAPE = Shape(
     victims=("prefill-0.0", "prefill-0.1", "generate-0", "generate-1", "orchestrator"), vocab_size=NUM_LETTERS
 )
-BOUNDS = Bounds(request_s=60.0, settle_s=2 * TTL_S + 8)
+BOUNDS = Bounds(request_s=60.0, settle_s=2 * TTL_S + 28)
 """A slot whose release was lost is freed by its lease's end; a worker that was stopped is replaced."""
 SEEDS = (1, 2, 33)
 """Together they kill and stop ranks, engines and the orchestrator."""
@@ -103,11 +103,11 @@ async def test_what_does_not_hold_is_said(tmp_path: Path) -> None:
             kv = KvClient(channel)
             spec = ReserveSpec(RequestId("lost"), 1, 4, 8, ttl_s=30.0)
             lease = await kv.reserve(spec, reference.decoder.layout.fingerprint)
-            run = ChaosRun(cluster, schedule, CLOCK, bounds=replace(BOUNDS, settle_s=0.5))
+            run = ChaosRun(cluster, schedule, CLOCK, bounds=replace(BOUNDS, settle_s=5.0))
             report = await run.run(lambda ask, choice, tokens: f"{len(tokens)} wrong tokens")
             await kv.abort(lease.ref)
     held, *wrong = report.complaints
-    assert held.startswith("still held after 0.5 s: 1 slots of generate-0")
+    assert held.startswith("still held after 5 s: 1 slots of generate-0")
     choices = [(ask.number, choice) for ask in schedule.asks for choice in range(ask.params.n)]
     assert len(wrong) == len(choices) and all(each.endswith("wrong tokens") for each in wrong)
 

@@ -102,7 +102,7 @@ async def test_what_cannot_be_aborted_is_no_leak_before_its_ttl() -> None:
         assert told == [SERVING]
 
 
-async def test_an_active_slot_of_nobody_ends_serving_within_three_seconds() -> None:
+async def test_an_active_slot_of_nobody_ends_serving() -> None:
     async with behind(PickedPlan({}, 0.0)) as made:
         await eventually(lambda: verdict(made), lambda status: status == SERVING, within_s=10)
         table = made.groups[0].slots
@@ -110,7 +110,7 @@ async def test_an_active_slot_of_nobody_ends_serving_within_three_seconds() -> N
         assert seats is not None
         try:
             await made.state()  # asks the group, which is not quiet from then on
-            await eventually(lambda: verdict(made), lambda status: status == NOT_SERVING, within_s=3)
+            await eventually(lambda: verdict(made), lambda status: status == NOT_SERVING, within_s=8)
             assert (await made.state()).why_not_serving == ["group-0: 1 slots are held by no request"]
         finally:
             table.release(seats[0].ref)

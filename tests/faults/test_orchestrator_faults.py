@@ -26,10 +26,7 @@ async def test_a_stream_goes_on_exactly_when_its_generation_group_dies() -> None
         call, answer = made.open(made.request(prompt(40), PARAMS)), Answer()
         await answer.read(call, 5)
         lost = await made.busy_group()
-        stopping = asyncio.create_task(made.groups[lost].stop())
-        for gate in made.group_gates:
-            gate.open()
-        await stopping
+        await made.lose_group(lost)
         await answer.drain(call)
         assert answer.token_ids == reference_ids(made.decoder, prompt(40), PARAMS)
         assert answer.indices == list(range(PARAMS.max_tokens))
@@ -51,10 +48,7 @@ async def test_stop_strings_and_token_penalties_survive_a_lost_group() -> None:
         call, answer = made.open(made.request(prompt(40), replace(PARAMS, stop=(stop,)))), Answer()
         await answer.read(call, 1)
         lost = await made.busy_group()
-        stopping = asyncio.create_task(made.groups[lost].stop())
-        for gate in made.group_gates:
-            gate.open()
-        await stopping
+        await made.lose_group(lost)
         await answer.drain(call)
         assert answer.text == expected
         assert answer.finished is not None
@@ -105,9 +99,10 @@ async def test_a_lost_rank_costs_an_attempt_once_the_chain_is_repaired() -> None
         await made.rank_gates[1].until_reached()
         lost = made.ranks.pop()
         stopping = asyncio.create_task(lost.stop())
+        made.members.update(made.view(prefill_ready=False))
+        await eventually(lambda: asyncio.sleep(0, len(made.members.backlogs)), lambda num: num == 0, within_s=20)
         made.rank_gates.pop().open()
         await stopping
-        made.members.update(made.view(prefill_ready=False))
         await made.add_rank()
         await made.start_epoch()
         made.members.update(made.view())
@@ -169,14 +164,14 @@ async def test_a_request_that_no_attempt_can_help_is_tried_once() -> None:
 
 async def test_an_orchestrator_that_stops_tells_its_clients_to_come_back() -> None:
     async with relay() as made:
-        call, answer = made.open(made.request(prompt(40), replace(PARAMS, max_tokens=300))), Answer()
-        await answer.read(call, 3)
+        call, answer, _ = await made.held_up(made.request(prompt(40), replace(PARAMS, max_tokens=300)))
         stopping = asyncio.create_task(made.server.stop())
         with pytest.raises(UnavailableError, match="shutting down"):
             await answer.drain(call)
+        made.group_gates[0].open()
         await stopping
         slots = made.groups[0].slots
-        await eventually(lambda: asyncio.to_thread(slots.ledger), lambda held: held.num_active == 0, within_s=2)
+        await eventually(lambda: asyncio.to_thread(slots.ledger), lambda held: held.num_active == 0, within_s=10)
 
 
 async def test_a_stopping_orchestrator_lets_running_streams_end() -> None:

@@ -24,7 +24,7 @@ NUM_REQUESTS = 10
 """At the same time, in each round."""
 PATIENCE_S = 60.0
 """Far above any bound: a request that takes longer hangs."""
-SETTLE_S = 10.0
+SETTLE_S = 30.0
 """For what a lost attempt held: its lease's ttl."""
 MIDDLE = NUM_LAYERS // 2
 
@@ -101,7 +101,6 @@ async def strike(made: DoomedCluster, blows: Sequence[Blow], rng: random.Random)
 
 
 @pytest.mark.ci
-@pytest.mark.timeout(300)
 async def test_requests_survive_a_rank_that_ends_at_any_step(tmp_path: Path) -> None:
     rng = random.Random(1)
     async with doomed_cluster(write_letter_model(tmp_path)) as made:

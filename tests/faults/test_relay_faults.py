@@ -12,7 +12,7 @@ from tests.support.clusters.relays import ask, check_drafted, local_relay
 from tests.support.engines.speculating import SPECULATING, ways
 from tests.support.models.texts import passage_ids
 
-LONG = SamplingParams(max_tokens=40, temperature=0.8, seed=5, ignore_eos=True)
+LONG = SamplingParams(max_tokens=120, temperature=0.8, seed=5, ignore_eos=True)
 
 
 @pytest.mark.parametrize("way", ways("off", ci=("snapkv", "streaming host")))

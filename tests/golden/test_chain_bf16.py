@@ -15,7 +15,6 @@ MAX_RATIO = 1.1
 
 
 @pytest.mark.ci
-@pytest.mark.timeout(300)
 def test_uneven_chains_err_no_more_than_one_process(smollm2: Path) -> None:
     token_ids = passage_ids(smollm2, NUM_TOKENS)
     exact, _ = reference(load_decoder(smollm2, dtype="float32"), token_ids)

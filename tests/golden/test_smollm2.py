@@ -97,7 +97,6 @@ def reference_logits(reference: PreTrainedModel, row: Generated) -> Tensor:
     return logits_TV
 
 
-@pytest.mark.timeout(300)
 @torch.inference_mode()
 def test_greedy_tokens_equal_transformers(generated: list[Generated], reference: PreTrainedModel) -> None:
     num_differing = 0
@@ -125,7 +124,6 @@ def test_kv_of_chunks_equals_kv_of_the_whole(decoder: Decoder, smollm2: Path) ->
 
 
 @pytest.mark.ci
-@pytest.mark.timeout(300)
 @torch.inference_mode()
 def test_bf16_in_chunks_or_steps_errs_no_more_than_bf16_at_once(decoder: Decoder, smollm2: Path) -> None:
     token_ids = passage_ids(smollm2, NUM_SCORED)

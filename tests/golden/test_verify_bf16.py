@@ -32,7 +32,6 @@ MOST_ROWS = 288
 
 pytestmark = [
     pytest.mark.ci,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(not has_panel_linear(), reason="needs linear layers of our own"),
 ]
 

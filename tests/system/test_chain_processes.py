@@ -125,7 +125,7 @@ def test_killed_rank_fails_the_job_at_once_and_the_next_epoch_serves(edges: str)
 
 @EDGES
 def test_stopped_rank_fails_the_job_within_the_watchdog_s_bound(edges: str) -> None:
-    with running_group(2.0, edges) as group:
+    with running_group(6.0, edges) as group:
         group.assert_serves()
         number, _ = group.submit(hold={0: 2})
         group.workers[1].stop()

@@ -29,7 +29,6 @@ def test_without_a_gpu_it_says_what_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.timeout(540)
 def test_what_it_runs_on_a_gpu_runs_where_a_cpu_stands_for_one(tmp_path: Path) -> None:
     done = cuda_check(tmp_path, "emulated")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr
@@ -41,7 +40,6 @@ def test_what_it_runs_on_a_gpu_runs_where_a_cpu_stands_for_one(tmp_path: Path) -
 
 
 @pytest.mark.ci
-@pytest.mark.timeout(400)
 def test_a_server_is_tested_and_loaded_where_a_cpu_stands_for_a_gpu(tmp_path: Path) -> None:
     done = cuda_check(tmp_path, "emulated", "cuda_serve")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr

@@ -226,7 +226,7 @@ async def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
 async def test_a_deadline_ends_the_stream_with_its_usage(running: Relay, whose: str) -> None:
     await running.ask(running.request(prompt(20), GREEDY))  # what is made at first use
     answer = Answer()
-    for _ in range(3 if whose == "call" else 1):  # a call ends 0.1 s after its request, whatever has come by then
+    for _ in range(3):  # a call ends 0.1 s after its request, whatever has come by then; a chain may be held up as long
         running.group_gates[0].shut()
         request = running.request(prompt(20), LONG, deadline_ms=3000 if whose == "request" else 0)
         call, answer = running.open(request, 3 if whose == "call" else 60), Answer()
@@ -234,7 +234,7 @@ async def test_a_deadline_ends_the_stream_with_its_usage(running: Relay, whose: 
             await answer.drain(call)
         running.group_gates[0].open()
         await running.until_empty()
-        if answer.finished is not None:
+        if answer.finished is not None and answer.token_ids:
             break
     assert answer.finished is not None
     assert answer.finishes[0] == generate_pb2.FINISH_REASON_DEADLINE

@@ -66,6 +66,7 @@ async def test_the_next_turn_of_a_chat_reuses_prompt_and_answer(relay: Relay, de
     asked = passage_ids(smollm2, 100, start=1300)  # less than a block: the answer's first tokens fill it
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     first = await ask(relay, asked, params)
+    await eventually(lambda: slots_in_use(relay), lambda used: used == (0, 0), within_s=20)  # the answer is stored
     prompt = (*asked, *first.token_ids, *passage_ids(smollm2, 30, start=1600))
     second = await ask(relay, prompt, GREEDY)
     cached = (100 + 39) // BLOCK * BLOCK

@@ -1,7 +1,6 @@
 """Constrained outputs on real workers: the first token by a chain, the rest by a group, which may die meanwhile; asked
 for by Baton's client and by OpenAI's."""
 
-import asyncio
 import json
 import re
 from pathlib import Path
@@ -76,10 +75,7 @@ async def test_an_output_keeps_its_form_when_its_group_dies() -> None:
         await answer.read(stream, 20)
         dying = await made.busy_group()
         await made.group_gates[dying].until_reached()
-        stopping = asyncio.create_task(made.groups[dying].stop())
-        for gate in made.group_gates:
-            gate.open()
-        await stopping
+        await made.lose_group(dying)
         await answer.drain(stream)
         assert answer.finished is not None and answer.finished.usage.num_attempts > 1
         assert answer.token_ids == expected.token_ids

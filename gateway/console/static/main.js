@@ -47,15 +47,20 @@ async function tick() {
   const began = performance.now();
   isAsking = true;
   try {
-    latest = await fetchState();
-    rates.add(latest);
-    tell(null);
-    draw();
+    const state = await fetchState();
+    if (!isPaused) show(state);
   } catch (error) {
-    tell(error);
+    if (!isPaused) tell(error);
   }
   isAsking = false;
   timer = setTimeout(tick, Math.max(0, PERIOD_MS - (performance.now() - began)));
+}
+
+function show(state) {
+  latest = state;
+  rates.add(latest);
+  tell(null);
+  draw();
 }
 
 function tell(error) {

@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 GROUP_SIZES = (2, 1)
 NUM_SLOTS = 8
 DEAD_AFTER_S = 8.0
-FLOOR_S = 5.0
+FLOOR_S = 8.0
 CONFIG = OrchestratorConfig(
-    avoid_s=0.3, prefill_wait_s=60.0, generation_wait_s=60.0, max_attempts=8, lease_ttl_s=5.0, disaggregation="always"
+    avoid_s=0.3, prefill_wait_s=60.0, generation_wait_s=60.0, max_attempts=8, lease_ttl_s=15.0, disaggregation="always"
 )
 """A request waits for a group that is being replaced: none is prefilled by the generation engine."""
 

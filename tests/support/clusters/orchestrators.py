@@ -1,7 +1,6 @@
 """A relay in one process: real prefill ranks over gloo, real generation groups, a real orchestrator, a channel."""
 
 import asyncio
-import threading
 import urllib.request
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -16,7 +15,6 @@ import torch
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
-from torch import Tensor
 from torch.distributed import TCPStore
 
 from baton.clock import SystemClock
@@ -31,7 +29,6 @@ from baton.v1.prefill_pb2_grpc import PrefillRankStub
 from generate_workers.config import EngineConfig
 from generate_workers.servicer import GenerationServer
 from modeling.device.making import make_device
-from modeling.forward.attention import Kernel
 from modeling.forward.decoder import Decoder
 from modeling.prefix_store.node import DiskPlace
 from orchestrator.api.frontend import OrchestratorServer
@@ -41,6 +38,7 @@ from orchestrator.requests.config import OrchestratorConfig
 from planning.planner import ChainPlanner
 from prefill_workers.servicer import PrefillServer
 from tests.support.clusters.planners import linear_planner
+from tests.support.engines.gated_kernels import Gate
 from tests.support.engines.generation import eos_decoder
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import EOS_ID, letter_grammars, letter_tokenizer
@@ -72,39 +70,6 @@ def written(sample: Sample) -> str:
     """A sample's name and labels, as in the text; empty labels are none."""
     labels = ",".join(f'{name}="{value}"' for name, value in sorted(sample.labels.items()) if value)
     return f"{sample.name}{{{labels}}}" if labels else sample.name
-
-
-class Gate:
-    """An attention kernel that waits while the gate is shut: a worker that stands still when the test wants it to."""
-
-    def __init__(self, kernel: Kernel) -> None:
-        self.opened = threading.Event()
-        self.opened.set()
-        self.reached = threading.Event()
-        self._kernel = kernel
-        self._num_passes = 0
-
-    def shut(self, num_passes: int = 0) -> None:
-        """`num_passes` more calls (layers of steps) come through it."""
-        self._num_passes = num_passes
-        self.reached.clear()
-        self.opened.clear()
-
-    def open(self) -> None:
-        self.opened.set()
-
-    async def until_reached(self) -> None:
-        """Somebody stands before the shut gate."""
-        assert await asyncio.to_thread(self.reached.wait, 20)
-
-    def __call__(self, *args: Any) -> tuple[Tensor, Tensor]:
-        if not self.opened.is_set():
-            if not self._num_passes:
-                self.reached.set()
-                assert self.opened.wait(30), "the test left the gate shut"
-            else:
-                self._num_passes -= 1
-        return self._kernel(*args)
 
 
 @dataclass
@@ -293,6 +258,19 @@ class Relay:
         await answer.drain(self.open(request, timeout_s))
         return answer
 
+    async def held_up(self, request: pb.GenerateRequest) -> tuple[StreamCall, Answer, str]:
+        """A stream that stands still after its first tokens, what came of it, and its generation group's name. The
+        gates of the other groups are open."""
+        for gate in self.group_gates:
+            gate.shut(num_passes=4 * self.decoder.config.num_layers)
+        call, answer = self.open(request), Answer()
+        await answer.read(call, 3)
+        names = [f"group-{number}" for number in range(len(self.groups))]
+        (busy,) = (number for number, name in enumerate(names) if self.members.load(name).num_requests)
+        for gate in (*self.group_gates[:busy], *self.group_gates[busy + 1 :]):
+            gate.open()
+        return call, answer, names[busy]
+
     async def state(self) -> pb.ClusterState:
         """What the orchestrator says of itself to a caller with `metadata`."""
         return await self.stub.GetClusterState(pb.GetClusterStateRequest(), timeout=10, metadata=self.metadata)
@@ -304,6 +282,19 @@ class Relay:
             return [group.engine.status().num_streams for group in self.groups]
 
         return (await eventually(streams, lambda found: sum(found) == 1, within_s=10)).index(1)
+
+    async def lose_group(self, lost: int) -> None:
+        """Ends a generation group behind its shut gate. The gates open once its streams have left it: they end
+        elsewhere."""
+        stopping = asyncio.create_task(self.groups[lost].stop())
+
+        async def num_requests() -> int:
+            return self.members.load(f"group-{lost}").num_requests
+
+        await eventually(num_requests, lambda num: num == 0, within_s=20)
+        for gate in self.group_gates:
+            gate.open()
+        await stopping
 
     async def scrape(self) -> list[Metric]:
         """All metrics, as Prometheus reads them."""

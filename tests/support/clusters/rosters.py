@@ -76,7 +76,7 @@ class SupervisedCluster:
     def __post_init__(self) -> None:
         self.around = Surroundings(
             self.spawner,
-            Heartbeat(0.5, 5.0),
+            Heartbeat(0.5, 20.0),
             SystemClock(),
             self.reports.append,
             self.tell,

@@ -90,7 +90,7 @@ async def two_ranks(
     prefix_disk: DiskPlace | None = None,
     *,
     may_share: bool = True,
-    watchdog_floor_s: float = 2.0,
+    watchdog_floor_s: float = TIMEOUT_S,
 ) -> AsyncIterator[Ranks]:
     torch.set_num_threads(1)
     decoder = random_decoder(num_layers=3)

@@ -79,7 +79,7 @@ def test_a_group_whose_node_is_lost_gets_another(grown: Grown, smollm2: Path) ->
         (former,) = endpoints(client.cluster_state(), "generate")
         os.kill(parent_of(listener(former)), signal.SIGKILL)  # the node's raylet
         until(lambda: not all(group.is_ready for group in client.cluster_state().groups))
-        until_settled(grown.running, client)
+        until_settled(grown.running, client, within_s=200)  # tries to start it come after ever longer pauses
         assert endpoints(client.cluster_state(), "generate") != (former,)
     ask(grown, smollm2, 900)
     until(lambda: nodes_by_type(grown.ray) == {"prefill": 1, "generate": 1})

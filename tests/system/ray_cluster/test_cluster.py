@@ -49,14 +49,16 @@ from tests.support.models.reference import check_equal_tokens
 from tests.support.models.texts import passage_ids
 
 SHORT = SamplingParams(max_tokens=16, ignore_eos=True)
-MIDDLE = SamplingParams(max_tokens=60, ignore_eos=True)
+MIDDLE = SamplingParams(max_tokens=120, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+ENDLESS = SamplingParams(max_tokens=1500, ignore_eos=True)
 CORE = max(os.sched_getaffinity(0))
 NUM_SLOTS, NUM_QUEUED = 4, 12
 SETTINGS = (
     *(f"generate.num_slots={NUM_SLOTS}", f"orchestrator.max_queued_requests={NUM_QUEUED}"),
     *(f"orchestrator.cores=[{CORE}]", "orchestrator.lease_ttl_s=45"),
     *("supervision.heartbeat_s=0.5", "supervision.dead_after_s=8"),
+    *("orchestrator.report_wait_s=10", "prefill.watchdog_floor_s=10"),
     *("generate.speculation=auto", "generate.draft_tokens=2", "http.port=0"),
 )
 Answers = dict[tuple[int, ...], tuple[list[int], str]]
@@ -118,9 +120,14 @@ def test_a_client_that_leaves_frees_everything(
 
 
 def test_a_deadline_brings_usage_as_the_last_message(cluster: ServedCluster, client: Client, smollm2: Path) -> None:
-    stream = client.generate(token_ids=passage_ids(smollm2, 20), params=LONG, deadline_s=3)
-    with pytest.raises(DeadlineExceededError):
-        stream.collect()
+    num_tries = 0
+    while True:  # a client listens for a second more, whatever has come by then
+        stream = client.generate(token_ids=passage_ids(smollm2, 20), params=ENDLESS, deadline_s=4)
+        with pytest.raises(DeadlineExceededError):
+            stream.collect()
+        num_tries += 1
+        if (stream.usage is not None and stream.output.tokens) or num_tries == 3:
+            break
     assert stream.usage is not None
     assert stream.usage.num_output_tokens == len(stream.output.tokens) > 0
     until_settled(cluster, client)
@@ -143,7 +150,7 @@ def test_a_streams_drafts_are_shown_at_its_end_and_by_status(cluster: ServedClus
     told = r"24 output tokens; .*; \d+ steps, drafts accepted: \w+ \d+ of \d+ \(\d+%; \d\.\d a round\)"
     assert re.search(told, shown.stderr)
     told = r"^generate-0: drafts accepted so far: .*streaming \d+ of \d+ .*; latest round: "
-    assert re.search(told, cluster.command("status").stdout, re.MULTILINE)
+    until(lambda: bool(re.search(told, cluster.command("status").stdout, re.MULTILINE)))
 
 
 @pytest.mark.ci
@@ -321,7 +328,8 @@ def test_sixteen_concurrent_streams_equal_one_process(cluster: ServedCluster, cl
 def test_a_stream_survives_a_lost_worker(
     cluster: ServedCluster, client: Client, smollm2: Path, role: str, with_signal: signal.Signals
 ) -> None:
-    prompt = passage_ids(smollm2, 900, start=1000 if role == "prefill" else 2000)  # of which no prefix is cached
+    num_tokens, start = (2000, 1000) if role == "prefill" else (900, 4000)
+    prompt = passage_ids(smollm2, num_tokens, start=start)  # of which no prefix is cached
     num_told = len(cluster.stderr)
     victim = listener(endpoints(client.cluster_state(), role)[-1])
     stream = client.generate(token_ids=prompt, params=MIDDLE)
@@ -339,7 +347,7 @@ def test_a_stream_survives_a_lost_worker(
     until_settled(cluster, client)
     assert not process_start(victim)
     told = rf"^{role}-0\S* ended with \w+(: replacing it|, 2 times in a row: )"
-    assert re.search(told, cluster.stderr[num_told:], re.MULTILINE)
+    until(lambda: bool(re.search(told, cluster.stderr[num_told:], re.MULTILINE)))
 
 
 @pytest.mark.ci

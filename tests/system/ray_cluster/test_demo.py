@@ -21,7 +21,7 @@ from tests.support.models.reference import check_equal_tokens
 from tests.support.models.texts import passage_ids
 from text.tokenizer import Tokenizer
 
-WITHIN_S = 100
+WITHIN_S = 220
 
 
 @pytest.fixture

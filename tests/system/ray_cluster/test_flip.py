@@ -71,7 +71,7 @@ def _places(cluster: ServedCluster) -> list[str]:
 def _change(cluster: ServedCluster, group: str) -> str:
     """A worker of the group changes its role; the group that serves with it then."""
     with admin_channel(cluster.target, secret_of(cluster.cache), None) as channel:
-        state = flip(AdminStub(channel), group, undo=False, timeout_s=60)
+        state = flip(AdminStub(channel), group, undo=False, timeout_s=180)
     assert state is not None
     return state.name
 
@@ -84,7 +84,7 @@ def _until_sound(cluster: ServedCluster, client: Client) -> None:
 @pytest.mark.parametrize(
     "num_flips",
     [
-        pytest.param(10, marks=[pytest.mark.ci, pytest.mark.timeout(400)]),
+        pytest.param(6, marks=pytest.mark.ci),
         pytest.param(100, marks=[pytest.mark.soak, pytest.mark.timeout(2400)]),
     ],
 )
@@ -99,7 +99,7 @@ def test_roles_change_under_streams_and_processes_stay(
             assert _change(cluster, borrower) == lender
         streams.check()
     assert _processes(client) == before
-    assert client.cluster_state().why_degraded == ()
+    until(lambda: client.cluster_state().why_degraded == ())
     assert _places(cluster) == sorted(NAMES)
     _until_sound(cluster, client)
 

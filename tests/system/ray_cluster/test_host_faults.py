@@ -21,7 +21,7 @@ pytestmark = pytest.mark.ci
 
 PARAMS = SamplingParams(max_tokens=120, ignore_eos=True)
 POOLS = {"baton_prefill": 1, "baton_generate": 1}
-SETTLED_S = 120.0
+SETTLED_S = 240.0
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,8 @@ PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 START_S = 30.0
 TURN_TOKENS = (240, 130, 212, 150)
 """New tokens of each turn of a chat; blocks have 128."""
+NUM_CACHED = [0, 256, 384, 640]
+"""Tokens of each turn that are found in caches."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,13 @@ def test_a_chat_over_hosts_computes_as_little_as_on_one(
 ) -> None:
     with served(tmp_path_factory.mktemp("one"), smollm2) as one_host:
         here = _chat(one_host, smollm2)
-    there = _chat(spread.running, smollm2)
-    assert [_num_cached(turn) for turn in here] == [_num_cached(turn) for turn in there] == [0, 256, 384, 640]
+    num_tries = 0
+    while True:  # a fetch has as long as it saves, and a crowded machine may hold it up for more
+        there = _chat(spread.running, smollm2, cache_salt=f"try {num_tries}")
+        num_tries += 1
+        if [_num_cached(turn) for turn in there] == NUM_CACHED or num_tries == 3:
+            break
+    assert [_num_cached(turn) for turn in here] == [_num_cached(turn) for turn in there] == NUM_CACHED
     assert [_ids(turn) for turn in here] == [_ids(turn) for turn in there]
     if spread.prefill.namespace:  # else all hosts share their memory, and so the blocks
         fetched = [turn.timings is not None and turn.timings.prefill.fetch is not None for turn in there]
@@ -118,8 +125,8 @@ def test_a_node_that_joins_is_used_by_a_pool_that_grows(spread: Spread, smollm2:
         until_settled(spread.running, client)
 
 
-def _ask(client: Client, prompt: tuple[int, ...]) -> Completion:
-    return client.generate(token_ids=prompt, params=PARAMS).collect()
+def _ask(client: Client, prompt: tuple[int, ...], cache_salt: str = "") -> Completion:
+    return client.generate(token_ids=prompt, params=PARAMS, cache_salt=cache_salt).collect()
 
 
 def _ids(answer: Completion) -> list[int]:
@@ -131,15 +138,15 @@ def _num_cached(turn: Completion) -> int:
     return turn.usage.num_cached_tokens
 
 
-def _chat(running: ServedCluster, model: Path) -> list[Completion]:
+def _chat(running: ServedCluster, model: Path, cache_salt: str = "") -> list[Completion]:
     """Four turns, each asked once the one before holds nothing any more. The second and the fourth find a block that
-    only an answer completed."""
+    only an answer completed. Turns with another salt share nothing."""
     turns: list[Completion] = []
     prompt: tuple[int, ...] = ()
     with Client(running.target) as client:
         for number, num_tokens in enumerate(TURN_TOKENS):
             prompt += passage_ids(model, num_tokens, start=3000 + 500 * number)
-            turns.append(_ask(client, prompt))
+            turns.append(_ask(client, prompt, cache_salt))
             prompt += tuple(_ids(turns[-1]))
             until_settled(running, client)
     return turns

@@ -67,8 +67,8 @@ async def test_groups_wait_for_a_node_that_may_still_join_and_say_so(head: RayHe
     room = RayRoom(30.0, PLAIN, node_wait_s=60.0, report=reports.put_nowait)
     sizes = {"prefill-0": 6, "prefill-1": 6}
     reserving = asyncio.create_task(room.reserve_all(sizes))
-    for name in sizes:
-        assert await reports.get() == f"{name} waits up to 60 s for a node with room for it (6 workers, each {NEEDED})"
+    told = {f"{name} waits up to 60 s for a node with room for it (6 workers, each {NEEDED})" for name in sizes}
+    assert {await reports.get() for _ in sizes} == told
     with ExitStack() as stack:
         await asyncio.to_thread(stack.enter_context, ray_node(head, {"baton_prefill": 12}))
         await reserving

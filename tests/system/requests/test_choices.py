@@ -109,10 +109,7 @@ async def test_choices_go_on_each_for_itself_when_their_group_dies() -> None:
         call, answer = made.open(made.request(IDS, params)), Answer()
         await answer.read(call, 2)
         lost = await made.busy_group()
-        stopping = asyncio.create_task(made.groups[lost].stop())
-        for gate in made.group_gates:
-            gate.open()
-        await stopping
+        await made.lose_group(lost)
         await answer.drain(call)
         assert [answer.token_ids, answer.others[1], answer.others[2]] == expected(made, params)
         assert answer.text == text_of(answer.token_ids)

@@ -104,10 +104,7 @@ async def test_streams_go_on_in_another_group_when_theirs_ends_in_mid_round(way:
         await answer.read(call, 3)
         lost = await made.busy_group()
         await made.group_gates[lost].until_reached()
-        stopping = asyncio.create_task(made.groups[lost].stop())
-        for gate in made.group_gates:
-            gate.open()
-        await stopping
+        await made.lose_group(lost)
         await answer.drain(call)
         assert answer.indices == list(range(params.max_tokens))
         check_equal_tokens(made.decoder, ids, answer.token_ids, params)

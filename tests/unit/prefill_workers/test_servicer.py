@@ -39,7 +39,7 @@ async def ranks() -> AsyncIterator[Ranks]:
 @pytest.fixture
 async def patient() -> AsyncIterator[Ranks]:
     """They wait for each other for as long as any test does."""
-    async with two_ranks(watchdog_floor_s=TIMEOUT_S) as both:
+    async with two_ranks() as both:
         await both.start_epoch()
         yield both
 
@@ -198,7 +198,7 @@ def test_job_takes_over_every_field() -> None:
 
 
 async def test_server_stops_with_a_job_in_flight() -> None:
-    async with two_ranks(watchdog_floor_s=TIMEOUT_S) as ranks:
+    async with two_ranks() as ranks:
         await ranks.start_epoch()
         call = ranks.stubs[1].Run(ranks.job(await ranks.lease()))
         await eventually(lambda: ranks.status(1), lambda status: status.num_jobs == 1, TIMEOUT_S)

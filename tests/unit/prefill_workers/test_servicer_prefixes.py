@@ -184,7 +184,7 @@ async def test_heartbeats_do_not_wait_for_blocks() -> None:
 async def test_rank_that_waits_long_for_blocks_fails_no_job_and_no_epoch() -> None:
     """Longer than a job is waited for that nobody announces, which is half a floor, and than a silent rank is."""
     with prefix_folder() as folder:
-        async with two_ranks(folder) as ranks:
+        async with two_ranks(folder, watchdog_floor_s=2.0) as ranks:
             ranks.servers[1].engine._floor_s = 1.0
             await ranks.start_epoch()
             job = behind(ranks.job(await ranks.lease()), 0)

@@ -211,7 +211,7 @@ def test_many_threads_encode_and_decode_at_once(smollm: Tokenizer) -> None:
 
 def test_other_threads_run_while_a_long_text_is_encoded(smollm: Tokenizer) -> None:
     """In one of some tries: on a crowded machine a thread may not be scheduled for as long."""
-    assert any(_longest_pause(smollm) < 1 / 3 for _ in range(3))
+    assert any(_longest_pause(smollm) < 1 / 3 for _ in range(10))
 
 
 def _longest_pause(smollm: Tokenizer) -> float:

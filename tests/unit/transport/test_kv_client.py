@@ -19,14 +19,15 @@ async def loop() -> AsyncIterator[Loopback]:
         yield both_ends
 
 
-async def test_lease_verbs_raise_the_receivers_errors(loop: Loopback) -> None:
+async def test_lease_verbs_raise_the_receivers_errors(loop: Loopback, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transport.kv_receiver._wait_s", lambda context: 0.2)
     lease = await loop.reserve()
     with pytest.raises(ResourceExhaustedError):
         await loop.reserve()
     with pytest.raises(StaleStampError):
         await loop.client.renew(stale(lease).ref, 5)
     with pytest.raises(IncompletePushError):
-        await loop.client.commit(lease.ref, [FIRST], timeout_s=3.0)
+        await loop.client.commit(lease.ref, [FIRST], timeout_s=20.0)
 
 
 async def test_reserve_with_another_layout_is_refused(loop: Loopback) -> None:

@@ -3,6 +3,8 @@ import math
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -25,7 +27,7 @@ from tests.support.manual_clock import ManualClock
 from tests.support.wire.kv_loopback import FIRST, LAYOUT, NUM_TOKENS, WHOLE, Loopback, loopback, rows
 from tests.support.wire.spoiled_pieces import REFUSED, Spoil, flip_a_byte
 from transport.channel import MAX_MESSAGE_BYTES, make_channel
-from transport.kv_receiver import KvReceiverServicer
+from transport.kv_receiver import KvReceiverServicer, _wait_s
 from transport.status import translate_rpc_errors
 
 
@@ -33,6 +35,12 @@ from transport.status import translate_rpc_errors
 async def loop() -> AsyncIterator[Loopback]:
     async with loopback() as both_ends:
         yield both_ends
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commits answer long before their deadlines."""
+    monkeypatch.setattr("transport.kv_receiver._wait_s", lambda context: 0.2)
 
 
 async def test_pushed_bytes_are_written_in_place(loop: Loopback) -> None:
@@ -230,11 +238,17 @@ async def test_commit_without_a_token_is_refused(loop: Loopback) -> None:
         await KvReceiverStub(loop.channel).Commit(kv_pb2.CommitRequest(lease=common_pb2.LeaseRef()))
 
 
-async def test_commit_answers_before_its_deadline_with_what_is_missing(loop: Loopback) -> None:
+async def test_commit_answers_before_its_deadline_with_what_is_missing(loop: Loopback, hasty: None) -> None:
     lease = await loop.reserve()
     await loop.push([loop.piece(lease.ref), loop.piece(lease.ref, layer=1, tokens=TokenRange(0, 3))])
     with pytest.raises(IncompletePushError, match=r"layer 1, tokens \[3, 8\)"):
-        await loop.client.commit(lease.ref, [FIRST], timeout_s=3.0)
+        await loop.client.commit(lease.ref, [FIRST], timeout_s=20.0)
+
+
+@pytest.mark.parametrize(("remaining_s", "expected_s"), [(20.0, 19.5), (1.0, 0.75), (None, math.inf)])
+def test_a_part_of_a_commits_deadline_is_kept_for_its_answer(remaining_s: float | None, expected_s: float) -> None:
+    context = cast(Any, SimpleNamespace(time_remaining=lambda: remaining_s))
+    assert _wait_s(context) == expected_s
 
 
 async def test_commit_without_a_deadline_waits_for_the_lease_at_most(loop: Loopback) -> None:
@@ -243,11 +257,11 @@ async def test_commit_without_a_deadline_waits_for_the_lease_at_most(loop: Loopb
         await asyncio.wait_for(loop.client.commit(lease.ref, [FIRST]), 10)
 
 
-async def test_push_may_be_finished_after_an_early_commit(loop: Loopback) -> None:
+async def test_push_may_be_finished_after_an_early_commit(loop: Loopback, hasty: None) -> None:
     lease = await loop.reserve()
     await loop.push([loop.piece(lease.ref)])
     with pytest.raises(IncompletePushError):
-        await loop.client.commit(lease.ref, [FIRST], timeout_s=3.0)
+        await loop.client.commit(lease.ref, [FIRST], timeout_s=20.0)
     await loop.push([loop.piece(lease.ref, layer=1, seed=5)])
     assert await loop.client.commit(lease.ref, [FIRST]) == NUM_TOKENS * LAYOUT.token_bytes
     assert loop.sink.read(lease.ref, 1, WHOLE) == rows(WHOLE, seed=5)

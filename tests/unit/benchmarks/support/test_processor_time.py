@@ -4,9 +4,11 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 
 import pytest
 
+from benchmarks.support import processor_time
 from benchmarks.support.processor_time import (
     TICK_S,
     command_of,
@@ -53,20 +55,22 @@ def test_descendants_are_found_with_their_commands() -> None:
     assert command_of(child.pid) == ""
 
 
-def test_processes_are_waited_for_until_they_no_longer_spin() -> None:
-    spin = "import select, sys\nwhile not select.select([sys.stdin], [], [], 0)[0]: pass"
-    program = f"{spin}\ninput(); print(1, flush=True); input()"
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdin is not None and child.stdout is not None
-        waiting = threading.Thread(target=until_quiet, args=([child.pid],))
-        waiting.start()
-        waiting.join(1.0)
-        assert waiting.is_alive()
-        child.stdin.write("\n")
-        child.stdin.flush()
-        assert child.stdout.readline() == "1\n"
-        waiting.join(20)
-        assert not waiting.is_alive()
-        child.communicate("\n")
+def test_processes_are_waited_for_until_they_no_longer_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, is_quiet = threading.Semaphore(0), threading.Event()
+    total_s = 0.0
+
+    def used_by(pids: Iterable[int]) -> dict[int, float]:
+        """A minute of processor time since the last question, or none."""
+        nonlocal total_s
+        total_s += 0.0 if is_quiet.is_set() else 60.0
+        asked.release()
+        return dict.fromkeys(pids, total_s)
+
+    monkeypatch.setattr(processor_time, "used_s", used_by)
+    waiting = threading.Thread(target=until_quiet, args=([1],))
+    waiting.start()
+    assert all(asked.acquire(timeout=20) for _ in range(4))
+    assert waiting.is_alive()
+    is_quiet.set()
+    waiting.join(20)
+    assert not waiting.is_alive()

@@ -19,7 +19,7 @@ from deploy.config.environment import SECRET_VARIABLE
 from planning.hardware import cpu_rank
 from planning.model_shape import SHAPES
 from planning.step_times import nominal_steps
-from tests.support.clusters.orchestrators import HOST, Answer, Relay, relay
+from tests.support.clusters.orchestrators import HOST, Relay, relay
 from tests.support.clusters.planners import linear_planner, planner_of
 from tests.support.clusters.ray_clusters import share_kernels
 from tests.support.engines.generation import prompt
@@ -90,10 +90,7 @@ async def test_a_group_is_drained_and_has_work_again(shell: Shell) -> None:
 
 
 async def test_a_drain_waits_for_what_runs_or_says_what_is_left(shell: Shell) -> None:
-    call, answer = shell.cluster.open(shell.cluster.request(prompt(20), LONG)), Answer()
-    await answer.read(call, 3)
-    (busy,) = [name for name in ("group-0", "group-1") if shell.cluster.members.load(name).num_requests]
-    shell.cluster.group_gates[int(busy[-1])].shut()
+    call, answer, busy = await shell.cluster.held_up(shell.cluster.request(prompt(20), LONG))
     late = await shell.run("drain", busy, "mine", "--timeout", "3")
     assert (late.status, late.out) == (1, "")
     assert late.err == (
@@ -109,10 +106,7 @@ async def test_a_drain_waits_for_what_runs_or_says_what_is_left(shell: Shell) ->
 
 
 async def test_a_group_that_gets_work_again_meanwhile_is_not_drained(shell: Shell) -> None:
-    call, answer = shell.cluster.open(shell.cluster.request(prompt(20), LONG)), Answer()
-    await answer.read(call, 3)
-    (busy,) = [name for name in ("group-0", "group-1") if shell.cluster.members.load(name).num_requests]
-    shell.cluster.group_gates[int(busy[-1])].shut()
+    call, _, busy = await shell.cluster.held_up(shell.cluster.request(prompt(20), LONG))
     waiting = asyncio.create_task(shell.run("drain", busy, "mine", "--keep"))
     await eventually(lambda: drained(shell), lambda names: busy in names, within_s=10)
     shell.cluster.members.undrain(busy)

@@ -33,7 +33,7 @@ class Bench:
         self.reports: list[str] = []
         self.around = Surroundings(
             self.spawner,
-            Heartbeat(0.05, 5.0),
+            Heartbeat(0.05, 20.0),
             SystemClock(),
             self.reports.append,
             self._count,

@@ -92,7 +92,6 @@ async def test_an_engine_becomes_a_chain_and_an_engine_again_and_the_last_one_st
         await until_sound(made)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("num_flips", [4, pytest.param(10, marks=pytest.mark.ci)])
 async def test_roles_change_back_and_forth_under_streams_of_which_none_is_lost(num_flips: int) -> None:
     decoder, over = random_decoder(), asyncio.Event()

@@ -235,10 +235,10 @@ async def test_a_port_in_use_is_refused_with_a_remedy() -> None:
 
 async def test_its_server_ends_at_once() -> None:
     took_s = []
-    for _ in range(6):
+    for _ in range(12):
         server = await MetricsServer.start(Metrics().registry, lambda: STATE, host="127.0.0.1", port=0)
         with await asyncio.to_thread(urllib.request.urlopen, f"http://{server.endpoint}/metrics", timeout=10):
             began_s = time.monotonic()
             await server.stop()
             took_s.append(time.monotonic() - began_s)
-    assert sorted(took_s)[2] < 0.1, "its thread waits for calls five times as long"
+    assert sorted(took_s)[2] < 0.25, "its thread waits for calls twice as long"

@@ -1,8 +1,6 @@
 """The requests that an orchestrator tells of, from arrival to end: who is told which id, and nothing of prompts."""
 
-import asyncio
 from dataclasses import fields, replace
-from functools import partial
 
 import pytest
 
@@ -132,12 +130,7 @@ async def test_an_attempt_elsewhere_is_another_origin_and_the_status_names_its_g
         stream = client.generate(token_ids=prompt(40), params=replace(PARAMS, max_tokens=60))
         events = [await anext(stream) for _ in range(3)]
         busy = await made.busy_group()
-        stopping = asyncio.create_task(made.groups[busy].stop())
-        load = partial(made.members.load, f"group-{busy}")
-        await eventually(lambda: asyncio.sleep(0, load().num_requests), lambda num: num == 0, within_s=10)
-        for gate in made.group_gates:
-            gate.open()
-        await stopping
+        await made.lose_group(busy)
         events += [event async for event in stream]
         told = [(event.index, event.origin.generation, event.origin.prefill) for event in events if event.origin]
         before, after = f"group-{busy}", f"group-{1 - busy}"

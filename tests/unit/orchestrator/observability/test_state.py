@@ -15,7 +15,7 @@ from baton.v1 import admin_pb2, orchestrator_pb2
 from baton.v1.admin_pb2_grpc import AdminStub
 from orchestrator.membership.breakers import BreakerPolicy, Breakers, RetryBudget
 from orchestrator.membership.view import Orders
-from tests.support.clusters.orchestrators import CLOCK, HASTY, Answer, Relay, relay
+from tests.support.clusters.orchestrators import CLOCK, HASTY, Relay, relay
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.eventually import eventually
 
@@ -60,10 +60,7 @@ async def test_an_idle_group_is_drained_at_once(pair: Relay) -> None:
 
 
 async def test_a_running_stream_ends_by_itself_and_new_work_goes_elsewhere(pair: Relay) -> None:
-    call, answer = pair.open(pair.request(prompt(40), LONG)), Answer()
-    await answer.read(call, 3)
-    (busy,) = [name for name in ("group-0", "group-1") if pair.members.load(name).num_requests]
-    pair.group_gates[int(busy[-1])].shut()
+    call, answer, busy = await pair.held_up(pair.request(prompt(40), LONG))
     draining = asyncio.create_task(drain(pair, busy))
     await eventually(lambda: held(pair), lambda drained: drained == {busy}, within_s=5)
     others = await asyncio.gather(*(pair.ask(pair.request(prompt(20), SHORT)) for _ in range(5)))
@@ -110,10 +107,7 @@ async def test_a_drained_chain_leaves_prefill_to_the_generation_groups_at_once()
 
 
 async def test_a_drain_that_is_given_up_stays_and_one_that_is_undone_ends(pair: Relay) -> None:
-    call, answer = pair.open(pair.request(prompt(40), LONG)), Answer()
-    await answer.read(call, 3)
-    (busy,) = [name for name in ("group-0", "group-1") if pair.members.load(name).num_requests]
-    pair.group_gates[int(busy[-1])].shut()
+    call, _, busy = await pair.held_up(pair.request(prompt(40), LONG))
     given_up = admin(pair).Drain(admin_pb2.DrainRequest(group=busy), timeout=60)
     await given_up.read()
     given_up.cancel()
@@ -128,10 +122,7 @@ async def test_a_drain_that_is_given_up_stays_and_one_that_is_undone_ends(pair: 
 
 
 async def test_a_drain_of_a_group_that_goes_meanwhile_ends(pair: Relay) -> None:
-    call, answer = pair.open(pair.request(prompt(40), LONG)), Answer()
-    await answer.read(call, 3)
-    (busy,) = [name for name in ("group-0", "group-1") if pair.members.load(name).num_requests]
-    pair.group_gates[int(busy[-1])].shut()
+    call, _, busy = await pair.held_up(pair.request(prompt(40), LONG))
     told = aiter(admin(pair).Drain(admin_pb2.DrainRequest(group=busy), timeout=60))
     first = await anext(told)
     view = pair.view()

@@ -213,10 +213,10 @@ async def test_isolated_tenants_share_no_answers(folder: Path, isolated: bool, n
 
 async def test_a_request_that_leaves_keeps_no_answer(folder: Path) -> None:
     async with keeping(None, folder, config=LOCAL, num_ranks=0) as made:
+        made.group_gates[0].shut(num_passes=8 * made.decoder.config.num_layers)
         call = made.open(made.request(FIRST, replace(PARAMS, max_tokens=300)))
         await call.read()
         await call.read()
-        made.group_gates[0].shut()
         call.cancel()
         await eventually(made.state, lambda state: state.num_running == 0, within_s=10)
         made.group_gates[0].open()
