@@ -28,7 +28,11 @@ EMULATED = (*SPECULATING, "--set", "prefill.device=emulated", "--set", "generate
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("settings", [PLAIN, SPECULATING, EMULATED], ids=["plain", "speculating", "emulated"])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(PLAIN, marks=pytest.mark.soak), SPECULATING, EMULATED],
+    ids=["plain", "speculating", "emulated"],
+)
 def test_a_seed_is_replayed_on_a_cluster_of_its_own(tmp_path: Path, settings: tuple[str, ...]) -> None:
     model = str(write_letter_model(tmp_path))
     log = tmp_path / "chaos.log"

@@ -58,7 +58,7 @@ def test_a_cluster_that_starts_on_a_bare_head_gets_a_node_for_each_pool(grown: G
     ask(grown, smollm2, 0)
 
 
-@pytest.mark.parametrize("pool", ["generate", "prefill"])
+@pytest.mark.parametrize("pool", ["generate", pytest.param("prefill", marks=pytest.mark.soak)])
 def test_a_pool_that_grows_gets_a_node_which_goes_when_it_shrinks(grown: Grown, smollm2: Path, pool: str) -> None:
     before = nodes_by_type(grown.ray)
     grown.command("scale", pool, "2")

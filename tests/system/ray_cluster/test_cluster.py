@@ -179,12 +179,12 @@ def test_step_times_count_at_once_and_in_the_orchestrators_next_life(
     cluster: ServedCluster, client: Client, tmp_path: Path
 ) -> None:
     copy = tmp_path / "steps.json"
-    options = ("--generate", "--batches", "4,1", "--contexts", "64,256", "--repeats", "1", "--output", str(copy))
+    options = ("--generate", "--batches", "2,1", "--contexts", "64,128", "--repeats", "1", "--output", str(copy))
     calibrated = cluster.command("calibrate", *options)
     assert calibrated.returncode == 0, calibrated.stderr
     assert calibrated.stdout == "" and "the cluster predicts by it from now on" in calibrated.stderr
     measured = step_times.load(copy)
-    assert (measured.batches, measured.contexts, measured.is_measured) == ((1, 4), (64, 256), True)
+    assert (measured.batches, measured.contexts, measured.is_measured) == ((1, 2), (64, 128), True)
     assert "rounds: steps that draft, and the one that verifies" in calibrated.stderr
     assert _steps_in_use(cluster) == measured
     os.kill(listener(cluster.target), signal.SIGKILL)
