@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-PATIENT := $(addprefix tests/system/,test_cuda_check.py front_doors/test_schemathesis.py test_hub_models.py test_kept_streams.py test_structured.py residency)
+PATIENT := $(addprefix tests/system/,front_doors/test_schemathesis.py test_hub_models.py test_kept_streams.py test_structured.py residency)
 SHARING := $(PATIENT) tests/architecture tests/conformance tests/golden tests/unit
 ALONE := tests/faults tests/system $(PATIENT:%=--ignore=%)
 EMULATED := BATON_TEST_DEVICE=emulated
