@@ -10,6 +10,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Parts of tests/system that no delay fails
 PATIENT := $(addprefix tests/system/,front_doors/test_schemathesis.py test_hub_models.py test_kept_streams.py test_structured.py residency)
 SHARING := $(PATIENT) tests/architecture tests/conformance tests/golden tests/unit
 ALONE := tests/faults tests/system $(PATIENT:%=--ignore=%)

@@ -52,9 +52,7 @@ NUM_LAYERS = 3
 LENGTHS = (1, 2, 17, 64, 65, 700, 1100)
 """Of rows, in turn, their new keys included."""
 
-pytestmark = [
-    pytest.mark.parametrize("path", PATHS),
-]
+pytestmark = pytest.mark.parametrize("path", PATHS)
 
 
 @pytest.fixture(autouse=True)

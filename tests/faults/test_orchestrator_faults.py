@@ -100,7 +100,11 @@ async def test_a_lost_rank_costs_an_attempt_once_the_chain_is_repaired() -> None
         lost = made.ranks.pop()
         stopping = asyncio.create_task(lost.stop())
         made.members.update(made.view(prefill_ready=False))
-        await eventually(lambda: asyncio.sleep(0, len(made.members.backlogs)), lambda num: num == 0, within_s=20)
+
+        async def num_booked() -> int:
+            return len(made.members.backlogs)
+
+        await eventually(num_booked, lambda num: num == 0, within_s=20)
         made.rank_gates.pop().open()
         await stopping
         await made.add_rank()

@@ -20,7 +20,7 @@ from tests.support.clusters.spawners import orchestrator_worker
 from tests.support.clusters.storms import CLOCK
 
 DEAD_AFTER_S = 10.0
-"""Twice as long as users wait: a crowded machine may hold up an orchestrator that is sound for as long as that."""
+"""Twice the default of `supervision.dead_after_s`: a crowded machine may hold up a sound orchestrator for that long."""
 LIMITS = OrchestratorConfig(disaggregation="always")
 
 

@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import AsyncClient
-from baton.errors import DeadlineExceededError, InvalidArgumentError
+from baton.errors import InvalidArgumentError
 from baton.results.completion import Completion
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason
@@ -23,6 +23,7 @@ from tests.support.engines.generation import prompt, reference_ids
 from tests.support.eventually import eventually
 from tests.support.folders import ROOT
 from tests.support.models.tiny_tokenizer import ids_of, write_letters
+from tests.support.wire.late_streams import late_stream
 from transport.channel import make_channel
 
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.9, seed=7, ignore_eos=True)
@@ -132,14 +133,7 @@ async def leave_and_be_late(running: Relay, client: AsyncClient) -> None:
     await running.until_empty()
     running.group_gates[0].shut()
     try:
-        num_tries = 0
-        while True:  # a client listens for a second more, whatever has come by then
-            late = client.generate(token_ids=prompt(30), params=LONG, deadline_s=0.5)
-            with pytest.raises(DeadlineExceededError):
-                await late.collect()
-            num_tries += 1
-            if late.usage is not None or num_tries == 3:
-                break
+        late = await late_stream(client, prompt(30), LONG)
     finally:
         running.group_gates[0].open()
     assert (late.finish, late.usage is not None) == (FinishReason.DEADLINE, True)

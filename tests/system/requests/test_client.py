@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from baton import AsyncClient, Client
-from baton.errors import DeadlineExceededError, InvalidArgumentError
+from baton.errors import InvalidArgumentError
 from baton.results.completion import Completion, ModelInfo
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason
@@ -16,6 +16,7 @@ from tests.support.clusters.orchestrators import CLOCK, HOST, MAX_TOKENS, Relay,
 from tests.support.clusters.planners import linear_planner
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.models.tiny_tokenizer import EOS_ID, letter_tokenizer, text_of
+from tests.support.wire.late_streams import late_stream
 from tests.support.wire.secret import SECRET
 
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.9, seed=7, ignore_eos=True)
@@ -101,14 +102,7 @@ async def test_a_deadline_brings_usage(running: Relay) -> None:
     running.group_gates[0].shut()
     try:
         async with AsyncClient(target_of(running)) as client:
-            num_tries = 0
-            while True:  # a client listens for a second more, whatever has come by then
-                stream = client.generate(token_ids=prompt(30), params=LONG, deadline_s=0.5)
-                with pytest.raises(DeadlineExceededError):
-                    await stream.collect()
-                num_tries += 1
-                if stream.usage is not None or num_tries == 3:
-                    break
+            stream = await late_stream(client, prompt(30), LONG)
     finally:
         running.group_gates[0].open()
     assert (stream.finish, stream.usage is not None) == (FinishReason.DEADLINE, True)
