@@ -4,17 +4,14 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test ci soak lint proto bench clean
+.PHONY: help setup demo test ci nightly lint proto bench clean
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# Parts of tests/system that no delay fails
-PATIENT := $(addprefix tests/system/,front_doors/test_schemathesis.py test_hub_models.py test_kept_streams.py test_structured.py residency)
-SHARING := $(PATIENT) tests/architecture tests/conformance tests/golden tests/unit
-ALONE := tests/faults tests/system $(PATIENT:%=--ignore=%)
-EMULATED := BATON_TEST_DEVICE=emulated
+OPTIONS ?=
+MINUTES ?= 40
 BENCHMARKS := kernels decode offload speculation mixed_trace residency sparse limited quantization prefill transfer serve attention chain prediction prefix slow_links noise elastic disaggregation interference overload gateway web live_scaling vllm served structured cuda
 
 # Isolated builds (`pip install -e .` needs setuptools) are held to the tested versions too, by old and new pip.
@@ -35,18 +32,16 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: setup  ## a cluster comes up, streams a chat, a long passage and eight answers at once, and goes
 	$(BIN)/python -m deploy.demo.show tests/data/persuasion_2000.txt
 
-test: setup  ## what every change must pass: first what shares cores, in two processes, then what has them for itself
-	$(BIN)/python -m pytest -n 2 $(SHARING)
-	$(EMULATED) $(BIN)/python -m pytest -n 2 tests/cuda
-	$(BIN)/python -m pytest $(ALONE)
+test: setup  ## what every change must pass: units, then servers and processes of this host, then clusters on Ray
+	$(BIN)/python -m pytest $(OPTIONS) --lane unit -n 2
+	$(BIN)/python -m pytest $(OPTIONS) --lane integration -n 4
+	$(BIN)/python -m pytest $(OPTIONS) --lane cluster
 
-ci: setup  ## `make test` and what takes longer: whole grids, more faults; a missing tool is an error
-	$(BIN)/python -m pytest -n 2 -m "not soak" --require-tools $(SHARING)
-	$(EMULATED) $(BIN)/python -m pytest -n 2 -m "not soak" tests/cuda
-	$(BIN)/python -m pytest -m "not soak" --require-tools $(ALONE)
+ci: OPTIONS += -m "not nightly" --require-tools
+ci: test  ## `make test` and what takes longer: whole grids, more faults; a missing tool is an error
 
-soak: setup  ## the longest tests, file by file: begins where the last run of the same commit ended
-	$(BIN)/python tools/soak.py
+nightly: setup  ## tests that `make test` leaves out, for MINUTES=40: the files whose last pass is the oldest first
+	$(BIN)/python -m tools.nightly --minutes $(MINUTES)
 
 lint: setup  ## style, types, layers, sizes, stale stubs, docstrings, the last commit's subject
 	$(BIN)/ruff check
@@ -57,6 +52,7 @@ lint: setup  ## style, types, layers, sizes, stale stubs, docstrings, the last c
 	$(BIN)/python tools/protos.py --check
 	$(BIN)/python tools/check_docstrings.py
 	$(BIN)/python tools/check_subject.py
+	$(BIN)/python -m tools.nightly --check
 
 proto: setup  ## write the stubs in baton/v1 from proto/
 	$(BIN)/python tools/protos.py

@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 
 from tests.support import leaks, tools
+from tests.support.lanes import LANES, Starts, lane_of
 
 # How long an example takes says how crowded the machine is: no test fails for that.
 hypothesis.settings.register_profile("patient", deadline=None)
@@ -26,6 +27,8 @@ os.environ["RES_OPTIONS"] = "timeout:1"
 # Nothing is fetched: not by a test, and not by a library on its behalf.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+STARTS = Starts()
+"""What this process starts while tests run."""
 MODEL_CACHE = Path(__file__).parents[1] / ".cache" / "models"
 
 
@@ -33,11 +36,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--require-tools", action="store_true", help="fail where a tool is missing that tests would skip for"
     )
+    parser.addoption("--lane", choices=LANES, help="run only the test files of this lane (docs/testing.md)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--require-tools") and (missing := tools.missing()):
         raise pytest.UsageError(f"these tests need {', '.join(missing)}")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    lane, is_test = config.getoption("--lane"), collection_path.match("test_*.py")
+    return True if lane and is_test and lane_of(collection_path) != lane else None
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    STARTS.watch()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    STARTS.take()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Fail a test of the lane `unit` that has started a process or a server."""
+    yield
+    started = STARTS.take()
+    if started and lane_of(item.path) == "unit":
+        pytest.fail(
+            f"a unit test started {started[0]}: give its file `pytestmark = pytest.mark.integration`", pytrace=False
+        )
 
 
 @pytest.fixture(autouse=True)

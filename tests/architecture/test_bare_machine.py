@@ -3,8 +3,12 @@
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.architecture.test_packages import loaded_after
 from tests.support.folders import ROOT
+
+pytestmark = pytest.mark.integration
 
 NOT_THERE = {"ray", "grpc", "deploy", "orchestrator", "google", "prometheus_client", "gguf", "pytest_asyncio"}
 """Packages that a bare machine may lack, and ours that need them."""

@@ -4,7 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.folders import ROOT
+
+pytestmark = pytest.mark.integration
 
 PROGRAM = """
 from collections.abc import Iterator

@@ -5,7 +5,11 @@ import subprocess
 import sys
 import threading
 
+import pytest
+
 from tests.support import leaks
+
+pytestmark = pytest.mark.integration
 
 
 def test_a_blocked_thread_is_seen_until_it_ends() -> None:

@@ -11,6 +11,8 @@ from setuptools import find_packages
 
 from tests.support.folders import ROOT
 
+pytestmark = pytest.mark.integration
+
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("[!.]*/__init__.py"))
 

@@ -8,6 +8,8 @@ import pytest
 from tests.support.folders import ROOT
 from tests.support.lint import STEPS, copy_tree, run_step
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:

@@ -28,6 +28,8 @@ from baton.results.prefill_trace import (
 from baton.results.timings import DraftCounts, SpeculationTrace, Timings
 from deploy.cli import build_parser
 
+pytestmark = pytest.mark.integration
+
 NAMES = """
     AsyncClient AsyncStream BatonError Choice Client ClusterState Completion DraftCounts DraftRound FinishReason
     GenerationStatus GroupState ModelInfo Placement PlacementTerms PrefillStatus PrefillTrace PrefixFetch RankTiming

@@ -11,6 +11,8 @@ from baton.types import TokenRange
 from prefill_workers.links import LinkHeader, Links, LinkStatus
 from tests.support.links.link_groups import Recorder, edge_group, in_process_group, torch_group
 
+pytestmark = pytest.mark.integration
+
 TIMEOUT_S = 20.0
 
 Group = tuple[list[Links], list[Recorder]]

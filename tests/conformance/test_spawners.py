@@ -19,6 +19,8 @@ from tests.support.clusters.spawners import InProcessSpawner, orchestrator_worke
 from tests.support.wire.secret import SECRET
 from transport.channel import make_channel
 
+pytestmark = pytest.mark.integration
+
 MakeSpawner = Callable[[], Spawner]
 
 

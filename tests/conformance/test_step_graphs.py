@@ -9,7 +9,7 @@ from tests.support.kernels.triton import steps
 from tests.support.kernels.triton.process import HAS_TRITON, Run, process_with
 from tests.support.models.tiny_models import build_tiny
 
-pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+pytestmark = [pytest.mark.integration, pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")]
 
 
 @pytest.fixture(scope="module")

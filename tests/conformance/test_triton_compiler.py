@@ -16,7 +16,7 @@ SHARED_BYTES = 99 * 1024
 H100_SHARED_BYTES = 227 * 1024
 """Shared memory of a program on an H100."""
 
-pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+pytestmark = [pytest.mark.integration, pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")]
 
 
 @pytest.fixture

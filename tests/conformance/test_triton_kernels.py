@@ -19,6 +19,8 @@ from tests.support.kernels.triton.decode import DecodeCase
 from tests.support.kernels.triton.prefill import PrefillCase
 from tests.support.kernels.triton.process import DEVICE, HAS_TRITON, Run, kernels_run
 
+pytestmark = pytest.mark.integration
+
 NEEDS_TRITON = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 DECODE_CASES = [DecodeCase(**each) for each in covering(decode.LEVELS)]  # type: ignore[arg-type]
 PREFILL_CASES = [PrefillCase(**each) for each in covering(prefill.LEVELS)]  # type: ignore[arg-type]

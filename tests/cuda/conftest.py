@@ -1,4 +1,6 @@
-"""Where the tests of this folder run: on a GPU, or with BATON_TEST_DEVICE=emulated on devices that stand for one.
+"""Devices of the tests in this folder: a GPU, or devices that stand for one.
+
+BATON_TEST_DEVICE chooses `cuda` or `emulated`; by default a GPU where torch sees one.
 
 Nothing here, and nothing imported from here, needs ray, grpc or deploy: tests/architecture/test_bare_machine.py.
 """
@@ -18,7 +20,7 @@ from modeling.forward.decoder import Decoder
 from tests.support.engines.devices import STANDING_FOR_A_GPU, device_for_tests
 from tests.support.models.tiny_models import random_decoder
 
-ON_GPU = os.environ.get("BATON_TEST_DEVICE", "cuda") == "cuda"
+ON_GPU = os.environ.setdefault("BATON_TEST_DEVICE", "cuda" if torch.cuda.is_available() else "emulated") == "cuda"
 NAMES = ["cuda"] if ON_GPU else list(STANDING_FOR_A_GPU)
 NO_GPU = "torch sees no GPU here: set BATON_TEST_DEVICE=emulated to run these tests without one"
 

@@ -27,6 +27,8 @@ from tests.support.engines.chains import (
 from tests.support.links.link_groups import HOST, MakeConnect, edge_connects, in_process_connects, torch_connects
 from tests.support.models.tiny_models import random_decoder
 
+pytestmark = pytest.mark.integration
+
 Make = Callable[..., Decoder]
 NUM_TOKENS = 60
 TOLERANCE = 2e-5

@@ -7,6 +7,8 @@ from tests.cuda.conftest import ON_GPU
 from tests.support.engines import fetching
 from tests.support.kernels.triton.process import HAS_TRITON, process_with
 
+pytestmark = pytest.mark.integration
+
 needs_interpreter = pytest.mark.skipif(ON_GPU or not HAS_TRITON, reason="is for machines without a GPU, with Triton")
 
 

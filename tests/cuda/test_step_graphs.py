@@ -11,14 +11,14 @@ from tests.support.engines.devices import PoisonedCuda
 from tests.support.kernels.triton import step_engines
 from tests.support.kernels.triton.process import HAS_TRITON, process_with
 
-pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
+pytestmark = [pytest.mark.integration, pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")]
 Check = Callable[..., None]
 
 
 @pytest.fixture(scope="module")
 def check() -> Iterator[Callable[..., None]]:
     """A way to run a check of `step_engines` with a GPU, or in the interpreter."""
-    if os.environ.get("BATON_TEST_DEVICE", "cuda") == "cuda":
+    if os.environ["BATON_TEST_DEVICE"] == "cuda":
         yield lambda function, **options: function(PoisonedCuda(), **options)
     else:
         with process_with(TRITON_INTERPRET="1") as run:
@@ -47,6 +47,6 @@ def test_rows_begin_with_shared_blocks(check: Check) -> None:
     check(step_engines.check_shared_prefixes)
 
 
-@pytest.mark.skipif(os.environ.get("BATON_TEST_DEVICE", "cuda") == "cuda", reason="takes no kernel")
+@pytest.mark.skipif(os.environ["BATON_TEST_DEVICE"] == "cuda", reason="takes no kernel")
 def test_which_engines_run_whole_steps() -> None:
     step_engines.check_made()

@@ -16,6 +16,8 @@ from tests.support.engines.speculating import SPECULATING, ways
 from tests.support.eventually import eventually
 from tests.support.wire.held_calls import HeldCalls, HoldingNetwork
 
+pytestmark = pytest.mark.integration
+
 NUM_RANKS = 3
 CONFIG = OrchestratorConfig(block_tokens=16, disaggregation="always")
 NUM_SLOTS = 2

@@ -27,6 +27,8 @@ from transport.channel import make_channel
 from transport.kv_client import KvClient
 from transport.kv_sink import ReserveSpec
 
+pytestmark = pytest.mark.integration
+
 SHAPE = Shape(
     victims=("prefill-0.0", "prefill-0.1", "generate-0", "generate-1", "orchestrator"), vocab_size=NUM_LETTERS
 )
@@ -112,7 +114,7 @@ async def test_what_does_not_hold_is_said(tmp_path: Path) -> None:
     assert len(wrong) == len(choices) and all(each.endswith("wrong tokens") for each in wrong)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", SOAK_SEEDS)
 async def test_two_thousand_requests(tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
     report = await run(tmp_path, seed)

@@ -9,6 +9,8 @@ import pytest
 from tests.support.folders import ROOT
 from tests.support.models.letter_models import write_letter_model
 
+pytestmark = pytest.mark.integration
+
 
 def chaos(log: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "deploy.cli", "chaos", "--log", str(log), *options]
@@ -30,7 +32,7 @@ EMULATED = (*SPECULATING, "--set", "prefill.device=emulated", "--set", "generate
 @pytest.mark.ci
 @pytest.mark.parametrize(
     "settings",
-    [pytest.param(PLAIN, marks=pytest.mark.soak), SPECULATING, EMULATED],
+    [pytest.param(PLAIN, marks=pytest.mark.nightly), SPECULATING, EMULATED],
     ids=["plain", "speculating", "emulated"],
 )
 def test_a_seed_is_replayed_on_a_cluster_of_its_own(tmp_path: Path, settings: tuple[str, ...]) -> None:
@@ -42,7 +44,7 @@ def test_a_seed_is_replayed_on_a_cluster_of_its_own(tmp_path: Path, settings: tu
     assert (row[0], row[-1]) == ("2", "ok")
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_the_sample_model_survives_five_seeds(smollm2: Path, tmp_path: Path) -> None:
     log = tmp_path / "chaos.log"

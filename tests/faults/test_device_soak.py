@@ -28,6 +28,8 @@ from tests.support.models.texts import passage_ids
 from tests.support.models.tiny_models import random_decoder
 from text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.integration
+
 FIRST = SampledToken(5)
 BLOCK = 16
 
@@ -116,7 +118,7 @@ async def test_a_small_device_serves_what_does_not_fit_at_once() -> None:
     await check_load(decoder, Load(prompt(200), 24, 30, 150, 50, 3, 8), limit_bytes)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 async def test_a_device_of_1_gib_serves_what_does_not_fit_at_once(smollm2: Path) -> None:
     decoder, tokenizer = load_decoder(smollm2, dtype="float32"), Tokenizer.load(smollm2)

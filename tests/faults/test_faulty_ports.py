@@ -10,6 +10,8 @@ from tests.support.clusters.fault_plans import PickedPlan
 from tests.support.clusters.storms import TTL_S, stormy
 from tests.support.engines.generation import prompt, reference_ids
 
+pytestmark = pytest.mark.integration
+
 PARAMS = SamplingParams(max_tokens=12, temperature=0.8, seed=3, presence_penalty=0.5, ignore_eos=True)
 SETTLE_S = 2 * TTL_S + 5
 """A slot whose release was lost is freed by its lease's end."""

@@ -36,6 +36,8 @@ from tests.support.clusters.process_clusters import process_cluster
 from tests.support.models.texts import passage_ids
 from transport.channel import make_channel
 
+pytestmark = pytest.mark.integration
+
 NUM_STREAMS = 8
 NUM_CHOICES = 16
 MAX_TOKENS = 2048

@@ -20,6 +20,8 @@ from tests.support.engines.generation import prompt
 from tests.support.eventually import eventually
 from transport.kv_sink import ReserveSpec
 
+pytestmark = pytest.mark.integration
+
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVING = health_pb2.HealthCheckResponse.SERVING
 CONFIG = OrchestratorConfig(avoid_s=0.1, lease_ttl_s=30.0, poll_s=0.1, disaggregation="always")

@@ -15,6 +15,8 @@ from tests.support.eventually import eventually
 from tests.support.models.reference import check_equal_tokens
 from tests.support.models.tiny_tokenizer import text_of
 
+pytestmark = pytest.mark.integration
+
 PARAMS = SamplingParams(max_tokens=60, temperature=0.8, seed=3, presence_penalty=0.5, ignore_eos=True)
 SHORT = replace(PARAMS, max_tokens=8)
 

@@ -19,6 +19,8 @@ from tests.support.engines.generation import prompt, reference_ids
 from tests.support.engines.prefixes import blocks_in, file_bytes, prefix_folder
 from tests.support.models.tiny_models import random_decoder
 
+pytestmark = pytest.mark.integration
+
 SOAK_S = 600.0
 BLOCK = 16
 NUM_BLOCKS = 12
@@ -60,7 +62,7 @@ async def watch(store: PrefixStore, limit_bytes: int) -> int:
         return num_looks
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(SOAK_S + 120)
 async def test_churn() -> None:
     rng, stems = random.Random(1), [prompt(96, seed=stem) for stem in range(4)]

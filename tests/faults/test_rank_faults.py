@@ -20,6 +20,8 @@ from tests.support.engines.generation import prompt
 from tests.support.models.letter_models import NUM_LAYERS, write_letter_model
 from tests.support.models.reference import check_equal_tokens
 
+pytestmark = pytest.mark.integration
+
 NUM_REQUESTS = 10
 """At the same time, in each round."""
 PATIENCE_S = 60.0
@@ -110,7 +112,7 @@ async def test_requests_survive_a_rank_that_ends_at_any_step(tmp_path: Path) -> 
         assert set(await requests(made, rng)) == {"answered"}
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 async def test_requests_survive_ranks_that_end_at_twenty_random_moments(tmp_path: Path, seed: int) -> None:

@@ -12,6 +12,8 @@ from tests.support.clusters.relays import ask, check_drafted, local_relay
 from tests.support.engines.speculating import SPECULATING, ways
 from tests.support.models.texts import passage_ids
 
+pytestmark = pytest.mark.integration
+
 LONG = SamplingParams(max_tokens=120, temperature=0.8, seed=5, ignore_eos=True)
 
 

@@ -21,6 +21,8 @@ from transport.kv_sender import PushSummary, open_push
 from transport.kv_sink import ReserveSpec
 from transport.shared_memory import CellPool
 
+pytestmark = pytest.mark.integration
+
 NOBODY = "65534"
 OWN_PROCESS_NUMBERS = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 

@@ -33,6 +33,8 @@ from tests.support.clusters.spawners import HOST, InProcessSpawner, orchestrator
 from tests.support.eventually import eventually
 from transport.status import translate_rpc_errors
 
+pytestmark = pytest.mark.integration
+
 ERRORS = (
     OSError(errno.EMFILE, os.strerror(errno.EMFILE)),
     RaySystemError("the GCS does not answer"),  # type: ignore[no-untyped-call]

@@ -16,6 +16,8 @@ from tests.support.engines.chains import largest_error, random_chunks, random_to
 from tests.support.links.link_groups import HOST
 from tests.support.models.tiny_models import random_decoder
 
+pytestmark = pytest.mark.integration
+
 NUM_RANKS = 3
 NUM_TOKENS = 40
 EDGES = pytest.mark.parametrize("edges", ["", pytest.param("gloo", marks=pytest.mark.ci)])

@@ -11,6 +11,8 @@ import torch
 
 from tests.support.folders import ROOT
 
+pytestmark = pytest.mark.cluster
+
 
 def cuda_check(out: Path, device: str, script: str = "cuda_check") -> subprocess.CompletedProcess[str]:
     given = {"DEVICE": device, "OUT": str(out), "PYTHON": sys.executable, "WHEELS": str(out / "no wheels")}

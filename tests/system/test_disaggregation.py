@@ -5,6 +5,8 @@ steps of the rows that run there, and says why; tokens are exact whoever prefill
 import asyncio
 from dataclasses import replace
 
+import pytest
+
 from baton.calls.requests import BY_CHAIN
 from baton.proto_types import timings_from_proto
 from baton.results.prefill_trace import Placement
@@ -14,6 +16,8 @@ from tests.support.clusters.orchestrators import Answer, Relay, relay
 from tests.support.clusters.planners import deciding_planner
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.eventually import eventually
+
+pytestmark = pytest.mark.integration
 
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
 LONG = replace(PARAMS, max_tokens=300)

@@ -34,6 +34,8 @@ from transport.kv_client import KvClient
 from transport.kv_sink import ReserveSpec
 from transport.proto_types import history_to_proto
 
+pytestmark = pytest.mark.integration
+
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 CONFIG = EngineConfig(num_slots=3, max_slot_tokens=500, max_prefill_tokens_per_step=16, max_waiting=2)
 

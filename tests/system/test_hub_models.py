@@ -16,6 +16,8 @@ from tests.support.models.hub import COMMIT, Hub, serving
 from tests.support.models.letter_models import write_letter_model
 from text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.integration
+
 CI = pytest.mark.ci
 NAME = "letters/tiny"
 RESOLVE = """

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from baton.v1.generate_pb2_grpc import GenerationGroupAsyncStub
     from baton.v1.kv_pb2_grpc import KvReceiverAsyncStub
 
+pytestmark = pytest.mark.integration
+
 PARAMS = SamplingParams(max_tokens=40, temperature=0.8, seed=11, ignore_eos=True)
 LONG = replace(PARAMS, max_tokens=360)
 CHOICES = replace(PARAMS, n=3)

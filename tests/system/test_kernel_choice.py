@@ -14,6 +14,8 @@ import pytest
 from modeling.kernels import native
 from tests.support.kernels.paths import require
 
+pytestmark = pytest.mark.integration
+
 NUM_PROCESSES = 20
 
 
@@ -35,7 +37,7 @@ def busy_core() -> Iterator[None]:
         spinning.wait()
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.parametrize("tiles", [True, False])
 def test_fresh_processes_make_one_choice(tiles: bool, tmp_path: Path) -> None:
     require("linear", native.NATIVE)

@@ -15,7 +15,7 @@ from tests.support.paced.hardware import PacedHardware, write_paced_model
 from tests.support.paced.load import Played, calibrate, play
 from tests.support.paced.serving import check_served
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 COLD_START_S = 3.0
 PHASE_S = 36.0

@@ -17,7 +17,7 @@ from tests.support.paced.hardware import PacedHardware, write_paced_model
 from tests.support.paced.load import play
 from tests.support.paced.serving import check_served
 
-pytestmark = pytest.mark.ci
+pytestmark = [pytest.mark.integration, pytest.mark.ci]
 
 COLD_START_S = 3.0
 NUM_TRIES = 3

@@ -6,6 +6,8 @@ import pytest
 
 from tests.support.clusters.ray_clusters import run_baton
 
+pytestmark = pytest.mark.integration
+
 OPTIONS = ("--colocated", "--dtype", "float32", "--threads", "1", "--max-tokens", "12", "--ignore-eos")
 PROMPT = "Elizabeth listened in silence, but was not convinced; their behaviour at the assembly had not been"
 EMULATED = ("prefill.device=emulated", "generate.device=emulated", "device.link=4GBps")

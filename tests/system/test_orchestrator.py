@@ -31,6 +31,8 @@ from transport.channel import make_channel
 from transport.kv_sink import ReserveSpec
 from transport.status import from_rpc_error
 
+pytestmark = pytest.mark.integration
+
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.9, seed=7, ignore_eos=True)
 LONG = SamplingParams(max_tokens=300, ignore_eos=True)

@@ -20,6 +20,8 @@ from tests.support.clusters.planners import linear_planner
 from tests.support.engines.generation import prompt
 from tests.support.eventually import eventually
 
+pytestmark = pytest.mark.integration
+
 ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 CONFIG = OrchestratorConfig(report_wait_s=10)
 WRONG = 20.0

@@ -22,7 +22,7 @@ from tests.support.eventually import eventually
 from tests.support.models.reference import check_equal_tokens
 from tests.support.models.texts import passage_ids
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
 
 GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
 FOLDER = node_folder(f"local-{os.getpid()}")

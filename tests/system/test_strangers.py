@@ -23,6 +23,8 @@ from tests.support.wire.secret import SECRET
 from transport.channel import make_channel
 from transport.identity import SECRET_KEY, ClusterSecret
 
+pytestmark = pytest.mark.integration
+
 OF_CLIENTS = "Orchestrator"
 """The one service for clients, who have keys and no secret."""
 NO_MESSAGE = b"\xff"

@@ -22,6 +22,8 @@ from tests.support.models.tiny_tokenizer import chat_letters, ids_of, text_of
 from tests.support.schemas import random_schema
 from tests.support.wire.http_gateway import http_gateway
 
+pytestmark = pytest.mark.integration
+
 BY_CHAIN = OrchestratorConfig(disaggregation="always")
 TERSE = {ids_of('"')[0]: 4.0, ids_of("}")[0]: 3.0, ids_of("]")[0]: 3.0}
 SCHEMA: dict[str, Any] = {

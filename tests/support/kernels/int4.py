@@ -12,7 +12,7 @@ HEAD_DIMS = (4, 12, 16, 40, 64, 80, 96, 128, 256)
 INSTRUCTION_SETS = [
     native.NATIVE,
     "avx2",
-    *(pytest.param(each, marks=pytest.mark.soak) for each in ("avx512", "plain")),
+    *(pytest.param(each, marks=pytest.mark.nightly) for each in ("avx512", "plain")),
 ]
 
 

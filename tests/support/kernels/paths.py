@@ -36,7 +36,7 @@ _SOAK = ("avx512", "plain")
 
 def lane(instruction_set: str) -> tuple[pytest.MarkDecorator, ...]:
     """The marks of a test that needs kernels built for it."""
-    return (pytest.mark.soak,) if instruction_set in _SOAK else ()
+    return (pytest.mark.nightly,) if instruction_set in _SOAK else ()
 
 
 PATHS = [

@@ -17,7 +17,7 @@ from tests.support.models.tiny_tokenizer import chat_letters
 from tests.support.tools import find_command
 from tests.support.wire.console import console, requests
 
-pytestmark = pytest.mark.ci  # needs a browser, and takes some seconds for each start of one
+pytestmark = [pytest.mark.integration, pytest.mark.ci]  # needs a browser, and takes some seconds for each start of one
 
 PARAMS = SamplingParams(max_tokens=6, seed=4, ignore_eos=True)
 LONG = SamplingParams(max_tokens=300, seed=4, ignore_eos=True)

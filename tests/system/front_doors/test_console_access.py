@@ -10,7 +10,7 @@ from tests.support.tools import find_command
 from tests.support.wire.console import SCREENS, console
 from tests.support.wire.contrast import too_faint
 
-pytestmark = pytest.mark.ci  # needs a browser, and takes some seconds for each start of one
+pytestmark = [pytest.mark.integration, pytest.mark.ci]  # needs a browser, and takes some seconds for each start of one
 
 PARAMS = SamplingParams(max_tokens=6, seed=4, ignore_eos=True)
 

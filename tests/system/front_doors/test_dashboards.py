@@ -21,6 +21,8 @@ from tests.support.tools import find_command
 from tests.support.wire.http_gateway import Http, http_gateway
 from tests.support.wire.prometheus import Prometheus, prometheus
 
+pytestmark = pytest.mark.integration
+
 PARAMS = SamplingParams(max_tokens=20, seed=4, ignore_eos=True, num_drafts=2)
 CONFIG = replace(
     HASTY,

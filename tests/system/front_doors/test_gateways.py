@@ -26,6 +26,8 @@ from tests.support.models.tiny_tokenizer import ids_of, write_letters
 from tests.support.wire.late_streams import late_stream
 from transport.channel import make_channel
 
+pytestmark = pytest.mark.integration
+
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.9, seed=7, ignore_eos=True)
 LONG = replace(SAMPLED, max_tokens=300)
 START_S = 30.0

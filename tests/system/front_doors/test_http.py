@@ -19,6 +19,8 @@ from tests.support.clusters.orchestrators import HOST, relay
 from tests.support.folders import ROOT
 from tests.support.models.tiny_tokenizer import write_letters
 
+pytestmark = pytest.mark.integration
+
 PROMPT = "Once upon a time"
 DATA = ROOT / "tests" / "data"
 CERTIFICATE, KEY = DATA / "localhost_certificate.pem", DATA / "localhost_key.pem"

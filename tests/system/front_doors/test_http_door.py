@@ -25,6 +25,8 @@ from tests.support.folders import ROOT
 from tests.support.models.tiny_tokenizer import chat_letters
 from tests.support.wire.collector import collector
 
+pytestmark = pytest.mark.integration
+
 DATA = ROOT / "tests" / "data"
 CERTIFICATE, KEY = DATA / "localhost_certificate.pem", DATA / "localhost_key.pem"
 BODY = {"prompt": "Hi", "max_tokens": 3}

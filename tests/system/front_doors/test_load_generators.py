@@ -15,7 +15,7 @@ from tests.support.models.tiny_tokenizer import chat_letters
 from tests.support.tools import find_command
 from tests.support.wire.http_gateway import http_gateway
 
-pytestmark = pytest.mark.ci
+pytestmark = [pytest.mark.integration, pytest.mark.ci]
 NUM_REQUESTS, NUM_INPUT, NUM_OUTPUT = 4, 24, 8
 
 

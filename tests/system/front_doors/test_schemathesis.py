@@ -13,6 +13,8 @@ from tests.support.clusters.scripted_orchestrator import ScriptedOrchestrator, s
 from tests.support.models.tool_templates import HERMES, tool_tokenizer
 from tests.support.wire.http_gateway import http_gateway
 
+pytestmark = pytest.mark.integration
+
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 MOST_S = 10
 """For one answer; the script behind answers at once."""

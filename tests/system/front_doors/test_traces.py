@@ -4,6 +4,7 @@ orchestrator."""
 import asyncio
 from dataclasses import replace
 
+import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from baton.process.tracing import provider_of
@@ -12,6 +13,8 @@ from tests.support.clusters.orchestrators import HASTY, HOST, relay
 from tests.support.models.tiny_tokenizer import letter_tokenizer
 from tests.support.wire.collector import collector, values
 from tests.support.wire.http_gateway import http_gateway
+
+pytestmark = pytest.mark.integration
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 STAGES = {"queue", "placement", "prefill", "transfer", "insert", "decode", "prefill_rank", "transfer_rank"}

@@ -11,7 +11,7 @@ from modeling.checkpoints.weights import load_decoder
 from tests.support.clusters.ray_clusters import processes_of, served, until
 from tests.support.models.reference import check_equal_tokens
 
-pytestmark = pytest.mark.ci
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 PROMPT = tuple(range(100, 140))
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)

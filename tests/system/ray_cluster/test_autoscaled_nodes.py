@@ -18,7 +18,7 @@ from tests.support.clusters.ray_heads import RayHead
 from tests.support.models.reference import check_equal_tokens
 from tests.support.models.texts import passage_ids
 
-pytestmark = pytest.mark.ci
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 PARAMS = SamplingParams(max_tokens=16, ignore_eos=True)
 NODE_TYPES = {"prefill": {"baton_prefill": 1}, "generate": {"baton_generate": 1}}
@@ -58,7 +58,7 @@ def test_a_cluster_that_starts_on_a_bare_head_gets_a_node_for_each_pool(grown: G
     ask(grown, smollm2, 0)
 
 
-@pytest.mark.parametrize("pool", ["generate", pytest.param("prefill", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("pool", ["generate", pytest.param("prefill", marks=pytest.mark.nightly)])
 def test_a_pool_that_grows_gets_a_node_which_goes_when_it_shrinks(grown: Grown, smollm2: Path, pool: str) -> None:
     before = nodes_by_type(grown.ray)
     grown.command("scale", pool, "2")

@@ -33,7 +33,7 @@ NUM_WORKERS = 4
 """Two ranks, an engine and the orchestrator."""
 JOIN = "import sys, ray; ray.init(sys.argv[1], log_to_driver=False); print(ray.cluster_resources())"
 
-pytestmark = pytest.mark.ci
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_whatever_speaks_grpc_refuses_a_stranger(cluster: ServedCluster) -> None
     [
         {"RAY_AUTH_MODE": "disabled"},
         {"RAY_AUTH_MODE": "token"},
-        pytest.param({"RAY_AUTH_TOKEN": "0" * 64}, marks=pytest.mark.soak),
+        pytest.param({"RAY_AUTH_TOKEN": "0" * 64}, marks=pytest.mark.nightly),
     ],
     ids=str,
 )

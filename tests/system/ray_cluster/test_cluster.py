@@ -48,6 +48,8 @@ from tests.support.clusters.ray_clusters import (
 from tests.support.models.reference import check_equal_tokens
 from tests.support.models.texts import passage_ids
 
+pytestmark = pytest.mark.cluster
+
 SHORT = SamplingParams(max_tokens=16, ignore_eos=True)
 MIDDLE = SamplingParams(max_tokens=120, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -385,7 +387,7 @@ def test_streams_survive_a_lost_orchestrator(
     assert endpoints(client.cluster_state(), "prefill") == workers
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_streams_survive_supervisor_and_orchestrator_lost_at_once(cluster: ServedCluster, answers: Answers) -> None:
     with Client(cluster.target, reconnect=Reconnect(num_resumes=30)) as client:
         streams = _running(client, answers)

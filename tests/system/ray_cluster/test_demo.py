@@ -21,6 +21,8 @@ from tests.support.models.reference import check_equal_tokens
 from tests.support.models.texts import passage_ids
 from text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.cluster
+
 WITHIN_S = 220
 
 
@@ -69,7 +71,10 @@ def test_demo_shows_it_all_and_leaves_nothing(smollm2: Path, tmp_path: Path, pas
     "phase",
     [
         pytest.param("starting Ray", marks=pytest.mark.ci),
-        *(pytest.param(each, marks=pytest.mark.soak) for each in ("starting 3", "A chat", "at once", "Shutting down")),
+        *(
+            pytest.param(each, marks=pytest.mark.nightly)
+            for each in ("starting 3", "A chat", "at once", "Shutting down")
+        ),
     ],
 )
 def test_ctrl_c_leaves_nothing(smollm2: Path, tmp_path: Path, passage: Path, phase: str) -> None:

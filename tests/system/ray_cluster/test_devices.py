@@ -20,6 +20,8 @@ from tests.support.models.letter_models import LetterShape, write_letter_model
 from tests.support.models.reference import check_equal_tokens
 from tests.support.models.tiny_tokenizer import ids_of
 
+pytestmark = pytest.mark.cluster
+
 SHAPE = LetterShape(num_layers=4, hidden=256, inner=512, max_tokens=1024)
 """Heads of 64, as kernels for GPUs read them."""
 LENGTHS = (1, 17, 40, 120, 300, 301)

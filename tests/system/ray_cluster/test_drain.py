@@ -31,6 +31,8 @@ from tests.support.clusters.ray_heads import held_of
 from tests.support.models.reference import check_equal_tokens
 from tests.support.models.texts import passage_ids
 
+pytestmark = pytest.mark.cluster
+
 MODEL = "model.safetensors"
 SETTINGS = (
     *("prefill.num_ranks=1", "generate.num_groups=2", "generate.num_slots=8"),
@@ -114,7 +116,7 @@ def test_a_reload_under_streams_loses_nothing_though_the_supervisor_dies_in_the_
 
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
-    "num_times", [pytest.param(4, marks=pytest.mark.ci), pytest.param(100, marks=pytest.mark.soak)]
+    "num_times", [pytest.param(4, marks=pytest.mark.ci), pytest.param(100, marks=pytest.mark.nightly)]
 )
 def test_a_pool_gets_smaller_and_larger_again_and_again_under_streams(
     cluster: ServedCluster, client: Client, smollm2: Path, num_times: int
@@ -129,7 +131,7 @@ def test_a_pool_gets_smaller_and_larger_again_and_again_under_streams(
     _until_sound(cluster, client)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_the_last_group_that_generates_is_reloaded_behind_a_stand_in(
     cluster: ServedCluster, client: Client, smollm2: Path
 ) -> None:
@@ -146,7 +148,7 @@ def test_the_last_group_that_generates_is_reloaded_behind_a_stand_in(
     assert cluster.command("drain", "generate-1", "--undo").returncode == 0
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_cluster_whose_groups_have_all_left_outlives_its_supervisor(cluster: ServedCluster, client: Client) -> None:
     names = _names(client)
     for name in names:
@@ -160,7 +162,7 @@ def test_a_cluster_whose_groups_have_all_left_outlives_its_supervisor(cluster: S
     _until_sound(cluster, client)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_other_weights_are_taken_by_all_groups(cluster: ServedCluster, client: Client, smollm2: Path) -> None:
     other = cluster.cache / "baton" / "other"  # orchestrator.model_folders has this cache
     shutil.copytree(smollm2, other)

@@ -33,6 +33,8 @@ from tests.support.clusters.ray_clusters import (
 )
 from tests.support.clusters.ray_heads import held_of
 
+pytestmark = pytest.mark.cluster
+
 NAMES = ["prefill-0", "generate-0", "generate-1"]
 SETTINGS = (
     *("prefill.num_ranks=2", "generate.num_groups=2", "generate.num_slots=8"),
@@ -85,7 +87,7 @@ def _until_sound(cluster: ServedCluster, client: Client) -> None:
     "num_flips",
     [
         pytest.param(6, marks=pytest.mark.ci),
-        pytest.param(100, marks=[pytest.mark.soak, pytest.mark.timeout(2400)]),
+        pytest.param(100, marks=[pytest.mark.nightly, pytest.mark.timeout(2400)]),
     ],
 )
 def test_roles_change_under_streams_and_processes_stay(

@@ -17,7 +17,7 @@ from tests.support.clusters.ray_heads import RayHead, ray_head, ray_node
 from tests.support.models.reference import check_equal_tokens
 from tests.support.models.texts import passage_ids
 
-pytestmark = pytest.mark.ci
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 PARAMS = SamplingParams(max_tokens=120, ignore_eos=True)
 POOLS = {"baton_prefill": 1, "baton_generate": 1}
@@ -97,7 +97,7 @@ def test_a_stream_survives_a_host_that_is_cut_off_for_a_while(pair: Pair, smollm
         until_settled(pair.running, client, SETTLED_S)
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 def test_a_node_that_is_lost_is_done_without_and_a_new_one_is_used(smollm2: Path, pair: Pair) -> None:
     """Last of this file: one of the cluster's nodes is another one afterwards."""
     with ExitStack() as further, Client(pair.running.target) as client:

@@ -16,11 +16,13 @@ from tests.support.clusters.ray_heads import RayHead, ray_head, ray_node
 from tests.support.models.reference import check_equal_tokens
 from tests.support.models.texts import passage_ids
 
+pytestmark = pytest.mark.cluster
+
 PARAMS = SamplingParams(max_tokens=16, ignore_eos=True)
 POOLS = {"baton_prefill": 2, "baton_generate": 1}
 
 
-@pytest.fixture(scope="module", params=["asks for a token", pytest.param("asks for none", marks=pytest.mark.soak)])
+@pytest.fixture(scope="module", params=["asks for a token", pytest.param("asks for none", marks=pytest.mark.nightly)])
 def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
     token = None
     if request.param == "asks for a token":
@@ -36,7 +38,7 @@ def variables(head: RayHead) -> dict[str, str]:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("how", ["interrupt", pytest.param("kill the launcher, then stop", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("how", ["interrupt", pytest.param("kill the launcher, then stop", marks=pytest.mark.nightly)])
 def test_nothing_of_a_cluster_is_left_on_a_ray_that_it_joined(
     head: RayHead, smollm2: Path, tmp_path: Path, how: str
 ) -> None:

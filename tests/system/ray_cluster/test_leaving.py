@@ -6,12 +6,14 @@ import pytest
 
 from tests.support.clusters.ray_clusters import launched, processes_of, recorded_folder, served, shared_files, until
 
+pytestmark = pytest.mark.cluster
+
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param("interrupt", marks=pytest.mark.soak),
+        pytest.param("interrupt", marks=pytest.mark.nightly),
         "stop",
         "kill the launcher, then stop",
     ],

@@ -23,7 +23,7 @@ from tests.support.folders import ROOT
 from tests.support.models.reference import check_equal_tokens
 from tests.support.models.texts import passage_ids
 
-pytestmark = pytest.mark.ci
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 PARAMS = SamplingParams(max_tokens=160, ignore_eos=True)
 GATEWAY_OUTPUT = "gateway.txt"

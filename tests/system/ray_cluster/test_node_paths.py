@@ -19,7 +19,7 @@ from tests.support.clusters.ray_heads import RayHead, ray_head, ray_node
 from tests.support.models.reference import check_equal_tokens
 from tests.support.models.texts import passage_ids
 
-pytestmark = pytest.mark.ci
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 
 @dataclass(frozen=True)

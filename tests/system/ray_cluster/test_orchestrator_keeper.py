@@ -21,6 +21,8 @@ from tests.support.clusters.planners import linear_planner
 from tests.support.clusters.ray_heads import ray_head
 from tests.support.clusters.spawners import HOST, orchestrator_worker
 
+pytestmark = pytest.mark.cluster
+
 MODEL = ModelInfo("smollm2-135m", 512, 49152, "bfloat16", True, "layout")
 
 

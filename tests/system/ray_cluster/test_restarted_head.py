@@ -23,6 +23,8 @@ from tests.support.clusters.ray_heads import RayHead, held_of, ray_head, ray_nod
 from tests.support.models.reference import check_equal_tokens
 from tests.support.models.texts import passage_ids
 
+pytestmark = pytest.mark.cluster
+
 REDIS = tools.find_command("redis-server")
 REDIS_PORT = 6399
 PARAMS = SamplingParams(max_tokens=60, ignore_eos=True)

@@ -13,7 +13,7 @@ from deploy.commands.ray_access import prepare_to_join
 from deploy.ray_cluster.places import RayRoom, living_nodes, needs_of
 from tests.support.clusters.ray_heads import RayHead, ray_head, ray_node
 
-pytestmark = pytest.mark.ci
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 POOLS = {"baton_prefill": 4}
 PLAIN = needs_of({}, {})
 NEEDED = "baton_prefill 1, CPU 0.01, on one node"

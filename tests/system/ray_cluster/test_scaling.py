@@ -9,6 +9,8 @@ from baton import Client
 from tests.support.clusters.autoscaled_rays import autoscaled_ray, nodes_by_type
 from tests.support.clusters.ray_clusters import Streams, served, until, until_settled
 
+pytestmark = pytest.mark.cluster
+
 NODE_TYPES = {"prefill": {"baton_prefill": 1}, "generate": {"baton_generate": 1}}
 SETTINGS = (
     *("prefill.num_ranks=1", "generate.num_slots=2", "supervision.heartbeat_s=0.5", "ray.node_wait_s=100"),

@@ -8,6 +8,8 @@ import pytest
 
 from tests.support.clusters.ray_clusters import run_baton
 
+pytestmark = pytest.mark.cluster
+
 CI = pytest.mark.ci
 
 

@@ -20,6 +20,8 @@ from tests.support.clusters.planners import planner_of
 from tests.support.engines.generation import prompt
 from tests.support.eventually import eventually
 
+pytestmark = pytest.mark.integration
+
 GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)
 LONG = SamplingParams(max_tokens=300, ignore_eos=True)
 SLOW = planner_of(CostModel(num_layers=10, linear_s=0.2, pair_s=0.0, kv_bytes=0))

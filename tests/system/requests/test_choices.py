@@ -17,6 +17,8 @@ from tests.support.engines.generation import prefilled, prompt, reference_ids
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import ids_of, text_of
 
+pytestmark = pytest.mark.integration
+
 PARAMS = SamplingParams(max_tokens=12, temperature=0.9, seed=2**64 - 2, n=4, ignore_eos=True)
 IDS = prompt(40)
 

@@ -19,6 +19,8 @@ from tests.support.models.tiny_tokenizer import EOS_ID, letter_tokenizer, text_o
 from tests.support.wire.late_streams import late_stream
 from tests.support.wire.secret import SECRET
 
+pytestmark = pytest.mark.integration
+
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.9, seed=7, ignore_eos=True)
 LONG = replace(SAMPLED, max_tokens=300)
 

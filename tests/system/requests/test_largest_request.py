@@ -28,6 +28,8 @@ from tests.support.engines.generation import prompt
 from tests.support.models.tiny_tokenizer import VOCAB_SIZE
 from tests.support.wire.loop_lag import ticking
 
+pytestmark = pytest.mark.integration
+
 NUM_CHOICES = 16
 NUM_ROUNDS = 5
 MOST_ROUNDS = 10

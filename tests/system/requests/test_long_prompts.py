@@ -29,6 +29,8 @@ from text.tokenizer import Tokenizer
 from transport.channel import make_channel
 from transport.status import translate_rpc_errors
 
+pytestmark = pytest.mark.integration
+
 HOST = "127.0.0.1"
 SIZE = 8 * 2**20
 MODEL = ModelInfo("smollm2", 8192, 49152, "float32", True, "layout")

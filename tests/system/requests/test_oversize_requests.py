@@ -13,6 +13,8 @@ from baton.v1 import orchestrator_pb2 as pb
 from tests.support.clusters.orchestrators import Answer, Relay, relay
 from tests.support.engines.generation import prompt, reference_ids
 
+pytestmark = pytest.mark.integration
+
 NUM_STREAMS = 10
 PLAIN = SamplingParams(max_tokens=300, ignore_eos=True)
 

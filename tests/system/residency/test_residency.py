@@ -30,6 +30,8 @@ from tests.support.models.texts import passage_ids
 from tests.support.models.tiny_models import random_decoder
 from text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.integration
+
 NUM_CONTEXTS = 8
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
 
@@ -145,7 +147,7 @@ def prefill_in_chunks(decoder: Decoder, ids: tuple[int, ...]) -> KvBuffer:
     return buffer
 
 
-@pytest.mark.soak
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 async def test_eight_long_contexts_on_a_device_of_1_gib(smollm2: Path) -> None:
     decoder, tokenizer, length = load_decoder(smollm2, dtype="bfloat16"), Tokenizer.load(smollm2), 7500

@@ -27,6 +27,8 @@ from tests.support.engines.infinigen import prepared
 from tests.support.engines.speculating import SPECULATING
 from tests.support.models.tiny_models import random_decoder
 
+pytestmark = pytest.mark.integration
+
 DECODER = random_decoder(num_layers=5)
 FEW = Selection(3.0, 0.1, 2, 3, free_keys=6)
 PARAMS = SamplingParams(max_tokens=24, temperature=0.8, ignore_eos=True)

@@ -16,6 +16,8 @@ from tests.support.engines.slot_tables import page_bytes
 from tests.support.engines.speculating import SPECULATING, ways
 from tests.support.models.reference import check_equal_tokens
 
+pytestmark = pytest.mark.integration
+
 BLOCK = 16
 CONFIG = OrchestratorConfig(block_tokens=BLOCK, disaggregation="always")
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)

@@ -27,6 +27,8 @@ from baton.types import FinishReason
 from baton.v1 import generate_pb2, orchestrator_pb2
 from tests.support.clusters.scripted_orchestrator import TAIL, Fault, ScriptedOrchestrator, serving, text_of
 
+pytestmark = pytest.mark.integration
+
 QUICK = Reconnect(num_connects=3, num_resumes=4, first_delay_s=0.001, max_delay_s=0.01)
 PATIENT = replace(QUICK, num_resumes=10_000)
 LOST = UnavailableError("controller is gone")

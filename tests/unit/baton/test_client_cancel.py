@@ -11,6 +11,8 @@ from baton.types import FinishReason
 from tests.support.clusters.scripted_orchestrator import Fault, ScriptedOrchestrator, serving, text_of
 from tests.support.eventually import eventually
 
+pytestmark = pytest.mark.integration
+
 PATIENT = Reconnect(first_delay_s=7200.0, max_delay_s=7200.0)
 WAIT_S = 20.0
 

@@ -17,6 +17,8 @@ from baton.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 from tests.support.clusters.scripted_orchestrator import MODEL, Context, Fault, ScriptedOrchestrator, serving
 from tests.support.eventually import eventually
 
+pytestmark = pytest.mark.integration
+
 PATIENT = Reconnect(first_delay_s=7200.0, max_delay_s=7200.0)
 WAIT_S = 20.0
 Anyone = Client | AsyncClient

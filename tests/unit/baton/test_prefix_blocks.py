@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from baton.prefix_blocks import PromptBlocks
 
+pytestmark = pytest.mark.integration
+
 TOKENS = st.lists(st.integers(0, 2), max_size=9)
 
 

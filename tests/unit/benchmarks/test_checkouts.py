@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks import checkouts
 
+pytestmark = pytest.mark.integration
+
 ROW = '{{"bench": "one", "case": "tokens=1", "metric": "{metric}", "value": {value}, "unit": "ms", "ratio": 1.0}}'
 
 

@@ -12,6 +12,8 @@ from generate_workers.engine.status import StepStats
 from planning.study.chips import Chip
 from planning.study.roofline import ServedModel, step_time
 
+pytestmark = pytest.mark.integration
+
 STATS = StepStats(16, 0, 0.03, num_kv_bytes=70_000_000, num_weight_bytes=270_000_000, num_link_bytes=0)
 CHIP = Chip(5e11, 2e10, 1e10)
 MODEL = ServedModel(num_params=1.35e8, kv_token_bytes=23_040)

@@ -31,6 +31,8 @@ from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import ids_of, letter_tokenizer
 from tests.support.wire.http_gateway import Http, http_gateway
 
+pytestmark = pytest.mark.integration
+
 OF_ROUTE = ("baton_http_requests_total", ("route", "/v1/completions"))
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 BODY: dict[str, Any] = {"model": MODEL.name, "prompt": "Hi", "max_tokens": 3}

@@ -25,6 +25,8 @@ from tests.support.models.tool_templates import TEMPLATES, tool_tokenizer
 from tests.support.wire.http_gateway import http_gateway
 from text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.integration
+
 TEMPLATE = (
     "{%- for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
     "{%- for message in messages %}<{{ message.role }}>{{ message.content }}{%- for call in message.tool_calls or [] %}"

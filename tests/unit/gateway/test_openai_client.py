@@ -14,6 +14,8 @@ from tests.support.models.tiny_tokenizer import chat_letters, ids_of
 from tests.support.wire.http_gateway import Http, http_gateway
 from text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.integration
+
 PROMPT = "Once upon a time"
 CHAT: list[Any] = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
 

@@ -14,6 +14,8 @@ from tests.support.clusters.scripted_orchestrator import MODEL, ScriptedOrchestr
 from tests.support.models.tool_templates import MAY_THINK, SPECIAL, TEMPLATES, tool_tokenizer
 from tests.support.wire.http_gateway import http_gateway
 
+pytestmark = pytest.mark.integration
+
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
     for name in ("weather", "time")

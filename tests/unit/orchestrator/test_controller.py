@@ -19,6 +19,8 @@ from tests.support.clusters.planners import linear_planner
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.wire.secret import SECRET
 
+pytestmark = pytest.mark.integration
+
 SPEC = Request(RequestId("r"), prompt(20), SamplingParams(max_tokens=6, seed=4, ignore_eos=True))
 LONG = replace(SPEC, params=replace(SPEC.params, max_tokens=300))
 

@@ -34,6 +34,8 @@ from tests.support.engines.chains import (
 from tests.support.links.link_groups import MakeConnect, in_process_connects, torch_connects
 from tests.support.models.tiny_models import random_decoder
 
+pytestmark = pytest.mark.integration
+
 HEADS = {"mha": 4, "gqa": 2, "mqa": 1}
 
 

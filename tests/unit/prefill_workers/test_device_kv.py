@@ -32,6 +32,8 @@ from tests.support.engines.devices import PoisonedDevice, on_emulated
 from tests.support.links.link_groups import MakeConnect, edge_connects, in_process_connects, torch_connects
 from tests.support.models.tiny_models import random_decoder
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:

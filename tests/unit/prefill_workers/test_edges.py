@@ -21,6 +21,8 @@ from tests.support.links.device_edges import GlooBackend
 from tests.support.links.link_groups import Recorder, edge_connects, edge_group, meet, torch_connects
 from tests.support.models.tiny_models import random_decoder
 
+pytestmark = pytest.mark.integration
+
 TIMEOUT_S = 20.0
 
 

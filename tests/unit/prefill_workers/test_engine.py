@@ -34,6 +34,8 @@ from tests.support.engines.chains import (
 from tests.support.links.link_groups import in_process_connects, torch_connects
 from tests.support.models.tiny_models import random_decoder
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:

@@ -28,6 +28,8 @@ from tests.support.eventually import eventually
 from transport.proto_types import history_to_proto
 from transport.status import translate_rpc_errors
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture
 async def ranks() -> AsyncIterator[Ranks]:

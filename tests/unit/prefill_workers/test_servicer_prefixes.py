@@ -21,6 +21,8 @@ from tests.support.engines.prefixes import PLENTY, blocks_in, file_bytes, keep, 
 from tests.support.eventually import eventually
 from tests.support.models.tiny_models import random_decoder
 
+pytestmark = pytest.mark.integration
+
 
 async def nothing_mapped(folder: Path) -> None:
     await eventually(lambda: asyncio.to_thread(mapped, folder), lambda left: not left, TIMEOUT_S)

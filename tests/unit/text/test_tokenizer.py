@@ -21,6 +21,8 @@ from tests.support.folders import DATA
 from tests.support.models.tokenizers import CHAT_TEMPLATE, sentencepiece_core, sentencepiece_tokens, write_folder
 from text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.integration
+
 HELLO = [{"role": "user", "content": "hello"}]
 WITHOUT_TORCH = """
 import sys

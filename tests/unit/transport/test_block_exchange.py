@@ -18,6 +18,8 @@ from tests.support.wire.block_nodes import BLOCK, LAYOUT, GatedBlocks, Node, nod
 from transport.block_exchange import BlockExchange
 from transport.status import translate_rpc_errors
 
+pytestmark = pytest.mark.integration
+
 NAMES = ("a", "b", "c", "d")
 BLOCK_BYTES = BLOCK * LAYOUT.token_bytes
 FILE_BYTES = file_bytes(LAYOUT, BLOCK)

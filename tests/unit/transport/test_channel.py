@@ -10,6 +10,8 @@ from tests.support.wire.rpc import STREAM, UNARY, Context, Service, call_unary, 
 from transport.channel import MAX_MESSAGE_BYTES, Keepalive, bind, make_channel, make_server
 from transport.status import translate_rpc_errors
 
+pytestmark = pytest.mark.integration
+
 NUM_STREAMS = 2000
 FRAME_BYTES = 64
 """More than gRPC adds to a message."""

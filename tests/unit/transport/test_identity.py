@@ -17,6 +17,8 @@ from transport.channel import make_channel
 from transport.identity import SECRET_KEY, ClusterSecret
 from transport.status import translate_rpc_errors
 
+pytestmark = pytest.mark.integration
+
 CALLS = ("unary_unary", UNARY), ("unary_stream", STREAM), ("stream_unary", UPLOAD)
 
 

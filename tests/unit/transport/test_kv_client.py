@@ -12,6 +12,8 @@ from tests.support.manual_clock import ManualClock
 from tests.support.wire.kv_loopback import FIRST, LAYOUT, NUM_TOKENS, WIDE, Loopback, loopback, offer_all, stale
 from transport.kv_sink import ReserveSpec
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture
 async def loop() -> AsyncIterator[Loopback]:

@@ -30,6 +30,8 @@ from transport.channel import MAX_MESSAGE_BYTES, make_channel
 from transport.kv_receiver import KvReceiverServicer, _wait_s
 from transport.status import translate_rpc_errors
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture
 async def loop() -> AsyncIterator[Loopback]:

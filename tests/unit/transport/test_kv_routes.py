@@ -42,6 +42,8 @@ from transport.kv_receiver import Context, KvReceiverServicer
 from transport.kv_routes import MAX_PIECES, make_pool
 from transport.kv_sender import PushSummary, open_push
 
+pytestmark = pytest.mark.integration
+
 NUM_TRIES = 24
 """A message that is written as the call ends races with the status: both orders come up in so many pushes."""
 

@@ -29,6 +29,8 @@ from transport.kv_receiver import Context, KvReceiverServicer
 from transport.kv_routes import MAX_PIECE_BYTES, NUM_CELLS
 from transport.shared_memory import SharedCells
 
+pytestmark = pytest.mark.integration
+
 ROUTES = [pytest.param(True, id="shared"), pytest.param(False, id="stream")]
 """Whether sessions may push through shared memory, as all processes of these tests are on one node."""
 

@@ -37,6 +37,8 @@ from transport.kv_routes import make_pool
 from transport.kv_sender import PushSession, open_push
 from transport.shared_memory import CellPool
 
+pytestmark = pytest.mark.integration
+
 NUM_TRIES = 24
 """A write that fails as the call ends races with the status that ended it: both orders come up in so many pushes."""
 

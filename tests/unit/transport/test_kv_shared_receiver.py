@@ -22,6 +22,8 @@ from tests.support.wire.kv_loopback import FIRST, LAYOUT, NUM_TOKENS, WHOLE, Loo
 from tests.support.wire.shared_push import SharedPush, files_in_memory, shared_files, shared_push
 from tests.support.wire.spoiled_pieces import REFUSED, Spoil
 
+pytestmark = pytest.mark.integration
+
 NOTHING = bytes(NUM_TOKENS * LAYOUT.row_bytes)
 
 

@@ -14,6 +14,8 @@ from tests.support.wire.rpc import STREAM, UPLOAD, Context, Service, call_unary,
 from transport.channel import bind, make_channel, make_server
 from transport.status import VERSIONED, SentStatus, from_rpc_error, translate_rpc_errors
 
+pytestmark = pytest.mark.integration
+
 
 def all_errors(base: type[BatonError] = BatonError) -> set[type[BatonError]]:
     """`base` and all its subclasses of baton.errors."""

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.integration
+
 SCRIPT = """
 import os, threading
 from baton.process.cores import give_way_to

@@ -3,6 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.integration
+
 PROGRAM = """
 import gc
 from baton.process.garbage import collect_rarely

@@ -10,6 +10,8 @@ from baton.process.tracing import exported_spans
 from baton.settings.tracing import TraceExport
 from tests.support.wire.collector import collector
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.mark.parametrize("error", [UnavailableError("away"), asyncio.CancelledError(), None])
 async def test_the_last_spans_are_exported_however_the_block_is_left(error: BaseException | None) -> None:

@@ -20,6 +20,8 @@ from tests.support.engines.generation import prefilled, prompt
 from tests.support.links.link_groups import HOST
 from tests.support.models.tiny_models import random_decoder
 
+pytestmark = pytest.mark.integration
+
 
 def group_of(rank: int, num_ranks: int, port: int) -> Any:
     return make_group(Meeting(Epoch(1), Rank(rank), num_ranks, f"{HOST}:{port}", HOST, 30.0))

@@ -9,6 +9,8 @@ from baton.errors import UnavailableError
 from benchmarks.gateways.load import Load, Streams
 from tests.support.clusters.scripted_orchestrator import Fault, ScriptedOrchestrator, serving
 
+pytestmark = pytest.mark.integration
+
 
 @asynccontextmanager
 async def loading(*faults: Fault) -> AsyncIterator[Load]:

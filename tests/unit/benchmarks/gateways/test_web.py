@@ -1,12 +1,15 @@
 """The clients of the HTTP benchmark, before a real HTTP gateway: what is whole is done, what is not is an error."""
 
 import aiohttp
+import pytest
 
 from benchmarks.gateways.load import Seen, Streams
 from benchmarks.gateways.web import HttpLoad
 from tests.support.clusters.scripted_orchestrator import ScriptedOrchestrator, serving
 from tests.support.models.tiny_tokenizer import letter_tokenizer
 from tests.support.wire.http_gateway import http_gateway
+
+pytestmark = pytest.mark.integration
 
 
 async def seen_of(num_words: int, asked: Streams) -> Seen:

@@ -7,6 +7,8 @@ import pytest
 
 from benchmarks.sides.vllm_peer import VllmPeer
 
+pytestmark = pytest.mark.integration
+
 PEER = """#!{python}
 import json, os, sys
 print("loading", flush=True)

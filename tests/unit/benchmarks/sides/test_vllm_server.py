@@ -7,6 +7,8 @@ import pytest
 
 from benchmarks.sides.vllm_server import VllmSpec, vllm_server
 
+pytestmark = pytest.mark.integration
+
 SERVER = """#!{python}
 import http.server, sys
 if "--broken" in sys.argv:

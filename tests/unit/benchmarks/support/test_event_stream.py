@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks.support.event_stream import EventStream
 
+pytestmark = pytest.mark.integration
+
 OK = "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 

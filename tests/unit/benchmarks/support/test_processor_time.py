@@ -19,6 +19,8 @@ from benchmarks.support.processor_time import (
     with_descendants,
 )
 
+pytestmark = pytest.mark.integration
+
 
 def test_a_share_counts_processes_that_were_there_all_along() -> None:
     assert share_of_a_core({1: 1.0, 2: 5.0}, {1: 1.5, 3: 9.0}, 2.0) == 0.25

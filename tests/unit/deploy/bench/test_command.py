@@ -18,6 +18,8 @@ from tests.support.folders import ROOT
 from tests.support.models.tiny_tokenizer import letter_tokenizer
 from tests.support.wire.http_gateway import http_gateway
 
+pytestmark = pytest.mark.integration
+
 TRACE = str(ROOT / "tests/data/trace_mooncake.jsonl")
 
 

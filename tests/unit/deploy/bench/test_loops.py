@@ -21,6 +21,8 @@ from tests.support.clusters.scripted_orchestrator import Fault, ScriptedOrchestr
 from tests.support.eventually import eventually
 from tests.support.manual_clock import ManualClock
 
+pytestmark = pytest.mark.integration
+
 
 def one_turn(max_tokens: int = 3) -> Iterator[Conversation]:
     return (Conversation(number, "", (Turn(f"prompt {number}", max_tokens),)) for number in range(10_000))

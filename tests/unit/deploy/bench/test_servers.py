@@ -20,6 +20,8 @@ from tests.support.models.tiny_tokenizer import chat_letters, letter_tokenizer
 from tests.support.wire.http_gateway import http_gateway
 from text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.integration
+
 HI = [("user", "Hi")]
 
 

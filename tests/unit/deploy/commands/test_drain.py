@@ -26,6 +26,8 @@ from tests.support.engines.generation import prompt
 from tests.support.eventually import eventually
 from tests.support.wire.secret import SECRET
 
+pytestmark = pytest.mark.integration
+
 LONG = SamplingParams(max_tokens=150, seed=4, ignore_eos=True)
 GROUP = GroupState("g", "generate", ("h:1",), 0, True, 0, 0)
 

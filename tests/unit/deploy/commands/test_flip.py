@@ -12,6 +12,8 @@ from tests.support.clusters.rosters import NUM_RANKS, Served, served
 from tests.support.models.tiny_models import random_decoder
 from tests.support.wire.secret import SECRET
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,10 +7,14 @@ import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from dataclasses import dataclass
 
+import pytest
+
 from baton.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 from baton.v1 import generate_pb2, orchestrator_pb2
 from tests.support.clusters.scripted_orchestrator import Fault, ScriptedOrchestrator, serving, text_of
 from tests.support.folders import ROOT
+
+pytestmark = pytest.mark.integration
 
 WAIT_S = 30.0
 

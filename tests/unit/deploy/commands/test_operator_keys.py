@@ -15,6 +15,8 @@ from orchestrator.requests.tenants import Tenant, Tenants, hash_key
 from tests.support.clusters.orchestrators import HOST, Relay, relay
 from tests.support.wire.secret import SECRET
 
+pytestmark = pytest.mark.integration
+
 TENANTS = Tenants(
     (Tenant("acme", key_hashes=(hash_key("acme-key"),)),), require_key=True, operator_hashes=(hash_key("operator-key"),)
 )

@@ -13,6 +13,8 @@ from deploy.commands.ray_access import asks_token, is_loopback, prepare_to_join,
 from tests.support.wire.rpc import Service, served
 from tests.support.wire.secret import SECRET
 
+pytestmark = pytest.mark.integration
+
 TOKEN = Path("/secrets/ray_token")
 AUTH = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
 

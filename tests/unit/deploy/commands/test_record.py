@@ -11,6 +11,8 @@ import pytest
 from baton.errors import ConfigError
 from deploy.commands.record import ClusterRecord, kill_ray, load_record, process_start, record_path
 
+pytestmark = pytest.mark.integration
+
 HOLD = "import sys; file = open(sys.argv[1], 'w'); print('open', flush=True); sys.stdin.read()"
 
 

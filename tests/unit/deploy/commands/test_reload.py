@@ -18,6 +18,8 @@ from tests.support.wire.secret import SECRET
 if TYPE_CHECKING:
     pass
 
+pytestmark = pytest.mark.integration
+
 
 async def reload(made: Served, *options: str) -> int:
     """Its exit status."""

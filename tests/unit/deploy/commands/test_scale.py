@@ -13,6 +13,8 @@ from tests.support.clusters.storms import orchestrator_over
 from tests.support.models.tiny_models import random_decoder
 from tests.support.wire.secret import SECRET
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,8 @@ import pytest
 from deploy.commands.record import ClusterRecord, process_start
 from deploy.commands.served_child import _Child
 
+pytestmark = pytest.mark.integration
+
 LONG = 1 << 20
 """More than a line may have, and than a pipe holds."""
 

@@ -13,6 +13,8 @@ from planning.model_shape import ModelShape
 from planning.study.chips import Chip
 from tests.support.folders import DATA
 
+pytestmark = pytest.mark.integration
+
 TABLES: dict[str, Any] = json.loads((DATA / "roofline_tables.json").read_text())
 MHA = TABLES["mha"]
 V5E_8 = "--hardware TPU-v5e --chips 8 --context 8k"

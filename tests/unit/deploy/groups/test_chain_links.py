@@ -3,10 +3,14 @@
 import asyncio
 import os
 
+import pytest
+
 from deploy.groups.chain_links import ChainLinks, _make_store
 from deploy.groups.worker import Worker
 from tests.support.clusters.listening import Listener, listeners
 from tests.support.clusters.spawners import HOST, InProcessSpawner, tiny_worker
+
+pytestmark = pytest.mark.integration
 
 NUM_RANKS = 2
 

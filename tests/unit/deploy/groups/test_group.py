@@ -23,6 +23,8 @@ from tests.support.clusters.spawners import HOST, InProcessSpawner, tiny_worker
 from tests.support.models.tiny_models import random_decoder
 from transport.proto_types import kernels_to_proto
 
+pytestmark = pytest.mark.integration
+
 
 class Bench:
     """A chain of two ranks and an engine over one spawner."""

@@ -22,6 +22,8 @@ from prefill_workers.servicer import PrefillServer
 from tests.support.clusters.spawners import NONE, orchestrator_worker, tiny_worker
 from tests.support.eventually import eventually
 
+pytestmark = pytest.mark.integration
+
 WORKERS = [tiny_worker("prefill"), tiny_worker("generate"), orchestrator_worker(NONE)]
 
 

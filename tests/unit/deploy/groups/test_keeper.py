@@ -21,6 +21,8 @@ from tests.support.clusters.planners import linear_planner
 from tests.support.clusters.spawners import HOST, InProcessSpawner, InProcessWorker, orchestrator_worker
 from tests.support.models.tiny_tokenizer import write_letters
 
+pytestmark = pytest.mark.integration
+
 MODEL = ModelInfo("letters", 64, 100, "float32", False, "layout")
 VIEW = ClusterView(generation=(GenerationGroup("g", f"{HOST}:1", "layout", num_slots=4, max_slot_tokens=64),))
 DRAINED = Orders(drained=frozenset({"g"}))

@@ -10,6 +10,8 @@ from orchestrator.membership.view import AbsentGroup, GenerationGroup, Orders
 from tests.support.clusters.rosters import NUM_RANKS, SupervisedCluster, supervised
 from tests.support.models.tiny_models import random_decoder
 
+pytestmark = pytest.mark.integration
+
 LEFT = AbsentGroup("generate-1", "generate")
 
 

@@ -15,6 +15,8 @@ from tests.support.clusters.rosters import NUM_RANKS, Served, SupervisedCluster,
 from tests.support.eventually import eventually
 from tests.support.models.tiny_models import random_decoder
 
+pytestmark = pytest.mark.integration
+
 
 async def flip(made: Served, name: str) -> str:
     """To its end; the group that serves then."""

@@ -1,11 +1,15 @@
 """What a supervisor knows of processes that leave its heartbeats unanswered."""
 
+import pytest
+
 from deploy.groups.heartbeats import Heartbeats
 from deploy.groups.silence import Silence
 from deploy.groups.surroundings import Heartbeat, Surroundings
 from deploy.groups.worker import Worker
 from tests.support.clusters.spawners import InProcessSpawner, tiny_worker
 from tests.support.manual_clock import ManualClock
+
+pytestmark = pytest.mark.integration
 
 
 def test_silence_begins_with_the_first_unanswered_heartbeat_since_the_last_answer() -> None:

@@ -40,6 +40,8 @@ from modeling.kernels.process_kernels import KERNELS
 from planning.model_shape import ModelShape
 from tests.support.models.letter_models import write_letter_model
 
+pytestmark = pytest.mark.integration
+
 MACHINE = Machine(cores=frozenset({0, 1}), available_bytes=64 * 2**30, shm_bytes=2**30, compiler="/usr/bin/c++")
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.manifests import MANIFESTS, documents
 
+pytestmark = pytest.mark.integration
+
 pytest.importorskip("check_jsonschema")
 
 PATH = MANIFESTS / "compose.yaml"

@@ -10,6 +10,8 @@ from tests.support.folders import ROOT
 from tests.support.manifests import MANIFESTS
 from tests.support.tools import find_command
 
+pytestmark = pytest.mark.integration
+
 DOCKERFILE = MANIFESTS / "Dockerfile"
 
 

@@ -12,6 +12,8 @@ from tests.support.manifests import DASHBOARDS, MANIFESTS, OBSERVABILITY, dashbo
 from tests.support.tools import find_command
 from tests.unit.deploy.manifests.test_compose import complaints
 
+pytestmark = pytest.mark.integration
+
 PATH = MANIFESTS / "observability.yaml"
 each_dashboard = pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: str(path.stem))
 

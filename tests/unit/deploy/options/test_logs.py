@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.folders import ROOT
 
+pytestmark = pytest.mark.integration
+
 PROGRAM = """
 import asyncio, logging
 from baton.process.request_log import SERVED_REQUEST

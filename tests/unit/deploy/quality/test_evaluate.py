@@ -30,6 +30,8 @@ from tests.support.engines.slot_tables import LAYOUT
 from tests.support.models.letter_models import write_letter_model
 from tests.support.models.tiny_tokenizer import ids_of, letter_tokenizer, text_of
 
+pytestmark = pytest.mark.integration
+
 NUM_ROWS, NUM_STEPS, CONTEXT = 2, 10, 60
 SMALL = f"--rows {NUM_ROWS} --steps {NUM_STEPS} --context {CONTEXT} --dtype float32 --threads 1"
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -23,6 +23,8 @@ from tests.support.engines.generation import prompt
 from tests.support.folders import ROOT
 from tests.unit.deploy.top.test_frame import line_of, shown
 
+pytestmark = pytest.mark.integration
+
 PARAMS = SamplingParams(max_tokens=6, seed=4, ignore_eos=True)
 
 

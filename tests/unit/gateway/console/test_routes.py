@@ -26,6 +26,8 @@ from tests.support.folders import ROOT
 from tests.support.models.tiny_tokenizer import letter_tokenizer
 from tests.support.wire.http_gateway import http_gateway
 
+pytestmark = pytest.mark.integration
+
 STATIC = Path(str(files("gateway.console") / "static"))
 PAGES = {path.name: path.read_text() for path in STATIC.iterdir()}
 BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}

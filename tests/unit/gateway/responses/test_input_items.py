@@ -14,6 +14,8 @@ from tests.support.clusters.scripted_orchestrator import MODEL, ScriptedOrchestr
 from tests.support.models.tool_templates import HERMES, tool_tokenizer
 from tests.support.wire.http_gateway import http_gateway
 
+pytestmark = pytest.mark.integration
+
 TOOL: Any = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 BRIEF = "{%- for message in messages %}{{ message.content }}{%- endfor %}"

@@ -14,6 +14,8 @@ from tests.support.clusters.scripted_orchestrator import MODEL, Fault, ScriptedO
 from tests.support.models.tool_templates import HERMES, MAY_THINK, tool_tokenizer
 from tests.support.wire.http_gateway import Http, http_gateway
 
+pytestmark = pytest.mark.integration
+
 TOOL: Any = {"type": "function", "name": "weather", "description": "The weather.", "parameters": {"type": "object"}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 ASKED: dict[str, Any] = {"model": MODEL.name, "input": "Hi", "max_output_tokens": 50}

@@ -22,7 +22,7 @@ def churn(made: Harness, memory: KvMemory, num_requests: int, seed: int) -> Chur
     return run
 
 
-SOAK = [pytest.mark.soak, pytest.mark.timeout(3600)]
+SOAK = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ from transport.kv_receiver import KvReceiverServicer
 from transport.kv_routes import make_pool
 from transport.kv_sender import open_push
 
+pytestmark = pytest.mark.integration
+
 TTL_S = 5.0
 NUM_FRAMES = 2
 FRAME_TOKENS = 2

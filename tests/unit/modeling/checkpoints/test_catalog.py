@@ -16,6 +16,8 @@ from modeling.checkpoints.catalog import resolve_model
 from modeling.checkpoints.weights import load_config
 from tests.support.models.tiny_gguf import tiny_keys, tiny_tensors, write_gguf
 
+pytestmark = pytest.mark.integration
+
 
 class Conversions:
     """What resolve_model reported: files that were finished, and the last progress of each."""

@@ -14,6 +14,8 @@ from modeling.forward.selection import KeyProjection, PartialKeys, PartialRows, 
 from modeling.kernels import native
 from modeling.kv.memory import PAGE_BYTES
 
+pytestmark = pytest.mark.integration
+
 LAYERS = range(2, 5)
 NUM_KV_HEADS = 3
 NUM_COLUMNS = 20

@@ -13,6 +13,8 @@ from modeling.kernels import choosing, kept_choice, native
 from modeling.kernels.processor import processor_kind
 from modeling.kernels.products import TILES, WIDENED
 
+pytestmark = pytest.mark.integration
+
 MEASURED = KernelChoice(processor_kind(), WIDENED, WIDENED, torch_rows=64)
 
 

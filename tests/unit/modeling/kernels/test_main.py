@@ -5,7 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from modeling.kernels import native
+
+pytestmark = pytest.mark.integration
 
 
 def test_a_compiler_that_fails_is_told(tmp_path: Path) -> None:

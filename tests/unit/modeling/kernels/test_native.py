@@ -9,6 +9,8 @@ import pytest
 from modeling.kernels import native
 from tests.support.kernels.paths import require
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -12,6 +12,8 @@ from baton.errors import ConfigError
 from modeling.prefix_store import folder as store_folder
 from modeling.prefix_store.folder import StoreFolder, node_folder, remove_left, share_bytes, sweep
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture
 def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:

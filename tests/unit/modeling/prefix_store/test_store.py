@@ -26,6 +26,8 @@ from tests.support.engines.prefixes import PLENTY, blocks_in, file_bytes, fill, 
 from tests.support.manual_clock import ManualClock
 from tests.support.models.tiny_models import random_decoder
 
+pytestmark = pytest.mark.integration
+
 LAYOUT = KvLayout("model", 3, 2, 4, "float32")
 BLOCK = 5
 SIZE = file_bytes(LAYOUT, BLOCK)

@@ -31,6 +31,8 @@ from transport.channel import make_channel
 if TYPE_CHECKING:
     from baton.v1.orchestrator_pb2_grpc import OrchestratorAsyncStub
 
+pytestmark = pytest.mark.integration
+
 PARAMS = SamplingParams(max_tokens=8, seed=4, ignore_eos=True)
 LONG = SamplingParams(max_tokens=40, seed=4, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=2, seed=4, ignore_eos=True)

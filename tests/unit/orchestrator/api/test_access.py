@@ -23,6 +23,8 @@ from tests.support.models.tiny_tokenizer import letter_tokenizer
 from tests.support.wire.secret import SECRET
 from transport.channel import make_channel
 
+pytestmark = pytest.mark.integration
+
 ACME = Tenant("acme", key_hashes=(hash_key("acme-key"),))
 OPERATORS = (hash_key("operator-key"),)
 KEYS = {"no key": None, "a tenant's key": "acme-key", "an operator's key": "operator-key", "a wrong key": "wrong"}

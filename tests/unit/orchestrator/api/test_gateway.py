@@ -36,6 +36,8 @@ from tests.support.wire.secret import SECRET
 from text.tokenizer import Tokenizer
 from transport.channel import make_channel
 
+pytestmark = pytest.mark.integration
+
 HOST = "127.0.0.1"
 HASTY = Reconnect(num_resumes=20, first_delay_s=0.01, max_delay_s=0.1)
 ONCE = Reconnect(num_connects=1, num_resumes=0)

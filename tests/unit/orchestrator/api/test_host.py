@@ -31,6 +31,8 @@ from transport.status import translate_rpc_errors
 if TYPE_CHECKING:
     from baton.v1.keeping_pb2_grpc import KeepingAsyncStub
 
+pytestmark = pytest.mark.integration
+
 HOST = "127.0.0.1"
 MODEL = ModelInfo("letters", 64, 100, "float32", False, "layout")
 VIEW = ClusterView(generation=(GenerationGroup("g", f"{HOST}:1", "layout", num_slots=4, max_slot_tokens=64),))

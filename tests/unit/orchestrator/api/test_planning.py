@@ -27,6 +27,8 @@ from transport.channel import bind, make_channel, make_server
 if TYPE_CHECKING:
     from baton.v1.planning_pb2_grpc import PlanningAsyncStub
 
+pytestmark = pytest.mark.integration
+
 SHAPE = SHAPES["smollm2-135m"]
 ASSUMED = nominal("smollm2-135m", "a core", SHAPE, cpu_rank(1, SHAPE.dtype_bytes))
 

@@ -33,6 +33,8 @@ from tests.support.models.tiny_tokenizer import letter_tokenizer, write_letters
 from text.tokenizer import Tokenizer
 from transport.channel import make_channel
 
+pytestmark = pytest.mark.integration
+
 HOST = "127.0.0.1"
 WAIT_S = 20.0
 LONG = "x" * 400

@@ -38,6 +38,8 @@ from tests.support.wire.secret import SECRET
 from transport.channel import bind, make_server
 from transport.kv_sink import ReserveSpec
 
+pytestmark = pytest.mark.integration
+
 Context = grpc.aio.ServicerContext[object, object]
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
 COSTLY = planner_of(CostModel(num_layers=2, linear_s=1e-4, pair_s=0.0, kv_bytes=0, fixed_s=2e-3))

@@ -20,6 +20,8 @@ from tests.support.clusters.orchestrators import HASTY, Relay, relay
 from tests.support.engines.generation import prompt
 from tests.support.engines.prefixes import blocks_in, prefix_folder
 
+pytestmark = pytest.mark.integration
+
 PARAMS = SamplingParams(max_tokens=6, seed=4, ignore_eos=True)
 SPEC = Request(RequestId("r"), prompt(20), PARAMS)
 EXACT = GenerationGroup("e", "h:1", "layout", num_slots=4, max_slot_tokens=100, residency="device")

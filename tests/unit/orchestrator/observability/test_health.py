@@ -16,6 +16,8 @@ from tests.support.clusters.orchestrators import HASTY, Relay, relay
 from tests.support.eventually import eventually
 from transport.kv_sink import ReserveSpec
 
+pytestmark = pytest.mark.integration
+
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 GROUP = GroupState("g", "generate", ("h:1",), 0, True, 0, 0)
 CHAIN = GroupState("p", "prefill", ("h:2",), 1, True, 0, 0)

@@ -28,6 +28,8 @@ from tests.support.engines.prefixes import prefix_folder
 from tests.support.eventually import eventually
 from tests.support.folders import ROOT
 
+pytestmark = pytest.mark.integration
+
 PARAMS = SamplingParams(max_tokens=6, seed=4, ignore_eos=True)
 LONG = replace(PARAMS, max_tokens=300)
 MS = 1_000_000

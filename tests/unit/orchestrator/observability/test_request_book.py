@@ -20,6 +20,8 @@ from tests.support.clusters.orchestrators import HASTY, HOST, relay
 from tests.support.engines.generation import prompt
 from tests.support.eventually import eventually
 
+pytestmark = pytest.mark.integration
+
 PARAMS = SamplingParams(max_tokens=6, seed=4, ignore_eos=True)
 CLOCK = SystemClock()
 

@@ -22,6 +22,8 @@ from tests.support.eventually import eventually
 if TYPE_CHECKING:
     from baton.v1.admin_pb2_grpc import AdminAsyncStub
 
+pytestmark = pytest.mark.integration
+
 SHORT = SamplingParams(max_tokens=4, seed=4, ignore_eos=True)
 LONG = replace(SHORT, max_tokens=300)
 

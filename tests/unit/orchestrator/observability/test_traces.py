@@ -30,6 +30,8 @@ from tests.support.engines.generation import prompt
 from tests.support.eventually import eventually
 from tests.support.wire.collector import Collector, collector, values
 
+pytestmark = pytest.mark.integration
+
 PARAMS = SamplingParams(max_tokens=6, seed=4, ignore_eos=True)
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACED, UNTRACED = f"00-{TRACE_ID}-{SPAN_ID}-01", f"00-{TRACE_ID}-{SPAN_ID}-00"

@@ -29,6 +29,8 @@ from tests.support.engines.slot_tables import is_empty
 from tests.support.eventually import eventually
 from tests.support.models.tiny_models import random_decoder
 
+pytestmark = pytest.mark.integration
+
 BLOCK = 16
 CONFIG = OrchestratorConfig(block_tokens=BLOCK, report_wait_s=10, disaggregation="always")
 LOCAL = replace(CONFIG, disaggregation="never")

@@ -29,6 +29,8 @@ from tests.support.engines.prefixes import blocks_in, file_bytes, prefix_folder
 from tests.support.eventually import eventually
 from tests.support.models.tiny_models import random_decoder
 
+pytestmark = pytest.mark.integration
+
 BLOCK = 16
 LOCAL = OrchestratorConfig(block_tokens=BLOCK, report_wait_s=10, disaggregation="never")
 CHAIN = replace(LOCAL, disaggregation="always")

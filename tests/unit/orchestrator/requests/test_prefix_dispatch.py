@@ -23,6 +23,8 @@ from tests.support.engines.prefixes import blocks_in, file_bytes, mapped, prefix
 from tests.support.eventually import eventually
 from tests.support.models.tiny_models import random_decoder
 
+pytestmark = pytest.mark.integration
+
 BLOCK = 16
 CONFIG = OrchestratorConfig(block_tokens=BLOCK, report_wait_s=10)
 PARAMS = SamplingParams(max_tokens=3, ignore_eos=True)

@@ -17,6 +17,8 @@ from orchestrator.workers.client import Clients, WorkerClient
 from tests.support.manual_clock import ManualClock
 from tests.support.wire.secret import SECRET
 
+pytestmark = pytest.mark.integration
+
 
 def test_what_is_unknown_for_long_is_leaked() -> None:
     excess = Excess()

@@ -17,6 +17,8 @@ from orchestrator.workers.client import Clients
 from tests.support.wire.secret import SECRET
 from transport.channel import bind, make_server
 
+pytestmark = pytest.mark.integration
+
 RECORD = RequestRecord.of(Request(RequestId("r"), (1, 2), SamplingParams()), received_ns=0)
 NUMBER = StreamNumber(1)
 

@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from baton.clock import SystemClock
 from baton.ids import Epoch
 from baton.types import TokenRange
@@ -20,6 +22,8 @@ from tests.support.engines.prefixes import PLENTY, keep, prefix_folder
 from tests.support.eventually import eventually
 from tests.support.models.tiny_models import random_decoder
 from tests.support.wire.secret import SECRET
+
+pytestmark = pytest.mark.integration
 
 HOST = "127.0.0.1"
 NAMES = ("a", "b", "c")

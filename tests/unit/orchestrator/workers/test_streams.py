@@ -14,6 +14,8 @@ from orchestrator.workers.streams import MAX_COMMAND_BYTES, SharedStreams, Strea
 from tests.support.eventually import eventually
 from transport.channel import bind, make_channel, make_server
 
+pytestmark = pytest.mark.integration
+
 Context = grpc.aio.ServicerContext[Any, Any]
 
 

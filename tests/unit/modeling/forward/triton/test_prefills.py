@@ -11,6 +11,8 @@ from modeling.kernels.triton.prefill import QUERIES, Visibility, compile_prefill
 from modeling.kernels.triton.tiles import prefill_tiles
 from tests.support.kernels.triton.process import HAS_TRITON, process_with
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])

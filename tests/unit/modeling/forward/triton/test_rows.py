@@ -12,9 +12,12 @@ from tests.support.kernels.triton import paged_rows
 from tests.support.kernels.triton.process import HAS_TRITON, Run, process_with
 
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.skipif(
-    not HAS_TRITON or not has_native_rows(CPU, torch.float32, 32), reason="needs Triton and a C++ compiler"
-)
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(
+        not HAS_TRITON or not has_native_rows(CPU, torch.float32, 32), reason="needs Triton and a C++ compiler"
+    ),
+]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,66 @@
+"""Lanes of the test files, by what their tests need, and a guard that keeps `unit` free of servers and processes.
+
+docs/testing.md explains the lanes. A file without the marker of another lane belongs to `unit`.
+"""
+
+import functools
+import os
+import re
+import sys
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+
+LANES = ("unit", "integration", "cluster")
+_MARKER = re.compile(r"^pytestmark = .*\bpytest\.mark\.(integration|cluster)\b", re.MULTILINE)
+_PROCESS_EVENTS = ("subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty")
+_COMPILERS = ("c++", "g++", "clang++")
+"""Programs that any test may start: kernels are built at their first use."""
+
+
+@functools.cache
+def lane_of(file: Path) -> str:
+    """Return the lane of a test file. Reads its text only: a run of one lane does not import the files of others."""
+    found = _MARKER.search(file.read_text())
+    return found[1] if found else "unit"
+
+
+class Starts:
+    """Record of the processes and servers that this process starts. One for the whole process."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._found: list[str] = []
+
+    def watch(self) -> None:
+        """Begin to record. The hook of the interpreter cannot be removed."""
+        sys.addaudithook(self._hear)
+        for server in grpc.aio.Server.__subclasses__():
+            server.start = self._recorded("a gRPC server", server.start)  # type: ignore[method-assign]
+        BaseProcess.start = self._recorded("a process of multiprocessing", BaseProcess.start)  # type: ignore[method-assign]
+
+    def take(self) -> list[str]:
+        """Return what was started since the last call."""
+        found, self._found = self._found, []
+        return found
+
+    def _hear(self, event: str, args: tuple[Any, ...]) -> None:
+        if os.getpid() != self._pid:
+            return
+        if event == "socket.bind" and isinstance(args[1], tuple):
+            self._found.append(f"a socket bound to {args[1]}")
+        elif event in _PROCESS_EVENTS:
+            command = os.fsdecode(args[0]) if args else event
+            if Path(command).name not in _COMPILERS:
+                self._found.append(f"the process {command}")
+
+    def _recorded(self, name: str, start: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(start)
+        def recorded(started: object) -> Any:
+            self._found.append(name)
+            return start(started)
+
+        return recorded

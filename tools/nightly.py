@@ -1,0 +1,156 @@
+"""Runs the tests that `make test` leaves out, one file at a time, for a given number of minutes.
+
+`python -m tools.nightly [--minutes N]` takes the files whose last pass is the oldest first, and appends one line for
+each file to the ledger, docs/nightly.tsv, which is committed: file, commit, processor, result, seconds. A file that took
+more seconds the last time than are left is skipped. `--check` runs nothing and prints a warning for each file of the
+ledger that has not passed for `STALE_COMMITS` commits.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from modeling.kernels.processor import cpu_flags, processor_kind
+
+ROOT = Path(__file__).parents[1]
+LEDGER = ROOT / "docs" / "nightly.tsv"
+HEADER = ("file", "commit", "processor", "result", "seconds")
+STALE_COMMITS = 60
+EXPRESSION = "ci or nightly"
+PASSED, FAILED = "passed", "failed"
+_INSTRUCTIONS = {"amx_tile": "amx", "avx512_bf16": "avx512-bf16", "avx512f": "avx512", "avx2": "avx2"}
+"""Features of processors that kernels depend on, the best first, and their names in the ledger."""
+_NOTHING_COLLECTED = 5
+
+
+@dataclass(frozen=True)
+class Run:
+    """One line of the ledger: one run of one test file."""
+
+    file: str
+    commit: str
+    processor: str
+    result: str
+    seconds: int
+
+
+def main() -> int:
+    """Run files until the minutes are over; return 1 when a file failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=40, help="time for the whole run, in minutes (default: 40)")
+    parser.add_argument("--check", action="store_true", help="print a warning for each stale file, and run nothing")
+    args = parser.parse_args()
+    console = Console(stderr=True, highlight=False)
+    runs = read_ledger(LEDGER.read_text() if LEDGER.exists() else "")
+    if args.check:
+        for line in stale_files(runs, _commit_ages()):
+            console.print(f"warning: {line}", markup=False)
+        return 0
+    return _run_files(oldest_first(_collect(), runs), runs, args.minutes * 60, console)
+
+
+def read_ledger(text: str) -> list[Run]:
+    """Return the runs of a ledger, the oldest first."""
+    rows = [line.split("\t") for line in text.splitlines()[1:]]
+    return [Run(file, commit, processor, result, int(seconds)) for file, commit, processor, result, seconds in rows]
+
+
+def oldest_first(files: Iterable[str], runs: Iterable[Run]) -> list[str]:
+    """Return the files by the place of their last pass in the ledger; files that never passed come first, by name."""
+    passed = {run.file: place for place, run in enumerate(runs) if run.result == PASSED}
+    return sorted(files, key=lambda file: (passed.get(file, -1), file))
+
+
+def stale_files(runs: Iterable[Run], ages: Mapping[str, int]) -> list[str]:
+    """Return one line for each file of the ledger that exists and whose last pass is too old. `ages` maps commits to
+    the number of commits since."""
+    passed: dict[str, int | None] = {}
+    for run in runs:
+        passed.setdefault(run.file, None)
+        if run.result == PASSED:
+            passed[run.file] = ages.get(run.commit, STALE_COMMITS + 1)
+    lines = []
+    for file, age in sorted(passed.items()):
+        if not (ROOT / file).exists():
+            continue
+        if age is None:
+            lines.append(f"{file} has not passed at night: run `make nightly`")
+        elif age > STALE_COMMITS:
+            lines.append(f"{file} last passed at night over {STALE_COMMITS} commits ago: run `make nightly`")
+    return lines
+
+
+def _run_files(files: list[str], runs: list[Run], limit_s: float, console: Console) -> int:
+    expected_s = {run.file: run.seconds for run in runs}
+    commit, processor, begin_s, failed = _commit(), _processor(), time.monotonic(), []
+    for number, file in enumerate(files, 1):
+        left_s = limit_s - (time.monotonic() - begin_s)
+        if left_s <= 0:
+            console.print(f"time is over: {len(files) - number + 1} files left for the next run")
+            break
+        if expected_s.get(file, 0) > left_s:
+            console.print(f"[{number}/{len(files)}] {file} skipped: it takes {expected_s[file]} s", markup=False)
+            continue
+        console.print(f"[{number}/{len(files)}] {file}", markup=False)
+        start_s = time.monotonic()
+        status = _pytest(file, "--require-tools").returncode
+        if status == _NOTHING_COLLECTED:
+            continue
+        result = FAILED if status else PASSED
+        _append(Run(file, commit, processor, result, round(time.monotonic() - start_s)))
+        failed += [file] if status else []
+    for file in failed:
+        console.print(f"failed: {file}", markup=False)
+    return 1 if failed else 0
+
+
+def _append(run: Run) -> None:
+    if not LEDGER.exists():
+        LEDGER.write_text("\t".join(HEADER) + "\n")
+    with LEDGER.open("a") as ledger:
+        ledger.write("\t".join(str(value) for value in astuple(run)) + "\n")
+
+
+def _commit() -> str:
+    """Return the last commit, followed by "+" where other files than the ledger differ from it."""
+    changed = _git("status", "--porcelain", "--", ":!docs/nightly.tsv")
+    return _git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
+
+
+def _commit_ages() -> dict[str, int]:
+    """Return the number of commits since each commit of the history, by the name that the ledger gives it."""
+    names = _git("log", "--format=%H").split()
+    return {name[:10] + mark: age for age, name in enumerate(names) for mark in ("", "+")}
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, text=True, capture_output=True, check=True).stdout.strip()
+
+
+def _processor() -> str:
+    """Return the processor's name and the best instruction set that kernels use of it."""
+    best = next((name for flag, name in _INSTRUCTIONS.items() if flag in cpu_flags()), "plain")
+    return f"{processor_kind().rpartition(' [')[0]} {best}"
+
+
+def _collect() -> list[str]:
+    """Return the test files that hold tests for the night."""
+    run = _pytest("--collect-only", "-q", "tests", capture=True)
+    if run.returncode:
+        raise SystemExit(run.stdout)
+    return sorted({line.partition("::")[0] for line in run.stdout.splitlines() if "::" in line})
+
+
+def _pytest(*arguments: str, capture: bool = False) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "pytest", "-m", EXPRESSION, *arguments]
+    return subprocess.run(command, cwd=ROOT, text=True, capture_output=capture, check=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
