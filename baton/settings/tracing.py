@@ -1,4 +1,4 @@
-"""Where a process sends its spans (docs/traces.md)."""
+"""Where a process sends its spans (docs/metrics.md)."""
 
 from typing import Annotated
 

@@ -38,7 +38,7 @@ By an accelerator's data sheet that is a lower bound. --hardware here measures t
 few seconds, and predicts what its steps take. Baton runs on CPUs only; other hardware is for comparison.
 
 With --speculation: what rounds of drafts gain over plain steps, and from which context on (MagicDec, figures 2 to 4;
-docs/speculation_curves.md). An upper bound, on all hardware.
+docs/speculation.md). An upper bound, on all hardware.
 
 With --explain: when separate workers for prefill pay, beside the same workers that do both, by prompt and by rate
 (docs/deployment.md).
