@@ -10,8 +10,9 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.support import leaks, tools
-from tests.support.lanes import LANES, Starts, lane_of
+from tests.support import tools
+from tests.support.guards import leaks
+from tests.support.guards.lanes import LANES, Starts, lane_of
 
 # How long an example takes says how crowded the machine is: no test fails for that.
 hypothesis.settings.register_profile("patient", deadline=None)

@@ -1,4 +1,4 @@
-"""The check that follows every test (tests/support/leaks.py) sees what is left behind, and nothing else."""
+"""The check that follows every test (tests/support/guards/leaks.py) sees what is left behind, and nothing else."""
 
 import asyncio
 import subprocess
@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from tests.support import leaks
+from tests.support.guards import leaks
 
 pytestmark = pytest.mark.integration
 
