@@ -15,7 +15,7 @@ from deploy.config.worker import WorkerConfig
 from deploy.groups.processes import ProcessSpawner, WorkerStartError
 from deploy.groups.spawner import Spawner, WorkerHandle
 from deploy.groups.worker import Worker
-from tests.support.clusters.spawners import InProcessSpawner, orchestrator_worker
+from tests.support.clusters.workers import InProcessSpawner, orchestrator_worker
 from tests.support.wire.secret import SECRET
 from transport.channel import make_channel
 

@@ -9,7 +9,8 @@ import pytest
 
 from baton.sampling_params import SamplingParams
 from orchestrator.requests.config import OrchestratorConfig
-from tests.support.clusters.orchestrators import HOST, Answer, Relay, StreamCall, relay
+from tests.support.clusters.clients import HOST, Answer, StreamCall
+from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.engines.prefixes import prefix_folder
 from tests.support.engines.speculating import SPECULATING, ways
@@ -33,7 +34,7 @@ OTHER_IDS = prompt(30, seed=1)
 class Scene:
     """A relay whose workers' networks hold calls, and the request that its client will cancel."""
 
-    made: Relay
+    made: BareCluster
     calls: HeldCalls
     others: list[asyncio.Task[Answer]] = field(default_factory=list)
     standing: ExitStack = field(default_factory=ExitStack)
@@ -217,12 +218,11 @@ PHASES: dict[str, Phase] = {
 async def scene(way: str, device: str) -> AsyncIterator[Scene]:
     with prefix_folder() as folder:
         async with (
-            relay(
+            cluster(
                 num_ranks=NUM_RANKS,
                 num_slots=NUM_SLOTS,
                 config=CONFIG,
-                prefix_folder=folder,
-                group_folder=folder,
+                folders={"prefill": folder, "generate": folder},
                 generate=SPECULATING[way],
                 device=device,
             ) as made,

@@ -18,7 +18,9 @@ from deploy.chaos.schedule import Schedule, Shape
 from generate_workers.engine.step_runner import weight_bytes
 from modeling.device.emulated import EmulatedDevice
 from tests.support.clusters.chaos import chaos_cluster
-from tests.support.clusters.storms import CLOCK, MAX_TOKENS, TTL_S
+from tests.support.clusters.clients import CLOCK
+from tests.support.clusters.cluster import MAX_TOKENS
+from tests.support.clusters.supervision import TTL_S
 from tests.support.engines.generation import eos_decoder
 from tests.support.engines.speculating import SPECULATING
 from tests.support.models.tiny_tokenizer import NUM_LETTERS

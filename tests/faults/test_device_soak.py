@@ -20,7 +20,7 @@ from modeling.device.emulated import EmulatedDevice
 from modeling.forward.decoder import Decoder
 from modeling.kv.buffers import BufferSpan, KvBuffer
 from orchestrator.requests.config import OrchestratorConfig
-from tests.support.clusters.orchestrators import MAX_TOKENS, Relay, relay
+from tests.support.clusters.cluster import MAX_TOKENS, BareCluster, cluster
 from tests.support.engines.generation import eos_decoder, prompt, reference_ids
 from tests.support.engines.generation_servers import Client, ids_in, read, serving
 from tests.support.engines.prefixes import file_bytes, prefix_folder
@@ -126,7 +126,7 @@ async def test_a_device_of_1_gib_serves_what_does_not_fit_at_once(smollm2: Path)
     await check_load(decoder, load, 1 << 30, tokenizer)
 
 
-async def ask(made: Relay, ids: tuple[int, ...], params: SamplingParams) -> None:
+async def ask(made: BareCluster, ids: tuple[int, ...], params: SamplingParams) -> None:
     found = await made.ask(made.request(ids, params))
     assert found.token_ids == reference_ids(made.decoder, ids, params)
 
@@ -147,11 +147,10 @@ async def test_a_relay_whose_prefixes_and_rows_do_not_fit_is_exact(residency: st
     stems = [prompt(96, seed=stem) for stem in range(4)]
     config = OrchestratorConfig(block_tokens=BLOCK)
     with prefix_folder() as folder:
-        made_relay = relay(
+        made_relay = cluster(
             config=config,
-            prefix_folder=folder,
+            folders={"prefill": folder, "generate": folder},
             prefix_bytes=12 * file_bytes(decoder.layout, BLOCK),
-            group_folder=folder,
             generate=generate,
             device="emulated",
         )

@@ -7,7 +7,7 @@ import pytest
 from baton.sampling_params import SamplingParams
 from deploy.chaos.faults import Fault
 from tests.support.clusters.fault_plans import PickedPlan
-from tests.support.clusters.storms import TTL_S, stormy
+from tests.support.clusters.supervision import IMPATIENT, TTL_S, SupervisedCluster, supervised
 from tests.support.engines.generation import prompt, reference_ids
 
 pytestmark = pytest.mark.integration
@@ -55,9 +55,12 @@ async def test_one_fault_costs_an_attempt_at_most(name: str) -> None:
 async def num_extra_attempts(name: str, fault: Fault) -> int:
     """How many attempts a request takes beyond the first and one for each fault that may cost one. It is answered."""
     plan = PickedPlan({name: fault, **OCCASIONS.get(name, {})}, amount=0.4)
-    async with stormy(plan, num_groups=1, may_share=name != "Push") as made:
+    one_engine = SupervisedCluster(
+        names=("prefill-0", "generate-0"), heartbeat=IMPATIENT, faults=plan, may_share=name != "Push"
+    )
+    async with supervised(one_engine) as made:
         plan.is_on = True
-        answer = await asyncio.wait_for(made.ask(prompt(40), PARAMS), 20)
+        answer = await asyncio.wait_for(made.ask(made.request(prompt(40), PARAMS)), 20)
         assert answer.token_ids == reference_ids(made.decoder, prompt(40), PARAMS), fault
         assert answer.indices == list(range(PARAMS.max_tokens))
         await made.until_empty(SETTLE_S)

@@ -14,8 +14,8 @@ from deploy.chaos.faults import Fault
 from deploy.chaos.network import FaultyNetwork
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.workers.census import LEAK_S
+from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.clusters.fault_plans import PickedPlan
-from tests.support.clusters.orchestrators import Relay, relay
 from tests.support.engines.generation import prompt
 from tests.support.eventually import eventually
 from transport.kv_sink import ReserveSpec
@@ -31,11 +31,11 @@ PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
 
 
 @asynccontextmanager
-async def behind(plan: PickedPlan) -> AsyncIterator[Relay]:
+async def behind(plan: PickedPlan) -> AsyncIterator[BareCluster]:
     """A relay whose generation group is behind a network that fails by the plan, and whose leaks count at once."""
     network = FaultyNetwork(plan)
     try:
-        async with relay(num_ranks=1) as made:
+        async with cluster(num_ranks=1) as made:
             port = made.groups[0].port
             await network.open(f"127.0.0.1:{port}")
             made.fronts[port] = network.endpoint
@@ -47,17 +47,17 @@ async def behind(plan: PickedPlan) -> AsyncIterator[Relay]:
         await network.close()
 
 
-def hidden_lease(made: Relay) -> Lease:
+def hidden_lease(made: BareCluster) -> Lease:
     """A slot that no request of the orchestrator knows of."""
     return made.groups[0].slots.reserve(ReserveSpec(RequestId("lost"), 1, 4, 8, ttl_s=60.0))
 
 
-async def verdict(made: Relay) -> int:
+async def verdict(made: BareCluster) -> int:
     stub = health_pb2_grpc.HealthStub(made.channel)
     return int((await stub.Check(health_pb2.HealthCheckRequest(service="baton.v1.Orchestrator"))).status)
 
 
-async def verdicts(made: Relay, over_s: float) -> list[int]:
+async def verdicts(made: BareCluster, over_s: float) -> list[int]:
     """What health says, each time that it says something new, over that time."""
     stub, told = health_pb2_grpc.HealthStub(made.channel), []
 

@@ -9,7 +9,8 @@ from baton.errors import BatonError, InvalidArgumentError, UnavailableError
 from baton.sampling_params import SamplingParams
 from baton.v1 import generate_pb2
 from orchestrator.membership.view import ClusterView
-from tests.support.clusters.orchestrators import HASTY, Answer, Relay, relay
+from tests.support.clusters.clients import Answer
+from tests.support.clusters.cluster import HASTY, BareCluster, cluster
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.eventually import eventually
 from tests.support.models.reference import check_equal_tokens
@@ -22,7 +23,7 @@ SHORT = replace(PARAMS, max_tokens=8)
 
 
 async def test_a_stream_goes_on_exactly_when_its_generation_group_dies() -> None:
-    async with relay(num_groups=2) as made:
+    async with cluster(num_groups=2) as made:
         for gate in made.group_gates:
             gate.shut(num_passes=4 * made.decoder.config.num_layers)
         call, answer = made.open(made.request(prompt(40), PARAMS)), Answer()
@@ -41,7 +42,7 @@ async def test_a_stream_goes_on_exactly_when_its_generation_group_dies() -> None
 
 
 async def test_stop_strings_and_token_penalties_survive_a_lost_group() -> None:
-    async with relay(num_groups=2) as made:
+    async with cluster(num_groups=2) as made:
         whole = reference_ids(made.decoder, prompt(40), PARAMS)
         stop = text_of(whole[40:42])
         expected = text_of(whole)[: text_of(whole).index(stop)]
@@ -59,7 +60,7 @@ async def test_stop_strings_and_token_penalties_survive_a_lost_group() -> None:
 
 
 async def test_many_streams_survive_a_lost_group() -> None:
-    async with relay(num_groups=2) as made:
+    async with cluster(num_groups=2) as made:
         asked = [(prompt(10 + 7 * n), replace(PARAMS, seed=n)) for n in range(12)]
         for gate in made.group_gates:
             gate.shut()
@@ -78,7 +79,7 @@ async def test_many_streams_survive_a_lost_group() -> None:
 
 
 async def test_a_group_that_dies_during_prefill_costs_one_attempt() -> None:
-    async with relay(num_groups=2) as made:
+    async with cluster(num_groups=2) as made:
         made.rank_gates[0].shut()
         running = asyncio.create_task(made.ask(made.request(prompt(40), SHORT)))
         await made.rank_gates[0].until_reached()
@@ -95,7 +96,7 @@ async def test_a_group_that_dies_during_prefill_costs_one_attempt() -> None:
 
 
 async def test_a_lost_rank_costs_an_attempt_once_the_chain_is_repaired() -> None:
-    async with relay() as made:
+    async with cluster() as made:
         made.rank_gates[1].shut()
         running = asyncio.create_task(made.ask(made.request(prompt(40), SHORT)))
         await made.rank_gates[1].until_reached()
@@ -121,7 +122,7 @@ async def test_a_lost_rank_costs_an_attempt_once_the_chain_is_repaired() -> None
 
 
 async def test_without_prefill_groups_the_generation_group_prefills_by_itself() -> None:
-    async with relay(config=HASTY) as made:
+    async with cluster(config=HASTY) as made:
         made.members.update(made.view(prefill_ready=False))
         answer = await made.ask(made.request(prompt(40), SHORT))
         assert answer.token_ids == reference_ids(made.decoder, prompt(40), SHORT)
@@ -130,7 +131,7 @@ async def test_without_prefill_groups_the_generation_group_prefills_by_itself() 
 
 
 async def test_a_chain_that_stays_broken_ends_the_request_with_its_error() -> None:
-    async with relay(config=HASTY) as made:
+    async with cluster(config=HASTY) as made:
         await made.ranks.pop().stop()
         made.rank_gates.pop()
         made.members.update(replace_endpoints(made))
@@ -140,7 +141,7 @@ async def test_a_chain_that_stays_broken_ends_the_request_with_its_error() -> No
         await made.until_empty()
 
 
-def replace_endpoints(made: Relay) -> ClusterView:
+def replace_endpoints(made: BareCluster) -> ClusterView:
     """A view whose second rank is not there."""
     view = made.view()
     (group,) = view.prefill
@@ -148,7 +149,7 @@ def replace_endpoints(made: Relay) -> ClusterView:
 
 
 async def test_without_generation_groups_a_request_ends_in_bounded_time() -> None:
-    async with relay(config=HASTY) as made:
+    async with cluster(config=HASTY) as made:
         made.members.update(ClusterView())
         with pytest.raises(UnavailableError, match="no generation group had a free slot"):
             await asyncio.wait_for(made.ask(made.request(prompt(40), SHORT)), 20)
@@ -157,7 +158,7 @@ async def test_without_generation_groups_a_request_ends_in_bounded_time() -> Non
 
 
 async def test_a_request_that_no_attempt_can_help_is_tried_once() -> None:
-    async with relay() as made:
+    async with cluster() as made:
         request = made.request(prompt(10), replace(SHORT, max_tokens=390))
         group = made.view().generation[0]
         made.members.update(replace(made.view(), generation=(replace(group, layout_fingerprint="other"),)))
@@ -169,7 +170,7 @@ async def test_a_request_that_no_attempt_can_help_is_tried_once() -> None:
 
 
 async def test_an_orchestrator_that_stops_tells_its_clients_to_come_back() -> None:
-    async with relay() as made:
+    async with cluster() as made:
         call, answer, _ = await made.held_up(made.request(prompt(40), replace(PARAMS, max_tokens=300)))
         stopping = asyncio.create_task(made.server.stop())
         with pytest.raises(UnavailableError, match="shutting down"):
@@ -181,7 +182,7 @@ async def test_an_orchestrator_that_stops_tells_its_clients_to_come_back() -> No
 
 
 async def test_a_stopping_orchestrator_lets_running_streams_end() -> None:
-    async with relay() as made:
+    async with cluster() as made:
         call, answer = made.open(made.request(prompt(40), PARAMS)), Answer()
         await answer.read(call, 1)
         stopping = asyncio.create_task(made.server.stop(grace_s=20))
@@ -191,7 +192,7 @@ async def test_a_stopping_orchestrator_lets_running_streams_end() -> None:
 
 
 async def test_a_group_that_is_drained_ends_its_streams_and_gets_no_others() -> None:
-    async with relay(num_groups=2) as made:
+    async with cluster(num_groups=2) as made:
         for gate in made.group_gates:
             gate.shut(num_passes=2 * made.decoder.config.num_layers)
         call, answer = made.open(made.request(prompt(40), replace(PARAMS, max_tokens=200))), Answer()

@@ -14,7 +14,7 @@ import pytest
 from baton.sampling_params import SamplingParams
 from modeling.prefix_store.store import PrefixStore
 from orchestrator.requests.config import OrchestratorConfig
-from tests.support.clusters.orchestrators import Relay, relay
+from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.engines.prefixes import blocks_in, file_bytes, prefix_folder
 from tests.support.models.tiny_models import random_decoder
@@ -28,7 +28,7 @@ CONFIG = OrchestratorConfig(block_tokens=BLOCK)
 PARAMS = SamplingParams(max_tokens=3, ignore_eos=True)
 
 
-async def ask(made: Relay, ids: tuple[int, ...]) -> int:
+async def ask(made: BareCluster, ids: tuple[int, ...]) -> int:
     """Cached tokens of a request whose tokens are right, at the first attempt."""
     answer = await made.ask(made.request(ids, PARAMS))
     assert answer.token_ids == reference_ids(made.decoder, ids, PARAMS)
@@ -69,7 +69,8 @@ async def test_churn() -> None:
     limit_bytes = NUM_BLOCKS * file_bytes(random_decoder().layout, BLOCK)
     num_cached = num_asked = 0
     with prefix_folder() as folder:
-        async with relay(config=CONFIG, prefix_folder=folder, prefix_bytes=limit_bytes, group_folder=folder) as made:
+        folders = {"prefill": folder, "generate": folder}
+        async with cluster(config=CONFIG, folders=folders, prefix_bytes=limit_bytes) as made:
             store = made.ranks[0].prefixes
             assert store is not None
             watching = asyncio.create_task(watch(store, limit_bytes))

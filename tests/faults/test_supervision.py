@@ -26,10 +26,11 @@ from deploy.groups.processes import ProcessSpawner
 from deploy.groups.restarts import Backoff
 from deploy.groups.surroundings import Heartbeat, Surroundings
 from orchestrator.membership.view import ClusterView
+from tests.support.clusters.clients import HOST
 from tests.support.clusters.failing_spawner import CALLS, FailingSpawner, FailingWorker, Failures, RandomFailures
 from tests.support.clusters.fault_plans import PickedPlan
 from tests.support.clusters.planners import linear_planner
-from tests.support.clusters.spawners import HOST, InProcessSpawner, orchestrator_worker, tiny_worker
+from tests.support.clusters.workers import InProcessSpawner, orchestrator_worker, tiny_worker
 from tests.support.eventually import eventually
 from transport.status import translate_rpc_errors
 

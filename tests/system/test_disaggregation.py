@@ -12,7 +12,8 @@ from baton.proto_types import timings_from_proto
 from baton.results.prefill_trace import Placement
 from baton.sampling_params import SamplingParams
 from orchestrator.requests.config import OrchestratorConfig
-from tests.support.clusters.orchestrators import Answer, Relay, relay
+from tests.support.clusters.clients import Answer
+from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.clusters.planners import deciding_planner
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.eventually import eventually
@@ -30,7 +31,7 @@ def placement(answer: Answer) -> Placement:
     return found
 
 
-async def check(made: Relay, num_tokens: int, reason: str) -> Placement:
+async def check(made: BareCluster, num_tokens: int, reason: str) -> Placement:
     """One request, exact, and prefilled where `reason` says."""
     answer = await made.ask(made.request(prompt(num_tokens), PARAMS))
     assert answer.token_ids == reference_ids(made.decoder, prompt(num_tokens), PARAMS)
@@ -43,7 +44,7 @@ async def check(made: Relay, num_tokens: int, reason: str) -> Placement:
 
 async def test_a_short_prompt_beside_a_busy_chain_is_prefilled_by_its_group() -> None:
     in_order = OrchestratorConfig(elastic=False)  # else a short prompt would overtake
-    async with relay(planner=deciding_planner(max_ranks=2, slower=100.0), config=in_order) as made:
+    async with cluster(planner=deciding_planner(max_ranks=2, slower=100.0), config=in_order) as made:
         await check(made, 30, "chain_faster")
         stream = made.open(made.request(prompt(20), LONG))
         rows = Answer()
@@ -69,17 +70,17 @@ async def test_a_short_prompt_beside_a_busy_chain_is_prefilled_by_its_group() ->
 
 async def test_what_is_configured_is_done() -> None:
     fast = deciding_planner(speed=100.0, max_ranks=2)
-    async with relay(planner=fast, config=OrchestratorConfig(disaggregation="always")) as made:
+    async with cluster(planner=fast, config=OrchestratorConfig(disaggregation="always")) as made:
         await check(made, 40, "always")
         await made.until_empty()
     slow = deciding_planner(speed=0.01, max_ranks=2)
-    async with relay(planner=slow, config=OrchestratorConfig(disaggregation="never")) as made:
+    async with cluster(planner=slow, config=OrchestratorConfig(disaggregation="never")) as made:
         await asyncio.gather(*(check(made, num_tokens, "never") for num_tokens in (1, 40, 200)))
         await made.until_empty()
 
 
 async def test_a_prompt_may_ask_for_a_chain() -> None:
-    async with relay(planner=deciding_planner(speed=100.0, max_ranks=2)) as made:
+    async with cluster(planner=deciding_planner(speed=100.0, max_ranks=2)) as made:
         await check(made, 40, "local_faster")
         answer = Answer()
         await answer.drain(made.stub.Generate(made.request(prompt(40), PARAMS), timeout=60, metadata=(BY_CHAIN,)))
@@ -88,7 +89,7 @@ async def test_a_prompt_may_ask_for_a_chain() -> None:
 
 
 async def test_a_chain_that_is_not_ready_is_waited_for_no_longer_than_prefill_by_the_group_takes() -> None:
-    async with relay(planner=deciding_planner(max_ranks=2), config=OrchestratorConfig(prefill_wait_s=600)) as made:
+    async with cluster(planner=deciding_planner(max_ranks=2), config=OrchestratorConfig(prefill_wait_s=600)) as made:
         made.members.update(made.view(prefill_ready=False))
         await check(made, 40, "none_ready")
         assert (await made.state()).num_degraded == 1

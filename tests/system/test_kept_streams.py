@@ -17,7 +17,8 @@ from baton.v1.generate_pb2_grpc import GenerationGroupStub
 from baton.v1.kv_pb2_grpc import KvReceiverStub
 from generate_workers.servicer import GenerationServer
 from orchestrator.workers.streams import SharedStreams, StreamPart
-from tests.support.clusters.orchestrators import HOST, Relay, relay
+from tests.support.clusters.clients import HOST
+from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.engines.speculating import SPECULATING, ways
 from tests.support.eventually import eventually
@@ -139,21 +140,21 @@ class Reader:
 
 
 @pytest.fixture(params=ways("off", ci=("streaming", "ngram", "auto host")))
-async def running(request: pytest.FixtureRequest) -> AsyncIterator[Relay]:
-    async with relay(num_slots=6, generate=SPECULATING[request.param]) as made:
+async def running(request: pytest.FixtureRequest) -> AsyncIterator[BareCluster]:
+    async with cluster(num_slots=6, generate=SPECULATING[request.param]) as made:
         yield made
         await made.until_empty()
 
 
 @pytest.fixture
-async def group(running: Relay) -> AsyncIterator[Group]:
+async def group(running: BareCluster) -> AsyncIterator[Group]:
     async with make_channel(f"{HOST}:{running.groups[0].port}", secret=SECRET) as channel:
         made = Group(channel, running.groups[0])
         yield made
         await made.close()
 
 
-async def lost(running: Relay, group: Group, params: SamplingParams, num_events: int, **fields: Any) -> Reader:
+async def lost(running: BareCluster, group: Group, params: SamplingParams, num_events: int, **fields: Any) -> Reader:
     """A stream whose reader has gone after so many events, and which is kept: it has not ended, and stands still until
     the gate is opened."""
     num_calls = SOME_CALLS if params.max_tokens <= PARAMS.max_tokens else MANY_CALLS
@@ -166,7 +167,7 @@ async def lost(running: Relay, group: Group, params: SamplingParams, num_events:
     return first
 
 
-async def test_a_lost_stream_runs_on_and_is_taken_over(running: Relay, group: Group) -> None:
+async def test_a_lost_stream_runs_on_and_is_taken_over(running: BareCluster, group: Group) -> None:
     first = await lost(running, group, LASTING, 5)
     running.group_gates[0].open()
     known = first.output()
@@ -179,7 +180,7 @@ async def test_a_lost_stream_runs_on_and_is_taken_over(running: Relay, group: Gr
     assert await group.kept() == {}
 
 
-async def test_a_lost_call_loses_all_its_streams_and_each_is_taken_over(running: Relay, group: Group) -> None:
+async def test_a_lost_call_loses_all_its_streams_and_each_is_taken_over(running: BareCluster, group: Group) -> None:
     asked = [replace(PARAMS, seed=seed, max_tokens=300) for seed in range(3)]
     running.group_gates[0].shut(num_passes=3 * MANY_CALLS)
     lost = [group.open(params, number, request_id=f"r{number}") for number, params in enumerate(asked)]
@@ -194,7 +195,7 @@ async def test_a_lost_call_loses_all_its_streams_and_each_is_taken_over(running:
         assert first.output() + rest.output() == reference_ids(running.decoder, IDS, params)
 
 
-async def test_a_kept_stream_ends_and_waits_for_its_reader_without_a_slot(running: Relay, group: Group) -> None:
+async def test_a_kept_stream_ends_and_waits_for_its_reader_without_a_slot(running: BareCluster, group: Group) -> None:
     first = await lost(running, group, PARAMS, 2)
     running.group_gates[0].open()
     await group.until_kept(0)  # it has run to its end
@@ -204,7 +205,7 @@ async def test_a_kept_stream_ends_and_waits_for_its_reader_without_a_slot(runnin
     assert first.output()[:1] + second.output() == reference_ids(running.decoder, IDS, PARAMS)
 
 
-async def test_every_choice_goes_on_after_its_own_tokens(running: Relay, group: Group) -> None:
+async def test_every_choice_goes_on_after_its_own_tokens(running: BareCluster, group: Group) -> None:
     params = replace(LASTING, n=3)
     first = await lost(running, group, params, 9)
     running.group_gates[0].open()
@@ -216,7 +217,7 @@ async def test_every_choice_goes_on_after_its_own_tokens(running: Relay, group: 
         assert known[choice] + second.output(choice) == whole
 
 
-async def test_a_stream_that_was_read_to_its_end_is_forgotten(running: Relay, group: Group) -> None:
+async def test_a_stream_that_was_read_to_its_end_is_forgotten(running: BareCluster, group: Group) -> None:
     first = await lost(running, group, PARAMS, 1)
     running.group_gates[0].open()
     await group.until_kept(0)
@@ -229,7 +230,7 @@ async def test_a_stream_that_was_read_to_its_end_is_forgotten(running: Relay, gr
         await group.take_over(PARAMS, [whole], number=3).drain()
 
 
-async def test_a_reader_that_knows_all_tokens_hears_that_they_are_all(running: Relay, group: Group) -> None:
+async def test_a_reader_that_knows_all_tokens_hears_that_they_are_all(running: BareCluster, group: Group) -> None:
     await lost(running, group, PARAMS, 1)
     running.group_gates[0].open()
     await group.until_kept(0)
@@ -255,7 +256,7 @@ async def test_a_stream_that_is_not_to_be_kept_ends_with_its_call(group: Group) 
     await eventually(group.num_held, lambda held: held == 0, within_s=10)
 
 
-async def test_a_stream_that_has_no_token_yet_ends_with_its_call(running: Relay, group: Group) -> None:
+async def test_a_stream_that_has_no_token_yet_ends_with_its_call(running: BareCluster, group: Group) -> None:
     lease = await group.reserve(running.decoder.layout.fingerprint)
     first = group.open(PARAMS, lease=lease)
     await eventually(group.num_streams, lambda number: number == 1, within_s=5)
@@ -265,7 +266,7 @@ async def test_a_stream_that_has_no_token_yet_ends_with_its_call(running: Relay,
 
 
 @pytest.mark.parametrize("reading", [True, False])
-async def test_cancel_ends_it_at_once(running: Relay, group: Group, reading: bool) -> None:
+async def test_cancel_ends_it_at_once(running: BareCluster, group: Group, reading: bool) -> None:
     running.group_gates[0].shut(num_passes=MANY_CALLS)  # it does not end by itself
     first = group.open(LONG, number=4)
     await first.read(3)
@@ -290,7 +291,7 @@ async def test_a_stream_that_is_read_is_not_taken_over(group: Group) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["output", "params", "prompt", "name", "choices"])
-async def test_only_the_same_stream_is_taken_over(running: Relay, group: Group, wrong: str) -> None:
+async def test_only_the_same_stream_is_taken_over(running: BareCluster, group: Group, wrong: str) -> None:
     first = await lost(running, group, LONG, 3, number=5)
     output = [first.output()[0] + 1] if wrong == "output" else first.output()
     outputs = [output, output] if wrong == "choices" else [output]
@@ -303,7 +304,7 @@ async def test_only_the_same_stream_is_taken_over(running: Relay, group: Group, 
     running.group_gates[0].open()
 
 
-async def test_two_clients_may_choose_the_same_request_id(running: Relay, group: Group) -> None:
+async def test_two_clients_may_choose_the_same_request_id(running: BareCluster, group: Group) -> None:
     other, gate = replace(LASTING, seed=99), running.group_gates[0]
     gate.shut()
     first, second = group.open(LASTING, number=1), group.open(other, number=2)
@@ -328,7 +329,7 @@ async def test_a_bad_time_is_refused(group: Group, keep_s: float) -> None:
         await group.open(PARAMS, keep_s=keep_s).drain()
 
 
-async def test_the_next_orchestrator_goes_on_without_a_prefill(running: Relay, group: Group) -> None:
+async def test_the_next_orchestrator_goes_on_without_a_prefill(running: BareCluster, group: Group) -> None:
     request = running.request(IDS, LASTING)
     first = await lost(running, group, LASTING, 4, request_id=request.request_id)  # as by its orchestrator's death
     running.group_gates[0].open()
@@ -340,7 +341,7 @@ async def test_the_next_orchestrator_goes_on_without_a_prefill(running: Relay, g
     assert [rank.engine.status().num_jobs_done for rank in running.ranks] == [0, 0]
 
 
-async def test_what_is_kept_is_not_leaked_until_it_expires(running: Relay, group: Group) -> None:
+async def test_what_is_kept_is_not_leaked_until_it_expires(running: BareCluster, group: Group) -> None:
     await lost(running, group, LONG, 3, keep_s=5.0)  # it holds its slot all the time
 
     async def leaked_while_kept() -> tuple[int, bool]:
@@ -355,7 +356,7 @@ async def test_what_is_kept_is_not_leaked_until_it_expires(running: Relay, group
     running.group_gates[0].open()
 
 
-async def test_a_lost_orchestrator_s_request_that_nobody_kept_starts_anew(running: Relay) -> None:
+async def test_a_lost_orchestrator_s_request_that_nobody_kept_starts_anew(running: BareCluster) -> None:
     request = running.request(IDS, CHOICES)
     outputs = [reference_ids(running.decoder, IDS, CHOICES.of_choice(choice)) for choice in range(3)]
     for output, num_known in zip(outputs, (5, 0, 40), strict=True):

@@ -6,9 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.cluster_state import ClusterState, cluster_state_from_proto
-from baton.v1 import orchestrator_pb2 as pb
-from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
+from baton.cluster_state import cluster_state_from_proto
 from deploy.traffic.generators import Lengths, Phase, shifting
 from tests.support.paced.cluster import PacedCluster, PacedPlan, paced_cluster
 from tests.support.paced.hardware import PacedHardware, write_paced_model
@@ -58,10 +56,10 @@ class Followed:
 async def followed(folder: Path, plan: PacedPlan) -> Followed:
     """Plays the trace to a cluster of its own. Nothing is lost, and each change says why."""
     trace = shifting([Phase(PHASE_S, 2.6, LONG_PROMPTS), Phase(PHASE_S, 6.0, LONG_ANSWERS)], seed=5)
-    async with paced_cluster(folder, PacedHardware.load(folder), plan) as cluster, cluster.channel() as channel:
-        await calibrate(channel, cluster.hardware)
-        played = await play(channel, trace, seed=5)
-        state = await state_of(cluster)
+    async with paced_cluster(folder, PacedHardware.load(folder), plan) as cluster:
+        await calibrate(cluster.channel, cluster.hardware)
+        played = await play(cluster.channel, trace, seed=5)
+        state = cluster_state_from_proto(await cluster.state())
         await check_served(cluster, played)
     for_prompts, for_answers = ready_at(cluster, played, 0.9 * PHASE_S), ready_at(cluster, played, 1.9 * PHASE_S)
     assert sum(for_prompts) <= 5, cluster.history
@@ -69,12 +67,6 @@ async def followed(folder: Path, plan: PacedPlan) -> Followed:
     assert all("forecast" in each.explanation and " in " in each.explanation for each in state.scaling.changes)
     in_time = share_in_time(played, 0.6 * PHASE_S, PHASE_S), share_in_time(played, 1.6 * PHASE_S, 2 * PHASE_S)
     return Followed(for_prompts, for_answers, in_time)
-
-
-async def state_of(cluster: PacedCluster) -> ClusterState:
-    async with cluster.channel() as channel:
-        message = await OrchestratorStub(channel).GetClusterState(pb.GetClusterStateRequest(), timeout=10)
-    return cluster_state_from_proto(message)
 
 
 def ready_at(cluster: PacedCluster, played: Played, seconds: float) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from tests.support.paced.comparing import both_ways
 from tests.support.paced.hardware import PacedHardware, write_paced_model
 from tests.support.paced.load import play
 from tests.support.paced.serving import check_served
+from tests.support.wire.secret import SECRET
 
 pytestmark = [pytest.mark.integration, pytest.mark.ci]
 
@@ -53,9 +54,9 @@ def are_within_bands(ratios: Mapping[str, float]) -> bool:
 async def test_groups_start_cold_and_leave_as_ordered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = PacedPlan((1, 1), (1, 2), cold_start_s=COLD_START_S)
     trace = steady(3.0, 12.0, 3, Lengths(200, 24))
-    async with paced_cluster(folder, PacedHardware.load(folder), plan) as cluster, cluster.channel() as channel:
-        monkeypatch.setenv(SECRET_VARIABLE, cluster.secret.text)
-        playing = asyncio.create_task(play(channel, trace, seed=3))
+    async with paced_cluster(folder, PacedHardware.load(folder), plan) as cluster:
+        monkeypatch.setenv(SECRET_VARIABLE, SECRET.text)
+        playing = asyncio.create_task(play(cluster.channel, trace, seed=3))
         ordered_s = time.monotonic()
         assert await scale(cluster, 2) == 0
         assert cluster.history[-1].num_ready == (1, 2)
@@ -67,4 +68,4 @@ async def test_groups_start_cold_and_leave_as_ordered(folder: Path, monkeypatch:
 
 async def scale(cluster: PacedCluster, num_groups: int) -> int:
     """As an operator does; the command's exit status."""
-    return await asyncio.to_thread(main, ["scale", "generate", str(num_groups), "--target", cluster.endpoint])
+    return await asyncio.to_thread(main, ["scale", "generate", str(num_groups), "--target", cluster.target])

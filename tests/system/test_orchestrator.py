@@ -23,7 +23,8 @@ from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from generate_workers.slots.leases import SlotState
 from orchestrator.membership.view import ClusterView
 from orchestrator.requests.config import OrchestratorConfig
-from tests.support.clusters.orchestrators import HOST, Answer, Relay, relay
+from tests.support.clusters.clients import HOST, Answer
+from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import ids_of, text_of
@@ -41,13 +42,13 @@ FIRST_CALLS = 4
 
 
 @pytest.fixture
-async def running() -> AsyncIterator[Relay]:
-    async with relay() as made:
+async def running() -> AsyncIterator[BareCluster]:
+    async with cluster() as made:
         yield made
         await made.until_empty()
 
 
-async def test_a_prompt_goes_through_chain_and_slot_to_the_client(running: Relay) -> None:
+async def test_a_prompt_goes_through_chain_and_slot_to_the_client(running: BareCluster) -> None:
     request = running.request(prompt(40), GREEDY)
     answer = await running.ask(request)
     assert answer.token_ids == reference_ids(running.decoder, prompt(40), GREEDY)
@@ -59,7 +60,7 @@ async def test_a_prompt_goes_through_chain_and_slot_to_the_client(running: Relay
     assert (usage.num_prompt_tokens, usage.num_output_tokens, usage.num_attempts) == (40, 12, 1)
 
 
-async def test_timings_follow_each_other_and_name_each_rank_s_part(running: Relay) -> None:
+async def test_timings_follow_each_other_and_name_each_rank_s_part(running: BareCluster) -> None:
     answer = await running.ask(running.request(prompt(40), GREEDY))
     assert answer.finished is not None
     times = answer.finished.timings
@@ -71,14 +72,14 @@ async def test_timings_follow_each_other_and_name_each_rank_s_part(running: Rela
     assert all(rank.start_ns < rank.end_ns and len(rank.layers) == 2 for rank in times.prefill.ranks)
 
 
-async def test_sixteen_at_once_equal_one_process(running: Relay) -> None:
+async def test_sixteen_at_once_equal_one_process(running: BareCluster) -> None:
     asked = [(prompt(5 + 17 * n), replace(SAMPLED, seed=n)) for n in range(16)]
     answers = await asyncio.gather(*(running.ask(running.request(ids, params)) for ids, params in asked))
     for (ids, params), answer in zip(asked, answers, strict=True):
         assert answer.token_ids == reference_ids(running.decoder, ids, params)
 
 
-async def test_sixty_four_mixed_streams_complete(running: Relay) -> None:
+async def test_sixty_four_mixed_streams_complete(running: BareCluster) -> None:
     rng = random.Random(3)
     asked = [
         running.request(prompt(rng.randint(1, 200), n), replace(GREEDY, max_tokens=rng.randint(1, 60)))
@@ -89,7 +90,7 @@ async def test_sixty_four_mixed_streams_complete(running: Relay) -> None:
         assert answer.indices == list(range(request.sampling.max_tokens))
 
 
-async def test_the_seed_that_the_server_draws_gives_the_same_tokens_again(running: Relay) -> None:
+async def test_the_seed_that_the_server_draws_gives_the_same_tokens_again(running: BareCluster) -> None:
     unseeded = running.request(prompt(9), replace(SAMPLED, seed=0))
     unseeded.seeded = False
     first = await running.ask(unseeded)
@@ -97,7 +98,7 @@ async def test_the_seed_that_the_server_draws_gives_the_same_tokens_again(runnin
     assert again.token_ids == first.token_ids
 
 
-async def test_text_is_tokenized(running: Relay) -> None:
+async def test_text_is_tokenized(running: BareCluster) -> None:
     answer = await running.ask(pb.GenerateRequest(prompt=b"Hello there", sampling=params_to_proto(GREEDY)))
     assert answer.token_ids == reference_ids(running.decoder, ids_of("Hello there"), GREEDY)
     assert answer.started.request_id
@@ -108,14 +109,14 @@ def having(output_ids: Sequence[int]) -> list[common_pb2.Output]:
     return [common_pb2.Output(token_ids=output_ids)]
 
 
-async def test_a_client_resumes_a_stream_after_the_tokens_it_has(running: Relay) -> None:
+async def test_a_client_resumes_a_stream_after_the_tokens_it_has(running: BareCluster) -> None:
     whole = await running.ask(running.request(prompt(30), SAMPLED))
     rest = await running.ask(running.request(prompt(30), SAMPLED, outputs=having(whole.token_ids[:5])))
     assert (rest.token_ids, rest.indices) == (whole.token_ids[5:], list(range(5, 12)))
     assert whole.text == text_of(whole.token_ids[:5]) + rest.text
 
 
-async def test_a_client_that_lost_only_the_end_gets_it(running: Relay) -> None:
+async def test_a_client_that_lost_only_the_end_gets_it(running: BareCluster) -> None:
     whole = await running.ask(running.request(prompt(30), SAMPLED))
     rest = await running.ask(running.request(prompt(30), SAMPLED, outputs=having(whole.token_ids)))
     assert rest.token_ids == []
@@ -127,7 +128,7 @@ async def test_a_client_that_lost_only_the_end_gets_it(running: Relay) -> None:
 
 
 async def test_a_client_that_leaves_the_queue_is_forgotten() -> None:
-    async with relay(num_slots=1) as made:
+    async with cluster(num_slots=1) as made:
         made.group_gates[0].shut(num_passes=FIRST_CALLS)
         call = made.open(made.request(prompt(10), LONG))
         await Answer().read(call, 1)
@@ -141,7 +142,7 @@ async def test_a_client_that_leaves_the_queue_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_a_client_that_leaves_during_prefill_frees_all(running: Relay, rank: int) -> None:
+async def test_a_client_that_leaves_during_prefill_frees_all(running: BareCluster, rank: int) -> None:
     running.rank_gates[rank].shut()
     call = running.open(running.request(prompt(40), GREEDY))
     await running.rank_gates[rank].until_reached()
@@ -150,7 +151,7 @@ async def test_a_client_that_leaves_during_prefill_frees_all(running: Relay, ran
     await running.until_empty()
 
 
-async def test_a_client_that_leaves_between_commit_and_first_token_frees_its_slot(running: Relay) -> None:
+async def test_a_client_that_leaves_between_commit_and_first_token_frees_its_slot(running: BareCluster) -> None:
     gate, slots = running.group_gates[0], running.groups[0].slots
     gate.shut(num_passes=FIRST_CALLS)
     other = running.open(running.request(prompt(10), LONG))
@@ -168,21 +169,21 @@ async def test_a_client_that_leaves_between_commit_and_first_token_frees_its_slo
     await running.until_empty()
 
 
-async def test_a_client_that_leaves_mid_stream_frees_its_slot(running: Relay) -> None:
+async def test_a_client_that_leaves_mid_stream_frees_its_slot(running: BareCluster) -> None:
     call = running.open(running.request(prompt(40), LONG))
     await Answer().read(call, 3)
     call.cancel()
     await running.until_empty()
 
 
-async def test_a_client_whose_connection_breaks_frees_its_slot(running: Relay) -> None:
+async def test_a_client_whose_connection_breaks_frees_its_slot(running: BareCluster) -> None:
     async with make_channel(f"{HOST}:{running.server.port}") as channel:
         call = OrchestratorStub(channel).Generate(running.request(prompt(40), LONG))
         await Answer().read(call, 3)
     await running.until_empty()
 
 
-async def test_clients_that_leave_at_any_moment_leave_nothing(running: Relay) -> None:
+async def test_clients_that_leave_at_any_moment_leave_nothing(running: BareCluster) -> None:
     rng = random.Random(11)
 
     async def ask_and_leave(index: int) -> bool:
@@ -202,7 +203,7 @@ async def test_clients_that_leave_at_any_moment_leave_nothing(running: Relay) ->
 
 
 async def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
-    async with relay(num_slots=1, config=OrchestratorConfig(max_queued_requests=1)) as made:
+    async with cluster(num_slots=1, config=OrchestratorConfig(max_queued_requests=1)) as made:
         made.group_gates[0].shut(num_passes=FIRST_CALLS)
         calls = [made.open(made.request(prompt(10), LONG))]
         await Answer().read(calls[0], 1)
@@ -225,7 +226,7 @@ async def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
 
 
 @pytest.mark.parametrize("whose", ["request", "call"])
-async def test_a_deadline_ends_the_stream_with_its_usage(running: Relay, whose: str) -> None:
+async def test_a_deadline_ends_the_stream_with_its_usage(running: BareCluster, whose: str) -> None:
     await running.ask(running.request(prompt(20), GREEDY))  # what is made at first use
     answer = Answer()
     for _ in range(3):  # a call ends 0.1 s after its request, whatever has come by then; a chain may be held up as long
@@ -244,7 +245,7 @@ async def test_a_deadline_ends_the_stream_with_its_usage(running: Relay, whose: 
 
 
 async def test_a_deadline_passes_in_the_queue() -> None:
-    async with relay(num_slots=1) as made:
+    async with cluster(num_slots=1) as made:
         call = made.open(made.request(prompt(10), LONG))
         await Answer().read(call, 1)
         made.group_gates[0].shut()
@@ -302,13 +303,15 @@ CHAT = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-async def test_a_bad_request_is_refused_by_name_and_limit(running: Relay, bad: pb.GenerateRequest, text: str) -> None:
+async def test_a_bad_request_is_refused_by_name_and_limit(
+    running: BareCluster, bad: pb.GenerateRequest, text: str
+) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
         await running.ask(bad)
     assert len((await running.ask(running.request(prompt(5), GREEDY))).token_ids) == 12
 
 
-async def test_a_message_of_17_mib_is_refused(running: Relay) -> None:
+async def test_a_message_of_17_mib_is_refused(running: BareCluster) -> None:
     with pytest.raises(BatonError, match="17825.* vs. 16777216"):
         await running.ask(pb.GenerateRequest(prompt=b"a" * (17 * 2**20)))
     assert len((await running.ask(running.request(prompt(5), GREEDY))).token_ids) == 12
@@ -317,13 +320,13 @@ async def test_a_message_of_17_mib_is_refused(running: Relay) -> None:
 # What the orchestrator says of itself.
 
 
-async def test_the_model_and_its_limits_are_told(running: Relay) -> None:
+async def test_the_model_and_its_limits_are_told(running: BareCluster) -> None:
     model = await running.stub.GetModel(pb.GetModelRequest())
     assert (model.name, model.max_tokens, model.vocab_size, model.dtype) == ("letters", 400, 97, "float32")
     assert model.layout_fingerprint == running.decoder.layout.fingerprint
 
 
-async def test_health_follows_the_generation_groups(running: Relay) -> None:
+async def test_health_follows_the_generation_groups(running: BareCluster) -> None:
     stub = health_pb2_grpc.HealthStub(running.channel)
 
     async def status() -> int:
@@ -336,7 +339,7 @@ async def test_health_follows_the_generation_groups(running: Relay) -> None:
     running.members.update(running.view())
 
 
-async def test_reflection_names_the_services(running: Relay) -> None:
+async def test_reflection_names_the_services(running: BareCluster) -> None:
     stub = reflection_pb2_grpc.ServerReflectionStub(running.channel)
     asked = reflection_pb2.ServerReflectionRequest(list_services="")
     call = stub.ServerReflectionInfo(iter([asked]))
@@ -346,7 +349,7 @@ async def test_reflection_names_the_services(running: Relay) -> None:
 
 
 async def test_a_lease_of_no_request_is_counted_as_leaked_when_it_has_outlived_its_ttl() -> None:
-    async with relay(config=OrchestratorConfig(lease_ttl_s=1.0)) as made:
+    async with cluster(config=OrchestratorConfig(lease_ttl_s=1.0)) as made:
         slots = made.groups[0].slots
         lease = slots.reserve(ReserveSpec(RequestId("stranger"), 1, 10, 20, 60))
 

@@ -15,7 +15,8 @@ from deploy.calibration.rounds import NUM_DRAFTS, Measured, measure_rounds
 from deploy.calibration.steps import NUM_STEPS, Grid, measure_steps
 from orchestrator.requests.config import OrchestratorConfig
 from planning.planner import ChainPlanner
-from tests.support.clusters.orchestrators import HOST, MAX_TOKENS, Answer, relay
+from tests.support.clusters.clients import HOST, Answer
+from tests.support.clusters.cluster import MAX_TOKENS, cluster
 from tests.support.clusters.planners import linear_planner
 from tests.support.engines.generation import prompt
 from tests.support.eventually import eventually
@@ -37,7 +38,7 @@ def assuming(times: float) -> ChainPlanner:
 
 async def answers(planner: ChainPlanner, count: int) -> list[Answer]:
     """To one prompt, again and again, from a chain of one rank: links hardly matter there."""
-    async with relay(num_ranks=1, planner=planner, config=CONFIG) as running:
+    async with cluster(num_ranks=1, planner=planner, config=CONFIG) as running:
         return [await running.ask(running.request(prompt(200), ONE_TOKEN)) for _ in range(count)]
 
 
@@ -73,7 +74,7 @@ async def test_steps_are_measured_in_batches_that_fill_the_group_and_leave_nothi
         with Client(target) as client:
             return measure_steps(client, grid, repeats=2, rng=random.Random(1), done=done.append)
 
-    async with relay(num_slots=8, generate={"speculation": "auto"}) as running:
+    async with cluster(num_slots=8, generate={"speculation": "auto"}) as running:
         seconds = await asyncio.to_thread(measured, f"{HOST}:{running.server.port}")
         await running.until_empty()
     assert [len(row) for row in seconds] == [2, 2, 2] and all(each > 0 for row in seconds for each in row)
@@ -88,7 +89,7 @@ async def test_rounds_are_measured_beside_what_they_did_and_leave_nothing() -> N
         with Client(target) as client:
             return measure_rounds(client, grid, draft_keys, repeats=1, rng=random.Random(1), done=lambda work: None)
 
-    async with relay(num_slots=8, generate={"speculation": "auto"}) as running:
+    async with cluster(num_slots=8, generate={"speculation": "auto"}) as running:
         rounds = await asyncio.to_thread(measured, f"{HOST}:{running.server.port}")
         await running.until_empty()
     assert len(rounds) == len(grid.cells) * len(NUM_DRAFTS)
@@ -107,7 +108,7 @@ async def test_a_streams_drafts_reach_the_client_and_the_metrics() -> None:
         assert completion.timings is not None
         return completion.timings.speculation
 
-    async with relay(num_slots=8, generate={"speculation": "auto"}) as running:
+    async with cluster(num_slots=8, generate={"speculation": "auto"}) as running:
         target = f"{HOST}:{running.server.port}"
         traces = [await asyncio.to_thread(answered, target, num) for num in (0, 2, 5)]
         assert traces.pop(0) is None

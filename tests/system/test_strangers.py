@@ -18,7 +18,8 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 import baton.v1
 from orchestrator.api.host import OrchestratorHost
 from orchestrator.requests.config import OrchestratorConfig
-from tests.support.clusters.orchestrators import HOST, relay
+from tests.support.clusters.clients import HOST
+from tests.support.clusters.cluster import cluster
 from tests.support.models.tiny_tokenizer import write_letters
 from tests.support.wire.secret import SECRET
 from transport.channel import make_channel
@@ -46,7 +47,7 @@ METHODS = [method for service in services() for method in service.methods]
 async def served(folder: Path) -> AsyncIterator[dict[str, int]]:
     """The port of each service, by its name: of a rank, a generation group, an orchestrator and its host."""
     async with AsyncExitStack() as stack:
-        made = await stack.enter_async_context(relay(num_ranks=1, group_folder=folder / "blocks"))
+        made = await stack.enter_async_context(cluster(num_ranks=1, folders={"generate": folder / "blocks"}))
         host = OrchestratorHost(write_letters(folder), OrchestratorConfig(), host=HOST, secret=SECRET)
         await host.start()
         stack.push_async_callback(host.stop)

@@ -15,7 +15,8 @@ from baton.errors import InvalidArgumentError
 from baton.sampling_params import SamplingParams
 from baton.structured_output import StructuredOutput
 from orchestrator.requests.config import OrchestratorConfig
-from tests.support.clusters.orchestrators import HOST, Answer, relay
+from tests.support.clusters.clients import HOST, Answer
+from tests.support.clusters.cluster import cluster
 from tests.support.clusters.planners import deciding_planner
 from tests.support.engines.generation import prompt
 from tests.support.models.tiny_tokenizer import chat_letters, ids_of, text_of
@@ -42,7 +43,7 @@ def params_of(schema: dict[str, Any], seed: int, **fields: Any) -> SamplingParam
 
 
 async def test_the_first_token_by_a_chain_has_the_form() -> None:
-    async with relay(planner=deciding_planner(max_ranks=2), config=BY_CHAIN) as made:
+    async with cluster(planner=deciding_planner(max_ranks=2), config=BY_CHAIN) as made:
         for seed in range(8):
             answer = await made.ask(made.request(prompt(40, seed), params_of(random_schema(seed), seed)))
             assert answer.finished is not None and answer.finished.timings.prefill.ranks
@@ -54,7 +55,7 @@ async def test_the_first_token_by_a_chain_has_the_form() -> None:
 
 
 async def test_choices_share_the_prompt_and_each_has_the_form() -> None:
-    async with relay(planner=deciding_planner(max_ranks=2), config=BY_CHAIN) as made:
+    async with cluster(planner=deciding_planner(max_ranks=2), config=BY_CHAIN) as made:
         answer = await made.ask(made.request(prompt(40), params_of(SCHEMA, 3, n=4)))
         texts = [answer.text, *(text_of(ids) for _, ids in sorted(answer.others.items()))]
         assert len(texts) == 4 and len(set(texts)) > 1
@@ -68,7 +69,7 @@ async def test_an_output_keeps_its_form_when_its_group_dies() -> None:
     params = SamplingParams(
         temperature=1.0, seed=7, max_tokens=200, structured_output=StructuredOutput(regex=expression)
     )
-    async with relay(num_groups=2) as made:
+    async with cluster(num_groups=2) as made:
         expected = await made.ask(made.request(prompt(12), params))
         for gate in made.group_gates:
             gate.shut(num_passes=60)  # some tokens come, and not all
@@ -92,7 +93,7 @@ async def test_what_is_not_supported_is_refused_before_it_is_queued() -> None:
         ({"regex": "a", "choice": ["b"]}, "regex and choice"),
         ({"rejects": "a"}, "rejects is unknown"),
     ]
-    async with relay() as made, AsyncClient(f"{HOST}:{made.server.port}") as client:
+    async with cluster() as made, AsyncClient(f"{HOST}:{made.server.port}") as client:
         for form, reason in wrong:
             with pytest.raises(InvalidArgumentError, match=re.escape(reason)):
                 await client.generate("Hi", structured_output=form).collect()
@@ -101,7 +102,7 @@ async def test_what_is_not_supported_is_refused_before_it_is_queued() -> None:
 
 
 async def test_openais_client_gets_the_form_that_it_asks_for(tmp_path: Path) -> None:
-    async with relay() as made, http_gateway(f"{HOST}:{made.server.port}", chat_letters(tmp_path)) as http:
+    async with cluster() as made, http_gateway(f"{HOST}:{made.server.port}", chat_letters(tmp_path)) as http:
         asked: dict[str, Any] = {"model": "letters", "messages": [{"role": "user", "content": "Where to?"}], "seed": 3}
         chats: Any = http.openai.chat.completions
         completions: Any = http.openai.completions

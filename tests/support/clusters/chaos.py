@@ -1,4 +1,4 @@
-"""Clusters to be struck whose workers are real servers in this process: links and outlets fail, too, and a life takes
+"""`baton chaos`' own clusters, with workers in this process: links and outlets fail, too, and a life takes
 milliseconds. Their orchestrator is a process."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -14,18 +14,20 @@ from baton.results.completion import ModelInfo
 from baton.types import SampledToken
 from deploy.chaos.cluster import ChaosCluster, ChaosPlan
 from deploy.chaos.faults import SeededPlan
-from deploy.chaos.network import HOST
 from deploy.chaos.schedule import Ask
 from deploy.groups.keeper import OrchestratorPlan
+from generate_workers.config import EngineConfig
 from modeling.forward.decoder import Decoder
+from tests.support.clusters.clients import CLOCK, HOST
+from tests.support.clusters.cluster import MAX_TOKENS
 from tests.support.clusters.planners import linear_planner
-from tests.support.clusters.spawners import orchestrator_worker, tiny_worker
-from tests.support.clusters.storms import CLOCK, CONFIG, HEARTBEAT, MAX_TOKENS, NUM_RANKS, NUM_SLOTS, FaultySpawner
-from tests.support.engines.generation import eos_decoder
+from tests.support.clusters.supervision import CONFIG, IMPATIENT, NUM_RANKS
+from tests.support.clusters.workers import InProcessSpawner, orchestrator_worker, tiny_worker
 from tests.support.engines.prefixes import file_bytes, prefix_folder
 from tests.support.models.reference import check_equal_tokens
 from tests.support.models.tiny_tokenizer import EOS_ID, write_letters
 
+_NUM_SLOTS = 6
 _BLOCK_TOKENS = 16
 _NUM_BLOCKS = 24
 """That are kept: fewer than all prompts together have, so that some have to go."""
@@ -59,26 +61,26 @@ async def chaos_cluster(
     fields of the generation groups' configuration. `emulates`: each worker computes on an emulated device of its
     own."""
     torch.set_num_threads(1)
-    decoder, faults = eos_decoder(), SeededPlan()
-    write_letters(folder)
-    config = replace(CONFIG, block_tokens=_BLOCK_TOKENS)
-    prefix_bytes = _NUM_BLOCKS * file_bytes(decoder.layout, _BLOCK_TOKENS)
+    faults = SeededPlan()
+    spawner = InProcessSpawner(is_emulated=emulates, faults=faults)
+    decoder, engine = spawner.decoder, EngineConfig(_NUM_SLOTS, MAX_TOKENS, max_waiting=_NUM_SLOTS, **generate)
+    worker = orchestrator_worker(write_letters(folder), replace(CONFIG, block_tokens=_BLOCK_TOKENS))
 
     def orchestrator(layout: str) -> OrchestratorPlan:
         model = ModelInfo("letters", MAX_TOKENS, decoder.config.vocab_size, "float32", False, layout)
-        return OrchestratorPlan(
-            orchestrator_worker(folder, config), model, (EOS_ID,), lambda former: linear_planner(), HOST
-        )
+        return OrchestratorPlan(worker, model, (EOS_ID,), lambda former: linear_planner(), HOST)
 
     with prefix_folder() as prefixes:
+        spawner.folders = {"prefill": prefixes, "generate": prefixes}
+        spawner.prefix_bytes = _NUM_BLOCKS * file_bytes(decoder.layout, _BLOCK_TOKENS)
         plan = ChaosPlan(
-            spawner=FaultySpawner(decoder, faults, prefixes, prefix_bytes, generate, emulates=emulates),
+            spawner=spawner,
             chain=[tiny_worker("prefill", rank) for rank in range(NUM_RANKS)],
-            engines=[tiny_worker("generate", group=group) for group in range(num_groups)],
+            engines=[tiny_worker("generate", group=group, section=engine) for group in range(num_groups)],
             orchestrator=orchestrator,
             faults=faults,
-            heartbeat=HEARTBEAT,
-            num_slots=NUM_SLOTS,
+            heartbeat=IMPATIENT,
+            num_slots=_NUM_SLOTS,
             max_tokens=MAX_TOKENS,
         )
         async with ChaosCluster(plan, CLOCK, lambda line: None) as cluster:

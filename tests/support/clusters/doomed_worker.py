@@ -21,7 +21,6 @@ from torch import Tensor
 
 from baton.clock import SystemClock
 from baton.types import SampledToken, TokenRange
-from baton.v1 import prefill_pb2_grpc
 from deploy.config.worker import WorkerConfig
 from deploy.groups import worker_process as worker
 from deploy.groups.hosting import Server, start_server
@@ -32,8 +31,7 @@ from modeling.hosting import LoadedModel
 from prefill_workers.config import PrefillConfig
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport, KvOutlet
-from prefill_workers.servicer import PrefillRankServicer, PrefillServer
-from transport.channel import bind, make_server
+from tests.support.engines.rank_servers import serve_rank
 from transport.identity import ClusterSecret
 
 
@@ -189,15 +187,9 @@ async def start_doomed(config: WorkerConfig, model: LoadedModel | None) -> Serve
         return await start_server(config, model)
     torch.set_num_threads(place.num_threads or 1)
     fate = Fate(place.model_folder, config.name)
-    secret = ClusterSecret(place.secret)
-    server = make_server(check=secret.check)
-    port = bind(server, place.host)
     decoder = DoomedDecoder(load_decoder(place.model_folder, dtype=place.dtype), fate)
     engine = DoomedEngine(decoder, fate, section.watchdog_floor_s)
-    servicer = PrefillRankServicer(engine, place.host, secret)
-    prefill_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
-    await server.start()
-    return PrefillServer(server, servicer, port)
+    return await serve_rank(engine, place.host, ClusterSecret(place.secret))
 
 
 if __name__ == "__main__":

@@ -25,9 +25,21 @@ def planner_of(
     local: LocalPrefill | None = None,
 ) -> ChainPlanner:
     """By a cost model alone, which counts as measured: what jobs take changes nothing."""
+    table = _searched(cost, max_ranks, max_tokens).table
+    return ChainPlanner(
+        _calibration(cost), max_ranks=max_ranks, max_tokens=max_tokens, steps=steps, local=local, table=table
+    )
+
+
+@functools.cache
+def _searched(cost: CostModel, max_ranks: int, max_tokens: int) -> ChainPlanner:
+    """A planner whose knots all others of that cost and size take: their search takes up to a second."""
+    return ChainPlanner(_calibration(cost), max_ranks=max_ranks, max_tokens=max_tokens)
+
+
+def _calibration(cost: CostModel) -> Calibration:
     shape = replace(_SHAPE, num_layers=cost.num_layers)
-    calibration = Calibration("by hand", "none", Kernel.CAUSAL, shape, ((1.0, 1.0),), (), cost)
-    return ChainPlanner(calibration, max_ranks=max_ranks, max_tokens=max_tokens, steps=steps, local=local)
+    return Calibration("by hand", "none", Kernel.CAUSAL, shape, ((1.0, 1.0),), (), cost)
 
 
 @functools.cache

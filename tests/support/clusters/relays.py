@@ -1,8 +1,8 @@
-"""Local clusters for tests: start one, ask it, and look at what its workers hold."""
+"""`baton local`'s own clusters: start one, ask its controller, and look at what its workers hold."""
 
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +19,7 @@ from deploy.config.file import make_local_config
 from deploy.groups.cluster import LocalCluster
 from deploy.groups.local_relay import running_controller
 from orchestrator.controller import Controller
-from orchestrator.requests.record import Event, Finished
+from orchestrator.requests.record import Finished
 from orchestrator.requests.request import Request
 
 CLOCK = SystemClock()
@@ -102,7 +102,8 @@ async def ask(
     """Runs one request to its end; `on_token` hears how many tokens have come. Raises what the request ended with, if
     that was an error."""
     tokens: list[TokenEvent] = []
-    async with contextlib.aclosing(open_stream(relay, prompt_ids, params)) as events:
+    request = Request(RequestId(uuid.uuid4().hex), prompt_ids, params)
+    async with contextlib.aclosing(relay.controller.generate(request)) as events:
         async for event in events:
             if isinstance(event, TokenEvent):
                 tokens.append(event)
@@ -112,11 +113,6 @@ async def ask(
                     raise event.error
                 return Answer(tokens, event)
     raise BatonError("a stream ended without its last event")
-
-
-def open_stream(relay: Relay, prompt_ids: tuple[int, ...], params: SamplingParams) -> AsyncGenerator[Event, None]:
-    """A request's events as they come."""
-    return relay.controller.generate(Request(RequestId(uuid.uuid4().hex), prompt_ids, params))
 
 
 async def generation_status(relay: Relay) -> generate_pb2.GenerationStatus:

@@ -7,32 +7,21 @@ heartbeat of the orchestrator, as in `baton serve`. A start takes a configured t
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import grpc
-
-from baton.clock import Clock, SystemClock
-from baton.results.completion import ModelInfo
-from baton.settings.place import LOOPBACK
+from baton.clock import Clock
 from deploy.config.cluster import ClusterConfig
 from deploy.config.file import make_local_config
 from deploy.config.worker import WorkerConfig
-from deploy.groups.cluster import Cluster, group_of
-from deploy.groups.group import WorkerGroup
-from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
 from deploy.groups.processes import ProcessSpawner
-from deploy.groups.roster import Roster
 from deploy.groups.spawner import Spawner, WorkerHandle
-from deploy.groups.surroundings import Heartbeat, Surroundings
-from modeling.checkpoints.weights import load_config
-from modeling.kernels.process_kernels import KERNELS
-from orchestrator.membership.view import ClusterView, Orders
+from orchestrator.membership.view import Orders
 from planning.planner import ChainPlanner
+from tests.support.clusters.clients import CLOCK
+from tests.support.clusters.kept import KeptCluster, kept
 from tests.support.paced.hardware import PacedHardware
-from transport.channel import make_channel
-from transport.identity import ClusterSecret
 
 _START_S = 120.0
 
@@ -118,40 +107,14 @@ class Allocation:
     """Of both roles, those that are starting included."""
 
 
-@dataclass
-class PacedCluster:
+@dataclass(kw_only=True)
+class PacedCluster(KeptCluster):
     """The running cluster; made by `paced_cluster`."""
 
     plan: PacedPlan
-    folder: Path
     hardware: PacedHardware
-    clock: Clock = field(default_factory=SystemClock)
-    secret: ClusterSecret = field(default_factory=ClusterSecret.new)
-    reports: list[str] = field(default_factory=list)
     history: list[Allocation] = field(default_factory=list)
     """Each change of the groups, on the clock's now_s."""
-    keeper: OrchestratorKeeper | None = None
-
-    def __post_init__(self) -> None:
-        self.config = self.plan.config(self.folder)
-        supervision = self.config.supervision
-        self.spawner = ColdSpawner(ProcessSpawner(_START_S, "tests.support.paced.worker"), self.clock)
-        heartbeat = Heartbeat(supervision.heartbeat_s, supervision.dead_after_s)
-        self._around = Surroundings(self.spawner, heartbeat, self.clock, self.reports.append, self._changed)
-        self.cluster = Cluster([], [], self._around)
-        self.roster = Roster(self.cluster, self.config.group_sizes, self._make, self._around)
-        away = frozenset(self.config.group_sizes) - self.plan.names
-        self._orders = Orders(drained=away, leaving=away)
-
-    @property
-    def endpoint(self) -> str:
-        """Where clients are served, host:port."""
-        assert self.keeper is not None
-        return f"{LOOPBACK}:{self.keeper.ports[0]}"
-
-    def channel(self) -> grpc.aio.Channel:
-        """To the orchestrator, for clients and operators."""
-        return make_channel(self.endpoint, secret=self.secret)
 
     def group_s(self, start_s: float, end_s: float) -> float:
         """Seconds of all groups together, those that start included, between two instants of the clock."""
@@ -161,73 +124,31 @@ class PacedCluster:
             total_s += each.num_paid * max(min(until_s, end_s) - max(each.since_s, start_s), 0.0)
         return total_s
 
-    async def start(self) -> None:
-        """All groups of the beginning, then the orchestrator."""
-        for name in sorted(self.plan.names):
-            self.cluster.add(self._make(name, Orders()))
-        await self.cluster.start()
-        self.roster.follow(self._orders)
-        around = replace(self._around, spawner=ProcessSpawner(_START_S))
-        self.keeper = OrchestratorKeeper(self._orchestrator_plan(), self._view, around)
-        self.keeper.orders, self.keeper.follow = self._orders, self._follow
-        await self.keeper.start()
-        await self.cluster.until_ready(_START_S)
-        self.spawner.cold_start_s = self.plan.cold_start_s
-
-    async def close(self) -> None:
-        if self.keeper is not None:
-            await self.keeper.close()
-        await self.roster.close()
-        await self.cluster.close()
-
-    def _make(self, name: str, orders: Orders) -> WorkerGroup:
-        """A group's next life. Implements MakeGroup."""
-        assert not orders.models, "all groups have one model"
-
-        def workers_of(group: str) -> tuple[WorkerConfig, ...]:
-            return self.config.workers(group, self.folder, (KERNELS.choice,), secret=self.secret)
-
-        return group_of(name, workers_of, self._around, orders)
-
-    def _orchestrator_plan(self) -> OrchestratorPlan:
-        model = load_config(self.folder)
-        layout = self.cluster.generation[0].layout_fingerprint
-        return OrchestratorPlan(
-            self.config.orchestrator_worker(self.folder, self.secret),
-            ModelInfo(self.folder.name, self.plan.max_tokens, model.vocab_size, "float32", False, layout),
-            model.eos_token_ids,
-            self._planner,
-            LOOPBACK,
-        )
-
-    def _planner(self, former: ChainPlanner | None) -> ChainPlanner:
+    def make_planner(self, former: ChainPlanner | None) -> ChainPlanner:
         return former or self.hardware.planner(max_ranks=self.plan.num_ranks)
 
-    def _follow(self, orders: Orders) -> Orders:
-        self._orders = orders
-        self.roster.follow(orders)
-        return orders
-
-    def _view(self) -> ClusterView:
-        view = self.cluster.view(self.plan.num_slots, self.plan.max_tokens)
-        return replace(view, absent=self.roster.absent)
-
-    def _changed(self) -> None:
+    def tell(self) -> None:
         roles = self.cluster.prefill, self.cluster.generation
         num_ready = tuple(sum(group.ready for group in groups) for groups in roles)
         starting = sum(group.starts for group in self.roster.absent)
         num_paid = len(self.cluster.groups) + starting
-        self.history.append(Allocation(self.clock.now_s(), (num_ready[0], num_ready[1]), num_paid))
-        if self.keeper is not None:
-            self.keeper.tell()
+        self.history.append(Allocation(CLOCK.now_s(), (num_ready[0], num_ready[1]), num_paid))
+        super().tell()
 
 
 @asynccontextmanager
 async def paced_cluster(folder: Path, hardware: PacedHardware, plan: PacedPlan) -> AsyncIterator[PacedCluster]:
     """Everything up, over the model in `folder`, and everything down again."""
-    made = PacedCluster(plan, folder, hardware)
-    try:
-        await made.start()
+    config, spawner = plan.config(folder), ColdSpawner(ProcessSpawner(_START_S, "tests.support.paced.worker"), CLOCK)
+    away = frozenset(config.group_sizes) - plan.names
+    made = PacedCluster(
+        config=config,
+        folder=folder,
+        orders=Orders(drained=away, leaving=away),
+        processes=spawner,
+        plan=plan,
+        hardware=hardware,
+    )
+    async with kept(made):
+        spawner.cold_start_s = plan.cold_start_s
         yield made
-    finally:
-        await made.close()

@@ -62,9 +62,8 @@ def simulate(trace: Trace, hardware: PacedHardware, plan: PacedPlan, scaler: Any
 
 async def both_ways(cluster: PacedCluster, trace: Trace, seed: int, scaler: AnyScaler | None = None) -> Comparison:
     """Calibrates the cluster, plays the trace, and simulates it by the same calibration."""
-    async with cluster.channel() as channel:
-        hardware = await calibrate(channel, cluster.hardware)
-        played = await play(channel, trace, seed)
+    hardware = await calibrate(cluster.channel, cluster.hardware)
+    played = await play(cluster.channel, trace, seed)
     end_s = played.start_s + max(fate.token_s[-1] for fate in played.fates if fate.token_s)
     live = played.results(cluster.group_s(played.start_s, end_s))
     return Comparison(hardware, simulate(trace, hardware, cluster.plan, scaler), live, played)

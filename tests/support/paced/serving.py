@@ -4,11 +4,7 @@ import asyncio
 
 import numpy as np
 
-from baton.v1 import orchestrator_pb2 as pb
-from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from modeling.checkpoints.weights import load_decoder
-from tests.support.clusters.orchestrators import held_by
-from tests.support.eventually import eventually
 from tests.support.models.reference import check_equal_tokens
 from tests.support.paced.cluster import PacedCluster
 from tests.support.paced.load import Played
@@ -22,13 +18,4 @@ async def check_served(cluster: PacedCluster, played: Played) -> None:
     for number in np.linspace(0, len(played.fates) - 1, 8).astype(int).tolist():
         tokens = played.prompt(number), played.fates[number].token_ids
         await asyncio.to_thread(check_equal_tokens, decoder, *tokens, played.params(number))
-    async with cluster.channel() as channel:
-        stub = OrchestratorStub(channel)
-
-        async def held() -> list[int]:
-            state = await stub.GetClusterState(pb.GetClusterStateRequest(), timeout=10)
-            imbalances = [group.generation.imbalance for group in state.groups if group.HasField("generation")]
-            assert not any(imbalances), imbalances
-            return [state.num_queued, state.num_running, *(held_by(group) + group.num_leaked for group in state.groups)]
-
-        await eventually(held, lambda counts: not any(counts), within_s=10)
+    await cluster.until_empty()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from baton.clock import SystemClock
 from baton.process.garbage import collect_rarely
 from baton.settings.place import WorkerPlace
-from baton.v1 import generate_pb2_grpc, prefill_pb2_grpc
+from baton.v1 import generate_pb2_grpc
 from deploy.config.worker import WorkerConfig
 from deploy.groups import worker_process
 from deploy.groups.hosting import Server
@@ -21,7 +21,7 @@ from generate_workers.slots.table import SlotTable
 from modeling.forward.decoder import Decoder
 from modeling.hosting import LoadedModel
 from prefill_workers.config import PrefillConfig
-from prefill_workers.servicer import PrefillRankServicer, PrefillServer
+from tests.support.engines.rank_servers import serve_rank
 from tests.support.paced.engines import PacedBatcher, PacedPrefillEngine, PacedStepDecoder, PacedSteps
 from tests.support.paced.hardware import PacedHardware
 from text.tokenizer import Tokenizer
@@ -36,25 +36,13 @@ async def start_paced(config: WorkerConfig, model: LoadedModel | None) -> Server
     decoder = await asyncio.to_thread(model.load, config.place)
     hardware = PacedHardware.load(config.place.model_folder)
     if isinstance(config.section, PrefillConfig):
-        server: Server = await start_rank(config.place, config.section, hardware, decoder)
+        engine = PacedPrefillEngine(decoder, hardware, floor_s=config.section.watchdog_floor_s)
+        server: Server = await serve_rank(engine, config.place.host, ClusterSecret(config.place.secret))
     else:
         assert isinstance(config.section, EngineConfig)
         server = await start_group(config.place, config.section, hardware, decoder)
     collect_rarely()
     return server
-
-
-async def start_rank(
-    place: WorkerPlace, section: PrefillConfig, hardware: PacedHardware, decoder: Decoder
-) -> PrefillServer:
-    secret = ClusterSecret(place.secret)
-    server = make_server(check=secret.check)
-    port = bind(server, place.host)
-    engine = PacedPrefillEngine(decoder, hardware, floor_s=section.watchdog_floor_s)
-    servicer = PrefillRankServicer(engine, place.host, secret)
-    prefill_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
-    await server.start()
-    return PrefillServer(server, servicer, port)
 
 
 async def start_group(

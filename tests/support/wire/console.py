@@ -8,7 +8,8 @@ from typing import Any
 from playwright.async_api import Browser, Page, Request, expect
 
 from baton.v1 import orchestrator_pb2 as pb
-from tests.support.clusters.orchestrators import HOST, Relay, relay
+from tests.support.clusters.clients import HOST
+from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.models.tiny_tokenizer import letter_tokenizer
 from tests.support.wire.browser import browser
 from tests.support.wire.http_gateway import Http, http_gateway
@@ -24,7 +25,7 @@ class Console:
     """A page of the console, and what it stands before."""
 
     page: Page
-    made: Relay
+    made: BareCluster
     http: Http
     chrome: Browser
     asked: list[str] = field(default_factory=list)
@@ -53,12 +54,12 @@ async def console(
     tokenizer: Tokenizer | None = None,
     shows: Mapping[str, Any] | None = None,
     key: str = "any",
-    **cluster: Any,
+    **plan: Any,
 ) -> AsyncIterator[Console]:
     """The page, opened at the gateway's root. `shows` are properties of the browser; a tokenizer with a template makes
     the model one for chats."""
     async with (
-        relay(**cluster) as made,
+        cluster(**plan) as made,
         http_gateway(f"{HOST}:{made.server.port}", tokenizer or letter_tokenizer(), key) as http,
         browser(program) as chrome,
     ):
@@ -73,7 +74,7 @@ async def console(
         assert not [url for url in found.asked if not url.startswith(f"{http.url}/")], "nothing asks anybody else"
 
 
-async def requests(made: Relay) -> Sequence[pb.RequestStatus]:
+async def requests(made: BareCluster) -> Sequence[pb.RequestStatus]:
     """All that the orchestrator tells of, latest first."""
     return (await made.stub.GetRequests(pb.GetRequestsRequest(num_ended=9), timeout=10)).requests
 

@@ -10,7 +10,8 @@ from playwright.async_api import expect
 
 from baton.sampling_params import SamplingParams
 from orchestrator.requests.tenants import Tenant, Tenants, hash_key
-from tests.support.clusters.orchestrators import HASTY, HOST
+from tests.support.clusters.clients import HOST
+from tests.support.clusters.cluster import HASTY
 from tests.support.engines.generation import prompt
 from tests.support.engines.prefixes import prefix_folder
 from tests.support.models.tiny_tokenizer import chat_letters
@@ -89,7 +90,7 @@ async def test_kv_is_shown_by_tier(program: str) -> None:
     with prefix_folder() as folder:
         config = replace(HASTY, block_tokens=16)
         async with console(
-            program, config=config, prefix_folder=folder, group_folder=folder, prefix_bytes=2**20, num_slots=4
+            program, config=config, folders={"prefill": folder, "generate": folder}, prefix_bytes=2**20, num_slots=4
         ) as at:
             await at.made.ask(at.made.request(prompt(40), PARAMS))
             await at.open("memory")

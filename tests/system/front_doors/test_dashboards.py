@@ -10,7 +10,8 @@ import pytest
 from baton.errors import BatonError, ResourceExhaustedError
 from baton.sampling_params import SamplingParams
 from orchestrator.requests.config import AutoscalingConfig
-from tests.support.clusters.orchestrators import HASTY, HOST, Relay, relay
+from tests.support.clusters.clients import HOST
+from tests.support.clusters.cluster import HASTY, BareCluster, cluster
 from tests.support.clusters.planners import deciding_planner
 from tests.support.engines.generation import prompt
 from tests.support.engines.prefixes import prefix_folder
@@ -35,16 +36,15 @@ NOT_DRIVEN = {"baton_prefix_fetches", "baton_scaling_changes"}
 
 
 @asynccontextmanager
-async def live() -> AsyncIterator[tuple[Relay, Http]]:
+async def live() -> AsyncIterator[tuple[BareCluster, Http]]:
     """A cluster with all that has metrics: a chain, drafts, a prefix store, an autoscaler, and an HTTP gateway."""
     with prefix_folder() as folder:
         async with (
-            relay(
+            cluster(
                 config=CONFIG,
                 planner=deciding_planner(),
                 num_slots=2,
-                prefix_folder=folder,
-                group_folder=folder,
+                folders={"prefill": folder, "generate": folder},
                 prefix_bytes=2**20,
                 generate={"speculation": "streaming"},
             ) as made,
@@ -53,7 +53,7 @@ async def live() -> AsyncIterator[tuple[Relay, Http]]:
             yield made, http
 
 
-async def drive(made: Relay, http: Http) -> None:
+async def drive(made: BareCluster, http: Http) -> None:
     """Requests that end well, one that the queue refuses, and one whose attempts fail."""
     for number in range(4):
         await made.ask(made.request((*prompt(40), *prompt(9, seed=number)), PARAMS))
@@ -103,7 +103,7 @@ async def test_every_query_resolves_against_a_live_scrape(program: str, tmp_path
             assert [each["name"] for each in rules if each["health"] != "ok"] == [] and len(rules) == 6
 
 
-async def check_values(asked: Prometheus, made: Relay) -> None:
+async def check_values(asked: Prometheus, made: BareCluster) -> None:
     """What was driven is what is shown."""
     seen = await made.metrics()
     assert await asked.value("sum(baton_requests_total)") == sum(

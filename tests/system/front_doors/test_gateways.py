@@ -18,7 +18,8 @@ from baton.errors import InvalidArgumentError
 from baton.results.completion import Completion
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason
-from tests.support.clusters.orchestrators import HOST, Relay, relay
+from tests.support.clusters.clients import HOST
+from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.eventually import eventually
 from tests.support.folders import ROOT
@@ -52,7 +53,7 @@ class Gateway:
 
 
 @contextlib.asynccontextmanager
-async def gateway_of(running: Relay, folder: Path) -> AsyncIterator[Gateway]:
+async def gateway_of(running: BareCluster, folder: Path) -> AsyncIterator[Gateway]:
     target = f"{HOST}:{running.server.port}"
     arguments = ("gateway", "--orchestrator", target, "--port", "0", "--model", str(folder), "--grace", "0")
     process = await asyncio.create_subprocess_exec(
@@ -79,8 +80,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def running() -> AsyncIterator[Relay]:
-    async with relay() as made:
+async def running() -> AsyncIterator[BareCluster]:
+    async with cluster() as made:
         yield made
         await made.until_empty()
 
@@ -90,7 +91,7 @@ def token_ids(output: Completion) -> list[int]:
 
 
 @pytest.mark.ci
-async def test_what_one_gateway_carries_outlives_the_others_death(running: Relay, folder: Path) -> None:
+async def test_what_one_gateway_carries_outlives_the_others_death(running: BareCluster, folder: Path) -> None:
     gate = running.group_gates[0]
     async with contextlib.AsyncExitStack() as stack:
         starting = (stack.enter_async_context(gateway_of(running, folder)) for _ in range(2))
@@ -111,7 +112,7 @@ async def test_what_one_gateway_carries_outlives_the_others_death(running: Relay
     assert token_ids(outputs[1]) == reference_ids(running.decoder, prompt(20), LONG)
 
 
-async def test_a_gateway_answers_as_the_orchestrator_does(running: Relay, folder: Path) -> None:
+async def test_a_gateway_answers_as_the_orchestrator_does(running: BareCluster, folder: Path) -> None:
     async with contextlib.AsyncExitStack() as stack:
         gateway = await stack.enter_async_context(gateway_of(running, folder))
         direct = await stack.enter_async_context(AsyncClient(f"{HOST}:{running.server.port}"))
@@ -128,7 +129,7 @@ async def test_a_gateway_answers_as_the_orchestrator_does(running: Relay, folder
         await leave_and_be_late(running, through)
 
 
-async def leave_and_be_late(running: Relay, client: AsyncClient) -> None:
+async def leave_and_be_late(running: BareCluster, client: AsyncClient) -> None:
     """A stream that is cancelled leaves nothing, one whose deadline passes brings its usage."""
     async with client.generate(token_ids=prompt(30), params=LONG) as stream:
         await anext(stream)

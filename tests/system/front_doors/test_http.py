@@ -15,7 +15,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from baton import AsyncClient
-from tests.support.clusters.orchestrators import HOST, relay
+from tests.support.clusters.clients import HOST
+from tests.support.clusters.cluster import cluster
 from tests.support.folders import ROOT
 from tests.support.models.tiny_tokenizer import write_letters
 
@@ -50,7 +51,7 @@ async def started(target: str, folder: Path, *more: str) -> AsyncIterator[tuple[
 async def test_openais_client_gets_what_batons_gets_and_a_signal_lets_answers_end(
     more: Sequence[str], tmp_path: Path
 ) -> None:
-    async with relay() as made:
+    async with cluster() as made:
         target = f"{HOST}:{made.server.port}"
         async with started(target, write_letters(tmp_path), *more) as (process, url), AsyncClient(target) as direct:
             expected = await direct.generate(PROMPT, max_tokens=200, temperature=0.8, seed=4, ignore_eos=True).collect()

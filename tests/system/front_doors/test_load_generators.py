@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.clusters.orchestrators import HOST, relay
+from tests.support.clusters.clients import HOST
+from tests.support.clusters.cluster import cluster
 from tests.support.models.tiny_tokenizer import chat_letters
 from tests.support.tools import find_command
 from tests.support.wire.http_gateway import http_gateway
@@ -33,7 +34,7 @@ async def run(name: str, arguments: Sequence[str], folder: Path, **environment: 
 
 @pytest.mark.parametrize(("backend", "path"), [("openai-chat", "/v1/chat/completions"), ("openai", "/v1/completions")])
 async def test_vllms_benchmark_of_servers(backend: str, path: str, tmp_path: Path) -> None:
-    async with relay() as made, http_gateway(f"{HOST}:{made.server.port}", chat_letters(tmp_path)) as http:
+    async with cluster() as made, http_gateway(f"{HOST}:{made.server.port}", chat_letters(tmp_path)) as http:
         asked = ["bench", "serve", "--backend", backend, "--base-url", http.url, "--endpoint", path]
         asked += ["--model", "letters", "--tokenizer", str(tmp_path), "--dataset-name", "random", "--ignore-eos"]
         asked += ["--random-input-len", str(NUM_INPUT), "--random-output-len", str(NUM_OUTPUT)]
@@ -47,7 +48,7 @@ async def test_vllms_benchmark_of_servers(backend: str, path: str, tmp_path: Pat
 
 @pytest.mark.parametrize("api", ["chat", "completions", "responses"])
 async def test_aiperf(api: str, tmp_path: Path) -> None:
-    async with relay() as made, http_gateway(f"{HOST}:{made.server.port}", chat_letters(tmp_path)) as http:
+    async with cluster() as made, http_gateway(f"{HOST}:{made.server.port}", chat_letters(tmp_path)) as http:
         asked = ["profile", "--model", "letters", "--url", http.url, "--endpoint-type", api, "--streaming"]
         asked += ["--tokenizer", str(tmp_path), "--concurrency", "2", "--request-count", str(NUM_REQUESTS)]
         asked += ["--synthetic-input-tokens-mean", str(NUM_INPUT), "--output-tokens-mean", str(NUM_OUTPUT)]
@@ -61,7 +62,7 @@ async def test_aiperf(api: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
 async def test_guidellm(path: str, tmp_path: Path) -> None:
-    async with relay() as made, http_gateway(f"{HOST}:{made.server.port}", chat_letters(tmp_path)) as http:
+    async with cluster() as made, http_gateway(f"{HOST}:{made.server.port}", chat_letters(tmp_path)) as http:
         backend = f"kind=openai_http,target={http.url},model=letters,request_format={path}"
         asked = ["run", "--backend", backend, "--tokenizer", f"kind=hf_auto,model={tmp_path}"]
         asked += ["--profile", "kind=concurrent,streams=2", "--constraint", f"kind=max_requests,count={NUM_REQUESTS}"]

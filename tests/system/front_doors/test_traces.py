@@ -9,7 +9,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from baton.process.tracing import provider_of
 from baton.settings.tracing import TraceExport
-from tests.support.clusters.orchestrators import HASTY, HOST, relay
+from tests.support.clusters.clients import HOST
+from tests.support.clusters.cluster import HASTY, cluster
 from tests.support.models.tiny_tokenizer import letter_tokenizer
 from tests.support.wire.collector import collector, values
 from tests.support.wire.http_gateway import http_gateway
@@ -33,7 +34,7 @@ async def test_a_request_over_http_is_one_trace_down_to_the_ranks() -> None:
         spans = provider_of(TraceExport(found.endpoint), {})
         assert spans is not None
         async with (
-            relay(config=config) as made,
+            cluster(config=config) as made,
             http_gateway(f"{HOST}:{made.server.port}", letter_tokenizer(), spans=spans) as http,
         ):
             headers = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01"}
@@ -56,7 +57,7 @@ async def test_what_is_asked_by_monitors_is_in_no_trace() -> None:
     async with collector() as found:
         spans = provider_of(TraceExport(found.endpoint), {})
         async with (
-            relay() as made,
+            cluster() as made,
             http_gateway(f"{HOST}:{made.server.port}", letter_tokenizer(), spans=spans) as http,
         ):
             for path in ("/health", "/ready", "/metrics"):

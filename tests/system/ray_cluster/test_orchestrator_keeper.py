@@ -17,9 +17,10 @@ from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
 from deploy.groups.surroundings import Heartbeat, Surroundings
 from orchestrator.membership.view import ClusterView, Orders
 from planning.planner import ChainPlanner
+from tests.support.clusters.clients import HOST
 from tests.support.clusters.planners import linear_planner
 from tests.support.clusters.ray_heads import ray_head
-from tests.support.clusters.spawners import HOST, orchestrator_worker
+from tests.support.clusters.workers import orchestrator_worker
 
 pytestmark = pytest.mark.cluster
 

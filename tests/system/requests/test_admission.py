@@ -15,7 +15,8 @@ from baton.v1 import orchestrator_pb2 as pb
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.tenants import Tenant, Tenants, hash_key
 from planning.cost_model import CostModel
-from tests.support.clusters.orchestrators import HOST, Answer, Relay, relay
+from tests.support.clusters.clients import HOST, Answer
+from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.clusters.planners import planner_of
 from tests.support.engines.generation import prompt
 from tests.support.eventually import eventually
@@ -37,14 +38,14 @@ SOME_CALLS = 40
 
 
 @pytest.fixture
-async def narrow() -> AsyncIterator[Relay]:
+async def narrow() -> AsyncIterator[BareCluster]:
     """One slot, and a queue of three."""
-    async with relay(num_slots=1, config=OrchestratorConfig(max_queued_requests=3, tenants=OPEN)) as made:
+    async with cluster(num_slots=1, config=OrchestratorConfig(max_queued_requests=3, tenants=OPEN)) as made:
         yield made
         await made.until_empty()
 
 
-async def ask(made: Relay, metadata: tuple[tuple[str, str], ...] = (), **fields: Any) -> Answer:
+async def ask(made: BareCluster, metadata: tuple[tuple[str, str], ...] = (), **fields: Any) -> Answer:
     """A call without a timeout of its own: gRPC rounds them, and the queue goes by deadlines."""
     answer = Answer()
     call = made.stub.Generate(made.request(prompt(10), GREEDY, **fields), metadata=metadata)
@@ -52,7 +53,7 @@ async def ask(made: Relay, metadata: tuple[tuple[str, str], ...] = (), **fields:
     return answer
 
 
-async def occupied(made: Relay) -> grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateEvent]:
+async def occupied(made: BareCluster) -> grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateEvent]:
     """The one slot is taken until the call is cancelled."""
     made.group_gates[0].shut(num_passes=SOME_CALLS)
     call = made.open(made.request(prompt(10), LONG))
@@ -60,11 +61,11 @@ async def occupied(made: Relay) -> grpc.aio.UnaryStreamCall[pb.GenerateRequest, 
     return call
 
 
-async def queued(made: Relay, num: int) -> None:
+async def queued(made: BareCluster, num: int) -> None:
     await eventually(made.state, lambda state: state.num_queued == num, within_s=5)
 
 
-async def test_a_more_urgent_request_that_came_later_is_served_first(narrow: Relay) -> None:
+async def test_a_more_urgent_request_that_came_later_is_served_first(narrow: BareCluster) -> None:
     call = await occupied(narrow)
     asked = []
     for num, priority in enumerate([pb.PRIORITY_BATCH, pb.PRIORITY_UNSPECIFIED, pb.PRIORITY_INTERACTIVE], start=1):
@@ -77,7 +78,7 @@ async def test_a_more_urgent_request_that_came_later_is_served_first(narrow: Rel
     assert interactive.timings.admitted_ns < standard.timings.admitted_ns < batch.timings.admitted_ns
 
 
-async def test_a_tenants_place_in_a_full_queue_goes_to_one_that_has_less(narrow: Relay) -> None:
+async def test_a_tenants_place_in_a_full_queue_goes_to_one_that_has_less(narrow: BareCluster) -> None:
     call = await occupied(narrow)
     heavy = (("baton-tenant", "heavy"),)
     asked = []
@@ -96,7 +97,7 @@ async def test_a_tenants_place_in_a_full_queue_goes_to_one_that_has_less(narrow:
 
 
 async def test_a_call_is_its_keys_and_others_are_unauthenticated() -> None:
-    async with relay(num_slots=1, config=OrchestratorConfig(tenants=TENANTS)) as made:
+    async with cluster(num_slots=1, config=OrchestratorConfig(tenants=TENANTS)) as made:
         made.metadata = (("authorization", "Bearer acme-key"),)
         assert len((await ask(made, (("authorization", "Bearer acme-key"),))).token_ids) == 4
         async with AsyncClient(f"{HOST}:{made.server.port}", api_key="acme-key") as client:
@@ -115,7 +116,7 @@ async def test_a_call_is_its_keys_and_others_are_unauthenticated() -> None:
 
 async def test_a_tenants_own_bound_is_told_by_name() -> None:
     small = (("baton-tenant", "small"),)
-    async with relay(num_slots=1, config=OrchestratorConfig(tenants=TENANTS)) as made:
+    async with cluster(num_slots=1, config=OrchestratorConfig(tenants=TENANTS)) as made:
         made.metadata = (("authorization", "Bearer acme-key"),)
         made.group_gates[0].shut(num_passes=SOME_CALLS)
         first = made.stub.Generate(made.request(prompt(10), LONG), timeout=60, metadata=small)
@@ -130,13 +131,13 @@ async def test_a_tenants_own_bound_is_told_by_name() -> None:
         await made.until_empty()
 
 
-async def test_an_unknown_priority_is_refused(narrow: Relay) -> None:
+async def test_an_unknown_priority_is_refused(narrow: BareCluster) -> None:
     with pytest.raises(InvalidArgumentError, match="priority = 7 is unknown"):
         await ask(narrow, priority=7)
 
 
 async def test_a_deadline_before_the_predicted_first_token_is_refused_at_once() -> None:
-    async with relay(planner=SLOW) as made:
+    async with cluster(planner=SLOW) as made:
         made.group_gates[0].shut(num_passes=SOME_CALLS)
         first = made.open(made.request(prompt(10), LONG))  # alone it finds out for itself
         await Answer().read(first, 1)
@@ -151,7 +152,7 @@ async def test_a_deadline_before_the_predicted_first_token_is_refused_at_once() 
 
 
 async def test_a_stream_that_is_resumed_is_refused_by_no_prediction() -> None:
-    async with relay(planner=SLOW) as made:
+    async with cluster(planner=SLOW) as made:
         first = made.open(made.request(prompt(10), LONG))
         await Answer().read(first, 1)
         known = pb.GenerateRequest().outputs

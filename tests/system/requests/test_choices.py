@@ -12,7 +12,8 @@ from baton.results.completion import Completion
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason
 from orchestrator.requests.config import OrchestratorConfig
-from tests.support.clusters.orchestrators import HOST, Answer, Relay, relay
+from tests.support.clusters.clients import HOST, Answer
+from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.engines.generation import prefilled, prompt, reference_ids
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import ids_of, text_of
@@ -24,14 +25,14 @@ IDS = prompt(40)
 
 
 @pytest.fixture
-async def running() -> AsyncIterator[Relay]:
-    async with relay() as made:
+async def running() -> AsyncIterator[BareCluster]:
+    async with cluster() as made:
         yield made
         await made.until_empty()
 
 
 @pytest.fixture
-async def client(running: Relay) -> AsyncIterator[AsyncClient]:
+async def client(running: BareCluster) -> AsyncIterator[AsyncClient]:
     async with AsyncClient(f"{HOST}:{running.server.port}") as made:
         yield made
 
@@ -40,11 +41,11 @@ def outputs_of(output: Completion) -> list[list[int]]:
     return [[token.token_id for token in choice.tokens] for choice in output.choices]
 
 
-def expected(running: Relay, params: SamplingParams) -> list[list[int]]:
+def expected(running: BareCluster, params: SamplingParams) -> list[list[int]]:
     return [reference_ids(running.decoder, IDS, params.of_choice(choice)) for choice in range(params.n)]
 
 
-async def test_one_prefill_gives_every_choice_its_own_seed_s_output(running: Relay, client: AsyncClient) -> None:
+async def test_one_prefill_gives_every_choice_its_own_seed_s_output(running: BareCluster, client: AsyncClient) -> None:
     output = await client.generate(token_ids=IDS, params=PARAMS).collect()
     assert outputs_of(output) == expected(running, PARAMS)
     assert [choice.text for choice in output.choices] == [text_of(ids) for ids in outputs_of(output)]
@@ -54,13 +55,13 @@ async def test_one_prefill_gives_every_choice_its_own_seed_s_output(running: Rel
     assert [rank.engine.status().num_jobs_done for rank in running.ranks] == [1, 1]
 
 
-async def test_a_choice_alone_is_the_same(running: Relay, client: AsyncClient) -> None:
+async def test_a_choice_alone_is_the_same(running: BareCluster, client: AsyncClient) -> None:
     several = await client.generate(token_ids=IDS, params=PARAMS).collect()
     alone = await client.generate(token_ids=IDS, params=replace(PARAMS, n=1, seed=1)).collect()
     assert outputs_of(alone) == [outputs_of(several)[3]]
 
 
-async def test_a_thread_gets_choices(running: Relay) -> None:
+async def test_a_thread_gets_choices(running: BareCluster) -> None:
     def ask() -> Completion:
         with Client(f"{HOST}:{running.server.port}") as client:
             stream = client.generate(token_ids=IDS, params=PARAMS)
@@ -71,14 +72,14 @@ async def test_a_thread_gets_choices(running: Relay) -> None:
     assert outputs_of(await asyncio.to_thread(ask)) == expected(running, PARAMS)
 
 
-async def test_choices_of_many_requests_do_not_mix(running: Relay, client: AsyncClient) -> None:
+async def test_choices_of_many_requests_do_not_mix(running: BareCluster, client: AsyncClient) -> None:
     asked = [replace(PARAMS, seed=100 * number, n=1 + number % 4) for number in range(10)]
     outputs = await asyncio.gather(*(client.generate(token_ids=IDS, params=params).collect() for params in asked))
     for params, output in zip(asked, outputs, strict=True):
         assert outputs_of(output) == expected(running, params)
 
 
-async def test_a_client_that_leaves_takes_all_choices_along(running: Relay, client: AsyncClient) -> None:
+async def test_a_client_that_leaves_takes_all_choices_along(running: BareCluster, client: AsyncClient) -> None:
     stream = client.generate(token_ids=IDS, params=replace(PARAMS, max_tokens=300))
     await anext(aiter(stream))
     stream.cancel()
@@ -87,7 +88,7 @@ async def test_a_client_that_leaves_takes_all_choices_along(running: Relay, clie
 
 async def test_choices_that_wait_count_as_many_slots() -> None:
     config = OrchestratorConfig(max_queued_requests=1)
-    async with relay(num_slots=4, config=config) as made:
+    async with cluster(num_slots=4, config=config) as made:
         first = made.open(made.request(IDS, replace(PARAMS, n=1, max_tokens=300)))
         await Answer().read(first, 1)
         made.group_gates[0].shut()
@@ -105,7 +106,7 @@ async def test_choices_that_wait_count_as_many_slots() -> None:
 
 async def test_choices_go_on_each_for_itself_when_their_group_dies() -> None:
     params = replace(PARAMS, max_tokens=60, n=3)
-    async with relay(num_groups=2) as made:
+    async with cluster(num_groups=2) as made:
         for gate in made.group_gates:
             gate.shut(num_passes=4 * made.decoder.config.num_layers)
         call, answer = made.open(made.request(IDS, params)), Answer()
@@ -133,7 +134,7 @@ async def test_more_choices_than_a_group_has_slots_are_refused(client: AsyncClie
         await client.generate(token_ids=IDS, params=replace(PARAMS, n=17)).collect()
 
 
-async def test_echo_begins_each_choice_with_the_prompt(running: Relay, client: AsyncClient) -> None:
+async def test_echo_begins_each_choice_with_the_prompt(running: BareCluster, client: AsyncClient) -> None:
     output = await client.generate("Hello there", echo=True, params=replace(PARAMS, n=2)).collect()
     ids = [reference_ids(running.decoder, ids_of("Hello there"), PARAMS.of_choice(choice)) for choice in range(2)]
     assert [choice.text for choice in output.choices] == ["Hello there" + text_of(each) for each in ids]
@@ -146,7 +147,7 @@ async def test_echo_of_a_chat_is_refused(client: AsyncClient) -> None:
         await client.generate(messages=[{"role": "user", "content": "x"}], echo=True).collect()
 
 
-async def test_prompt_logprobs_come_with_the_first_token(running: Relay, client: AsyncClient) -> None:
+async def test_prompt_logprobs_come_with_the_first_token(running: BareCluster, client: AsyncClient) -> None:
     params = SamplingParams(max_tokens=3, prompt_logprobs=2, logprobs=1, n=2, ignore_eos=True)
     output = await client.generate(token_ids=IDS, params=params).collect()
     _, logits_TV = prefilled(running.decoder, IDS)

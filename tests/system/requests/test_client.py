@@ -8,16 +8,14 @@ import pytest
 
 from baton import AsyncClient, Client
 from baton.errors import InvalidArgumentError
-from baton.results.completion import Completion, ModelInfo
+from baton.results.completion import Completion
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason
-from orchestrator.api.frontend import OrchestratorServer
-from tests.support.clusters.orchestrators import CLOCK, HOST, MAX_TOKENS, Relay, relay
-from tests.support.clusters.planners import linear_planner
+from tests.support.clusters.clients import HOST
+from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.engines.generation import prompt, reference_ids
-from tests.support.models.tiny_tokenizer import EOS_ID, letter_tokenizer, text_of
+from tests.support.models.tiny_tokenizer import text_of
 from tests.support.wire.late_streams import late_stream
-from tests.support.wire.secret import SECRET
 
 pytestmark = pytest.mark.integration
 
@@ -26,13 +24,13 @@ LONG = replace(SAMPLED, max_tokens=300)
 
 
 @pytest.fixture
-async def running() -> AsyncIterator[Relay]:
-    async with relay() as made:
+async def running() -> AsyncIterator[BareCluster]:
+    async with cluster() as made:
         yield made
         await made.until_empty()
 
 
-def target_of(running: Relay) -> str:
+def target_of(running: BareCluster) -> str:
     return f"{HOST}:{running.server.port}"
 
 
@@ -40,26 +38,7 @@ def ids_of(output: Completion) -> list[int]:
     return [token.token_id for token in output.tokens]
 
 
-async def restart(running: Relay) -> None:
-    """The controller ends and another one starts on its port; the workers stay."""
-    port = running.server.port
-    await running.server.stop()
-    decoder = running.decoder
-    model = ModelInfo("letters", MAX_TOKENS, decoder.config.vocab_size, "float32", False, decoder.layout.fingerprint)
-    running.server = await OrchestratorServer.start(
-        running.members,
-        letter_tokenizer(),
-        model,
-        clock=CLOCK,
-        host=HOST,
-        secret=SECRET,
-        port=port,
-        eos_token_ids=(EOS_ID,),
-        planner=linear_planner(),
-    )
-
-
-async def test_sixteen_streams_of_one_client_equal_one_process(running: Relay) -> None:
+async def test_sixteen_streams_of_one_client_equal_one_process(running: BareCluster) -> None:
     asked = [(prompt(5 + 17 * n), replace(SAMPLED, seed=n)) for n in range(16)]
     async with AsyncClient(target_of(running)) as client:
         outputs = await asyncio.gather(
@@ -70,7 +49,7 @@ async def test_sixteen_streams_of_one_client_equal_one_process(running: Relay) -
         assert (output.text, output.finish) == (text_of(ids_of(output)), FinishReason.LENGTH)
 
 
-async def test_a_thread_gets_text_usage_and_timings(running: Relay) -> None:
+async def test_a_thread_gets_text_usage_and_timings(running: BareCluster) -> None:
     def ask() -> Completion:
         with Client(target_of(running)) as client:
             return client.generate("Hello there", max_tokens=4, ignore_eos=True).collect()
@@ -81,26 +60,26 @@ async def test_a_thread_gets_text_usage_and_timings(running: Relay) -> None:
     assert len(output.timings.prefill.ranks) == 2
 
 
-async def test_a_stream_outlives_its_controller(running: Relay) -> None:
+async def test_a_stream_outlives_its_controller(running: BareCluster) -> None:
     async with AsyncClient(target_of(running)) as client:
         stream = client.generate(token_ids=prompt(30), params=LONG)
         for _ in range(3):
             await anext(stream)
-        await restart(running)
+        await running.restart()
         output = await asyncio.wait_for(stream.collect(), 60)
     assert output.num_resumes >= 1
     assert ids_of(output) == reference_ids(running.decoder, prompt(30), LONG)
     assert output.text == text_of(ids_of(output))
 
 
-async def test_a_cancelled_stream_leaves_nothing(running: Relay) -> None:
+async def test_a_cancelled_stream_leaves_nothing(running: BareCluster) -> None:
     async with AsyncClient(target_of(running)) as client:
         async with client.generate(token_ids=prompt(30), params=LONG) as stream:
             await anext(stream)
         await running.until_empty()
 
 
-async def test_a_deadline_brings_usage(running: Relay) -> None:
+async def test_a_deadline_brings_usage(running: BareCluster) -> None:
     running.group_gates[0].shut()
     try:
         async with AsyncClient(target_of(running)) as client:
@@ -110,7 +89,7 @@ async def test_a_deadline_brings_usage(running: Relay) -> None:
     assert (stream.finish, stream.usage is not None) == (FinishReason.DEADLINE, True)
 
 
-async def test_a_refusal_names_the_field(running: Relay) -> None:
+async def test_a_refusal_names_the_field(running: BareCluster) -> None:
     async with AsyncClient(target_of(running)) as client:
         for stream, named in (
             (client.generate(""), "prompt"),

@@ -23,7 +23,8 @@ from baton.sampling_params import (
 )
 from baton.v1 import common_pb2
 from baton.v1 import orchestrator_pb2 as pb
-from tests.support.clusters.orchestrators import MAX_TOKENS, Answer, Relay, relay
+from tests.support.clusters.clients import Answer
+from tests.support.clusters.cluster import MAX_TOKENS, BareCluster, cluster
 from tests.support.engines.generation import prompt
 from tests.support.models.tiny_tokenizer import VOCAB_SIZE
 from tests.support.wire.loop_lag import ticking
@@ -62,13 +63,13 @@ class Beside:
 
 
 @pytest.fixture
-async def running() -> AsyncIterator[Relay]:
-    async with relay(num_ranks=1, num_slots=NUM_CHOICES + 1) as made:
+async def running() -> AsyncIterator[BareCluster]:
+    async with cluster(num_ranks=1, num_slots=NUM_CHOICES + 1) as made:
         yield made
         await made.until_empty()
 
 
-async def beside(running: Relay, params: SamplingParams) -> Beside:
+async def beside(running: BareCluster, params: SamplingParams) -> Beside:
     """Asks while another stream runs; what that and the loop felt."""
     answer, call = Answer(), running.open(running.request(prompt(12), RUNNING))
     await answer.read(call, 1)
@@ -86,7 +87,7 @@ async def beside(running: Relay, params: SamplingParams) -> Beside:
     return Beside(lag.worst_s, max(steps))
 
 
-async def test_the_largest_request_delays_others_as_a_plain_one_does(running: Relay) -> None:
+async def test_the_largest_request_delays_others_as_a_plain_one_does(running: BareCluster) -> None:
     await beside(running, PLAIN)  # what is made at first use
     calm: list[Beside] = []
     loaded: list[Beside] = []
@@ -101,7 +102,7 @@ async def test_the_largest_request_delays_others_as_a_plain_one_does(running: Re
 
 
 @pytest.mark.parametrize("name", ["stop", "stop_token_ids", "logit_bias"])
-async def test_lists_of_megabytes_are_refused_by_their_length(running: Relay, name: str) -> None:
+async def test_lists_of_megabytes_are_refused_by_their_length(running: BareCluster, name: str) -> None:
     sampling = common_pb2.SamplingParams(max_tokens=4, n=NUM_CHOICES)
     match name:
         case "stop":

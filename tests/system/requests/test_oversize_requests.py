@@ -10,7 +10,8 @@ from baton.errors import InvalidArgumentError
 from baton.sampling_params import SamplingParams
 from baton.v1 import common_pb2
 from baton.v1 import orchestrator_pb2 as pb
-from tests.support.clusters.orchestrators import Answer, Relay, relay
+from tests.support.clusters.clients import Answer
+from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.engines.generation import prompt, reference_ids
 
 pytestmark = pytest.mark.integration
@@ -20,8 +21,8 @@ PLAIN = SamplingParams(max_tokens=300, ignore_eos=True)
 
 
 @pytest.fixture
-async def running() -> AsyncIterator[Relay]:
-    async with relay() as made:
+async def running() -> AsyncIterator[BareCluster]:
+    async with cluster() as made:
         yield made
         await made.until_empty()
 
@@ -54,7 +55,7 @@ LARGEST = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "stop string" else pytest.mark.ci) for name in LARGEST]
 )
-async def test_ten_streams_survive_the_largest_message(running: Relay, name: str) -> None:
+async def test_ten_streams_survive_the_largest_message(running: BareCluster, name: str) -> None:
     answers = [Answer() for _ in range(NUM_STREAMS)]
     calls = [running.open(running.request(prompt(10 + index), PLAIN)) for index in range(NUM_STREAMS)]
     await asyncio.gather(*(answer.read(call, 1) for answer, call in zip(answers, calls, strict=True)))

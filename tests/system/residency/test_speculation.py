@@ -9,7 +9,8 @@ import pytest
 
 from baton.sampling_params import SamplingParams
 from orchestrator.requests.config import OrchestratorConfig
-from tests.support.clusters.orchestrators import Answer, Relay, relay
+from tests.support.clusters.clients import Answer
+from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.engines.generation import eos_decoder, prompt
 from tests.support.engines.prefixes import prefix_folder
 from tests.support.engines.slot_tables import page_bytes
@@ -41,7 +42,7 @@ def ragged(num_rows: int) -> Asked:
     return asked
 
 
-async def answers(made: Relay, asked: Asked) -> list[Answer]:
+async def answers(made: BareCluster, asked: Asked) -> list[Answer]:
     """All at once, and each as one process answers it."""
     found = await asyncio.gather(*(made.ask(made.request(ids, params)) for ids, params in asked))
     for (ids, params), answer in zip(asked, found, strict=True):
@@ -50,7 +51,7 @@ async def answers(made: Relay, asked: Asked) -> list[Answer]:
     return found
 
 
-def num_drafted(made: Relay) -> int:
+def num_drafted(made: BareCluster) -> int:
     """By all groups."""
     found = [group.engine.status().speculation for group in made.groups]
     return sum(stats.num_drafted for stats in found if stats is not None)
@@ -59,7 +60,7 @@ def num_drafted(made: Relay) -> int:
 @pytest.mark.parametrize("way", ways("ngram", "streaming", ci=("auto", "auto host", "streaming host")))
 @pytest.mark.parametrize("num_rows", [pytest.param(1, marks=pytest.mark.ci), 7, pytest.param(32, marks=pytest.mark.ci)])
 async def test_a_ragged_batch_has_the_tokens_of_one_process(num_rows: int, way: str) -> None:
-    async with relay(num_slots=32, config=CONFIG, generate=SPECULATING[way]) as made:
+    async with cluster(num_slots=32, config=CONFIG, generate=SPECULATING[way]) as made:
         await answers(made, ragged(num_rows))
         assert num_drafted(made) or way in ("auto", "auto host")
         await made.until_empty()
@@ -68,7 +69,8 @@ async def test_a_ragged_batch_has_the_tokens_of_one_process(num_rows: int, way: 
 @pytest.mark.parametrize("way", ways("streaming host", ci=("auto", "ngram", "streaming")))
 async def test_rows_that_begin_with_a_cached_prefix_have_the_same_tokens(folder: Path, way: str) -> None:
     """Of each prompt, and then of the chat's next turn: the answer's KV is final although drafts lay there before."""
-    async with relay(config=CONFIG, prefix_folder=folder, group_folder=folder, generate=SPECULATING[way]) as made:
+    folders = {"prefill": folder, "generate": folder}
+    async with cluster(config=CONFIG, folders=folders, generate=SPECULATING[way]) as made:
         asked = ragged(6)
         first = await answers(made, asked)
         await made.until_empty()  # answers are kept
@@ -86,7 +88,7 @@ async def test_rows_that_are_preempted_go_on_with_the_same_tokens(way: str) -> N
     params = replace(GREEDY, max_tokens=60)
     most = page_bytes(48 + params.max_tokens, eos_decoder().layout)
     scarce = {**SPECULATING[way], "growth_tokens": 1, "kv_memory_bytes": 3 * most}
-    async with relay(num_slots=8, generate=scarce) as made:
+    async with cluster(num_slots=8, generate=scarce) as made:
         await answers(made, [(prompt(40 + number, seed=number), params) for number in range(8)])
         (group,) = made.groups
         assert group.engine.status().num_preemptions
@@ -99,7 +101,7 @@ async def test_streams_go_on_in_another_group_when_theirs_ends_in_mid_round(way:
     """The engine stands within a forward of a round, a draft's or the one that verifies."""
     params = SamplingParams(max_tokens=60, temperature=0.8, presence_penalty=0.5, seed=3, ignore_eos=True)
     ids = prompt(20) * 2
-    async with relay(num_groups=2, generate=SPECULATING[way]) as made:
+    async with cluster(num_groups=2, generate=SPECULATING[way]) as made:
         for gate in made.group_gates:
             gate.shut(num_passes=17)
         call, answer = made.open(made.request(ids, params)), Answer()

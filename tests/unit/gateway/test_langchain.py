@@ -17,7 +17,8 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, SecretStr
 
 from baton import AsyncClient
-from tests.support.clusters.orchestrators import HOST, relay
+from tests.support.clusters.clients import HOST
+from tests.support.clusters.cluster import cluster
 from tests.support.clusters.scripted_orchestrator import ScriptedOrchestrator, serving
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import write_letters
@@ -74,7 +75,7 @@ async def chatting(target: str, tokenizer: Tokenizer, **more: Any) -> AsyncItera
 @asynccontextmanager
 async def served(tokenizer: Tokenizer, **more: Any) -> AsyncIterator[tuple[ChatOpenAI, AsyncClient]]:
     """The model by real engines, and Baton's own client of them."""
-    async with relay() as made:
+    async with cluster() as made:
         target = f"{HOST}:{made.server.port}"
         async with chatting(target, tokenizer, **more) as model, AsyncClient(target) as direct:
             yield model, direct

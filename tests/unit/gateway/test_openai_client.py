@@ -8,7 +8,8 @@ import openai
 import pytest
 
 from baton import AsyncClient
-from tests.support.clusters.orchestrators import HOST, relay
+from tests.support.clusters.clients import HOST
+from tests.support.clusters.cluster import cluster
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import chat_letters, ids_of
 from tests.support.wire.http_gateway import Http, http_gateway
@@ -28,7 +29,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @asynccontextmanager
 async def served(tokenizer: Tokenizer) -> AsyncIterator[tuple[Http, AsyncClient, str]]:
     """Engines behind: a gateway, Baton's own client, and the model's name."""
-    async with relay() as made:
+    async with cluster() as made:
         target = f"{HOST}:{made.server.port}"
         async with http_gateway(target, tokenizer) as http, AsyncClient(target) as direct:
             yield http, direct, (await direct.model()).name

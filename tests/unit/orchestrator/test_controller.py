@@ -14,7 +14,8 @@ from baton.types import FinishReason, TokenEvent
 from orchestrator.controller import Controller
 from orchestrator.requests.record import Event, Finished, Started
 from orchestrator.requests.request import Request
-from tests.support.clusters.orchestrators import CLOCK, HASTY, Relay, relay
+from tests.support.clusters.clients import CLOCK
+from tests.support.clusters.cluster import HASTY, BareCluster, cluster
 from tests.support.clusters.planners import linear_planner
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.wire.secret import SECRET
@@ -26,8 +27,8 @@ LONG = replace(SPEC, params=replace(SPEC.params, max_tokens=300))
 
 
 @pytest.fixture
-async def running() -> AsyncIterator[Relay]:
-    async with relay(num_slots=1, config=replace(HASTY, max_queued_requests=1)) as made:
+async def running() -> AsyncIterator[BareCluster]:
+    async with cluster(num_slots=1, config=replace(HASTY, max_queued_requests=1)) as made:
         yield made
         await made.until_empty()
 
@@ -36,7 +37,7 @@ async def events_of(controller: Controller, spec: Request) -> list[Event]:
     return [event async for event in controller.generate(spec)]
 
 
-async def test_a_stream_starts_brings_tokens_and_finishes(running: Relay) -> None:
+async def test_a_stream_starts_brings_tokens_and_finishes(running: BareCluster) -> None:
     started, *tokens, finished = await events_of(running.server.controller, SPEC)
     assert started == Started(SPEC.request_id, num_prompt_tokens=20, seed=4)
     ids = [event.token.token_id for event in tokens if isinstance(event, TokenEvent) and event.token is not None]
@@ -47,14 +48,14 @@ async def test_a_stream_starts_brings_tokens_and_finishes(running: Relay) -> Non
     assert ends == [None] * (len(ids) - 1) + [FinishReason.LENGTH]
 
 
-async def test_a_closed_stream_is_cancelled_everywhere(running: Relay) -> None:
+async def test_a_closed_stream_is_cancelled_everywhere(running: BareCluster) -> None:
     async with aclosing(running.server.controller.generate(LONG)) as events:
         assert isinstance(await anext(events), Started)
         assert isinstance(await anext(events), TokenEvent)
     assert (await running.server.controller.overview.state()).num_running == 0
 
 
-async def test_a_request_that_is_closed_before_its_task_begins_leaves_the_queue(running: Relay) -> None:
+async def test_a_request_that_is_closed_before_its_task_begins_leaves_the_queue(running: BareCluster) -> None:
     controller = running.server.controller
     events = controller.generate(LONG)
     await anext(events)  # Started is there without waiting for the task
@@ -62,14 +63,14 @@ async def test_a_request_that_is_closed_before_its_task_begins_leaves_the_queue(
     assert (await controller.overview.state()).num_running == 0
 
 
-async def test_a_passed_deadline_is_the_end(running: Relay) -> None:
+async def test_a_passed_deadline_is_the_end(running: BareCluster) -> None:
     *_, finished = await events_of(running.server.controller, replace(LONG, deadline_s=CLOCK.now_s()))
     assert isinstance(finished, Finished)
     assert finished.reasons == (FinishReason.DEADLINE,)
     assert isinstance(finished.error, DeadlineExceededError)
 
 
-async def test_a_failure_is_in_the_end_and_is_told_to_whoever_supervises(running: Relay) -> None:
+async def test_a_failure_is_in_the_end_and_is_told_to_whoever_supervises(running: BareCluster) -> None:
     told = asyncio.Event()
     controller = Controller(running.members, CLOCK, HASTY, planner=linear_planner(), secret=SECRET, on_failure=told.set)
     controller.start()
@@ -82,7 +83,7 @@ async def test_a_failure_is_in_the_end_and_is_told_to_whoever_supervises(running
     running.members.update(running.view())
 
 
-async def test_a_full_queue_refuses_before_the_start(running: Relay) -> None:
+async def test_a_full_queue_refuses_before_the_start(running: BareCluster) -> None:
     controller = running.server.controller
     async with aclosing(controller.generate(LONG)) as first, aclosing(controller.generate(LONG)) as second:
         await anext(first)
@@ -91,7 +92,7 @@ async def test_a_full_queue_refuses_before_the_start(running: Relay) -> None:
             await anext(controller.generate(LONG))
 
 
-async def test_a_closing_controller_ends_what_runs_and_refuses_what_comes(running: Relay) -> None:
+async def test_a_closing_controller_ends_what_runs_and_refuses_what_comes(running: BareCluster) -> None:
     controller = Controller(running.members, CLOCK, HASTY, planner=linear_planner(), secret=SECRET)
     controller.start()
     events = controller.generate(LONG)

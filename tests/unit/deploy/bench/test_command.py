@@ -12,7 +12,8 @@ import pytest
 
 from baton.errors import BatonError
 from deploy.cli import main
-from tests.support.clusters.orchestrators import HOST, relay
+from tests.support.clusters.clients import HOST
+from tests.support.clusters.cluster import cluster
 from tests.support.clusters.scripted_orchestrator import Fault, ScriptedOrchestrator, serving
 from tests.support.folders import ROOT
 from tests.support.models.tiny_tokenizer import letter_tokenizer
@@ -138,7 +139,7 @@ async def test_a_server_that_answers_nothing_ends_it_in_one_line(capsys: pytest.
 async def test_real_engines_serve_conversations(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.json"
     options = ["--rate", "20", "--requests", "4", "--turns", "2", "--prompt-tokens", "40", "--output-tokens", "8"]
-    async with relay() as made:
+    async with cluster() as made:
         ways = {"--address": f"{HOST}:{made.server.port}"}
         assert await bench("--address", ways, *options, "--json", str(path), "--target", "e2el=60s") == 0
     summary: dict[str, Any] = json.loads(path.read_text())["runs"][0]["summary"]

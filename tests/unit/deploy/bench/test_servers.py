@@ -14,7 +14,8 @@ from deploy.bench.passages import NOVEL, Passages, read_words
 from deploy.bench.probing import probe
 from deploy.bench.records import MessageLog, RequestFailedError, TokenCounts
 from deploy.bench.server import Server, Style
-from tests.support.clusters.orchestrators import HOST, relay
+from tests.support.clusters.clients import HOST
+from tests.support.clusters.cluster import cluster
 from tests.support.clusters.scripted_orchestrator import MODEL, Fault, ScriptedOrchestrator, serving, text_of
 from tests.support.models.tiny_tokenizer import chat_letters, letter_tokenizer
 from tests.support.wire.http_gateway import http_gateway
@@ -206,7 +207,7 @@ async def test_thoughts_of_a_model_are_heard_and_roles_are_not() -> None:
 @both
 async def test_real_engines_say_how_they_count_tokens(way: str, tmp_path: Path) -> None:
     """Of the letters' tokenizer each character is a token: a word has as many as it is long, and a space."""
-    async with relay() as made:
+    async with cluster() as made:
         target = f"{HOST}:{made.server.port}"
         passages = Passages(read_words(NOVEL), 1)
         async with http_gateway(target, chat_letters(tmp_path)) as http:

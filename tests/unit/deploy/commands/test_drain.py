@@ -19,7 +19,8 @@ from deploy.config.environment import SECRET_VARIABLE
 from planning.hardware import cpu_rank
 from planning.model_shape import SHAPES
 from planning.step_times import nominal_steps
-from tests.support.clusters.orchestrators import HOST, Relay, relay
+from tests.support.clusters.clients import HOST
+from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.clusters.planners import linear_planner, planner_of
 from tests.support.clusters.ray_clusters import share_kernels
 from tests.support.engines.generation import prompt
@@ -44,7 +45,7 @@ class Run:
 class Shell:
     """Runs commands on the machine that `cluster` was brought up on."""
 
-    def __init__(self, cluster: Relay, capsys: pytest.CaptureFixture[str]) -> None:
+    def __init__(self, cluster: BareCluster, capsys: pytest.CaptureFixture[str]) -> None:
         self.cluster = cluster
         self._capsys = capsys
 
@@ -72,13 +73,13 @@ async def shell(
     shape = SHAPES["smollm2-135m"]
     planner = planner_of(linear_planner().cost)
     planner.use_steps(nominal_steps("tiny", "here", shape, cpu_rank(1, shape.dtype_bytes)))
-    async with relay(num_ranks=1, num_groups=2, num_slots=2, planner=planner) as cluster:
-        made = Shell(cluster, capsys)
+    async with cluster(num_ranks=1, num_groups=2, num_slots=2, planner=planner) as running:
+        made = Shell(running, capsys)
         pid = os.getpid()
         ClusterRecord("mine", pid, process_start(pid), f"{HOST}:1", "", made.target).save()
         keep_secrets(record_path("mine"), SECRET)
         yield made
-        await cluster.until_empty()
+        await running.until_empty()
 
 
 async def test_a_group_is_drained_and_has_work_again(shell: Shell) -> None:

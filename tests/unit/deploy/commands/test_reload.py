@@ -2,7 +2,6 @@
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -10,18 +9,15 @@ from baton.errors import ModelError
 from deploy.cli import main
 from deploy.config.environment import SECRET_VARIABLE
 from orchestrator.membership.view import AbsentGroup, Orders
-from tests.support.clusters.rosters import ANSWER, Served, served
+from tests.support.clusters.supervision import ANSWER, SupervisedCluster, supervised
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.models.tiny_models import random_decoder
 from tests.support.wire.secret import SECRET
 
-if TYPE_CHECKING:
-    pass
-
 pytestmark = pytest.mark.integration
 
 
-async def reload(made: Served, *options: str) -> int:
+async def reload(made: SupervisedCluster, *options: str) -> int:
     """Its exit status."""
     return await asyncio.to_thread(main, ["reload", "--target", made.target, *options])
 
@@ -32,11 +28,11 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_all_groups_get_new_workers_and_no_request_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
-    decoder, over = random_decoder(), asyncio.Event()
-    async with served(decoder) as made:
+    over = asyncio.Event()
+    async with supervised() as made:
         before = made.endpoints()
         async with asyncio.TaskGroup() as streams:
-            asking = [streams.create_task(made.keep_asking(decoder, over)) for _ in range(3)]
+            asking = [streams.create_task(made.keep_asking(over)) for _ in range(3)]
             assert await reload(made) == 0
             over.set()
         assert all(task.result() for task in asking)
@@ -45,7 +41,7 @@ async def test_all_groups_get_new_workers_and_no_request_is_lost(capsys: pytest.
         assert not {each for group in before.values() for each in group} & {
             e for group in after.values() for e in group
         }
-        assert made.cluster.members.orders == Orders()
+        assert made.members.orders == Orders()
     assert capsys.readouterr().out.splitlines() == [
         "prefill-0 has new workers: 1 of 3 groups",
         "generate-0 has new workers: 2 of 3 groups",
@@ -56,16 +52,16 @@ async def test_all_groups_get_new_workers_and_no_request_is_lost(capsys: pytest.
 async def test_the_last_group_that_generates_is_replaced_behind_a_stand_in(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    async with served(random_decoder()) as made:
+    async with supervised() as made:
         await asyncio.to_thread(main, ["drain", "generate-1", "--target", made.target])
         before = made.endpoints()
         assert await reload(made, "--group", "generate-0") == 0
         after = made.endpoints()
         assert list(after) == ["prefill-0", "generate-0"]
         assert after["generate-0"] != before["generate-0"]
-        assert made.cluster.members.orders.drained == {"generate-1"} == made.cluster.members.orders.leaving
-        assert "generate-2 has left" in made.cluster.reports
-        await made.cluster.room.reserve("stranger", 1)
+        assert made.members.orders.drained == {"generate-1"} == made.members.orders.leaving
+        assert "generate-2 has left" in made.reports
+        await made.room.reserve("stranger", 1)
         capsys.readouterr()
         assert await reload(made) == 1  # the chain first, which is no trouble
         told = capsys.readouterr()
@@ -76,34 +72,34 @@ async def test_the_last_group_that_generates_is_replaced_behind_a_stand_in(
             " start: no room for generate-2): make room for one",
         ]
         assert made.endpoints()["generate-0"] == after["generate-0"]
-        assert len(await made.ask(prompt(9))) == ANSWER.max_tokens
-        await made.cluster.room.release("stranger")
+        assert len((await made.ask(made.request(prompt(9), ANSWER))).token_ids) == ANSWER.max_tokens
+        await made.room.release("stranger")
 
 
 async def test_other_weights_are_taken_group_by_group_and_never_mixed(capsys: pytest.CaptureFixture[str]) -> None:
     old, new, over = random_decoder(), random_decoder(seed=9), asyncio.Event()
-    async with served(old) as made:
-        made.cluster.spawner.decoders["other"] = new
+    async with supervised() as made:
+        made.spawner.decoders["other"] = new
         answers = [reference_ids(decoder, prompt(9), ANSWER) for decoder in (old, new)]
         assert answers[0] != answers[1]
 
         async def keep_checking() -> None:
             while not over.is_set():
-                assert await made.ask(prompt(9)) in answers
+                assert (await made.ask(made.request(prompt(9), ANSWER))).token_ids in answers
 
         async with asyncio.TaskGroup() as streams:
             streams.create_task(keep_checking())
             assert await reload(made, "--model", "other") == 0
             over.set()
-        assert await made.ask(prompt(9)) == answers[1]
-        assert {group.layout_fingerprint for group in made.cluster.view().groups} == {new.layout.fingerprint}
+        assert (await made.ask(made.request(prompt(9), ANSWER))).token_ids == answers[1]
+        assert {group.layout_fingerprint for group in made.view().groups} == {new.layout.fingerprint}
 
 
 async def test_a_group_that_cannot_be_started_anew_comes_back_with_what_it_had(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    async with served(random_decoder()) as made:
-        made.cluster.spawner.failures = [ModelError("no such model")]
+    async with supervised() as made:
+        made.spawner.failures = [ModelError("no such model")]
         assert await reload(made, "--group", "generate-1", "--model", "absent") == 1
         told = capsys.readouterr().err.splitlines()
         assert told == [
@@ -111,19 +107,19 @@ async def test_a_group_that_cannot_be_started_anew_comes_back_with_what_it_had(
             "to leave generate-1 as it is: `baton drain generate-1 --undo`",
             "baton: generate-1 did not start: no such model",
         ]
-        members = made.cluster.members
+        members = made.members
         assert await members.until(lambda: members.is_present("generate-1") or None, 20)
         assert members.orders == Orders()
-        assert made.cluster.spawner.made[-1].config.place.model_folder == Path()
+        assert made.spawner.made[-1].config.place.model_folder == Path()
 
 
 async def test_a_group_that_cannot_be_started_may_be_sent_away_again(capsys: pytest.CaptureFixture[str]) -> None:
-    async with served(random_decoder()) as made:
+    async with supervised() as made:
         command = ["drain", "generate-1", "--target", made.target]
         assert await asyncio.to_thread(main, command) == 0
-        made.cluster.spawner.failures = [ModelError("no such model")] * 1000
+        made.spawner.failures = [ModelError("no such model")] * 1000
         assert await asyncio.to_thread(main, [*command, "--undo"]) == 1
         assert capsys.readouterr().err == "baton: generate-1 did not start: no such model\n"
         assert await asyncio.to_thread(main, command) == 0
-        assert made.cluster.members.absence("generate-1") == AbsentGroup("generate-1", "generate")
-        assert made.cluster.members.orders.leaving == {"generate-1"}
+        assert made.members.absence("generate-1") == AbsentGroup("generate-1", "generate")
+        assert made.members.orders.leaving == {"generate-1"}

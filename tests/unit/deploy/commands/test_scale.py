@@ -7,10 +7,7 @@ import pytest
 from deploy.cli import main
 from deploy.config.environment import SECRET_VARIABLE
 from orchestrator.membership.view import Orders
-from tests.support.clusters.orchestrators import HOST
-from tests.support.clusters.rosters import SupervisedCluster, supervised
-from tests.support.clusters.storms import orchestrator_over
-from tests.support.models.tiny_models import random_decoder
+from tests.support.clusters.supervision import SupervisedCluster, supervised
 from tests.support.wire.secret import SECRET
 
 pytestmark = pytest.mark.integration
@@ -22,8 +19,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def scale(cluster: SupervisedCluster, *arguments: str) -> int:
-    async with orchestrator_over(random_decoder(), cluster.members, max_tokens=64) as server:
-        return await asyncio.to_thread(main, ["scale", *arguments, "--target", f"{HOST}:{server.port}"])
+    return await asyncio.to_thread(main, ["scale", *arguments, "--target", cluster.target])
 
 
 def serving(cluster: SupervisedCluster) -> list[str]:

@@ -7,8 +7,9 @@ import pytest
 
 from deploy.groups.chain_links import ChainLinks, _make_store
 from deploy.groups.worker import Worker
+from tests.support.clusters.clients import HOST
 from tests.support.clusters.listening import Listener, listeners
-from tests.support.clusters.spawners import HOST, InProcessSpawner, tiny_worker
+from tests.support.clusters.workers import InProcessSpawner, tiny_worker
 
 pytestmark = pytest.mark.integration
 

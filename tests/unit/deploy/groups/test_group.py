@@ -19,7 +19,8 @@ from deploy.groups.cluster import Cluster
 from deploy.groups.group import WorkerGroup
 from deploy.groups.restarts import Backoff
 from deploy.groups.surroundings import Heartbeat, Surroundings
-from tests.support.clusters.spawners import HOST, InProcessSpawner, tiny_worker
+from tests.support.clusters.clients import HOST
+from tests.support.clusters.workers import InProcessSpawner, tiny_worker
 from tests.support.models.tiny_models import random_decoder
 from transport.proto_types import kernels_to_proto
 
@@ -81,10 +82,10 @@ async def test_a_chain_is_seen_with_the_prefix_store_of_its_node(bench: Bench, t
     async with running(bench):
         assert bench.cluster.view(num_slots=2, max_slot_tokens=64).prefill[0].prefix_store == ""
     keeping = Bench()
-    keeping.spawner.prefix_folder = tmp_path / "prefixes"
+    keeping.spawner.folders["prefill"] = tmp_path / "prefixes"
     async with running(keeping):
         (group,) = keeping.cluster.view(num_slots=2, max_slot_tokens=64).prefill
-        stat = keeping.spawner.prefix_folder.stat()
+        stat = (tmp_path / "prefixes").stat()
         assert group.prefix_store.endswith(f":{stat.st_dev}:{stat.st_ino}")
 
 

@@ -19,7 +19,7 @@ from generate_workers.servicer import GenerationServer
 from modeling.forward.decoder import Decoder
 from modeling.hosting import LoadedModel
 from prefill_workers.servicer import PrefillServer
-from tests.support.clusters.spawners import NONE, orchestrator_worker, tiny_worker
+from tests.support.clusters.workers import NONE, orchestrator_worker, tiny_worker
 from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.integration

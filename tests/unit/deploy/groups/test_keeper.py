@@ -17,8 +17,9 @@ from deploy.groups.surroundings import Heartbeat, Surroundings
 from orchestrator.api.host import OrchestratorHost
 from orchestrator.membership.view import ClusterView, GenerationGroup, Orders
 from planning.planner import ChainPlanner
+from tests.support.clusters.clients import HOST
 from tests.support.clusters.planners import linear_planner
-from tests.support.clusters.spawners import HOST, InProcessSpawner, InProcessWorker, orchestrator_worker
+from tests.support.clusters.workers import InProcessSpawner, InProcessWorker, orchestrator_worker
 from tests.support.models.tiny_tokenizer import write_letters
 
 pytestmark = pytest.mark.integration

@@ -7,7 +7,7 @@ import pytest
 from baton.errors import ModelError, UnavailableError
 from orchestrator.membership.members import Members
 from orchestrator.membership.view import AbsentGroup, GenerationGroup, Orders
-from tests.support.clusters.rosters import NUM_RANKS, SupervisedCluster, supervised
+from tests.support.clusters.supervision import NUM_RANKS, SupervisedCluster, supervised
 from tests.support.models.tiny_models import random_decoder
 
 pytestmark = pytest.mark.integration
@@ -29,7 +29,7 @@ async def send_away(made: SupervisedCluster, name: str) -> None:
 
 
 async def test_a_group_leaves_and_its_place_is_given_back_while_the_others_serve() -> None:
-    async with supervised() as made:
+    async with supervised(orchestrator=False) as made:
         before = made.view()
         gone = made.cluster.generation[1].workers[0].handle
         await send_away(made, "generate-1")
@@ -42,7 +42,7 @@ async def test_a_group_leaves_and_its_place_is_given_back_while_the_others_serve
 
 
 async def test_a_group_that_left_comes_back_as_another_life_and_is_watched() -> None:
-    async with supervised() as made:
+    async with supervised(orchestrator=False) as made:
         before = made.view().generation
         await send_away(made, "generate-1")
         made.members.undrain("generate-1")
@@ -58,7 +58,7 @@ async def test_a_group_that_left_comes_back_as_another_life_and_is_watched() -> 
 
 
 async def test_a_chain_leaves_and_comes_back_linked() -> None:
-    async with supervised() as made:
+    async with supervised(orchestrator=False) as made:
         await send_away(made, "prefill-0")
         assert not made.members.is_present("prefill-0")
         made.members.undrain("prefill-0")
@@ -68,7 +68,7 @@ async def test_a_chain_leaves_and_comes_back_linked() -> None:
 
 
 async def test_an_order_that_is_taken_back_at_once_is_not_carried_out() -> None:
-    async with supervised() as made:
+    async with supervised(orchestrator=False) as made:
         endpoint = made.view().generation[1].endpoint
         made.members.drain("generate-1")
         made.members.dismiss("generate-1")
@@ -78,7 +78,7 @@ async def test_an_order_that_is_taken_back_at_once_is_not_carried_out() -> None:
 
 
 async def test_a_group_that_cannot_be_started_is_told_and_tried_again() -> None:
-    async with supervised() as made:
+    async with supervised(orchestrator=False) as made:
         await send_away(made, "generate-1")
         made.spawner.failures = [ModelError("no such model"), ModelError("not yet")]
         made.members.undrain("generate-1")
@@ -92,7 +92,7 @@ async def test_a_group_that_cannot_be_started_is_told_and_tried_again() -> None:
 
 
 async def test_without_room_a_group_waits_until_it_is_not_wanted_any_more() -> None:
-    async with supervised() as made:
+    async with supervised(orchestrator=False) as made:
         await send_away(made, "generate-1")
         await made.room.reserve("stranger", 1)
         made.members.undrain("generate-1")
@@ -105,7 +105,7 @@ async def test_without_room_a_group_waits_until_it_is_not_wanted_any_more() -> N
 async def test_a_group_that_could_not_be_ended_is_ended_again_or_starts_anew(
     undone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with supervised() as made:
+    async with supervised(orchestrator=False) as made:
         before = made.view().generation[1]
         release = made.room.release
 
@@ -168,7 +168,7 @@ def away(name: str) -> Orders:
 
 
 async def test_a_stand_in_comes_and_leaves_for_good() -> None:
-    async with supervised() as made:
+    async with supervised(orchestrator=False) as made:
         await send_away(made, "generate-1")
         assert made.members.stand_in("generate-0") == "generate-2"
         assert await made.members.until(lambda: made.members.is_present("generate-2") or None, 20)
@@ -181,7 +181,7 @@ async def test_a_stand_in_comes_and_leaves_for_good() -> None:
 
 
 async def test_a_stand_in_that_is_given_up_is_forgotten_once_it_is_away() -> None:
-    async with supervised() as made:
+    async with supervised(orchestrator=False) as made:
         made.room.num_places += 1
         made.members.stand_in("generate-0")
         await until(made, AbsentGroup("generate-2", "generate", starts=True))
@@ -194,7 +194,7 @@ async def test_a_stand_in_that_is_given_up_is_forgotten_once_it_is_away() -> Non
 
 
 async def test_a_stand_in_that_is_given_up_while_it_starts_is_not_kept() -> None:
-    async with supervised() as made:
+    async with supervised(orchestrator=False) as made:
         made.room.num_places += 1
         made.members.stand_in("generate-0")
         await until(made, AbsentGroup("generate-2", "generate", starts=True))
@@ -205,7 +205,7 @@ async def test_a_stand_in_that_is_given_up_while_it_starts_is_not_kept() -> None
 
 
 async def test_groups_may_load_another_model_and_are_seen_with_its_layout() -> None:
-    async with supervised() as made:
+    async with supervised(orchestrator=False) as made:
         before = made.members.present.generation[0].layout_fingerprint
         await send_away(made, "generate-1")
         made.spawner.decoders["generate-1"] = random_decoder(num_kv_heads=4)

@@ -11,34 +11,33 @@ from baton.cluster_state import GroupState
 from baton.errors import ModelError, NotFoundError, UnavailableError
 from deploy.groups.spawner import WorkerHandle
 from orchestrator.membership.view import Orders
-from tests.support.clusters.rosters import NUM_RANKS, Served, SupervisedCluster, served
+from tests.support.clusters.supervision import ANSWER, NUM_RANKS, SupervisedCluster, supervised
 from tests.support.eventually import eventually
-from tests.support.models.tiny_models import random_decoder
 
 pytestmark = pytest.mark.integration
 
 
-async def flip(made: Served, name: str) -> str:
+async def flip(made: SupervisedCluster, name: str) -> str:
     """To its end; the group that serves then."""
     async with aclosing(made.overview.flip(name)) as states:
         return [state async for state in states][-1].name
 
 
-def names(made: Served) -> list[str]:
+def names(made: SupervisedCluster) -> list[str]:
     """Of the groups that have workers."""
-    return [group.name for group in made.cluster.view().groups]
+    return [group.name for group in made.view().groups]
 
 
-def handle_of(cluster: SupervisedCluster, name: str, rank: int = 0) -> WorkerHandle:
-    (group,) = (group for group in cluster.cluster.groups if group.name == name)
+def handle_of(made: SupervisedCluster, name: str, rank: int = 0) -> WorkerHandle:
+    (group,) = (group for group in made.cluster.groups if group.name == name)
     return group.workers[rank].handle
 
 
-async def state_of(made: Served, name: str) -> GroupState | None:
+async def state_of(made: SupervisedCluster, name: str) -> GroupState | None:
     return next((group for group in (await made.overview.state()).groups if group.name == name), None)
 
 
-async def until_sound(made: Served) -> None:
+async def until_sound(made: SupervisedCluster) -> None:
     """All groups are ready, nothing is held or leaked, and the books add up."""
 
     async def held() -> list[object]:
@@ -54,31 +53,30 @@ async def until_sound(made: Served) -> None:
 
 
 async def test_a_chain_lends_its_last_rank_and_gets_it_back() -> None:
-    decoder = random_decoder()
-    async with served(decoder) as made:
-        worker = handle_of(made.cluster, "prefill-0", 1)
+    async with supervised() as made:
+        worker = handle_of(made, "prefill-0", 1)
         assert await flip(made, "prefill-0") == "generate-2"
-        assert handle_of(made.cluster, "generate-2") is worker and worker.config.lent == "prefill-0.1"
+        assert handle_of(made, "generate-2") is worker and worker.config.lent == "prefill-0.1"
         chain, borrower = await state_of(made, "prefill-0"), await state_of(made, "generate-2")
         assert chain is not None and len(chain.endpoints) == 1 and chain.epoch == 2
         assert borrower is not None and borrower.lender == "prefill-0" and borrower.is_ready
-        assert made.cluster.room.taken == {"prefill-0": NUM_RANKS, "generate-0": 1, "generate-1": 1}
-        await made.ask((1, 2, 3))
+        assert made.room.taken == {"prefill-0": NUM_RANKS, "generate-0": 1, "generate-1": 1}
+        await made.ask(made.request((1, 2, 3), ANSWER))
         async with aclosing(made.overview.unflip("prefill-0")) as states:
             assert [state async for state in states][-1].name == "prefill-0"
-        assert handle_of(made.cluster, "prefill-0", 1) is worker and not worker.config.lent
-        assert len(made.cluster.view().prefill[0].endpoints) == NUM_RANKS
-        assert made.cluster.members.orders == Orders()
+        assert handle_of(made, "prefill-0", 1) is worker and not worker.config.lent
+        assert len(made.view().prefill[0].endpoints) == NUM_RANKS
+        assert made.members.orders == Orders()
         await until_sound(made)
-        assert len(made.cluster.spawner.made) == NUM_RANKS + 2
+        assert len(made.spawner.made) == NUM_RANKS + 2
 
 
 async def test_an_engine_becomes_a_chain_and_an_engine_again_and_the_last_one_stays() -> None:
-    async with served(random_decoder()) as made:
-        worker = handle_of(made.cluster, "generate-1")
+    async with supervised() as made:
+        worker = handle_of(made, "generate-1")
         assert await flip(made, "generate-1") == "prefill-1"
         assert names(made) == ["prefill-0", "prefill-1", "generate-0"]
-        assert handle_of(made.cluster, "prefill-1") is worker
+        assert handle_of(made, "prefill-1") is worker
         state = await made.overview.state()
         assert state.groups_away == ()
         assert state.why_degraded[0].startswith("generate-1 has lent its workers")
@@ -87,8 +85,8 @@ async def test_an_engine_becomes_a_chain_and_an_engine_again_and_the_last_one_st
         with pytest.raises(UnavailableError, match="generate-1 has no workers"):
             await flip(made, "generate-1")
         assert await flip(made, "prefill-1") == "generate-1"
-        assert handle_of(made.cluster, "generate-1") is worker
-        assert made.cluster.members.orders == Orders()
+        assert handle_of(made, "generate-1") is worker
+        assert made.members.orders == Orders()
         with pytest.raises(NotFoundError, match="generate-1 has no worker to return"):
             made.overview.unflip("generate-1")
         await until_sound(made)
@@ -96,33 +94,33 @@ async def test_an_engine_becomes_a_chain_and_an_engine_again_and_the_last_one_st
 
 @pytest.mark.parametrize("num_flips", [4, pytest.param(10, marks=pytest.mark.ci)])
 async def test_roles_change_back_and_forth_under_streams_of_which_none_is_lost(num_flips: int) -> None:
-    decoder, over = random_decoder(), asyncio.Event()
-    async with served(decoder) as made:
+    over = asyncio.Event()
+    async with supervised() as made:
         async with asyncio.TaskGroup() as streams:
-            asking = [streams.create_task(made.keep_asking(decoder, over)) for _ in range(3)]
+            asking = [streams.create_task(made.keep_asking(over)) for _ in range(3)]
             for turn in range(num_flips // 2):
                 lender = ("prefill-0", "generate-1", "generate-0")[turn % 3]
                 assert await flip(made, await flip(made, lender)) == lender
             over.set()
         assert all(task.result() for task in asking)
         await until_sound(made)
-        assert made.cluster.members.orders == Orders()
-        assert len(made.cluster.spawner.made) == NUM_RANKS + 2  # no worker was started anew
+        assert made.members.orders == Orders()
+        assert len(made.spawner.made) == NUM_RANKS + 2  # no worker was started anew
 
 
 async def test_a_worker_that_does_not_serve_in_its_new_role_goes_back() -> None:
-    async with served(random_decoder()) as made:
-        made.cluster.spawner.failures_in_new_roles = [ModelError("no memory for slots")]
+    async with supervised() as made:
+        made.spawner.failures_in_new_roles = [ModelError("no memory for slots")]
         with pytest.raises(UnavailableError, match="generate-2 did not start: no memory for slots"):
             await flip(made, "prefill-0")
-        assert made.cluster.members.orders == Orders()
+        assert made.members.orders == Orders()
         assert names(made) == ["prefill-0", "generate-0", "generate-1"]
-        assert len(made.cluster.view().prefill[0].endpoints) == NUM_RANKS
+        assert len(made.view().prefill[0].endpoints) == NUM_RANKS
         await until_sound(made)
-        made.cluster.spawner.failures_in_new_roles = [ModelError("no memory for slots")]
+        made.spawner.failures_in_new_roles = [ModelError("no memory for slots")]
         with pytest.raises(UnavailableError, match="prefill-1 did not start"):
             await flip(made, "generate-1")
-        assert made.cluster.members.orders == Orders()
+        assert made.members.orders == Orders()
         assert names(made) == ["prefill-0", "generate-0", "generate-1"]
         await until_sound(made)
 
@@ -130,23 +128,23 @@ async def test_a_worker_that_does_not_serve_in_its_new_role_goes_back() -> None:
 @pytest.mark.ci
 @pytest.mark.parametrize("lender", ["prefill-0", "generate-1"])
 async def test_a_borrowed_worker_that_dies_is_replaced_in_its_role_and_place(lender: str) -> None:
-    async with served(random_decoder()) as made:
+    async with supervised() as made:
         borrower = await flip(made, lender)
-        dead = handle_of(made.cluster, borrower)
+        dead = handle_of(made, borrower)
         dead.kill()
         await dead.wait()
         await eventually(lambda: state_of(made, borrower), lambda state: state is not None and state.is_ready, 20)
-        new = handle_of(made.cluster, borrower)
+        new = handle_of(made, borrower)
         assert new is not dead and new.config == dead.config
         assert await flip(made, borrower) == lender
-        assert made.cluster.members.orders == Orders()
+        assert made.members.orders == Orders()
         await until_sound(made)
 
 
 @pytest.mark.ci
 async def test_a_worker_that_is_killed_while_it_changes_its_role_is_replaced_and_the_flip_reports_it() -> None:
-    async with served(random_decoder()) as made:
-        worker = handle_of(made.cluster, "prefill-0", 1)
+    async with supervised() as made:
+        worker = handle_of(made, "prefill-0", 1)
         flipping = asyncio.create_task(flip(made, "prefill-0"))
         await eventually(
             lambda: state_of(made, "prefill-0"), lambda state: len(state.endpoints) == 1 if state else True, 20
@@ -157,55 +155,55 @@ async def test_a_worker_that_is_killed_while_it_changes_its_role_is_replaced_and
         await until_sound(made)
         if outcome == "generate-2":  # killed as soon as it served
             assert await flip(made, "generate-2") == "prefill-0"
-        assert made.cluster.members.orders == Orders()
-        assert len(made.cluster.view().prefill[0].endpoints) == NUM_RANKS
+        assert made.members.orders == Orders()
+        assert len(made.view().prefill[0].endpoints) == NUM_RANKS
 
 
 @pytest.mark.ci
 async def test_a_lender_that_leaves_keeps_its_room_until_its_worker_has_left_too() -> None:
-    async with served(random_decoder()) as made:
+    async with supervised() as made:
         assert await flip(made, "prefill-0") == "generate-2"
         await drained(made, "prefill-0")
-        assert made.cluster.room.taken == {"prefill-0": NUM_RANKS, "generate-0": 1, "generate-1": 1}
-        await made.ask((1, 2, 3))
+        assert made.room.taken == {"prefill-0": NUM_RANKS, "generate-0": 1, "generate-1": 1}
+        await made.ask(made.request((1, 2, 3), ANSWER))
         await made.overview.undrain("prefill-0")
-        assert len(made.cluster.view().prefill[0].endpoints) == NUM_RANKS - 1
+        assert len(made.view().prefill[0].endpoints) == NUM_RANKS - 1
         await drained(made, "prefill-0")
         await drained(made, "generate-2")
-        assert made.cluster.room.taken == {"generate-0": 1, "generate-1": 1}
+        assert made.room.taken == {"generate-0": 1, "generate-1": 1}
         assert names(made) == ["generate-0", "generate-1"]
-        assert made.cluster.members.away == ("prefill-0",)
+        assert made.members.away == ("prefill-0",)
         await made.overview.undrain("prefill-0")
-        assert len(made.cluster.view().prefill[0].endpoints) == NUM_RANKS
-        assert made.cluster.members.orders == Orders()
+        assert len(made.view().prefill[0].endpoints) == NUM_RANKS
+        assert made.members.orders == Orders()
 
 
 @pytest.mark.ci
 async def test_a_lender_and_its_borrower_that_leave_at_once_release_their_room() -> None:
-    async with served(random_decoder()) as made:
+    async with supervised() as made:
         assert await flip(made, "prefill-0") == "generate-2"
         both = frozenset({"prefill-0", "generate-2"})
-        made.cluster.members.keep_orders(replace(made.cluster.members.orders, drained=both, leaving=both))
+        made.members.keep_orders(replace(made.members.orders, drained=both, leaving=both))
         await eventually(lambda: taken(made), lambda rooms: rooms == {"generate-0", "generate-1"}, within_s=20)
         assert names(made) == ["generate-0", "generate-1"]
 
 
-async def taken(made: Served) -> set[str]:
+async def taken(made: SupervisedCluster) -> set[str]:
     """The rooms that are."""
-    return {*made.cluster.room.taken}
+    return {*made.room.taken}
 
 
 @pytest.mark.ci
 async def test_a_borrowed_worker_goes_back_when_its_group_is_drained_away() -> None:
-    async with served(random_decoder()) as made:
-        worker = handle_of(made.cluster, "prefill-0", 1)
+    async with supervised() as made:
+        worker = handle_of(made, "prefill-0", 1)
         assert await flip(made, "prefill-0") == "generate-2"
         await drained(made, "generate-2")
-        assert handle_of(made.cluster, "prefill-0", 1) is worker
-        assert made.cluster.members.orders == Orders()
+        assert handle_of(made, "prefill-0", 1) is worker
+        assert made.members.orders == Orders()
 
 
-async def drained(made: Served, name: str) -> None:
+async def drained(made: SupervisedCluster, name: str) -> None:
     """As `baton drain` ends."""
     async with aclosing(made.overview.drain(name, leave=True)) as states:
         async for state in states:
@@ -213,25 +211,25 @@ async def drained(made: Served, name: str) -> None:
 
 
 async def test_of_two_engines_that_are_flipped_at_once_one_stays() -> None:
-    async with served(random_decoder()) as made:
+    async with supervised() as made:
         flips = (flip(made, "generate-0"), flip(made, "generate-1"))
         outcomes = await asyncio.gather(*flips, return_exceptions=True)
         assert any(isinstance(outcome, UnavailableError) for outcome in outcomes), outcomes
         assert [name for name in names(made) if name.startswith("generate")]
-        await made.ask((1, 2, 3))
-        assert not made.cluster.members.orders.drained
+        await made.ask(made.request((1, 2, 3), ANSWER))
+        assert not made.members.orders.drained
 
 
 async def test_a_flip_that_is_given_up_before_the_worker_could_be_spared_changes_nothing() -> None:
-    async with served(random_decoder()) as made:
-        with made.cluster.members.hold("prefill-0"):
+    async with supervised() as made:
+        with made.members.hold("prefill-0"):
             async with aclosing(made.overview.flip("prefill-0")) as states:
                 assert (await anext(states)).is_drained
-        assert made.cluster.members.orders == Orders()
+        assert made.members.orders == Orders()
         assert names(made) == ["prefill-0", "generate-0", "generate-1"]
 
 
-async def num_ready_ranks(made: Served) -> int:
+async def num_ready_ranks(made: SupervisedCluster) -> int:
     """Of the chain."""
     state = await state_of(made, "prefill-0")
     return len(state.endpoints) if state is not None and state.is_ready else 0
@@ -271,9 +269,9 @@ async def test_the_next_supervisor_returns_what_was_on_its_way_back() -> None:
 
 @pytest.mark.ci
 async def test_a_rank_whose_order_is_dropped_is_started_in_its_chain() -> None:
-    async with served(random_decoder()) as made:
+    async with supervised() as made:
         assert await flip(made, "prefill-0") == "generate-2"
-        made.cluster.members.keep_orders(Orders())
+        made.members.keep_orders(Orders())
         await eventually(lambda: state_of(made, "generate-2"), lambda state: state is None, within_s=20)
         await eventually(lambda: num_ready_ranks(made), lambda number: number == NUM_RANKS, within_s=20)
         await until_sound(made)

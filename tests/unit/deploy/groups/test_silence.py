@@ -6,7 +6,7 @@ from deploy.groups.heartbeats import Heartbeats
 from deploy.groups.silence import Silence
 from deploy.groups.surroundings import Heartbeat, Surroundings
 from deploy.groups.worker import Worker
-from tests.support.clusters.spawners import InProcessSpawner, tiny_worker
+from tests.support.clusters.workers import InProcessSpawner, tiny_worker
 from tests.support.manual_clock import ManualClock
 
 pytestmark = pytest.mark.integration

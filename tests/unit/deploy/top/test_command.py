@@ -18,7 +18,8 @@ from baton.clock import SystemClock
 from baton.sampling_params import SamplingParams
 from deploy.cli import main
 from deploy.top.watch import Watch
-from tests.support.clusters.orchestrators import HOST, Relay, relay
+from tests.support.clusters.clients import HOST
+from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.engines.generation import prompt
 from tests.support.folders import ROOT
 from tests.unit.deploy.top.test_frame import line_of, shown
@@ -29,14 +30,14 @@ PARAMS = SamplingParams(max_tokens=6, seed=4, ignore_eos=True)
 
 
 @asynccontextmanager
-async def cluster() -> AsyncIterator[tuple[Relay, str]]:
+async def watched() -> AsyncIterator[tuple[BareCluster, str]]:
     """Real ranks and engines with an orchestrator, and its address."""
-    async with relay() as made:
+    async with cluster() as made:
         yield made, f"{HOST}:{made.server.port}"
 
 
 async def test_a_frame_has_the_groups_and_the_rates_of_what_was_served() -> None:
-    async with cluster() as (made, target):
+    async with watched() as (made, target):
         with Client(target) as client:
             watch = Watch(client, target, SystemClock())
             await asyncio.to_thread(watch.look)
@@ -56,7 +57,7 @@ async def test_a_frame_has_the_groups_and_the_rates_of_what_was_served() -> None
 
 
 async def test_work_that_is_running_is_shown() -> None:
-    async with cluster() as (made, target):
+    async with watched() as (made, target):
         made.group_gates[0].shut()
         call = made.open(made.request(prompt(40), replace(PARAMS, max_tokens=300)))
         await made.group_gates[0].until_reached()
@@ -70,7 +71,7 @@ async def test_work_that_is_running_is_shown() -> None:
 
 
 async def test_one_frame_is_printed_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
-    async with cluster() as (_, target):
+    async with watched() as (_, target):
         arguments = ["top", "--target", target, "--once", "--interval", "0.1"]
         assert await asyncio.to_thread(main, arguments) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -79,7 +80,7 @@ async def test_one_frame_is_printed_for_scripts(capsys: pytest.CaptureFixture[st
 
 
 async def test_frames_are_drawn_until_q_is_pressed() -> None:
-    async with cluster() as (_, target):
+    async with watched() as (_, target):
         seen = await asyncio.to_thread(watch_two_frames, target)
     assert b"serving" in seen and b"\x1b[?1049h" in seen
 

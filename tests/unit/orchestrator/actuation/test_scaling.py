@@ -3,33 +3,21 @@ traffic that really comes."""
 
 import asyncio
 import logging
-import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from baton.cluster_state import ClusterState, cluster_state_from_proto
-from baton.proto_types import params_to_proto
 from baton.sampling_params import SamplingParams
-from baton.v1 import orchestrator_pb2 as pb
-from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
-from modeling.forward.decoder import Decoder
 from orchestrator.membership.view import Orders
 from orchestrator.requests.config import AutoscalingConfig, OrchestratorConfig
-from tests.support.clusters.orchestrators import HOST, Answer
 from tests.support.clusters.planners import deciding_planner
-from tests.support.clusters.rosters import SupervisedCluster, supervised
-from tests.support.clusters.storms import orchestrator_over
+from tests.support.clusters.supervision import SupervisedCluster, supervised
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.eventually import eventually
-from tests.support.models.tiny_models import random_decoder
-from transport.channel import make_channel
-
-if TYPE_CHECKING:
-    from baton.v1.orchestrator_pb2_grpc import OrchestratorAsyncStub
 
 pytestmark = pytest.mark.integration
 
@@ -62,9 +50,7 @@ def config(**settings: Any) -> OrchestratorConfig:
 class Scaled:
     """A supervised cluster that scales itself, and its clients."""
 
-    decoder: Decoder
     cluster: SupervisedCluster
-    stub: "OrchestratorAsyncStub"
     num_asked: int = 0
     answers: list[asyncio.Task[None]] = field(default_factory=list)
     expected: dict[tuple[int, int], list[int]] = field(default_factory=dict)
@@ -73,17 +59,10 @@ class Scaled:
     async def ask(self, num_tokens: int = 16, params: SamplingParams = PARAMS) -> None:
         """One stream to its end, equal to the reference."""
         token_ids = prompt(num_tokens)
-        request = pb.GenerateRequest(
-            request_id=uuid.uuid4().hex,
-            token_ids=pb.TokenIds(ids=token_ids),
-            sampling=params_to_proto(params),
-            seeded=True,
-        )
-        answer = Answer()
-        await answer.drain(self.stub.Generate(request, timeout=200))
+        answer = await self.cluster.ask(self.cluster.request(token_ids, params), timeout_s=200)
         asked = num_tokens, params.max_tokens
         if asked not in self.expected:
-            self.expected[asked] = reference_ids(self.decoder, token_ids, params)
+            self.expected[asked] = reference_ids(self.cluster.decoder, token_ids, params)
         assert answer.token_ids == self.expected[asked]
 
     @asynccontextmanager
@@ -106,7 +85,7 @@ class Scaled:
         return sum(answer.done() for answer in self.answers)
 
     async def state(self) -> ClusterState:
-        return cluster_state_from_proto(await self.stub.GetClusterState(pb.GetClusterStateRequest(), timeout=10))
+        return cluster_state_from_proto(await self.cluster.state())
 
     def has_forgotten_others(self, state: ClusterState) -> bool:
         """Whether one group of each role is left, and no group that stood in for others is known after it has left. The
@@ -122,13 +101,11 @@ class Scaled:
 
 @asynccontextmanager
 async def scaled(num_ranks: int = 2, slower: float = 20, **settings: Any) -> AsyncIterator[Scaled]:
-    async with supervised(num_ranks) as cluster:
-        cluster.room.num_places = 32
-        decoder = random_decoder()
-        planner = deciding_planner(max_ranks=num_ranks, slower=slower)
-        made = orchestrator_over(decoder, cluster.members, config(**settings), 64, planner)
-        async with made as server, make_channel(f"{HOST}:{server.port}") as channel:
-            yield Scaled(decoder, cluster, OrchestratorStub(channel))
+    planner = deciding_planner(max_ranks=num_ranks, slower=slower)
+    made = SupervisedCluster(num_ranks=num_ranks)
+    made.room.num_places = 32
+    async with supervised(made, config=config(**settings), planner=planner):
+        yield Scaled(made)
 
 
 async def test_groups_come_with_the_traffic_and_leave_after_it_and_no_request_is_lost() -> None:
@@ -232,11 +209,10 @@ def wants_prefill(state: ClusterState) -> bool:
 
 
 async def test_a_drain_that_an_earlier_orchestrator_ordered_goes_on() -> None:
-    async with supervised() as cluster:
+    async with supervised(orchestrator=False) as cluster:
         cluster.members.let_go("generate-1")
-        decoder = random_decoder()
         planner = deciding_planner(max_ranks=2, slower=20)
-        async with orchestrator_over(decoder, cluster.members, config(cooldown_s=1000.0), 64, planner):
+        async with cluster.serving(config(cooldown_s=1000.0), planner):
 
             async def is_present() -> bool:
                 return cluster.members.is_present("generate-1")

@@ -29,7 +29,8 @@ from orchestrator.requests.request import Request
 from orchestrator.requests.tenants import Tenant
 from orchestrator.workers.client import Clients
 from planning.cost_model import CostModel
-from tests.support.clusters.orchestrators import CLOCK, HASTY, Answer, Relay, relay
+from tests.support.clusters.clients import CLOCK, Answer
+from tests.support.clusters.cluster import HASTY, BareCluster, cluster
 from tests.support.clusters.planners import linear_planner, planner_of
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.eventually import eventually
@@ -118,7 +119,7 @@ async def test_a_slot_that_is_granted_after_its_request_left_is_given_back(recei
 
 async def test_a_lease_is_kept_alive_while_the_chain_stands_still() -> None:
     ttl_s = 6.0
-    async with relay(num_ranks=1, config=OrchestratorConfig(lease_ttl_s=ttl_s)) as made:
+    async with cluster(num_ranks=1, config=OrchestratorConfig(lease_ttl_s=ttl_s)) as made:
         slots = made.groups[0].slots
 
         async def ends_s() -> float:
@@ -138,7 +139,7 @@ async def test_a_lease_is_kept_alive_while_the_chain_stands_still() -> None:
 
 
 async def test_a_slot_that_a_stranger_holds_is_waited_for() -> None:
-    async with relay(num_slots=1) as made:
+    async with cluster(num_slots=1) as made:
         slots = made.groups[0].slots
         lease = slots.reserve(ReserveSpec(RequestId("stranger"), 1, 10, 20, 60))
         running = asyncio.create_task(made.ask(made.request(prompt(20), PARAMS)))
@@ -149,13 +150,13 @@ async def test_a_slot_that_a_stranger_holds_is_waited_for() -> None:
         assert answer.finished.usage.num_attempts == 1
 
 
-async def loaded(made: Relay, name: str) -> int:
+async def loaded(made: BareCluster, name: str) -> int:
     return made.members.load(name).num_requests
 
 
 async def test_a_group_that_has_no_room_after_all_is_left_for_one_that_has() -> None:
     """And both are asked again while neither has: whichever has room first takes the request."""
-    async with relay(num_groups=2, num_slots=1) as made:
+    async with cluster(num_groups=2, num_slots=1) as made:
         leases = [group.slots.reserve(ReserveSpec(RequestId("stranger"), 1, 10, 20, 60)) for group in made.groups]
         made.groups[1].slots.abort(leases[1].ref)
         answer = await asyncio.wait_for(made.ask(made.request(prompt(20), PARAMS)), 10)
@@ -171,7 +172,7 @@ async def test_a_group_that_has_no_room_after_all_is_left_for_one_that_has() -> 
 
 
 async def test_requests_that_no_group_has_room_for_are_given_up_in_time() -> None:
-    async with relay(num_groups=2, num_slots=1, config=HASTY) as made:
+    async with cluster(num_groups=2, num_slots=1, config=HASTY) as made:
         leases = [group.slots.reserve(ReserveSpec(RequestId("stranger"), 1, 10, 20, 60)) for group in made.groups]
         with pytest.raises(BatonError):
             await asyncio.wait_for(made.ask(made.request(prompt(20), PARAMS)), 20)
@@ -182,7 +183,7 @@ async def test_requests_that_no_group_has_room_for_are_given_up_in_time() -> Non
 # Ranks, and the book of what they have before them.
 
 
-def occupy(made: Relay, left_s: dict[Rank, float]) -> Callable[[], None]:
+def occupy(made: BareCluster, left_s: dict[Rank, float]) -> Callable[[], None]:
     """Books a job that is served before all others; returns what takes it out again."""
     (group,), now_s = made.view().prefill, CLOCK.unix_ns() / 1e9
     made.members.backlogs.add(group.life, JobId(1), Pending(0.0, math.inf, left_s), now_s)
@@ -190,7 +191,7 @@ def occupy(made: Relay, left_s: dict[Rank, float]) -> Callable[[], None]:
 
 
 async def test_the_ranks_that_were_chosen_are_those_that_ran() -> None:
-    async with relay(num_ranks=3) as made:
+    async with cluster(num_ranks=3) as made:
         for busy, expected in (((), (0, 1, 2)), ((0,), (1, 2)), ((1,), (0, 2)), ((0, 2), (1,))):
             free = occupy(made, {Rank(rank): 1e6 for rank in busy}) if busy else None
             answer = await made.ask(made.request(prompt(40), PARAMS))
@@ -208,7 +209,7 @@ async def test_the_ranks_that_were_chosen_are_those_that_ran() -> None:
 
 
 async def test_a_job_is_booked_on_each_rank_until_that_has_done_its_part() -> None:
-    async with relay() as made:
+    async with cluster() as made:
         (group,) = made.view().prefill
         made.rank_gates[1].shut()
         running = asyncio.create_task(made.ask(made.request(prompt(40), PARAMS)))
@@ -224,7 +225,7 @@ async def test_a_job_is_booked_on_each_rank_until_that_has_done_its_part() -> No
 
 
 async def test_a_light_tenant_s_prompt_passes_a_heavy_one_s_jobs_on_their_rank() -> None:
-    async with relay(num_ranks=1, planner=SLOW) as made:
+    async with cluster(num_ranks=1, planner=SLOW) as made:
 
         async def ask(number: int, tenant: str) -> Finished:
             spec = Request(RequestId(f"{number}"), prompt(40, number), PARAMS, tenant=Tenant(tenant))
@@ -256,7 +257,7 @@ async def test_a_light_tenant_s_prompt_passes_a_heavy_one_s_jobs_on_their_rank()
 
 
 async def test_an_inelastic_orchestrator_gives_everybody_all_ranks() -> None:
-    async with relay(config=OrchestratorConfig(elastic=False), planner=COSTLY) as made:
+    async with cluster(config=OrchestratorConfig(elastic=False), planner=COSTLY) as made:
         answers = await asyncio.gather(*(made.ask(made.request(prompt(5 + n), PARAMS)) for n in range(6)))
         for answer in answers:
             assert answer.finished is not None
@@ -269,7 +270,7 @@ async def test_mixed_widths_and_clients_that_leave(seed: int) -> None:
     rng = random.Random(seed)
     asked = [prompt(rng.choice([3, 10, 30, 300]), n) for n in range(24)]
     widths = set()
-    async with relay(num_ranks=3, num_slots=12, planner=COSTLY) as made:
+    async with cluster(num_ranks=3, num_slots=12, planner=COSTLY) as made:
         leaving = [made.open(made.request(ids, PARAMS)) for ids in asked[:8]]
         running = [asyncio.create_task(made.ask(made.request(ids, PARAMS))) for ids in asked]
         for call in leaving:
@@ -284,7 +285,7 @@ async def test_mixed_widths_and_clients_that_leave(seed: int) -> None:
 
 
 async def test_a_job_whose_rank_is_gone_is_in_no_book() -> None:
-    async with relay(config=HASTY) as made:
+    async with cluster(config=HASTY) as made:
         made.rank_gates[1].shut()
         running = asyncio.create_task(made.ask(made.request(prompt(40), PARAMS)))
         await made.rank_gates[1].until_reached()

@@ -16,7 +16,7 @@ from orchestrator.membership.view import ClusterView, GenerationGroup
 from orchestrator.placement.comparison import able_groups
 from orchestrator.requests.record import Finished, RequestRecord, Started
 from orchestrator.requests.request import Request
-from tests.support.clusters.orchestrators import HASTY, Relay, relay
+from tests.support.clusters.cluster import HASTY, BareCluster, cluster
 from tests.support.engines.generation import prompt
 from tests.support.engines.prefixes import blocks_in, prefix_folder
 
@@ -29,13 +29,13 @@ APPROXIMATE = replace(EXACT, name="a", endpoint="h:2", residency="infinigen", is
 
 
 @pytest.fixture
-async def running() -> AsyncIterator[Relay]:
-    async with relay(num_ranks=0, num_groups=2, config=replace(HASTY, generation_wait_s=0.2)) as made:
+async def running() -> AsyncIterator[BareCluster]:
+    async with cluster(num_ranks=0, num_groups=2, config=replace(HASTY, generation_wait_s=0.2)) as made:
         yield made
         await made.until_empty()
 
 
-def say(running: Relay, *approximate: int) -> None:
+def say(running: BareCluster, *approximate: int) -> None:
     """To the orchestrator, as a supervisor: these groups choose keys."""
     groups = [
         replace(group, residency="infinigen", is_approximate=True) if index in approximate else group
@@ -55,14 +55,14 @@ def test_only_exact_groups_are_chosen_for_exact_requests() -> None:
     assert chosen(APPROXIMATE, EXACT, exact=False) == APPROXIMATE
 
 
-async def test_where_all_groups_are_exact_so_is_every_answer(running: Relay) -> None:
+async def test_where_all_groups_are_exact_so_is_every_answer(running: BareCluster) -> None:
     answer = await running.ask(running.request(prompt(20), PARAMS))
     assert answer.started.exact
     assert answer.finished is not None
     assert timings_from_proto(answer.finished.timings).residency == ""
 
 
-async def test_an_approximate_answer_says_so_and_names_the_policy(running: Relay) -> None:
+async def test_an_approximate_answer_says_so_and_names_the_policy(running: BareCluster) -> None:
     say(running, 0, 1)
     answer = await running.ask(running.request(prompt(20), PARAMS))
     assert not answer.started.exact
@@ -71,13 +71,13 @@ async def test_an_approximate_answer_says_so_and_names_the_policy(running: Relay
     assert answer.finished.usage.num_output_tokens == PARAMS.max_tokens
 
 
-async def test_exact_is_refused_where_every_group_is_approximate(running: Relay) -> None:
+async def test_exact_is_refused_where_every_group_is_approximate(running: BareCluster) -> None:
     say(running, 0, 1)
     with pytest.raises(InvalidArgumentError, match=r"exact cannot be had: all .* approximate \(residency infinigen\)"):
         await running.ask(running.request(prompt(20), PARAMS, exact=True))
 
 
-async def test_of_both_kinds_the_exact_serves_who_asks_for_it(running: Relay) -> None:
+async def test_of_both_kinds_the_exact_serves_who_asks_for_it(running: BareCluster) -> None:
     say(running, 0)
     asked = [running.request(prompt(20 + index), PARAMS, exact=True) for index in range(4)]
     answers = await asyncio.gather(*(running.ask(request) for request in asked))
@@ -86,7 +86,7 @@ async def test_of_both_kinds_the_exact_serves_who_asks_for_it(running: Relay) ->
     assert not (await running.ask(running.request(prompt(20), PARAMS))).started.exact
 
 
-async def test_what_was_said_at_the_start_binds_later_attempts(running: Relay) -> None:
+async def test_what_was_said_at_the_start_binds_later_attempts(running: BareCluster) -> None:
     events = running.server.controller.generate(SPEC)
     started = await anext(events)
     assert isinstance(started, Started)
@@ -104,13 +104,16 @@ async def test_what_an_approximate_group_has_made_is_not_stored_for_others(resid
     """Who shares a prefix may have asked for exact tokens."""
     with prefix_folder() as folder:
         config = replace(HASTY, block_tokens=16)
-        async with relay(num_ranks=0, config=config, group_folder=folder, generate={"residency": residency}) as made:
+        fields = {"residency": residency}
+        async with cluster(num_ranks=0, config=config, folders={"generate": folder}, generate=fields) as made:
             await made.ask(made.request(prompt(50), replace(PARAMS, max_tokens=40)))
             await made.until_empty(within_s=5.0)  # what is to be stored is by then
             assert bool(blocks_in(folder)) == (residency == "device")
 
 
-async def test_metrics_and_state_name_each_group_s_policy(running: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_metrics_and_state_name_each_group_s_policy(
+    running: BareCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     residency = running.groups[1].engine.residency
     monkeypatch.setattr(residency, "traits", POLICIES["infinigen"])
     statuses = [group.generation for group in (await running.state()).groups if group.role == "generate"]

@@ -12,7 +12,7 @@ from generate_workers.slots.leases import SlotState
 from orchestrator.membership.view import AbsentGroup
 from orchestrator.observability.health import why_degraded, why_not_serving
 from orchestrator.requests.config import OrchestratorConfig
-from tests.support.clusters.orchestrators import HASTY, Relay, relay
+from tests.support.clusters.cluster import HASTY, BareCluster, cluster
 from tests.support.eventually import eventually
 from transport.kv_sink import ReserveSpec
 
@@ -80,17 +80,17 @@ def test_without_chains_configured_nothing_is_degraded() -> None:
     assert why_degraded([GROUP]) == ()
 
 
-async def verdict(made: Relay) -> "health_pb2.HealthCheckResponse.ServingStatus":
+async def verdict(made: BareCluster) -> "health_pb2.HealthCheckResponse.ServingStatus":
     stub = health_pb2_grpc.HealthStub(made.channel)
     return (await stub.Check(health_pb2.HealthCheckRequest(service="baton.v1.Orchestrator"))).status
 
 
-async def until(made: Relay, status: int) -> None:
+async def until(made: BareCluster, status: int) -> None:
     await eventually(lambda: verdict(made), lambda value: value == status, within_s=10)
 
 
 async def test_health_follows_drains_of_the_last_path() -> None:
-    async with relay(num_groups=2) as made:
+    async with cluster(num_groups=2) as made:
         await until(made, SERVING)
         made.members.drain("group-0")
         assert (await made.state()).why_not_serving == []
@@ -102,7 +102,7 @@ async def test_health_follows_drains_of_the_last_path() -> None:
 
 
 async def test_health_follows_the_ledger() -> None:
-    async with relay() as made:
+    async with cluster() as made:
         await until(made, SERVING)
         table = made.groups[0].slots
         table._slots[3].state = SlotState.ACTIVE  # held by nobody, and promised nothing
@@ -114,13 +114,13 @@ async def test_health_follows_the_ledger() -> None:
         await until(made, SERVING)
 
 
-def hidden_lease(made: Relay) -> Lease:
+def hidden_lease(made: BareCluster) -> Lease:
     """A slot that no request of the orchestrator knows of."""
     return made.groups[0].slots.reserve(ReserveSpec(RequestId("lost"), 1, 4, 8, ttl_s=60.0))
 
 
 async def test_health_follows_leaks() -> None:
-    async with relay(config=replace(HASTY, lease_ttl_s=0.1)) as made:
+    async with cluster(config=replace(HASTY, lease_ttl_s=0.1)) as made:
         await until(made, SERVING)
         lost = hidden_lease(made)
         await until(made, NOT_SERVING)
@@ -130,7 +130,7 @@ async def test_health_follows_leaks() -> None:
 
 
 async def test_what_a_former_orchestrator_leased_does_not_end_serving() -> None:
-    async with relay(config=OrchestratorConfig(lease_ttl_s=60.0)) as made:
+    async with cluster(config=OrchestratorConfig(lease_ttl_s=60.0)) as made:
         seats = made.groups[0].slots.occupy(4, 8)  # a row, which no lease explains
         assert seats is not None
 

@@ -21,7 +21,7 @@ from orchestrator.requests.config import AutoscalingConfig, OrchestratorConfig
 from planning.hardware import cpu_rank
 from planning.model_shape import SHAPES
 from planning.step_times import nominal_steps
-from tests.support.clusters.orchestrators import HASTY, relay
+from tests.support.clusters.cluster import HASTY, cluster
 from tests.support.clusters.planners import deciding_planner, linear_planner, planner_of
 from tests.support.engines.generation import prompt
 from tests.support.engines.prefixes import prefix_folder
@@ -82,7 +82,7 @@ def test_time_to_first_token_is_divided_without_rest(given: Timings, parts_ms: d
 
 
 async def test_requests_are_counted_with_their_tokens_times_and_decisions() -> None:
-    async with relay() as made:
+    async with cluster() as made:
         for _ in range(2):
             await made.ask(made.request(prompt(40), PARAMS))
         await made.ask(made.request(prompt(10), replace(PARAMS, n=2)))
@@ -114,7 +114,7 @@ async def test_steps_are_held_against_what_was_predicted_for_them() -> None:
     shape = SHAPES["smollm2-135m"]
     planner.use_steps(nominal_steps("tiny", "here", shape, cpu_rank(1, shape.dtype_bytes)))
     name = 'baton_predicted_over_measured_ratio_count{prediction="generation_step"}'
-    async with relay(planner=planner) as made:
+    async with cluster(planner=planner) as made:
 
         async def after_another() -> dict[str, float]:
             await made.ask(made.request(prompt(40), PARAMS))  # steps between two looks at the group
@@ -125,7 +125,7 @@ async def test_steps_are_held_against_what_was_predicted_for_them() -> None:
 
 async def test_rounds_of_drafts_are_held_against_what_their_group_predicted() -> None:
     name = 'baton_predicted_over_measured_ratio_count{prediction="draft_round"}'
-    async with relay(generate={"speculation": "streaming"}) as made:
+    async with cluster(generate={"speculation": "streaming"}) as made:
         drafting = replace(PARAMS, num_drafts=2, max_tokens=60)
 
         async def after_another() -> dict[str, float]:
@@ -137,7 +137,7 @@ async def test_rounds_of_drafts_are_held_against_what_their_group_predicted() ->
 
 
 async def test_a_request_that_is_not_taken_is_counted_by_why() -> None:
-    async with relay(num_slots=1, config=replace(HASTY, max_queued_requests=1)) as made:
+    async with cluster(num_slots=1, config=replace(HASTY, max_queued_requests=1)) as made:
         made.group_gates[0].shut()
         calls = [made.open(made.request(prompt(20), LONG)) for _ in range(2)]
         await eventually(made.state, lambda state: (state.num_running, state.num_queued) == (1, 1), within_s=5)
@@ -155,7 +155,7 @@ async def test_a_request_that_is_not_taken_is_counted_by_why() -> None:
 
 
 async def test_failed_attempts_and_prefills_without_a_chain_are_counted() -> None:
-    async with relay(config=HASTY) as made:
+    async with cluster(config=HASTY) as made:
         made.members.update(made.view(prefill_ready=False))
         await made.ask(made.request(prompt(40), PARAMS))
         seen = await made.metrics()
@@ -177,7 +177,7 @@ async def test_failed_attempts_and_prefills_without_a_chain_are_counted() -> Non
 
 
 async def test_slots_and_bytes_add_up_at_every_scrape_while_requests_come_and_go() -> None:
-    async with relay(num_slots=4, config=OrchestratorConfig(poll_s=0.01)) as made:
+    async with cluster(num_slots=4, config=OrchestratorConfig(poll_s=0.01)) as made:
         params = replace(PARAMS, max_tokens=60)
         asked = [asyncio.create_task(made.ask(made.request(prompt(40 + n), params))) for n in range(12)]
         num_seen_in_use = 0
@@ -202,7 +202,7 @@ async def test_slots_and_bytes_add_up_at_every_scrape_while_requests_come_and_go
 async def test_what_earlier_prompts_left_is_counted_where_it_is_kept_and_used() -> None:
     with prefix_folder() as folder:
         config = OrchestratorConfig(block_tokens=16)
-        async with relay(num_ranks=1, config=config, prefix_folder=folder, prefix_bytes=2**20) as made:
+        async with cluster(num_ranks=1, config=config, folders={"prefill": folder}, prefix_bytes=2**20) as made:
             await made.ask(made.request(prompt(40), PARAMS))
             await made.ask(made.request((*prompt(40)[:36], *prompt(9, seed=1)), PARAMS))
             name = 'baton_prefix_store_bytes{group="chain"}'
@@ -217,7 +217,7 @@ STATES = ("free", "leased", "active", "quarantined")
 
 async def test_the_page_names_exactly_what_there_is() -> None:
     config = OrchestratorConfig(autoscaling=AutoscalingConfig(mode="advise", interval_s=0.05))
-    async with relay(num_ranks=1, config=config, planner=deciding_planner()) as made:
+    async with cluster(num_ranks=1, config=config, planner=deciding_planner()) as made:
         await eventually(made.metrics, lambda seen: "baton_scaling_forecast_rate" in seen, within_s=10)
         families = await made.scrape()
     there = {family.name + ("_total" if family.type == "counter" else "") for family in families}

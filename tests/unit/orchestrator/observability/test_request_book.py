@@ -16,7 +16,8 @@ from orchestrator.observability.traces import NUM_KEPT
 from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.request import Request
 from orchestrator.requests.tenants import Tenant, Tenants, hash_key
-from tests.support.clusters.orchestrators import HASTY, HOST, relay
+from tests.support.clusters.clients import HOST
+from tests.support.clusters.cluster import HASTY, cluster
 from tests.support.engines.generation import prompt
 from tests.support.eventually import eventually
 
@@ -81,7 +82,7 @@ def test_a_status_has_no_field_for_prompts_or_outputs() -> None:
 
 
 async def test_a_chain_s_request_is_told_with_its_groups_and_ranks_while_it_runs() -> None:
-    async with relay() as made, AsyncClient(f"{HOST}:{made.server.port}") as client:
+    async with cluster() as made, AsyncClient(f"{HOST}:{made.server.port}") as client:
         made.group_gates[0].shut()
         call = made.open(made.request(prompt(40), PARAMS))
         await made.group_gates[0].until_reached()  # the first token came with the KV: the next one waits
@@ -109,7 +110,7 @@ async def test_a_chain_s_request_is_told_with_its_groups_and_ranks_while_it_runs
 
 @pytest.mark.ci
 async def test_tokens_say_where_they_come_from_once_for_each_change() -> None:
-    async with relay() as made, AsyncClient(f"{HOST}:{made.server.port}") as client:
+    async with cluster() as made, AsyncClient(f"{HOST}:{made.server.port}") as client:
 
         async def origins(num_tokens: int, n: int) -> dict[int, list[TokenOrigin | None]]:
             found: dict[int, list[TokenOrigin | None]] = {choice: [] for choice in range(n)}
@@ -126,7 +127,7 @@ async def test_tokens_say_where_they_come_from_once_for_each_change() -> None:
 
 
 async def test_an_attempt_elsewhere_is_another_origin_and_the_status_names_its_group() -> None:
-    async with relay(num_groups=2, config=HASTY) as made, AsyncClient(f"{HOST}:{made.server.port}") as client:
+    async with cluster(num_groups=2, config=HASTY) as made, AsyncClient(f"{HOST}:{made.server.port}") as client:
         for gate in made.group_gates:
             gate.shut(num_passes=4 * made.decoder.config.num_layers)
         stream = client.generate(token_ids=prompt(40), params=replace(PARAMS, max_tokens=60))
@@ -147,7 +148,7 @@ async def test_keys_decide_who_is_told() -> None:
     tenants = Tenants(
         (Tenant("acme", key_hashes=(hash_key("a"),)),), require_key=True, operator_hashes=(hash_key("boss"),)
     )
-    async with relay(config=replace(HASTY, tenants=tenants)) as made:
+    async with cluster(config=replace(HASTY, tenants=tenants)) as made:
         target = f"{HOST}:{made.server.port}"
         made.metadata = (("authorization", "Bearer boss"),)
         async with AsyncClient(target, api_key="a") as acme, AsyncClient(target, api_key="boss") as boss:

@@ -15,7 +15,8 @@ from baton.v1 import admin_pb2, orchestrator_pb2
 from baton.v1.admin_pb2_grpc import AdminStub
 from orchestrator.membership.breakers import BreakerPolicy, Breakers, RetryBudget
 from orchestrator.membership.view import Orders
-from tests.support.clusters.orchestrators import CLOCK, HASTY, Relay, relay
+from tests.support.clusters.clients import CLOCK
+from tests.support.clusters.cluster import HASTY, BareCluster, cluster
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.eventually import eventually
 
@@ -28,40 +29,40 @@ SHORT = SamplingParams(max_tokens=4, seed=4, ignore_eos=True)
 LONG = replace(SHORT, max_tokens=300)
 
 
-async def drain(made: Relay, group: str) -> list[orchestrator_pb2.GroupState]:
+async def drain(made: BareCluster, group: str) -> list[orchestrator_pb2.GroupState]:
     """All that it tells, to its end."""
     with translate_rpc_errors():
         return [state async for state in admin(made).Drain(admin_pb2.DrainRequest(group=group), timeout=60)]
 
 
-async def undrain(made: Relay, group: str) -> orchestrator_pb2.GroupState:
+async def undrain(made: BareCluster, group: str) -> orchestrator_pb2.GroupState:
     with translate_rpc_errors():
         return await admin(made).Undrain(admin_pb2.UndrainRequest(group=group), timeout=60)
 
 
-def admin(made: Relay) -> "AdminAsyncStub":
+def admin(made: BareCluster) -> "AdminAsyncStub":
     return AdminStub(made.channel)
 
 
-async def requests_of(made: Relay, name: str) -> int:
+async def requests_of(made: BareCluster, name: str) -> int:
     return made.members.load(name).num_requests
 
 
 @pytest.fixture
-async def pair() -> AsyncIterator[Relay]:
+async def pair() -> AsyncIterator[BareCluster]:
     """Two generation groups behind a chain."""
-    async with relay(num_groups=2, num_slots=2) as made:
+    async with cluster(num_groups=2, num_slots=2) as made:
         yield made
         await made.until_empty()
 
 
-async def test_an_idle_group_is_drained_at_once(pair: Relay) -> None:
+async def test_an_idle_group_is_drained_at_once(pair: BareCluster) -> None:
     (state,) = await drain(pair, "group-0")
     assert (state.name, state.is_drained, state.is_ready, state.num_requests) == ("group-0", True, False, 0)
     assert (await pair.metrics())['baton_group_drained{group="group-0",role="generate"}'] == 1
 
 
-async def test_a_running_stream_ends_by_itself_and_new_work_goes_elsewhere(pair: Relay) -> None:
+async def test_a_running_stream_ends_by_itself_and_new_work_goes_elsewhere(pair: BareCluster) -> None:
     call, answer, busy = await pair.held_up(pair.request(prompt(40), LONG))
     draining = asyncio.create_task(drain(pair, busy))
     await eventually(lambda: held(pair), lambda drained: drained == {busy}, within_s=5)
@@ -76,13 +77,13 @@ async def test_a_running_stream_ends_by_itself_and_new_work_goes_elsewhere(pair:
     assert all(state.is_drained for state in states)
 
 
-async def held(made: Relay) -> set[str]:
+async def held(made: BareCluster) -> set[str]:
     """Groups that are drained."""
     return {group.name for group in (await made.state()).groups if group.is_drained}
 
 
 async def test_without_another_group_new_work_waits_until_it_is_undone() -> None:
-    async with relay(num_ranks=1) as made:
+    async with cluster(num_ranks=1) as made:
         await drain(made, "group-0")
         waiting = asyncio.create_task(made.ask(made.request(prompt(20), SHORT)))
         await eventually(made.state, lambda state: state.num_running + state.num_queued == 1, within_s=5)
@@ -93,7 +94,7 @@ async def test_without_another_group_new_work_waits_until_it_is_undone() -> None
 
 
 async def test_a_drained_chain_leaves_prefill_to_the_generation_groups_at_once() -> None:
-    async with relay() as made:  # whose patience with absent chains is 10 s
+    async with cluster() as made:  # whose patience with absent chains is 10 s
         await drain(made, "chain")
         answer = await asyncio.wait_for(made.ask(made.request(prompt(40), SHORT)), 5)
         assert answer.finished is not None and not answer.finished.timings.prefill.ranks
@@ -108,7 +109,7 @@ async def test_a_drained_chain_leaves_prefill_to_the_generation_groups_at_once()
         await made.until_empty()
 
 
-async def test_a_drain_that_is_given_up_stays_and_one_that_is_undone_ends(pair: Relay) -> None:
+async def test_a_drain_that_is_given_up_stays_and_one_that_is_undone_ends(pair: BareCluster) -> None:
     call, _, busy = await pair.held_up(pair.request(prompt(40), LONG))
     given_up = admin(pair).Drain(admin_pb2.DrainRequest(group=busy), timeout=60)
     await given_up.read()
@@ -123,7 +124,7 @@ async def test_a_drain_that_is_given_up_stays_and_one_that_is_undone_ends(pair: 
     pair.group_gates[int(busy[-1])].open()
 
 
-async def test_a_drain_of_a_group_that_goes_meanwhile_ends(pair: Relay) -> None:
+async def test_a_drain_of_a_group_that_goes_meanwhile_ends(pair: BareCluster) -> None:
     call, _, busy = await pair.held_up(pair.request(prompt(40), LONG))
     told = aiter(admin(pair).Drain(admin_pb2.DrainRequest(group=busy), timeout=60))
     first = await anext(told)
@@ -135,7 +136,7 @@ async def test_a_drain_of_a_group_that_goes_meanwhile_ends(pair: Relay) -> None:
     pair.group_gates[int(busy[-1])].open()
 
 
-async def test_a_drain_that_is_undone_while_it_is_told_ends_no_group(pair: Relay) -> None:
+async def test_a_drain_that_is_undone_while_it_is_told_ends_no_group(pair: BareCluster) -> None:
     overview = pair.server.controller.overview
     pair.members.hear_kept(Orders(drained=frozenset({"group-0"})))
     async with aclosing(overview.drain("group-0", leave=True)) as states:
@@ -145,7 +146,7 @@ async def test_a_drain_that_is_undone_while_it_is_told_ends_no_group(pair: Relay
     assert pair.members.orders == Orders()
 
 
-async def test_a_group_whose_worker_is_gone_has_nothing_left_to_do(pair: Relay) -> None:
+async def test_a_group_whose_worker_is_gone_has_nothing_left_to_do(pair: BareCluster) -> None:
     view = pair.view()
     dead = replace(view.generation[0], endpoint="127.0.0.1:1", ready=False)
     pair.members.update(replace(view, generation=(dead, *view.generation[1:])))
@@ -154,7 +155,7 @@ async def test_a_group_whose_worker_is_gone_has_nothing_left_to_do(pair: Relay) 
     pair.members.update(view)
 
 
-async def test_a_group_is_wanted_again_once_the_supervisor_knows(pair: Relay) -> None:
+async def test_a_group_is_wanted_again_once_the_supervisor_knows(pair: BareCluster) -> None:
     await drain(pair, "group-0")
     pair.members.hear_kept(pair.members.orders)
     undoing = asyncio.create_task(pair.server.controller.overview.undrain("group-0"))
@@ -164,21 +165,21 @@ async def test_a_group_is_wanted_again_once_the_supervisor_knows(pair: Relay) ->
     assert not (await asyncio.wait_for(undoing, 5)).is_drained
 
 
-async def test_without_a_supervisor_no_group_leaves(pair: Relay) -> None:
+async def test_without_a_supervisor_no_group_leaves(pair: BareCluster) -> None:
     leaving = admin(pair).Drain(admin_pb2.DrainRequest(group="group-0", leave=True), timeout=60)
     with pytest.raises(UnavailableError, match="group-0 cannot leave"), translate_rpc_errors():
         _ = [state async for state in leaving]
     assert await held(pair) == {"group-0"}
 
 
-async def test_an_unknown_group_is_refused_and_those_that_exist_are_named(pair: Relay) -> None:
+async def test_an_unknown_group_is_refused_and_those_that_exist_are_named(pair: BareCluster) -> None:
     for ask in (drain, undrain):
         with pytest.raises(NotFoundError, match="there is no group group-7: name one of chain, group-0, group-1"):
             await ask(pair, "group-7")
 
 
 async def test_a_chain_that_fails_again_and_again_is_kept_out_until_a_probe_goes_well() -> None:
-    async with relay(config=replace(HASTY, max_attempts=2)) as made:
+    async with cluster(config=replace(HASTY, max_attempts=2)) as made:
         made.members.breakers = Breakers(CLOCK, BreakerPolicy(num_failures=2, pause_s=0.2, longest_s=0.2))
         sound = made.view()
         (chain,) = sound.prefill
@@ -198,7 +199,7 @@ async def test_a_chain_that_fails_again_and_again_is_kept_out_until_a_probe_goes
 
 
 async def test_a_group_that_is_kept_out_gets_one_attempt_after_its_pause_and_then_all() -> None:
-    async with relay(num_ranks=1) as made:
+    async with cluster(num_ranks=1) as made:
         made.members.breakers = Breakers(CLOCK, BreakerPolicy(num_failures=1, pause_s=0.2))
         made.members.failed(made.view().generation[0].life)
         assert not made.members.view.generation[0].ready
@@ -209,7 +210,7 @@ async def test_a_group_that_is_kept_out_gets_one_attempt_after_its_pause_and_the
 
 
 async def test_a_retry_that_the_budget_does_not_allow_in_time_ends_the_request() -> None:
-    async with relay(config=HASTY) as made:
+    async with cluster(config=HASTY) as made:
         made.server.controller._budget = RetryBudget(CLOCK, share=0.0, burst=1, window_s=60.0)
         await made.ranks[0].stop()
         with pytest.raises(BatonError) as caught:

@@ -25,7 +25,7 @@ from orchestrator.observability.stages import Trace
 from orchestrator.observability.traces import NUM_KEPT, Traces
 from orchestrator.requests.record import FailedAttempt
 from orchestrator.requests.request import Request
-from tests.support.clusters.orchestrators import HASTY, Relay, relay
+from tests.support.clusters.cluster import HASTY, BareCluster, cluster
 from tests.support.engines.generation import prompt
 from tests.support.eventually import eventually
 from tests.support.wire.collector import Collector, collector, values
@@ -42,7 +42,7 @@ def interval(span: Span) -> Interval:
     return Interval(span.start_time_unix_nano, span.end_time_unix_nano)
 
 
-async def ask(made: Relay, num_tokens: int, traceparent: str = "", params: SamplingParams = PARAMS) -> None:
+async def ask(made: BareCluster, num_tokens: int, traceparent: str = "", params: SamplingParams = PARAMS) -> None:
     """A request to its end, from a caller with a trace of its own or without."""
     metadata = (("traceparent", traceparent),) if traceparent else ()
     with translate_rpc_errors():
@@ -58,7 +58,7 @@ def stages_of(found: Collector, root: Span) -> dict[str, Span]:
 
 async def test_a_chain_s_request_is_one_trace_with_every_stage() -> None:
     async with collector() as found:
-        async with relay(config=replace(HASTY, otlp_endpoint=found.endpoint)) as made:
+        async with cluster(config=replace(HASTY, otlp_endpoint=found.endpoint)) as made:
             await ask(made, 40, TRACED)
             await made.until_empty()
         (root,) = found.named("generate")
@@ -84,7 +84,7 @@ async def test_a_chain_s_request_is_one_trace_with_every_stage() -> None:
 
 async def test_a_caller_that_does_not_trace_decides_it_and_others_by_their_share() -> None:
     async with collector() as found:
-        async with relay(config=replace(HASTY, otlp_endpoint=found.endpoint, trace_share=0.0)) as made:
+        async with cluster(config=replace(HASTY, otlp_endpoint=found.endpoint, trace_share=0.0)) as made:
             await ask(made, 10, UNTRACED)
             await ask(made, 11)
             await ask(made, 12, TRACED)
@@ -93,7 +93,7 @@ async def test_a_caller_that_does_not_trace_decides_it_and_others_by_their_share
 
 async def test_a_request_that_fails_says_which_attempts_did() -> None:
     async with collector() as found:
-        async with relay(config=replace(HASTY, otlp_endpoint=found.endpoint, max_attempts=2)) as made:
+        async with cluster(config=replace(HASTY, otlp_endpoint=found.endpoint, max_attempts=2)) as made:
             await made.ranks[0].stop()
             with pytest.raises(BatonError):
                 await ask(made, 40)
@@ -107,13 +107,13 @@ async def test_a_request_that_fails_says_which_attempts_did() -> None:
 
 @pytest.mark.ci
 async def test_a_collector_that_is_away_changes_nothing_for_requests() -> None:
-    async with relay(config=replace(HASTY, otlp_endpoint="http://127.0.0.1:9")) as made:
+    async with cluster(config=replace(HASTY, otlp_endpoint="http://127.0.0.1:9")) as made:
         await asyncio.gather(*(ask(made, num_tokens) for num_tokens in (10, 20, 30)))
         await made.until_empty()
 
 
 async def test_operators_are_told_of_a_request_that_has_ended() -> None:
-    async with relay() as made:
+    async with cluster() as made:
         request = made.request(prompt(40), PARAMS)
         admin = AdminStub(made.channel)
 
@@ -180,7 +180,7 @@ async def test_every_line_about_a_request_is_logged_in_its_context(caplog: pytes
 
     caplog.handler.addFilter(note)
     with caplog.at_level(logging.INFO):
-        async with relay(config=HASTY) as made:
+        async with cluster(config=HASTY) as made:
             requests = [made.request(prompt(num_tokens), replace(PARAMS, n=n)) for num_tokens, n in ((20, 1), (30, 2))]
             await asyncio.gather(*(made.ask(request) for request in requests))
             await made.until_empty()

@@ -21,7 +21,8 @@ from orchestrator.requests.request import Request
 from orchestrator.requests.tenants import Tenant
 from planning.cost_model import CostModel, Link
 from planning.planner import ChainPlanner
-from tests.support.clusters.orchestrators import Answer, Relay, relay
+from tests.support.clusters.clients import Answer
+from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.clusters.planners import planner_of
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.engines.prefixes import blocks_in, file_bytes, prefix_folder
@@ -64,16 +65,15 @@ async def keeping(
     num_ranks: int = 2,
     num_blocks: int = 1000,
     planner: ChainPlanner | None = None,
-) -> AsyncIterator[Relay]:
+) -> AsyncIterator[BareCluster]:
     """A relay whose nodes have room for so many blocks."""
     limit_bytes = num_blocks * BLOCK_BYTES
-    async with relay(
+    async with cluster(
         num_ranks=num_ranks,
         config=config,
         planner=planner,
-        prefix_folder=ranks,
         prefix_bytes=limit_bytes,
-        group_folder=groups,
+        folders={"prefill": ranks, "generate": groups},
     ) as made:
         yield made
         await made.until_empty()
@@ -94,7 +94,7 @@ class Turn:
         return (*self.prompt_ids, *self.token_ids, *prompt(num_new, seed=seed))
 
 
-async def answer(made: Relay, prompt_ids: tuple[int, ...], params: SamplingParams = PARAMS) -> Turn:
+async def answer(made: BareCluster, prompt_ids: tuple[int, ...], params: SamplingParams = PARAMS) -> Turn:
     """Asks; checks tokens, and that one attempt was enough."""
     got = await made.ask(made.request(prompt_ids, params))
     assert got.token_ids == reference_ids(made.decoder, prompt_ids, params)
@@ -229,12 +229,11 @@ async def test_a_request_that_leaves_keeps_no_answer(folder: Path) -> None:
 @pytest.mark.parametrize("num_ranks", [0, 2])
 async def test_what_memory_has_no_room_for_comes_back_from_disk(folder: Path, tmp_path: Path, num_ranks: int) -> None:
     config, disk = CONFIG if num_ranks else LOCAL, DiskPlace(tmp_path / "blocks", 1 << 30)
-    async with relay(
+    async with cluster(
         num_ranks=num_ranks,
         config=config,
-        prefix_folder=folder if num_ranks else None,
         prefix_bytes=6 * BLOCK_BYTES,
-        group_folder=folder,
+        folders={"prefill": folder, "generate": folder},
         prefix_disk=disk,
     ) as made:
         first = await answer(made, FIRST)
@@ -296,7 +295,7 @@ def ended(samples: Mapping[str, float]) -> float:
 
 
 async def test_what_was_stored_is_told_to_the_next_orchestrator(folder: Path) -> None:
-    async with relay(num_ranks=0, config=LOCAL, group_folder=folder) as made:
+    async with cluster(num_ranks=0, config=LOCAL, folders={"generate": folder}) as made:
         first = await answer(made, FIRST)
         await made.server.stop()
         async with made.serving(LOCAL):
@@ -323,7 +322,7 @@ async def test_many_turns_at_once_over_a_store_that_is_too_small(seed: int, fold
     rng = random.Random(seed)
     limit_bytes = 12 * BLOCK_BYTES
 
-    async def chat(made: Relay, number: int) -> None:
+    async def chat(made: BareCluster, number: int) -> None:
         ids = prompt(rng.randrange(10, 60), seed=number % 3)
         for turn in range(3):
             params = replace(SHORT, max_tokens=rng.randrange(1, 30))
@@ -331,7 +330,7 @@ async def test_many_turns_at_once_over_a_store_that_is_too_small(seed: int, fold
             assert got.token_ids == reference_ids(made.decoder, ids, params)
             ids = (*ids, *got.token_ids, *prompt(rng.randrange(1, 20), seed=turn))
 
-    async def watch(made: Relay) -> None:
+    async def watch(made: BareCluster) -> None:
         store = made.groups[0].prefixes
         assert store is not None
         while True:
@@ -339,8 +338,8 @@ async def test_many_turns_at_once_over_a_store_that_is_too_small(seed: int, fold
                 assert store.holdings().num_bytes <= limit_bytes
             await asyncio.sleep(0.005)  # not for anybody: a period
 
-    async with relay(
-        num_groups=2, config=CONFIG, prefix_folder=folder, prefix_bytes=limit_bytes, group_folder=folder
+    async with cluster(
+        num_groups=2, config=CONFIG, folders={"prefill": folder, "generate": folder}, prefix_bytes=limit_bytes
     ) as made:
         watching = asyncio.create_task(watch(made))
         await asyncio.gather(*(chat(made, number) for number in range(10)))

@@ -22,7 +22,7 @@ from planning.cost_model import CostModel, Link
 from planning.local_prefill import LocalPrefill
 from planning.planner import ChainPlanner
 from planning.step_times import StepTimes
-from tests.support.clusters.orchestrators import Relay, relay
+from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.clusters.planners import deciding_planner, planner_of
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.engines.prefixes import blocks_in, file_bytes, prefix_folder
@@ -60,23 +60,22 @@ def nodes() -> Iterator[list[Path]]:
 
 
 @asynccontextmanager
-async def cluster(
+async def three_nodes(
     nodes: Sequence[Path],
     *,
     config: OrchestratorConfig = LOCAL,
     link: float = 1e9,
     num_ranks: int = 0,
     num_blocks: int = 1000,
-) -> AsyncIterator[Relay]:
+) -> AsyncIterator[BareCluster]:
     """A group on each of the first two nodes, and a chain on the third."""
-    async with relay(
+    async with cluster(
         num_ranks=num_ranks,
         num_groups=2,
         config=config,
         planner=planner(link),
-        prefix_folder=nodes[2],
         prefix_bytes=num_blocks * BLOCK_BYTES,
-        group_folders=nodes[:2],
+        folders={"prefill": nodes[2], "generate-0": nodes[0], "generate-1": nodes[1]},
     ) as made:
         yield made
         await made.until_empty()
@@ -114,7 +113,7 @@ class Turn:
         return self.timings.prefill.fetch.shortfall
 
 
-async def turn(made: Relay, prompt_ids: tuple[int, ...], on: int) -> Turn:
+async def turn(made: BareCluster, prompt_ids: tuple[int, ...], on: int) -> Turn:
     """Asks while the other group is drained; tokens are those of a cold start, in one attempt."""
     for index in range(2):
         (made.members.undrain if index == on else made.members.drain)(f"group-{index}")
@@ -126,7 +125,7 @@ async def turn(made: Relay, prompt_ids: tuple[int, ...], on: int) -> Turn:
     return Turn(prompt_ids, tuple(got.token_ids), usage.num_cached_tokens, timings_from_proto(got.finished.timings))
 
 
-async def chat(made: Relay, *groups: int) -> list[Turn]:
+async def chat(made: BareCluster, *groups: int) -> list[Turn]:
     """Three turns, each on the given group."""
     turns = [await turn(made, FIRST, groups[0])]
     for number, group in enumerate(groups[1:]):
@@ -141,7 +140,7 @@ async def test_a_chat_over_nodes_has_what_it_has_on_one(num_ranks: int) -> None:
         with ExitStack() as held:
             own = [held.enter_context(prefix_folder()) for _ in range(3)]
             folders = own if name == "over" else [own[0], own[0], own[0]]
-            async with cluster(folders, config=config, num_ranks=num_ranks) as made:
+            async with three_nodes(folders, config=config, num_ranks=num_ranks) as made:
                 turns = await chat(made, *groups)
                 cached[name] = [each.num_cached for each in turns]
                 fetched = [each.num_fetched > 0 for each in turns]
@@ -150,7 +149,7 @@ async def test_a_chat_over_nodes_has_what_it_has_on_one(num_ranks: int) -> None:
 
 
 async def test_a_link_that_is_too_slow_is_not_used(nodes: list[Path]) -> None:
-    async with cluster(nodes, link=90.0) as made:  # over 10 s for a token
+    async with three_nodes(nodes, link=90.0) as made:  # over 10 s for a token
         _, second = await chat(made, 0, 1)
         assert second.num_cached == second.num_fetched == 0
         assert second.local.fetch_s == 0.0
@@ -159,7 +158,7 @@ async def test_a_link_that_is_too_slow_is_not_used(nodes: list[Path]) -> None:
 
 @pytest.mark.ci
 async def test_a_fetch_is_a_term_of_what_is_predicted(nodes: list[Path]) -> None:
-    async with cluster(nodes, link=1e5) as made:
+    async with three_nodes(nodes, link=1e5) as made:
         first, second = await chat(made, 0, 1)
         assert second.local.fetch_s == pytest.approx(80 * 1000 / 1e5 + 0.004)
         assert second.timings.prefill.fetch is not None
@@ -168,7 +167,7 @@ async def test_a_fetch_is_a_term_of_what_is_predicted(nodes: list[Path]) -> None
 
 
 async def test_what_was_fetched_is_counted_where_it_is_shown(nodes: list[Path]) -> None:
-    async with cluster(nodes) as made:
+    async with three_nodes(nodes) as made:
         _, second = await chat(made, 0, 1)
         num_bytes = 80 * made.decoder.layout.token_bytes
         assert second.num_fetched == num_bytes
@@ -182,7 +181,7 @@ async def test_what_was_fetched_is_counted_where_it_is_shown(nodes: list[Path]) 
 
 
 async def test_a_hint_that_is_wrong_costs_a_try(nodes: list[Path]) -> None:
-    async with cluster(nodes) as made:
+    async with three_nodes(nodes) as made:
         first = await turn(made, FIRST, 0)
         for name in blocks_in(nodes[0]):
             (nodes[0] / name).unlink()
@@ -195,7 +194,7 @@ async def test_a_hint_that_is_wrong_costs_a_try(nodes: list[Path]) -> None:
 
 
 async def test_a_source_that_is_gone_costs_a_try_and_gets_a_pause(nodes: list[Path]) -> None:
-    async with cluster(nodes) as made:
+    async with three_nodes(nodes) as made:
         first = await turn(made, FIRST, 0)
         port = made.groups[0].port
         made.fronts[port] = "127.0.0.1:9"  # nothing answers there
@@ -210,7 +209,7 @@ async def test_a_source_that_is_gone_costs_a_try_and_gets_a_pause(nodes: list[Pa
 
 @pytest.mark.ci
 async def test_a_node_without_room_computes(nodes: list[Path]) -> None:
-    async with cluster(nodes, num_blocks=5) as made:
+    async with three_nodes(nodes, num_blocks=5) as made:
         first = await turn(made, FIRST, 0)
         store = made.groups[1].prefixes
         assert store is not None
@@ -224,7 +223,7 @@ async def test_a_node_without_room_computes(nodes: list[Path]) -> None:
 
 
 async def test_a_client_that_leaves_during_a_fetch_leaves_nothing_behind(nodes: list[Path]) -> None:
-    async with cluster(nodes) as made:
+    async with three_nodes(nodes) as made:
         first = await turn(made, FIRST, 0)
         store = made.groups[1].prefixes
         assert store is not None
@@ -246,7 +245,7 @@ async def test_a_client_that_leaves_during_a_fetch_leaves_nothing_behind(nodes: 
 
 @pytest.mark.ci
 async def test_requests_that_begin_alike_fetch_their_blocks_once(nodes: list[Path]) -> None:
-    async with cluster(nodes) as made:
+    async with three_nodes(nodes) as made:
         first = await turn(made, FIRST, 0)
         made.members.undrain("group-1")
         made.members.drain("group-0")

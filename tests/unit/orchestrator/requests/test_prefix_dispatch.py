@@ -17,7 +17,8 @@ from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Finished
 from orchestrator.requests.request import Request
 from orchestrator.requests.tenants import Tenant
-from tests.support.clusters.orchestrators import Answer, Relay, relay
+from tests.support.clusters.clients import Answer
+from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.engines.prefixes import blocks_in, file_bytes, mapped, prefix_folder
 from tests.support.eventually import eventually
@@ -38,15 +39,16 @@ def folder() -> Iterator[Path]:
 
 
 @asynccontextmanager
-async def keeping(folder: Path, *, num_ranks: int = 2, num_blocks: int = 1000) -> AsyncIterator[Relay]:
+async def keeping(folder: Path, *, num_ranks: int = 2, num_blocks: int = 1000) -> AsyncIterator[BareCluster]:
     """A relay whose ranks have room for so many blocks."""
     size = file_bytes(random_decoder().layout, BLOCK)
-    async with relay(num_ranks=num_ranks, config=CONFIG, prefix_folder=folder, prefix_bytes=num_blocks * size) as made:
+    folders, most = {"prefill": folder}, num_blocks * size
+    async with cluster(num_ranks=num_ranks, config=CONFIG, folders=folders, prefix_bytes=most) as made:
         yield made
         await made.until_empty()
 
 
-async def answer(made: Relay, prompt_ids: tuple[int, ...], params: SamplingParams = PARAMS) -> int:
+async def answer(made: BareCluster, prompt_ids: tuple[int, ...], params: SamplingParams = PARAMS) -> int:
     """Asks; checks tokens, who computed what, and that one attempt was enough. The cached tokens."""
     got = await made.ask(made.request(prompt_ids, params))
     check_tokens(made, got, prompt_ids, params)
@@ -60,7 +62,7 @@ async def answer(made: Relay, prompt_ids: tuple[int, ...], params: SamplingParam
     return usage.num_cached_tokens
 
 
-def check_tokens(made: Relay, got: Answer, prompt_ids: tuple[int, ...], params: SamplingParams) -> None:
+def check_tokens(made: BareCluster, got: Answer, prompt_ids: tuple[int, ...], params: SamplingParams) -> None:
     assert got.token_ids == reference_ids(made.decoder, prompt_ids, params)
 
 
@@ -115,7 +117,7 @@ async def test_a_spoiled_block_costs_a_recompute_and_is_replaced(folder: Path) -
 async def test_isolated_tenants_share_nothing(folder: Path, isolated: bool) -> None:
     config = replace(CONFIG, prefix_isolation=isolated)
     cached: list[int] = []
-    async with relay(config=config, prefix_folder=folder) as made:
+    async with cluster(config=config, folders={"prefill": folder}) as made:
         for tenant in ("a", "b", "b", "a"):
             spec = Request(RequestId(f"{len(cached)}"), SHARED, PARAMS, tenant=Tenant(tenant))
             events = [event async for event in made.server.controller.generate(spec)]
@@ -129,7 +131,7 @@ async def test_isolated_tenants_share_nothing(folder: Path, isolated: bool) -> N
 
 async def test_only_requests_of_one_salt_share_a_prefix(folder: Path) -> None:
     cached: list[int] = []
-    async with relay(config=replace(CONFIG, prefix_isolation=True), prefix_folder=folder) as made:
+    async with cluster(config=replace(CONFIG, prefix_isolation=True), folders={"prefill": folder}) as made:
         for tenant, salt in (("a", "x"), ("a", ""), ("a", "y"), ("b", "x"), ("a", "x")):
             spec = Request(RequestId(f"{len(cached)}"), SHARED, PARAMS, tenant=Tenant(tenant), prefix_salt=salt)
             *_, last = [event async for event in made.server.controller.generate(spec)]
@@ -139,7 +141,7 @@ async def test_only_requests_of_one_salt_share_a_prefix(folder: Path) -> None:
 
 
 async def test_nothing_is_cached_without_a_store() -> None:
-    async with relay(config=CONFIG) as made:
+    async with cluster(config=CONFIG) as made:
         assert [await answer(made, SHARED) for _ in range(2)] == [0, 0]
 
 

@@ -17,7 +17,7 @@ from orchestrator.placement.prefix_index import PrefixIndex
 from orchestrator.workers.client import Clients
 from orchestrator.workers.prefix_discovery import PrefixStores
 from prefill_workers.servicer import PrefillServer
-from tests.support.clusters.orchestrators import relay
+from tests.support.clusters.cluster import cluster
 from tests.support.engines.prefixes import PLENTY, keep, prefix_folder
 from tests.support.eventually import eventually
 from tests.support.models.tiny_models import random_decoder
@@ -95,7 +95,7 @@ async def test_a_store_is_asked_once_and_forgotten_when_it_is_gone() -> None:
 
 async def test_a_generation_group_is_asked_where_no_rank_shares_its_store() -> None:
     with prefix_folder() as folder:
-        async with relay(num_ranks=0, group_folder=folder) as made:
+        async with cluster(num_ranks=0, folders={"generate": folder}) as made:
             store = made.groups[0].prefixes
             assert store is not None
             keep(store, KvBuffer(random_decoder().layout, TokenRange(0, 12)), NAMES)

@@ -1,0 +1,104 @@
+"""Clusters of child processes, configured as for `baton serve`. The process of the orchestrator is replaced when it
+ends or is silent."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from baton.results.completion import ModelInfo
+from baton.settings.place import LOOPBACK
+from deploy.config.cluster import ClusterConfig
+from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
+from deploy.groups.processes import ProcessSpawner
+from deploy.groups.surroundings import Heartbeat
+from deploy.machine.calibrations import served_planner
+from deploy.machine.limits import tokens_of_slot
+from modeling.checkpoints.weights import load_config
+from modeling.kernels.process_kernels import KERNELS
+from orchestrator.membership.view import Orders
+from planning.planner import ChainPlanner
+from tests.support.clusters.supervision import SupervisedCluster
+from tests.support.wire.secret import SECRET
+from transport.channel import make_channel
+
+
+@dataclass(kw_only=True)
+class KeptCluster(SupervisedCluster):
+    """Supervised child processes, whose orchestrator is a child process, too, and sends orders with its heartbeats."""
+
+    config: ClusterConfig
+    """Configuration of all groups that may be ordered."""
+    folder: Path
+    """Model folder."""
+    orders: Orders = field(default_factory=Orders)
+    """First orders: groups that are to leave are not started."""
+    keeper: OrchestratorKeeper | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        config, supervision = self.config, self.config.supervision
+        self.names = tuple(config.group_sizes)
+        self.num_slots = config.generate.num_slots
+        self.max_tokens = tokens_of_slot(self.folder, config.generate.max_slot_tokens)
+        self.heartbeat = Heartbeat(supervision.heartbeat_s, supervision.dead_after_s)
+        self.processes = self.processes or ProcessSpawner(supervision.start_timeout_s)
+        self.workers_of = lambda name, _: config.workers(name, self.folder, (KERNELS.choice,), secret=SECRET)
+        super().__post_init__()
+
+    @property
+    def target(self) -> str:
+        assert self.keeper is not None
+        return f"{LOOPBACK}:{self.keeper.ports[0]}"
+
+    def make_planner(self, former: ChainPlanner | None) -> ChainPlanner:
+        """Return the planner of the orchestrator's next life, from that of the former one."""
+        return served_planner(self.config, self.folder, former)
+
+    def tell(self) -> None:
+        if self.keeper is not None:
+            self.keeper.tell()
+
+    async def start(self) -> None:
+        """Start the groups that are not ordered away, then the orchestrator."""
+        for name in self.names:
+            if name not in self.orders.leaving:
+                self.cluster.add(self.make(name, Orders()))
+        await self.cluster.start()
+        self.roster.follow(self.orders)
+        around = replace(self.around, spawner=ProcessSpawner(self.config.supervision.start_timeout_s))
+        self.keeper = OrchestratorKeeper(self._orchestrator(), self.view, around)
+        self.keeper.orders, self.keeper.follow = self.orders, self._follow
+        await self.keeper.start()
+        await self.cluster.until_ready(self.config.supervision.start_timeout_s)
+
+    async def close(self) -> None:
+        if self.keeper is not None:
+            await self.keeper.close()
+        await super().close()
+
+    def _orchestrator(self) -> OrchestratorPlan:
+        model, layout = load_config(self.folder), self.cluster.generation[0].layout_fingerprint
+        dtype = self.config.model.dtype
+        return OrchestratorPlan(
+            self.config.orchestrator_worker(self.folder, SECRET),
+            ModelInfo(self.folder.name, self.max_tokens, model.vocab_size, dtype, False, layout),
+            model.eos_token_ids,
+            self.make_planner,
+            LOOPBACK,
+        )
+
+    def _follow(self, orders: Orders) -> Orders:
+        self.roster.follow(orders)
+        return orders
+
+
+@asynccontextmanager
+async def kept(made: KeptCluster) -> AsyncIterator[None]:
+    """Run the cluster, with a channel to its orchestrator."""
+    try:
+        await made.start()
+        async with make_channel(made.target, secret=SECRET) as channel:
+            made.connect(channel)
+            yield
+    finally:
+        await made.close()

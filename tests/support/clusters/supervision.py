@@ -1,0 +1,248 @@
+"""Supervised clusters for tests: workers that end are replaced, and groups leave and come back as ordered.
+
+The test's own process is the supervisor. Its orchestrator, if any, runs in the same process, and exchanges orders and
+views with the roster by heartbeats. Workers are servers in this process, optionally with faults by a plan, or child
+processes.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from baton.errors import ConfigError
+from baton.sampling_params import SamplingParams
+from baton.v1 import prefill_pb2
+from deploy.chaos.faults import FaultPlan
+from deploy.chaos.network import NetworkedSpawner
+from deploy.config.worker import WorkerConfig
+from deploy.groups.cluster import Cluster, group_of
+from deploy.groups.group import WorkerGroup
+from deploy.groups.restarts import Backoff
+from deploy.groups.roster import Roster
+from deploy.groups.spawner import Spawner
+from deploy.groups.surroundings import Heartbeat, Surroundings
+from generate_workers.config import EngineConfig
+from modeling.forward.decoder import Decoder
+from orchestrator.membership.members import Members
+from orchestrator.membership.view import ClusterView, Orders
+from orchestrator.observability.state import Overview
+from orchestrator.requests.config import OrchestratorConfig
+from planning.planner import ChainPlanner
+from tests.support.clusters.clients import CLOCK, ClusterClient, start_orchestrator
+from tests.support.clusters.workers import InProcessSpawner, tiny_worker
+from tests.support.engines.generation import eos_decoder, prompt, reference_ids
+from tests.support.wire.secret import SECRET
+from transport.channel import make_channel
+
+NUM_RANKS = 2
+NAMES = ("prefill-0", "generate-0", "generate-1")
+TTL_S = 1.0
+CONFIG = OrchestratorConfig(
+    avoid_s=0.3,
+    prefill_wait_s=3.0,
+    generation_wait_s=20.0,
+    max_attempts=8,
+    lease_ttl_s=TTL_S,
+    poll_s=0.2,
+    disaggregation="always",
+)
+PATIENT = Heartbeat(interval_s=0.5, dead_after_s=20.0)
+IMPATIENT = Heartbeat(interval_s=0.2, dead_after_s=1.5)
+ANSWER = SamplingParams(max_tokens=40, seed=4, ignore_eos=True)
+_BEAT_S = 0.05
+
+WorkersOf = Callable[[str, Path], Sequence[WorkerConfig]]
+"""Returns the configurations of a group's workers in rank order, from the group's name and its model folder."""
+
+
+class CountedRoom:
+    """Room with a limited number of places. Implements Room."""
+
+    def __init__(self, num_places: int) -> None:
+        self.taken: dict[str, int] = {}
+        """Number of places taken, by group."""
+        self.num_places = num_places
+        """Number of all places."""
+
+    async def reserve(self, group: str, num_workers: int) -> None:
+        others = sum(taken for name, taken in self.taken.items() if name != group)
+        if others + num_workers > self.num_places:
+            raise ConfigError(f"no room for {group}")
+        self.taken[group] = num_workers
+
+    async def release(self, group: str) -> None:
+        self.taken.pop(group, None)
+
+
+@dataclass
+class SupervisedCluster(ClusterClient):
+    """Supervised groups, and their orchestrator and its client while they are served."""
+
+    decoder: Decoder = field(default_factory=eos_decoder)
+    names: Sequence[str] = NAMES
+    """Names of the configured groups."""
+    num_ranks: int = NUM_RANKS
+    """Ranks of each prefill group."""
+    num_slots: int = 2
+    """Slots of each generation group."""
+    max_tokens: int = 64
+    """Limit on the tokens of a request, prompt and output."""
+    heartbeat: Heartbeat = PATIENT
+    faults: FaultPlan | None = None
+    """Plan of faults for calls to workers, links and outlets; None: no faults."""
+    may_share: bool = True
+    """Whether ranks with faults may push through shared memory."""
+    processes: Spawner | None = None
+    """Spawner of child processes, used in place of `spawner`."""
+    workers_of: WorkersOf | None = None
+    """None: workers of the tiny model in this process."""
+    reports: list[str] = field(default_factory=list)
+    members: Members = field(default_factory=Members)
+    cluster: Cluster = field(init=False)
+    roster: Roster = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.spawner = InProcessSpawner(self.decoder, faults=self.faults, may_share=self.may_share)
+        spawner: Spawner = self.processes or self.spawner
+        self.room = CountedRoom(NUM_RANKS + 2)
+        self.around = Surroundings(
+            spawner if self.faults is None else NetworkedSpawner(spawner, self.faults),
+            self.heartbeat,
+            CLOCK,
+            self.reports.append,
+            self.tell,
+            backoff=Backoff(first_s=0.1, most_s=0.2),
+            room=None if self.processes else self.room,
+        )
+        self.begin_life()
+
+    def begin_life(self) -> None:
+        """Start over as a supervisor without groups."""
+        self.cluster = Cluster([], [], self.around)
+        self.roster = Roster(self.cluster, self.names, self.make, self.around)
+
+    def make(self, name: str, orders: Orders) -> WorkerGroup:
+        """Return a group that is not started yet. Implements MakeGroup."""
+        folder = Path(orders.models.get(name, ""))
+        workers_of = self.workers_of or self._tiny_workers
+        return group_of(name, lambda group: workers_of(group, folder), self.around, orders)
+
+    def _tiny_workers(self, name: str, folder: Path) -> Sequence[WorkerConfig]:
+        role, _, number = name.partition("-")
+        if role == "prefill":
+            return [tiny_worker(role, rank, int(number), folder) for rank in range(self.num_ranks)]
+        section = EngineConfig(self.num_slots, self.max_tokens)
+        return [tiny_worker(role, 0, int(number), folder, section)]
+
+    def view(self) -> ClusterView:
+        """Return the view for the orchestrator."""
+        return replace(self.cluster.view(self.num_slots, self.max_tokens), absent=self.roster.absent)
+
+    def tell(self) -> None:
+        """Send the view to the orchestrator."""
+        self.members.update(self.view())
+
+    async def start(self) -> None:
+        """Start all groups."""
+        for name in self.names:
+            self.cluster.add(self.make(name, Orders()))
+        await self.cluster.start()
+
+    def beat(self) -> None:
+        """Exchange one heartbeat with the orchestrator: take its orders, and send the view."""
+        self.members.hear_kept(self.members.orders)
+        self.roster.follow(self.members.orders)
+        self.tell()
+
+    async def supervise(self) -> None:
+        """Exchange heartbeats until cancelled."""
+        while True:
+            self.beat()
+            await self.members.until(lambda: None, _BEAT_S)
+
+    async def close(self) -> None:
+        """End all groups and release their room."""
+        await self.roster.close()
+        await self.cluster.close()
+        for name in (*self.names, *self.members.orders.stand_ins):
+            await self.room.release(name)
+
+    @asynccontextmanager
+    async def serving(
+        self, config: OrchestratorConfig = CONFIG, planner: ChainPlanner | None = None
+    ) -> AsyncIterator[None]:
+        """Run an orchestrator in this process, with a channel to it."""
+        made = start_orchestrator(self.decoder, self.members, config, planner, max_tokens=self.max_tokens)
+        self.server = await made
+        try:
+            async with make_channel(self.target, secret=SECRET) as channel:
+                self.connect(channel)
+                yield
+        finally:
+            await self.server.stop()
+
+    @property
+    def overview(self) -> Overview:
+        """Return the overview of the orchestrator in this process."""
+        return self.server.controller.overview
+
+    def endpoints(self) -> dict[str, tuple[str, ...]]:
+        """Return the addresses of each group's workers, by group."""
+        view = self.view()
+        return {group.name: group.endpoints for group in view.prefill} | {
+            group.name: (group.endpoint,) for group in view.generation
+        }
+
+    async def keep_asking(self, over: asyncio.Event) -> int:
+        """Run requests one after another until `over` is set, and check their tokens. Return the number of requests."""
+        num_answers = 0
+        prompts = [prompt(8 + more) for more in range(8)]
+        expected = [reference_ids(self.decoder, token_ids, ANSWER) for token_ids in prompts]
+        while not over.is_set():
+            at = num_answers % len(prompts)
+            assert (await self.ask(self.request(prompts[at], ANSWER))).token_ids == expected[at]
+            num_answers += 1
+        return num_answers
+
+    async def until_empty(self, within_s: float = 10.0) -> None:
+        """Wait until all workers serve, and then until nothing is held."""
+        await self.cluster.until_ready(within_s)
+        await super().until_empty(within_s)
+
+    async def held(self) -> list[int]:
+        """Also count the jobs that the ranks themselves report."""
+        ranks = [await worker.status(10) for group in self.cluster.prefill for worker in group.workers.values()]
+        jobs = [rank.num_jobs for rank in ranks if isinstance(rank, prefill_pb2.PrefillStatus)]
+        return [*await super().held(), *jobs]
+
+
+@asynccontextmanager
+async def supervised(
+    made: SupervisedCluster | None = None,
+    *,
+    config: OrchestratorConfig = CONFIG,
+    planner: ChainPlanner | None = None,
+    orchestrator: bool = True,
+) -> AsyncIterator[SupervisedCluster]:
+    """Run a supervised cluster, by default of the tiny model; at its end, check that no worker and no taken place is
+    left. Without `orchestrator`, the test gives orders through `members`, or calls `serving`."""
+    torch.set_num_threads(1)
+    made = made or SupervisedCluster()
+    await made.start()
+    made.beat()
+    supervising = asyncio.create_task(made.supervise())
+    try:
+        async with made.serving(config, planner) if orchestrator else contextlib.nullcontext():
+            yield made
+    finally:
+        supervising.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await supervising
+        await made.close()
+    assert all(worker.ended for worker in made.spawner.made)
+    assert not made.room.taken
