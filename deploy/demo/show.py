@@ -1,5 +1,7 @@
 """`make demo`: shows a cluster of its own that streams a chat, a long passage and eight answers at once.
 
+Each scene begins with what it shows and what to look at.
+
 Run as `python -m deploy.demo.show PASSAGE`. The show goes to standard output, which need not be a terminal; the reason
 of a failure, one line, to standard error. Ctrl-C ends it at any point, with all that it started. Runs on a loop of its
 own.
@@ -24,6 +26,12 @@ from deploy.commands.inspection import add_config_options
 if TYPE_CHECKING:
     from baton.client import AsyncClient
 
+_CLUSTER = (
+    "What `baton serve` starts, on this machine only: Ray, which places the processes; two prefill ranks, which share "
+    "long prompts; a generation engine; the orchestrator, which clients talk to. A first run compiles kernels for this "
+    "processor, for about a minute. Each line begins with the seconds since the start."
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; return the exit status: 0, 1 or 2 for a failure, 128 plus the number of a signal."""
@@ -38,8 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Imported here and below, so that --help is answered at once.
     from deploy.commands.served_child import until_signal
 
+    console = Console(highlight=False)
+    args.set = ["orchestrator.disaggregation=always", *args.set]  # the demo shows a chain
     try:
-        status = asyncio.run(until_signal(_run(args, Console(highlight=False))))
+        passage = _read(args.passage)
+        _convert_model(args, console)
+        status = asyncio.run(until_signal(_run(args, passage, console)))
     except KeyboardInterrupt:  # Ctrl-C before the loop's handler was set
         return 128 + signal.SIGINT
     except BatonError as error:
@@ -50,9 +62,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-async def _run(args: argparse.Namespace, console: Console) -> int:
+def _convert_model(args: argparse.Namespace, console: Console) -> None:
+    """Convert the model unless that was done before, here, where its bar is seen: `baton serve` writes to a pipe."""
+    from deploy.config.file import load_config
+    from deploy.machine.model_folder import resolve_folder
+
+    model = load_config(args.config, args.set).model
+    resolve_folder(model.name, model.cache, console)
+
+
+async def _run(args: argparse.Namespace, passage: str, console: Console) -> int:
     """Run the whole show and return 0. Raises BatonError for a failure; nothing is left then either."""
-    passage = _read(args.passage)
     from deploy.demo.requests import show_all_at_once, show_chat, show_passage, show_state
 
     async with _cluster(args, console) as client:
@@ -70,16 +90,16 @@ async def _cluster(args: argparse.Namespace, console: Console) -> "AsyncIterator
     """Yield a client of a cluster of the demo's own, which is gone afterwards."""
     from baton.client import AsyncClient
     from deploy.commands.served_child import own_cluster
+    from deploy.demo.requests import announce
 
     started_s = time.monotonic()
 
     def report(line: str) -> None:
         console.print(f"{time.monotonic() - started_s:5.1f} s  {line}", markup=False)
 
-    settings = ["orchestrator.disaggregation=always", *args.set]  # the demo shows a chain
-    options = [part for each in settings for part in ("--set", each)]
+    options = [part for each in args.set for part in ("--set", each)]
     options += ["--config", str(args.config)] if args.config else []
-    console.rule("A cluster of its own: prefill ranks in a chain, a generation group, the orchestrator", align="left")
+    announce(console, "A cluster of its own: prefill ranks in a chain, a generation group, the orchestrator", _CLUSTER)
     with console.status("starting") as status:
         async with own_cluster("demo", options, report) as cluster, AsyncClient(cluster.target) as client:
             status.stop()

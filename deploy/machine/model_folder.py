@@ -3,6 +3,7 @@ Blocks."""
 
 import subprocess
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -101,7 +102,7 @@ def prepare_kernels(console: Console) -> tuple[KernelChoice, ...]:
     own, because a launcher does not import torch. Return the choice for this machine's kind of processor; empty when
     there is none, and then workers choose for themselves."""
     if native.may_need_building():
-        with console.status("building kernels for this processor, and measuring them"):
+        with _doing("building kernels for this processor, and measuring them", console):
             if reason := _failure_of("modeling.kernels"):
                 console.print(f"kernels cannot be prepared ({reason}): workers do without, or build them as they start")
     choice = load_choice()
@@ -112,9 +113,17 @@ def prepare_rates(console: Console) -> None:
     """Measure what a core reaches with the kernels, by which predictions begin, unless that was done before. Runs in a
     process of its own. To be called once the kernels are prepared."""
     if not kept_rates_path().exists():
-        with console.status("measuring what a core of this processor reaches"):
+        with _doing("measuring what a core of this processor reaches", console):
             if reason := _failure_of("deploy.machine.core_rates"):
                 console.print(f"rates cannot be measured ({reason}): predictions begin with assumed ones")
+
+
+def _doing(text: str, console: Console) -> AbstractContextManager[object]:
+    """Say what is being done while the block runs: on a terminal with a spinner, elsewhere in a line."""
+    if console.is_terminal:
+        return console.status(text)
+    console.print(text, markup=False, soft_wrap=True)
+    return nullcontext()
 
 
 def _failure_of(module: str) -> str:
