@@ -1,4 +1,4 @@
-# Every task is a verb; what it needs is set up by itself before, without a network when nothing changed.
+# What a task needs is set up by itself before, without a network when nothing changed.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c

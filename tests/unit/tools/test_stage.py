@@ -1,7 +1,11 @@
 import re
 import subprocess
 
+import pytest
+
 from tests.support.folders import ROOT
+
+pytestmark = pytest.mark.integration
 
 
 def stage(*command: str) -> subprocess.CompletedProcess[str]:
