@@ -26,6 +26,10 @@ from deploy.commands.inspection import add_config_options
 if TYPE_CHECKING:
     from baton.client import AsyncClient
 
+_ALL = (
+    "A cluster comes up on this machine, answers a question, goes on with a long passage, answers eight questions at "
+    "once, and goes. Its model is {}, which a first run converts."
+)
 _CLUSTER = (
     "What `baton serve` starts, on this machine only: Ray, which places the processes; two prefill ranks, which share "
     "long prompts; a generation engine; the orchestrator, which clients talk to. A first run compiles kernels for this "
@@ -63,11 +67,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _convert_model(args: argparse.Namespace, console: Console) -> None:
-    """Convert the model unless that was done before, here, where its bar is seen: `baton serve` writes to a pipe."""
+    """Say what the demo shows, and convert the model unless that was done before. Done here, where its bar is seen:
+    `baton serve` writes to a pipe."""
     from deploy.config.file import load_config
     from deploy.machine.model_folder import resolve_folder
 
     model = load_config(args.config, args.set).model
+    console.print(_ALL.format(model.name), style="italic", markup=False)
     resolve_folder(model.name, model.cache, console)
 
 
