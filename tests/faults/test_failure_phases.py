@@ -22,12 +22,13 @@ async def nothing_held(on: Scene) -> None:
     await eventually(on.held, lambda counts: not any(counts), within_s=10)
 
 
-async def check_answer(on: Scene, call: StreamCall, num_attempts: int) -> Answer:
-    """The struck request brings the tokens of one that nothing befell, each of them once."""
+async def check_answer(on: Scene, call: StreamCall, num_attempts: int, num_read: int = 0) -> Answer:
+    """The struck request brings the tokens of one that nothing befell, each of them once, after those that were read
+    before."""
     answer = Answer()
     await answer.drain(call)
-    assert answer.token_ids == reference_ids(on.made.decoder, IDS, ENDING)
-    assert answer.indices == list(range(ENDING.max_tokens))
+    assert answer.token_ids == reference_ids(on.made.decoder, IDS, ENDING)[num_read:]
+    assert answer.indices == list(range(num_read, ENDING.max_tokens))
     assert answer.finished is not None
     assert answer.finished.usage.num_attempts == num_attempts
     return answer
@@ -58,6 +59,17 @@ async def test_a_rank_that_dies_costs_one_attempt(name: str) -> None:
         assert answer.finished is not None
         assert not answer.finished.timings.prefill.ranks
         assert (await on.made.state()).num_degraded == 1
+        await nothing_held(on)
+
+
+async def test_a_rank_that_dies_disturbs_no_stream() -> None:
+    async with scene(victim=ENDING) as on:
+        call = await PHASES["decoding"](on)  # which reads two tokens
+        await eventually(on.num_jobs, lambda number: number == 0, within_s=10)
+        await on.made.ranks.pop().stop()
+        on.made.members.update(on.made.view(prefill_ready=False))
+        on.let_go()
+        await check_answer(on, call, num_attempts=1, num_read=2)
         await nothing_held(on)
 
 

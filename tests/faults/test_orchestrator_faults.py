@@ -78,23 +78,6 @@ async def test_many_streams_survive_a_lost_group() -> None:
         await made.until_empty()
 
 
-async def test_a_group_that_dies_during_prefill_costs_one_attempt() -> None:
-    async with cluster(num_groups=2) as made:
-        made.rank_gates[0].shut()
-        running = asyncio.create_task(made.ask(made.request(prompt(40), SHORT)))
-        await made.rank_gates[0].until_reached()
-        lost = await made.busy_group()
-        await made.groups[lost].stop()
-        made.rank_gates[0].open()
-        answer = await running
-        assert answer.token_ids == reference_ids(made.decoder, prompt(40), SHORT)
-        assert answer.finished is not None
-        assert answer.finished.usage.num_attempts == 2
-        made.groups.pop(lost)
-        made.members.update(made.view())
-        await made.until_empty()
-
-
 async def test_a_lost_rank_costs_an_attempt_once_the_chain_is_repaired() -> None:
     async with cluster() as made:
         made.rank_gates[1].shut()

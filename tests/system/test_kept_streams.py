@@ -341,6 +341,17 @@ async def test_the_next_orchestrator_goes_on_without_a_prefill(running: BareClus
     assert [rank.engine.status().num_jobs_done for rank in running.ranks] == [0, 0]
 
 
+async def test_a_drained_group_s_stream_is_taken_over(running: BareCluster, group: Group) -> None:
+    request = running.request(IDS, LASTING)
+    first = await lost(running, group, LASTING, 4, request_id=request.request_id)
+    running.members.drain("group-0")  # there is no other: nobody could start it anew
+    running.group_gates[0].open()
+    request.outputs.append(common_pb2.Output(token_ids=first.output()))
+    answer = await running.ask(request)
+    assert first.output() + answer.token_ids == reference_ids(running.decoder, IDS, LASTING)
+    running.members.undrain("group-0")
+
+
 async def test_what_is_kept_is_not_leaked_until_it_expires(running: BareCluster, group: Group) -> None:
     await lost(running, group, LONG, 3, keep_s=5.0)  # it holds its slot all the time
 

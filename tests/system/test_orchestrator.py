@@ -277,6 +277,7 @@ def saying(prompt: bytes) -> pb.GenerateRequest:
 
 
 CHAT = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
+LONG_CHAT = pb.Chat(messages=[*CHAT.messages] * 401)
 
 
 @pytest.mark.parametrize(
@@ -289,6 +290,7 @@ CHAT = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
         (saying(b"a" * 400), "prompt has 400 tokens: the model takes at most 399"),
         (saying(b"ab\xff"), "prompt is not UTF-8 at byte 2"),
         (pb.GenerateRequest(chat=CHAT, sampling=unchecked()), "messages: .* no chat template"),
+        (pb.GenerateRequest(chat=LONG_CHAT, sampling=unchecked()), "chat has 401 messages: the model's limit is 400"),
         (asking((97,)), "token_ids holds 97: .* end at 96"),
         (pb.GenerateRequest(prompt=b"a", model="gpt-2"), "model = 'gpt-2' is unknown: 'letters'"),
         (pb.GenerateRequest(prompt=b"a", request_id="a\nb"), "request_id = .* at most 128 printable"),

@@ -191,7 +191,15 @@ async def test_a_body_that_is_too_long_is_refused(says_length: bool) -> None:
 
 @pytest.mark.parametrize(
     ("body", "param"),
-    [({"max_tokens": 1}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [[5000]]}, "prompt"), (b"{", None)],
+    [
+        ({"max_tokens": 1}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["Hi"] * 65}, "prompt"),
+        ({"prompt": [[5000]]}, "prompt"),
+        ({"prompt": "Hi", "suffix": "there"}, "suffix"),
+        ({"prompt": "Hi", "best_of": 2}, "best_of"),
+        (b"{", None),
+    ],
 )
 async def test_a_body_that_cannot_be_read_is_refused_in_the_same_shape(body: Any, param: str | None) -> None:
     async with scripted() as (_, _http, client):

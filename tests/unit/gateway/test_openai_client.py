@@ -160,6 +160,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 10_000}, "max_tokens"),
     ({"stop": [""]}, "stop"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ({"functions": [{"name": "f"}]}, "functions"),
     ({"response_format": {"type": "xml"}}, "response_format"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"messages": []}, "messages"),
