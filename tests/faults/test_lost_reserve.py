@@ -1,4 +1,5 @@
-"""A Reserve whose answer is lost costs an attempt, and nothing else: no slot for a ttl, and no word of health."""
+"""A Reserve whose answer is lost, or whose stream is refused, costs an attempt, and nothing else: no slot for a ttl,
+and no word of health."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -76,11 +77,12 @@ async def verdicts(made: BareCluster, over_s: float) -> list[int]:
     "faults",
     [
         {"Reserve": Fault.LOSE},
+        {"Streams": Fault.REFUSE},
         pytest.param({"Reserve": Fault.LOSE, "Abort": Fault.REFUSE}, marks=pytest.mark.ci),
         pytest.param({"Reserve": Fault.TWICE}, marks=pytest.mark.ci),
     ],
 )
-async def test_a_lost_answer_leaves_no_slot_and_health_says_serving(faults: dict[str, Fault]) -> None:
+async def test_a_lost_call_leaves_no_slot_and_health_says_serving(faults: dict[str, Fault]) -> None:
     plan = PickedPlan(faults, 0.5)
     async with behind(plan) as made:
         await eventually(lambda: verdict(made), lambda status: status == SERVING, within_s=10)
@@ -88,7 +90,7 @@ async def test_a_lost_answer_leaves_no_slot_and_health_says_serving(faults: dict
         listening = asyncio.create_task(verdicts(made, over_s=TOLD_S))
         answer = await made.ask(made.request(prompt(20), PARAMS))
         assert answer.finished is not None
-        assert answer.finished.usage.num_attempts == (1 if faults["Reserve"] is Fault.TWICE else 2)
+        assert answer.finished.usage.num_attempts == (1 if Fault.TWICE in faults.values() else 2)
         await made.until_empty(within_s=4)
         assert plan.struck.total() == len(faults)
         assert await listening == [SERVING]
