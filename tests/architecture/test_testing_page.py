@@ -8,22 +8,24 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.folders import ROOT
+from tests.support.guards.lanes import lane_of
 
 PAGE = (ROOT / "docs/testing.md").read_text()
 LEVELS = ["in process", "real processes", "Ray", "at night"]
+LANES = [("unit", "integration"), ("integration",), ("cluster",), ("unit", "integration", "cluster")]
 TEST = re.compile(r"`([\w/]+\.py)::([\w:]+)(?:\[([^]]+)])?`")
-NIGHT = re.compile(r"mark\.(nightly|soak)\b")
 OWN = "architecture/test_testing_page.py"
 
 
 @functools.cache
-def parsed(name: str) -> tuple[ast.AST, str]:
-    """A file below tests, and its text; `ray/` stands for system/ray_cluster/."""
+def parsed(name: str) -> tuple[ast.AST, str, str]:
+    """A file below tests, its text and its lane; `ray/` stands for system/ray_cluster/."""
     path = ROOT / "tests" / re.sub("^ray/", "system/ray_cluster/", name)
     text = path.read_text() if path.is_file() else ""
-    return ast.parse(text), text
+    return ast.parse(text), text, lane_of(path) if text else ""
 
 
+@functools.cache
 def defined(node: ast.AST | None) -> dict[str, ast.AST]:
     """What a module or class defines, by name; `TestWalk = Walk.TestCase` does, too."""
     named = [(getattr(each, "name", ""), each) for each in getattr(node, "body", [])]
@@ -36,7 +38,7 @@ def definition(name: str, test: str) -> ast.AST | None:
 
 def problem(level: str, name: str, test: str, case: str) -> str:
     """Why a cell of that level may not name that test; empty: it may."""
-    found, (module, text) = definition(name, test), parsed(name)
+    found, (module, text, lane) = definition(name, test), parsed(name)
     if found is None:
         return "does not exist"
     support = [each.replace(".", "/") for each in re.findall(r"from tests\.(support\S+) import", text)]
@@ -45,12 +47,10 @@ def problem(level: str, name: str, test: str, case: str) -> str:
     of_module = ast.unparse(defined(module).get("pytestmark", ast.Pass()))
     decorators = [ast.unparse(each) for each in getattr(found, "decorator_list", [])]
     of_all = " ".join((of_module, *(each for each in decorators if "parametrize(" not in each)))
-    if level == "at night":
-        return "" if NIGHT.search(of_all) or NIGHT.search(" ".join(decorators)) else "does not run at night"
-    if NIGHT.search(of_all):
-        return "runs at night only"
-    is_on_ray = name.startswith("ray/") or bool(re.search(r"mark\.cluster\b", of_all))
-    return "" if is_on_ray == (level == "Ray") else f"{'runs' if is_on_ray else 'does not run'} on Ray"
+    is_at_night = "mark.nightly" in of_all or (level == "at night" and "mark.nightly" in " ".join(decorators))
+    if is_at_night != (level == "at night"):
+        return "runs at night only" if is_at_night else "does not run at night"
+    return "" if lane in LANES[LEVELS.index(level)] else f"is of the lane {lane}"
 
 
 def rows(text: str) -> Iterator[list[str]]:
@@ -85,10 +85,10 @@ def test_every_test_exists_and_runs_in_the_lane_of_its_column() -> None:
     [
         (f"`{OWN}::test_renamed` | - | - | -", "does not exist"),
         (f"`{OWN}::problem[no {'case'}]` | - | - | -", "has no such case"),
-        (f"- | - | `{OWN}::problem` | -", "does not run on Ray"),
+        (f"- | - | `{OWN}::problem` | -", "is of the lane unit"),
         (f"- | - | - | `{OWN}::problem`", "does not run at night"),
         ("- | - | - | `faults/test_prefix_soak.py::test_churn`", "no test runs on a change"),
-        ("- | RAY | - | -", "runs on Ray"),
+        ("- | RAY | - | -", "is of the lane cluster"),
         ("`faults/test_prefix_soak.py::test_churn` | - | - | -", "runs at night only"),
         ("later | - | - | -", "neither - nor a test"),
     ],
