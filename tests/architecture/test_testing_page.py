@@ -18,7 +18,7 @@ OWN = "architecture/test_testing_page.py"
 
 
 @functools.cache
-def parsed(name: str) -> tuple[ast.AST, str, str]:
+def parsed(name: str) -> tuple[ast.AST | None, str, str]:
     """A file below tests, its text and its lane; `ray/` stands for system/ray_cluster/."""
     path = ROOT / "tests" / re.sub("^ray/", "system/ray_cluster/", name)
     text = path.read_text() if path.is_file() else ""
