@@ -6,7 +6,8 @@ role that it has in turn. All block.
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypedDict
 
@@ -42,6 +43,18 @@ def use_cores(cores: Sequence[int], num_threads: int) -> None:
     torch.set_num_threads(num_threads)
 
 
+@contextmanager
+def _half_of(num_threads: int) -> Iterator[None]:
+    """Give torch half of the threads in the block. Other processes of the cluster start while weights are copied, and
+    OpenMP's threads wait busily for one whose core is taken: on two busy cores, two threads took three times the
+    processor time of one to load a model."""
+    torch.set_num_threads(max(1, num_threads // 2))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 class LoadedModel:
     """The model that a process has loaded, which stays loaded while one server after another uses it. Owned by the
     process; not thread-safe."""
@@ -55,14 +68,16 @@ class LoadedModel:
         """Pin the process as its place says, choose its kernels, and return the model, which is loaded unless it is
         there already, on the same device. Raises ModelError or ConfigError, in one line."""
         allow_files()
-        use_cores(place.cores, place.num_threads or os.cpu_count() or 1)
+        num_threads = place.num_threads or os.cpu_count() or 1
+        use_cores(place.cores, num_threads)
         KERNELS.use(place.kernels)
         source = place.model_folder, place.dtype, place.quantization, place.device, values_of(EmulatedLink, place)
         if self._decoder is None or self._source != source:
             self._decoder = None  # first: there may be no memory for two
             device = make_device(place.device, LinkRate(place.link or math.inf, place.link_latency_s))
             formats = {"dtype": place.dtype, "quantization": place.quantization}
-            self._decoder = load_decoder(place.model_folder, **formats, device=device)
+            with _half_of(num_threads):
+                self._decoder = load_decoder(place.model_folder, **formats, device=device)
             self._source = source
             _prepare_kernels(self._decoder)
         return self._decoder

@@ -16,7 +16,9 @@ from baton.types import DTYPE_BYTES
 from deploy.config.cluster import ClusterConfig
 from deploy.config.environment import use_threads
 from deploy.machine.core_rates import kept_rates
+from deploy.machine.kept_config import model_config
 from deploy.machine.limits import tokens_of_slot
+from generate_workers.engine.model_shape import model_shape
 from planning.calibration import Calibration, load, nominal
 from planning.hardware import cpu_rank
 from planning.local_prefill import LocalPrefill
@@ -178,7 +180,4 @@ def _processor() -> str:
 
 def shape_of(folder: Path, dtype: str) -> ModelShape:
     """Return the shape of the model in `folder` with weights and KV of that dtype. Raises ModelError."""
-    from generate_workers.engine.model_shape import model_shape
-    from modeling.checkpoints.weights import load_config  # imports torch
-
-    return model_shape(load_config(folder), DTYPE_BYTES[dtype])
+    return model_shape(model_config(folder), DTYPE_BYTES[dtype])

@@ -23,6 +23,7 @@ from baton.types import DTYPE_BYTES
 from deploy.config.cluster import ClusterConfig
 from deploy.config.environment import use_threads
 from generate_workers.residency.traits import POLICIES
+from modeling.checkpoints.stored_format import load_format
 from modeling.kernels import native
 
 GIB = 2**30
@@ -31,6 +32,8 @@ _PACKED_NAMES = (".qweight", ".weight_packed")
 _QUANTIZE_FILES = ("quantize_config.json", "quant_config.json")
 """Files in which early tools described quantised weights."""
 _BITS = re.compile(r'"(?:bits|w_bit|num_bits)"\s*:\s*(4|8)\b')
+_GPU_FILES = ("nvidia*", "kfd", "dxg")
+"""Files that the drivers of NVIDIA, of AMD and of Windows make in /dev."""
 _PACKAGES = ("torch", "ray", "grpcio", "protobuf", "transformers")
 WORKER_BYTES = GIB // 2
 """Bytes that a worker takes besides weights and KV: an upper estimate for torch and the process itself."""
@@ -103,8 +106,6 @@ def versions() -> Finding:
 def check_model(config: ClusterConfig, folder: Path) -> Finding:
     """Check that the model's folder, and that of a model that drafts, hold the files that are needed, and weights in a
     format that can be read."""
-    from modeling.checkpoints.weights import load_format  # imports torch
-
     folders = {"model.name": folder}
     if config.generate.draft_model:
         folders["generate.draft_model"] = Path(config.generate.draft_model)
@@ -126,8 +127,6 @@ def check_model(config: ClusterConfig, folder: Path) -> Finding:
 
 def check_devices(config: ClusterConfig) -> Finding:
     """Check that the devices on which workers are to compute are there, and say which there are."""
-    from modeling.device.making import list_gpus, require_cuda  # imports torch
-
     asked = {"prefill": config.prefill.device, "generate": config.generate.device}
     if not config.prefill.num_groups:
         del asked["prefill"]
@@ -136,7 +135,11 @@ def check_devices(config: ClusterConfig) -> Finding:
     rate = f"{link.link / 1e9:g} GB/s, {1e6 * link.link_latency_s:g} us" if link.link else "as fast as memory copies"
     where = {"emulated": f"emulated (link {rate})"}
     used = ", ".join(f"{role} on {where.get(name, name)}" for role, name in names.items())
-    gpus = list_gpus()
+    gpus = []
+    if "cuda" in names.values() or _may_have_gpus():
+        from modeling.device.making import list_gpus, require_cuda  # imports torch
+
+        gpus = list_gpus()
     found = f"{used}; {'; '.join(gpus) or 'no GPU that torch sees'}"
     for role, name in names.items():
         try:
@@ -150,16 +153,21 @@ def check_devices(config: ClusterConfig) -> Finding:
     return Finding("devices", Verdict.OK, found)
 
 
+def _may_have_gpus() -> bool:
+    """Return whether a driver shows a GPU here; torch sees none without."""
+    return any(True for pattern in _GPU_FILES for _ in Path("/dev").glob(pattern))
+
+
 def check_selection(config: ClusterConfig) -> Finding:
     """Check that generation that chooses keys has a file from `baton prepare`; workers check that it fits."""
-    from modeling.sparse.selection_file import prepared_path  # imports torch
-
     section = config.generate
     chooser = f"residency {section.residency}"
     if not POLICIES[section.residency].chooses_keys:
         if section.speculation != "infinigen":
             return Finding("selection", Verdict.OK, f"{chooser} needs none")
         chooser = "speculation infinigen"
+    from modeling.sparse.selection_file import prepared_path  # imports torch
+
     path = Path(section.selection_file)
     if section.selection_file and not path.is_file():
         return Finding("selection", Verdict.FAILED, f"{path} is no file: set generate.selection_file to one")

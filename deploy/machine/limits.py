@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
+from deploy.machine.kept_config import model_config
+
 
 def tokens_of_slot(folder: Path, max_slot_tokens: int) -> int:
     """Return the tokens, prompt and output, that a request may have: as many as a slot holds and the model has
     positions. Raises ModelError."""
-    from modeling.checkpoints.weights import load_config  # imports torch
-
-    return min(max_slot_tokens, load_config(folder).max_position)
+    return min(max_slot_tokens, model_config(folder).max_position)

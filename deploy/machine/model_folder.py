@@ -19,11 +19,11 @@ from deploy.config.cluster import ClusterConfig
 from deploy.config.worker import Section
 from deploy.machine.core_rates import kept_rates_path
 from deploy.machine.hub import fetch_model, is_hub_name
+from deploy.machine.kept_config import model_config
 from generate_workers.config import EngineConfig
 from modeling.checkpoints.catalog import resolve_model
 from modeling.kernels import native
 from modeling.kernels.kept_choice import load_choice
-from text.gguf_tokenizer import write_tokenizer
 
 S = TypeVar("S", bound=Section)
 _TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -44,10 +44,16 @@ def resolve_folder(model: str, cache: Path, console: Console, *, weights: bool =
         progress.update(task, completed=done, total=total)
 
     try:
-        return resolve_model(model, cache=cache, progress=advance, finish=write_tokenizer)
+        return resolve_model(model, cache=cache, progress=advance, finish=_write_tokenizer)
     finally:
         if progress.live.is_started:
             progress.stop()
+
+
+def _write_tokenizer(gguf_path: Path, folder: Path) -> None:
+    from text.gguf_tokenizer import write_tokenizer  # imports transformers: a second, and mostly there is a folder
+
+    write_tokenizer(gguf_path, folder)
 
 
 def folder_on_node(place: WorkerPlace) -> Path:
@@ -137,10 +143,8 @@ def require_alike(folder: Path, before: Path) -> None:
     """Raise ConfigError unless the model in `folder` is that in `before` except for its weights. Configuration and
     tokenizer must be equal, so that requests, and streams that go on, mean the same to both. Raises ModelError when
     there is no model."""
-    from modeling.checkpoints.weights import load_config  # imports torch
-
     differing = [name for name in _TEXT_FILES if _content(folder / name) != _content(before / name)]
-    if load_config(folder) != load_config(before):
+    if model_config(folder) != model_config(before):
         differing.insert(0, "config.json")
     if differing:
         raise ConfigError(f"{folder} and {before} differ in {differing[0]}: only weights may, start another cluster")

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import ModelError
-from modeling.checkpoints.gguf import convert_gguf
 
 CONVERTER_VERSION = 1
 """Raised whenever a conversion, or the tokenizer files that go with it, would come out differently."""
@@ -74,6 +73,8 @@ def _converted(
     with _exclusive(folder.with_name(folder.name + ".lock")):
         if folder.is_dir():
             return folder
+        from modeling.checkpoints.gguf import convert_gguf  # imports torch: seconds, and mostly there is a folder
+
         with _whole_folder(folder) as partial:
             convert_gguf(path, partial, progress)
             finish(path, partial)

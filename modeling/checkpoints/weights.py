@@ -9,19 +9,17 @@ from pathlib import Path
 from baton.errors import ModelError
 from baton.types import QUANTIZATIONS
 from modeling.checkpoints.registry import read_model
+from modeling.checkpoints.stored_format import load_format
 from modeling.device.cpu import CpuDevice
 from modeling.device.port import Device
-from modeling.families.checkpoint import Checkpoint, WeightFormat, read_json
+from modeling.families.checkpoint import Checkpoint, WeightFormat
 from modeling.families.family import Family
+from modeling.families.fields import read_json
 from modeling.forward.decoder import Decoder
 from modeling.forward.model_config import ModelConfig
 from modeling.kv.buffers import TORCH_DTYPES
-from modeling.quantized.reading import CONFIG_FIELDS, read_format
 
 logger = logging.getLogger(__name__)
-
-_SIDE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Files in which early tools described quantised weights, where config.json does not, and their quant_method."""
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -30,20 +28,6 @@ def load_config(folder: Path) -> ModelConfig:
     config = _load_model(folder).config
     load_format(folder)
     return config
-
-
-def load_format(folder: Path) -> WeightFormat | None:
-    """Return how the weights in `folder` are quantised, as its config.json says; None if they are plain. Raises
-    ModelError for a format that cannot be read."""
-    path = folder / "config.json"
-    raw = read_json(path)
-    for field in CONFIG_FIELDS:
-        if raw.get(field):
-            return read_format(raw[field], f"{path}: {field}")
-    for name, method in _SIDE_FILES.items():
-        if (folder / name).is_file():
-            return read_format({"quant_method": method, **read_json(folder / name)}, str(folder / name))
-    return None
 
 
 def load_decoder(

@@ -7,7 +7,6 @@ one tensor, as it is stored, is held besides those that were taken; a quantised 
 N rows, K columns of a weight.
 """
 
-import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from baton.errors import ModelError
+from modeling.families.fields import read_json
 from modeling.kv.buffers import TORCH_DTYPES, byte_view
 
 _HARMLESS = ("rotary_emb.inv_freq",)
@@ -269,16 +269,3 @@ def _opened(path: Path) -> Iterator[_TensorFile]:
 
 def _digest(tensor: Tensor) -> str:
     return f"{tensor.dtype}{list(tensor.shape)}{xxhash.xxh3_64_hexdigest(byte_view(tensor.flatten()))}"
-
-
-def read_json(path: Path) -> dict[str, object]:
-    """Return the object that a JSON file holds. Raises ModelError."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror}); give the path of a model folder") from error
-    except ValueError as error:
-        raise ModelError(f"{path}: is not JSON ({error}); download the model again") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: is not a JSON object; download the model again")
-    return value

@@ -1,9 +1,11 @@
 """A config.json's fields, read with their types checked.
 
-Each family's `read` uses it when a model is loaded.
+Each family's `read` uses it when a model is loaded. Needs no torch.
 """
 
+import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from baton.errors import ModelError
 
@@ -88,3 +90,16 @@ class Fields:
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise self.error("bos_token_id", f"{value!r} is not a token id")
         return value
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """Return the object that a JSON file holds. Raises ModelError."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror}); give the path of a model folder") from error
+    except ValueError as error:
+        raise ModelError(f"{path}: is not JSON ({error}); download the model again") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: is not a JSON object; download the model again")
+    return value

@@ -1,6 +1,6 @@
 """Reads from config.json how a checkpoint stores quantised weights; refuses formats that are not known.
 
-`modeling.checkpoints.weights` calls it when a model's configuration is read, before any weight is.
+`modeling.checkpoints.stored_format` calls it when a model's configuration is read, before any weight is.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,9 +12,6 @@ from modeling.quantized.awq import AwqFormat
 from modeling.quantized.compressed_tensors import CompressedTensorsFormat
 from modeling.quantized.fp8 import Fp8Format
 from modeling.quantized.gptq import GptqFormat
-
-CONFIG_FIELDS = ("quantization_config", "compression_config")
-"""Fields of config.json that describe quantised weights; early versions of compressed-tensors wrote the second."""
 
 _FORMATS: dict[str, Callable[[Fields], WeightFormat]] = {
     "compressed-tensors": CompressedTensorsFormat.read,

@@ -72,6 +72,11 @@ def test_commands_that_ask_a_server_elsewhere_leave_torch_out(folder: str) -> No
     assert not {"torch", "ray", "transformers"} & loaded_after(*modules, "deploy.commands.record")
 
 
+def test_what_starts_a_cluster_leaves_torch_and_transformers_to_its_workers() -> None:
+    modules = ("deploy.commands.serve", "deploy.ray_cluster.supervisor", "deploy.ray_cluster.worker")
+    assert not {"torch", "transformers"} & loaded_after(*modules)
+
+
 def test_a_configuration_is_checked_without_torch() -> None:
     assert "torch" not in loaded_after("deploy.config.file")
 

@@ -27,7 +27,7 @@ def _refusal(cache: Path, *assignments: str) -> str:
     refused = run_baton(cache, "serve", *(part for each in settings for part in ("--set", each)))
     assert refused.returncode in (1, 2)
     assert not refused.stdout
-    assert not list(cache.rglob("*.json"))  # no cluster is recorded, so none is left
+    assert not list(cache.rglob("clusters/*.json"))  # no cluster is recorded, so none is left
     *steps, reason = refused.stderr.splitlines()
     assert steps in ([], ["joining Ray at 127.0.0.1:1"])
     return reason

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.errors import ModelError
-from modeling.checkpoints.weights import load_config, load_decoder, load_format
+from modeling.checkpoints.stored_format import load_format
+from modeling.checkpoints.weights import load_config, load_decoder
 from modeling.forward.decoder import Decoder, DecoderWeights
 from modeling.forward.layers import GatedMlp, Sequential
 from modeling.forward.linear import Linear
