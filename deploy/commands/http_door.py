@@ -1,9 +1,10 @@
 """The HTTP gateway of `baton serve`: a child process of the launcher, started again whenever it ends.
 
 The launcher owns the socket: the address is had before anything else starts and stays over the process's lives, and
-connections that come while there is no process wait for the next. The process (`deploy.front_doors.http_process`) reads
-an HttpPlan, a line of JSON, and answers with one line once it serves. It ends with its standard input, so that a killed
-launcher takes it along. A thread of the launcher, `http-door`, waits for its end.
+connections that come while there is no process wait for the next. The process (`deploy.front_doors.http_process`) is
+started with the door and reads two lines of JSON: an HttpPlan, by which it loads all that it needs while the cluster
+starts, and an HttpTarget once the cluster serves. It answers with one line when it serves itself. It ends with its
+standard input, so that a killed launcher takes it along. A thread of the launcher, `http-door`, waits for its end.
 """
 
 import contextlib
@@ -39,11 +40,8 @@ _LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 
 @settings
 class HttpPlan(LogLines, TraceExport):
-    """What a life of the HTTP gateway is made from."""
+    """What every life of the HTTP gateway is made from."""
 
-    target: str = field(kw_only=True)
-    """Address of the orchestrator, host:port."""
-    model: ModelInfo = field(kw_only=True)
     folder: Path = field(kw_only=True)
     """Folder of the model, which has its tokenizer and chat template."""
     socket: int = field(kw_only=True)
@@ -51,24 +49,44 @@ class HttpPlan(LogLines, TraceExport):
     section: HttpSection = field(kw_only=True)
 
 
+@settings
+class HttpTarget:
+    """What the HTTP gateway serves."""
+
+    address: str
+    """Address of the orchestrator, host:port."""
+    model: ModelInfo
+
+
 class HttpDoor:
     """Keeps the HTTP gateway. Used by the launcher's main thread, which makes and closes it."""
 
     def __init__(self, config: ClusterConfig, folder: Path, report: Callable[[str], None]) -> None:
-        """Bind the address, and serve nothing yet. `report` shows a line to the user, from any thread. Raises
-        ConfigError when the address cannot be had, or the certificate cannot be read."""
+        """Bind the address and start the process, which serves nothing yet. `report` shows a line to the user, from any
+        thread. Raises ConfigError when the address cannot be had, or the certificate cannot be read."""
         section = config.http
         _check_certificate(section)
         self._socket = open_socket(section.host, section.port)
-        self._config, self._section = config, section
-        self._folder = folder
+        self._section = section
+        self._plan = HttpPlan(
+            **values_of(LogLines, config),
+            **values_of(TraceExport, config.orchestrator),
+            folder=folder,
+            socket=self._socket.fileno(),
+            section=section,
+        )
         self._report = report
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._plan: HttpPlan | None = None  # guarded by the lock, as is the process
+        self._decided = threading.Event()
+        """Set once there is a target, or the door closes."""
+        self._target: HttpTarget | None = None  # guarded by the lock, as are the process and what it was told
         self._process: subprocess.Popen[str] | None = None
-        self._thread = threading.Thread(target=self._keep, name="http-door", daemon=True)
+        self._is_told = False
+        """Whether the process was told the target."""
         self._has_served = False
+        self._thread = threading.Thread(target=self._keep, name="http-door", daemon=True)
+        self._thread.start()
 
     @property
     def url(self) -> str:
@@ -78,53 +96,52 @@ class HttpDoor:
         return f"{'https' if self._section.certificate else 'http'}://{host}:{self._socket.getsockname()[1]}"
 
     def serve(self, target: str, model: ModelInfo) -> None:
-        """Serve this model by the orchestrator at `target` from now on, in a new life of the process."""
+        """Serve this model by the orchestrator at `target` from now on, in a new life of a process that was told
+        another target."""
         with self._lock:
-            self._plan = HttpPlan(
-                **values_of(LogLines, self._config),
-                **values_of(TraceExport, self._config.orchestrator),
-                target=target,
-                model=model,
-                folder=self._folder,
-                socket=self._socket.fileno(),
-                section=self._section,
-            )
-            if self._process is not None:
+            self._target = HttpTarget(target, model)
+            if self._process is not None and self._is_told:
                 _ask_to_end(self._process)
-        if not self._thread.is_alive():
-            self._thread.start()
+        self._decided.set()
 
     def close(self) -> None:
-        """End the process, with the answers that it is giving, and give the address back."""
+        """End the process, with the answers that it is giving, and give the address back. Idempotent."""
         self._closing.set()
         with self._lock:
             process = self._process
+            if process is not None and not self._is_told:
+                process.kill()
+        self._decided.set()
         if process is not None:
             _end(process)
-        if self._thread.is_alive():
-            self._thread.join()
+        self._thread.join()
         self._socket.close()
 
     def _keep(self) -> None:
         restarts = Restarts(Backoff(), SystemClock())
         while not self._closing.is_set():
             served, why = self._live(restarts)
-            if self._closing.is_set() or served is not self._plan:
+            if self._closing.is_set() or served is not self._target:
                 continue
             pause_s = restarts.ended()
             self._report(f"the HTTP gateway has ended ({why}): starting it again in {pause_s:g} s")
             self._closing.wait(pause_s)
 
-    def _live(self, restarts: Restarts) -> tuple[HttpPlan | None, str]:
-        """Run one life of the process; return what it was made from, and why it ended."""
+    def _live(self, restarts: Restarts) -> tuple[HttpTarget | None, str]:
+        """Run one life of the process; return the target that it had, and why it ended."""
         with self._lock:
-            plan = self._plan
-            if plan is None or self._closing.is_set():
-                return plan, "closing"
+            if self._closing.is_set():
+                return self._target, "closing"
             try:
-                self._process = process = _start(plan)
+                self._process = process = _start(self._plan)
             except OSError as error:
-                return plan, f"it cannot be started: {error.strerror}"
+                return self._target, f"it cannot be started: {error.strerror}"
+            self._is_told = False
+        self._decided.wait()
+        with self._lock:
+            target, self._is_told = self._target, True
+            if target is not None and not self._closing.is_set():
+                _tell(process, target)
         answer = _first_answer(process)
         if "port" in answer:
             restarts.began()
@@ -135,7 +152,7 @@ class HttpDoor:
             process.wait()
         with self._lock:
             self._process = None
-        return plan, str(answer.get("error") or f"status {process.returncode}")
+        return target, str(answer.get("error") or f"status {process.returncode}")
 
     def _tell_ready(self) -> None:
         if self._has_served:
@@ -175,15 +192,23 @@ def _check_certificate(section: HttpSection) -> None:
 
 
 def _start(plan: HttpPlan) -> "subprocess.Popen[str]":
-    command = (sys.executable, "-m", _MODULE)
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=(plan.socket,)
+        (sys.executable, "-m", _MODULE),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        pass_fds=(plan.socket,),
+        process_group=0,  # a terminal's Ctrl-C is the launcher's to handle, also while the process imports
     )
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # a process that died at once has no answer
-        process.stdin.write(to_json(plan) + "\n")
-        process.stdin.flush()
+    _tell(process, plan)
     return process
+
+
+def _tell(process: "subprocess.Popen[str]", message: HttpPlan | HttpTarget) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # a process that died has no answer
+        process.stdin.write(to_json(message) + "\n")
+        process.stdin.flush()
 
 
 def _first_answer(process: "subprocess.Popen[str]") -> dict[str, object]:

@@ -6,10 +6,12 @@ Runs on the launcher's main thread. `ray` is imported after its environment is p
 
 import argparse
 import contextlib
+import importlib
 import os
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -38,6 +40,8 @@ from deploy.machine.doctor import examine, inspect_machine, require
 from deploy.machine.model_folder import prepare_kernels, prepare_rates, resolve_drafts, resolve_folder
 from transport.identity import ClusterSecret
 
+_NO_RAY_MODULE = "deploy.groups.roster"
+"""A module that imports most of what the supervisor's does, and nothing of ray, which the main thread uses then."""
 _START_POLL_S = 0.2
 """Seconds between two looks at the supervisor while the cluster starts; then they are a heartbeat apart."""
 
@@ -103,6 +107,7 @@ class _Launch:
         self._kernels = kernels
         self._record = record
         self._console = console
+        self._ray_age_s = _age_s()
         self._num_shown = 0
         self._pid = 0
         self._node_id = ""
@@ -187,11 +192,21 @@ class _Launch:
         if state.phase in ("stopping", "stopped"):
             raise _Failed(f"cluster {self._config.name} was stopped by `baton stop --address`")
         if state.phase == "running" and state.endpoint != self._record.endpoint:
+            age_s = _age_s()
+            took = f" ({age_s:.1f} s after the start, {age_s - self._ray_age_s:.1f} s after Ray)"
+            has_moved = bool(self._record.endpoint)
             self._record = self._record.serving(state.endpoint, "" if self._door is None else self._door.url)
             self._record.save()
-            self._console.print(f"ready: clients may connect to {state.endpoint}; Ctrl-C ends the cluster")
+            text = f"ready: clients may connect to {state.endpoint}; Ctrl-C ends the cluster"
+            self._console.print(text if has_moved else text + took)
             if self._door is not None:
                 self._door.serve(state.endpoint, state.model)
+
+
+def _age_s() -> float:
+    """Return the seconds since this process started."""
+    started_s = int(process_start(os.getpid())) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
 
 
 class _Failed(BatonError):
@@ -218,6 +233,7 @@ def _ray(config: ClusterConfig, console: Console) -> Iterator[tuple[ClusterRecor
         console.print("starting Ray" if folder else f"joining Ray at {config.ray.address}")
         record = ClusterRecord(config.name, pid, record.launcher_started, _connect(config, folder), folder)
         record.save()
+        console.print(f"Ray is up, {_age_s():.1f} s after the start")
         yield record, secret
     finally:
         import ray
@@ -233,17 +249,9 @@ def _connect(config: ClusterConfig, folder: str) -> str:
     import ray
     from ray.exceptions import AuthenticationError
 
-    options: dict[str, Any] = {"namespace": config.name, "configure_logging": False, "log_to_driver": False}
-    if folder:
-        options |= {
-            "num_cpus": os.cpu_count(),
-            "resources": declared_pools(config, os.cpu_count() or 1),
-            "object_store_memory": config.ray.object_store_mib * 2**20,
-            "include_dashboard": False,
-            "_temp_dir": str(Path(folder) / "ray"),  # Ray opens its own folders to all users
-        }
+    options = {"namespace": config.name, "configure_logging": False, "log_to_driver": False}
     try:
-        context: Any = ray.init(config.ray.address or "local", **options)
+        context: Any = ray.init(_start_ray(config, Path(folder)) if folder else config.ray.address, **options)
     except AuthenticationError as error:
         where = config.ray.address or "this machine"
         raise UnavailableError(f"Ray at {where} asks for its token: set RAY_AUTH_TOKEN_PATH to its file") from error
@@ -252,6 +260,23 @@ def _connect(config: ClusterConfig, folder: str) -> str:
         reason = str(error).strip().splitlines()[0]
         raise UnavailableError(f"Ray on {where} cannot be reached: {reason}: check ray.address") from error
     return str(context.address_info["address"])
+
+
+def _start_ray(config: ClusterConfig, folder: Path) -> str:
+    """Start Ray below `folder`, and import meanwhile what the supervisor is made from. Return Ray's address."""
+    from deploy.ray_cluster.head import start_head
+
+    importing = threading.Thread(target=importlib.import_module, args=(_NO_RAY_MODULE,), daemon=True)
+    importing.start()
+    num_cores = os.cpu_count() or 1
+    address = start_head(
+        folder / "ray",  # Ray opens its own folders to all users
+        declared_pools(config, num_cores),
+        num_cpus=num_cores,
+        object_store_bytes=config.ray.object_store_mib * 2**20,
+    )
+    importing.join()
+    return address
 
 
 def declared_pools(config: ClusterConfig, num_cores: int) -> dict[str, float]:

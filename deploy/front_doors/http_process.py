@@ -1,7 +1,8 @@
 """The process of OpenAI's API that `baton serve` starts: `python -m deploy.front_doors.http_process`.
 
-Reads its HttpPlan from the first line of standard input (`deploy.commands.http_door`), serves on the socket that it
-inherits, and answers with its port. Ends when standard input does, or with SIGTERM. One loop owns all of it.
+Reads its HttpPlan and then its HttpTarget (`deploy.commands.http_door`), each a line of standard input. Serves on the
+socket that it inherits, and answers with its port. Ends when standard input does, or with SIGTERM. One loop owns all of
+it.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from baton.errors import BatonError
 from baton.process.garbage import collect_rarely
 from baton.process.tracing import exported_spans
 from baton.settings.base import from_json
-from deploy.commands.http_door import HttpPlan
+from deploy.commands.http_door import HttpPlan, HttpTarget
 from deploy.options.logs import set_up_logs
 from gateway.reading import Reader
 from gateway.responses.store import StoreLimits
@@ -45,8 +46,12 @@ async def _serve(plan: HttpPlan, answers: TextIO) -> None:
     certificate = Certificate(Path(section.certificate), Path(section.private_key)) if section.certificate else None
     limits = StoreLimits(section.max_responses, section.max_responses_bytes, section.keep_responses_s)
     tokenizer = await asyncio.to_thread(Tokenizer.load, plan.folder)
-    reader = Reader(tokenizer, plan.model, section.tool_format)
-    async with exported_spans(plan, {"baton.model": plan.model.name}) as spans, Upstream(plan.target) as upstream:
+    line = await asyncio.to_thread(sys.stdin.readline)
+    if not line:  # the launcher ended before the cluster served
+        return
+    target = from_json(HttpTarget, line)
+    reader, attributes = Reader(tokenizer, target.model, section.tool_format), {"baton.model": target.model.name}
+    async with exported_spans(plan, attributes) as spans, Upstream(target.address) as upstream:
         server = await HttpServer.start(
             upstream,
             reader,

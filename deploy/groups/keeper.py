@@ -116,10 +116,11 @@ class OrchestratorKeeper:
         """Push the changed view now, without waiting for the next heartbeat."""
         self._news.set()
 
-    async def start(self) -> None:
+    async def start(self, process: WorkerHandle | None = None) -> None:
         """Start the orchestrator, or take over one that an earlier supervisor left; return when it serves clients. From
-        then on it is kept. Raises its error when it cannot serve; then nothing of it is left."""
-        await self._begin()
+        then on it is kept. `process`, if any, was started for it before, as the plan's worker. Raises its error when it
+        cannot serve; then nothing of it is left."""
+        await self._begin(process)
         self._keeping = asyncio.create_task(self._keep())
         self._keeping.add_done_callback(self._tell_end)
 
@@ -177,8 +178,8 @@ class OrchestratorKeeper:
         except BatonError as refused:
             logger.warning("the orchestrator did not start (%s): another try in a heartbeat", refused)
 
-    async def _begin(self) -> None:
-        life = _Life(await self._around.spawner.start(self._plan.worker))
+    async def _begin(self, process: WorkerHandle | None = None) -> None:
+        life = _Life(process or await self._around.spawner.start(self._plan.worker))
         try:
             status = await self._serve(life)
         except BaseException:

@@ -23,7 +23,8 @@ from orchestrator.membership.view import role_of
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.5
+_FIRST_POLL_S, _POLL_S = 0.02, 0.5
+"""Seconds between the first two looks whether a group is placed, and at most; between others, twice those before."""
 _SOON_S = 2.0
 """Seconds in which Ray places a group that a living node can hold; only longer waits are reported."""
 
@@ -227,11 +228,12 @@ def _held(targets: Mapping[str, str]) -> dict[str, Counter[str]]:
 async def _placed_within(place: PlacementGroup, timeout_s: float) -> bool:
     """Return whether Ray places a group within so many seconds."""
     loop = asyncio.get_running_loop()
-    deadline_s = loop.time() + timeout_s
+    deadline_s, pause_s = loop.time() + timeout_s, _FIRST_POLL_S
     while not await asyncio.to_thread(is_placed, place):  # by short looks: a wait in a thread would keep the thread
         if loop.time() >= deadline_s:
             return False
-        await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _POLL_S)
     return True
 
 

@@ -27,6 +27,7 @@ from deploy.groups.group import WorkerGroup
 from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
 from deploy.groups.restarts import Restarts
 from deploy.groups.roster import Roster
+from deploy.groups.spawner import WorkerHandle
 from deploy.groups.surroundings import Heartbeat, Surroundings
 from deploy.machine.calibrations import (
     engine_step_times,
@@ -34,6 +35,7 @@ from deploy.machine.calibrations import (
     served_planner,
     served_step_times_path,
 )
+from deploy.machine.kept_config import model_config
 from deploy.machine.limits import tokens_of_slot
 from deploy.machine.model_folder import folder_on_node, require_alike
 from deploy.machine.needs import worker_bytes
@@ -152,29 +154,31 @@ class SupervisorActor:
             asked = await asyncio.to_thread(worker_bytes, self._config, folder)
             self._memory = replace(self._memory, worker_bytes=asked)
         self._room.needs = needs_of(self._config.node_labels, self._memory.worker_bytes, self._config.gpu_shares)
+        process = None
         if before is None:
-            await self._start_all()
+            process = await self._start_all()
         else:
             await self._adopt(before.orders)
         if self._cluster.groups:  # if all groups have left, what the former life was told still holds
             self._memory = replace(self._memory, layout_fingerprint=self._cluster.groups[0].layout_fingerprint)
         self._memory.save(self._config.name)
-        await self._start_orchestrator(is_first=before is None)
+        await self._start_orchestrator(process)
 
-    async def _start_orchestrator(self, *, is_first: bool) -> None:
-        """Start the orchestrator, or find that of an earlier life. Raises its error when the cluster starts. Later the
-        workers serve already, and the start is tried again until it succeeds."""
+    async def _start_orchestrator(self, process: WorkerHandle | None) -> None:
+        """Let the orchestrator serve in the process that a cluster's first life has started for it, and raise its error
+        when it cannot. In later lives (None) it is found or started; the workers serve already, and the start is tried
+        again until it succeeds."""
         restarts = Restarts(self._around.backoff, self._around.clock, num_at_once=0)
         while True:
             try:
-                self._here = await asyncio.to_thread(self._folder_here, "")
-                await asyncio.to_thread(self._share_measurements)
+                if process is None:
+                    await self._find_files()
                 plan = self._plan()
                 self._keeper = keeper = OrchestratorKeeper(plan, self._view, self._around)
                 keeper.orders, keeper.follow = self._memory.orders, self._follow
-                await keeper.start()
+                await keeper.start(process)
             except BatonError as error:
-                if is_first:
+                if process is not None:
                     raise
                 pause_s = restarts.ended()
                 self._report(f"the orchestrator could not be started ({error}): next try in {pause_s:g} s")
@@ -191,6 +195,16 @@ class SupervisorActor:
         self._report(f"orchestrator serves on {endpoint}")
         self._state = replace(self._state, phase="running", endpoint=endpoint, model=model)
 
+    async def _start_orchestrator_process(self) -> WorkerHandle:
+        """Start the orchestrator's process, which serves no clients yet. Raises its error."""
+        await self._find_files()  # first, so that the workers, which take longer, get the processes that Ray has ready
+        return await self._around.spawner.start(self._config.orchestrator_worker(self._folder, self._secret))
+
+    async def _find_files(self) -> None:
+        """Find the model's folder and measurements on this node. Raises ModelError."""
+        self._here = await asyncio.to_thread(self._folder_here, "")
+        await asyncio.to_thread(self._share_measurements)
+
     async def _adopt(self, orders: Orders) -> None:
         """Find the groups that an earlier life left. Groups that take long, because their node was lost as well, join
         later, and do not keep the others from serving."""
@@ -204,13 +218,23 @@ class SupervisorActor:
         if not adopting.cancelled() and (error := adopting.exception()) is not None:
             tell_failure("groups are still missing", error, self._report)
 
-    async def _start_all(self) -> None:
-        """Start the cluster's first life: all groups or none. Raises the first failure."""
+    async def _start_all(self) -> WorkerHandle:
+        """Start the cluster's first life: all groups or none. Meanwhile start the orchestrator's process, and return
+        it. Raises the first failure, and then leaves no process of it behind."""
         await self._room.reserve_all(self._sizes)
         self._report(f"starting {self._config.num_workers} workers")
         for name in self._sizes:
             self._cluster.add(self._make_group(name, Orders()))
-        await self._cluster.start()
+        starting = asyncio.create_task(self._start_orchestrator_process())
+        try:
+            await self._cluster.start()
+            return await starting
+        except BaseException:
+            starting.cancel()
+            (process,) = await asyncio.gather(starting, return_exceptions=True)
+            if not isinstance(process, BaseException):
+                await process.close()
+            raise
 
     def _make_group(self, name: str, orders: Orders) -> WorkerGroup:
         """Make a group that is not started yet. Implements deploy.groups.roster.MakeGroup."""
@@ -276,17 +300,14 @@ class SupervisorActor:
         return orders
 
     def _plan(self) -> OrchestratorPlan:
-        from modeling.checkpoints.weights import load_config
-        from text.tokenizer import Tokenizer
-
-        model = load_config(self._here)
+        model = model_config(self._here)
         self._max_tokens = tokens_of_slot(self._here, self._config.generate.max_slot_tokens)
         info = ModelInfo(
             name=Path(self._config.model.name).name,
             max_tokens=self._max_tokens,
             vocab_size=model.vocab_size,
             dtype=self._config.model.description,
-            has_chat_template=Tokenizer.load(self._here).has_chat_template,
+            has_chat_template=False,  # the orchestrator, which has the tokenizer, says so
             layout_fingerprint=self._memory.layout_fingerprint,
         )
         section, before = self._config.orchestrator, self._memory.address

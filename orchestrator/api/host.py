@@ -8,6 +8,7 @@ on its process's asyncio loop.
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -51,13 +52,17 @@ class OrchestratorHost(keeping_pb2_grpc.KeepingServicer):
         self._cores = cores
         self._members = Members()
         self._keeping = make_server(check=secret.check)
+        self._tokenizer: Tokenizer | None = None
+        """None before the host has started."""
         self._server: OrchestratorServer | None = None
         self._lock = asyncio.Lock()
         self._starting: asyncio.Task[None] | None = None
 
     async def start(self) -> Self:
-        """Serve the supervisor, on any free port. Raises ConfigError when the host cannot listen."""
+        """Load the tokenizer, then serve the supervisor on any free port. Raises ModelError for a bad tokenizer, and
+        ConfigError when the host cannot listen."""
         pin(self._cores)
+        self._tokenizer = await asyncio.to_thread(Tokenizer.load, self._folder)
         self.port = bind(self._keeping, self._host)
         keeping_pb2_grpc.add_KeepingServicer_to_server(self, self._keeping)
         await self._keeping.start()
@@ -96,11 +101,12 @@ class OrchestratorHost(keeping_pb2_grpc.KeepingServicer):
                 collect_rarely()
 
     async def _serve(self, request: pb.ServeRequest) -> OrchestratorServer:
-        path = request.predictions.calibration_path
+        path, tokenizer = request.predictions.calibration_path, self._tokenizer
+        assert tokenizer is not None, "the host has not started"
         return await OrchestratorServer.start(
             self._members,
-            await asyncio.to_thread(Tokenizer.load, self._folder),
-            model_from_proto(request.model),
+            tokenizer,
+            replace(model_from_proto(request.model), has_chat_template=tokenizer.has_chat_template),
             clock=SystemClock(),
             host=request.host,
             port=request.port,
