@@ -1,7 +1,7 @@
 """Starts a Ray for one cluster: its control store and one node, on this machine.
 
 `ray.init` would also start a dashboard server, the autoscaler's monitor and a log monitor. Baton reads nothing from
-them, and they are most of the time that Ray takes to start (docs/decisions/0049-own-ray-head.md). The environment is
+them, and they are most of the time that Ray takes to start (docs/decisions/0024-start.md). The environment is
 prepared before (`deploy.commands.ray_access`). Used on the launcher's main thread: Ray's processes end with the thread
 that started them.
 """
