@@ -148,8 +148,8 @@ class HttpDoor:
             self._tell_ready()
         else:
             process.kill()  # unless it has ended
-        with process:
-            process.wait()
+        process.wait()
+        _close_pipes(process)
         with self._lock:
             self._process = None
         return target, str(answer.get("error") or f"status {process.returncode}")
@@ -230,6 +230,13 @@ def _ask_to_end(process: "subprocess.Popen[str]") -> None:
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it has ended already
         process.stdin.close()
+
+
+def _close_pipes(process: "subprocess.Popen[str]") -> None:
+    """Close the pipes of a process that has ended, and lose what it has not read."""
+    _ask_to_end(process)
+    assert process.stdout is not None
+    process.stdout.close()
 
 
 def _end(process: "subprocess.Popen[str]") -> None:

@@ -18,7 +18,7 @@ class _Head(Node):
     """Head node of Ray without a dashboard server."""
 
     def start_api_server(self, **options: Any) -> None:
-        """Start nothing."""
+        """Start no dashboard server, which nobody asks."""
         self._webui_url = ""
 
 

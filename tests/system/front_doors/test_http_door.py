@@ -98,6 +98,27 @@ async def test_it_is_started_again_at_the_same_address_and_those_who_come_meanwh
         assert (await client.post("/v1/completions", json=BODY)).status_code == 200
 
 
+@pytest.mark.parametrize("dies", [False, True], ids=["ends", "dies before"])
+async def test_its_process_starts_before_the_cluster_serves_and(tmp_path: Path, dies: bool) -> None:
+    chat_letters(tmp_path)
+    lines = Lines()
+    door = HttpDoor(ClusterConfig(http=HttpSection(port=0)), tmp_path, lines.append)
+    try:
+        await eventually(lambda: asyncio.sleep(0, door._process), lambda process: process is not None, within_s=60)
+        (process,) = processes(door)
+        if dies:
+            os.kill(process, signal.SIGKILL)
+            async with serving(ScriptedOrchestrator()) as target:
+                door.serve(target, model_from_proto(MODEL))
+                await lines.until("curl")
+            assert any("ended (status -9)" in line for line in lines)
+    finally:
+        await asyncio.to_thread(door.close)
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+    assert dies or not lines
+
+
 async def test_it_ends_with_the_door(tmp_path: Path) -> None:
     async with opened(tmp_path, HttpSection(port=0)) as (door, _, _other):
         (process,) = processes(door)

@@ -138,6 +138,20 @@ async def test_an_orchestrator_that_serves_already_is_taken_over_as_it_is(scene:
             assert scene.lives == [life] and scene.formers == [None]
 
 
+async def test_a_process_that_was_started_before_is_the_first_life_and_ends_with_a_failure(scene: Scene) -> None:
+    process = await scene.spawner.start(scene.plan.worker)
+    keeper = scene.keeper()
+    await keeper.start(process)
+    assert scene.lives == [process] and keeper.pid == process.pid
+    await keeper.close()
+    assert process.ended
+    another = await scene.spawner.start(scene.plan.worker)
+    scene.damage = ConfigError("/kept.json: is no JSON: write it anew")
+    with pytest.raises(ConfigError, match="is no JSON"):
+        await scene.keeper().start(another)
+    assert scene.lives == [process, another] and another.ended
+
+
 async def test_a_damaged_calibration_does_not_end_a_cluster_that_serves(scene: Scene) -> None:
     async with started(scene.keeper()):
         scene.damage = ConfigError("the calibration has been damaged since")

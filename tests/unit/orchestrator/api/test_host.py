@@ -3,12 +3,14 @@
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from baton.errors import BatonError, ConfigError, VersionMismatchError
+from baton.client import AsyncClient
+from baton.errors import BatonError, ConfigError, ModelError, VersionMismatchError
 from baton.results.completion import ModelInfo
 from baton.v1 import keeping_pb2 as pb
 from baton.v1.keeping_pb2_grpc import KeepingStub
@@ -23,7 +25,7 @@ from orchestrator.api.keeping import (
 from orchestrator.membership.view import ClusterView, GenerationGroup, Orders
 from orchestrator.requests.config import OrchestratorConfig
 from tests.support.clusters.planners import linear_planner
-from tests.support.models.tiny_tokenizer import write_letters
+from tests.support.models.tiny_tokenizer import chat_letters, write_letters
 from tests.support.wire.secret import SECRET
 from transport.channel import make_channel
 from transport.status import translate_rpc_errors
@@ -107,6 +109,22 @@ async def test_orders_are_told_with_each_heartbeat_and_hold_in_the_next_life(let
         assert await second.update(VIEW, Orders()) == orders  # a new supervisor's, which knows of none
         assert await second.serve() == (port, metrics_port)
         assert await second.update(VIEW, orders) == orders
+
+
+async def test_the_tokenizer_says_whether_there_is_a_chat_template(tmp_path: Path) -> None:
+    chat_letters(tmp_path)
+    assert not MODEL.has_chat_template
+    async with life(tmp_path) as made:
+        await made.update(VIEW, Orders())
+        port, _ = await made.serve()
+        async with AsyncClient(f"{HOST}:{port}") as client:
+            assert await client.model() == replace(MODEL, has_chat_template=True)
+
+
+async def test_a_folder_without_a_tokenizer_ends_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no tokenizer\.json in "):
+        async with life(tmp_path):
+            pass
 
 
 async def test_without_a_metrics_port_there_are_none(letters: Path) -> None:
