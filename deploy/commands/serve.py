@@ -6,7 +6,6 @@ Runs on the launcher's main thread. `ray` is imported after its environment is p
 
 import argparse
 import contextlib
-import importlib
 import os
 import signal
 import tempfile
@@ -40,8 +39,6 @@ from deploy.machine.doctor import examine, inspect_machine, require
 from deploy.machine.model_folder import prepare_kernels, prepare_rates, resolve_drafts, resolve_folder
 from transport.identity import ClusterSecret
 
-_NO_RAY_MODULE = "deploy.groups.roster"
-"""A module that imports most of what the supervisor's does, and nothing of ray, which the main thread uses then."""
 _START_POLL_S = 0.2
 """Seconds between two looks at the supervisor while the cluster starts; then they are a heartbeat apart."""
 
@@ -240,7 +237,7 @@ def _ray(config: ClusterConfig, console: Console) -> Iterator[tuple[ClusterRecor
 
         ray.shutdown()
         if folder:
-            kill_ray(folder)  # processes that Ray itself forgets when its start failed
+            kill_ray(folder)  # shutdown only leaves a Ray that `ray.init` has not started
         record.remove()
 
 
@@ -249,9 +246,9 @@ def _connect(config: ClusterConfig, folder: str) -> str:
     import ray
     from ray.exceptions import AuthenticationError
 
-    options = {"namespace": config.name, "configure_logging": False, "log_to_driver": False}
     try:
-        context: Any = ray.init(_start_ray(config, Path(folder)) if folder else config.ray.address, **options)
+        address = _start_ray(config, Path(folder)) if folder else config.ray.address
+        context: Any = ray.init(address, namespace=config.name, configure_logging=False, log_to_driver=False)
     except AuthenticationError as error:
         where = config.ray.address or "this machine"
         raise UnavailableError(f"Ray at {where} asks for its token: set RAY_AUTH_TOKEN_PATH to its file") from error
@@ -263,20 +260,16 @@ def _connect(config: ClusterConfig, folder: str) -> str:
 
 
 def _start_ray(config: ClusterConfig, folder: Path) -> str:
-    """Start Ray below `folder`, and import meanwhile what the supervisor is made from. Return Ray's address."""
+    """Start Ray below `folder`. Return its address."""
     from deploy.ray_cluster.head import start_head
 
-    importing = threading.Thread(target=importlib.import_module, args=(_NO_RAY_MODULE,), daemon=True)
-    importing.start()
     num_cores = os.cpu_count() or 1
-    address = start_head(
+    return start_head(
         folder / "ray",  # Ray opens its own folders to all users
         declared_pools(config, num_cores),
         num_cpus=num_cores,
         object_store_bytes=config.ray.object_store_mib * 2**20,
     )
-    importing.join()
-    return address
 
 
 def declared_pools(config: ClusterConfig, num_cores: int) -> dict[str, float]:

@@ -137,13 +137,15 @@ def check_devices(config: ClusterConfig) -> Finding:
     used = ", ".join(f"{role} on {where.get(name, name)}" for role, name in names.items())
     gpus = []
     if "cuda" in names.values() or _may_have_gpus():
-        from modeling.device.making import list_gpus, require_cuda  # imports torch
+        from modeling.device.making import list_gpus  # imports torch
 
         gpus = list_gpus()
     found = f"{used}; {'; '.join(gpus) or 'no GPU that torch sees'}"
     for role, name in names.items():
         try:
             if name == "cuda":
+                from modeling.device.making import require_cuda
+
                 require_cuda()
         except ConfigError as error:
             return Finding("devices", Verdict.FAILED, f"{role}.{error}")

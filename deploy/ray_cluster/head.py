@@ -18,7 +18,7 @@ class _Head(Node):
     """Head node of Ray without a dashboard server."""
 
     def start_api_server(self, **options: Any) -> None:
-        """Start no dashboard server, which nobody asks."""
+        """Start no dashboard server."""
         self._webui_url = ""
 
 
@@ -31,7 +31,7 @@ def start_head(folder: Path, resources: Mapping[str, float], *, num_cpus: int, o
         object_store_memory=object_store_bytes,
         temp_dir=str(folder),
         include_dashboard=False,
-        include_log_monitor=False,
+        include_log_monitor=False,  # type: ignore[arg-type]  # Ray declares a str and tests its truth
         no_monitor=True,
     )
     head = _Head(params, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)

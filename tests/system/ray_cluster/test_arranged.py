@@ -1,4 +1,5 @@
-"""A cluster whose pools nobody has configured: its machine decides, says so, and serves the model's tokens."""
+"""A cluster whose pools nobody has configured: its machine decides, says so and what its start took, and serves the
+model's tokens."""
 
 import os
 import re
@@ -15,6 +16,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 PROMPT = tuple(range(100, 140))
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
+UP = r"^Ray is up, (\d+\.\d) s after the start$"
+READY = r"^ready: .* \((\d+\.\d) s after the start, (\d+\.\d) s after Ray\)$"
 ARRANGED = r"^arrangement for \d+ cores?: (one engine|a chain of (\d+) ranks?)"
 
 
@@ -22,6 +25,9 @@ def test_a_cluster_is_as_its_machine_is_arranged(smollm2: Path, tmp_path: Path) 
     with served(tmp_path, smollm2, is_arranged=True) as running:
         arranged = re.search(ARRANGED, running.stderr, re.MULTILINE)
         assert arranged, running.stderr
+        up, ready = re.search(UP, running.stderr, re.MULTILINE), re.search(READY, running.stderr, re.MULTILINE)
+        assert up and ready, running.stderr
+        assert abs(float(up[1]) + float(ready[2]) - float(ready[1])) < 1
         with Client(running.target) as client:
             num_ranks = int(arranged[2] or 0)
             until(lambda: sum(len(group.ranks) for group in client.cluster_state().groups) == num_ranks)
