@@ -13,11 +13,13 @@ STAGE := tools/stage.sh
 # Marks of the set-up's two levels, newer than the files that say what belongs to them
 RUNTIME := $(VENV)/.runtime
 DEVELOPMENT := $(VENV)/.development
-PIP := $(BIN)/pip install -c constraints.txt
+PIP := BATON_KERNEL_SETS=none $(BIN)/pip install -c constraints.txt
 # pip would compile all packages on one core: what runs Baton imports a seventh of its own, tests use all cores for the rest
 SERVING := deploy.commands.serve, deploy.ray_cluster.supervisor, gateway.app, orchestrator.api.host, prefill_workers.servicer, generate_workers.servicer
 IMPORTED := env PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import $(SERVING)"
 COMPILED := $(BIN)/python -c "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
+KERNELS := modeling/kernels/built/.built
+KERNEL_SOURCES := $(wildcard modeling/kernels/*/*.cpp modeling/kernels/*/*.h)
 OPTIONS ?=
 MINUTES ?= 40
 BENCHMARKS := kernels decode offload speculation mixed_trace residency sparse limited quantization prefill transfer serve attention chain prediction prefix slow_links noise elastic disaggregation interference overload gateway web live_scaling vllm served structured cuda
@@ -25,9 +27,9 @@ BENCHMARKS := kernels decode offload speculation mixed_trace residency sparse li
 help:  ## list the tasks
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 10
 
-runtime: $(RUNTIME)  ## create .venv with the tested versions of what runs Baton
+runtime: $(RUNTIME) $(KERNELS)  ## create .venv with the tested versions of what runs Baton
 
-setup: $(DEVELOPMENT)  ## the same, and what tests and changes it
+setup: $(DEVELOPMENT) $(KERNELS)  ## the same, and what tests and changes it
 
 $(RUNTIME): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(STAGE) "virtual environment" $(PYTHON) -m venv $(VENV)
@@ -41,6 +43,10 @@ $(DEVELOPMENT): $(RUNTIME)
 	@$(STAGE) "packages that test Baton" $(PIP) --no-compile --no-build-isolation -e '.[dev]'
 	@$(STAGE) "byte code of the rest" $(COMPILED)
 	@touch $@
+
+$(KERNELS): $(RUNTIME) $(KERNEL_SOURCES) setup.py
+	@$(STAGE) "kernels for this processor" $(BIN)/python setup.py --quiet build_ext --inplace
+	@mkdir -p $(@D) && touch $@
 
 demo: runtime  ## a cluster comes up, streams a chat, a long passage and eight answers at once, and goes
 	$(BIN)/python -m deploy.demo.show tests/data/persuasion_2000.txt

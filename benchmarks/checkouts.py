@@ -1,7 +1,8 @@
 """Is this checkout as fast as another one? Runs one benchmark in both, in turn, and compares every row.
 
 `python -m benchmarks.checkouts ../before decode --alone --pairs 1` runs `python -m benchmarks.decode --json --alone
---pairs 1` here and in `../before`, a checkout of another commit, alternately. Both use this environment's packages.
+--pairs 1` here and in `../before`, a checkout of another commit, alternately. Both use this environment's packages, and
+each its own kernels, which are built first.
 Each row's value here is paired with its value there, and the median of the pairs' ratios is reported, above 1 where
 this checkout is better. `--bars` fails when a ratio is below 0.95.
 """
@@ -33,6 +34,12 @@ def values(checkout: Path, benchmark: Sequence[str]) -> dict[Key, float]:
     return {(row["case"], row["metric"], row["unit"]): row["value"] for row in rows if row["value"]}
 
 
+def build(checkout: Path) -> None:
+    """Build a checkout's kernels in its tree; older ones build theirs at first use. Raises CalledProcessError."""
+    if (checkout / "setup.py").exists():
+        subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=checkout, check=True)
+
+
 def commit_of(checkout: Path) -> str:
     """Return the short id of the commit that a checkout is at."""
     command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
@@ -51,6 +58,8 @@ def main() -> int:
     if not args.benchmark:
         parser.error("benchmark is missing: name one, like `decode --alone`")
     here, there = Path.cwd(), args.other.resolve()
+    for checkout in (here, there):
+        build(checkout)
     ours, theirs = list[dict[Key, float]](), list[dict[Key, float]]()
     with progress(" ".join(args.benchmark), args.pairs) as advance:
         for index in range(args.pairs):

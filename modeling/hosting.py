@@ -87,7 +87,7 @@ def _prepare_kernels(decoder: Decoder) -> None:
     """Build or compile kernels now that the first token, or the first prompt, would have to wait for."""
     config = decoder.config
     if decoder.weights.device.type == "cpu":
-        native.load("draws")
+        native.load()
     elif decoder.has_triton_rows:
         heads = config.num_heads, config.num_kv_heads, config.head_dim
         has_windows = any(window is not None for window in config.windows)

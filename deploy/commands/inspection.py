@@ -29,7 +29,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     config.set_defaults(run=print_config)
     doctor = commands.add_parser(
         "doctor",
-        help="check this machine: cores, memory, /dev/shm, compiler, port, versions, model; measure its rates",
+        help="check this machine: cores, memory, /dev/shm, kernels, port, versions, model; measure its rates",
         description="Checks whether the configured cluster can run here, status 1 when it cannot; measures for a few"
         " seconds what generation is bound by here.",
     )

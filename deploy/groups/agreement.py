@@ -45,6 +45,6 @@ class Agreement:
         if choice != agreed:
             raise VersionMismatchError(
                 f"workers on {choice.processor} differ in kernels: {told_by} has {agreed}; {config.name} has {choice}: "
-                "install a C++ compiler on all nodes or none, and copy one node's choice-*.json to the others' "
+                "install the same build of Baton on all nodes, and copy one node's choice-*.json to the others' "
                 f"{choice_path().parent}"
             )

@@ -69,8 +69,8 @@ class Machine:
     """Bytes of available memory."""
     shm_bytes: int
     """Bytes that are free in /dev/shm."""
-    compiler: str | None
-    """Path of a C++ compiler; None if there is none."""
+    instruction_set: str | None
+    """Instruction set of the native kernels that this processor uses; None if none are built for it."""
 
 
 def inspect_machine() -> Machine:
@@ -78,7 +78,7 @@ def inspect_machine() -> Machine:
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return Machine(frozenset(cores), _available_bytes() or pages, shm, native.find_compiler())
+    return Machine(frozenset(cores), _available_bytes() or pages, shm, native.chosen_set())
 
 
 def examine(config: ClusterConfig, folder: Path, machine: Machine) -> list[Finding]:
@@ -87,7 +87,7 @@ def examine(config: ClusterConfig, folder: Path, machine: Machine) -> list[Findi
     if not config.ray.address:
         findings += [check_devices(config), check_selection(config), check_cores(config, machine)]
         findings += [check_memory(config, folder, machine), check_shm(config, machine)]
-    return [*findings, check_compiler(machine), check_port(config)]
+    return [*findings, check_instruction_set(machine), check_port(config)]
 
 
 def require(findings: Sequence[Finding]) -> None:
@@ -225,12 +225,12 @@ def check_shm(config: ClusterConfig, machine: Machine) -> Finding:
     return Finding("/dev/shm", Verdict.OK, text)
 
 
-def check_compiler(machine: Machine) -> Finding:
-    """Warn when there is no C++ compiler, which speeds Baton up but is not needed."""
-    if machine.compiler is None:
-        text = "no C++ compiler: prefill attention is torch's, several times slower"
-        return Finding("compiler", Verdict.WARNING, text)
-    return Finding("compiler", Verdict.OK, machine.compiler)
+def check_instruction_set(machine: Machine) -> Finding:
+    """Warn when no native kernels are built for this processor: they speed Baton up, but are not needed."""
+    if machine.instruction_set is None:
+        text = "native kernels are not built: torch's operators are used, several times slower; install a C++ compiler"
+        return Finding("instruction set", Verdict.WARNING, f"{text}, and install Baton again")
+    return Finding("instruction set", Verdict.OK, f"native kernels for {machine.instruction_set}")
 
 
 def check_port(config: ClusterConfig) -> Finding:

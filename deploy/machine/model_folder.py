@@ -1,4 +1,4 @@
-"""Prepares what a first use needs, and shows progress: the model's folder, the kernels for this CPU and their rates.
+"""Prepares what a first use needs, and shows progress: the model's folder, and measurements of the kernels on this CPU.
 Blocks."""
 
 import subprocess
@@ -104,13 +104,13 @@ def resolve_drafts(config: ClusterConfig, console: Console) -> ClusterConfig:
 
 
 def prepare_kernels(console: Console) -> tuple[KernelChoice, ...]:
-    """Build the CPU's kernels and measure which are the fastest, unless that was done before. Runs in a process of its
-    own, because a launcher does not import torch. Return the choice for this machine's kind of processor; empty when
-    there is none, and then workers choose for themselves."""
-    if native.may_need_building():
-        with _doing("building kernels for this processor, and measuring them", console):
+    """Measure which of the CPU's kernels are the fastest, unless that was done before. Runs in a process of its own,
+    because a launcher does not import torch. Return the choice for this machine's kind of processor; empty when there
+    is none, and then workers choose for themselves."""
+    if native.may_need_measuring():
+        with _doing("measuring the kernels on this processor", console):
             if reason := _failure_of("modeling.kernels"):
-                console.print(f"kernels cannot be prepared ({reason}): workers do without, or build them as they start")
+                console.print(f"kernels cannot be measured ({reason}): workers measure them as they start")
     choice = load_choice()
     return () if choice is None else (choice,)
 

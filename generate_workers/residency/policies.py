@@ -97,15 +97,13 @@ def _host(shape: KvShape, device: Device, source: SelectionSource | None) -> Res
     return HostResidency(shape, device)
 
 
-def _selecting(name: str, make: Callable[[KvShape, SelectionSource], Residency], *others: str) -> Make:
-    """Return a maker of a policy that attends to some keys, which checks for its kernels and `others`."""
+def _selecting(name: str, make: Callable[[KvShape, SelectionSource], Residency]) -> Make:
+    """Return a maker of a policy that attends to some keys, which checks for the kernels."""
 
     def made(shape: KvShape, device: Device, source: SelectionSource | None) -> Residency:
         require_selective(f"residency = {name!r}", shape, device)
-        if not all(native.load(kernel) for kernel in ("key_selection", *others)):
-            raise ConfigError(
-                f"residency = {name!r} is not there without kernels in C++: see the log why they do not build"
-            )
+        if not native.load():
+            raise ConfigError(f"residency = {name!r} needs the native kernels: see the log why they are not loaded")
         assert source is not None, f"{name} needs a model"
         return make(shape, source)
 
@@ -130,7 +128,7 @@ def _is_pooled(shape: KvShape, pool: PoolSize) -> bool:
 def _infinigen_anywhere(shape: KvShape, device: Device, source: SelectionSource | None) -> Residency:
     """Make the policy by kernels of the CPU, or on a GPU by operations on tensors and Triton."""
     if device.name != "cuda":
-        return _selecting("infinigen", _infinigen, "pool_notes", "hot_keys")(shape, device, source)
+        return _selecting("infinigen", _infinigen)(shape, device, source)
     assert source is not None, "infinigen needs a model"
     if source.pool is not None and _is_pooled(shape, source.pool):
         raise ConfigError("pool_tokens is not there on device cuda: leave it at 0, or use device cpu")
@@ -181,10 +179,10 @@ MAKERS: Mapping[str, Make] = {
     "device": _device,
     "host": _host,
     "infinigen": _infinigen_anywhere,
-    "infinigen_int4": _selecting("infinigen_int4", _infinigen_int4, "kv_int4", "hot_keys"),
-    "window": _selecting("window", _window, "hot_keys"),
+    "infinigen_int4": _selecting("infinigen_int4", _infinigen_int4),
+    "window": _selecting("window", _window),
     "oracle": _selecting("oracle", _oracle),
-    "h2o": _selecting("h2o", _h2o, "hot_keys"),
+    "h2o": _selecting("h2o", _h2o),
     "int4": lambda shape, device, source: make_int4(shape, device),
 }
 """How each policy is made, for a decoder on a device."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from baton.errors import ConfigError
 from modeling.device.heads import PickedHeads, RowCopies
 from modeling.device.port import Copies, Link, Running, num_bytes_of
+from modeling.kernels import native
 from modeling.kv.buffers import Writes, bytes_of
 from modeling.kv.staging import FRAME_BYTES, NUM_FRAMES, StagingFrames
 from modeling.kv.transfers import Finished, Transfer
@@ -64,7 +65,7 @@ class ThreadLink:
     def fetch_heads(self, heads: PickedHeads) -> Transfer:
         """Begin to copy picked keys and values, on the thread."""
         args = heads.home_B, heads.there_B, heads.pairs_BGK2, heads.num_BG, heads.head_bytes
-        return self._begin_fetch(_Job(functools.partial(torch.ops.baton.copy_heads, *args), heads.num_bytes))
+        return self._begin_fetch(_Job(functools.partial(native.operators().copy_heads, *args), heads.num_bytes))
 
     def store(self, copies: Copies) -> Transfer:
         """Copy, and return when that is done."""
@@ -73,7 +74,7 @@ class ThreadLink:
     def store_rows(self, rows: RowCopies) -> Transfer:
         """Copy rows home, as `store` does."""
         args = rows.there_B, rows.home_B, rows.row_bytes
-        return self._begin_store(_Job(functools.partial(torch.ops.baton.copy_rows, *args), rows.num_bytes))
+        return self._begin_store(_Job(functools.partial(native.operators().copy_rows, *args), rows.num_bytes))
 
     def rest(self) -> None:
         """Wait for the copies that were asked for, and end the threads."""

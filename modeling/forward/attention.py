@@ -111,8 +111,7 @@ def native_kernel(q_TNH: Tensor, pieces: Sequence[KvRows], causal: bool, mask_TS
     if T == 1 or mask_TS is not None or not is_native(q_TNH.dtype, H):
         return cpu_flash_kernel(q_TNH, pieces, causal, mask_TS)
     keys, values = [each.k_SGH for each in pieces], [each.v_SGH for each in pieces]
-    o_TNH, lse_TN = torch.ops.baton.prefill_attention(q_TNH, keys, values, causal, KERNELS.choice.attention)
-    return o_TNH, lse_TN
+    return native.operators().prefill_attention(q_TNH, keys, values, causal, KERNELS.choice.attention)
 
 
 def is_native(dtype: torch.dtype, head_dim: int) -> bool:
@@ -122,7 +121,7 @@ def is_native(dtype: torch.dtype, head_dim: int) -> bool:
 
 def has_native_kernel() -> bool:
     """Return whether `native_kernel` can run here; builds it at the first call."""
-    return native.load("prefill_attention")
+    return native.load()
 
 
 def on_device(kernel: Kernel, device: Device) -> Kernel:

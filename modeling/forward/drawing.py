@@ -140,7 +140,7 @@ def choose_by_rows(logits_BV: Tensor, rows: Sequence[tuple[SamplingParams, int]]
     token_ids: list[int] = [0] * len(rows)
     is_native = has_native_draws(logits_BV)
     if len(drawing) < len(rows):
-        token_ids = (torch.ops.baton.largest_tokens(logits_BV) if is_native else logits_BV.argmax(-1)).tolist()
+        token_ids = (native.operators().largest_tokens(logits_BV) if is_native else logits_BV.argmax(-1)).tolist()
     if not drawing:
         return token_ids
     if not is_native:
@@ -149,7 +149,7 @@ def choose_by_rows(logits_BV: Tensor, rows: Sequence[tuple[SamplingParams, int]]
             token_ids[row] = draw_row(logits_BV[row], params, noise_key(params.seed, position))
         return token_ids
     draws = Draws.of([RowDraw.of(*rows[row]) for row in drawing], logits_BV.device)
-    found: list[int] = torch.ops.baton.draw_tokens(logits_BV, torch.tensor(drawing), *draws).tolist()
+    found: list[int] = native.operators().draw_tokens(logits_BV, torch.tensor(drawing), *draws).tolist()
     for row, token_id in zip(drawing, found, strict=True):
         token_ids[row] = token_id if token_id >= 0 else int(logits_BV[row].argmax())  # -1: there is no distribution
     return token_ids
@@ -158,7 +158,7 @@ def choose_by_rows(logits_BV: Tensor, rows: Sequence[tuple[SamplingParams, int]]
 def has_native_draws(logits_BV: Tensor) -> bool:
     """Return whether the kernel in C++ draws from such logits here; builds it at the first call."""
     fits = logits_BV.device.type == "cpu" and logits_BV.dtype == torch.float32 and logits_BV.stride(1) == 1
-    return fits and native.load("draws")
+    return fits and native.load()
 
 
 def draw_row(logits_V: Tensor, params: SamplingParams, key: int) -> int:

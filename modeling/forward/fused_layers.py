@@ -8,9 +8,7 @@ T tokens, a row each; D hidden, N heads, G kv heads.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from modeling.forward.layers import GatedMlp, Layer, Sequential
@@ -47,9 +45,9 @@ class FusedLayers:
         modeling.kernels.products; None: the one that this processor's kernels use. The kernel must be loaded."""
         self._most_rows = most_rows
         (product,) = {linear.product for linear, _ in linears}
-        make = getattr(torch.classes, native.namespace(instruction_set)).DecodeLayers
         heads = config.num_heads, config.num_kv_heads, config.head_dim
-        self._native: Any = make(*heads, product, attention_product or KERNELS.choice.attention)
+        scores = attention_product or KERNELS.choice.attention
+        self._native = native.operators(instruction_set).decode_layers(heads, product, scores)
         for linear, norm in linears:
             self._native.add(*linear.described(norm))
 
@@ -67,7 +65,8 @@ class FusedLayers:
         keys = (rows.queries_B, rows.unseen_B2) if picks is None else (None, None)
         chosen = (None, None) if picks is None else (picks.keys_LBGK, picks.num_BG)
         table = rows.pages_BC, rows.page_tokens
-        self._native.run(hidden_TD, *turns, rows.addresses_LB, rows.lengths_B, *keys, *chosen, *table)
+        assert rows.lengths_B is not None, "rows that `fit` took"
+        self._native.run(hidden_TD, turns, rows.addresses_LB, rows.lengths_B, keys, chosen, table)
         return hidden_TD
 
 
@@ -84,7 +83,7 @@ def fuse(layers: Sequence[Layer], positions: PositionTable, config: ModelConfig)
             return None
         linears += [(_panels(linear), norm) for linear, norm in found]
         most_rows = min(most_rows, *(_most_rows(linear) for linear, _ in found))
-    return FusedLayers(linears, config, most_rows=most_rows) if linears and native.load("decode_layers") else None
+    return FusedLayers(linears, config, most_rows=most_rows) if linears and native.load() else None
 
 
 def _panels(linear: PanelLinear | LinearByRows) -> PanelLinear:

@@ -19,7 +19,7 @@ from baton.errors import ModelError
 from modeling.forward.norms import RmsNorm, Transform, unchanged
 from modeling.kernels import native
 from modeling.kernels.huge_pages import WEIGHTS
-from modeling.kernels.panels import HALF, PANEL, panel_format
+from modeling.kernels.panels import HALF, PANEL, BoundPanels, bind_panels, panel_format
 from modeling.kernels.process_kernels import KERNELS
 from modeling.kernels.triton.launch import compiles_for
 from modeling.kernels.triton.pointwise import gate
@@ -95,9 +95,8 @@ class PanelLinear:
         instruction_set: str = native.NATIVE,
     ) -> None:
         """`product`: one of modeling.kernels.products; None: the one that this processor's kernels use."""
-        self._linear = getattr(torch.ops, native.namespace(instruction_set)).linear
+        self._operators = native.operators(instruction_set)
         num_rows, self._num_inputs = weight_NK.shape
-        self._gated = gated
         self.product = product or KERNELS.choice.panels
         self._num_outputs = num_rows // 2 if gated else num_rows
         self._order_N = _gated_order(self._num_outputs) if gated else torch.arange(num_rows)
@@ -109,6 +108,8 @@ class PanelLinear:
         self._format = panel_format(self.product, weight_NK.dtype)
         self._panels_PJL = WEIGHTS.copy(self._format.pack(self._placed(weight_NK)))
         self._bias = None if bias_N is None else self._placed(bias_N.float())
+        sizes = self._num_inputs, self._num_outputs
+        self._bound = bind_panels(self._panels_PJL, sizes, self._scales, self._bias, gated=gated, product=self.product)
 
     @property
     def num_bytes(self) -> int:
@@ -118,18 +119,13 @@ class PanelLinear:
         gain_K, eps = _gain(norm)
         if gain_K is None:
             x_TK = norm(x_TK)
-        out_TN: Tensor = self._linear(
-            *(x_TK, self._panels_PJL, self._num_outputs, self._scales, self._bias, gain_K, eps, residual_TN),
-            *(self._gated, self.product),
-        )
-        return out_TN
+        return self._operators.linear(x_TK, self._bound, gain_K, eps, residual_TN)
 
-    def described(self, norm: Transform) -> tuple[Tensor | float | None, ...]:
-        """Return what modeling/kernels/layers/decode_layers.cpp takes of a layer. `norm` must be RMSNorm or none."""
+    def described(self, norm: Transform) -> tuple[BoundPanels, Tensor | None, float]:
+        """Return the weights, gain and epsilon, as `DecodeLayers.add` takes them. `norm` must be RMSNorm or none."""
         gain_K, eps = _gain(norm)
         assert gain_K is not None or norm is unchanged, norm
-        sizes = self._num_inputs, self._num_outputs
-        return self._panels_PJL, *sizes, self._scales, self._bias, gain_K, eps, self._gated
+        return self._bound, gain_K, eps
 
     def weight(self) -> Tensor:
         return self._rows(torch.arange(len(self._order_N)))
@@ -211,7 +207,7 @@ def _gated_order(num_outputs: int) -> Tensor:
 
 def has_panel_linear() -> bool:
     """Return whether `PanelLinear` computes steps of few rows here; builds and measures kernels at the first call."""
-    return KERNELS.choice.torch_rows != 1 and native.load("linear")
+    return KERNELS.choice.torch_rows != 1 and native.load()
 
 
 def make_linear(
@@ -226,7 +222,7 @@ def make_linear(
     rounded to int8. Without `has_many_rows` the weight is kept only once. Raises ModelError for unsupported int8."""
     on_cpu = weight_NK.device.type == "cpu" and weight_NK.dtype == torch.bfloat16
     if int8:
-        if not on_cpu or not native.load("linear"):
+        if not on_cpu or not native.load():
             remedy = "leave quantization out, or use dtype bfloat16 on device cpu, with a C++ compiler"
             raise ModelError(f"quantization int8 is not there for {weight_NK.dtype} on {weight_NK.device}; {remedy}")
         return PanelLinear(weight_NK, bias_N, gated, int8=True)

@@ -94,7 +94,7 @@ class Rotation:
         """Turn all heads, in every layer alike."""
         if not self.in_place:
             return apply_rotary(x_TNH, self)
-        turn = turn_heads if x_TNH.is_cuda else torch.ops.baton.turn_heads
+        turn = turn_heads if x_TNH.is_cuda else native.operators().turn_heads
         turn(x_TNH, self.cos_T1H, self.sin_T1H)
         return x_TNH
 
@@ -153,7 +153,7 @@ class LayeredRotaryTable:
 def has_native_turn(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether heads can be turned by the kernel in C++ here; builds it at the first call."""
     fits = device.type == "cpu" and dtype in (torch.bfloat16, torch.float32) and head_dim % _HEAD_DIM_STEP == 0
-    return fits and native.load("rotary")
+    return fits and native.load()
 
 
 def apply_rotary(x_TNH: Tensor, rotation: Rotation) -> Tensor:

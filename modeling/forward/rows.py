@@ -79,7 +79,7 @@ class DecodeRows:
     def append(self, layer: int, k_TGH: Tensor, v_TGH: Tensor) -> None:
         """Write the rows' new keys and values to their places; the arguments are those of all of the step's tokens."""
         k_BGH, v_BGH = self._of_rows(k_TGH), self._of_rows(v_TGH)
-        torch.ops.baton.append_kv(
+        native.operators().append_kv(
             k_BGH, v_BGH, self._addresses[layer], self._ends[layer], self.pages_BC, self.page_tokens
         )
 
@@ -95,10 +95,8 @@ class DecodeRows:
             keys = self._addresses[layer], self._lengths[layer]
             others = picks.keys_BGK, picks.num_BG, None, None
         table = self.pages_BC, self.page_tokens
-        out_BNH: Tensor = torch.ops.baton.decode_attention(
-            self._of_rows(q_TNH), *keys, num_kv_heads, product, *others, *table
-        )
-        return out_BNH
+        queries_BNH = self._of_rows(q_TNH)
+        return native.operators().decode_attention(queries_BNH, *keys, num_kv_heads, product, *others, *table)
 
     def _of_rows(self, x_TNH: Tensor) -> Tensor:
         is_all = self.in_order and len(x_TNH) == len(self.tokens_B)
@@ -108,7 +106,7 @@ class DecodeRows:
 def has_native_rows(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether DecodeRows works for such KV here; builds the kernel at the first call."""
     fits = device.type == "cpu" and is_native(dtype, head_dim)
-    return fits and native.load("decode_attention")
+    return fits and native.load()
 
 
 def _pages(places: Sequence[KvPlace]) -> tuple[Tensor | None, int]:

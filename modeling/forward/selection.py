@@ -130,7 +130,6 @@ class PartialKeys:
     ) -> None:
         """`layers`: the model's layers with partial keys. `make_memory`: makes the CPU's memory that compute reads.
         Raises OSError for too much address space."""
-        native.load("partial_keys")  # builds it now, not when the first keys come
         self.layers = layers
         # A block takes the place of a token in the layout of KV: K and V together hold G heads of 16 R numbers.
         layout = KvLayout("", len(layers), num_kv_heads, num_columns * _BLOCK // 2, "bfloat16")
@@ -177,7 +176,7 @@ class PartialKeys:
         """
         projection = self.fitting(projection)
         self.commit(TokenRange(first, first + len(k_TGH)), layer)
-        if native.load("partial_keys"):
+        if native.load():
             _project(k_TGH, projection, torch.tensor([self.address(layer)]), torch.tensor([first]))
         else:
             data_CGRI = self.data_LCGRI[self.layers.index(layer)]
@@ -234,7 +233,7 @@ class PartialRows:
 
     def append(self, layer: int, k_BGH: Tensor, projection: KeyProjection | None = None) -> None:
         """Make the new tokens' partial keys, and store them, as PartialKeys.write does."""
-        if native.load("partial_keys"):
+        if native.load():
             fitting = self.keys[0].fitting(projection)
             _project(k_BGH, fitting, self.addresses_B(layer), self.lengths_B - 1)
         else:
@@ -255,7 +254,7 @@ class PartialRows:
 
 
 def _project(k_TGH: Tensor, projection: KeyProjection, addresses: Tensor, numbers: Tensor) -> None:
-    torch.ops.baton.project_keys(k_TGH, projection.basis_GHR, projection.columns_GR, addresses, numbers)
+    native.operators().project_keys(k_TGH, projection.basis_GHR, projection.columns_GR, addresses, numbers)
 
 
 def select_keys(
@@ -276,9 +275,9 @@ def select_keys(
     num_kv_heads, num_columns = rows.keys[0].data_LCGRI.shape[2:4]
     if q_BNR.shape[2] != num_columns:
         raise RuntimeError(f"queries have {q_BNR.shape[2]} columns, the partial keys {num_columns}")
-    if not native.load("key_selection"):
+    if not native.load():
         return plain_select_keys(q_BNR, rows, layer, selection, has_new=has_new, closeness_BGS=closeness_BGS)
-    keys_BGK, num_BG = torch.ops.baton.select_keys(
+    keys_BGK, num_BG = native.operators().select_keys(
         q_BNR,
         rows.addresses_B(layer),
         rows.lengths_B,

@@ -1,1 +1,1 @@
-"""Kernels in C++: one file each, built at first use; where they cannot be built, torch's own take their place."""
+"""Kernels in C++, built when Baton is installed; where they are not, torch's operators take their place."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from baton.types import KernelChoice
 from modeling.kernels import native
-from modeling.kernels.panels import panel_format
+from modeling.kernels.panels import bind_panels, panel_format
 from modeling.kernels.processor import processor_kind
 from modeling.kernels.products import DOT, TILES, WIDENED
 
@@ -58,11 +58,10 @@ def measure_choice(*, tiles: bool = True) -> KernelChoice:
     """Measure the choice for this processor; takes a few seconds. Without `tiles` as if it had no AMX; torch's linear
     layers ignore AMX only in a process in which oneDNN may not use it either."""
     kind = processor_kind()
-    has_linear = native.load("products") and native.load("linear")
-    if not has_linear:
+    if not native.load():
         return KernelChoice(kind, WIDENED, WIDENED, torch_rows=1)
     with _one_thread(), torch.inference_mode():
-        if tiles and torch.ops.baton.has_tiles():
+        if tiles and native.operators().has_tiles:
             attention = panels = TILES
         else:
             attention, panels = _choose_vectors(), _choose_panels()
@@ -76,8 +75,8 @@ def linear_rates() -> tuple[dict[str, list[float]], float]:
     by the way to multiply: those that this processor has, and TORCH; and its FLOP/s at torch's bare product of bf16 or
     of fp32 matrices, whichever is faster: about the most that the core reaches. Takes a few seconds."""
     ways = dict.fromkeys([TORCH], _by_torch)
-    if native.load("products") and native.load("linear"):
-        has = {WIDENED: True, DOT: torch.ops.baton.has_dots(), TILES: torch.ops.baton.has_tiles()}
+    if native.load():
+        has = {WIDENED: True, DOT: native.operators().has_dots, TILES: native.operators().has_tiles}
         ways = {way: partial(_in_panels, way) for way, is_there in has.items() if is_there} | ways
     heads = _HEADS * _HEAD_DIM
     weights = _HIDDEN * (2 * heads + 2 * _KV_HEADS * _HEAD_DIM + 3 * _FFN)
@@ -129,14 +128,14 @@ def _cpu_ns(run: Callable[[], object]) -> int:
 
 def _choose_vectors() -> str:
     """Return how attention multiplies without tiles: DOT where the processor has it, unless WIDENED is faster."""
-    if not torch.ops.baton.has_dots() or not native.load("prefill_attention"):
+    if not native.operators().has_dots:
         return WIDENED
     q_TNH = _random(_QUERIES, _HEADS, _HEAD_DIM)
     kv_S2GH = _random(_KEYS, 2, _KV_HEADS, _HEAD_DIM)
 
     def attend(product: str) -> _Run:
         keys, values = [kv_S2GH[:, 0]], [kv_S2GH[:, 1]]
-        return lambda: torch.ops.baton.prefill_attention(q_TNH, keys, values, False, product)
+        return lambda: native.operators().prefill_attention(q_TNH, keys, values, False, product)
 
     return WIDENED if _is_beaten(attend(DOT), attend(WIDENED)) else DOT
 
@@ -144,7 +143,7 @@ def _choose_vectors() -> str:
 def _choose_panels() -> str:
     """Return how linear layers in C++ multiply without tiles: DOT where the processor has it, unless WIDENED is faster
     with as many rows as a batch has."""
-    if not torch.ops.baton.has_dots():
+    if not native.operators().has_dots:
         return WIDENED
     x_TD = _random(_BATCH_ROWS, _HIDDEN)
     dots, widened = ([_Layer(partial(_in_panels, way)) for _ in range(_NUM_LAYERS)] for way in (DOT, WIDENED))
@@ -202,13 +201,14 @@ def _in_panels(product: str, weight_NK: Tensor, is_gated: bool, has_norm: bool) 
     """Return a linear layer as the kernel in C++ computes it. The order of the weight's rows does not matter here."""
     gain_K = torch.ones(weight_NK.shape[1], dtype=torch.bfloat16) if has_norm else None
     panels_PJL = panel_format(product, weight_NK.dtype).pack(weight_NK)
-    num_outputs = len(weight_NK) // 2 if is_gated else len(weight_NK)
+    sizes = weight_NK.shape[1], len(weight_NK) // 2 if is_gated else len(weight_NK)
+    weights, linear = (
+        bind_panels(panels_PJL, sizes, None, None, gated=is_gated, product=product),
+        native.operators().linear,
+    )
 
     def run(x_TK: Tensor, residual_TN: Tensor | None) -> Tensor:
-        out_TN: Tensor = torch.ops.baton.linear(
-            x_TK, panels_PJL, num_outputs, None, None, gain_K, _EPS, residual_TN, is_gated, product
-        )
-        return out_TN
+        return linear(x_TK, weights, gain_K, _EPS, residual_TN)
 
     return run
 

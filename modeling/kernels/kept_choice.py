@@ -47,7 +47,7 @@ def load_or_measure() -> KernelChoice:
         choice = load_choice()
         if choice is None:
             choice = measure_choice()
-            if native.load("linear"):  # else a compiler that is installed or mended later would change nothing
+            if native.load():  # else there was nothing to measure
                 with whole(path) as partial:
                     partial.write_text(json.dumps(dataclasses.asdict(choice)) + "\n")
         return choice

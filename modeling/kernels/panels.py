@@ -5,12 +5,14 @@ end.
 multiple of 32; K inputs; P = M / 32 panels; J inputs as they are kept: K, or more, the rest zeros.
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from modeling.kernels.checks import optional, require
 from modeling.kernels.products import WIDENED
 
 HALF = 16
@@ -75,6 +77,54 @@ def panel_format(product: str, dtype: torch.dtype) -> PanelFormat:
     if dtype == torch.int8:
         return Bytes(deep=product != WIDENED)
     return HalvesInTurn() if product == WIDENED else InputPairs()
+
+
+@dataclass(frozen=True)
+class BoundPanels:
+    """Weights of a linear layer, checked, as kernels take them. Keeps the tensors alive."""
+
+    tensors: tuple[Tensor | None, ...]
+    num_inputs: int
+    num_outputs: int
+    gated: bool
+    product: bytes
+    addresses: tuple[int | None, ...]
+    """Panels and their number, inputs, outputs, scales and bias."""
+    is_int8: bool
+
+
+def bind_panels(
+    panels_PJL: Tensor,
+    sizes: tuple[int, int],
+    scales: Tensor | None,
+    bias: Tensor | None,
+    *,
+    gated: bool,
+    product: str,
+) -> BoundPanels:
+    """Return weights in panels (`modeling.kernels.panels`) of so many inputs and outputs, with a scale and a bias for
+    each place, checked."""
+    num_inputs, num_outputs = sizes
+    is_int8, P = panels_PJL.dtype == torch.int8, len(panels_PJL)
+    fits = panels_PJL.dim() == 3 and panels_PJL.shape[1:] == (depth(product, num_inputs), PANEL)
+    require(
+        fits and panels_PJL.is_contiguous() and panels_PJL.is_cpu, "the weights are packed for another number of inputs"
+    )
+    has_dtype = panels_PJL.dtype == torch.bfloat16 or (is_int8 and scales is not None)
+    require(has_dtype, "weights are bfloat16, or int8 with scales")
+    require(num_outputs <= P * PANEL // (2 if gated else 1), f"the weights have fewer outputs than {num_outputs}")
+    places = f"scales and bias must be {P * PANEL} of float32"
+    addresses = (
+        *(panels_PJL.data_ptr(), P, num_inputs, num_outputs),
+        *(optional(each, torch.float32, P * PANEL, places) for each in (scales, bias)),
+    )
+    tensors = panels_PJL, scales, bias
+    return BoundPanels(tensors, *sizes, gated, product.encode(), addresses, is_int8)
+
+
+def depth(product: str, num_inputs: int) -> int:
+    """Return the inputs of a panel that multiplies so many in one of the ways of modeling.kernels.products."""
+    return num_inputs if product == WIDENED else -(-num_inputs // _TILE_INPUTS) * _TILE_INPUTS
 
 
 def _deep(weight_MK: Tensor) -> Tensor:

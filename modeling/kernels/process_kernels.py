@@ -33,7 +33,7 @@ class ProcessKernels:
         kind = processor_kind()
         given = next((each for each in choices if each.processor == kind), None)
         with self._lock:
-            if given is not None and native.load("linear"):
+            if given is not None and native.load():
                 self._choice = given
             self._choice = self._choice or load_or_measure()
             return self._choice

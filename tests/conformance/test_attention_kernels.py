@@ -82,7 +82,7 @@ pytestmark = pytest.mark.parametrize("case", CASES)
 def loaded(case: Case) -> None:
     """The kernel is there: built at its first use."""
     if case.instruction_set:
-        require("prefill_attention", case.instruction_set)
+        require(case.instruction_set)
 
 
 def queries(case: Case, num_queries: int, num_heads: int, head_dim: int = HEAD_DIM) -> Tensor:

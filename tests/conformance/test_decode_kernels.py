@@ -24,7 +24,7 @@ pytestmark = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def loaded(path: KernelPath) -> None:
     """The kernel is there: built at its first use."""
-    require("decode_attention", path.instruction_set)
+    require(path.instruction_set)
 
 
 def caches(path: KernelPath, num_kv_heads: int, head_dim: int) -> list[Tensor]:

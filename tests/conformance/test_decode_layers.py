@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -18,9 +17,10 @@ from modeling.forward.rope import Rotation
 from modeling.forward.rows import DecodeRows
 from modeling.forward.selection import StepPicks
 from modeling.kernels import native
+from modeling.kernels.operators import Operators
 from modeling.kernels.products import DOT, TILES, WIDENED
 from modeling.kv.buffers import KvPlace
-from tests.support.kernels.paths import has_tiles, lane, require
+from tests.support.kernels.paths import INSTRUCTION_SETS, has_tiles, lane, require
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Path:
 
 needs_tiles = pytest.mark.skipif(not has_tiles(), reason="needs AMX")
 PATHS = [
-    *(pytest.param(Path(each), id=str(Path(each)), marks=lane(each)) for each in native.INSTRUCTION_SETS),
+    *(pytest.param(Path(each), id=str(Path(each)), marks=lane(each)) for each in INSTRUCTION_SETS),
     pytest.param(Path(native.NATIVE, DOT, DOT), id="dot"),
     pytest.param(Path(native.NATIVE, TILES, TILES), id="tiles", marks=needs_tiles),
 ]
@@ -58,8 +58,7 @@ pytestmark = pytest.mark.parametrize("path", PATHS)
 @pytest.fixture(autouse=True)
 def loaded(path: Path) -> None:
     """The kernels are there: built at their first use."""
-    for name in ("linear", "rotary", "decode_attention", "decode_layers"):
-        require(name, path.instruction_set)
+    require(path.instruction_set)
 
 
 @pytest.fixture
@@ -169,7 +168,7 @@ class Pieces:
     def one_by_one(self) -> tuple[Tensor, list[Tensor]]:
         """The same by the operators alone."""
         hidden_TD, caches = self.hidden_TD.clone(), [each.clone() for each in self.caches]
-        operators: Any = getattr(torch.ops, native.namespace(self.path.instruction_set))
+        operators: Operators = native.operators(self.path.instruction_set)
         config, rows = self.config, self.rows(caches)
         addresses_LB, lengths_B = rows.addresses_LB, rows.lengths_B
         splits = [config.num_heads, config.num_kv_heads, config.num_kv_heads]

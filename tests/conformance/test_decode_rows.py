@@ -10,6 +10,7 @@ from torch import Tensor
 from baton.types import KvLayout, TokenRange
 from modeling.forward.rows import DecodeRows, has_native_rows
 from modeling.forward.selection import Picks
+from modeling.kernels import native
 from modeling.kernels.products import WIDENED
 from modeling.kv.buffers import BufferSpan, KvBuffer, KvRows
 from tests.support.kernels.brute_attention import brute_attention
@@ -205,9 +206,9 @@ def test_large_scores_do_not_overflow() -> None:
 def test_a_row_without_a_key_is_refused() -> None:
     rows_BGH, addresses_B = random(1, 1, 64, seed=1), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(RuntimeError, match="every row has a key"):
-        torch.ops.baton.append_kv(rows_BGH, rows_BGH, addresses_B, torch.zeros(1, dtype=torch.int64))
+        native.operators().append_kv(rows_BGH, rows_BGH, addresses_B, torch.zeros(1, dtype=torch.int64))
     with pytest.raises(RuntimeError, match="every row has a key"):
-        torch.ops.baton.decode_attention(rows_BGH, addresses_B, torch.zeros(1, dtype=torch.int64), 1, WIDENED)
+        native.operators().decode_attention(rows_BGH, addresses_B, torch.zeros(1, dtype=torch.int64), 1, WIDENED)
 
 
 def test_a_token_beyond_its_buffer_has_no_place() -> None:

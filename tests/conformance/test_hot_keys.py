@@ -7,7 +7,7 @@ import torch
 
 from modeling.kernels import native
 
-pytestmark = pytest.mark.skipif(not native.load("hot_keys"), reason="needs a C++ compiler")
+pytestmark = pytest.mark.skipif(not native.load(), reason="needs a C++ compiler")
 NUM_LATEST, MOST_SLOTS, NUM_HEADS = 4, 12, 2
 HEAD = 3
 
@@ -78,7 +78,7 @@ def test_random_picks_beside_sets(seed: int) -> None:
             picks_BGK.view(-1, width)[index, : len(keys)] = torch.tensor(keys)
         num_BG = torch.tensor([len(keys) for keys in lists], dtype=torch.int32).view(num_rows, NUM_HEADS)
         numbers = [torch.tensor(each) for each in (num_slots, starts, num_tokens, fresh)]
-        places_BGK, missing_BGK2, num_missing_BG = torch.ops.baton.admit_picks(
+        places_BGK, missing_BGK2, num_missing_BG = native.operators().admit_picks(
             picks_BGK, num_BG, addresses_B, *numbers, NUM_LATEST, MOST_SLOTS
         )
         for index, keys in enumerate(lists):
@@ -102,7 +102,7 @@ def test_more_picks_than_slots_are_refused() -> None:
     picks_BGK, num_BG = torch.arange(6, dtype=torch.int32).view(1, 1, 6), torch.tensor([[6]], dtype=torch.int32)
     numbers = [torch.tensor([each]) for each in (records.data_ptr(), 5, 6, 7, True)]
     with pytest.raises(RuntimeError, match="6 keys are picked, and there are 5 slots"):
-        torch.ops.baton.admit_picks(picks_BGK, num_BG, *numbers, NUM_LATEST, MOST_SLOTS)
+        native.operators().admit_picks(picks_BGK, num_BG, *numbers, NUM_LATEST, MOST_SLOTS)
 
 
 def test_heads_are_copied_to_their_places_and_nothing_else() -> None:
@@ -110,7 +110,7 @@ def test_heads_are_copied_to_their_places_and_nothing_else() -> None:
     pairs_BGK2 = torch.tensor([[[[7, 0], [2, 3]], [[8, 4], [0, 0]]]], dtype=torch.int32)
     num_BG = torch.tensor([[2, 1]], dtype=torch.int32)
     addresses = torch.tensor([home_SKGH.data_ptr()]), torch.tensor([there_SKGH.data_ptr()])
-    torch.ops.baton.copy_heads(*addresses, pairs_BGK2, num_BG, 8 * 4)
+    native.operators().copy_heads(*addresses, pairs_BGK2, num_BG, 8 * 4)
     expected = torch.full((5, 2, NUM_HEADS, 8), torch.nan)
     for head, key, place in ((0, 7, 0), (0, 2, 3), (1, 8, 4)):
         expected[place, :, head] = home_SKGH[key, :, head]

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from modeling.forward.selection import PartialKeys, PartialRows, Picks, Selection, plain_select_keys
 from modeling.kernels import native
-from tests.support.kernels.paths import lane, require
+from modeling.kernels.operators import Operators
+from tests.support.kernels.paths import require, sets
 
 LAYER = 1
 LENGTHS = (1, 2, 15, 16, 17, 64, 65, 300)
@@ -32,7 +33,7 @@ Select = Callable[..., Picks]
 """As `modeling.forward.selection.select_keys`, of LAYER."""
 
 
-@pytest.fixture(params=[TORCH, *(pytest.param(name, marks=lane(name)) for name in native.INSTRUCTION_SETS)])
+@pytest.fixture(params=[TORCH, *sets()])
 def select(request: pytest.FixtureRequest) -> Select:
     if request.param == TORCH:
         return by_torch
@@ -58,9 +59,9 @@ def by_torch(q_BNR: Tensor, rows: PartialRows, selection: Selection, **more: Any
     return plain_select_keys(q_BNR, rows, LAYER, selection, **more)
 
 
-def loaded(instruction_set: str) -> Any:  # torch.ops' namespaces have no type
-    require("key_selection", instruction_set)
-    return getattr(torch.ops, native.namespace(instruction_set))
+def loaded(instruction_set: str) -> Operators:
+    require(instruction_set)
+    return native.operators(instruction_set)
 
 
 def kept(k_SGR: Tensor, num_beyond: int = 40) -> PartialKeys:
@@ -244,7 +245,7 @@ def test_threads_share_rows_and_long_ones_among_them(select: Select) -> None:
     assert found[0] == found[1]
 
 
-SETS = [pytest.param(name, marks=lane(name)) for name in native.INSTRUCTION_SETS]
+SETS = sets()
 
 
 @pytest.mark.parametrize("instruction_set", SETS)

@@ -11,7 +11,7 @@ from modeling.forward.linear import Linear, LinearByRows, PanelLinear, TorchLine
 from modeling.forward.norms import LayerNorm, RmsNorm, Transform, unchanged
 from modeling.kernels import native
 from modeling.kernels.products import DOT, TILES, WIDENED
-from tests.support.kernels.paths import has_tiles, lane, require
+from tests.support.kernels.paths import INSTRUCTION_SETS, has_tiles, lane, require
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Case:
     def __call__(self, weight_NK: Tensor, bias_N: Tensor | None = None, gated: bool = False) -> Linear:
         if self.instruction_set is None:
             return TorchLinear(weight_NK, bias_N, gated)
-        require("linear", self.instruction_set)
+        require(self.instruction_set)
         ours = PanelLinear(
             weight_NK, bias_N, gated, int8=self.int8, product=self.product, instruction_set=self.instruction_set
         )
@@ -41,7 +41,7 @@ class Case:
 
 
 needs_tiles = pytest.mark.skipif(not has_tiles(), reason="needs AMX")
-WAYS = [*((each, WIDENED) for each in native.INSTRUCTION_SETS), (native.NATIVE, DOT), ("plain", DOT)]
+WAYS = [*((each, WIDENED) for each in INSTRUCTION_SETS), (native.NATIVE, DOT), ("generic", DOT)]
 OURS = [
     pytest.param(Case(each, int8, product), id=str(Case(each, int8, product)), marks=lane(each))
     for each, product in WAYS

@@ -3,7 +3,6 @@ where it is kept."""
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,8 @@ from torch import Tensor
 from baton.types import TokenRange
 from modeling.forward.selection import KeyProjection, PartialKeys
 from modeling.kernels import native
-from tests.support.kernels.paths import lane, require
+from modeling.kernels.operators import Operators
+from tests.support.kernels.paths import require, sets
 
 NUM_KV_HEADS = 3
 TORCH = "torch"
@@ -21,7 +21,7 @@ RUNS = [(0, 1), (0, 16), (5, 11), (5, 12), (15, 2), (16, 40), (3, 70)]
 """`(first, count)`: within a block, up to its end, and across."""
 Write = Callable[[PartialKeys, int, Tensor, KeyProjection], None]
 """(keys, first, k_TGH, projection): as PartialKeys.write, in layer 1."""
-SETS = [pytest.param(name, marks=lane(name)) for name in native.INSTRUCTION_SETS]
+SETS = sets()
 
 
 @pytest.fixture(params=[TORCH, *SETS])
@@ -39,9 +39,9 @@ def write(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Wr
     return by_kernel
 
 
-def loaded(instruction_set: str) -> Any:  # torch.ops' namespaces have no type
-    require("partial_keys", instruction_set)
-    return getattr(torch.ops, native.namespace(instruction_set))
+def loaded(instruction_set: str) -> Operators:
+    require(instruction_set)
+    return native.operators(instruction_set)
 
 
 def random(*shape: int, seed: int) -> Tensor:

@@ -1,22 +1,21 @@
 """What is noted of picks in pools, and who goes, by the kernel on every path, against plain Python."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from modeling.kernels import native
-from tests.support.kernels.paths import lane, require
+from modeling.kernels.operators import Operators
+from tests.support.kernels.paths import require, sets
 
 NUM_HEADS = 3
 BITS = 23
-SETS = [pytest.param(name, marks=lane(name)) for name in native.INSTRUCTION_SETS]
+SETS = sets()
 
 
-def loaded(instruction_set: str) -> Any:  # torch.ops' namespaces have no type
-    require("pool_notes", instruction_set)
-    return getattr(torch.ops, native.namespace(instruction_set))
+def loaded(instruction_set: str) -> Operators:
+    require(instruction_set)
+    return native.operators(instruction_set)
 
 
 def random_orders(num_lists: int, num_places: int, most_mark: int, dtype: torch.dtype, seed: int) -> Tensor:

@@ -1,7 +1,6 @@
 """Heads turned in place by the kernel in C++, against complex multiplication in float64."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,8 @@ from torch import Tensor
 from modeling.checkpoints.registry import ModelConfig
 from modeling.forward.rope import RotaryTable, has_native_turn
 from modeling.kernels import native
-from tests.support.kernels.paths import lane, require
+from modeling.kernels.operators import Operators
+from tests.support.kernels.paths import require, sets
 
 CPU = torch.device("cpu")
 HEAD_DIMS = (32, 64, 96, 128, 256)
@@ -28,13 +28,13 @@ CONFIG = ModelConfig(
     tie_embeddings=True,
     rope_theta=10000.0,
 )
-SETS = [pytest.param(name, marks=lane(name)) for name in native.INSTRUCTION_SETS]
+SETS = sets()
 
 
 @pytest.fixture(params=SETS)
-def operators(request: pytest.FixtureRequest) -> Any:  # torch.ops' namespaces have no type
-    require("rotary", request.param)
-    return getattr(torch.ops, native.namespace(request.param))
+def operators(request: pytest.FixtureRequest) -> Operators:
+    require(request.param)
+    return native.operators(request.param)
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
@@ -52,7 +52,7 @@ def expected(x_TKH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_heads_are_turned_by_their_tokens_angles_and_nothing_else_is(
-    operators: Any, dtype: torch.dtype, head_dim: int
+    operators: Operators, dtype: torch.dtype, head_dim: int
 ) -> None:
     num_tokens, num_turned, num_heads = 700, 4, 6
     fused = random(num_tokens, num_heads, head_dim, seed=1, dtype=dtype)  # as projections come: values behind keys
@@ -72,7 +72,7 @@ def test_heads_are_turned_by_their_tokens_angles_and_nothing_else_is(
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 33])
-def test_a_tokens_result_depends_on_no_other_token(operators: Any, num_tokens: int) -> None:
+def test_a_tokens_result_depends_on_no_other_token(operators: Operators, num_tokens: int) -> None:
     x_TKH = random(num_tokens, 3, 64, seed=3, dtype=torch.bfloat16)
     cos_TH, sin_TH = (random(num_tokens, 64, seed=seed, dtype=torch.bfloat16) for seed in (4, 5))
     together = x_TKH.clone()
@@ -83,7 +83,7 @@ def test_a_tokens_result_depends_on_no_other_token(operators: Any, num_tokens: i
         assert torch.equal(alone[0], together[token])
 
 
-def test_bad_arguments_are_refused(operators: Any) -> None:
+def test_bad_arguments_are_refused(operators: Operators) -> None:
     x_TKH, factors_TH = torch.zeros(2, 3, 64), torch.zeros(2, 64)
     with pytest.raises(RuntimeError, match="bfloat16 or float32"):
         operators.turn_heads(x_TKH.double(), factors_TH, factors_TH)
@@ -95,7 +95,7 @@ def test_bad_arguments_are_refused(operators: Any) -> None:
         operators.turn_heads(x_TKH, factors_TH, factors_TH.bfloat16())
 
 
-@pytest.mark.skipif(native.find_compiler() is None, reason="needs a C++ compiler")
+@pytest.mark.skipif(not native.load(), reason="needs a C++ compiler")
 @pytest.mark.parametrize(("head_dim", "in_place"), [(64, True), (16, False)])
 def test_the_table_turns_in_place_where_the_kernel_can(head_dim: int, in_place: bool) -> None:
     assert has_native_turn(CPU, torch.float32, head_dim) == in_place

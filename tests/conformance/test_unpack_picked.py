@@ -13,8 +13,8 @@ from generate_workers.residency.int4.format import Int4Format, has_int4_kernel
 from modeling.forward.selection import Picks
 from modeling.kernels import native
 from modeling.kv.buffers import TORCH_DTYPES
-from tests.support.kernels.int4 import HEAD_DIMS, INSTRUCTION_SETS, form_of, packed, random_kv
-from tests.support.kernels.paths import require
+from tests.support.kernels.int4 import HEAD_DIMS, form_of, packed, random_kv
+from tests.support.kernels.paths import require, sets
 
 pytestmark = pytest.mark.skipif(not has_int4_kernel(), reason="needs a C++ compiler")
 
@@ -51,12 +51,12 @@ def addresses(tensors: Sequence[Tensor]) -> Tensor:
     return torch.tensor([each.data_ptr() for each in tensors])
 
 
-@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("instruction_set", sets())
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_picked_comes_to_its_place_and_nothing_else(instruction_set: str, head_dim: int, dtype: str) -> None:
-    require("kv_int4", instruction_set)
-    operator = getattr(torch.ops, native.namespace(instruction_set)).unpack_picked_kv
+    require(instruction_set)
+    operator = native.operators(instruction_set).unpack_picked_kv
     form, picks = form_of(head_dim, dtype, num_kv_heads=2), some_picks()
     rows = [packed(form, random_kv(form, num, seed=num)) for num in NUM_TOKENS]
     areas = [torch.full((num + 3, 2, 2, head_dim), UNTOUCHED, dtype=TORCH_DTYPES[dtype]) for num in NUM_TOKENS]

@@ -73,7 +73,7 @@ def exact(smollm2: Path) -> tuple[Decoder, Tensor]:
 def choices() -> list[KernelChoice]:
     """Each way to multiply, of linear layers and of attention."""
     kind = processor_kind()
-    has_dots = native.load("products") and torch.ops.baton.has_dots()
+    has_dots = native.load() and native.operators().has_dots
     products = [(WIDENED, WIDENED), *[(DOT, WIDENED), (DOT, DOT)] * has_dots, *[(TILES, TILES)] * has_tiles()]
     return [KernelChoice(kind, attention, panels, None) for attention, panels in products]
 

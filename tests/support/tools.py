@@ -7,8 +7,6 @@ import shutil
 import sys
 from pathlib import Path
 
-from modeling.kernels.native import find_compiler
-
 _COMMANDS = ("chromium", "git", "hadolint", "make", "prometheus", "promtool")
 _MODULES = ("check_jsonschema", "kubernetes_validate", "matplotlib", "playwright", "ray", "scipy", "triton")
 
@@ -23,7 +21,7 @@ def missing() -> list[str]:
     """Return what is missing of all that tests use."""
     lacking = [command for command in _COMMANDS if find_command(command) is None]
     lacking += [f"the Python package {name}" for name in _MODULES if importlib.util.find_spec(name) is None]
-    if find_compiler() is None:
+    if shutil.which("c++") is None:
         lacking.append("a C++ compiler")
     if not Path("/dev/shm").is_dir():
         lacking.append("/dev/shm")

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -40,13 +39,11 @@ def busy_core() -> Iterator[None]:
 @pytest.mark.nightly
 @pytest.mark.parametrize("tiles", [True, False])
 def test_fresh_processes_make_one_choice(tiles: bool, tmp_path: Path) -> None:
-    require("linear", native.NATIVE)
-    require("prefill_attention", native.NATIVE)
+    require(native.NATIVE)
     code = f"from modeling.kernels.choosing import measure_choice; print(measure_choice(tiles={tiles}))"
     choices = []
     for number in range(NUM_PROCESSES):
         cache = tmp_path / str(number)
-        _give_kernels(cache)
         with busy_core() if number % 2 else contextlib.nullcontext():
             choices.append(ask(cache, code))
     assert len(set(choices)) == 1, choices
@@ -54,8 +51,7 @@ def test_fresh_processes_make_one_choice(tiles: bool, tmp_path: Path) -> None:
 
 @pytest.mark.ci
 def test_a_later_process_reads_the_choice_of_the_first(tmp_path: Path) -> None:
-    require("linear", native.NATIVE)
-    _give_kernels(tmp_path)
+    require(native.NATIVE)
     code = "from modeling.kernels.process_kernels import KERNELS; print(KERNELS.choice)"
     first = ask(tmp_path, code)
     (kept,) = (tmp_path / "baton" / "kernels").glob("choice-*.json")
@@ -65,11 +61,3 @@ def test_a_later_process_reads_the_choice_of_the_first(tmp_path: Path) -> None:
     other = {**json.loads(kept.read_text()), "torch_rows": 7}  # which is never measured
     kept.write_text(json.dumps(other))
     assert ask(tmp_path, code).endswith("from 7 rows on by torch")
-
-
-def _give_kernels(cache: Path) -> None:
-    """Copy the kernels that are built, not the choice among them."""
-    folder = cache / "baton" / "kernels"
-    folder.mkdir(parents=True)
-    for library in native.choice_path().parent.glob("*.so"):
-        shutil.copy(library, folder)

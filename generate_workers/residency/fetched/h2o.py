@@ -279,7 +279,7 @@ class FetchedH2oResidency(WeighingResidency[KeptRow]):
     def __init__(self, shape: KvShape, decoder: Decoder, budget: HeavyBudget) -> None:
         """Raise ConfigError for models whose pushed prompts cannot be run again, and what is in OUT_OF_MEMORY, or
         OSError, when the slots' address space cannot be had."""
-        assert native.load("hot_keys")  # stores rows
+        assert native.load()  # stores rows
         device, row_bytes = decoder.device, shape.layout.row_bytes
         pieces, self._weighing = Pieces(shape.layout, device), LayerMemory(shape, device)
         passing_bytes = (PIECE_TOKENS + shape.max_slot_tokens) * row_bytes + PAGE_BYTES

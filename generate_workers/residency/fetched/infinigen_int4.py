@@ -156,7 +156,7 @@ class FetchedInt4Residency(RowResidency[FetchedInt4Row]):
     def __init__(self, shape: KvShape, prepared: PreparedSelection, decoder: Decoder) -> None:
         """`prepared` must be for `decoder`, and the kernel that packs must be there. Raises ConfigError for KV that
         cannot be packed, and what is in OUT_OF_MEMORY, or OSError, when the slots' address space cannot be had."""
-        assert has_int4_kernel() and native.load("hot_keys")  # the latter copies heads
+        assert has_int4_kernel() and native.load()  # the latter copies heads
         form, most = Int4Format(shape.layout), shape.max_slot_tokens
         ahead, pieces = replace(prepared, lookahead=1), Pieces(shape.layout, decoder.device)
         self.scratch_bytes = PIECE_TOKENS * shape.layout.row_bytes

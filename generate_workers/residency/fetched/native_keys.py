@@ -67,7 +67,7 @@ class NativeStepKeys:
     def admit(self, layer: int, picks: Picks) -> tuple[Picks, PickedHeads]:
         """Find places for a layer's picks."""
         area = self._area(layer)
-        places_BGK, pairs_BGK2, num_BG = torch.ops.baton.admit_picks(
+        places_BGK, pairs_BGK2, num_BG = native.operators().admit_picks(
             *(picks.keys_BGK, picks.num_BG),
             self._records.of(area),
             *(self._slots_B, self._starts_B, self._lengths_B),
@@ -99,7 +99,7 @@ class NativeMechanism:
 
     def __init__(self, shape: KvShape, decoder: Decoder, prepared: PreparedSelection, pieces: PassingPieces) -> None:
         """`pieces`: as FetchedRow takes them. Raises what is in OUT_OF_MEMORY, or OSError."""
-        assert native.load("hot_keys")
+        assert native.load()
         self.basis, self._selection = prepared.basis, prepared.selection
         self._shape, self._device, self._pieces = shape, decoder.device, pieces
 

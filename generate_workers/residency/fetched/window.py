@@ -206,7 +206,7 @@ class FetchedWindowResidency(RowResidency[WindowRow]):
 
     def __init__(self, shape: KvShape, device: Device, selection: Selection) -> None:
         """Raise what is in OUT_OF_MEMORY when the slots' address space cannot be had."""
-        assert native.load("hot_keys")  # stores rows
+        assert native.load()  # stores rows
         pieces = Pieces(shape.layout, device)
         self.scratch_bytes = shape.long_span_bytes + PIECE_TOKENS * shape.layout.row_bytes
         rows = [WindowRow(shape, device, selection, pieces) for _ in range(shape.num_slots)]

@@ -31,7 +31,7 @@ _HEAD_DIM_STEP = 4
 
 def has_int4_kernel() -> bool:
     """Return whether packing works here; builds the kernel at the first call."""
-    return native.load("kv_int4")
+    return native.load()
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ class Int4Format:
 
     def pack_rows(self, from_B: Tensor, to_B: Tensor, num_tokens_B: Tensor) -> None:
         """Pack `num_tokens_B` tokens of each row from the addresses `from_B` to the addresses `to_B`."""
-        torch.ops.baton.pack_kv(from_B, to_B, *self._sizes(num_tokens_B))
+        native.operators().pack_kv(from_B, to_B, *self._sizes(num_tokens_B))
 
     def unpack_rows(self, from_B: Tensor, to_B: Tensor, num_tokens_B: Tensor) -> None:
         """Unpack `num_tokens_B` tokens of each row from addresses `from_B` to addresses `to_B`. On all threads."""
-        torch.ops.baton.unpack_kv(from_B, to_B, *self._sizes(num_tokens_B))
+        native.operators().unpack_kv(from_B, to_B, *self._sizes(num_tokens_B))
 
     def unpack_picked(self, from_B: Tensor, to_B: Tensor, num_tokens_B: Tensor, picks: Picks) -> int:
         """Unpack the keys and values that each kv head picks among `num_tokens_B` tokens of each row, each to its
@@ -85,8 +85,7 @@ class Int4Format:
         lists, num_kv_heads = (picks.keys_BGK, picks.num_BG), picks.keys_BGK.shape[1]
         if num_kv_heads != self.plain.num_kv_heads:
             raise RuntimeError(f"picks are of {num_kv_heads} kv heads, rows of {self.plain.num_kv_heads}")
-        num: int = torch.ops.baton.unpack_picked_kv(from_B, to_B, num_tokens_B, *lists, *self._head_sizes())
-        return num
+        return native.operators().unpack_picked_kv(from_B, to_B, num_tokens_B, *lists, *self._head_sizes())
 
     def _sizes(self, num_tokens_B: Tensor) -> tuple[Tensor, int, int, bool]:
         return num_tokens_B * (2 * self.plain.num_kv_heads), *self._head_sizes()

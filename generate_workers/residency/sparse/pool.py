@@ -242,13 +242,13 @@ class PoolNotes:
         self._addresses_LB = torch.from_numpy(pools.addresses(slots))
         self._positions_B = torch.tensor(positions)
         self._victims_BLG = torch.zeros(len(slots), *pools.lists, dtype=torch.int64)
-        native.load("pool_notes")
+        native.load()
 
     def note(self, layer: int, picks: Picks, closeness_BGS: Tensor) -> None:
         """Note the picks of a layer, counted from the first that chooses; call once for each. `closeness_BGS`:
         closeness of all kept keys, as `select_keys` writes it."""
         limit = self._limit
-        self._victims_BLG[:, layer] = torch.ops.baton.note_picks(
+        self._victims_BLG[:, layer] = native.operators().note_picks(
             picks.keys_BGK,
             picks.num_BG,
             closeness_BGS,

@@ -16,95 +16,68 @@
 //
 // B rows, N heads, G kv heads, R = N / G, H head dim, K picks at most. decode_checks.h has what rows must fulfil.
 
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-#include <torch/library.h>
-
 #include <algorithm>
 #include <cstdint>
-#include <optional>
+#include <tuple>
 
 #include "attention/decode_checks.h"
 #include "attention/decode_tasks.h"
+#include "common/entry.h"
+#include "common/parallel.h"
 
 namespace {
 
 template <class P, Lie kLie>
-void run_tasks(const AttentionProblem& p) {
+void run_tasks(const AttentionProblem& p, int num_threads) {
   Tasks tasks;
-  const int64_t num_threads = tasks.divide(p, at::get_num_threads(), Attention<P, kLie>::height);
+  const int64_t num_own = tasks.divide(p, num_threads, Attention<P, kLie>::height);
   tasks.rewind();
-  at::parallel_for(0, num_threads, 1, [&](int64_t own, int64_t) {
+  parallel_for(num_own, 1, num_threads, [&](int64_t own, int64_t) {
     Attention<P, kLie> attention(p, tasks.found());
     tasks.work(attention, p, own);
   });
 }
 
 template <class P>
-void run(const AttentionProblem& p) {
-  with_lie(p, [&](auto lie) { run_tasks<P, lie>(p); });
-}
-
-void check_rows(const at::Tensor& rows, const at::Tensor& addresses_B, int64_t B) {
-  TORCH_CHECK(rows.scalar_type() == at::kBFloat16 || rows.scalar_type() == at::kFloat, "rows are bfloat16 or float32");
-  TORCH_CHECK(rows.dim() == 3 && rows.stride(2) == 1, "rows must be [B, heads, H], each head contiguous");
-  TORCH_CHECK(rows.size(0) == B && addresses_B.numel() == B && addresses_B.is_contiguous(), "an address for each row");
-}
-
-// Copies each row's new key and value to the place after the `lengths - 1` keys that the row has.
-void append_kv(const at::Tensor& k_BGH, const at::Tensor& v_BGH, const at::Tensor& addresses_B, const at::Tensor& lengths_B,
-               const std::optional<at::Tensor>& pages_BC, int64_t page_tokens) {
-  const int64_t B = k_BGH.size(0), G = k_BGH.size(1), size = k_BGH.element_size(), H = k_BGH.size(2) * size;
-  check_rows(k_BGH, addresses_B, B);
-  check_rows(v_BGH, lengths_B, B);
-  check_lengths(lengths_B);
-  TORCH_CHECK(v_BGH.sizes() == k_BGH.sizes() && v_BGH.dtype() == k_BGH.dtype(), "keys and values have one shape");
-  const Pages pages = pages_of(lengths_B, pages_BC, page_tokens);
-  for (int64_t row = 0; row < B; ++row) {
-    char* to = place_of(pages, row, addresses_B.const_data_ptr<int64_t>()[row],
-                        lengths_B.const_data_ptr<int64_t>()[row] - 1, G * H);
-    for (const at::Tensor* from : {&k_BGH, &v_BGH}) {
-      const char* heads = static_cast<const char*>(from->const_data_ptr()) + row * from->stride(0) * size;
-      for (int64_t g = 0; g < G; ++g, to += H) std::copy_n(heads + g * from->stride(1) * size, H, to);
-    }
-  }
-}
-
-at::Tensor decode_attention(const at::Tensor& q_BNH, const at::Tensor& addresses_B, const at::Tensor& lengths_B,
-                            int64_t num_kv_heads, c10::string_view product, const std::optional<at::Tensor>& picks_BGK,
-                            const std::optional<at::Tensor>& num_picks_BG, const std::optional<at::Tensor>& queries_B,
-                            const std::optional<at::Tensor>& unseen_B2, const std::optional<at::Tensor>& pages_BC,
-                            int64_t page_tokens) {
-  const int64_t B = q_BNH.size(0), N = q_BNH.size(1), H = q_BNH.size(2), G = num_kv_heads;
-  check_rows(q_BNH, addresses_B, B);
-  check_rows(q_BNH, lengths_B, B);
-  check_lengths(lengths_B);
-  TORCH_CHECK(G > 0 && N % G == 0, N, " heads do not share ", G, " kv heads");
-  TORCH_CHECK(H % 16 == 0, "head dim ", H, " is no multiple of 16");
-  TORCH_CHECK(picks_BGK.has_value() == num_picks_BG.has_value(), "picks come with their numbers");
-  auto o_BNH = at::empty(q_BNH.sizes(), q_BNH.options());
-  const auto *addresses = addresses_B.const_data_ptr<int64_t>(), *lengths = lengths_B.const_data_ptr<int64_t>();
-  AttentionProblem p{q_BNH.const_data_ptr(), addresses, lengths, nullptr, nullptr, o_BNH.data_ptr(), B, N, G, N / G, H, 0,
-                     q_BNH.stride(0), q_BNH.stride(1), kLog2E / std::sqrt(float(H))};
-  p.pages = pages_of(lengths_B, pages_BC, page_tokens);
-  p.queries = queries_of(p, queries_B);
-  p.unseen = unseen_of(p, unseen_B2);
-  if (picks_BGK) p = with_picks(p, *picks_BGK, *num_picks_BG, 1);
-  const bool is_bf16 = q_BNH.scalar_type() == at::kBFloat16;
-  with_scores(p, is_bf16, product, [&](auto way) { run<decltype(way)>(p); });
-  return o_BNH;
+void run(const AttentionProblem& p, int num_threads) {
+  with_lie(p, [&](auto lie) { run_tasks<P, lie>(p, num_threads); });
 }
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(BATON_OPERATORS, m) {
-  m.def("append_kv(Tensor k_BGH, Tensor v_BGH, Tensor addresses_B, Tensor lengths_B, "
-        "Tensor? pages_BC=None, int page_tokens=0) -> ()");
-  m.def("decode_attention(Tensor q_BNH, Tensor addresses_B, Tensor lengths_B, int num_kv_heads, str product, "
-        "Tensor? picks_BGK=None, Tensor? num_picks_BG=None, Tensor? queries_B=None, Tensor? unseen_B2=None, "
-        "Tensor? pages_BC=None, int page_tokens=0) -> Tensor");
+// Copies each row's new key and value to the place after the `lengths - 1` keys that the row has. `bytes`: of a head.
+// `strides`: bytes between rows and heads of k, then of v.
+BATON_ENTRY const char* baton_append_kv(const char* k, const char* v, const int64_t* strides, int64_t B, int64_t G,
+                                        int64_t bytes, const int64_t* addresses, const int64_t* lengths,
+                                        const int64_t* pages, int64_t num_pages, int64_t page_tokens) {
+  return guarded([&] {
+    const RowKeys keys{lengths, nullptr, nullptr, 0, nullptr, nullptr, pages, num_pages, page_tokens};
+    AttentionProblem p{};
+    p.addresses = addresses, p.B = B, p.G = G;
+    p = with_keys(p, keys, 1);
+    for (int64_t row = 0; row < B; ++row) {
+      char* to = place_of(p.pages, row, addresses[row], lengths[row] - 1, G * bytes);
+      for (const auto& [heads, row_bytes, head_bytes] : {std::tuple(k, strides[0], strides[1]), {v, strides[2], strides[3]}}) {
+        for (int64_t g = 0; g < G; ++g, to += bytes) std::copy_n(heads + row * row_bytes + g * head_bytes, bytes, to);
+      }
+    }
+  });
 }
-TORCH_LIBRARY_IMPL(BATON_OPERATORS, CPU, m) {
-  m.impl("append_kv", &append_kv);
-  m.impl("decode_attention", &decode_attention);
+
+// Attends with q [B][N][H], whose rows and heads are `q_row` and `q_head` numbers apart, and writes o [B][N][H]. The
+// arguments from `lengths` on are those of RowKeys.
+BATON_ENTRY const char* baton_decode_attention(const void* q, int64_t q_row, int64_t q_head, void* o,
+                                               const int64_t* addresses, int64_t B, int64_t N, int64_t G, int64_t H,
+                                               const int64_t* lengths, const int32_t* picks, const int32_t* num_picks,
+                                               int64_t K, const int64_t* queries, const int64_t* unseen,
+                                               const int64_t* pages, int64_t num_pages, int64_t page_tokens,
+                                               bool is_bf16, const char* product, int num_threads) {
+  return guarded([&] {
+    check(G > 0 && N % G == 0, N, " heads do not share ", G, " kv heads");
+    check(H % 16 == 0, "head dim ", H, " is no multiple of 16");
+    AttentionProblem p{q, addresses, lengths, nullptr, nullptr, o, B, N, G, N / G, H, 0, q_row, q_head,
+                       kLog2E / std::sqrt(float(H))};
+    p = with_keys(p, {lengths, picks, num_picks, K, queries, unseen, pages, num_pages, page_tokens}, 1);
+    with_scores(p, is_bf16, product, [&](auto way) { run<decltype(way)>(p, num_threads); });
+  });
 }

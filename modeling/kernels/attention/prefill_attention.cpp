@@ -10,15 +10,13 @@
 //
 // T query tokens, S keys, N heads, G kv heads, R = N / G, H head dim. Strides are in elements.
 
-#include <ATen/ATen.h>
-#include <torch/library.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <utility>
 #include <vector>
 
 #include "attention/packed_tile.h"
+#include "common/entry.h"
 #include "common/sharing.h"
 
 namespace {
@@ -124,12 +122,12 @@ class Attention {
 };
 
 template <class P>
-void run(const Problem& p) {
+void run(const Problem& p, int num_threads) {
   const int64_t most = std::max<int64_t>(kTaskRows / p.R, 16);
-  const int64_t num_threads = at::get_num_threads(), num_parts = num_threads > 1 ? 2 * num_threads : 1;
+  const int64_t num_parts = num_threads > 1 ? 2 * num_threads : 1;
   const int64_t per_task = std::clamp<int64_t>(p.T / num_parts + 1, 16, most);
   const int64_t num_blocks = (p.T + per_task - 1) / per_task;
-  share(p.G * num_blocks, [&](Pieces& tasks) {
+  share(p.G * num_blocks, num_threads, [&](Pieces& tasks) {
     [[maybe_unused]] typename P::Scope scope;
     Attention<P> attention(p);
     for (int64_t task = tasks.take(); task >= 0; task = tasks.take()) {
@@ -139,51 +137,27 @@ void run(const Problem& p) {
   });
 }
 
-// Returns a piece's keys and values; all pieces have the same strides.
-Piece checked(const at::Tensor& q_TNH, const at::Tensor& k_SGH, const at::Tensor& v_SGH, const at::Tensor& first_SGH,
-              bool causal) {
-  TORCH_CHECK(k_SGH.dim() == 3 && v_SGH.dim() == 3, "keys and values have 3 dimensions");
-  TORCH_CHECK(k_SGH.scalar_type() == q_TNH.scalar_type() && v_SGH.scalar_type() == q_TNH.scalar_type(),
-              "keys and values must be as queries are");
-  TORCH_CHECK(k_SGH.stride(2) == 1 && v_SGH.stride(2) == 1, "head dim must be contiguous");
-  TORCH_CHECK(k_SGH.size(0) > 0 && (!causal || k_SGH.size(0) == q_TNH.size(0)), "causal pieces are square");
-  TORCH_CHECK(v_SGH.sizes() == k_SGH.sizes() && k_SGH.size(2) == q_TNH.size(2),
-              "keys and values have one shape, heads one dim");
-  TORCH_CHECK(k_SGH.size(1) > 0 && q_TNH.size(1) % k_SGH.size(1) == 0, q_TNH.size(1), " heads do not share ",
-              k_SGH.size(1), " kv heads");
-  TORCH_CHECK(k_SGH.size(1) == first_SGH.size(1) && k_SGH.strides() == first_SGH.strides() &&
-                  v_SGH.strides() == k_SGH.strides(),
-              "all pieces have the same kv heads and strides");
-  return {k_SGH.const_data_ptr(), v_SGH.const_data_ptr(), k_SGH.size(0), causal};
-}
-
-std::tuple<at::Tensor, at::Tensor> prefill_attention(const at::Tensor& q_TNH, at::TensorList keys, at::TensorList values,
-                                                     bool causal, c10::string_view product) {
-  const auto dtype = q_TNH.scalar_type();
-  TORCH_CHECK(q_TNH.dim() == 3 && q_TNH.stride(2) == 1, "queries have 3 dimensions, the last contiguous");
-  const int64_t H = q_TNH.size(2);
-  TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kFloat, "queries must be bfloat16 or float32");
-  TORCH_CHECK(H % 16 == 0, "head dim ", H, " is no multiple of 16");
-  TORCH_CHECK(!keys.empty() && keys.size() == values.size(), "every piece has keys and values");
-  std::vector<Piece> pieces;
-  for (size_t i = 0; i < keys.size(); ++i) {
-    pieces.push_back(checked(q_TNH, keys[i], values[i], keys[0], causal && i + 1 == keys.size()));
-  }
-  auto o_TNH = at::empty(q_TNH.sizes(), q_TNH.options());
-  auto lse_TN = at::empty({q_TNH.size(0), q_TNH.size(1)}, q_TNH.options().dtype(at::kFloat));
-  const at::Tensor &k_SGH = keys[0], &v_SGH = values[0];
-  const Problem p{q_TNH.const_data_ptr(), std::move(pieces), o_TNH.data_ptr(), lse_TN.data_ptr<float>(),
-                  q_TNH.size(0), q_TNH.size(1), k_SGH.size(1), q_TNH.size(1) / k_SGH.size(1), H,
-                  q_TNH.stride(0), q_TNH.stride(1), k_SGH.stride(0), k_SGH.stride(1), v_SGH.stride(0), v_SGH.stride(1),
-                  kLog2E / std::sqrt(float(H))};
-  with_product(dtype == at::kBFloat16, product, [&](auto way) { run<decltype(way)>(p); });
-  return {o_TNH, lse_TN};
-}
-
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(BATON_OPERATORS, m) {
-  m.def("prefill_attention(Tensor q_TNH, Tensor[] keys, Tensor[] values, bool causal, str product) -> (Tensor, Tensor)");
+// Attends with q [T][N][H] to `num_pieces` pieces, of which piece i has `lengths[i]` keys [S][G][H] at keys[i] and values
+// at values[i]; with `causal` the last has T. Writes o [T][N][H] and lse [T][N]. `strides` are those of tokens and heads
+// of queries, keys and values, the same in all pieces.
+BATON_ENTRY const char* baton_prefill_attention(const void* q, const void* const* keys, const void* const* values,
+                                                const int64_t* lengths, int64_t num_pieces, void* o, float* lse,
+                                                int64_t T, int64_t N, int64_t G, int64_t H, const int64_t* strides,
+                                                bool causal, bool is_bf16, const char* product, int num_threads) {
+  return guarded([&] {
+    check(H % 16 == 0, "head dim ", H, " is no multiple of 16");
+    check(G > 0 && N % G == 0, N, " heads do not share ", G, " kv heads");
+    check(num_pieces > 0, "every piece has keys and values");
+    std::vector<Piece> pieces;
+    for (int64_t i = 0; i < num_pieces; ++i) {
+      const bool is_causal = causal && i + 1 == num_pieces;
+      check(lengths[i] > 0 && (!is_causal || lengths[i] == T), "causal pieces are square");
+      pieces.push_back({keys[i], values[i], lengths[i], is_causal});
+    }
+    const Problem p{q, std::move(pieces), o, lse, T, N, G, N / G, H, strides[0], strides[1],
+                    strides[2], strides[3], strides[4], strides[5], kLog2E / std::sqrt(float(H))};
+    with_product(is_bf16, product, [&](auto way) { run<decltype(way)>(p, num_threads); });
+  });
 }
-
-TORCH_LIBRARY_IMPL(BATON_OPERATORS, CPU, m) { m.impl("prefill_attention", &prefill_attention); }

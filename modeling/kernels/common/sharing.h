@@ -2,11 +2,11 @@
 
 #pragma once
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+
+#include "common/parallel.h"
 
 namespace {
 
@@ -28,15 +28,15 @@ class Pieces {
 
 // Calls work(pieces) once on each thread, on no more threads than there are pieces.
 template <class Work>
-void share(int64_t count, const Work& work) {
+void share(int64_t count, int num_threads, const Work& work) {
   Pieces pieces(count);
-  at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), count), 1, [&](int64_t, int64_t) { work(pieces); });
+  parallel_for(std::min<int64_t>(num_threads, count), 1, num_threads, [&](int64_t, int64_t) { work(pieces); });
 }
 
 // Calls work(i) for each i below count, on all threads.
 template <class Work>
-void share_each(int64_t count, const Work& work) {
-  share(count, [&](Pieces& pieces) {
+void share_each(int64_t count, int num_threads, const Work& work) {
+  share(count, num_threads, [&](Pieces& pieces) {
     for (int64_t i = pieces.take(); i >= 0; i = pieces.take()) work(i);
   });
 }

@@ -10,23 +10,19 @@
 //
 // T tokens, a row each; L layers, D hidden, N heads, G kv heads, H head dim, I intermediate.
 
-#include <ATen/core/Tensor.h>
-#include <ATen/Parallel.h>
 #include <omp.h>
-#include <torch/custom_class.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <array>
 #include <cstdint>
 #include <deque>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "attention/decode_checks.h"
 #include "attention/decode_tasks.h"
+#include "common/entry.h"
 #include "linear/weights.h"
 #include "layers/meeting.h"
 #include "layers/rotary.h"
@@ -192,62 +188,44 @@ class Step {
 };
 
 // All layers' weights. Runs on any thread, and on several at a time.
-class DecodeLayers : public torch::CustomClassHolder {
+class DecodeLayers {
  public:
   // `linears`, `scores`: how linear layers and attention multiply, as modeling/kernels/products.py names it.
   DecodeLayers(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, std::string linears, std::string scores)
       : linears_(std::move(linears)), scores_(std::move(scores)) {
-    TORCH_CHECK(num_kv_heads > 0 && num_heads % num_kv_heads == 0, num_heads, " heads do not share ", num_kv_heads,
-                " kv heads");
-    TORCH_CHECK((linears_ != "tiles" && scores_ != "tiles") || has_tiles(), "this process may not use AMX tiles");
-    TORCH_CHECK(head_dim % (2 * kLanes) == 0, "head dim ", head_dim, " is no multiple of ", 2 * kLanes);
+    check(num_kv_heads > 0 && num_heads % num_kv_heads == 0, num_heads, " heads do not share ", num_kv_heads,
+          " kv heads");
+    check((linears_ != "tiles" && scores_ != "tiles") || has_tiles(), "this process may not use AMX tiles");
+    check(head_dim % (2 * kLanes) == 0, "head dim ", head_dim, " is no multiple of ", 2 * kLanes);
     heads_.N = num_heads, heads_.G = num_kv_heads, heads_.R = num_heads / num_kv_heads, heads_.H = head_dim;
     heads_.scale = kLog2E / std::sqrt(float(head_dim));
   }
 
-  // Adds the next linear layer: of each layer its parts in turn. Arguments are those of the operator `linear`.
-  void add(const at::Tensor& panels_PKL, int64_t K, int64_t N, const std::optional<at::Tensor>& scales,
-           const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& gain_K, double eps, bool gated) {
-    Linear linear{of_weights(panels_PKL, K, N, {scales, bias, gain_K, eps, gated}, linears_), nullptr, nullptr};
-    with_way(panels_PKL.dtype() == at::kChar, linears_, [&](auto way) {
+  // Adds the next linear layer: of each layer its parts in turn. What the weights point to must outlive this object.
+  void add(const Weights& weights) {
+    Linear linear{of_weights(weights, linears_), nullptr, nullptr};
+    with_way(weights.is_int8, linears_, [&](auto way) {
       linear.packing = packing<decltype(way)>;
       linear.run = run_panels<decltype(way)>;
     });
-    for (const auto& each : {std::optional(panels_PKL), scales, bias, gain_K}) {
-      if (each) held_.push_back(*each);
-    }
     added_.push_back(linear);
     if (added_.size() < kNumParts) return;
     Layer layer;
     std::move(added_.begin(), added_.end(), layer.begin());
     added_.clear();
-    check(layer);
+    check_fit(layer);
     layers_.push_back(layer);
   }
 
-  // Runs all layers in place. The rows' new keys and values go to their caches.
-  void run(const at::Tensor& hidden_TD, const at::Tensor& cos_TH, const at::Tensor& sin_TH,
-           const at::Tensor& addresses_LT, const at::Tensor& lengths_T, const std::optional<at::Tensor>& queries_T,
-           const std::optional<at::Tensor>& unseen_T2, const std::optional<at::Tensor>& picks_LTGK,
-           const std::optional<at::Tensor>& num_picks_TG, const std::optional<at::Tensor>& pages_TC, int64_t page_tokens) {
-    const int64_t T = hidden_TD.size(0), L = int64_t(layers_.size());
-    TORCH_CHECK(L > 0 && added_.empty(), "layers are not complete");
-    TORCH_CHECK(T > 0 && T <= kMostTokens, "not for ", T, " rows: at most ", kMostTokens);
-    TORCH_CHECK(picks_LTGK.has_value() == num_picks_TG.has_value(), "picks come with their numbers");
-    Rows rows{
-        of<uint16_t>(hidden_TD, at::kBFloat16, T * layers_[0][kQkv].weights.K, "hidden states"),
-        of<uint16_t>(cos_TH, at::kBFloat16, T * heads_.H, "cosines"),
-        of<uint16_t>(sin_TH, at::kBFloat16, T * heads_.H, "sines"),
-        of<int64_t>(addresses_LT, at::kLong, L * T, "addresses"), nullptr};
+  // Runs all layers in place for T rows. The rows' new keys and values go to their caches.
+  void run(int64_t T, Rows rows, const RowKeys& keys, int num_threads) const {
+    const int64_t L = int64_t(layers_.size());
+    check(L > 0 && added_.empty(), "layers are not complete");
+    check(T > 0 && T <= kMostTokens, "not for ", T, " rows: at most ", kMostTokens);
     AttentionProblem problem = heads_;
-    problem.addresses = rows.addresses, problem.lengths = of<int64_t>(lengths_T, at::kLong, T, "lengths"), problem.B = T;
-    check_lengths(lengths_T);
-    problem.pages = pages_of(lengths_T, pages_TC, page_tokens);
-    problem.queries = queries_of(problem, queries_T);
-    problem.unseen = unseen_of(problem, unseen_T2);
-    if (picks_LTGK) problem = with_picks(problem, *picks_LTGK, *num_picks_TG, L);
+    problem.addresses = rows.addresses, problem.B = T;
+    problem = with_keys(problem, keys, L);
     rows.picks = problem.picks;
-    const int num_threads = at::in_parallel_region() ? 1 : at::get_num_threads();
     with_scores(heads_, true, scores_, [&](auto way) {
       using P = decltype(way);
       with_lie(problem, [&](auto lie) { Step<P, lie>(layers_, rows, problem, num_threads).run(); });
@@ -255,37 +233,54 @@ class DecodeLayers : public torch::CustomClassHolder {
   }
 
  private:
-  void check(const Layer& layer) const {
+  void check_fit(const Layer& layer) const {
     const Layer& first = layers_.empty() ? layer : layers_[0];
     const int64_t D = first[kQkv].weights.K, I = first[kDown].weights.K, width = heads_.N * heads_.H;
     const auto fits = [&](Part part, int64_t K, int64_t N) {
       const LinearProblem& weights = layer[part].weights;
       return weights.K == K && weights.N == N && weights.gated == (part == kGateUp);
     };
-    TORCH_CHECK(fits(kQkv, D, width + 2 * heads_.G * heads_.H) && fits(kOutput, width, D) && fits(kGateUp, D, I) &&
-                    fits(kDown, I, D),
-                "layer ", layers_.size(), " does not fit the heads or the layers before it");
-  }
-
-  template <class Number>
-  static Number* of(const at::Tensor& tensor, at::ScalarType type, int64_t size, const char* name) {
-    TORCH_CHECK(tensor.scalar_type() == type && tensor.is_contiguous() && tensor.numel() == size, name, " must be ", size,
-                " of ", type, ", contiguous");
-    return static_cast<Number*>(tensor.data_ptr());
+    check(fits(kQkv, D, width + 2 * heads_.G * heads_.H) && fits(kOutput, width, D) && fits(kGateUp, D, I) &&
+              fits(kDown, I, D),
+          "layer ", layers_.size(), " does not fit the heads or the layers before it");
   }
 
   const std::string linears_, scores_;
   AttentionProblem heads_{};
   std::vector<Linear> added_;  // linear layers of a layer that is not complete
   std::vector<Layer> layers_;
-  std::vector<at::Tensor> held_;
 };
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(BATON_OPERATORS, m) {
-  m.class_<DecodeLayers>("DecodeLayers")
-      .def(torch::init<int64_t, int64_t, int64_t, std::string, std::string>())
-      .def("add", &DecodeLayers::add)
-      .def("run", &DecodeLayers::run);
+// Makes an object without layers, to be freed by baton_decode_layers_free.
+BATON_ENTRY const char* baton_decode_layers_new(int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+                                                const char* linears, const char* scores, void** made) {
+  return guarded([&] { *made = new DecodeLayers(num_heads, num_kv_heads, head_dim, linears, scores); });
+}
+
+BATON_ENTRY void baton_decode_layers_free(void* layers) { delete static_cast<DecodeLayers*>(layers); }
+
+// The arguments are those of Weights.
+BATON_ENTRY const char* baton_decode_layers_add(void* layers, const void* panels, int64_t P, int64_t K, int64_t N,
+                                                const float* scales, const float* bias, const void* gain, double eps,
+                                                bool gated, bool is_int8) {
+  return guarded([&] {
+    static_cast<DecodeLayers*>(layers)->add({panels, P, K, N, scales, bias, gain, eps, gated, is_int8});
+  });
+}
+
+// Runs T rows: hidden [T][D] in place, cos and sin [T][H], all bf16; addresses [L][T]. The arguments from `lengths` on
+// are those of RowKeys.
+BATON_ENTRY const char* baton_decode_layers_run(const void* layers, void* hidden, const void* cos, const void* sin,
+                                                const int64_t* addresses, int64_t T, const int64_t* lengths,
+                                                const int32_t* picks, const int32_t* num_picks, int64_t K,
+                                                const int64_t* queries, const int64_t* unseen, const int64_t* pages,
+                                                int64_t num_pages, int64_t page_tokens, int num_threads) {
+  return guarded([&] {
+    const Rows rows{static_cast<uint16_t*>(hidden), static_cast<const uint16_t*>(cos), static_cast<const uint16_t*>(sin),
+                    addresses, nullptr};
+    const RowKeys keys{lengths, picks, num_picks, K, queries, unseen, pages, num_pages, page_tokens};
+    static_cast<const DecodeLayers*>(layers)->run(T, rows, keys, num_threads);
+  });
 }

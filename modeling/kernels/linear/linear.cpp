@@ -15,16 +15,12 @@
 //
 // M rows, N outputs, K inputs, P panels.
 
-#include <ATen/core/Tensor.h>
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <vector>
 
+#include "common/entry.h"
 #include "common/sharing.h"
 #include "linear/weights.h"
 
@@ -36,8 +32,8 @@ constexpr int64_t kGroupBytes = 512 * 1024;  // bytes of panels that stay in the
 
 // Returns how many panels a thread multiplies many rows by before it takes the next ones: as many as stay in the cache, at
 // least three times a thread where there are enough, and so many that all threads end at about the same time.
-int64_t panels_of_a_group(const LinearProblem& p) {
-  const int64_t num_threads = at::get_num_threads(), in_cache = std::max<int64_t>(1, kGroupBytes / p.panel_bytes);
+int64_t panels_of_a_group(const LinearProblem& p, int64_t num_threads) {
+  const int64_t in_cache = std::max<int64_t>(1, kGroupBytes / p.panel_bytes);
   const auto longest = [&](int64_t each) {
     const int64_t num_groups = (p.P + each - 1) / each;
     return (num_groups + num_threads - 1) / num_threads * each;
@@ -51,20 +47,22 @@ int64_t panels_of_a_group(const LinearProblem& p) {
 
 // Multiplies few rows: each thread has panels of its own.
 template <class Way>
-void run_few(const LinearProblem& p, const std::vector<Block>& blocks, const typename Way::Packed* packed) {
-  const int64_t num_runs = std::min<int64_t>(at::get_num_threads(), p.P);
-  share_each(num_runs, [&](int64_t run) {
+void run_few(const LinearProblem& p, const std::vector<Block>& blocks, const typename Way::Packed* packed,
+             int num_threads) {
+  const int64_t num_runs = std::min<int64_t>(num_threads, p.P);
+  share_each(num_runs, num_threads, [&](int64_t run) {
     multiply_few<Way>(p, blocks, packed, p.P * run / num_runs, p.P * (run + 1) / num_runs);
   });
 }
 
 // Multiplies many rows. A task is a group of panels, which stays in the second-level cache while the rows of a part pass.
 template <class Way>
-void run_many(const LinearProblem& p, const std::vector<Block>& blocks, const typename Way::Packed* packed) {
-  const int64_t per_group = panels_of_a_group(p), num_blocks = int64_t(blocks.size());
+void run_many(const LinearProblem& p, const std::vector<Block>& blocks, const typename Way::Packed* packed,
+              int num_threads) {
+  const int64_t per_group = panels_of_a_group(p, num_threads), num_blocks = int64_t(blocks.size());
   const int64_t num_groups = (p.P + per_group - 1) / per_group;
   const int64_t num_parts = (num_blocks * Way::kMostRows + kTaskRows - 1) / kTaskRows;
-  share_each(num_groups * num_parts, [&](int64_t task) {
+  share_each(num_groups * num_parts, num_threads, [&](int64_t task) {
     [[maybe_unused]] typename Way::Scope scope;
     const int64_t group = task / num_parts, part = task % num_parts, last = std::min(p.P, (group + 1) * per_group);
     for (int64_t i = num_blocks * part / num_parts; i < num_blocks * (part + 1) / num_parts; ++i) {
@@ -76,7 +74,7 @@ void run_many(const LinearProblem& p, const std::vector<Block>& blocks, const ty
 }
 
 template <class Way>
-void run(const LinearProblem& p) {
+void run(const LinearProblem& p, int num_threads) {
   using Packed = typename Way::Packed;
   const int64_t row_bytes = Way::size(Way::kMostRows, p.K) * int64_t(sizeof(Packed)) / Way::kMostRows;
   const int64_t most_rows = std::max(kTaskRows, kPackedBytes / row_bytes), num_passes = (p.M + most_rows - 1) / most_rows;
@@ -86,43 +84,27 @@ void run(const LinearProblem& p) {
     const auto pack = [&](int64_t i) { Way::pack(p, blocks[i], packed.get() + blocks[i].place); };
     if (p.M <= kFewRows) {
       for (int64_t i = 0; i < int64_t(blocks.size()); ++i) pack(i);
-      run_few<Way>(p, blocks, packed.get());
+      run_few<Way>(p, blocks, packed.get(), num_threads);
     } else {
-      share_each(int64_t(blocks.size()), pack);
-      run_many<Way>(p, blocks, packed.get());
+      share_each(int64_t(blocks.size()), num_threads, pack);
+      run_many<Way>(p, blocks, packed.get(), num_threads);
     }
   }
 }
 
-at::Tensor linear(const at::Tensor& x_MK, const at::Tensor& panels_PKL, int64_t N,
-                  const std::optional<at::Tensor>& scales, const std::optional<at::Tensor>& bias,
-                  const std::optional<at::Tensor>& gain_K, double eps, const std::optional<at::Tensor>& residual_MN,
-                  bool gated, c10::string_view product) {
-  TORCH_CHECK(x_MK.dtype() == at::kBFloat16 && x_MK.dim() == 2 && x_MK.stride(1) == 1, "x must be bfloat16 rows");
-  LinearProblem p = of_weights(panels_PKL, x_MK.size(1), N, {scales, bias, gain_K, eps, gated}, product);
-  const int64_t M = x_MK.size(0);
-  if (residual_MN) {
-    TORCH_CHECK(residual_MN->dtype() == at::kBFloat16 && residual_MN->sizes() == at::IntArrayRef({M, N}) &&
-                    residual_MN->stride(1) == 1,
-                "residual must be bfloat16 rows like the result");
-  }
-  auto y_MN = at::empty({M, N}, x_MK.options());
-  p.x = static_cast<const uint16_t*>(x_MK.const_data_ptr());
-  p.x_row = x_MK.stride(0);
-  p.residual = residual_MN ? static_cast<const uint16_t*>(residual_MN->const_data_ptr()) : nullptr;
-  p.residual_row = residual_MN ? residual_MN->stride(0) : 0;
-  p.y = static_cast<uint16_t*>(y_MN.data_ptr());
-  p.M = M;
-  with_way(panels_PKL.dtype() == at::kChar, product, [&](auto way) { run<decltype(way)>(p); });
-  return y_MN;
-}
-
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(BATON_OPERATORS, m) {
-  m.def(
-      "linear(Tensor x_MK, Tensor panels_PKL, int N, Tensor? scales, Tensor? bias, Tensor? gain_K, float eps, Tensor? residual_MN, "
-      "bool gated, str product) -> Tensor");
+// Writes y [M][N] of x [M][K] and, unless null, residual [M][N], all bf16; rows are `x_row` and `residual_row` numbers
+// apart. The other arguments are those of Weights.
+BATON_ENTRY const char* baton_linear(const void* x, int64_t M, int64_t x_row, const void* panels, int64_t P, int64_t K,
+                                     int64_t N, const float* scales, const float* bias, const void* gain, double eps,
+                                     bool gated, bool is_int8, const void* residual, int64_t residual_row, void* y,
+                                     const char* product, int num_threads) {
+  return guarded([&] {
+    LinearProblem p = of_weights({panels, P, K, N, scales, bias, gain, eps, gated, is_int8}, product);
+    p.x = static_cast<const uint16_t*>(x), p.M = M, p.x_row = x_row;
+    p.residual = static_cast<const uint16_t*>(residual), p.residual_row = residual_row;
+    p.y = static_cast<uint16_t*>(y);
+    with_way(is_int8, product, [&](auto way) { run<decltype(way)>(p, num_threads); });
+  });
 }
-
-TORCH_LIBRARY_IMPL(BATON_OPERATORS, CPU, m) { m.impl("linear", &linear); }

@@ -5,16 +5,14 @@
 //
 // B rows of logits, R rows that draw, V vocabulary.
 
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-#include <torch/library.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
 #include <vector>
 
+#include "common/entry.h"
+#include "common/parallel.h"
 #include "common/simd.h"
 #include "sampling/filters.h"
 #include "sampling/noise.h"
@@ -136,65 +134,31 @@ int64_t largest_token(const float* logits, int64_t V) {
   return std::find(logits, logits + V, largest) - logits;
 }
 
-template <class Number>
-const Number* numbers(const at::Tensor& tensor, int64_t R, const char* what) {
-  TORCH_CHECK(tensor.scalar_type() == c10::CppTypeToScalarType<Number>::value && tensor.is_contiguous() &&
-                  tensor.numel() == R,
-              what, " must be ", c10::CppTypeToScalarType<Number>::value, ", one for each row that draws");
-  return tensor.const_data_ptr<Number>();
-}
-
-const float* checked(const at::Tensor& logits_BV) {
-  TORCH_CHECK(logits_BV.dim() == 2 && logits_BV.scalar_type() == at::kFloat && logits_BV.stride(1) == 1 &&
-                  logits_BV.size(1) > 0,
-              "logits must be [B, V], float32, each row contiguous");
-  return logits_BV.const_data_ptr<float>();
-}
-
-at::Tensor largest_tokens(const at::Tensor& logits_BV) {
-  const float* logits = checked(logits_BV);
-  const int64_t B = logits_BV.size(0), V = logits_BV.size(1), stride = logits_BV.stride(0);
-  at::Tensor tokens_B = at::empty({B}, logits_BV.options().dtype(at::kLong));
-  int64_t* tokens = tokens_B.data_ptr<int64_t>();
-  at::parallel_for(0, B, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t b = begin; b < end; ++b) tokens[b] = largest_token(logits + b * stride, V);
-  });
-  return tokens_B;
-}
-
-at::Tensor draw_tokens(const at::Tensor& logits_BV, const at::Tensor& rows_R, const at::Tensor& keys_R,
-                       const at::Tensor& top_k_R, const at::Tensor& floors_R, const at::Tensor& top_p_R,
-                       const at::Tensor& temperatures_R) {
-  const float* logits = checked(logits_BV);
-  const int64_t R = rows_R.numel(), V = logits_BV.size(1), stride = logits_BV.stride(0);
-  const int64_t* rows = numbers<int64_t>(rows_R, R, "rows");
-  const int64_t* keys = numbers<int64_t>(keys_R, R, "keys");
-  const int64_t* top_k = numbers<int64_t>(top_k_R, R, "top_k");
-  const double* floors = numbers<double>(floors_R, R, "floors");
-  const double* top_p = numbers<double>(top_p_R, R, "top_p");
-  const float* temperatures = numbers<float>(temperatures_R, R, "temperatures");
-  for (int64_t r = 0; r < R; ++r)
-    TORCH_CHECK(rows[r] >= 0 && rows[r] < logits_BV.size(0), "row ", rows[r], " is not among the logits");
-  at::Tensor tokens_R = at::empty({R}, rows_R.options());
-  int64_t* tokens = tokens_R.data_ptr<int64_t>();
-  at::parallel_for(0, R, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) {
-      const Filters filters{top_k[r], top_p[r], floors[r]};
-      tokens[r] = token_of(logits + rows[r] * stride, V, static_cast<uint64_t>(keys[r]), temperatures[r], filters);
-    }
-  });
-  return tokens_R;
-}
-
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(BATON_OPERATORS, m) {
-  m.def("largest_tokens(Tensor logits_BV) -> Tensor");
-  m.def(
-      "draw_tokens(Tensor logits_BV, Tensor rows_R, Tensor keys_R, Tensor top_k_R, Tensor floors_R, Tensor top_p_R, "
-      "Tensor temperatures_R) -> Tensor");
+// Writes the first token with the largest of each row of logits [B][V]; rows are `stride` numbers apart.
+BATON_ENTRY const char* baton_largest_tokens(const float* logits, int64_t B, int64_t V, int64_t stride, int64_t* tokens,
+                                             int num_threads) {
+  return guarded([&] {
+    parallel_for(B, 1, num_threads, [&](int64_t begin, int64_t end) {
+      for (int64_t b = begin; b < end; ++b) tokens[b] = largest_token(logits + b * stride, V);
+    });
+  });
 }
-TORCH_LIBRARY_IMPL(BATON_OPERATORS, CPU, m) {
-  m.impl("draw_tokens", &draw_tokens);
-  m.impl("largest_tokens", &largest_tokens);
+
+// Draws R tokens, each from one of the rows of logits [B][V], which are `stride` numbers apart; a token is -1 where its
+// row is no distribution.
+BATON_ENTRY const char* baton_draw_tokens(const float* logits, int64_t B, int64_t V, int64_t stride, const int64_t* rows,
+                                          int64_t R, const int64_t* keys, const int64_t* top_k, const double* floors,
+                                          const double* top_p, const float* temperatures, int64_t* tokens,
+                                          int num_threads) {
+  return guarded([&] {
+    for (int64_t r = 0; r < R; ++r) check(rows[r] >= 0 && rows[r] < B, "row ", rows[r], " is not among the logits");
+    parallel_for(R, 1, num_threads, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) {
+        const Filters filters{top_k[r], top_p[r], floors[r]};
+        tokens[r] = token_of(logits + rows[r] * stride, V, static_cast<uint64_t>(keys[r]), temperatures[r], filters);
+      }
+    });
+  });
 }

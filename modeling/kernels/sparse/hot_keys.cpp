@@ -5,14 +5,12 @@
 //
 // B rows, G kv heads, K picks at most, C slots at most.
 
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-#include <torch/library.h>
-
 #include <algorithm>
 #include <cstdint>
-#include <tuple>
 #include <vector>
+
+#include "common/entry.h"
+#include "common/parallel.h"
 
 namespace {
 
@@ -49,7 +47,7 @@ void admit(const Record& record, const int32_t* picks, int64_t num, int64_t num_
   const int64_t unused = std::min<int64_t>(num_slots - *record.num_used, int64_t(s.missing.size()));
   for (int64_t i = 0; i < unused; ++i) s.free.push_back((*record.num_used)++);
   const int64_t num_evicted = int64_t(s.missing.size()) - unused;
-  TORCH_CHECK(num_evicted <= int64_t(s.others.size()), num, " keys are picked, and there are ", num_slots, " slots");
+  check(num_evicted <= int64_t(s.others.size()), num, " keys are picked, and there are ", num_slots, " slots");
   // the keys behind the one that went last go first, so that all have their turn
   const auto behind = std::partition_point(s.others.begin(), s.others.end(),
                                            [&](int32_t at) { return record.keys[at] <= *record.hand; });
@@ -76,48 +74,32 @@ void admit(const Record& record, const int32_t* picks, int64_t num, int64_t num_
   std::copy(s.slots.begin(), s.slots.end(), record.slots);
 }
 
-void check_numbers(const at::Tensor& numbers_B, int64_t B) {
-  TORCH_CHECK(numbers_B.scalar_type() == at::kLong && numbers_B.is_contiguous() && numbers_B.numel() == B,
-              "rows have int64 numbers, contiguous");
-}
+}  // namespace
 
-// Returns the place of each pick in its row's area [B, G, K]; the missing picks as pairs of key and place [B, G, K, 2];
-// and their number [B, G]. A row's latest keys, from `latest_B` on, lie at the area's start, in order; the others in
-// slots, of which row b may use num_slots_B[b], behind the first `num_latest` places. `is_fresh_B`: whether nothing of the
-// layer is there but the row's own key, that before num_tokens_B[b].
-std::tuple<at::Tensor, at::Tensor, at::Tensor> admit_picks(const at::Tensor& picks_BGK, const at::Tensor& num_BG,
-                                                           const at::Tensor& records_B, const at::Tensor& num_slots_B,
-                                                           const at::Tensor& latest_B, const at::Tensor& num_tokens_B,
-                                                           const at::Tensor& is_fresh_B, int64_t num_latest,
-                                                           int64_t most_slots) {
-  TORCH_CHECK(picks_BGK.dim() == 3 && picks_BGK.is_contiguous() && picks_BGK.scalar_type() == at::kInt,
-              "picks must be [B, G, K] int32, contiguous");
-  const int64_t B = picks_BGK.size(0), G = picks_BGK.size(1), K = picks_BGK.size(2), C = most_slots;
-  TORCH_CHECK(num_BG.is_contiguous() && num_BG.scalar_type() == at::kInt && num_BG.numel() == B * G,
-              "numbers of picks must be [B, G] int32, contiguous");
-  for (const at::Tensor* each : {&records_B, &num_slots_B, &latest_B, &num_tokens_B}) check_numbers(*each, B);
-  TORCH_CHECK(is_fresh_B.scalar_type() == at::kBool && is_fresh_B.is_contiguous() && is_fresh_B.numel() == B,
-              "rows are fresh or not, contiguous");
-  auto places_BGK = at::empty_like(picks_BGK);
-  auto missing_BGK2 = at::empty({B, G, K, 2}, picks_BGK.options());
-  auto num_missing_BG = at::empty_like(num_BG);
-  at::parallel_for(0, B * G, kLists, [&](int64_t begin, int64_t end) {
+// Finds the place of each pick [B][G][K] in its row's area: `places` [B][G][K]; of the missing ones it writes pairs of key
+// and place [B][G][K][2], and their number [B][G]. A row's latest keys, from latest[b] on, lie at the area's start, in
+// order; the others in slots, of which row b may use num_slots[b], behind the first `num_latest` places. `is_fresh`:
+// whether nothing of the layer is there but the row's own key, that before num_tokens[b]. `records`: addresses.
+BATON_ENTRY const char* baton_admit_picks(const int32_t* picks_BGK, const int32_t* num_BG, int64_t B, int64_t G,
+                                          int64_t K, const int64_t* records_B, const int64_t* num_slots_B,
+                                          const int64_t* latest_B, const int64_t* num_tokens_B, const bool* is_fresh_B,
+                                          int64_t num_latest, int64_t most_slots, int32_t* places_BGK,
+                                          int32_t* missing_BGK2, int32_t* num_missing_BG, int num_threads) {
+  const int64_t C = most_slots;
+  const auto run = [&](int64_t begin, int64_t end) {
     Scratch scratch;
     for (int64_t list = begin; list < end; ++list) {
-      const int64_t row = list / G, num_slots = num_slots_B.const_data_ptr<int64_t>()[row];
-      auto* at = reinterpret_cast<int32_t*>(records_B.const_data_ptr<int64_t>()[row]) + list % G * (kHead + 2 * C);
+      const int64_t row = list / G, num_slots = num_slots_B[row];
+      auto* at = reinterpret_cast<int32_t*>(records_B[row]) + list % G * (kHead + 2 * C);
       const Record record(at, C);
-      TORCH_CHECK(num_slots <= C, "a row has at most ", C, " slots");
-      const bool is_fresh = is_fresh_B.const_data_ptr<bool>()[row];
+      check(num_slots <= C, "a row has at most ", C, " slots");
+      const bool is_fresh = is_fresh_B[row];
       if (is_fresh) *record.num = *record.num_used = *record.hand = 0;
-      const int64_t latest = latest_B.const_data_ptr<int64_t>()[row];
-      const int64_t own = num_tokens_B.const_data_ptr<int64_t>()[row] - 1;
-      const auto* picks = picks_BGK.const_data_ptr<int32_t>() + list * K;
-      const int64_t num = num_BG.const_data_ptr<int32_t>()[list];
-      auto* places = places_BGK.mutable_data_ptr<int32_t>() + list * K;
-      auto* missing = missing_BGK2.mutable_data_ptr<int32_t>() + list * K * 2;
-      TORCH_CHECK(num >= 0 && num <= K, "a list has at most ", K, " picks");
-      TORCH_CHECK(own - latest < num_latest, "the latest keys have ", num_latest, " places");
+      const int64_t latest = latest_B[row], own = num_tokens_B[row] - 1, num = num_BG[list];
+      const auto* picks = picks_BGK + list * K;
+      auto *places = places_BGK + list * K, *missing = missing_BGK2 + list * K * 2;
+      check(num >= 0 && num <= K, "a list has at most ", K, " picks");
+      check(own - latest < num_latest, "the latest keys have ", num_latest, " places");
       const int64_t num_early = std::lower_bound(picks, picks + num, latest) - picks;
       admit(record, picks, num_early, num_slots, places, scratch);
       int64_t num_missing = 0;
@@ -128,55 +110,36 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> admit_picks(const at::Tensor& pic
       for (int64_t i = 0; i < num_early; ++i) places[i] += int32_t(num_latest);
       for (const int32_t i : scratch.missing) miss(i);
       for (int64_t i = num_early; i < num; ++i) {
-        TORCH_CHECK(picks[i] <= own, "a key is picked that its row does not have");
+        check(picks[i] <= own, "a key is picked that its row does not have");
         places[i] = int32_t(picks[i] - latest);
         if (is_fresh && picks[i] != own) miss(i);
       }
-      num_missing_BG.mutable_data_ptr<int32_t>()[list] = int32_t(num_missing);
+      num_missing_BG[list] = int32_t(num_missing);
     }
-  });
-  return {places_BGK, missing_BGK2, num_missing_BG};
+  };
+  return guarded([&] { parallel_for(B * G, kLists, num_threads, run); });
 }
 
 // Copies K and V of keys to their places: pairs of key and place for each kv head. On the calling thread alone.
-void copy_heads(const at::Tensor& from_B, const at::Tensor& to_B, const at::Tensor& pairs_BGK2, const at::Tensor& num_BG,
-                int64_t head_bytes) {
-  const int64_t B = pairs_BGK2.size(0), G = pairs_BGK2.size(1), K = pairs_BGK2.size(2);
-  check_numbers(from_B, B);
-  check_numbers(to_B, B);
+BATON_ENTRY const char* baton_copy_heads(const int64_t* from_B, const int64_t* to_B, const int32_t* pairs_BGK2,
+                                  const int32_t* num_BG, int64_t B, int64_t G, int64_t K, int64_t head_bytes) {
   for (int64_t list = 0; list < B * G; ++list) {
-    const auto* from = reinterpret_cast<const char*>(from_B.const_data_ptr<int64_t>()[list / G]) + list % G * head_bytes;
-    auto* to = reinterpret_cast<char*>(to_B.const_data_ptr<int64_t>()[list / G]) + list % G * head_bytes;
-    const int32_t* pairs = pairs_BGK2.const_data_ptr<int32_t>() + list * K * 2;
-    for (int64_t i = 0; i < num_BG.const_data_ptr<int32_t>()[list]; ++i) {
+    const auto* from = reinterpret_cast<const char*>(from_B[list / G]) + list % G * head_bytes;
+    auto* to = reinterpret_cast<char*>(to_B[list / G]) + list % G * head_bytes;
+    const int32_t* pairs = pairs_BGK2 + list * K * 2;
+    for (int64_t i = 0; i < num_BG[list]; ++i) {
       const int64_t key = 2 * G * pairs[2 * i] * head_bytes, place = 2 * G * pairs[2 * i + 1] * head_bytes;
       std::copy_n(from + key, head_bytes, to + place);
       std::copy_n(from + key + G * head_bytes, head_bytes, to + place + G * head_bytes);
     }
   }
+  return nullptr;
 }
 
 // Copies `num_bytes` of each row. On the calling thread alone.
-void copy_rows(const at::Tensor& from_B, const at::Tensor& to_B, int64_t num_bytes) {
-  const int64_t B = from_B.numel();
-  check_numbers(from_B, B);
-  check_numbers(to_B, B);
+BATON_ENTRY const char* baton_copy_rows(const int64_t* from_B, const int64_t* to_B, int64_t B, int64_t num_bytes) {
   for (int64_t row = 0; row < B; ++row) {
-    std::copy_n(reinterpret_cast<const char*>(from_B.const_data_ptr<int64_t>()[row]), num_bytes,
-                reinterpret_cast<char*>(to_B.const_data_ptr<int64_t>()[row]));
+    std::copy_n(reinterpret_cast<const char*>(from_B[row]), num_bytes, reinterpret_cast<char*>(to_B[row]));
   }
-}
-
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(BATON_OPERATORS, m) {
-  m.def("admit_picks(Tensor picks_BGK, Tensor num_BG, Tensor records_B, Tensor num_slots_B, Tensor latest_B, "
-        "Tensor num_tokens_B, Tensor is_fresh_B, int num_latest, int most_slots) -> (Tensor, Tensor, Tensor)");
-  m.def("copy_heads(Tensor from_B, Tensor to_B, Tensor pairs_BGK2, Tensor num_BG, int head_bytes) -> ()");
-  m.def("copy_rows(Tensor from_B, Tensor to_B, int num_bytes) -> ()");
-}
-TORCH_LIBRARY_IMPL(BATON_OPERATORS, CPU, m) {
-  m.impl("admit_picks", &admit_picks);
-  m.impl("copy_heads", &copy_heads);
-  m.impl("copy_rows", &copy_rows);
+  return nullptr;
 }

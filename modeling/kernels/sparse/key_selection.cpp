@@ -10,10 +10,6 @@
 //
 // B rows, N heads, G kv heads, J = N / G, R columns, K picks at most.
 
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-#include <torch/library.h>
-
 #include <algorithm>
 #include <atomic>
 #include <bit>
@@ -23,10 +19,10 @@
 #include <functional>
 #include <limits>
 #include <memory>
-#include <optional>
-#include <tuple>
 #include <vector>
 
+#include "common/entry.h"
+#include "common/parallel.h"
 #include "common/simd.h"
 
 namespace {
@@ -53,7 +49,7 @@ struct Problem {
   int64_t free_keys;   // keys that any row may pick by score
   int32_t* picks;      // [B][G][K]
   int32_t* num_picks;  // [B][G]
-  float* closeness;    // [B][G][S], or null: not wanted
+  float* closeness;    // [B][G][S]; not wanted where S is negative
   int64_t S;
 
   int64_t num_scored(int64_t row) const { return lengths[row] - num_new; }
@@ -221,7 +217,7 @@ class Picker {
     closeness_.resize(p_.G * stride);
     int64_t num_close = 0;
     for (int64_t g = 0; g < p_.G; ++g) num_close += join(row, g, &closeness_[g * stride]);
-    if (p_.closeness) {
+    if (p_.S >= 0) {
       for (int64_t g = 0; g < p_.G; ++g) {
         std::copy_n(&closeness_[g * stride], p_.num_scored(row), p_.closeness + (row * p_.G + g) * p_.S);
       }
@@ -298,13 +294,13 @@ class Picker {
   std::vector<Floats> largest_;   // [J]
 };
 
-void select(const Problem& p) {
-  const int64_t num_threads = at::get_num_threads(), num_runs = (kTasks * num_threads + p.B - 1) / p.B;
+void select(const Problem& p, int num_threads) {
+  const int64_t num_runs = (kTasks * num_threads + p.B - 1) / p.B;
   const Scores scores(p);
   std::atomic<int64_t> next = 0;
   std::vector<std::atomic<int64_t>> num_left(p.B);  // runs that are not scored yet
   for (auto& each : num_left) each = num_runs;
-  at::parallel_for(0, num_threads, 1, [&](int64_t, int64_t) {
+  parallel_for(num_threads, 1, num_threads, [&](int64_t, int64_t) {
     Picker picker(p, scores);
     for (int64_t task = next++; task < p.B * num_runs; task = next++) {
       const int64_t row = task / num_runs, run = task % num_runs, num_blocks = p.num_blocks(row);
@@ -314,47 +310,33 @@ void select(const Problem& p) {
   });
 }
 
-std::tuple<at::Tensor, at::Tensor> select_keys(const at::Tensor& q_BNR, const at::Tensor& addresses_B,
-                                               const at::Tensor& lengths_B, const at::Tensor& tokens_B,
-                                               int64_t num_kv_heads, int64_t num_new, double alpha, double most_share,
-                                               int64_t free_keys, int64_t num_first, int64_t num_last,
-                                               const std::optional<at::Tensor>& closeness_BGS) {
-  const int64_t B = q_BNR.size(0), N = q_BNR.size(1), R = q_BNR.size(2), G = num_kv_heads;
-  TORCH_CHECK(q_BNR.dim() == 3 && q_BNR.scalar_type() == at::kFloat && q_BNR.is_contiguous(),
-              "partial queries must be [B, N, R], in float32, contiguous");
-  for (const at::Tensor& each : {addresses_B, lengths_B, tokens_B}) {
-    TORCH_CHECK(each.scalar_type() == at::kLong && each.is_contiguous() && each.numel() == B,
-                "there must be an address, a length and a number of tokens for each row, in int64");
-  }
-  TORCH_CHECK(free_keys > 0, "a row may pick no key");
-  TORCH_CHECK(G > 0 && N % G == 0, N, " heads do not share ", G, " kv heads");
-  const auto *addresses = addresses_B.const_data_ptr<int64_t>(), *lengths = lengths_B.const_data_ptr<int64_t>();
-  const auto* tokens = tokens_B.const_data_ptr<int64_t>();
-  Problem p{q_BNR.const_data_ptr<float>(), addresses, tokens, lengths, num_new, num_first, num_last, B, N, G, N / G, R,
-            0, float(alpha), most_share, free_keys, nullptr, nullptr, nullptr, 0};
-  if (closeness_BGS) {
-    p.closeness = closeness_BGS->data_ptr<float>(), p.S = closeness_BGS->size(2);
-    TORCH_CHECK(closeness_BGS->is_contiguous() && closeness_BGS->numel() == B * G * p.S, "closeness is [B, G, S]");
-  }
-  for (int64_t row = 0; row < B; ++row) {
-    TORCH_CHECK(lengths[row] > 0 && p.num_scored(row) >= 0, "every row has a key, its own");
-    TORCH_CHECK(!closeness_BGS || p.num_scored(row) <= p.S, "closeness has no room for every key");
+// Returns the problem, checked, without the lists that it is to write.
+Problem checked(Problem p) {
+  check(p.free_keys > 0, "a row may pick no key");
+  check(p.G > 0 && p.N % p.G == 0, p.N, " heads do not share ", p.G, " kv heads");
+  p.J = p.N / p.G;
+  for (int64_t row = 0; row < p.B; ++row) {
+    check(p.lengths[row] > 0 && p.num_scored(row) >= 0, "every row has a key, its own");
+    check(p.S < 0 || p.num_scored(row) <= p.S, "closeness has no room for every key");
     p.K = std::max(p.K, p.most_picks(row));
   }
   p.K = (p.K + 2 * kBlock - 1) / kBlock * kBlock;  // lists are written register by register
-  auto keys_BGK = at::empty({B, G, p.K}, lengths_B.options().dtype(at::kInt));
-  auto num_BG = at::empty({B, G}, keys_BGK.options());
-  p.picks = keys_BGK.data_ptr<int32_t>();
-  p.num_picks = num_BG.data_ptr<int32_t>();
-  if (B > 0) select(p);
-  return {keys_BGK, num_BG};
+  return p;
 }
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(BATON_OPERATORS, m) {
-  m.def("select_keys(Tensor q_BNR, Tensor addresses_B, Tensor lengths_B, Tensor tokens_B, int num_kv_heads, "
-        "int num_new, float alpha, float most_share, int free_keys, int num_first, int num_last, "
-        "Tensor(a!)? closeness_BGS=None) -> (Tensor, Tensor)");
+// Selects keys for q [B][N][R] and writes lists of `K` picks [B][G][K], their numbers [B][G], and closeness [B][G][S]
+// unless S is negative. Where `picks` is null it only writes the room that a list needs to `K`.
+BATON_ENTRY const char* baton_select_keys(const float* q, const int64_t* addresses, const int64_t* lengths,
+                                          const int64_t* tokens, int64_t B, int64_t N, int64_t G, int64_t R,
+                                          int64_t num_new, double alpha, double most_share, int64_t free_keys,
+                                          int64_t num_first, int64_t num_last, float* closeness, int64_t S,
+                                          int32_t* picks, int32_t* num_picks, int64_t* K, int num_threads) {
+  return guarded([&] {
+    const Problem p = checked({q, addresses, tokens, lengths, num_new, num_first, num_last, B, N, G, 0, R, 0,
+                               float(alpha), most_share, free_keys, picks, num_picks, closeness, S});
+    *K = p.K;
+    if (picks && B > 0) select(p, num_threads);
+  });
 }
-TORCH_LIBRARY_IMPL(BATON_OPERATORS, CPU, m) { m.impl("select_keys", &select_keys); }

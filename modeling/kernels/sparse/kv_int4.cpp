@@ -6,17 +6,16 @@
 //
 // B rows, G kv heads, H head dim, K picks at most.
 
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-#include <torch/library.h>
-
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <limits>
 #include <vector>
 
+#include "common/entry.h"
+#include "common/parallel.h"
 #include "common/simd.h"
 
 namespace {
@@ -31,7 +30,7 @@ struct Format {
 };
 
 struct Group {
-  at::Half step, least;
+  _Float16 step, least;
 };
 
 // Returns kLanes codes, from kLanes / 2 bytes: a register's runs of 8 lanes each take their own 32 bits.
@@ -53,9 +52,12 @@ inline Ints codes_of(const uint8_t* from) {
 }
 
 inline float load_one(const float* from) { return *from; }
-inline float load_one(const uint16_t* from) { return c10::BFloat16(*from, c10::BFloat16::from_bits()); }
+inline float load_one(const uint16_t* from) { return std::bit_cast<float>(uint32_t(*from) << 16); }
 inline void store_one(float* to, float value) { *to = value; }
-inline void store_one(uint16_t* to, float value) { *to = c10::BFloat16(value).x; }
+inline void store_one(uint16_t* to, float value) {
+  const auto bits = std::bit_cast<uint32_t>(value);
+  *to = value == value ? uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : 0x7fc0;
+}
 
 // Unpacks a head. Inlined, because a call takes some 8 % of the time.
 template <class Element>
@@ -95,10 +97,10 @@ Group measured(const float* x, int64_t num) {
     most = std::max(most, x[i]);
     zero += x[i] * 0.0f;
   }
-  const at::Half kept = least;
-  const at::Half step = std::max((most - float(kept)) / kLastLevel, 0.0f);
+  const auto kept = _Float16(least);
+  const auto step = _Float16(std::max((most - float(kept)) / kLastLevel, 0.0f));
   if (zero != 0.0f || !std::isfinite(float(kept)) || !std::isfinite(float(step))) {
-    return {at::Half(std::numeric_limits<float>::quiet_NaN()), kept};
+    return {_Float16(std::numeric_limits<float>::quiet_NaN()), kept};
   }
   return {step, kept};
 }
@@ -141,10 +143,10 @@ struct Task {
 
 // Divides lists of `numbers` items each into runs for threads to share.
 template <class Number>
-std::vector<Task> divide(const at::Tensor& numbers, int64_t run) {
+std::vector<Task> divide(const Number* numbers, int64_t num_lists, int64_t run) {
   std::vector<Task> tasks;
-  for (int64_t list = 0; list < numbers.numel(); ++list) {
-    const int64_t num = numbers.const_data_ptr<Number>()[list];
+  for (int64_t list = 0; list < num_lists; ++list) {
+    const int64_t num = numbers[list];
     for (int64_t begin = 0; begin < num; begin += run) tasks.push_back({list, begin, std::min(begin + run, num)});
   }
   return tasks;
@@ -152,66 +154,61 @@ std::vector<Task> divide(const at::Tensor& numbers, int64_t run) {
 
 // Calls run(task) for all tasks, on all threads.
 template <class Run>
-void run_tasks(const std::vector<Task>& tasks, Run run) {
-  at::parallel_for(0, int64_t(tasks.size()), 1, [&](int64_t begin, int64_t end) {
+void run_tasks(const std::vector<Task>& tasks, int num_threads, Run run) {
+  parallel_for(int64_t(tasks.size()), 1, num_threads, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) run(tasks[i]);
   });
 }
 
-Format checked(const at::Tensor& from_B, const at::Tensor& to_B, const at::Tensor& heads_B, int64_t H, int64_t group) {
-  for (const at::Tensor* each : {&from_B, &to_B, &heads_B}) {
-    TORCH_CHECK(each->scalar_type() == at::kLong && each->is_contiguous() && each->numel() == heads_B.numel(),
-                "rows are two addresses and a number each");
-  }
-  TORCH_CHECK(group > 0 && group % 2 == 0 && H % group == 0, "heads of ", H, " do not fall into groups of ", group);
-  return {H, group};
+// Calls run(f, element) with the format, checked, and a number of the plain heads' type.
+template <class Run>
+const char* with_format(int64_t H, int64_t group, bool is_bf16, Run run) {
+  return guarded([&] {
+    check(group > 0 && group % 2 == 0 && H % group == 0, "heads of ", H, " do not fall into groups of ", group);
+    const Format f{H, group};
+    is_bf16 ? run(f, uint16_t()) : run(f, float());
+  });
 }
 
-// Unpacks each row's heads to bf16 or fp32.
-void unpack_kv(const at::Tensor& from_B, const at::Tensor& to_B, const at::Tensor& heads_B, int64_t head_dim,
-               int64_t group, bool is_bf16) {
-  const Format f = checked(from_B, to_B, heads_B, head_dim, group);
-  const auto run = [&](auto element) {
+void check_picks(const int32_t* picks, const int32_t* num_picks, int64_t num_lists, int64_t K) {
+  for (int64_t list = 0; list < num_lists; ++list, picks += K) {
+    const int32_t num = num_picks[list];
+    check(num >= 0 && num <= K, "a list has at most ", K, " picks");
+    check(std::all_of(picks, picks + num, [](int32_t pick) { return pick >= 0; }), "picks are counted from 0");
+  }
+}
+
+}  // namespace
+
+// Unpacks each row's heads to bf16 or fp32; `from` and `to` are addresses.
+BATON_ENTRY const char* baton_unpack_kv(const int64_t* from_B, const int64_t* to_B, const int64_t* heads_B, int64_t B,
+                                        int64_t head_dim, int64_t group, bool is_bf16, int num_threads) {
+  return with_format(head_dim, group, is_bf16, [&](const Format& f, auto element) {
     using Element = decltype(element);
-    run_tasks(divide<int64_t>(heads_B, kRun), [&](const Task& task) {
-      const auto* from = reinterpret_cast<const uint8_t*>(from_B.const_data_ptr<int64_t>()[task.list]);
-      auto* to = reinterpret_cast<Element*>(to_B.const_data_ptr<int64_t>()[task.list]);
+    run_tasks(divide(heads_B, B, kRun), num_threads, [&](const Task& task) {
+      const auto* from = reinterpret_cast<const uint8_t*>(from_B[task.list]);
+      auto* to = reinterpret_cast<Element*>(to_B[task.list]);
       for (int64_t head = task.begin; head < task.end; ++head) unpack(f, from + head * f.bytes(), to + head * f.H);
     });
-  };
-  is_bf16 ? run(uint16_t()) : run(float());
-}
-
-void check_picks(const at::Tensor& picks_BGK, const at::Tensor& num_picks_BG, int64_t B) {
-  TORCH_CHECK(picks_BGK.dim() == 3 && picks_BGK.size(0) == B && picks_BGK.is_contiguous(), "picks must be [B, G, K]");
-  TORCH_CHECK(num_picks_BG.is_contiguous() && num_picks_BG.sizes() == picks_BGK.sizes().slice(0, 2),
-              "numbers of picks must be [B, G]");
-  const int64_t K = picks_BGK.size(2);
-  for (int64_t list = 0; list < num_picks_BG.numel(); ++list) {
-    const int32_t num = num_picks_BG.const_data_ptr<int32_t>()[list];
-    const int32_t* picks = picks_BGK.const_data_ptr<int32_t>() + list * K;
-    TORCH_CHECK(num >= 0 && num <= K, "a list has at most ", K, " picks");
-    TORCH_CHECK(std::all_of(picks, picks + num, [](int32_t pick) { return pick >= 0; }), "picks are counted from 0");
-  }
+  });
 }
 
 // Unpacks K and V of the packed tokens that each kv head picks, to these tokens' places among all. Picks of tokens that
-// are not packed are skipped. Returns how many picks were unpacked.
-int64_t unpack_picked_kv(const at::Tensor& from_B, const at::Tensor& to_B, const at::Tensor& num_tokens_B,
-                         const at::Tensor& picks_BGK, const at::Tensor& num_picks_BG, int64_t head_dim, int64_t group,
-                         bool is_bf16) {
-  const Format f = checked(from_B, to_B, num_tokens_B, head_dim, group);
-  check_picks(picks_BGK, num_picks_BG, from_B.numel());
-  const int64_t G = picks_BGK.size(1), K = picks_BGK.size(2);
-  std::atomic<int64_t> num_unpacked = 0;
-  const auto run = [&](auto element) {
+// are not packed are skipped. Writes how many picks were unpacked.
+BATON_ENTRY const char* baton_unpack_picked_kv(const int64_t* from_B, const int64_t* to_B, const int64_t* num_tokens_B,
+                                               const int32_t* picks_BGK, const int32_t* num_picks_BG, int64_t B,
+                                               int64_t G, int64_t K, int64_t head_dim, int64_t group, bool is_bf16,
+                                               int64_t* num_unpacked, int num_threads) {
+  return with_format(head_dim, group, is_bf16, [&](const Format& f, auto element) {
     using Element = decltype(element);
-    run_tasks(divide<int32_t>(num_picks_BG, kRun / 2), [&](const Task& task) {
+    check_picks(picks_BGK, num_picks_BG, B * G, K);
+    std::atomic<int64_t> num_all = 0;
+    run_tasks(divide(num_picks_BG, B * G, kRun / 2), num_threads, [&](const Task& task) {
       const int64_t row = task.list / G, g = task.list % G;
-      const auto* from = reinterpret_cast<const uint8_t*>(from_B.const_data_ptr<int64_t>()[row]);
-      auto* to = reinterpret_cast<Element*>(to_B.const_data_ptr<int64_t>()[row]);
-      const int32_t* picks = picks_BGK.const_data_ptr<int32_t>() + task.list * K;
-      const int64_t num_tokens = num_tokens_B.const_data_ptr<int64_t>()[row];
+      const auto* from = reinterpret_cast<const uint8_t*>(from_B[row]);
+      auto* to = reinterpret_cast<Element*>(to_B[row]);
+      const int32_t* picks = picks_BGK + task.list * K;
+      const int64_t num_tokens = num_tokens_B[row];
       int64_t num = 0;
       for (int64_t i = task.begin; i < task.end; ++i) {
         if (picks[i] >= num_tokens) continue;
@@ -220,44 +217,25 @@ int64_t unpack_picked_kv(const at::Tensor& from_B, const at::Tensor& to_B, const
         unpack(f, from + value * f.bytes(), to + value * f.H);
         ++num;
       }
-      num_unpacked += num;
+      num_all += num;
     });
-  };
-  is_bf16 ? run(uint16_t()) : run(float());
-  return num_unpacked;
+    *num_unpacked = num_all;
+  });
 }
 
 // Packs each row's plain heads. On the calling thread alone: pushed KV must not take the cores that compute.
-void pack_kv(const at::Tensor& from_B, const at::Tensor& to_B, const at::Tensor& heads_B, int64_t head_dim,
-             int64_t group, bool is_bf16) {
-  const Format f = checked(from_B, to_B, heads_B, head_dim, group);
-  std::vector<float> x(f.H);
-  std::vector<int32_t> codes(f.H);
-  const auto run = [&](auto element) {
+BATON_ENTRY const char* baton_pack_kv(const int64_t* from_B, const int64_t* to_B, const int64_t* heads_B, int64_t B,
+                                      int64_t head_dim, int64_t group, bool is_bf16) {
+  return with_format(head_dim, group, is_bf16, [&](const Format& f, auto element) {
     using Element = decltype(element);
-    for (int64_t row = 0; row < heads_B.numel(); ++row) {
-      const auto* from = reinterpret_cast<const Element*>(from_B.const_data_ptr<int64_t>()[row]);
-      auto* to = reinterpret_cast<uint8_t*>(to_B.const_data_ptr<int64_t>()[row]);
-      const int64_t heads = heads_B.const_data_ptr<int64_t>()[row];
-      for (int64_t head = 0; head < heads; ++head) {
+    std::vector<float> x(f.H);
+    std::vector<int32_t> codes(f.H);
+    for (int64_t row = 0; row < B; ++row) {
+      const auto* from = reinterpret_cast<const Element*>(from_B[row]);
+      auto* to = reinterpret_cast<uint8_t*>(to_B[row]);
+      for (int64_t head = 0; head < heads_B[row]; ++head) {
         pack(f, from + head * f.H, to + head * f.bytes(), x.data(), codes.data());
       }
     }
-  };
-  is_bf16 ? run(uint16_t()) : run(float());
-}
-
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(BATON_OPERATORS, m) {
-  m.def("unpack_kv(Tensor from_B, Tensor to_B, Tensor heads_B, int head_dim, int group, bool is_bf16) -> ()");
-  m.def(
-      "unpack_picked_kv(Tensor from_B, Tensor to_B, Tensor num_tokens_B, Tensor picks_BGK, Tensor num_picks_BG, "
-      "int head_dim, int group, bool is_bf16) -> int");
-  m.def("pack_kv(Tensor from_B, Tensor to_B, Tensor heads_B, int head_dim, int group, bool is_bf16) -> ()");
-}
-TORCH_LIBRARY_IMPL(BATON_OPERATORS, CPU, m) {
-  m.impl("unpack_kv", &unpack_kv);
-  m.impl("unpack_picked_kv", &unpack_picked_kv);
-  m.impl("pack_kv", &pack_kv);
+  });
 }

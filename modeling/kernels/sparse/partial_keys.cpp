@@ -7,14 +7,11 @@
 //
 // T tokens, G kv heads, H head dim, R columns of partial keys.
 
-#include <ATen/ATen.h>
-#include <torch/library.h>
-
 #include <algorithm>
 #include <cstdint>
-#include <optional>
 #include <vector>
 
+#include "common/entry.h"
 #include "common/simd.h"
 
 namespace {
@@ -122,9 +119,8 @@ struct Places {
 };
 
 template <class Number>
-void run(const at::Tensor& k_TGH, const Basis& basis, const Places& places) {
-  const int64_t T = k_TGH.size(0), G = k_TGH.size(1), H = basis.H, R = basis.R;
-  const Keys<Number> keys{static_cast<const Number*>(k_TGH.const_data_ptr()), k_TGH.stride(0), k_TGH.stride(1), H};
+void run(const Keys<Number>& keys, int64_t T, int64_t G, const Basis& basis, const Places& places) {
+  const int64_t H = basis.H, R = basis.R;
   std::vector<float> turned(H * kBlock);
   std::vector<uint16_t> partial(R * kBlock);
   for (int64_t first = 0, count; first < T; first += count) {
@@ -144,42 +140,25 @@ void run(const at::Tensor& k_TGH, const Basis& basis, const Places& places) {
   }
 }
 
-void check(const at::Tensor& k_TGH, const at::Tensor& basis_GHR, const std::optional<at::Tensor>& columns_GR) {
-  TORCH_CHECK(k_TGH.dim() == 3 && k_TGH.stride(2) == 1, "keys must be [T, G, H], a head's in one piece");
-  TORCH_CHECK(basis_GHR.scalar_type() == at::kFloat && basis_GHR.dim() == 3 && basis_GHR.stride(2) == 1 &&
-                  basis_GHR.size(0) == k_TGH.size(1) && basis_GHR.size(1) == k_TGH.size(2),
-              "a basis must be [G, H, R], in float32, a row in one piece");
-  if (!columns_GR) return;
-  TORCH_CHECK(columns_GR->scalar_type() == at::kLong && columns_GR->is_contiguous() && columns_GR->dim() == 2 &&
-                  columns_GR->size(0) == basis_GHR.size(0) && columns_GR->size(1) == basis_GHR.size(2),
-              "there must be a column for each of the basis', in int64");
-  const int64_t* columns = columns_GR->const_data_ptr<int64_t>();
-  const auto is_one = [&](int64_t column) { return column >= 0 && column < k_TGH.size(2); };
-  TORCH_CHECK(std::all_of(columns, columns + columns_GR->numel(), is_one), "no head has such a column");
-}
-
-void project_keys(const at::Tensor& k_TGH, const at::Tensor& basis_GHR, const std::optional<at::Tensor>& columns_GR,
-                  const at::Tensor& addresses, const at::Tensor& numbers) {
-  check(k_TGH, basis_GHR, columns_GR);
-  const bool is_run = addresses.numel() == 1;
-  for (const at::Tensor* each : {&addresses, &numbers}) {
-    const int64_t count = is_run ? 1 : k_TGH.size(0);
-    TORCH_CHECK(each->scalar_type() == at::kLong && each->is_contiguous() && each->numel() == count,
-                "there must be an address and a number for each token, or for the first, in int64");
-  }
-  const Places places{addresses.const_data_ptr<int64_t>(), numbers.const_data_ptr<int64_t>(), is_run};
-  TORCH_CHECK(std::all_of(places.numbers, places.numbers + numbers.numel(), [](int64_t each) { return each >= 0; }),
-              "a number is 0 or more");
-  const Basis basis{basis_GHR.const_data_ptr<float>(), columns_GR ? columns_GR->const_data_ptr<int64_t>() : nullptr,
-                    k_TGH.size(2), basis_GHR.size(2), basis_GHR.stride(0), basis_GHR.stride(1)};
-  if (k_TGH.scalar_type() == at::kFloat) return run<float>(k_TGH, basis, places);
-  TORCH_CHECK(k_TGH.scalar_type() == at::kBFloat16, "keys must be in bfloat16 or float32");
-  run<uint16_t>(k_TGH, basis, places);
-}
-
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(BATON_OPERATORS, m) {
-  m.def("project_keys(Tensor k_TGH, Tensor basis_GHR, Tensor? columns_GR, Tensor addresses, Tensor numbers) -> ()");
+// Projects k [T][G][H], bf16 or fp32, by basis [G][H][R] or, unless null, by columns [G][R]. `strides`: between k's tokens
+// and heads, and the basis' heads and rows. Addresses and numbers: one for each token; with `is_run` for the first.
+BATON_ENTRY const char* baton_project_keys(const void* k, const int64_t* strides, int64_t T, int64_t G, int64_t H,
+                                           int64_t R, const float* matrices, const int64_t* columns,
+                                           const int64_t* addresses, const int64_t* numbers, bool is_run,
+                                           bool is_bf16) {
+  return guarded([&] {
+    const auto is_one = [&](int64_t column) { return column >= 0 && column < H; };
+    check(!columns || std::all_of(columns, columns + G * R, is_one), "no head has such a column");
+    const Places places{addresses, numbers, is_run};
+    check(std::all_of(numbers, numbers + (is_run ? 1 : T), [](int64_t each) { return each >= 0; }),
+          "a number is 0 or more");
+    const Basis basis{matrices, columns, H, R, strides[2], strides[3]};
+    const auto with = [&](auto number) {
+      const Keys<decltype(number)> keys{static_cast<const decltype(number)*>(k), strides[0], strides[1], H};
+      run(keys, T, G, basis, places);
+    };
+    is_bf16 ? with(uint16_t()) : with(float());
+  });
 }
-TORCH_LIBRARY_IMPL(BATON_OPERATORS, CPU, m) { m.impl("project_keys", &project_keys); }

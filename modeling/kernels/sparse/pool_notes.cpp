@@ -6,14 +6,13 @@
 //
 // B rows, G kv heads, K picks at most, S keys.
 
-#include <ATen/ATen.h>
-#include <ATen/Parallel.h>
-#include <torch/library.h>
-
 #include <algorithm>
 #include <bit>
 #include <cstdint>
 #include <limits>
+
+#include "common/entry.h"
+#include "common/parallel.h"
 
 namespace {
 
@@ -60,49 +59,30 @@ int32_t victim(const Order* orders, const float* closeness, const Pool& pool) {
   return int32_t(std::find(orders + pool.first, orders + pool.end, earliest) - orders);
 }
 
-// Returns a victim's place for each list of rows that are full; entries of other rows mean nothing.
-at::Tensor note_picks(const at::Tensor& keys_BGK, const at::Tensor& num_BG, const at::Tensor& closeness_BGS,
-                      const at::Tensor& addresses_B, const at::Tensor& positions_B, int64_t num_places, int64_t first,
-                      int64_t end, int64_t position_bits, int64_t most_count) {
-  const int64_t B = keys_BGK.size(0), G = keys_BGK.size(1), K = keys_BGK.size(2), S = closeness_BGS.size(2);
-  TORCH_CHECK(keys_BGK.scalar_type() == at::kInt && num_BG.scalar_type() == at::kInt && keys_BGK.is_contiguous() &&
-                  num_BG.is_contiguous() && num_BG.numel() == B * G,
-              "picks must be int32, contiguous");
-  TORCH_CHECK(closeness_BGS.scalar_type() == at::kFloat && closeness_BGS.is_contiguous() && S >= num_places &&
-                  closeness_BGS.numel() == B * G * S,
-              "closeness must be float32, contiguous, of every place");
-  for (const at::Tensor& each : {addresses_B, positions_B}) {
-    TORCH_CHECK(each.scalar_type() == at::kLong && each.is_contiguous() && each.numel() == B,
-                "there must be an address and a position for each row, in int64");
-  }
-  TORCH_CHECK(0 <= first && first < end && end <= num_places, "nobody may go");
+}  // namespace
+
+// Notes keys [B][G][K], of which num [B][G] count, and writes a victim's place for each list [B][G] of rows that are full;
+// entries of other rows stay. `closeness` is [B][G][S]; a row whose address is 0 has no pool.
+BATON_ENTRY const char* baton_note_picks(const int32_t* keys, const int32_t* num, int64_t B, int64_t G, int64_t K,
+                                         const float* closeness, int64_t S, const int64_t* addresses,
+                                         const int64_t* positions, int64_t num_places, int64_t first, int64_t end,
+                                         int64_t position_bits, int64_t most_count, int64_t* victims, int num_threads) {
   const Pool pool{num_places, first, end, position_bits, most_count};
-  const auto *addresses = addresses_B.const_data_ptr<int64_t>(), *positions = positions_B.const_data_ptr<int64_t>();
-  const auto *keys = keys_BGK.const_data_ptr<int32_t>(), *num = num_BG.const_data_ptr<int32_t>();
-  const auto* closeness = closeness_BGS.const_data_ptr<float>();
-  auto victims_BG = at::zeros({B, G}, positions_B.options());
-  auto* victims = victims_BG.data_ptr<int64_t>();
   const auto run = [&]<class Order>(Order, int64_t list) {
     const int64_t row = list / G;
     if (addresses[row] == 0) return;
     const int32_t* picks = keys + list * K;
-    TORCH_CHECK(0 <= num[list] && num[list] <= K, "a list has at most ", K, " picks");
-    TORCH_CHECK(std::all_of(picks, picks + num[list], [&](int32_t each) { return 0 <= each && each <= num_places; }),
-                "picks are places, from 0 to ", num_places);
+    check(0 <= num[list] && num[list] <= K, "a list has at most ", K, " picks");
+    check(std::all_of(picks, picks + num[list], [&](int32_t each) { return 0 <= each && each <= num_places; }),
+          "picks are places, from 0 to ", num_places);
     auto* orders = reinterpret_cast<Order*>(addresses[row]) + list % G * (num_places + 1);
     note(orders, picks, num[list], positions[row], pool);
     if (positions[row] >= num_places) victims[list] = victim(orders, closeness + list * S, pool);
   };
-  at::parallel_for(0, B * G, kLists, [&](int64_t from, int64_t to) {
-    for (int64_t list = from; list < to; ++list) most_count ? run(int32_t(), list) : run(int64_t(), list);
+  return guarded([&] {
+    check(0 <= first && first < end && end <= num_places, "nobody may go");
+    parallel_for(B * G, kLists, num_threads, [&](int64_t from, int64_t to) {
+      for (int64_t list = from; list < to; ++list) most_count ? run(int32_t(), list) : run(int64_t(), list);
+    });
   });
-  return victims_BG;
 }
-
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(BATON_OPERATORS, m) {
-  m.def("note_picks(Tensor keys_BGK, Tensor num_BG, Tensor closeness_BGS, Tensor addresses_B, Tensor positions_B, "
-        "int num_places, int first, int end, int position_bits, int most_count) -> Tensor");
-}
-TORCH_LIBRARY_IMPL(BATON_OPERATORS, CPU, m) { m.impl("note_picks", &note_picks); }

@@ -289,8 +289,8 @@ def _owner(socket: str) -> int:
     raise AssertionError(f"nobody has {socket} open")
 
 
-def share_kernels(cache: Path) -> None:
-    """Gives a cache folder of its own this user's kernels: they are built once for all tests."""
+def share_measurements(cache: Path) -> None:
+    """Gives a cache folder of its own what this user measured of kernels and cores: that is done once for all tests."""
     own, shared = cache / "baton" / "kernels", cache_folder() / "kernels"
     own.parent.mkdir(exist_ok=True)
     shared.mkdir(parents=True, exist_ok=True)
@@ -299,6 +299,6 @@ def share_kernels(cache: Path) -> None:
 
 
 def _environment(cache: Path) -> dict[str, str]:
-    share_kernels(cache)
+    share_measurements(cache)
     settings = {"XDG_CACHE_HOME": str(cache), "HOME": str(cache), "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
     return os.environ | settings

@@ -1,19 +1,12 @@
 """KV in 4 bits for tests: heads to pack, what they come back as, and the processors that the kernel is built for."""
 
-import pytest
 import torch
 from torch import Tensor
 
 from baton.types import KvLayout
 from generate_workers.residency.int4.format import Int4Format
-from modeling.kernels import native
 
 HEAD_DIMS = (4, 12, 16, 40, 64, 80, 96, 128, 256)
-INSTRUCTION_SETS = [
-    native.NATIVE,
-    "avx2",
-    *(pytest.param(each, marks=pytest.mark.nightly) for each in ("avx512", "plain")),
-]
 
 
 def form_of(head_dim: int, dtype: str = "float32", num_kv_heads: int = 1) -> Int4Format:

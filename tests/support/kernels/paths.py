@@ -1,16 +1,25 @@
 """The ways through the attention kernels in C++ that this processor can take: its own, and those of lesser ones.
 
-Building a kernel takes its time: of the lesser ones, AVX2's are built by every run of the tests, the others in the soak
-lane.
+The kernels of the set that this processor uses are built by `make`. Those of other sets are built when a nightly
+test asks for them.
 """
 
+import fcntl
+import functools
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from modeling.kernels import native
+from modeling.kernels.instruction_sets import SETS
+from modeling.kernels.operators import Operators
 from modeling.kernels.process_kernels import KERNELS
 from modeling.kernels.products import DOT, TILES, WIDENED
 
@@ -23,27 +32,33 @@ class KernelPath:
     dtype: torch.dtype
     product: str
 
-    def operators(self) -> Any:  # torch.ops' namespaces have no type
-        """Where the operators are, once they are loaded."""
-        return getattr(torch.ops, native.namespace(self.instruction_set))
+    def operators(self) -> Operators:
+        """The kernels, once they are loaded."""
+        return native.operators(self.instruction_set)
 
     def __str__(self) -> str:
         return f"{self.instruction_set}-{self.product}-{str(self.dtype).removeprefix('torch.')}"
 
 
-_SOAK = ("avx512", "plain")
+INSTRUCTION_SETS = (native.NATIVE, *SETS)
+"""This processor's, by the name of whichever that is, and all others that kernels are built for."""
 
 
 def lane(instruction_set: str) -> tuple[pytest.MarkDecorator, ...]:
     """The marks of a test that needs kernels built for it."""
-    return (pytest.mark.nightly,) if instruction_set in _SOAK else ()
+    return () if instruction_set == native.NATIVE else (pytest.mark.nightly,)
+
+
+def sets() -> list[Any]:  # pytest's ParameterSet is not public
+    """All sets as parameters of a test."""
+    return [pytest.param(each, marks=lane(each)) for each in INSTRUCTION_SETS]
 
 
 PATHS = [
     KernelPath(native.NATIVE, torch.bfloat16, DOT),
     *(
         KernelPath(instruction_set, dtype, WIDENED)
-        for instruction_set in native.INSTRUCTION_SETS
+        for instruction_set in INSTRUCTION_SETS
         for dtype in (torch.bfloat16, torch.float32)
     ),
 ]
@@ -51,11 +66,25 @@ TILED = KernelPath(native.NATIVE, torch.bfloat16, TILES)
 """Where `has_tiles`."""
 
 
-def require(name: str, instruction_set: str) -> None:
-    """Loads a kernel; skips the test where there is no compiler or not that processor: elsewhere it has to build."""
-    if native.find_compiler() is None or native.lacking(instruction_set):
-        pytest.skip("needs a C++ compiler and a processor for it")
-    assert native.load(name, instruction_set), f"kernel {name} cannot be built for {instruction_set}: see the log"
+def require(instruction_set: str) -> None:
+    """Loads kernels; skips the test on another processor, and where there is no compiler."""
+    if native.lacking(instruction_set):
+        pytest.skip(f"needs a processor with {instruction_set}")
+    if shutil.which("c++") is None and not native.load(instruction_set):
+        pytest.skip("needs a C++ compiler")
+    if instruction_set != native.NATIVE:
+        _build(instruction_set)
+    assert native.load(instruction_set), f"kernels for {instruction_set} are not built: run `{native.BUILD}`"
+
+
+@functools.cache
+def _build(instruction_set: str) -> None:
+    """Builds kernels as the sources are now; a process that does so at the same time waits."""
+    root = Path(native.__file__).parents[2]
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    with (root / "setup.py").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        subprocess.run(command, cwd=root, env={**os.environ, "BATON_KERNEL_SETS": instruction_set}, check=True)
 
 
 def has_tiles() -> bool:

@@ -15,7 +15,7 @@ import pytest
 from baton.sampling_params import SamplingParams
 from deploy.demo.requests import QUESTIONS
 from modeling.checkpoints.weights import load_decoder
-from tests.support.clusters.ray_clusters import processes_of, share_kernels, shared_files
+from tests.support.clusters.ray_clusters import processes_of, share_measurements, shared_files
 from tests.support.folders import ROOT
 from tests.support.models.reference import check_equal_tokens
 from tests.support.models.texts import passage_ids
@@ -39,7 +39,7 @@ def running(cache: Path, passage: Path, *assignments: str) -> Iterator["subproce
     command = [sys.executable, "-m", "deploy.demo.show", str(passage)]
     command += [part for each in ("model.dtype=float32", *assignments) for part in ("--set", each)]
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "COLUMNS": "120", "PYTHONUNBUFFERED": "1"}
-    share_kernels(cache)
+    share_measurements(cache)
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=pipe, stderr=pipe)
     try:

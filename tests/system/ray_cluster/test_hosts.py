@@ -21,7 +21,7 @@ from tests.support.clusters.ray_clusters import (
     ServedCluster,
     endpoints,
     served,
-    share_kernels,
+    share_measurements,
     until,
     until_settled,
 )
@@ -158,7 +158,7 @@ def _gateway(spread: Spread, model: Path) -> Iterator[str]:
     host, output = spread.generate, spread.running.cache / "gateway.txt"
     arguments = ("--orchestrator", spread.running.target, "--host", host.address, "--port", "0", "--model", str(model))
     command = host.command(sys.executable, "-m", "deploy.cli", "gateway", *arguments, "--grace", "0")
-    share_kernels(spread.running.cache)
+    share_measurements(spread.running.cache)
     with output.open("w") as file:
         process = subprocess.Popen(command, cwd=ROOT, stderr=file, start_new_session=True)
     try:

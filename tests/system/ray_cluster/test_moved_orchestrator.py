@@ -17,7 +17,7 @@ from baton import Client, Reconnect
 from baton.sampling_params import SamplingParams
 from modeling.checkpoints.weights import load_decoder
 from tests.support.clusters.hosts import Host, can_make_hosts, hosts
-from tests.support.clusters.ray_clusters import ServedCluster, run_baton, served, share_kernels, until
+from tests.support.clusters.ray_clusters import ServedCluster, run_baton, served, share_measurements, until
 from tests.support.clusters.ray_heads import RayHead, held_of, ray_head, ray_node
 from tests.support.folders import ROOT
 from tests.support.models.reference import check_equal_tokens
@@ -91,7 +91,7 @@ def gateway_on(host: Host, ray: RayHead, cache: Path, model: Path) -> Iterator[s
     output = cache / GATEWAY_OUTPUT
     arguments = ("--address", ray.address, "--host", host.address, "--port", "0", "--model", str(model))
     command = host.command(sys.executable, "-m", "deploy.cli", "gateway", *arguments, "--grace", "0")
-    share_kernels(cache)
+    share_measurements(cache)
     with output.open("w") as file:
         process = subprocess.Popen(command, cwd=ROOT, stderr=file, start_new_session=True)
     try:

@@ -22,7 +22,7 @@ from planning.step_times import nominal_steps
 from tests.support.clusters.clients import HOST
 from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.clusters.planners import linear_planner, planner_of
-from tests.support.clusters.ray_clusters import share_kernels
+from tests.support.clusters.ray_clusters import share_measurements
 from tests.support.engines.generation import prompt
 from tests.support.eventually import eventually
 from tests.support.wire.secret import SECRET
@@ -67,7 +67,7 @@ async def shell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> AsyncIterator[Shell]:
     """Of a cluster named mine, with two generation groups behind one rank."""
-    share_kernels(tmp_path)
+    share_measurements(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv(SECRET_VARIABLE, SECRET.text)
     shape = SHAPES["smollm2-135m"]

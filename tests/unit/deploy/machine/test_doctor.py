@@ -20,9 +20,9 @@ from deploy.machine.doctor import (
     Finding,
     Machine,
     Verdict,
-    check_compiler,
     check_cores,
     check_devices,
+    check_instruction_set,
     check_memory,
     check_model,
     check_port,
@@ -42,7 +42,7 @@ from tests.support.models.letter_models import write_letter_model
 
 pytestmark = pytest.mark.integration
 
-MACHINE = Machine(cores=frozenset({0, 1}), available_bytes=64 * 2**30, shm_bytes=2**30, compiler="/usr/bin/c++")
+MACHINE = Machine(cores=frozenset({0, 1}), available_bytes=64 * 2**30, shm_bytes=2**30, instruction_set="x86-64-v3")
 
 
 @pytest.fixture
@@ -192,8 +192,9 @@ def test_an_object_store_that_does_not_fit_fails() -> None:
     assert check_shm(load_config(None, ["ray.object_store_mib=1025"]), MACHINE).verdict is Verdict.FAILED
 
 
-def test_no_compiler_is_a_warning_only() -> None:
-    assert check_compiler(replace(MACHINE, compiler=None)).verdict is Verdict.WARNING
+def test_kernels_that_are_not_built_are_a_warning_only() -> None:
+    assert check_instruction_set(replace(MACHINE, instruction_set=None)).verdict is Verdict.WARNING
+    assert "x86-64-v3" in check_instruction_set(MACHINE).text
 
 
 def test_a_port_in_use_fails_and_port_0_never() -> None:

@@ -85,7 +85,7 @@ def test_values_are_rounded_once_to_the_models_dtype(dtype: str, tmp_path: Path)
         assert torch.equal(mine.weight(), expected.weight())
 
 
-@pytest.mark.skipif(not native.load("linear"), reason="there is no compiler")
+@pytest.mark.skipif(not native.load(), reason="there is no compiler")
 def test_weights_are_rounded_to_int8_as_those_of_the_plain_model(tmp_path: Path) -> None:
     pair = write_pair(tmp_path, "fp8_blocks")
     mine, plain = (

@@ -114,7 +114,7 @@ def test_weights_are_converted_on_load(stored: torch.dtype, dtype: str, tmp_path
     assert decoder.layout.dtype == dtype
 
 
-@pytest.mark.skipif(not native.load("linear"), reason="there is no compiler")
+@pytest.mark.skipif(not native.load(), reason="there is no compiler")
 def test_weights_rounded_to_int8_are_another_model_close_to_the_first(tmp_path: Path) -> None:
     folder = write(tmp_path, tensors())
     plain = load_decoder(folder, dtype="bfloat16").weights

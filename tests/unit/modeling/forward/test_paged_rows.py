@@ -5,6 +5,7 @@ import torch
 
 from baton.types import KvLayout, TokenRange
 from modeling.forward.rows import DecodeRows, has_native_rows
+from modeling.kernels import native
 from modeling.kernels.products import WIDENED
 from modeling.kv.buffers import BufferSpan, KvBuffer, KvPlace
 from modeling.kv.pages import PageSpan, RowPages
@@ -102,8 +103,8 @@ def test_tables_that_do_not_fit_are_refused() -> None:
         (one, pages_BC.int(), 16, "int64"),
     ):
         with pytest.raises(RuntimeError, match=why):
-            torch.ops.baton.append_kv(x_BGH, x_BGH, one, lengths, table, page_tokens)
+            native.operators().append_kv(x_BGH, x_BGH, one, lengths, table, page_tokens)
         with pytest.raises(RuntimeError, match=why):
-            torch.ops.baton.decode_attention(
+            native.operators().decode_attention(
                 x_BGH, one, lengths, 1, WIDENED, None, None, None, None, table, page_tokens
             )

@@ -66,19 +66,19 @@ def test_a_comparison_that_never_becomes_sure_ends(timed: Callable[[Iterator[flo
 def test_torch_takes_over_where_it_wins_from_there_on(
     beaten_at: tuple[int, ...], torch_rows: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    require("linear", native.NATIVE)
+    require(native.NATIVE)
     asked = iter(sorted(choosing.ROWS, reverse=True))
     monkeypatch.setattr(choosing, "_is_beaten", lambda ours, torchs: next(asked) in beaten_at)
     assert choosing._choose_torch_rows(KERNELS.choice.panels) == torch_rows
 
 
 def test_a_choice_is_of_what_this_processor_has() -> None:
-    require("linear", native.NATIVE)
+    require(native.NATIVE)
     choice = choosing.measure_choice()
     assert choice.processor == processor_kind()
     assert choice.attention in (TILES, DOT, WIDENED)
     assert choice.panels in (TILES, DOT, WIDENED)
-    without = (DOT, WIDENED) if torch.ops.baton.has_dots() else (WIDENED,)
+    without = (DOT, WIDENED) if native.operators().has_dots else (WIDENED,)
     assert choosing.measure_choice(tiles=False).panels in without
 
 
@@ -92,7 +92,7 @@ def test_what_is_timed_is_what_layers_compute(is_gated: bool, has_norm: bool) ->
     timed = choosing._by_torch(weight_NK, is_gated, has_norm)
     assert torch.equal(timed(x_TK, residual_TN), TorchLinear(weight_NK, None, is_gated)(x_TK, norm, residual_TN))
     if not is_gated:  # gated, the kernel wants rows in an order that timing does without
-        require("linear", native.NATIVE)
+        require(native.NATIVE)
         for product in (WIDENED, DOT):
             timed = choosing._in_panels(product, weight_NK, is_gated, has_norm)
             ours = PanelLinear(weight_NK, None, is_gated, product=product)
@@ -100,5 +100,5 @@ def test_what_is_timed_is_what_layers_compute(is_gated: bool, has_norm: bool) ->
 
 
 def test_without_a_compiler_all_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "load", lambda name: False)
+    monkeypatch.setattr(native, "load", lambda: False)
     assert choosing.measure_choice().torch_rows == 1

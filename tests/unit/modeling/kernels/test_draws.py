@@ -10,7 +10,8 @@ from torch import Tensor
 from baton.sampling_params import SamplingParams
 from modeling.forward.drawing import Draws, RowDraw, draw_row, noise_key
 from modeling.kernels import native
-from tests.support.kernels.paths import lane, require
+from modeling.kernels.operators import Operators
+from tests.support.kernels.paths import require, sets
 from tests.support.models.sampling import DRAWN
 
 ROWS = [
@@ -20,16 +21,16 @@ ROWS = [
 SPREADS = (0.01, 1.0, 4.0, 40.0)
 """Standard deviations of logits: nearly equal ones to those of which one has all probability."""
 VOCABULARIES = (1, 3, 17, 97, 5000, 49152)
-SETS = [pytest.param(name, marks=lane(name)) for name in native.INSTRUCTION_SETS]
+SETS = sets()
 
 
 @pytest.fixture(params=SETS)
-def operators(request: pytest.FixtureRequest) -> Any:  # torch.ops' namespaces have no type
-    require("draws", request.param)
-    return getattr(torch.ops, native.namespace(request.param))
+def operators(request: pytest.FixtureRequest) -> Operators:
+    require(request.param)
+    return native.operators(request.param)
 
 
-def drawn(operators: Any, logits_BV: Tensor, rows: list[tuple[SamplingParams, int]]) -> list[int]:
+def drawn(operators: Operators, logits_BV: Tensor, rows: list[tuple[SamplingParams, int]]) -> list[int]:
     draws = Draws.of([RowDraw.of(*row) for row in rows], logits_BV.device)
     found: list[int] = operators.draw_tokens(logits_BV, torch.arange(len(rows)), *draws).tolist()
     return found
@@ -42,14 +43,14 @@ def expected(logits_BV: Tensor, rows: list[tuple[SamplingParams, int]]) -> list[
 
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
 @pytest.mark.parametrize("spread", SPREADS)
-def test_tokens_are_those_of_torch(operators: Any, spread: float, vocab_size: int) -> None:
+def test_tokens_are_those_of_torch(operators: Operators, spread: float, vocab_size: int) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
     logits_BV = spread * torch.randn(len(ROWS), vocab_size + 5, generator=generator)[:, :vocab_size]
     assert drawn(operators, logits_BV, ROWS) == expected(logits_BV, ROWS)
 
 
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
-def test_the_largest_are_those_of_torch(operators: Any, vocab_size: int) -> None:
+def test_the_largest_are_those_of_torch(operators: Operators, vocab_size: int) -> None:
     logits_BV = torch.randn(9, vocab_size + 5)[:, :vocab_size]
     logits_BV[1] = logits_BV[1].round()  # many are equal: the first is taken
     logits_BV[2], logits_BV[3, vocab_size // 2] = -math.inf, math.inf
@@ -61,13 +62,13 @@ def test_the_largest_are_those_of_torch(operators: Any, vocab_size: int) -> None
 
 
 @pytest.mark.parametrize("fields", DRAWN)
-def test_equal_logits_are_kept_by_their_ids(operators: Any, fields: dict[str, Any]) -> None:
+def test_equal_logits_are_kept_by_their_ids(operators: Operators, fields: dict[str, Any]) -> None:
     logits_BV = torch.tensor([[0.0, 1.0, 1.0, 1.0, -2.0] * 20] * 50)
     rows = [(SamplingParams(**{"temperature": 1.0, **fields, "seed": seed}), 3) for seed in range(50)]
     assert drawn(operators, logits_BV, rows) == expected(logits_BV, rows)
 
 
-def test_forbidden_tokens_are_not_drawn(operators: Any) -> None:
+def test_forbidden_tokens_are_not_drawn(operators: Operators) -> None:
     logits_BV = torch.full((len(ROWS), 300), -math.inf)
     logits_BV[:, 7], logits_BV[:, 288] = 1.0, 0.5
     found = drawn(operators, logits_BV, ROWS)
@@ -77,7 +78,7 @@ def test_forbidden_tokens_are_not_drawn(operators: Any) -> None:
 
 @pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan])
 @pytest.mark.parametrize("at", [0, 40, 48])
-def test_what_is_no_distribution_has_no_token(operators: Any, value: float, at: int) -> None:
+def test_what_is_no_distribution_has_no_token(operators: Operators, value: float, at: int) -> None:
     logits_BV = torch.randn(len(ROWS), 49)
     if value == -math.inf:
         logits_BV[:] = value
@@ -85,19 +86,19 @@ def test_what_is_no_distribution_has_no_token(operators: Any, value: float, at: 
     assert drawn(operators, logits_BV, ROWS) == [-1] * len(ROWS)
 
 
-def test_rows_are_drawn_by_their_numbers(operators: Any) -> None:
+def test_rows_are_drawn_by_their_numbers(operators: Operators) -> None:
     logits_BV, rows = torch.randn(5, 400), ROWS[:2]
     draws = Draws.of([RowDraw.of(*row) for row in rows], logits_BV.device)
     found = operators.draw_tokens(logits_BV, torch.tensor([4, 1]), *draws).tolist()
     assert found == expected(logits_BV[[4, 1]], rows)
 
 
-def test_what_does_not_fit_together_is_refused(operators: Any) -> None:
+def test_what_does_not_fit_together_is_refused(operators: Operators) -> None:
     draws = Draws.of([RowDraw.of(*ROWS[0])], torch.device("cpu"))
     logits_BV, row = torch.randn(2, 9), torch.tensor([0])
     with pytest.raises(RuntimeError, match=r"row 2 is not among the logits"):
         operators.draw_tokens(logits_BV, torch.tensor([2]), *draws)
     with pytest.raises(RuntimeError, match=r"logits must be \[B, V\], float32"):
         operators.draw_tokens(logits_BV.double(), row, *draws)
-    with pytest.raises(RuntimeError, match="top_p must be Double"):
+    with pytest.raises(RuntimeError, match="top_p must be torch.float64"):
         operators.draw_tokens(logits_BV, row, *draws._replace(top_p_B=draws.top_p_B.float()))

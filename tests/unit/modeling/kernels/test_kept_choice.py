@@ -22,7 +22,7 @@ MEASURED = KernelChoice(processor_kind(), WIDENED, WIDENED, torch_rows=64)
 def measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[KernelChoice]:
     """An empty cache and kernels that can run; what measuring found so far."""
     monkeypatch.setattr(native, "_folder", lambda: tmp_path / "kernels")
-    monkeypatch.setattr(native, "load", lambda name: True)
+    monkeypatch.setattr(native, "load", lambda: True)
     found: list[KernelChoice] = []
 
     def measure() -> KernelChoice:
@@ -56,7 +56,7 @@ def test_a_file_that_holds_no_choice_for_this_processor_is_replaced(
 def test_without_kernels_that_run_nothing_is_kept(
     measurements: list[KernelChoice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "load", lambda name: False)
+    monkeypatch.setattr(native, "load", lambda: False)
     kept_choice.load_or_measure()
     assert kept_choice.load_choice() is None
 

@@ -1,4 +1,4 @@
-"""Preparing kernels says which of them cannot be built, and why."""
+"""Measuring kernels keeps the choice among them, and tells of kernels that are not there."""
 
 import os
 import subprocess
@@ -12,15 +12,10 @@ from modeling.kernels import native
 pytestmark = pytest.mark.integration
 
 
-def test_a_compiler_that_fails_is_told(tmp_path: Path) -> None:
-    compiler = tmp_path / "c++"
-    compiler.write_text("#!/bin/sh\necho 'error: too old' >&2\nexit 1\n")
-    compiler.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "XDG_CACHE_HOME": str(tmp_path)}
-    run = subprocess.run(
-        [sys.executable, "-m", "modeling.kernels"], env=environment, text=True, capture_output=True, timeout=100
-    )
-    assert run.returncode == 1
-    assert all(f"kernel {name} cannot be built" in run.stderr for name in native.NAMES)
-    assert "error: too old" in run.stderr.strip().splitlines()[-1]
-    assert not list((tmp_path / "baton" / "kernels").glob("choice-*.json"))
+def test_the_choice_is_kept_and_told(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "modeling.kernels"]
+    run = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=300)
+    assert run.returncode == (0 if native.load() else 1)
+    assert (native.chosen_set() or "none is built") in run.stdout
+    assert len([*(tmp_path / "baton" / "kernels").glob("choice-*.json")]) == native.load()

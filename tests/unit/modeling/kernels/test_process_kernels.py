@@ -19,7 +19,7 @@ GIVEN = KernelChoice(processor_kind(), WIDENED, WIDENED, 32)
 def kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this machine has kept."""
     monkeypatch.setattr(process_kernels, "load_or_measure", lambda: KEPT)
-    monkeypatch.setattr(native, "load", lambda name: True)
+    monkeypatch.setattr(native, "load", lambda: True)
 
 
 def test_what_is_kept_holds_where_no_choice_is_given() -> None:
@@ -36,7 +36,7 @@ def test_a_choice_for_this_kind_of_processor_holds_before_what_is_kept() -> None
 
 
 def test_without_kernels_a_given_choice_is_not_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "load", lambda name: False)
+    monkeypatch.setattr(native, "load", lambda: False)
     assert ProcessKernels().use((GIVEN,)) == KEPT
 
 
@@ -45,7 +45,7 @@ def test_linear_layers_are_those_of_the_choice(
     torch_rows: int | None, kind: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
-    require("linear", native.NATIVE)
+    require(native.NATIVE)
     monkeypatch.setattr(
         process_kernels.KERNELS, "_choice", KernelChoice(processor_kind(), WIDENED, WIDENED, torch_rows)
     )

@@ -23,8 +23,8 @@ from modeling.kv.buffers import BufferSpan, KvBuffer, byte_view
 from modeling.kv.memory import PAGE_BYTES
 from tests.support.engines.devices import PoisonedMemory
 from tests.support.engines.generation import prefilled, prompt
-from tests.support.kernels.int4 import HEAD_DIMS, INSTRUCTION_SETS, form_of, packed, random_kv, there_and_back
-from tests.support.kernels.paths import require
+from tests.support.kernels.int4 import HEAD_DIMS, form_of, packed, random_kv, there_and_back
+from tests.support.kernels.paths import require, sets
 from tests.support.models.tiny_models import random_decoder
 
 pytestmark = pytest.mark.skipif(not has_int4_kernel(), reason="needs a C++ compiler")
@@ -146,11 +146,11 @@ def test_bits_an_element(head_dim: int, group: int, bits: float) -> None:
     assert (form.group, 8 * form.head_bytes / head_dim) == (group, bits)
 
 
-@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("instruction_set", sets())
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_every_processor_makes_the_same_bytes(instruction_set: str, head_dim: int) -> None:
-    require("kv_int4", instruction_set)
-    operators = getattr(torch.ops, native.namespace(instruction_set))
+    require(instruction_set)
+    operators = native.operators(instruction_set)
     for dtype in ("float32", "bfloat16"):
         form = form_of(head_dim, dtype)
         x_T2GH = random_kv(form, 700)

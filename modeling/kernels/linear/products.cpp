@@ -2,13 +2,11 @@
 // the processor's dot product (VDPBF16PS). The names of features do not tell which is the faster: on AMD's Zen 4 the dot
 // product is, on Intel's Sapphire Rapids widening to fp32 (modeling/kernels/choosing.py measures it).
 
-#include <torch/library.h>
-
+#include "common/entry.h"
 #include "common/tiles.h"
 
-namespace {
-
-bool has_dots() {
+// Returns whether the processor's dot products were compiled in.
+BATON_ENTRY int baton_has_dots() {
 #ifdef __AVX512BF16__
   return true;
 #else
@@ -16,9 +14,5 @@ bool has_dots() {
 #endif
 }
 
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(BATON_OPERATORS, m) {
-  m.def("has_dots() -> bool", &has_dots);
-  m.def("has_tiles() -> bool", &has_tiles);
-}
+// Returns whether tiles were compiled in, and this process may use them.
+BATON_ENTRY int baton_has_tiles() { return has_tiles(); }

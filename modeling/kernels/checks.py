@@ -1,0 +1,63 @@
+"""Checks of tensors before kernels in C++ get their addresses. Each raises RuntimeError, in one line."""
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.bfloat16, torch.float32)
+
+
+def require(holds: bool, text: str) -> None:
+    """Raise RuntimeError with `text` unless the condition holds."""
+    if not holds:
+        raise RuntimeError(text)
+
+
+def numbers(tensor: Tensor, dtype: torch.dtype, count: int, text: str) -> int:
+    """Return the address of `count` contiguous numbers of a dtype, on the CPU; otherwise raise RuntimeError with
+    `text`."""
+    if tensor.dtype is not dtype or tensor.numel() != count or not tensor.is_contiguous() or not tensor.is_cpu:
+        raise RuntimeError(text)
+    return tensor.data_ptr()
+
+
+def optional(tensor: Tensor | None, dtype: torch.dtype, count: int, text: str) -> int | None:
+    """Return what `numbers` does; None for None."""
+    return None if tensor is None else numbers(tensor, dtype, count, text)
+
+
+def row_keys(
+    lengths_B: Tensor,
+    num_kv_heads: int,
+    picks: tuple[Tensor | None, Tensor | None],
+    others: tuple[Tensor | None, Tensor | None],
+    table: tuple[Tensor | None, int],
+    num_layers: int = 1,
+) -> tuple[int | None, ...]:
+    """Return the arguments that say which keys rows attend to, as RowKeys in attention/decode_checks.h has them.
+
+    `picks` come with their numbers; `others` are the numbers of queries and the keys that are left out; `table` has the
+    pages and the number of tokens of a page."""
+    B = lengths_B.numel()
+    (picks_BGK, num_BG), (queries_B, unseen_B2), (pages_BC, page_tokens) = picks, others, table
+    require((picks_BGK is None) == (num_BG is None), "picks come with their numbers")
+    num_picks = num_pages = 0
+    if picks_BGK is not None:
+        num_picks = picks_BGK.shape[-1]
+        require(num_picks > 0, "every list picks a key")
+    if pages_BC is not None:
+        num_pages = pages_BC.shape[-1]
+        require(num_pages > 0, "a row has more keys than its block table names: 0")
+    num_lists = B * num_kv_heads
+    return (
+        numbers(lengths_B, torch.int64, B, "lengths must be [B] int64, contiguous"),
+        optional(
+            picks_BGK, torch.int32, num_layers * num_lists * num_picks, "picks must be [B, G, K] int32 in each layer"
+        ),
+        optional(num_BG, torch.int32, num_lists, "numbers of picks must be [B, G] int32, contiguous"),
+        num_picks,
+        optional(queries_B, torch.int64, B, "numbers of queries must be [B] int64, contiguous"),
+        optional(unseen_B2, torch.int64, 2 * B, "keys that are left out must be [B, 2] int64, contiguous"),
+        optional(pages_BC, torch.int64, B * num_pages, "block tables must be [B, pages] int64, contiguous"),
+        num_pages,
+        page_tokens,
+    )

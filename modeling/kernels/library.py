@@ -1,0 +1,80 @@
+"""Calls the kernels in C++: libraries of C functions, loaded beside torch's own OpenMP.
+
+A library names no OpenMP runtime. It finds the functions of the one that torch has loaded, so that kernels and torch
+share one pool of threads.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Function = Callable[..., None]
+
+_TYPES = {
+    "p": ctypes.c_void_p,
+    "n": ctypes.c_int64,
+    "t": ctypes.c_int,
+    "d": ctypes.c_double,
+    "b": ctypes.c_bool,
+    "s": ctypes.c_char_p,
+}
+"""Types of arguments by the letters that stand for them: pointer, number, threads, double, bool, string."""
+
+
+class Library:
+    """One library of kernels. Raises OSError when it cannot be loaded."""
+
+    def __init__(self, path: Path) -> None:
+        _share_openmp()
+        self._library = ctypes.CDLL(str(path))
+
+    def function(self, name: str, arguments: str) -> Function:
+        """Return an entry point, given the letters of its arguments. It runs without the GIL, and raises RuntimeError
+        with the kernel's message where that refuses its arguments."""
+        function = self._library[f"baton_{name}"]
+        function.argtypes = [_TYPES[letter] for letter in arguments]
+        function.restype = ctypes.c_char_p
+        function.errcheck = _raise_message
+        return function
+
+    def says(self, name: str) -> bool:
+        """Return what an entry point without arguments says."""
+        return bool(self._library[f"baton_{name}"]())
+
+    def destructor(self, name: str) -> Callable[[int], None]:
+        """Return the entry point that frees an object."""
+        function = self._library[f"baton_{name}"]
+        function.argtypes, function.restype = [ctypes.c_void_p], None
+        return function
+
+
+def _raise_message(message: bytes | None, function: Any, arguments: Any) -> None:
+    if message is not None:
+        raise RuntimeError(message.decode())
+
+
+class _Symbol(ctypes.Structure):
+    """Dl_info of dlfcn.h."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+@functools.cache
+def _share_openmp() -> None:
+    """Let libraries that are loaded from now on find the OpenMP runtime that torch uses. Raises OSError without one."""
+    try:
+        of_torch = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).GOMP_parallel
+    except AttributeError as error:
+        raise OSError(f"torch has no OpenMP runtime that GCC's code can use: {error}") from error
+    found = _Symbol()
+    ctypes.CDLL(None).dladdr(of_torch, ctypes.byref(found))
+    ctypes.CDLL(found.file.decode(), ctypes.RTLD_GLOBAL)

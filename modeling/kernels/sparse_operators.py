@@ -1,0 +1,213 @@
+"""The kernels in C++ of policies that keep or read KV selectively, as operations on tensors.
+
+`operators` has the other kernels. Rows' memory is given by addresses, int64 on the CPU. B rows, T tokens, N heads, G kv
+heads, H head dim, R columns of partial keys, K picks at most, S keys.
+"""
+
+import ctypes
+
+import torch
+from torch import Tensor, get_num_threads
+
+from modeling.kernels.checks import FLOATS, numbers, optional, require
+from modeling.kernels.library import Library
+
+_LISTS = "picks must be [B, G, K] int32, contiguous"
+_NUMBERS = "numbers of picks must be [B, G] int32, contiguous"
+
+
+class SparseOperators:
+    """The kernels of one instruction set in the folder `sparse`."""
+
+    def __init__(self, library: Library) -> None:
+        self._admit_picks = library.function("admit_picks", "ppnnnpppppnnpppt")
+        self._copy_heads = library.function("copy_heads", "ppppnnnn")
+        self._copy_rows = library.function("copy_rows", "ppnn")
+        self._select_keys = library.function("select_keys", "ppppnnnnnddnnnpnpppt")
+        self._project_keys = library.function("project_keys", "ppnnnnppppbb")
+        self._note_picks = library.function("note_picks", "ppnnnpnppnnnnnpt")
+        self._pack_kv = library.function("pack_kv", "pppnnnb")
+        self._unpack_kv = library.function("unpack_kv", "pppnnnbt")
+        self._unpack_picked_kv = library.function("unpack_picked_kv", "pppppnnnnnbpt")
+
+    def admit_picks(
+        self,
+        picks_BGK: Tensor,
+        num_BG: Tensor,
+        records_B: Tensor,
+        num_slots_B: Tensor,
+        latest_B: Tensor,
+        num_tokens_B: Tensor,
+        is_fresh_B: Tensor,
+        num_latest: int,
+        most_slots: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the place of each pick in its row's area `[B, G, K]`; the missing picks as pairs of key and place `[B,
+        G, K, 2]`; and their number `[B, G]` (sparse/hot_keys.cpp)."""
+        require(picks_BGK.dim() == 3, _LISTS)
+        B, G, K = picks_BGK.shape
+        places_BGK, num_missing_BG = torch.empty_like(picks_BGK), torch.empty_like(num_BG)
+        missing_BGK2 = torch.empty((B, G, K, 2), dtype=torch.int32)
+        is_fresh = numbers(is_fresh_B, torch.bool, B, "rows are fresh or not, contiguous")
+        self._admit_picks(
+            *(
+                numbers(picks_BGK, torch.int32, B * G * K, _LISTS),
+                numbers(num_BG, torch.int32, B * G, _NUMBERS),
+                B,
+                G,
+                K,
+            ),
+            *(_of_rows(each, B) for each in (records_B, num_slots_B, latest_B, num_tokens_B)),
+            *(is_fresh, num_latest, most_slots, places_BGK.data_ptr(), missing_BGK2.data_ptr()),
+            *(num_missing_BG.data_ptr(), get_num_threads()),
+        )
+        return places_BGK, missing_BGK2, num_missing_BG
+
+    def copy_heads(self, from_B: Tensor, to_B: Tensor, pairs_BGK2: Tensor, num_BG: Tensor, head_bytes: int) -> None:
+        """Copy K and V of keys to their places: pairs of key and place for each kv head. On the calling thread
+        alone."""
+        B, G, K, _ = pairs_BGK2.shape
+        pairs = numbers(pairs_BGK2, torch.int32, B * G * K * 2, "pairs must be [B, G, K, 2] int32, contiguous")
+        num = numbers(num_BG, torch.int32, B * G, _NUMBERS)
+        self._copy_heads(_of_rows(from_B, B), _of_rows(to_B, B), pairs, num, B, G, K, head_bytes)
+
+    def copy_rows(self, from_B: Tensor, to_B: Tensor, num_bytes: int) -> None:
+        """Copy `num_bytes` of each row. On the calling thread alone."""
+        B = from_B.numel()
+        self._copy_rows(_of_rows(from_B, B), _of_rows(to_B, B), B, num_bytes)
+
+    def select_keys(
+        self,
+        q_BNR: Tensor,
+        addresses_B: Tensor,
+        lengths_B: Tensor,
+        tokens_B: Tensor,
+        num_kv_heads: int,
+        num_new: int,
+        alpha: float,
+        most_share: float,
+        free_keys: int,
+        num_first: int,
+        num_last: int,
+        closeness_BGS: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the keys that each kv head of a row picks, `[B, G, K]`, and their number, `[B, G]`; writes how close
+        every key comes to `closeness_BGS` (sparse/key_selection.cpp)."""
+        has_dtype = q_BNR.dtype is torch.float32 and q_BNR.dim() == 3 and q_BNR.is_cpu
+        require(has_dtype and q_BNR.is_contiguous(), "partial queries must be [B, N, R], in float32, contiguous")
+        (B, N, R), G = q_BNR.shape, num_kv_heads
+        each = "there must be an address, a length and a number of tokens for each row, in int64"
+        rows = [numbers(tensor, torch.int64, B, each) for tensor in (addresses_B, lengths_B, tokens_B)]
+        S = -1 if closeness_BGS is None else closeness_BGS.shape[2]
+        closeness = optional(closeness_BGS, torch.float32, B * G * S, "closeness is [B, G, S], float32")
+        room = ctypes.c_int64()
+        problem = (
+            *(q_BNR.data_ptr(), *rows, B, N, G, R, num_new, alpha, most_share, free_keys, num_first, num_last),
+            *(closeness, S),
+        )
+        self._select_keys(*problem, None, None, ctypes.addressof(room), 1)
+        keys_BGK = torch.empty((B, G, room.value), dtype=torch.int32)
+        num_BG = torch.empty((B, G), dtype=torch.int32)
+        lists = keys_BGK.data_ptr(), num_BG.data_ptr(), ctypes.addressof(room)
+        self._select_keys(*problem, *lists, get_num_threads())
+        return keys_BGK, num_BG
+
+    def project_keys(
+        self, k_TGH: Tensor, basis_GHR: Tensor, columns_GR: Tensor | None, addresses: Tensor, numbers_: Tensor
+    ) -> None:
+        """Store the partial keys of tokens where addresses and numbers say: one of each for every token, or for the
+        first of a run (sparse/partial_keys.cpp). On the calling thread alone."""
+        require(
+            k_TGH.dim() == 3 and k_TGH.stride(2) == 1 and k_TGH.is_cpu, "keys must be [T, G, H], a head's in one piece"
+        )
+        require(k_TGH.dtype in FLOATS, "keys must be in bfloat16 or float32")
+        T, G, H = k_TGH.shape
+        has_dtype = basis_GHR.dtype is torch.float32 and basis_GHR.dim() == 3 and basis_GHR.stride(2) == 1
+        fits = has_dtype and basis_GHR.shape[:2] == (G, H)
+        require(fits, "a basis must be [G, H, R], in float32, a row in one piece")
+        R, is_run = basis_GHR.shape[2], addresses.numel() == 1
+        has_shape = columns_GR is None or columns_GR.shape == (G, R)
+        a_column = "there must be a column for each of the basis', in int64"
+        require(has_shape, a_column)
+        each = "there must be an address and a number for each token, or for the first, in int64"
+        places = [numbers(tensor, torch.int64, 1 if is_run else T, each) for tensor in (addresses, numbers_)]
+        strides = (ctypes.c_int64 * 4)(*k_TGH.stride()[:2], *basis_GHR.stride()[:2])
+        self._project_keys(
+            *(k_TGH.data_ptr(), ctypes.addressof(strides), T, G, H, R, basis_GHR.data_ptr()),
+            *(optional(columns_GR, torch.int64, G * R, a_column), *places, is_run, k_TGH.dtype is torch.bfloat16),
+        )
+
+    def note_picks(
+        self,
+        keys_BGK: Tensor,
+        num_BG: Tensor,
+        closeness_BGS: Tensor,
+        addresses_B: Tensor,
+        positions_B: Tensor,
+        num_places: int,
+        first: int,
+        end: int,
+        position_bits: int,
+        most_count: int,
+    ) -> Tensor:
+        """Note a layer's picks in the rows' pools and return a victim's place for each list of rows that are full, `[B,
+        G]`; entries of other rows mean nothing (sparse/pool_notes.cpp)."""
+        (B, G, K), S = keys_BGK.shape, closeness_BGS.shape[2]
+        lists = "picks must be int32, contiguous"
+        keys, num = numbers(keys_BGK, torch.int32, B * G * K, lists), numbers(num_BG, torch.int32, B * G, lists)
+        of_places = "closeness must be float32, contiguous, of every place"
+        require(num_places <= S, of_places)
+        closeness = numbers(closeness_BGS, torch.float32, B * G * S, of_places)
+        each = "there must be an address and a position for each row, in int64"
+        rows = [numbers(tensor, torch.int64, B, each) for tensor in (addresses_B, positions_B)]
+        victims_BG = torch.zeros((B, G), dtype=torch.int64)
+        self._note_picks(
+            *(keys, num, B, G, K, closeness, S, *rows, num_places, first, end, position_bits, most_count),
+            *(victims_BG.data_ptr(), get_num_threads()),
+        )
+        return victims_BG
+
+    def pack_kv(self, from_B: Tensor, to_B: Tensor, heads_B: Tensor, head_dim: int, group: int, is_bf16: bool) -> None:
+        """Pack each row's heads in 4 bits (sparse/kv_int4.cpp). On the calling thread alone."""
+        self._pack_kv(*_packed_rows(from_B, to_B, heads_B), heads_B.numel(), head_dim, group, is_bf16)
+
+    def unpack_kv(
+        self, from_B: Tensor, to_B: Tensor, heads_B: Tensor, head_dim: int, group: int, is_bf16: bool
+    ) -> None:
+        """Unpack each row's heads to bf16 or fp32."""
+        rows = _packed_rows(from_B, to_B, heads_B)
+        self._unpack_kv(*rows, heads_B.numel(), head_dim, group, is_bf16, get_num_threads())
+
+    def unpack_picked_kv(
+        self,
+        from_B: Tensor,
+        to_B: Tensor,
+        num_tokens_B: Tensor,
+        picks_BGK: Tensor,
+        num_picks_BG: Tensor,
+        head_dim: int,
+        group: int,
+        is_bf16: bool,
+    ) -> int:
+        """Unpack K and V of the packed tokens that each kv head picks, to these tokens' places; return how many picks
+        that were."""
+        B, unpacked = num_tokens_B.numel(), ctypes.c_int64()
+        require(picks_BGK.dim() == 3 and len(picks_BGK) == B, "picks must be [B, G, K]")
+        _, G, K = picks_BGK.shape
+        require(num_picks_BG.shape == (B, G), "numbers of picks must be [B, G]")
+        self._unpack_picked_kv(
+            *(*_packed_rows(from_B, to_B, num_tokens_B), numbers(picks_BGK, torch.int32, B * G * K, _LISTS)),
+            *(numbers(num_picks_BG, torch.int32, B * G, _NUMBERS), B, G, K, head_dim, group, is_bf16),
+            *(ctypes.addressof(unpacked), get_num_threads()),
+        )
+        return unpacked.value
+
+
+def _of_rows(numbers_B: Tensor, num_rows: int) -> int:
+    return numbers(numbers_B, torch.int64, num_rows, "rows have int64 numbers, contiguous")
+
+
+def _packed_rows(from_B: Tensor, to_B: Tensor, numbers_B: Tensor) -> tuple[int, int, int]:
+    B, text = numbers_B.numel(), "rows are two addresses and a number each"
+    source, target = numbers(from_B, torch.int64, B, text), numbers(to_B, torch.int64, B, text)
+    return source, target, numbers(numbers_B, torch.int64, B, text)
