@@ -120,7 +120,7 @@ def is_native(dtype: torch.dtype, head_dim: int) -> bool:
 
 
 def has_native_kernel() -> bool:
-    """Return whether `native_kernel` can run here; builds it at the first call."""
+    """Return whether `native_kernel` can run here."""
     return native.load()
 
 

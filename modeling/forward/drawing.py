@@ -156,7 +156,7 @@ def choose_by_rows(logits_BV: Tensor, rows: Sequence[tuple[SamplingParams, int]]
 
 
 def has_native_draws(logits_BV: Tensor) -> bool:
-    """Return whether the kernel in C++ draws from such logits here; builds it at the first call."""
+    """Return whether the kernel in C++ draws from such logits here."""
     fits = logits_BV.device.type == "cpu" and logits_BV.dtype == torch.float32 and logits_BV.stride(1) == 1
     return fits and native.load()
 

@@ -71,7 +71,7 @@ class FusedLayers:
 
 
 def fuse(layers: Sequence[Layer], positions: PositionTable, config: ModelConfig) -> FusedLayers | None:
-    """Return the layers as one call, or None where they or this machine do not allow it; may build the kernel."""
+    """Return the layers as one call, or None where they or this machine do not allow it."""
     has_windows = any(window is not None for window in config.windows)
     if has_windows or not isinstance(positions, RotaryTable) or not positions.in_place:
         return None

@@ -81,7 +81,7 @@ class TorchLinear:
 
 
 class PanelLinear:
-    """A linear layer by our kernel in C++; to be used where kernel `linear` can be built. Keeps the weight in panels
+    """A linear layer by our kernel in C++; to be used where kernels are loaded. Keeps the weight in panels
     only; with `int8` rounded to int8 with one scale a row, half the bytes to read."""
 
     def __init__(
@@ -206,7 +206,7 @@ def _gated_order(num_outputs: int) -> Tensor:
 
 
 def has_panel_linear() -> bool:
-    """Return whether `PanelLinear` computes steps of few rows here; builds and measures kernels at the first call."""
+    """Return whether `PanelLinear` computes steps of few rows here; measures kernels at the first call."""
     return KERNELS.choice.torch_rows != 1 and native.load()
 
 

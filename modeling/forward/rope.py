@@ -151,7 +151,7 @@ class LayeredRotaryTable:
 
 
 def has_native_turn(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether heads can be turned by the kernel in C++ here; builds it at the first call."""
+    """Return whether heads can be turned by the kernel in C++ here."""
     fits = device.type == "cpu" and dtype in (torch.bfloat16, torch.float32) and head_dim % _HEAD_DIM_STEP == 0
     return fits and native.load()
 

@@ -104,7 +104,7 @@ class DecodeRows:
 
 
 def has_native_rows(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether DecodeRows works for such KV here; builds the kernel at the first call."""
+    """Return whether DecodeRows works for such KV here."""
     fits = device.type == "cpu" and is_native(dtype, head_dim)
     return fits and native.load()
 

@@ -39,25 +39,23 @@ def row_keys(
     pages and the number of tokens of a page."""
     B = lengths_B.numel()
     (picks_BGK, num_BG), (queries_B, unseen_B2), (pages_BC, page_tokens) = picks, others, table
-    require((picks_BGK is None) == (num_BG is None), "picks come with their numbers")
+    lengths = numbers(lengths_B, torch.int64, B, "lengths must be [B] int64, contiguous")
+    listed = num = queries = unseen = pages = None
     num_picks = num_pages = 0
-    if picks_BGK is not None:
-        num_picks = picks_BGK.shape[-1]
+    if picks_BGK is not None or num_BG is not None:
+        if picks_BGK is None or num_BG is None:
+            raise RuntimeError("picks come with their numbers")
+        num_picks, num_lists = picks_BGK.shape[-1], B * num_kv_heads
         require(num_picks > 0, "every list picks a key")
+        lists = "picks must be [B, G, K] int32 in each layer, contiguous"
+        listed = numbers(picks_BGK, torch.int32, num_layers * num_lists * num_picks, lists)
+        num = numbers(num_BG, torch.int32, num_lists, "numbers of picks must be [B, G] int32, contiguous")
+    if queries_B is not None:
+        queries = numbers(queries_B, torch.int64, B, "numbers of queries must be [B] int64, contiguous")
+    if unseen_B2 is not None:
+        unseen = numbers(unseen_B2, torch.int64, 2 * B, "keys that are left out must be [B, 2] int64, contiguous")
     if pages_BC is not None:
         num_pages = pages_BC.shape[-1]
         require(num_pages > 0, "a row has more keys than its block table names: 0")
-    num_lists = B * num_kv_heads
-    return (
-        numbers(lengths_B, torch.int64, B, "lengths must be [B] int64, contiguous"),
-        optional(
-            picks_BGK, torch.int32, num_layers * num_lists * num_picks, "picks must be [B, G, K] int32 in each layer"
-        ),
-        optional(num_BG, torch.int32, num_lists, "numbers of picks must be [B, G] int32, contiguous"),
-        num_picks,
-        optional(queries_B, torch.int64, B, "numbers of queries must be [B] int64, contiguous"),
-        optional(unseen_B2, torch.int64, 2 * B, "keys that are left out must be [B, 2] int64, contiguous"),
-        optional(pages_BC, torch.int64, B * num_pages, "block tables must be [B, pages] int64, contiguous"),
-        num_pages,
-        page_tokens,
-    )
+        pages = numbers(pages_BC, torch.int64, B * num_pages, "block tables must be [B, pages] int64, contiguous")
+    return lengths, listed, num, num_picks, queries, unseen, pages, num_pages, page_tokens

@@ -19,6 +19,8 @@ from modeling.kernels.panels import BoundPanels
 from modeling.kernels.sparse_operators import SparseOperators
 
 _PAIR = tuple[Tensor | None, Tensor | None]
+_NO_PAIR = None, None
+_FourNumbers = ctypes.c_int64 * 4
 
 
 class Operators(SparseOperators):
@@ -48,18 +50,19 @@ class Operators(SparseOperators):
     ) -> Tensor:
         """Return the linear layer of RMSNorm(x) with the gain, or of x, gated if the weights are, plus the residual:
         `[T, N]`. Rows of x and of the residual may be apart."""
-        T, K = x_TK.shape
-        is_bf16 = x_TK.dtype is torch.bfloat16 and x_TK.is_cpu
-        require(is_bf16 and x_TK.stride(1) == 1 and weights.num_inputs == K, "x must be bfloat16 rows of the inputs")
-        gain = optional(gain_K, torch.bfloat16, K, "a gain must be [K] bfloat16, contiguous")
+        (T, K), (x_row, x_column) = x_TK.shape, x_TK.stride()
+        if x_TK.dtype is not torch.bfloat16 or not x_TK.is_cpu or x_column != 1 or weights.num_inputs != K:
+            raise RuntimeError("x must be bfloat16 rows of the inputs")
+        gain = None if gain_K is None else numbers(gain_K, torch.bfloat16, K, "a gain must be [K] bfloat16, contiguous")
+        y_TN = torch.empty((T, weights.num_outputs), dtype=torch.bfloat16)
         residual, residual_row = None, 0
         if residual_TN is not None:
-            fits = residual_TN.dtype is torch.bfloat16 and residual_TN.shape == (T, weights.num_outputs)
-            require(fits and residual_TN.stride(1) == 1, "residual must be bfloat16 rows like the result")
-            residual, residual_row = residual_TN.data_ptr(), residual_TN.stride(0)
-        y_TN = torch.empty((T, weights.num_outputs), dtype=torch.bfloat16)
+            residual_row, column = residual_TN.stride()
+            if residual_TN.dtype is not torch.bfloat16 or residual_TN.shape != y_TN.shape or column != 1:
+                raise RuntimeError("residual must be bfloat16 rows like the result")
+            residual = residual_TN.data_ptr()
         self._linear(
-            *(x_TK.data_ptr(), T, x_TK.stride(0), *weights.addresses, gain, eps, weights.gated, weights.is_int8),
+            *(x_TK.data_ptr(), T, x_row, *weights.addresses, gain, eps, weights.gated, weights.is_int8),
             *(residual, residual_row, y_TN.data_ptr(), weights.product, get_num_threads()),
         )
         return y_TN
@@ -67,8 +70,10 @@ class Operators(SparseOperators):
     def turn_heads(self, x_TKH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> None:
         """Turn heads in place by their rotary factors; the sines are negative in the first half."""
         dtype = x_TKH.dtype
-        require(dtype in FLOATS, "heads are bfloat16 or float32")
-        require(x_TKH.dim() == 3 and x_TKH.stride(2) == 1 and x_TKH.is_cpu, "heads must be [T, K, H], each contiguous")
+        if dtype not in FLOATS:
+            raise RuntimeError("heads are bfloat16 or float32")
+        if x_TKH.dim() != 3 or not x_TKH.is_cpu or x_TKH.stride(2) != 1:
+            raise RuntimeError("heads must be [T, K, H], each contiguous")
         T, K, H = x_TKH.shape
         factors = "cosines and sines must be [T, H], of the heads' dtype"
         cos, sin = numbers(cos_TH, dtype, T * H, factors), numbers(sin_TH, dtype, T * H, factors)
@@ -91,8 +96,9 @@ class Operators(SparseOperators):
         require(v_BGH.shape == k_BGH.shape and v_BGH.dtype is k_BGH.dtype, "keys and values have one shape")
         B, G, H = k_BGH.shape
         size = k_BGH.element_size()
-        strides = (ctypes.c_int64 * 4)(*(size * each for x in (k_BGH, v_BGH) for each in x.stride()[:2]))
-        keys = row_keys(lengths_B, G, (None, None), (None, None), (pages_BC, page_tokens))
+        (k_row, k_head, _), (v_row, v_head, _) = k_BGH.stride(), v_BGH.stride()
+        strides = _FourNumbers(size * k_row, size * k_head, size * v_row, size * v_head)
+        keys = row_keys(lengths_B, G, _NO_PAIR, _NO_PAIR, (pages_BC, page_tokens))
         require(lengths_B.numel() == B, "a length for each row")
         addresses = _addresses(addresses_B, B)
         self._append_kv(

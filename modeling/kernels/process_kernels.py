@@ -23,13 +23,13 @@ class ProcessKernels:
 
     @property
     def choice(self) -> KernelChoice:
-        """Return the kernels of this process. Blocks for some seconds where they have to be built or measured."""
+        """Return the kernels of this process. Blocks for some seconds where they have to be measured."""
         return self._choice or self.use(())
 
     def use(self, choices: Iterable[KernelChoice]) -> KernelChoice:
         """Take the one of `choices` that was made for this kind of processor, else the one that is kept or measured
-        here, and return it. Called before the model is loaded, which binds linear layers to their kernels. Without a
-        compiler, where no kernel can run, `choices` are ignored: the handshake shows the difference."""
+        here, and return it. Called before the model is loaded, which binds linear layers to their kernels. Without
+        kernels that can run, `choices` are ignored: the handshake shows the difference."""
         kind = processor_kind()
         given = next((each for each in choices if each.processor == kind), None)
         with self._lock:

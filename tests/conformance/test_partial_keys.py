@@ -27,7 +27,7 @@ SETS = sets()
 @pytest.fixture(params=[TORCH, *SETS])
 def write(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Write:
     if request.param == TORCH:
-        monkeypatch.setattr(native, "load", lambda _: False)
+        monkeypatch.setattr(native, "load", lambda: False)
         return lambda keys, first, k_TGH, projection: keys.write(1, first, k_TGH, projection)
     operators = loaded(request.param)
 

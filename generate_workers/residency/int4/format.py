@@ -30,7 +30,7 @@ _HEAD_DIM_STEP = 4
 
 
 def has_int4_kernel() -> bool:
-    """Return whether packing works here; builds the kernel at the first call."""
+    """Return whether packing works here."""
     return native.load()
 
 

@@ -29,7 +29,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With the kernel, where it can be built, and without."""
     name: str = request.param
     if name == "torch":
-        monkeypatch.setattr(native, "load", lambda _: False)
+        monkeypatch.setattr(native, "load", lambda: False)
     return name
 
 

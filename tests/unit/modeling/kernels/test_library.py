@@ -5,8 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from modeling.kernels import library, native
 from tests.support.kernels.paths import require
+
+pytestmark = pytest.mark.integration
 
 FOLDER = Path(library.__file__).parent
 LETTERS = {"int64_t": "n", "int": "t", "double": "d", "bool": "b"}
