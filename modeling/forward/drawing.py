@@ -149,7 +149,7 @@ def choose_by_rows(logits_BV: Tensor, rows: Sequence[tuple[SamplingParams, int]]
             token_ids[row] = draw_row(logits_BV[row], params, noise_key(params.seed, position))
         return token_ids
     draws = Draws.of([RowDraw.of(*rows[row]) for row in drawing], logits_BV.device)
-    found: list[int] = native.operators().draw_tokens(logits_BV, torch.tensor(drawing), *draws).tolist()
+    found: list[int] = native.operators().draw_tokens(logits_BV, torch.tensor(drawing), draws).tolist()
     for row, token_id in zip(drawing, found, strict=True):
         token_ids[row] = token_id if token_id >= 0 else int(logits_BV[row].argmax())  # -1: there is no distribution
     return token_ids

@@ -66,7 +66,7 @@ class FusedLayers:
         chosen = (None, None) if picks is None else (picks.keys_LBGK, picks.num_BG)
         table = rows.pages_BC, rows.page_tokens
         assert rows.lengths_B is not None, "rows that `fit` took"
-        self._native.run(hidden_TD, turns, rows.addresses_LB, rows.lengths_B, keys, chosen, table)
+        self._native.run(hidden_TD, turns, rows.addresses_LB, rows.lengths_B, others=keys, picks=chosen, table=table)
         return hidden_TD
 
 

@@ -79,9 +79,8 @@ class DecodeRows:
     def append(self, layer: int, k_TGH: Tensor, v_TGH: Tensor) -> None:
         """Write the rows' new keys and values to their places; the arguments are those of all of the step's tokens."""
         k_BGH, v_BGH = self._of_rows(k_TGH), self._of_rows(v_TGH)
-        native.operators().append_kv(
-            k_BGH, v_BGH, self._addresses[layer], self._ends[layer], self.pages_BC, self.page_tokens
-        )
+        table = self.pages_BC, self.page_tokens
+        native.operators().append_kv(k_BGH, v_BGH, self._addresses[layer], self._ends[layer], table)
 
     def attend(self, layer: int, q_TNH: Tensor, num_kv_heads: int, picks: Picks | None = None) -> Tensor:
         """Return the rows' attention `[B, N, H]`, in the queries' dtype; `q_TNH` are those of all of the step's tokens.
@@ -90,13 +89,15 @@ class DecodeRows:
         RuntimeError when a row is to attend to a key that it does not have, or to none.
         """
         keys, product = self._seen[layer], KERNELS.choice.attention
-        others: tuple[Tensor | None, ...] = (None, None, self.queries_B, self._unseen[layer])
+        chosen, others = (None, None), (self.queries_B, self._unseen[layer])
         if picks is not None:
             keys = self._addresses[layer], self._lengths[layer]
-            others = picks.keys_BGK, picks.num_BG, None, None
+            chosen, others = (picks.keys_BGK, picks.num_BG), (None, None)
         table = self.pages_BC, self.page_tokens
         queries_BNH = self._of_rows(q_TNH)
-        return native.operators().decode_attention(queries_BNH, *keys, num_kv_heads, product, *others, *table)
+        return native.operators().decode_attention(
+            queries_BNH, *keys, num_kv_heads, product, picks=chosen, others=others, table=table
+        )
 
     def _of_rows(self, x_TNH: Tensor) -> Tensor:
         is_all = self.in_order and len(x_TNH) == len(self.tokens_B)

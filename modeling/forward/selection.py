@@ -279,17 +279,11 @@ def select_keys(
         return plain_select_keys(q_BNR, rows, layer, selection, has_new=has_new, closeness_BGS=closeness_BGS)
     keys_BGK, num_BG = native.operators().select_keys(
         q_BNR,
-        rows.addresses_B(layer),
-        rows.lengths_B,
-        rows.tokens_B,
+        (rows.addresses_B(layer), rows.lengths_B, rows.tokens_B),
         num_kv_heads,
         int(not has_new),
-        selection.alpha,
-        selection.most_share,
-        selection.free_keys,
-        selection.num_first,
-        selection.num_last,
-        closeness_BGS,
+        (selection.alpha, selection.most_share, selection.free_keys, selection.num_first, selection.num_last),
+        closeness_BGS=closeness_BGS,
     )
     return Picks(keys_BGK, num_BG)
 

@@ -4,6 +4,9 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.bfloat16, torch.float32)
+Pair = tuple[Tensor | None, Tensor | None]
+Table = tuple[Tensor | None, int]
+"""Pages of rows, and the tokens of a page."""
 
 
 def require(holds: bool, text: str) -> None:
@@ -28,9 +31,10 @@ def optional(tensor: Tensor | None, dtype: torch.dtype, count: int, text: str) -
 def row_keys(
     lengths_B: Tensor,
     num_kv_heads: int,
-    picks: tuple[Tensor | None, Tensor | None],
-    others: tuple[Tensor | None, Tensor | None],
-    table: tuple[Tensor | None, int],
+    picks: Pair,
+    others: Pair,
+    table: Table,
+    *,
     num_layers: int = 1,
 ) -> tuple[int | None, ...]:
     """Return the arguments that say which keys rows attend to, as RowKeys in attention/decode_checks.h has them.

@@ -50,7 +50,7 @@ _QUERIES, _KEYS = 256, 1024
 
 _EPS = 1e-5
 
-_Run = Callable[[], None]
+_Run = Callable[[], object]
 _Linear = Callable[[Tensor, Tensor | None], Tensor]
 
 

@@ -14,7 +14,7 @@ import torch
 
 Function = Callable[..., None]
 
-_TYPES = {
+_TYPES: dict[str, Any] = {  # ctypes' common base is not public
     "p": ctypes.c_void_p,
     "n": ctypes.c_int64,
     "t": ctypes.c_int,
@@ -35,11 +35,12 @@ class Library:
     def function(self, name: str, arguments: str) -> Function:
         """Return an entry point, given the letters of its arguments. It runs without the GIL, and raises RuntimeError
         with the kernel's message where that refuses its arguments."""
-        function = self._library[f"baton_{name}"]
+        function: Any = self._library[f"baton_{name}"]
         function.argtypes = [_TYPES[letter] for letter in arguments]
         function.restype = ctypes.c_char_p
         function.errcheck = _raise_message
-        return function
+        checked: Function = function
+        return checked
 
     def says(self, name: str) -> bool:
         """Return what an entry point without arguments says."""
@@ -58,7 +59,7 @@ def _raise_message(message: bytes | None, function: Any, arguments: Any) -> None
 
 
 class _Symbol(ctypes.Structure):
-    """Dl_info of dlfcn.h."""
+    """Dl_info, as dlfcn.h has it: where a symbol was found."""
 
     _fields_ = (
         ("file", ctypes.c_char_p),

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, get_num_threads
 
-from modeling.kernels.checks import FLOATS, numbers, optional, require, row_keys
+from modeling.kernels.checks import FLOATS, Pair, Table, numbers, optional, require, row_keys
 from modeling.kernels.library import Library
 from modeling.kernels.panels import BoundPanels
 from modeling.kernels.sparse_operators import SparseOperators
 
-_PAIR = tuple[Tensor | None, Tensor | None]
-_NO_PAIR = None, None
+_NO_PAIR: Pair = (None, None)
+_NO_TABLE: Table = (None, 0)
 _FourNumbers = ctypes.c_int64 * 4
 
 
@@ -87,8 +87,7 @@ class Operators(SparseOperators):
         v_BGH: Tensor,
         addresses_B: Tensor,
         lengths_B: Tensor,
-        pages_BC: Tensor | None = None,
-        page_tokens: int = 0,
+        table: Table = _NO_TABLE,
     ) -> None:
         """Copy each row's new key and value to the place after the `lengths - 1` keys that the row has."""
         _check_rows(k_BGH)
@@ -98,7 +97,7 @@ class Operators(SparseOperators):
         size = k_BGH.element_size()
         (k_row, k_head, _), (v_row, v_head, _) = k_BGH.stride(), v_BGH.stride()
         strides = _FourNumbers(size * k_row, size * k_head, size * v_row, size * v_head)
-        keys = row_keys(lengths_B, G, _NO_PAIR, _NO_PAIR, (pages_BC, page_tokens))
+        keys = row_keys(lengths_B, G, _NO_PAIR, _NO_PAIR, table)
         require(lengths_B.numel() == B, "a length for each row")
         addresses = _addresses(addresses_B, B)
         self._append_kv(
@@ -113,20 +112,17 @@ class Operators(SparseOperators):
         lengths_B: Tensor,
         num_kv_heads: int,
         product: str,
-        picks_BGK: Tensor | None = None,
-        num_picks_BG: Tensor | None = None,
-        queries_B: Tensor | None = None,
-        unseen_B2: Tensor | None = None,
-        pages_BC: Tensor | None = None,
-        page_tokens: int = 0,
+        *,
+        picks: Pair = _NO_PAIR,
+        others: Pair = _NO_PAIR,
+        table: Table = _NO_TABLE,
     ) -> Tensor:
-        """Return the attention `[B, N, H]` of rows to their own keys, which lie at addresses or in pages."""
+        """Return the attention `[B, N, H]` of rows to their own keys, which lie at addresses or in pages. `picks`,
+        `others` and `table`: as `row_keys` takes them."""
         _check_rows(q_BNH)
         B, N, H = q_BNH.shape
         require(lengths_B.numel() == B, "a length for each row")
-        keys = row_keys(
-            lengths_B, num_kv_heads, (picks_BGK, num_picks_BG), (queries_B, unseen_B2), (pages_BC, page_tokens)
-        )
+        keys = row_keys(lengths_B, num_kv_heads, picks, others, table)
         o_BNH = torch.empty((B, N, H), dtype=q_BNH.dtype)
         self._decode_attention(
             *(q_BNH.data_ptr(), *q_BNH.stride()[:2], o_BNH.data_ptr(), _addresses(addresses_B, B)),
@@ -155,7 +151,13 @@ class Operators(SparseOperators):
             lengths(*(len(each) for each in keys)),
         )
         self._prefill_attention(
-            *(q_TNH.data_ptr(), *map(ctypes.addressof, pieces), len(keys), o_TNH.data_ptr(), lse_TN.data_ptr()),
+            *(
+                q_TNH.data_ptr(),
+                *(ctypes.addressof(each) for each in pieces),
+                len(keys),
+                o_TNH.data_ptr(),
+                lse_TN.data_ptr(),
+            ),
             *(T, N, keys[0].shape[1], H, ctypes.addressof(strides), causal, dtype is torch.bfloat16),
             *(product.encode(), get_num_threads()),
         )
@@ -172,15 +174,13 @@ class Operators(SparseOperators):
         self,
         logits_BV: Tensor,
         rows_R: Tensor,
-        keys_R: Tensor,
-        top_k_R: Tensor,
-        floors_R: Tensor,
-        top_p_R: Tensor,
-        temperatures_R: Tensor,
+        draws: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     ) -> Tensor:
-        """Return a token drawn from each of some rows of logits, `[R]`; -1 where a row is no distribution."""
+        """Return a token drawn from each of some rows of logits, `[R]`; -1 where a row is no distribution.
+
+        `draws`: keys of the noise, top-k, logarithms of min-p, top-p and temperatures, each `[R]`."""
         B, V = _logits(logits_BV)
-        R = rows_R.numel()
+        R, (keys_R, top_k_R, floors_R, top_p_R, temperatures_R) = rows_R.numel(), draws
 
         def each(tensor: Tensor, dtype: torch.dtype, what: str) -> int:
             return numbers(tensor, dtype, R, f"{what} must be {dtype}, one for each row that draws")
@@ -207,6 +207,7 @@ class DecodeLayers:
     def __init__(self, operators: Operators, heads: tuple[int, int, int], linears: str, scores: str) -> None:
         made = ctypes.c_void_p()
         operators._new_layers(*heads, linears.encode(), scores.encode(), ctypes.addressof(made))
+        assert made.value is not None
         self._layers, self._operators = made.value, operators
         self._linears, (_, self._num_kv_heads, self._head_dim) = linears.encode(), heads
         self._held = list[tuple[BoundPanels, Tensor | None]]()
@@ -226,9 +227,10 @@ class DecodeLayers:
         factors: tuple[Tensor, Tensor],
         addresses_LT: Tensor,
         lengths_T: Tensor,
-        others: _PAIR = (None, None),
-        picks: _PAIR = (None, None),
-        table: tuple[Tensor | None, int] = (None, 0),
+        *,
+        others: Pair = _NO_PAIR,
+        picks: Pair = _NO_PAIR,
+        table: Table = _NO_TABLE,
     ) -> None:
         """Take hidden states through all layers in place; the rows' new keys and values go to their caches. `factors`:
         cosines and sines `[T, H]`; `others`, `picks` and `table`: as `row_keys` takes them."""
@@ -241,7 +243,7 @@ class DecodeLayers:
         )
         addresses = numbers(addresses_LT, torch.int64, num_layers * T, "addresses must be [L, T] int64, contiguous")
         require(lengths_T.numel() == T, "a length for each row")
-        keys = row_keys(lengths_T, self._num_kv_heads, picks, others, table, num_layers)
+        keys = row_keys(lengths_T, self._num_kv_heads, picks, others, table, num_layers=num_layers)
         self._operators._run_layers(self._layers, hidden, cos, sin, addresses, T, *keys, get_num_threads())
 
 

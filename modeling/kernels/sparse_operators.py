@@ -35,15 +35,13 @@ class SparseOperators:
         picks_BGK: Tensor,
         num_BG: Tensor,
         records_B: Tensor,
-        num_slots_B: Tensor,
-        latest_B: Tensor,
-        num_tokens_B: Tensor,
-        is_fresh_B: Tensor,
-        num_latest: int,
-        most_slots: int,
+        rows: tuple[Tensor, Tensor, Tensor, Tensor],
+        sizes: tuple[int, int],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the place of each pick in its row's area `[B, G, K]`; the missing picks as pairs of key and place `[B,
-        G, K, 2]`; and their number `[B, G]` (sparse/hot_keys.cpp)."""
+        G, K, 2]`; and their number `[B, G]` (sparse/hot_keys.cpp). `rows`: numbers of slots, first of the latest keys,
+        numbers of tokens, and whether a row is fresh; `sizes`: places of the latest keys, and most slots."""
+        num_slots_B, latest_B, num_tokens_B, is_fresh_B = rows
         require(picks_BGK.dim() == 3, _LISTS)
         B, G, K = picks_BGK.shape
         places_BGK, num_missing_BG = torch.empty_like(picks_BGK), torch.empty_like(num_BG)
@@ -58,7 +56,7 @@ class SparseOperators:
                 K,
             ),
             *(_of_rows(each, B) for each in (records_B, num_slots_B, latest_B, num_tokens_B)),
-            *(is_fresh, num_latest, most_slots, places_BGK.data_ptr(), missing_BGK2.data_ptr()),
+            *(is_fresh, *sizes, places_BGK.data_ptr(), missing_BGK2.data_ptr()),
             *(num_missing_BG.data_ptr(), get_num_threads()),
         )
         return places_BGK, missing_BGK2, num_missing_BG
@@ -79,30 +77,26 @@ class SparseOperators:
     def select_keys(
         self,
         q_BNR: Tensor,
-        addresses_B: Tensor,
-        lengths_B: Tensor,
-        tokens_B: Tensor,
+        rows: tuple[Tensor, Tensor, Tensor],
         num_kv_heads: int,
         num_new: int,
-        alpha: float,
-        most_share: float,
-        free_keys: int,
-        num_first: int,
-        num_last: int,
+        limits: tuple[float, float, int, int, int],
+        *,
         closeness_BGS: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the keys that each kv head of a row picks, `[B, G, K]`, and their number, `[B, G]`; writes how close
-        every key comes to `closeness_BGS` (sparse/key_selection.cpp)."""
+        every key comes to `closeness_BGS` (sparse/key_selection.cpp). `rows`: addresses, lengths and numbers of tokens;
+        `limits`: alpha, most share, free keys, and the first and last keys that are always picked."""
         has_dtype = q_BNR.dtype is torch.float32 and q_BNR.dim() == 3 and q_BNR.is_cpu
         require(has_dtype and q_BNR.is_contiguous(), "partial queries must be [B, N, R], in float32, contiguous")
         (B, N, R), G = q_BNR.shape, num_kv_heads
         each = "there must be an address, a length and a number of tokens for each row, in int64"
-        rows = [numbers(tensor, torch.int64, B, each) for tensor in (addresses_B, lengths_B, tokens_B)]
+        of_rows = [numbers(tensor, torch.int64, B, each) for tensor in rows]
         S = -1 if closeness_BGS is None else closeness_BGS.shape[2]
         closeness = optional(closeness_BGS, torch.float32, B * G * S, "closeness is [B, G, S], float32")
         room = ctypes.c_int64()
         problem = (
-            *(q_BNR.data_ptr(), *rows, B, N, G, R, num_new, alpha, most_share, free_keys, num_first, num_last),
+            *(q_BNR.data_ptr(), *of_rows, B, N, G, R, num_new, *limits),
             *(closeness, S),
         )
         self._select_keys(*problem, None, None, ctypes.addressof(room), 1)
@@ -142,62 +136,54 @@ class SparseOperators:
         keys_BGK: Tensor,
         num_BG: Tensor,
         closeness_BGS: Tensor,
-        addresses_B: Tensor,
-        positions_B: Tensor,
-        num_places: int,
-        first: int,
-        end: int,
-        position_bits: int,
-        most_count: int,
+        rows: tuple[Tensor, Tensor],
+        limits: tuple[int, int, int, int, int],
     ) -> Tensor:
         """Note a layer's picks in the rows' pools and return a victim's place for each list of rows that are full, `[B,
-        G]`; entries of other rows mean nothing (sparse/pool_notes.cpp)."""
+        G]`; entries of other rows mean nothing (sparse/pool_notes.cpp).
+
+        `rows`: addresses and positions; `limits`: number of places, first and end of those that may go, bits of a position, and the most that is counted."""
         (B, G, K), S = keys_BGK.shape, closeness_BGS.shape[2]
         lists = "picks must be int32, contiguous"
         keys, num = numbers(keys_BGK, torch.int32, B * G * K, lists), numbers(num_BG, torch.int32, B * G, lists)
         of_places = "closeness must be float32, contiguous, of every place"
-        require(num_places <= S, of_places)
+        require(limits[0] <= S, of_places)
         closeness = numbers(closeness_BGS, torch.float32, B * G * S, of_places)
         each = "there must be an address and a position for each row, in int64"
-        rows = [numbers(tensor, torch.int64, B, each) for tensor in (addresses_B, positions_B)]
+        of_rows = [numbers(tensor, torch.int64, B, each) for tensor in rows]
         victims_BG = torch.zeros((B, G), dtype=torch.int64)
         self._note_picks(
-            *(keys, num, B, G, K, closeness, S, *rows, num_places, first, end, position_bits, most_count),
-            *(victims_BG.data_ptr(), get_num_threads()),
+            *(keys, num, B, G, K, closeness, S, *of_rows, *limits, victims_BG.data_ptr(), get_num_threads()),
         )
         return victims_BG
 
-    def pack_kv(self, from_B: Tensor, to_B: Tensor, heads_B: Tensor, head_dim: int, group: int, is_bf16: bool) -> None:
-        """Pack each row's heads in 4 bits (sparse/kv_int4.cpp). On the calling thread alone."""
-        self._pack_kv(*_packed_rows(from_B, to_B, heads_B), heads_B.numel(), head_dim, group, is_bf16)
+    def pack_kv(self, from_B: Tensor, to_B: Tensor, heads_B: Tensor, sizes: tuple[int, int, bool]) -> None:
+        """Pack each row's heads in 4 bits (sparse/kv_int4.cpp). On the calling thread alone.
 
-    def unpack_kv(
-        self, from_B: Tensor, to_B: Tensor, heads_B: Tensor, head_dim: int, group: int, is_bf16: bool
-    ) -> None:
-        """Unpack each row's heads to bf16 or fp32."""
-        rows = _packed_rows(from_B, to_B, heads_B)
-        self._unpack_kv(*rows, heads_B.numel(), head_dim, group, is_bf16, get_num_threads())
+        `sizes`: head dim, channels of a group, and whether plain heads are bf16, else fp32."""
+        self._pack_kv(*_packed_rows(from_B, to_B, heads_B), heads_B.numel(), *sizes)
+
+    def unpack_kv(self, from_B: Tensor, to_B: Tensor, heads_B: Tensor, sizes: tuple[int, int, bool]) -> None:
+        """Unpack each row's heads; `sizes` as `pack_kv` has them."""
+        self._unpack_kv(*_packed_rows(from_B, to_B, heads_B), heads_B.numel(), *sizes, get_num_threads())
 
     def unpack_picked_kv(
         self,
         from_B: Tensor,
         to_B: Tensor,
         num_tokens_B: Tensor,
-        picks_BGK: Tensor,
-        num_picks_BG: Tensor,
-        head_dim: int,
-        group: int,
-        is_bf16: bool,
+        picks: tuple[Tensor, Tensor],
+        sizes: tuple[int, int, bool],
     ) -> int:
         """Unpack K and V of the packed tokens that each kv head picks, to these tokens' places; return how many picks
-        that were."""
-        B, unpacked = num_tokens_B.numel(), ctypes.c_int64()
+        that were. `picks`: keys and their numbers; `sizes` as `pack_kv` has them."""
+        B, unpacked, (picks_BGK, num_BG) = num_tokens_B.numel(), ctypes.c_int64(), picks
         require(picks_BGK.dim() == 3 and len(picks_BGK) == B, "picks must be [B, G, K]")
         _, G, K = picks_BGK.shape
-        require(num_picks_BG.shape == (B, G), "numbers of picks must be [B, G]")
+        require(num_BG.shape == (B, G), "numbers of picks must be [B, G]")
         self._unpack_picked_kv(
             *(*_packed_rows(from_B, to_B, num_tokens_B), numbers(picks_BGK, torch.int32, B * G * K, _LISTS)),
-            *(numbers(num_picks_BG, torch.int32, B * G, _NUMBERS), B, G, K, head_dim, group, is_bf16),
+            *(numbers(num_BG, torch.int32, B * G, _NUMBERS), B, G, K, *sizes),
             *(ctypes.addressof(unpacked), get_num_threads()),
         )
         return unpacked.value

@@ -181,7 +181,8 @@ class Pieces:
             chosen = (None, None) if self.picks is None else (self.picks.keys_LBGK[layer], self.picks.num_BG)
             attended_TNH = operators.decode_attention(
                 *(q_TNH, addresses_LB[layer], lengths_B, config.num_kv_heads, self.path.attention),
-                *(*chosen, rows.queries_B, rows.unseen_B2),
+                picks=chosen,
+                others=(rows.queries_B, rows.unseen_B2),
             )
             hidden_TD = output(attended_TNH.flatten(1), residual_TN=hidden_TD)
             hidden_TD = down(gate_up(hidden_TD, mlp_norm), residual_TN=hidden_TD)

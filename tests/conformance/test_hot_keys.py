@@ -77,9 +77,9 @@ def test_random_picks_beside_sets(seed: int) -> None:
         for index, keys in enumerate(lists):
             picks_BGK.view(-1, width)[index, : len(keys)] = torch.tensor(keys)
         num_BG = torch.tensor([len(keys) for keys in lists], dtype=torch.int32).view(num_rows, NUM_HEADS)
-        numbers = [torch.tensor(each) for each in (num_slots, starts, num_tokens, fresh)]
+        numbers = torch.tensor(num_slots), torch.tensor(starts), torch.tensor(num_tokens), torch.tensor(fresh)
         places_BGK, missing_BGK2, num_missing_BG = native.operators().admit_picks(
-            picks_BGK, num_BG, addresses_B, *numbers, NUM_LATEST, MOST_SLOTS
+            picks_BGK, num_BG, addresses_B, numbers, (NUM_LATEST, MOST_SLOTS)
         )
         for index, keys in enumerate(lists):
             row, places = index // NUM_HEADS, places_BGK.view(-1, width)[index].tolist()[: len(keys)]
@@ -100,9 +100,10 @@ def test_random_picks_beside_sets(seed: int) -> None:
 def test_more_picks_than_slots_are_refused() -> None:
     records = torch.zeros(1, HEAD + 2 * MOST_SLOTS, dtype=torch.int32)
     picks_BGK, num_BG = torch.arange(6, dtype=torch.int32).view(1, 1, 6), torch.tensor([[6]], dtype=torch.int32)
-    numbers = [torch.tensor([each]) for each in (records.data_ptr(), 5, 6, 7, True)]
+    addresses_B, is_fresh_B = torch.tensor([records.data_ptr()]), torch.tensor([True])
+    numbers = torch.tensor([5]), torch.tensor([6]), torch.tensor([7]), is_fresh_B
     with pytest.raises(RuntimeError, match="6 keys are picked, and there are 5 slots"):
-        native.operators().admit_picks(picks_BGK, num_BG, *numbers, NUM_LATEST, MOST_SLOTS)
+        native.operators().admit_picks(picks_BGK, num_BG, addresses_B, numbers, (NUM_LATEST, MOST_SLOTS))
 
 
 def test_heads_are_copied_to_their_places_and_nothing_else() -> None:

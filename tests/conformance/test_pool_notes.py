@@ -72,13 +72,8 @@ def test_notes_and_victims_are_those_of_the_definition(
         keys_BGK,
         is_picked_BGP.sum(2, dtype=torch.int32),
         closeness_BGS,
-        addresses_B,
-        torch.tensor(positions),
-        num_places,
-        first,
-        end,
-        bits,
-        most_count,
+        (addresses_B, torch.tensor(positions)),
+        (num_places, first, end, bits, most_count),
     )
     for row, position in enumerate(positions):
         for head in range(NUM_HEADS):
@@ -96,18 +91,18 @@ def test_bad_arguments_are_refused(instruction_set: str) -> None:
     keys_BGK, num_BG = torch.zeros(1, 2, 4, dtype=torch.int32), torch.ones(1, 2, dtype=torch.int32)
     closeness_BGS, limit = torch.zeros(1, 2, 8), (8, 0, 8, 23, 255)
     with pytest.raises(RuntimeError, match="picks must be int32"):
-        operators.note_picks(keys_BGK.long(), num_BG, closeness_BGS, one_B, one_B, *limit)
+        operators.note_picks(keys_BGK.long(), num_BG, closeness_BGS, (one_B, one_B), limit)
     with pytest.raises(RuntimeError, match="of every place"):
-        operators.note_picks(keys_BGK, num_BG, closeness_BGS[..., :7].contiguous(), one_B, one_B, *limit)
+        operators.note_picks(keys_BGK, num_BG, closeness_BGS[..., :7].contiguous(), (one_B, one_B), limit)
     with pytest.raises(RuntimeError, match="for each row"):
-        operators.note_picks(keys_BGK, num_BG, closeness_BGS, one_B, one_B.int(), *limit)
+        operators.note_picks(keys_BGK, num_BG, closeness_BGS, (one_B, one_B.int()), limit)
     with pytest.raises(RuntimeError, match="nobody may go"):
-        operators.note_picks(keys_BGK, num_BG, closeness_BGS, one_B, one_B, 8, 8, 8, 23, 255)
+        operators.note_picks(keys_BGK, num_BG, closeness_BGS, (one_B, one_B), (8, 8, 8, 23, 255))
     orders = torch.zeros(2, 9, dtype=torch.int32)
     orders_B = torch.tensor([orders.data_ptr()])
     for wrong in (-1, 9):
         with pytest.raises(RuntimeError, match="picks are places, from 0 to 8"):
-            operators.note_picks(torch.full_like(keys_BGK, wrong), num_BG, closeness_BGS, orders_B, one_B, *limit)
+            operators.note_picks(torch.full_like(keys_BGK, wrong), num_BG, closeness_BGS, (orders_B, one_B), limit)
     with pytest.raises(RuntimeError, match="at most 4 picks"):
-        operators.note_picks(keys_BGK, 5 * num_BG, closeness_BGS, orders_B, one_B, *limit)
+        operators.note_picks(keys_BGK, 5 * num_BG, closeness_BGS, (orders_B, one_B), limit)
     assert not orders.any()

@@ -69,7 +69,7 @@ def test_what_is_picked_comes_to_its_place_and_nothing_else(instruction_set: str
             num_expected += len(keys_K)
     lists = picks.keys_BGK, picks.num_BG
     sizes = head_dim, form.group, dtype == "bfloat16"
-    num_unpacked = operator(addresses(rows), addresses(areas), torch.tensor(NUM_TOKENS), *lists, *sizes)
+    num_unpacked = operator(addresses(rows), addresses(areas), torch.tensor(NUM_TOKENS), lists, sizes)
     assert num_unpacked == num_expected < sum(map(sum, NUM_PICKS))
     assert all(torch.equal(area, other) for area, other in zip(areas, expected, strict=True))
 

@@ -67,12 +67,13 @@ class NativeStepKeys:
     def admit(self, layer: int, picks: Picks) -> tuple[Picks, PickedHeads]:
         """Find places for a layer's picks."""
         area = self._area(layer)
+        is_fresh_B = torch.tensor([each.takes_over(layer) for each in self._hot])
         places_BGK, pairs_BGK2, num_BG = native.operators().admit_picks(
-            *(picks.keys_BGK, picks.num_BG),
+            picks.keys_BGK,
+            picks.num_BG,
             self._records.of(area),
-            *(self._slots_B, self._starts_B, self._lengths_B),
-            torch.tensor([each.takes_over(layer) for each in self._hot]),
-            *(self._hot[0].size.num_latest, self._hot[0].most_slots),
+            (self._slots_B, self._starts_B, self._lengths_B, is_fresh_B),
+            (self._hot[0].size.num_latest, self._hot[0].most_slots),
         )
         homes_B, there_B = self._homes.of(layer), self._places.of(area)
         heads = PickedHeads(homes_B, there_B, pairs_BGK2, num_BG, self._head_bytes)

@@ -72,11 +72,11 @@ class Int4Format:
 
     def pack_rows(self, from_B: Tensor, to_B: Tensor, num_tokens_B: Tensor) -> None:
         """Pack `num_tokens_B` tokens of each row from the addresses `from_B` to the addresses `to_B`."""
-        native.operators().pack_kv(from_B, to_B, *self._sizes(num_tokens_B))
+        native.operators().pack_kv(from_B, to_B, self._num_heads(num_tokens_B), self._sizes())
 
     def unpack_rows(self, from_B: Tensor, to_B: Tensor, num_tokens_B: Tensor) -> None:
         """Unpack `num_tokens_B` tokens of each row from addresses `from_B` to addresses `to_B`. On all threads."""
-        native.operators().unpack_kv(from_B, to_B, *self._sizes(num_tokens_B))
+        native.operators().unpack_kv(from_B, to_B, self._num_heads(num_tokens_B), self._sizes())
 
     def unpack_picked(self, from_B: Tensor, to_B: Tensor, num_tokens_B: Tensor, picks: Picks) -> int:
         """Unpack the keys and values that each kv head picks among `num_tokens_B` tokens of each row, each to its
@@ -85,12 +85,12 @@ class Int4Format:
         lists, num_kv_heads = (picks.keys_BGK, picks.num_BG), picks.keys_BGK.shape[1]
         if num_kv_heads != self.plain.num_kv_heads:
             raise RuntimeError(f"picks are of {num_kv_heads} kv heads, rows of {self.plain.num_kv_heads}")
-        return native.operators().unpack_picked_kv(from_B, to_B, num_tokens_B, *lists, *self._head_sizes())
+        return native.operators().unpack_picked_kv(from_B, to_B, num_tokens_B, lists, self._sizes())
 
-    def _sizes(self, num_tokens_B: Tensor) -> tuple[Tensor, int, int, bool]:
-        return num_tokens_B * (2 * self.plain.num_kv_heads), *self._head_sizes()
+    def _num_heads(self, num_tokens_B: Tensor) -> Tensor:
+        return num_tokens_B * (2 * self.plain.num_kv_heads)
 
-    def _head_sizes(self) -> tuple[int, int, bool]:
+    def _sizes(self) -> tuple[int, int, bool]:
         return self.plain.head_dim, self.group, self.plain.dtype == "bfloat16"
 
 

@@ -248,17 +248,13 @@ class PoolNotes:
         """Note the picks of a layer, counted from the first that chooses; call once for each. `closeness_BGS`:
         closeness of all kept keys, as `select_keys` writes it."""
         limit = self._limit
+        most_count = 0 if limit.eviction is Eviction.LRU else limit.most_count
         self._victims_BLG[:, layer] = native.operators().note_picks(
             picks.keys_BGK,
             picks.num_BG,
             closeness_BGS,
-            self._addresses_LB[layer],
-            self._positions_B,
-            limit.num_places,
-            limit.num_first,
-            limit.end_others,
-            limit.position_bits,
-            0 if limit.eviction is Eviction.LRU else limit.most_count,
+            (self._addresses_LB[layer], self._positions_B),
+            (limit.num_places, limit.num_first, limit.end_others, limit.position_bits, most_count),
         )
 
     def victims(self) -> list[Integers | None]:

@@ -103,8 +103,6 @@ def test_tables_that_do_not_fit_are_refused() -> None:
         (one, pages_BC.int(), 16, "int64"),
     ):
         with pytest.raises(RuntimeError, match=why):
-            native.operators().append_kv(x_BGH, x_BGH, one, lengths, table, page_tokens)
+            native.operators().append_kv(x_BGH, x_BGH, one, lengths, (table, page_tokens))
         with pytest.raises(RuntimeError, match=why):
-            native.operators().decode_attention(
-                x_BGH, one, lengths, 1, WIDENED, None, None, None, None, table, page_tokens
-            )
+            native.operators().decode_attention(x_BGH, one, lengths, 1, WIDENED, table=(table, page_tokens))

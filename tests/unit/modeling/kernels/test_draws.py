@@ -32,7 +32,7 @@ def operators(request: pytest.FixtureRequest) -> Operators:
 
 def drawn(operators: Operators, logits_BV: Tensor, rows: list[tuple[SamplingParams, int]]) -> list[int]:
     draws = Draws.of([RowDraw.of(*row) for row in rows], logits_BV.device)
-    found: list[int] = operators.draw_tokens(logits_BV, torch.arange(len(rows)), *draws).tolist()
+    found: list[int] = operators.draw_tokens(logits_BV, torch.arange(len(rows)), draws).tolist()
     return found
 
 
@@ -89,7 +89,7 @@ def test_what_is_no_distribution_has_no_token(operators: Operators, value: float
 def test_rows_are_drawn_by_their_numbers(operators: Operators) -> None:
     logits_BV, rows = torch.randn(5, 400), ROWS[:2]
     draws = Draws.of([RowDraw.of(*row) for row in rows], logits_BV.device)
-    found = operators.draw_tokens(logits_BV, torch.tensor([4, 1]), *draws).tolist()
+    found = operators.draw_tokens(logits_BV, torch.tensor([4, 1]), draws).tolist()
     assert found == expected(logits_BV[[4, 1]], rows)
 
 
@@ -97,8 +97,8 @@ def test_what_does_not_fit_together_is_refused(operators: Operators) -> None:
     draws = Draws.of([RowDraw.of(*ROWS[0])], torch.device("cpu"))
     logits_BV, row = torch.randn(2, 9), torch.tensor([0])
     with pytest.raises(RuntimeError, match=r"row 2 is not among the logits"):
-        operators.draw_tokens(logits_BV, torch.tensor([2]), *draws)
+        operators.draw_tokens(logits_BV, torch.tensor([2]), draws)
     with pytest.raises(RuntimeError, match=r"logits must be \[B, V\], float32"):
-        operators.draw_tokens(logits_BV.double(), row, *draws)
+        operators.draw_tokens(logits_BV.double(), row, draws)
     with pytest.raises(RuntimeError, match="top_p must be torch.float64"):
-        operators.draw_tokens(logits_BV, row, *draws._replace(top_p_B=draws.top_p_B.float()))
+        operators.draw_tokens(logits_BV, row, draws._replace(top_p_B=draws.top_p_B.float()))

@@ -156,10 +156,10 @@ def test_every_processor_makes_the_same_bytes(instruction_set: str, head_dim: in
         x_T2GH = random_kv(form, 700)
         expected_T2GW = packed(form, x_T2GH)
         packed_T2GW, back_T2GH = torch.zeros_like(expected_T2GW), torch.empty_like(x_T2GH)
-        sizes = torch.tensor([1400]), head_dim, form.group, dtype == "bfloat16"
+        num_heads, sizes = torch.tensor([1400]), (head_dim, form.group, dtype == "bfloat16")
         x, to, back = (torch.tensor([each.data_ptr()]) for each in (x_T2GH, packed_T2GW, back_T2GH))
-        operators.pack_kv(x, to, *sizes)
-        operators.unpack_kv(to, back, *sizes)
+        operators.pack_kv(x, to, num_heads, sizes)
+        operators.unpack_kv(to, back, num_heads, sizes)
         assert torch.equal(packed_T2GW, expected_T2GW)
         assert torch.equal(back_T2GH, there_and_back(form, x_T2GH))
 
