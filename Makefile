@@ -13,7 +13,7 @@ STAGE := tools/stage.sh
 # Marks of the set-up's two levels, newer than the files that say what belongs to them
 RUNTIME := $(VENV)/.runtime
 DEVELOPMENT := $(VENV)/.development
-PIP := BATON_KERNEL_SETS=none $(BIN)/pip install -c constraints.txt
+PIP := env BATON_KERNEL_SETS=none $(BIN)/pip install -c constraints.txt
 # pip would compile all packages on one core: what runs Baton imports a seventh of its own, tests use all cores for the rest
 SERVING := deploy.commands.serve, deploy.ray_cluster.supervisor, gateway.app, orchestrator.api.host, prefill_workers.servicer, generate_workers.servicer
 IMPORTED := env PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import $(SERVING)"
