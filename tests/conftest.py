@@ -3,7 +3,9 @@
 import asyncio
 import inspect
 import os
+import random
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -38,11 +40,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--require-tools", action="store_true", help="fail where a tool is missing that tests would skip for"
     )
     parser.addoption("--lane", choices=LANES, help="run only the test files of this lane (docs/testing.md)")
+    parser.addoption(
+        "--order-seed", type=int, help="seed of the order of the files that start Ray (default: drawn from the time)"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--require-tools") and (missing := tools.missing()):
         raise pytest.UsageError(f"these tests need {', '.join(missing)}")
+    if config.option.order_seed is None:
+        config.option.order_seed = int(time.time())  # here, so that processes of one run agree
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Shuffle the files that start Ray, behind all others: what they share must be whole after each of them."""
+    files = list(dict.fromkeys(item.path for item in items if item.get_closest_marker("cluster")))
+    random.Random(config.option.order_seed).shuffle(files)
+    places = {path: place for place, path in enumerate(files)}
+    items.sort(key=lambda item: places.get(item.path, -1))
+
+
+def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:
+    """Say how to get this order again."""
+    shuffled = any(item.get_closest_marker("cluster") for item in items)
+    return [f"files on Ray in the order of --order-seed {config.option.order_seed}"] if shuffled else []
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

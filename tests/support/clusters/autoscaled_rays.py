@@ -52,7 +52,7 @@ def autoscaled_ray(node_types: Mapping[str, Mapping[str, int]], *, most: int = 3
 
 def nodes_by_type(head: RayHead) -> Counter[str]:
     """How many living nodes of each type a Ray has, as its autoscaler counts them, without the head."""
-    variables = os.environ | environment(head.token)
+    variables = os.environ | environment()
     command = [sys.executable, "-c", _LOOK, head.address]
     told = subprocess.run(command, env=variables, text=True, capture_output=True, timeout=60, check=True)
     counted = Counter[str](json.loads(told.stdout.splitlines()[-1]))

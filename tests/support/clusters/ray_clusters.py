@@ -1,6 +1,7 @@
 """Clusters on Ray for tests: brought up by the command that users type, and found again by the ports they listen on."""
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from baton import Client
 from baton.channel_options import Keepalive, channel_options
 from baton.cluster_state import ClusterState
 from baton.errors import BatonError
+from baton.results.completion import Completion
 from baton.sampling_params import SamplingParams
 from baton.settings.paths import cache_folder
 from baton.v1.prefill_pb2 import PrefillStatusRequest
@@ -31,12 +33,12 @@ from deploy.commands.record import process_start, store_name
 from modeling.checkpoints.weights import load_decoder
 from modeling.prefix_store.folder import node_folder
 from tests.support.clusters.hosts import MACHINE, Host
+from tests.support.engines.generation import prompt
 from tests.support.folders import ROOT
 from tests.support.models.reference import check_equal_tokens
-from tests.support.models.texts import passage_ids
 from transport.identity import ClusterSecret
 
-START_S = 200.0
+START_S = 400.0
 NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 _STDOUT, _STDERR = "stdout.txt", "stderr.txt"
 
@@ -52,8 +54,20 @@ class ServedCluster:
     """host:port of its orchestrator."""
     ray_folder: str
     """Empty when it joined a Ray."""
+    model: Path
+    """Folder of the model that it serves."""
     host: Host = MACHINE
     """Where it was launched, and where further commands run."""
+
+    @property
+    def record(self) -> Path:
+        """The file in which commands of its user find it."""
+        return self.cache / "baton" / "clusters" / "baton.json"
+
+    @property
+    def ray_address(self) -> str:
+        """host:port of its Ray, as recorded."""
+        return str(json.loads(self.record.read_text())["ray_address"])
 
     @property
     def stdout(self) -> str:
@@ -133,7 +147,7 @@ def launched(
             command, cwd=ROOT, env=variables, text=True, stdout=stdout, stderr=stderr, start_new_session=True
         )
     try:
-        yield ServedCluster(process, cache, target="", ray_folder="", host=host)
+        yield ServedCluster(process, cache, target="", ray_folder="", model=model, host=host)
     finally:
         if process.poll() is None:
             os.kill(host.inner(process.pid), signal.SIGINT)
@@ -204,19 +218,31 @@ def processes_of(ray_folder: str) -> dict[int, str]:
     return {pid: command for pid, command in found.items() if process_start(pid)}
 
 
-ANSWER = SamplingParams(max_tokens=40, ignore_eos=True)
+ANSWER = SamplingParams(max_tokens=200, ignore_eos=True)
+decoder_of = functools.cache(functools.partial(load_decoder, dtype="float32"))
+"""The reference for a model's folder."""
+
+
+def check_answer(running: ServedCluster, prompt_ids: Sequence[int], answer: Completion, params: SamplingParams) -> None:
+    """The answer is whole, and the model's."""
+    tokens = [token.token_id for token in answer.tokens]
+    assert len(tokens) == params.max_tokens
+    check_equal_tokens(decoder_of(running.model), prompt_ids, tokens, params)
 
 
 class Streams:
     """Streams of some prompts, again and again, until `check`; a context manager."""
 
-    def __init__(self, client: Client, model: Path, num_prompts: int = 4) -> None:
+    def __init__(
+        self, running: ServedCluster, client: Client, num_prompts: int = 4, params: SamplingParams = ANSWER
+    ) -> None:
         self._client = client
-        self._model = model
+        self._model = running.model
+        self._params = params
         self._over = threading.Event()
         self._pool = ThreadPoolExecutor(num_prompts)
-        prompts = [passage_ids(model, 20 + 9 * index, start=60 * index) for index in range(num_prompts)]
-        self._asking = {prompt: self._pool.submit(self._ask, prompt) for prompt in prompts}
+        prompts = [prompt(20 + 9 * index) for index in range(num_prompts)]
+        self._asking = {each: self._pool.submit(self._ask, each) for each in prompts}
 
     def __enter__(self) -> "Streams":
         return self
@@ -228,18 +254,17 @@ class Streams:
     def check(self) -> None:
         """All that ran have brought what they should: every token, and none twice."""
         self._over.set()
-        decoder = load_decoder(self._model, dtype="float32")
-        for prompt, asking in self._asking.items():
+        for prompt_ids, asking in self._asking.items():
             answers = asking.result()
             assert answers
             for tokens in set(answers):
-                assert len(tokens) == ANSWER.max_tokens
-                check_equal_tokens(decoder, prompt, tokens, ANSWER)
+                assert len(tokens) == self._params.max_tokens
+                check_equal_tokens(decoder_of(self._model), prompt_ids, tokens, self._params)
 
-    def _ask(self, prompt: tuple[int, ...]) -> list[tuple[int, ...]]:
+    def _ask(self, prompt_ids: tuple[int, ...]) -> list[tuple[int, ...]]:
         answers = []
         while not self._over.is_set():
-            answer = self._client.generate(token_ids=prompt, params=ANSWER).collect()
+            answer = self._client.generate(token_ids=prompt_ids, params=self._params).collect()
             answers.append(tuple(token.token_id for token in answer.tokens))
         return answers
 

@@ -14,13 +14,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from deploy.commands.ray_access import is_loopback
+import ray
+
+from deploy.commands.ray_access import is_loopback, prepare_to_join
 from deploy.commands.record import kill_ray
 from tests.support.clusters.hosts import MACHINE, Host
 from tests.support.clusters.ray_clusters import NO_VARIABLES, until
 
-START_S = 60.0
+START_S = 200.0
+NAMESPACE = "tests"
 _OPTIONS = ("start", "--block", "--object-store-memory=80000000")
 _HEAD_OPTIONS = ("--head", "--include-dashboard=false")
 _JOINED = "Ray runtime started"
@@ -29,9 +33,12 @@ import json, sys, ray
 ray.init(sys.argv[1], configure_logging=False, log_to_driver=False)
 actors = ray.util.list_named_actors(all_namespaces=True)
 places = [each["name"] for each in ray.util.placement_group_table().values() if each["state"] != "REMOVED"]
-free = {name: amount for name, amount in ray.available_resources().items() if name.startswith("baton")}
+pools = [
+    {name: amount for name, amount in each.items() if name.startswith("baton")}
+    for each in (ray.available_resources(), ray.cluster_resources())
+]
 nodes = [each["NodeID"] for each in ray.nodes() if each["Alive"]]
-print(json.dumps({"actors": actors, "places": places, "free": free, "nodes": nodes}))
+print(json.dumps({"actors": actors, "places": places, "is_free": pools[0] == pools[1], "nodes": nodes}))
 """
 
 
@@ -42,21 +49,19 @@ class RayHead:
     process: "subprocess.Popen[bytes]"
     address: str
     """host:port to join it."""
-    pools: dict[str, int]
-    """The custom resources that its one node declares."""
-    token: Path | None = None
-    """File with the token that it asks for; None: it asks for none."""
+    num_nodes: int = 1
+    """That it had when it was handed out."""
 
     def is_empty(self) -> bool:
-        """It runs, and holds no named actor and no placement group; all of the pools is free."""
+        """It runs with its nodes, and holds no named actor and no placement group; all of the pools is free."""
         assert self.process.poll() is None, "that Ray has ended"
-        held = held_of(self.address, self.token)
-        return not held["actors"] and not held["places"] and held["free"] == self.pools
+        held = held_of(self.address)
+        return len(held["nodes"]) == self.num_nodes and not held["actors"] and not held["places"] and held["is_free"]
 
 
 def held_of(address: str, token: Path | None = None) -> dict[str, Any]:
     """What the Ray at host:port, which asks for the token in this file, if any, holds: named actors, names of placement
-    groups ("places"), what of the pools is free, and ids of its living nodes."""
+    groups ("places"), whether all of the pools is free, and ids of its living nodes."""
     command = [sys.executable, "-c", _LOOK, address]
     variables = os.environ | environment(token)
     if is_loopback(address.rpartition(":")[0]):
@@ -67,10 +72,22 @@ def held_of(address: str, token: Path | None = None) -> dict[str, Any]:
     return held
 
 
-def environment(token: Path | None) -> dict[str, str]:
+def environment(token: Path | None = None) -> dict[str, str]:
     """Ray's variables for a Ray that asks for the token in this file, or for none."""
     auth = {"RAY_AUTH_MODE": "disabled"} if token is None else {"RAY_AUTH_MODE": "token"}
     return {**auth, "RAY_USAGE_STATS_ENABLED": "0"} | ({"RAY_AUTH_TOKEN_PATH": str(token)} if token else {})
+
+
+@contextlib.contextmanager
+def driver_of(head: RayHead) -> Iterator[None]:
+    """This process is a driver of that Ray, in the namespace `NAMESPACE`."""
+    with mock.patch.dict(os.environ, environment()):
+        prepare_to_join(head.address)
+        ray.init(head.address, namespace=NAMESPACE, configure_logging=False, log_to_driver=False)
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 @contextlib.contextmanager
@@ -78,25 +95,23 @@ def ray_head(
     pools: dict[str, int],
     num_cpus: int = 2,
     host: Host = MACHINE,
-    token: Path | None = None,
     *,
     port: int = 0,
     options: Sequence[str] = (),
     variables: Mapping[str, str] = NO_VARIABLES,
 ) -> Iterator[RayHead]:
-    """A Ray of one node, this machine or a host of it, that declares these resources, and asks for the token in this
-    file, if any; with further options and environment variables. It is gone at the end, with all nodes that joined
-    it."""
+    """A Ray of one node, this machine or a host of it, that declares these resources and asks for no token; with
+    further options and environment variables. It is gone at the end, with all nodes that joined it."""
     folder = tempfile.mkdtemp(prefix="baton-head-")
     places = [f"--port={port or free_port()}", f"--ray-client-server-port={free_port()}", f"--temp-dir={folder}"]
     output = Path(folder) / "output.txt"
     command = (*_HEAD_OPTIONS, *places, f"--num-cpus={num_cpus}", *options)
-    process = _start(host, pools, output, {**environment(token), **variables}, *command)
+    process = _start(host, pools, output, {**environment(), **variables}, *command)
     try:
         until(lambda: _address(output) is not None or process.poll() is not None, START_S)
         address = _address(output)
         assert address is not None, f"Ray did not start: {output.read_text()}"
-        yield RayHead(process, address, pools, token)
+        yield RayHead(process, address)
     finally:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -115,9 +130,7 @@ def ray_node(
     with tempfile.TemporaryDirectory(prefix="baton-node-") as folder:
         output = Path(folder) / "output.txt"
         labels = [f"--labels={label}"] if label else []
-        process = _start(
-            host, pools, output, environment(head.token), f"--address={head.address}", "--num-cpus=2", *labels
-        )
+        process = _start(host, pools, output, environment(), f"--address={head.address}", "--num-cpus=2", *labels)
         try:
             until(lambda: _JOINED in output.read_text() or process.poll() is not None, START_S)
             assert process.poll() is None, f"the node did not start: {output.read_text()}"

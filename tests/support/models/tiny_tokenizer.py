@@ -45,8 +45,13 @@ def write_letters(folder: Path, vocab_size: int = VOCAB_SIZE) -> Path:
 def chat_letters(folder: Path) -> Tokenizer:
     """The tokenizer with a chat template, loaded from files that are written into the folder."""
     write_letters(folder)
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    write_chat_template(folder)
     return Tokenizer.load(folder)
+
+
+def write_chat_template(folder: Path) -> None:
+    """Adds a chat template to a model's folder."""
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
 
 
 @cache

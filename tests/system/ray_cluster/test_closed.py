@@ -1,11 +1,9 @@
 """A cluster on a Ray of its own, as another user of the machine and a peer on its network see it: closed."""
 
-import json
 import os
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import pytest
 
 from deploy.commands.cluster_secrets import token_path
 from tests.support.clusters.listening import Listener, descendants, listeners
-from tests.support.clusters.ray_clusters import START_S, ServedCluster, launched, processes_of, secret_of, served, until
+from tests.support.clusters.ray_clusters import ServedCluster, processes_of, run_baton, secret_of
 
 METHODS = (
     "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo",
@@ -29,29 +27,15 @@ METHODS = (
 NO_GRPC = grpc.StatusCode.UNAVAILABLE
 REFUSED = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED}
 """Services that are not there are unimplemented."""
-NUM_WORKERS = 4
-"""Two ranks, an engine and the orchestrator."""
+NUM_WORKERS = 5
+"""Two ranks, two engines and the orchestrator."""
 JOIN = "import sys, ray; ray.init(sys.argv[1], log_to_driver=False); print(ray.cluster_resources())"
 
 pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 
-@pytest.fixture(scope="module")
-def cluster(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedCluster]:
-    with served(tmp_path_factory.mktemp("cache"), smollm2, "generate.num_slots=2") as running:
-        yield running
-
-
-def record(cluster: ServedCluster) -> Path:
-    return cluster.cache / "baton" / "clusters" / "baton.json"
-
-
-def ray_address(cluster: ServedCluster) -> str:
-    return str(json.loads(record(cluster).read_text())["ray_address"])
-
-
-def pids_of(cluster: ServedCluster) -> set[int]:
-    return descendants(cluster.process.pid) | processes_of(cluster.ray_folder).keys()
+def pids_of(one_host: ServedCluster) -> set[int]:
+    return descendants(one_host.process.pid) | processes_of(one_host.ray_folder).keys()
 
 
 def answers(listener: Listener) -> set[grpc.StatusCode]:
@@ -72,8 +56,8 @@ def answers(listener: Listener) -> set[grpc.StatusCode]:
     return found
 
 
-def test_whatever_speaks_grpc_refuses_a_stranger(cluster: ServedCluster) -> None:
-    listening = listeners(pids_of(cluster))
+def test_whatever_speaks_grpc_refuses_a_stranger(one_host: ServedCluster) -> None:
+    listening = listeners(pids_of(one_host))
     with ThreadPoolExecutor(len(listening)) as pool:
         found = dict(zip(listening, pool.map(answers, listening), strict=True))
     told = {each: codes for each, codes in found.items() if NO_GRPC not in codes}
@@ -93,49 +77,42 @@ def test_whatever_speaks_grpc_refuses_a_stranger(cluster: ServedCluster) -> None
     ],
     ids=str,
 )
-def test_nobody_joins_its_ray_without_the_token(cluster: ServedCluster, tmp_path: Path, choice: dict[str, str]) -> None:
-    address = ray_address(cluster)
+def test_nobody_joins_its_ray_without_the_token(
+    one_host: ServedCluster, tmp_path: Path, choice: dict[str, str]
+) -> None:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     variables |= {"HOME": str(tmp_path), "RAY_AUTH_MODE": "token", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} | choice
-    command = [sys.executable, "-c", JOIN, address]
+    command = [sys.executable, "-c", JOIN, one_host.ray_address]
     joined = subprocess.run(command, env=variables, text=True, capture_output=True, timeout=100)
     assert joined.returncode and not joined.stdout
     assert "AuthenticationError" in joined.stderr, joined.stderr
 
 
-def test_another_cluster_of_its_user_joins_its_ray(cluster: ServedCluster, smollm2: Path, tmp_path: Path) -> None:
-    same_user = {"XDG_CACHE_HOME": str(cluster.cache)}
-    settings = ("name=second", "prefill.num_groups=0", "generate.num_slots=2")
-    with launched(tmp_path, smollm2, *settings, address=ray_address(cluster), environment=same_user) as second:
-        until(lambda: second.process.poll() is not None or "\nready: " in second.stderr, START_S)
-        assert "\nready: " in second.stderr, second.stderr
+def test_who_has_its_token_is_let_into_its_ray(one_host: ServedCluster, tmp_path: Path) -> None:
+    lone = ("gateway", "--address", one_host.ray_address, "--cluster", "lone")
+    reason = f"baton: cluster lone on Ray at {one_host.ray_address} does not serve: "
+    assert one_host.command(*lone).stderr.startswith(reason)  # its own user
+    token = {"RAY_AUTH_TOKEN_PATH": str(token_path(one_host.record))}
+    assert run_baton(tmp_path, *lone, environment=token).stderr.startswith(reason)  # an operator's choice
+    refused = run_baton(tmp_path, *lone, environment={"RAY_AUTH_MODE": "disabled"})
+    assert refused.returncode and "asks for a token" in refused.stderr
 
 
-def test_its_files_are_its_users_alone(cluster: ServedCluster) -> None:
-    secrets, ray = record(cluster).with_suffix(".secrets"), Path(cluster.ray_folder)
+def test_its_files_are_its_users_alone(one_host: ServedCluster) -> None:
+    secrets, ray = one_host.record.with_suffix(".secrets"), Path(one_host.ray_folder)
     assert stat.S_IMODE(secrets.stat().st_mode) == stat.S_IMODE(ray.stat().st_mode) == 0o700
     assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in secrets.iterdir()} == {
         "cluster_secret": 0o600,
         "ray_token": 0o600,
     }
-    beside = [path for path in record(cluster).parent.rglob("*") if path.lstat().st_mode & 0o022]
+    beside = [path for path in one_host.record.parent.rglob("*") if path.lstat().st_mode & 0o022]
     assert beside == []  # what Ray opens to all, below its folder, nobody reaches
 
 
-def test_secrets_are_in_no_command_line_and_no_log(cluster: ServedCluster) -> None:
-    kept = [secret_of(cluster.cache).text, token_path(record(cluster)).read_text()]
-    lines = [(Path("/proc") / str(pid) / "cmdline").read_bytes().decode() for pid in pids_of(cluster)]
-    logs = [path for path in Path(cluster.ray_folder).rglob("*") if path.is_file() and not path.is_symlink()]
+def test_secrets_are_in_no_command_line_and_no_log(one_host: ServedCluster) -> None:
+    kept = [secret_of(one_host.cache).text, token_path(one_host.record).read_text()]
+    lines = [(Path("/proc") / str(pid) / "cmdline").read_bytes().decode() for pid in pids_of(one_host)]
+    logs = [path for path in Path(one_host.ray_folder).rglob("*") if path.is_file() and not path.is_symlink()]
     assert logs
-    texts = [*lines, cluster.stdout, cluster.stderr, *(path.read_text(errors="replace") for path in logs)]
+    texts = [*lines, one_host.stdout, one_host.stderr, *(path.read_text(errors="replace") for path in logs)]
     assert not any(secret in text for secret in kept for text in texts)
-
-
-def test_an_operators_choice_for_ray_stays(smollm2: Path, tmp_path: Path) -> None:
-    chosen = {"RAY_AUTH_MODE": "disabled"}
-    with served(tmp_path, smollm2, "prefill.num_ranks=1", environment=chosen) as running:
-        commands = {pid: command.split()[0] for pid, command in processes_of(running.ray_folder).items()}
-        of_ray = [pid for pid, command in commands.items() if command.endswith(("/gcs_server", "/raylet"))]
-        assert len(of_ray) == 2  # the others write their names over their variables
-        variables = [(Path("/proc") / str(pid) / "environ").read_bytes().split(b"\0") for pid in of_ray]
-        assert all(b"RAY_AUTH_MODE=disabled" in each for each in variables)

@@ -16,20 +16,15 @@ from baton import Client, SamplingParams
 from modeling.checkpoints.weights import load_decoder
 from tests.support.clusters.ray_clusters import ServedCluster, endpoints, listener, served, until_settled
 from tests.support.engines.generation import prompt
-from tests.support.models.letter_models import LetterShape, write_letter_model
 from tests.support.models.reference import check_equal_tokens
 from tests.support.models.tiny_tokenizer import ids_of
 
 pytestmark = pytest.mark.cluster
 
-SHAPE = LetterShape(num_layers=4, hidden=256, inner=512, max_tokens=1024)
-"""Heads of 64, as kernels for GPUs read them."""
 LENGTHS = (1, 17, 40, 120, 300, 301)
 GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.8, seed=7)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
-
-
 ARRANGEMENTS = {
     "one pool": ("prefill.num_groups=0", "orchestrator.disaggregation=auto", "generate.device={}"),
     "generation": ("generate.device={}",),
@@ -39,15 +34,12 @@ ARRANGEMENTS = {
     ),
 }
 """Settings by what computes on the device."""
-DEVICES = (
-    pytest.param("emulated", marks=pytest.mark.ci),
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")),
-)
-
-
-@pytest.fixture(scope="module")
-def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_letter_model(tmp_path_factory.mktemp("letters"), shape=SHAPE)
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+CASES = [
+    *(pytest.param("cuda", each, marks=CUDA) for each in ARRANGEMENTS),
+    pytest.param("emulated", "both", marks=pytest.mark.ci),
+    *(pytest.param("emulated", each, marks=pytest.mark.nightly) for each in ("one pool", "generation")),
+]
 
 
 def check_answers(running: ServedCluster, client: Client, model: Path) -> None:
@@ -74,8 +66,7 @@ def check_a_lost_engine(running: ServedCluster, client: Client, model: Path) -> 
     until_settled(running, client)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.parametrize(("device", "arrangement"), CASES)
 def test_tokens_are_those_of_one_process(device: str, arrangement: str, letters: Path, tmp_path: Path) -> None:
     settings = [each.format(device) for each in ARRANGEMENTS[arrangement]]
     with served(tmp_path, letters, *settings) as running, Client(running.target) as client:

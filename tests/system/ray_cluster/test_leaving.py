@@ -1,52 +1,89 @@
-"""A cluster on Ray that ends, by whatever way: nothing of it is left."""
+"""Clusters on Ray from start to end: as their machine or their operator wants them; and nothing of them is left, by
+whatever way they end."""
 
+import os
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.support.clusters.ray_clusters import launched, processes_of, recorded_folder, served, shared_files, until
-
-pytestmark = pytest.mark.cluster
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param("interrupt", marks=pytest.mark.nightly),
-        "stop",
-        "kill the launcher, then stop",
-    ],
+from baton import Client, SamplingParams
+from modeling.checkpoints.weights import load_decoder
+from tests.support.clusters.ray_clusters import (
+    launched,
+    processes_of,
+    recorded_folder,
+    run_baton,
+    served,
+    shared_files,
+    until,
 )
-def test_nothing_is_left(smollm2: Path, tmp_path: Path, how: str) -> None:
-    with served(tmp_path, smollm2, "prefill.num_ranks=1") as running:
-        assert processes_of(running.ray_folder)
+from tests.support.models.reference import check_equal_tokens
+
+pytestmark = [pytest.mark.cluster, pytest.mark.ci]
+
+PROMPT = tuple(range(100, 140))
+PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
+ARRANGED = r"^arrangement for \d+ cores?: (one engine|a chain of (\d+) ranks?)"
+
+
+def check_nothing_is_left(cache: Path, ray_folder: str) -> None:
+    assert not processes_of(ray_folder)
+    assert not Path(ray_folder).exists()
+    assert not shared_files(cache)
+    assert not list((cache / "baton" / "clusters").iterdir())
+
+
+def test_a_cluster_is_as_its_machine_is_arranged_and_is_stopped(smollm2: Path, tmp_path: Path) -> None:
+    with served(tmp_path, smollm2, is_arranged=True) as running:
+        arranged = re.search(ARRANGED, running.stderr, re.MULTILINE)
+        assert arranged, running.stderr
+        num_ranks = int(arranged[2] or 0)
+        with Client(running.target) as client:
+            until(lambda: sum(len(group.ranks) for group in client.cluster_state().groups) == num_ranks)
+            answer = client.generate(token_ids=PROMPT, params=PARAMS).collect()
+        workers = [pid for pid, command in processes_of(running.ray_folder).items() if "WorkerActor" in command]
+        priorities = {os.getpriority(os.PRIO_PROCESS, pid) for pid in workers}
+        assert priorities == {os.getpriority(os.PRIO_PROCESS, 0)}, "Ray lowers its workers' by itself"
         assert shared_files(tmp_path)
-        if how == "interrupt":
-            running.interrupt()
-            assert running.process.wait(60) == 0
-        else:
-            if how.startswith("kill"):
-                running.process.kill()
-                running.process.wait()
-            stopped = running.command("stop")
-            assert stopped.returncode == 0, stopped.stderr
-    assert not processes_of(running.ray_folder)
-    assert not Path(running.ray_folder).exists()
-    assert not shared_files(tmp_path)
-    assert not list((tmp_path / "baton" / "clusters").iterdir())
+        stopped = running.command("stop")
+        assert stopped.returncode == 0, stopped.stderr
+    check_nothing_is_left(tmp_path, running.ray_folder)
+    token_ids = [token.token_id for token in answer.tokens]
+    assert len(token_ids) == PARAMS.max_tokens
+    check_equal_tokens(load_decoder(smollm2), PROMPT, token_ids, PARAMS)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("line", ["starting Ray", "starting 2 workers"])
-def test_an_interrupted_start_leaves_nothing(smollm2: Path, tmp_path: Path, line: str) -> None:
-    with launched(tmp_path, smollm2, "prefill.num_ranks=1") as starting:
+def test_an_operators_choice_for_ray_stays_and_nothing_without_its_launcher(letters: Path, tmp_path: Path) -> None:
+    chosen = {"RAY_AUTH_MODE": "disabled"}
+    with served(tmp_path, letters, "prefill.num_ranks=1", environment=chosen) as running:
+        commands = {pid: command.split()[0] for pid, command in processes_of(running.ray_folder).items()}
+        of_ray = [pid for pid, command in commands.items() if command.endswith(("/gcs_server", "/raylet"))]
+        assert len(of_ray) == 2  # the others write their names over their variables
+        variables = [(Path("/proc") / str(pid) / "environ").read_bytes().split(b"\0") for pid in of_ray]
+        assert all(b"RAY_AUTH_MODE=disabled" in each for each in variables)
+        running.process.kill()
+        running.process.wait()
+        stopped = run_baton(tmp_path, "stop", environment=chosen)
+        assert stopped.returncode == 0, stopped.stderr
+    check_nothing_is_left(tmp_path, running.ray_folder)
+
+
+@pytest.mark.nightly
+def test_nothing_is_left_of_an_interrupted_cluster(letters: Path, tmp_path: Path) -> None:
+    with served(tmp_path, letters, "prefill.num_ranks=1") as running:
+        running.interrupt()
+        assert running.process.wait(60) == 0
+    check_nothing_is_left(tmp_path, running.ray_folder)
+
+
+@pytest.mark.parametrize("line", [pytest.param("starting Ray", marks=pytest.mark.nightly), "starting 2 workers"])
+def test_nothing_is_left_of_an_interrupted_start(letters: Path, tmp_path: Path, line: str) -> None:
+    with launched(tmp_path, letters, "prefill.num_ranks=1") as starting:
         until(lambda: line in starting.stderr)
         folder = recorded_folder(tmp_path)
         until(lambda: bool(processes_of(folder)))
         starting.interrupt()
         assert starting.process.wait(60) == 0
     assert starting.stderr.splitlines()[-1] == "cluster baton is gone"
-    assert not processes_of(folder)
-    assert not Path(folder).exists()
-    assert not list((tmp_path / "baton" / "clusters").iterdir())
+    check_nothing_is_left(tmp_path, folder)

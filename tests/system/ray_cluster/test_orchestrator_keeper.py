@@ -4,7 +4,7 @@ import asyncio
 import errno
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -12,38 +12,26 @@ import pytest
 
 from baton.clock import SystemClock
 from baton.results.completion import ModelInfo
-from deploy.config.environment import prepare_ray_environment
 from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
 from deploy.groups.surroundings import Heartbeat, Surroundings
+from deploy.ray_cluster.spawner import RaySpawner, end_worker
 from orchestrator.membership.view import ClusterView, Orders
 from planning.planner import ChainPlanner
 from tests.support.clusters.clients import HOST
 from tests.support.clusters.planners import linear_planner
-from tests.support.clusters.ray_heads import ray_head
+from tests.support.clusters.ray_heads import NAMESPACE
 from tests.support.clusters.workers import orchestrator_worker
-
-pytestmark = pytest.mark.cluster
 
 MODEL = ModelInfo("smollm2-135m", 512, 49152, "bfloat16", True, "layout")
 
 
-@pytest.fixture(scope="module")
-def joined_ray() -> Iterator[None]:
-    prepare_ray_environment(asks_token=False)
-    import ray
-
-    with ray_head({}) as head:
-        ray.init(head.address, namespace="kept", configure_logging=False, log_to_driver=False)
-        yield
-        ray.shutdown()
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("joined")]
 
 
 class Scene:
     """A keeper whose supervisor fails, as listed."""
 
     def __init__(self, folder: Path) -> None:
-        from deploy.ray_cluster.spawner import RaySpawner
-
         self.failures: list[Exception] = []
         """Of looks at the view, then of what follows an answer."""
         self.later_failures: list[Exception] = []
@@ -52,7 +40,7 @@ class Scene:
         """Set at each answer that was followed."""
         self.num_planners = 0
         plan = OrchestratorPlan(orchestrator_worker(folder), MODEL, (), self._make_planner, HOST)
-        around = Surroundings(RaySpawner("kept", 60.0, {}), Heartbeat(0.5, 10.0), SystemClock(), self.reports.append)
+        around = Surroundings(RaySpawner(NAMESPACE, 60.0, {}), Heartbeat(0.5, 10.0), SystemClock(), self.reports.append)
         self.keeper = OrchestratorKeeper(plan, self._view, around)
         self.keeper.follow = self._follow
 
@@ -93,8 +81,8 @@ async def kept(folder: Path) -> AsyncIterator[Scene]:
         await scene.keeper.close()
 
 
-async def test_the_keeper_outlives_failures_and_replaces_its_actor_after_them(joined_ray: None, smollm2: Path) -> None:
-    async with kept(smollm2) as scene:
+async def test_the_keeper_outlives_failures_and_replaces_its_actor_after_them(letters: Path) -> None:
+    async with kept(letters) as scene:
         scene.failures = [OSError(errno.EMFILE, "Too many open files"), RuntimeError("the GCS does not answer")]
         scene.later_failures = [ValueError("orders that nobody understands")]
         await scene.until_followed()
@@ -108,8 +96,8 @@ async def test_the_keeper_outlives_failures_and_replaces_its_actor_after_them(jo
 
 
 @pytest.mark.ci
-async def test_an_actor_that_is_stopped_is_killed_and_replaced_on_its_port(joined_ray: None, smollm2: Path) -> None:
-    async with kept(smollm2) as scene:
+async def test_an_actor_that_is_stopped_is_killed_and_replaced_on_its_port(letters: Path) -> None:
+    async with kept(letters) as scene:
         former, ports = scene.keeper.pid, scene.keeper.ports
         os.kill(former, signal.SIGSTOP)
         await scene.until_replaced(former)
@@ -117,17 +105,15 @@ async def test_an_actor_that_is_stopped_is_killed_and_replaced_on_its_port(joine
 
 
 @pytest.mark.ci
-async def test_an_actor_that_an_earlier_keeper_left_is_taken_over_or_ended(joined_ray: None, smollm2: Path) -> None:
-    from deploy.ray_cluster.spawner import end_worker
-
-    async with kept(smollm2) as left:
-        async with kept(smollm2) as found:
+async def test_an_actor_that_an_earlier_keeper_left_is_taken_over_or_ended(letters: Path) -> None:
+    async with kept(letters) as left:
+        async with kept(letters) as found:
             assert (found.keeper.pid, found.keeper.ports) == (left.keeper.pid, left.keeper.ports)
             assert (left.num_planners, found.num_planners) == (1, 0)
             former = left.keeper.pid
         await left.until_replaced(former)  # the second keeper ended it
-    async with kept(smollm2) as left:
+    async with kept(letters) as left:
         former = left.keeper.pid
-        await end_worker("kept", orchestrator_worker(smollm2).name)
+        await end_worker(NAMESPACE, orchestrator_worker(letters).name)
         await left.until_replaced(former)
-    await end_worker("kept", orchestrator_worker(smollm2).name)  # harmless when there is none
+    await end_worker(NAMESPACE, orchestrator_worker(letters).name)  # harmless when there is none

@@ -1,7 +1,6 @@
 """Room on a Ray of two nodes: the groups of a pool are spread, each of them on one node, and labels are kept to."""
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -9,31 +8,13 @@ import pytest
 import ray
 
 from baton.errors import ConfigError
-from deploy.commands.ray_access import prepare_to_join
 from deploy.ray_cluster.places import RayRoom, living_nodes, needs_of
-from tests.support.clusters.ray_heads import RayHead, ray_head, ray_node
+from tests.support.clusters.ray_heads import RayHead, ray_node
 
 pytestmark = [pytest.mark.cluster, pytest.mark.ci]
-POOLS = {"baton_prefill": 4}
 PLAIN = needs_of({}, {})
 NEEDED = "baton_prefill 1, CPU 0.01, on one node"
 LABELLED = needs_of({"prefill": {"baton-pool": "prefill"}}, {})
-
-
-@pytest.fixture(scope="module")
-def head() -> Iterator[RayHead]:
-    """A Ray of two nodes, the second of which has the pool's label."""
-    with ray_head(POOLS) as running, ray_node(running, POOLS, label="baton-pool=prefill"):
-        yield running
-
-
-@pytest.fixture
-def joined(head: RayHead) -> Iterator[None]:
-    """This process is a driver of that Ray."""
-    prepare_to_join(head.address)
-    ray.init(head.address, namespace="rooms", configure_logging=False, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 @pytest.mark.usefixtures("joined")
@@ -62,7 +43,7 @@ async def test_a_pool_s_labels_are_kept_to() -> None:
 
 
 @pytest.mark.usefixtures("joined")
-async def test_groups_wait_for_a_node_that_may_still_join_and_say_so(head: RayHead) -> None:
+async def test_groups_wait_for_a_node_that_may_still_join_and_say_so(bare: RayHead) -> None:
     reports = asyncio.Queue[str]()
     room = RayRoom(30.0, PLAIN, node_wait_s=60.0, report=reports.put_nowait)
     sizes = {"prefill-0": 6, "prefill-1": 6}
@@ -70,7 +51,7 @@ async def test_groups_wait_for_a_node_that_may_still_join_and_say_so(head: RayHe
     told = {f"{name} waits up to 60 s for a node with room for it (6 workers, each {NEEDED})" for name in sizes}
     assert {await reports.get() for _ in sizes} == told
     with ExitStack() as stack:
-        await asyncio.to_thread(stack.enter_context, ray_node(head, {"baton_prefill": 12}))
+        await asyncio.to_thread(stack.enter_context, ray_node(bare, {"baton_prefill": 12}))
         await reserving
         assert len(nodes_of("prefill-0")) == 1 and nodes_of("prefill-0") == nodes_of("prefill-1")
         for name in sizes:
