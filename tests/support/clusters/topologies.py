@@ -83,7 +83,7 @@ def _one_host(model: Path, make_folder: MakeFolder) -> Iterator[ServedCluster]:
     settings = (
         *(f"generate.num_slots={NUM_SLOTS}", f"orchestrator.max_queued_requests={NUM_QUEUED}"),
         *("prefill.num_ranks=2", f"generate.num_groups={NUM_ENGINES}", f"orchestrator.cores=[{CORE}]"),
-        *("orchestrator.lease_ttl_s=30", "orchestrator.report_wait_s=10", "prefill.watchdog_floor_s=10"),
+        *("orchestrator.lease_ttl_s=45", "orchestrator.report_wait_s=10", "prefill.watchdog_floor_s=10"),
         *("generate.speculation=auto", "generate.draft_tokens=2", "http.port=0"),
     )
     with served(make_folder("one"), model, *CORE_SETTINGS, *settings) as running:
