@@ -61,20 +61,21 @@ async def collected(client: baton.AsyncClient) -> baton.Completion:
 """
 
 
-def check(program: str, folder: Path) -> "subprocess.CompletedProcess[str]":
-    path = folder / "program.py"
-    path.write_text(program)
+WRONG = PROGRAM.replace("assert_type(model, baton.ModelInfo)", "assert_type(model, baton.Usage)")
+
+
+def test_a_client_program_type_checks_and_a_wrong_type_is_found(tmp_path: Path) -> None:
+    run = check(tmp_path, right=PROGRAM, wrong=WRONG)
+    (error,) = (line for line in run.stdout.splitlines() if ": error: " in line)
+    assert run.returncode == 1 and "wrong.py" in error and "ModelInfo" in error, run.stdout
+
+
+def check(folder: Path, **programs: str) -> "subprocess.CompletedProcess[str]":
+    """Run mypy on the programs, each in a file of its name."""
+    for name, program in programs.items():
+        (folder / f"{name}.py").write_text(program)
+    paths = [str(folder / f"{name}.py") for name in programs]
     options = ("--strict", "--config-file", "", "--cache-dir", str(folder / "cache"))
     # As of an installed package, what is amiss in `baton` itself is not told.
-    command = [sys.executable, "-m", "mypy", *options, "--follow-imports", "silent", str(path)]
+    command = [sys.executable, "-m", "mypy", *options, "--follow-imports", "silent", *paths]
     return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=110)
-
-
-def test_a_client_program_type_checks(tmp_path: Path) -> None:
-    run = check(PROGRAM, tmp_path)
-    assert run.returncode == 0, run.stdout
-
-
-def test_a_wrong_type_is_found(tmp_path: Path) -> None:
-    run = check(PROGRAM.replace("assert_type(model, baton.ModelInfo)", "assert_type(model, baton.Usage)"), tmp_path)
-    assert run.returncode == 1 and "ModelInfo" in run.stdout
