@@ -49,7 +49,7 @@ def planner(bandwidth: float, local: LocalPrefill | None) -> ChainPlanner:
     cost = CostModel(
         7, linear_s=3.3e-5 * math.pi, pair_s=5.4e-9 * math.pi, kv_bytes=KV_BYTES // 7, head_s=3e-4, link=link
     )
-    return planner_of(cost, max_ranks=4, steps=STEPS, local=local)
+    return planner_of(cost, max_ranks=4, max_tokens=256, steps=STEPS, local=local)
 
 
 PLANNERS = [planner(speed, local) for speed in (2e7, 4.7e5, 2.9e5) for local in (None, LocalPrefill(0.61, 1.9, 64))]
