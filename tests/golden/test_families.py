@@ -57,7 +57,7 @@ def test_steps_of_one_token(family: Family) -> None:
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))])
 def test_random_chunks(family: Family, seed: int) -> None:
     buffer = buffer_for(family.decoder, NUM_TOKENS)
     hidden_TD = chunked_hidden(family.decoder, buffer, family.token_ids, random_cuts(NUM_TOKENS, 60, seed))

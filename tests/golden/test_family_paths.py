@@ -26,6 +26,11 @@ NAMES = (
     *("phi4_mini", "gemma3", "qwen3_moe"),
 )
 """One for each way to compose a layer."""
+ROUNDED = [
+    name if name in ("llama3_gqa_tied", "falcon_7b") else pytest.param(name, marks=pytest.mark.nightly)
+    for name in NAMES
+]
+"""Rounding to bf16 has no branches by family: one with norms and gates, one without, on every change."""
 NUM_TOKENS = 300
 NUM_NEW = 24
 TOLERANCE = 1e-4
@@ -85,7 +90,7 @@ def generated(reference: PreTrainedModel, prompts: list[list[int]]) -> tuple[lis
 @torch.inference_mode()
 def test_greedy_tokens_equal_transformers_generate(model: Model) -> None:
     """Ours come from a prefill and then token by token. No two best logits are so close that rounding could choose."""
-    decoder, prompts = model.decoder, [text(model.decoder, seed, num_tokens=40) for seed in range(2, 2 + NUM_TEXTS)]
+    decoder, prompts = model.decoder, [text(model.decoder, seed, num_tokens=40) for seed in (2, 3, 4)]
     outputs, logits = generated(model.reference, prompts)
     for prompt_ids, output_ids, expected_TV in zip(prompts, outputs, logits, strict=True):
         best_T2 = expected_TV.topk(2).values
@@ -117,6 +122,7 @@ def stepwise_hidden(decoder: Decoder, texts: list[list[int]], start: int) -> Ten
     return torch.stack(steps, dim=1).flatten(0, 1)
 
 
+@pytest.mark.parametrize("model", ROUNDED, indirect=True)
 @torch.inference_mode()
 def test_bf16_in_chunks_and_steps_errs_no_more_than_bf16_at_once(model: Model) -> None:
     exact, rounded = model.decoder, load_tiny(model.name, model.folder, dtype="bfloat16")

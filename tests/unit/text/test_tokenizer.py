@@ -176,7 +176,10 @@ def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-CORPORA = ("emma.txt.gz", "persuasion.txt.gz", "prideprejudice.txt.gz", "persuasion_2000.txt")
+CORPORA = (
+    *(pytest.param(f"{name}.txt.gz", marks=pytest.mark.nightly) for name in ("emma", "persuasion", "prideprejudice")),
+    "persuasion_2000.txt",
+)
 
 
 @pytest.mark.parametrize("name", CORPORA)

@@ -124,7 +124,7 @@ def test_whatever_comes_is_read_alike_in_parts_and_as_a_whole(text: str, name: s
     values=st.dictionaries(st.text(), st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists)),
     indent=st.sampled_from([None, 2]),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_arguments_are_those_that_were_written(values: dict[str, object], indent: int | None) -> None:
     written = json.dumps({"name": "f", "arguments": values}, indent=indent)
     _, [(name, arguments)] = read(HERMES, list(f"<tool_call>{written}</tool_call>"))

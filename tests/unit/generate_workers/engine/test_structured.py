@@ -53,13 +53,14 @@ def made(request: pytest.FixtureRequest) -> Iterator[Harness]:
         yield found
 
 
-def test_300_random_schemas_are_followed(made: Harness) -> None:
-    schemas = [random_schema(seed) for seed in range(300)]
+@pytest.mark.parametrize("num_schemas", [60, pytest.param(300, marks=pytest.mark.nightly)])
+def test_random_schemas_are_followed(made: Harness, num_schemas: int) -> None:
+    schemas = [random_schema(seed) for seed in range(num_schemas)]
     asked = [made.submit(prompt(5), params_of(schema, seed))[1] for seed, schema in enumerate(schemas)]
     made.run(max_steps=20_000)
     num_complete = sum(check_valid(*each) for each in zip(schemas, asked, strict=True))
     print(f"{num_complete} of {len(schemas)} answers are complete, all of them valid")
-    assert num_complete > 270
+    assert num_complete > 0.9 * num_schemas
 
 
 def test_the_supported_part_of_the_public_suite_is_followed(made: Harness) -> None:
@@ -84,17 +85,21 @@ def supported_part() -> list[Schema]:
     return found
 
 
-@pytest.mark.parametrize("num_given", [1, 7, 23])
-def test_a_resumed_output_goes_on_as_if_it_had_not_been_interrupted(made: Harness, num_given: int) -> None:
-    schemas = [random_schema(seed) for seed in range(20)]
-    whole = [made.submit(prompt(5), params_of(schema, seed))[1] for seed, schema in enumerate(schemas)]
+def test_a_resumed_output_goes_on_as_if_it_had_not_been_interrupted(made: Harness) -> None:
+    all_params = [params_of(random_schema(seed), seed) for seed in range(20)]
+    whole = [made.submit(prompt(5), params)[1] for params in all_params]
     made.run()
-    for seed, (schema, before) in enumerate(zip(schemas, whole, strict=True)):
-        if len(before.token_ids) > num_given:
-            given = before.token_ids[:num_given]
-            after = made.answer(prompt(5), params_of(schema, seed), given)
-            assert [*given, *after.token_ids] == before.token_ids
-            assert after.finish is before.finish
+    resumed = [
+        (before, num_given, made.submit(prompt(5), params, before.token_ids[:num_given])[1])
+        for params, before in zip(all_params, whole, strict=True)
+        for num_given in (1, 7, 23)
+        if len(before.token_ids) > num_given
+    ]
+    made.run()
+    for before, num_given, after in resumed:
+        assert [*before.token_ids[:num_given], *after.token_ids] == before.token_ids
+        assert after.finish is before.finish
+    assert len(resumed) > 40
 
 
 FORM = StructuredOutput(regex="[a-d]{40}[0-9]{5}")

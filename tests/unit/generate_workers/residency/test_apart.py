@@ -58,6 +58,14 @@ WAYS = [
     *(Way("infinigen", PoolSize(24, eviction)) for eviction in Eviction),
 ]
 ways = pytest.mark.parametrize("way", WAYS, ids=str)
+_ON_EVERY_CHANGE = ("device", "host", "infinigen", "infinigen pool counter")
+
+
+def _fewer(ways: list[Way]) -> pytest.MarkDecorator:
+    """What is served on every change, and the policies that it is compared with in nightly runs."""
+    nightly = pytest.mark.nightly
+    cases = [pytest.param(way, marks=() if str(way) in _ON_EVERY_CHANGE else nightly) for way in ways]
+    return pytest.mark.parametrize("way", cases, ids=str)
 
 
 def answers(decoder: Decoder, way: Way, limits: MemoryLimits = UNLIMITED) -> list[list[int]]:
@@ -80,7 +88,7 @@ def policy_on(decoder: Decoder, way: Way) -> Residency:
     return way.on(decoder)(KvShape(decoder.layout, decoder.config.windows, 6, 128), decoder.device.row_memory)
 
 
-@ways
+@_fewer(WAYS)
 def test_answers_are_those_of_the_cpu(way: Way) -> None:
     assert answers(on_emulated(PLAIN), way) == answers(CPU, way)
 
@@ -92,7 +100,7 @@ def test_answers_are_those_of_the_cpu_when_rows_give_way(way: Way) -> None:
     assert answers(on_emulated(PLAIN), way, limits) == answers(CPU, way, limits)
 
 
-@ways
+@_fewer(WAYS)
 def test_a_device_never_holds_more_than_it_has(way: Way) -> None:
     """Rows give way because the device has room for two long ones."""
     device = PoisonedDevice(LinkRate(2e8, 1e-4))
@@ -120,12 +128,12 @@ def steps(bench: Bench, num_steps: int) -> Iterator[Tensor]:
         yield bench.run(dict.fromkeys(slots, TOKENS[step : step + 1]))[0]
 
 
-turning = pytest.mark.parametrize("way", [way for way in WAYS if way.name != "device"], ids=str)
+TURNING = [way for way in WAYS if way.name != "device"]
 """Policies that take turns in a step."""
 
 
-@turning
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("way", TURNING, ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"])
 def test_steps_are_those_of_the_cpu(way: Way, dtype: str) -> None:
     plain = random_decoder(num_layers=5, dtype=dtype, head_dim=64)
     cpu, there = Decoder(plain.config, plain.weights, device=PoisonedCpu()), on_emulated(plain)
@@ -136,7 +144,7 @@ def test_steps_are_those_of_the_cpu(way: Way, dtype: str) -> None:
         bench.close()
 
 
-@turning
+@pytest.mark.parametrize("way", TURNING, ids=str)
 def test_bytes_of_steps_are_those_of_the_link(way: Way) -> None:
     decoder = on_emulated(PLAIN)
     bench, link = Bench.of(decoder, way.on(decoder), PROMPTS, 50), decoder.device.link

@@ -175,7 +175,11 @@ def traced_run(bench: Bench, traces: Sequence[Trace], fed: dict[int, list[int]])
 
 @evictions
 @pytest.mark.parametrize(
-    ("selection", "lookahead"), [(SOME, 0), (SOME, 1), (Selection(3.0, 0.3, 0, 1), 0), (Selection(3.0, 0.1, 4, 2), 1)]
+    ("selection", "lookahead"),
+    [
+        *((SOME, 1), (Selection(3.0, 0.3, 0, 1), 0)),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in ((SOME, 0), (Selection(3.0, 0.1, 4, 2), 1))),
+    ],
 )
 def test_places_hold_what_lists_of_tokens_keep(eviction: Eviction, selection: Selection, lookahead: int) -> None:
     """Rows that are longer than their pools from the start, that come to be, and that never do; now and then several

@@ -1,6 +1,7 @@
 """Rounds of drafts among everything that disturbs a batch: memory that runs out, cancels, choices, resumed streams."""
 
 import dataclasses
+import functools
 
 import pytest
 
@@ -26,13 +27,19 @@ CHOOSING = [
 ALL = pytest.mark.parametrize("speculation", [*SPECULATIONS, *CHOOSING])
 
 
+@functools.cache
+def expected(length: int) -> list[int]:
+    """What `prompt(length)` is answered with, whatever drafts."""
+    return reference_ids(DECODER, prompt(length), LONG)
+
+
 def check_rows_that_outgrow_memory(policy: str, speculation: SpeculationName) -> None:
-    decoder, limits = DECODER, limit(96, 2, DECODER.layout)
-    with harness(decoder=decoder, limits=limits, growth_tokens=1, speculation=speculation, policy=policy) as made:
+    limits = limit(96, 2, DECODER.layout)
+    with harness(decoder=DECODER, limits=limits, growth_tokens=1, speculation=speculation, policy=policy) as made:
         streams = [(made.submit(prompt(length), LONG)[1], length) for length in (30, 31, 32, 33)]
         made.run()
         for stream, length in streams:
-            assert stream.token_ids == reference_ids(decoder, prompt(length), LONG)
+            assert stream.token_ids == expected(length)
             assert stream.finish is FinishReason.LENGTH
         assert made.engine.status().num_preemptions > 0
 
@@ -68,8 +75,8 @@ def test_choices_share_a_prompt_and_draft_for_themselves(speculation: Speculatio
         _, together = made.submit(prompt(1), params)
         made.run()
         for choice in range(3):
-            expected = reference_ids(made.decoder, prompt(1), params.of_choice(choice))
-            assert together.choice(choice).token_ids == expected
+            alone = reference_ids(made.decoder, prompt(1), params.of_choice(choice))
+            assert together.choice(choice).token_ids == alone
 
 
 @ALL
@@ -87,7 +94,7 @@ def test_pushed_rows_are_drafted_for_from_their_first_token(speculation: Specula
         made.push_and_commit(lease.ref, prompt(25), LONG)
         _, stream = made.submit(prompt(25), LONG, ref=lease.ref)
         made.run()
-        assert stream.token_ids == reference_ids(made.decoder, prompt(25), LONG)
+        assert stream.token_ids == expected(25)
 
 
 def test_drafts_do_not_outlive_their_rows() -> None:

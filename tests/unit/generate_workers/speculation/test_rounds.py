@@ -75,7 +75,7 @@ def check(
 
 
 @pytest.mark.parametrize("speculation", SPECULATIONS)
-@pytest.mark.parametrize("num_rows", [1, 5, 32])
+@pytest.mark.parametrize("num_rows", [pytest.param(5, marks=pytest.mark.nightly), 32])
 @pytest.mark.parametrize("policy", ["device", "host"])
 def test_the_streams_of_a_ragged_batch_are_those_without_speculation(
     policy: Policy, num_rows: int, speculation: SpeculationName

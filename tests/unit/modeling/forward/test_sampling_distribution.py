@@ -47,7 +47,9 @@ def test_tokens_over_seeds_have_the_exact_distribution(fields: dict[str, Any]) -
     assert chi_square(counts, reference_distribution(reference_adjusted(LOGITS, states[0]), states[0].params)) > 1e-3
 
 
-@pytest.mark.parametrize("fields", SETTINGS[:6])
+@pytest.mark.parametrize(
+    "fields", [*SETTINGS[:2], *(pytest.param(fields, marks=pytest.mark.nightly) for fields in SETTINGS[2:6])]
+)
 def test_tokens_over_positions_have_the_exact_distribution(fields: dict[str, Any]) -> None:
     state, ids = make(11, output=[], max_tokens=9000, **fields), []
     for _ in range(6000):
