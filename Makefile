@@ -16,13 +16,16 @@ DEVELOPMENT := $(VENV)/.development
 PIP := env BATON_KERNEL_SETS=none $(BIN)/pip install -c constraints.txt
 # pip would compile all packages on one core: what runs Baton imports a seventh of its own, tests use all cores for the rest
 SERVING := deploy.commands.serve, deploy.ray_cluster.supervisor, gateway.app, orchestrator.api.host, prefill_workers.servicer, generate_workers.servicer
-IMPORTED := env PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import $(SERVING)"
+IMPORTED := $(BIN)/python -c "import $(SERVING)"
 COMPILED := $(BIN)/python -c "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
 KERNELS := modeling/kernels/built/.built
 KERNEL_SOURCES := $(wildcard modeling/kernels/*/*.cpp modeling/kernels/*/*.h)
 OPTIONS ?=
 MINUTES ?= 40
 BENCHMARKS := kernels decode offload speculation mixed_trace residency sparse limited quantization prefill transfer serve attention chain prediction prefix slow_links noise elastic disaggregation interference overload gateway web live_scaling vllm served structured cuda
+
+# Tests start hundreds of processes, which would compile all modules anew where a container's image says so.
+unexport PYTHONDONTWRITEBYTECODE
 
 help:  ## list the tasks
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 10

@@ -142,7 +142,9 @@ class SparseOperators:
         """Note a layer's picks in the rows' pools and return a victim's place for each list of rows that are full, `[B,
         G]`; entries of other rows mean nothing (sparse/pool_notes.cpp).
 
-        `rows`: addresses and positions; `limits`: number of places, first and end of those that may go, bits of a position, and the most that is counted."""
+        `rows`: addresses and positions; `limits`: number of places, first and end of those that may go, bits of a
+        position, and the most that is counted.
+        """
         (B, G, K), S = keys_BGK.shape, closeness_BGS.shape[2]
         lists = "picks must be int32, contiguous"
         keys, num = numbers(keys_BGK, torch.int32, B * G * K, lists), numbers(num_BG, torch.int32, B * G, lists)
