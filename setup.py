@@ -76,6 +76,10 @@ class BuildKernels(build_ext):
         self.compiler.include_dirs = []
         super().build_extensions()
 
+    def copy_extensions_to_source(self) -> None:
+        (KERNELS / "built").mkdir(exist_ok=True)
+        super().copy_extensions_to_source()
+
     def build_extension(self, ext: Extension) -> None:
         own = copy.copy(self)  # several are built at a time, of the same files
         own.build_temp = str(Path(self.build_temp, ext.name))
