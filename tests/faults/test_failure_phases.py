@@ -76,6 +76,7 @@ async def test_a_rank_that_dies_disturbs_no_stream() -> None:
 @pytest.mark.parametrize("name", ["reserved", "chunk on rank 1", "transferring", "committing"])
 async def test_a_deadline_that_passes_ends_the_request_with_its_usage(name: str) -> None:
     async with scene(victim=ENDING) as on:
+        answer, held = Answer(), list[int]()
         for number in range(NUM_TRIES):  # a crowded machine may take longer than that to come to the phase
             on.deadline_ms = 1000 * 2**number
             call, answer = await PHASES[name](on), Answer()
