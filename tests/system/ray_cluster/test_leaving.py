@@ -10,6 +10,7 @@ import pytest
 from baton import Client, SamplingParams
 from modeling.checkpoints.weights import load_decoder
 from tests.support.clusters.ray_clusters import (
+    START_S,
     launched,
     processes_of,
     recorded_folder,
@@ -80,7 +81,7 @@ def test_nothing_is_left_of_an_interrupted_cluster(letters: Path, tmp_path: Path
 @pytest.mark.parametrize("line", [pytest.param("starting Ray", marks=pytest.mark.nightly), "starting 2 workers"])
 def test_nothing_is_left_of_an_interrupted_start(letters: Path, tmp_path: Path, line: str) -> None:
     with launched(tmp_path, letters, "prefill.num_ranks=1") as starting:
-        until(lambda: line in starting.stderr)
+        until(lambda: line in starting.stderr, START_S)
         folder = recorded_folder(tmp_path)
         until(lambda: bool(processes_of(folder)))
         starting.interrupt()
