@@ -17,20 +17,20 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT))  # an isolated build does not put the folder there
 
-from modeling.kernels.instruction_sets import SETS, WHEEL_SETS, InstructionSet, usable_sets  # noqa: E402
+from modeling.kernels.instruction_sets import GENERIC, SETS, WHEEL_SETS, InstructionSet, is_x86, usable_sets  # noqa: E402
 
 KERNELS = ROOT / "modeling" / "kernels"
 FLAGS = ("-std=c++20", "-O3", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-Wno-psabi")
+CHOSEN = os.environ.get("BATON_KERNEL_SETS", "")
 
 
 def chosen_sets() -> tuple[InstructionSet, ...]:
     """Return the instruction sets that kernels are built for."""
-    names = os.environ.get("BATON_KERNEL_SETS", "")
-    if names == "wheel":
-        return WHEEL_SETS
-    if names == "none":
+    if CHOSEN == "wheel":
+        return WHEEL_SETS if is_x86() else (GENERIC,)
+    if CHOSEN == "none":
         return ()
-    return tuple(SETS[name] for name in names.split()) or usable_sets()[:1]
+    return tuple(SETS[name] for name in CHOSEN.split()) or usable_sets()[:1]
 
 
 def extensions() -> list[Extension]:
@@ -43,6 +43,7 @@ def extensions() -> list[Extension]:
             sorted(str(path.relative_to(ROOT)) for path in folder.glob("*.cpp")),
             depends=[*map(str, headers), "setup.py", "modeling/kernels/instruction_sets.py"],
             extra_compile_args=[f"-I{KERNELS}", *FLAGS, *each.flags],
+            optional=not CHOSEN,  # an old compiler keeps nobody from installing Baton
         )
         for each in chosen_sets()
         for folder in folders

@@ -41,5 +41,10 @@ SETS = {each.name: each for each in (*WHEEL_SETS, GENERIC)}
 
 def usable_sets() -> tuple[InstructionSet, ...]:
     """Return the sets that this processor can run, the best one first."""
-    is_x86 = platform.machine() in ("x86_64", "AMD64")
-    return tuple(each for each in SETS.values() if each is GENERIC or (is_x86 and each.features <= set(cpu_flags())))
+    has = set(cpu_flags())
+    return tuple(each for each in SETS.values() if each is GENERIC or (is_x86() and each.features <= has))
+
+
+def is_x86() -> bool:
+    """Return whether this is an x86-64 processor."""
+    return platform.machine() in ("x86_64", "AMD64")

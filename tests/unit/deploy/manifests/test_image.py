@@ -30,7 +30,7 @@ def test_the_build_gets_every_package_of_the_wheel_and_little_else() -> None:
     lines = (MANIFESTS / "Dockerfile.dockerignore").read_text().splitlines()
     given = {line.removeprefix("!") for line in lines if line.startswith("!")}
     assert lines[1] == "*"
-    assert given == packages | {"pyproject.toml", "constraints.txt", "README.md", "LICENSE"}
+    assert given == packages | {"pyproject.toml", "setup.py", "constraints.txt", "README.md", "LICENSE"}
 
 
 def test_every_image_runs_as_a_user_and_all_have_the_same_python() -> None:
