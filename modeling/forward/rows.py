@@ -89,7 +89,8 @@ class DecodeRows:
         RuntimeError when a row is to attend to a key that it does not have, or to none.
         """
         keys, product = self._seen[layer], KERNELS.choice.attention
-        chosen, others = (None, None), (self.queries_B, self._unseen[layer])
+        chosen: tuple[Tensor | None, Tensor | None] = (None, None)
+        others = (self.queries_B, self._unseen[layer])
         if picks is not None:
             keys = self._addresses[layer], self._lengths[layer]
             chosen, others = (picks.keys_BGK, picks.num_BG), (None, None)

@@ -171,6 +171,7 @@ class Pieces:
         operators: Operators = native.operators(self.path.instruction_set)
         config, rows = self.config, self.rows(caches)
         addresses_LB, lengths_B = rows.addresses_LB, rows.lengths_B
+        assert lengths_B is not None
         splits = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         for layer in range(NUM_LAYERS):
             (qkv, norm), (output, _), (gate_up, mlp_norm), (down, _) = self.linears[4 * layer : 4 * layer + 4]

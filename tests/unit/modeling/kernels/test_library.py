@@ -31,7 +31,7 @@ def test_arguments_are_those_that_the_sources_declare() -> None:
             r"^BATON_ENTRY const char\* baton_(\w+)\(([^)]*)\)", source.read_text(), re.MULTILINE
         ):
             declared[name] = "".join(letter(" ".join(each.split())) for each in parameters.split(","))
-    called = {}
+    called: dict[str, str] = {}
     for module in ("operators.py", "sparse_operators.py"):
         called |= dict(re.findall(r'\.function\("(\w+)", "(\w+)"\)', (FOLDER / module).read_text()))
     assert called == declared
