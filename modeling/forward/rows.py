@@ -21,6 +21,7 @@ from baton.types import TokenRange
 from modeling.forward.attention import is_native
 from modeling.forward.selection import Picks
 from modeling.kernels import native
+from modeling.kernels.checks import Pair
 from modeling.kernels.process_kernels import KERNELS
 from modeling.kv.buffers import KvPlace
 
@@ -89,8 +90,8 @@ class DecodeRows:
         RuntimeError when a row is to attend to a key that it does not have, or to none.
         """
         keys, product = self._seen[layer], KERNELS.choice.attention
-        chosen: tuple[Tensor | None, Tensor | None] = (None, None)
-        others = (self.queries_B, self._unseen[layer])
+        chosen: Pair = (None, None)
+        others: Pair = (self.queries_B, self._unseen[layer])
         if picks is not None:
             keys = self._addresses[layer], self._lengths[layer]
             chosen, others = (picks.keys_BGK, picks.num_BG), (None, None)

@@ -44,9 +44,10 @@ def attend(path: KernelPath, q_BNH: Tensor, rows: list[Tensor], *picks: Tensor) 
     """The kernel's answer `[B, N, H]`."""
     addresses_B = torch.tensor([each.data_ptr() for each in rows])
     lengths_B = torch.tensor([each.shape[0] for each in rows])
-    operator = path.operators().decode_attention
-    o_BNH: Tensor = operator(q_BNH, addresses_B, lengths_B, rows[0].shape[2], path.product, *picks)
-    return o_BNH
+    keys_BGK, num_BG = picks or (None, None)
+    return path.operators().decode_attention(
+        q_BNH, addresses_B, lengths_B, rows[0].shape[2], path.product, picks=(keys_BGK, num_BG)
+    )
 
 
 def check(path: KernelPath, got_NH: Tensor, expected_NH: Tensor) -> None:

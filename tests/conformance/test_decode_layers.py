@@ -17,7 +17,6 @@ from modeling.forward.rope import Rotation
 from modeling.forward.rows import DecodeRows
 from modeling.forward.selection import StepPicks
 from modeling.kernels import native
-from modeling.kernels.operators import Operators
 from modeling.kernels.products import DOT, TILES, WIDENED
 from modeling.kv.buffers import KvPlace
 from tests.support.kernels.paths import INSTRUCTION_SETS, has_tiles, lane, require
@@ -168,7 +167,7 @@ class Pieces:
     def one_by_one(self) -> tuple[Tensor, list[Tensor]]:
         """The same by the operators alone."""
         hidden_TD, caches = self.hidden_TD.clone(), [each.clone() for each in self.caches]
-        operators: Operators = native.operators(self.path.instruction_set)
+        operators = native.operators(self.path.instruction_set)
         config, rows = self.config, self.rows(caches)
         addresses_LB, lengths_B = rows.addresses_LB, rows.lengths_B
         assert lengths_B is not None
@@ -181,7 +180,11 @@ class Pieces:
             operators.append_kv(k_TGH, v_TGH, addresses_LB[layer], lengths_B)
             chosen = (None, None) if self.picks is None else (self.picks.keys_LBGK[layer], self.picks.num_BG)
             attended_TNH = operators.decode_attention(
-                *(q_TNH, addresses_LB[layer], lengths_B, config.num_kv_heads, self.path.attention),
+                q_TNH,
+                addresses_LB[layer],
+                lengths_B,
+                config.num_kv_heads,
+                self.path.attention,
                 picks=chosen,
                 others=(rows.queries_B, rows.unseen_B2),
             )
