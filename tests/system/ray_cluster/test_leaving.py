@@ -25,6 +25,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 
 PROMPT = tuple(range(100, 140))
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
+UP = r"^Ray is up, (\d+\.\d) s after the start$"
+READY = r"^ready: .* \((\d+\.\d) s after the start, (\d+\.\d) s after Ray\)$"
 ARRANGED = r"^arrangement for \d+ cores?: (one engine|a chain of (\d+) ranks?)"
 
 
@@ -39,6 +41,9 @@ def test_a_cluster_is_as_its_machine_is_arranged_and_is_stopped(smollm2: Path, t
     with served(tmp_path, smollm2, is_arranged=True) as running:
         arranged = re.search(ARRANGED, running.stderr, re.MULTILINE)
         assert arranged, running.stderr
+        up, ready = (re.search(line, running.stderr, re.MULTILINE) for line in (UP, READY))
+        assert up and ready, running.stderr
+        assert float(up[1]) <= float(ready[1]) - float(ready[2]) + 0.2, "rounded"
         num_ranks = int(arranged[2] or 0)
         with Client(running.target) as client:
             until(lambda: sum(len(group.ranks) for group in client.cluster_state().groups) == num_ranks)
