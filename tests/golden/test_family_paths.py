@@ -90,7 +90,7 @@ def generated(reference: PreTrainedModel, prompts: list[list[int]]) -> tuple[lis
 @torch.inference_mode()
 def test_greedy_tokens_equal_transformers_generate(model: Model) -> None:
     """Ours come from a prefill and then token by token. No two best logits are so close that rounding could choose."""
-    decoder, prompts = model.decoder, [text(model.decoder, seed, num_tokens=40) for seed in (2, 3, 4)]
+    decoder, prompts = model.decoder, [text(model.decoder, seed, num_tokens=40) for seed in range(2, 2 + NUM_TEXTS)]
     outputs, logits = generated(model.reference, prompts)
     for prompt_ids, output_ids, expected_TV in zip(prompts, outputs, logits, strict=True):
         best_T2 = expected_TV.topk(2).values
