@@ -21,7 +21,7 @@ from baton.types import TokenRange
 from modeling.forward.attention import is_native
 from modeling.forward.selection import Picks
 from modeling.kernels import native
-from modeling.kernels.checks import Pair
+from modeling.kernels.calls.checks import Pair
 from modeling.kernels.process_kernels import KERNELS
 from modeling.kv.buffers import KvPlace
 

@@ -17,7 +17,7 @@ from modeling.kernels.instruction_sets import SETS, usable_sets
 from modeling.kernels.processor import processor_kind
 
 if TYPE_CHECKING:
-    from modeling.kernels.operators import Operators
+    from modeling.kernels.calls.operators import Operators
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +56,8 @@ def _operators(instruction_set: str) -> "Operators | OSError":
         return OSError(f"kernels are not built for this processor: torch's operators are used; {BUILD} builds them")
     if lacking(name):
         return OSError(f"this processor lacks {', '.join(sorted(lacking(name)))}")
-    from modeling.kernels.library import Library
-    from modeling.kernels.operators import Operators
+    from modeling.kernels.calls.library import Library
+    from modeling.kernels.calls.operators import Operators
 
     try:
         return Operators({folder: Library(library_path(folder, name)) for folder in FOLDERS})

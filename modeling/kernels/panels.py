@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from modeling.kernels.checks import optional, require
+from modeling.kernels.calls.checks import optional, require
 from modeling.kernels.products import WIDENED
 
 HALF = 16

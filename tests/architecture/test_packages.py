@@ -111,8 +111,8 @@ def test_a_folder_can_be_taken_in_at_a_glance() -> None:
 
 
 def is_excepted(folder: Path) -> bool:
-    """The root, generated stubs, tests of units, a suite of others, and the commands of benchmarks, with a file of
-    results for each."""
-    excepted = (".", "baton/v1", "benchmarks", "tests/data/json_schema_suite")
+    """The root, generated stubs, decisions, tests of units, a suite of others, and the commands of benchmarks, with a
+    file of results for each."""
+    excepted = (".", "baton/v1", "docs/decisions", "benchmarks", "tests/data/json_schema_suite")
     has_one_for_each = folder.is_relative_to("tests/unit") or folder.is_relative_to("benchmarks/results")
     return str(folder) in excepted or has_one_for_each

@@ -1,12 +1,11 @@
-"""What tests share (tests/support/clusters/topology.py) is whole for each of them, and is not started more often than
-that takes."""
+"""A topology that tests share is in its initial state for each of them, and starts anew only where it must be."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 
-from tests.support.clusters.topology import Topology
+from tests.support.clusters.on_ray.topology import Topology
 
 
 class Shared:

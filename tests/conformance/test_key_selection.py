@@ -10,7 +10,7 @@ from torch import Tensor
 
 from modeling.forward.selection import PartialKeys, PartialRows, Picks, Selection, plain_select_keys
 from modeling.kernels import native
-from modeling.kernels.operators import Operators
+from modeling.kernels.calls.operators import Operators
 from tests.support.kernels.paths import require, sets
 
 LAYER = 1

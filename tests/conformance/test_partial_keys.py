@@ -11,7 +11,7 @@ from torch import Tensor
 from baton.types import TokenRange
 from modeling.forward.selection import KeyProjection, PartialKeys
 from modeling.kernels import native
-from modeling.kernels.operators import Operators
+from modeling.kernels.calls.operators import Operators
 from tests.support.kernels.paths import require, sets
 
 NUM_KV_HEADS = 3

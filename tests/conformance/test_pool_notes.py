@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from modeling.kernels import native
-from modeling.kernels.operators import Operators
+from modeling.kernels.calls.operators import Operators
 from tests.support.kernels.paths import require, sets
 
 NUM_HEADS = 3

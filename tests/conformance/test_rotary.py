@@ -9,7 +9,7 @@ from torch import Tensor
 from modeling.checkpoints.registry import ModelConfig
 from modeling.forward.rope import RotaryTable, has_native_turn
 from modeling.kernels import native
-from modeling.kernels.operators import Operators
+from modeling.kernels.calls.operators import Operators
 from tests.support.kernels.paths import require, sets
 
 CPU = torch.device("cpu")

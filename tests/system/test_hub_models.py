@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.clusters.ray_clusters import run_baton
+from tests.support.clusters.on_ray.ray_clusters import run_baton
 from tests.support.models.hub import COMMIT, Hub, serving
 from tests.support.models.letter_models import write_letter_model
 from text.tokenizer import Tokenizer

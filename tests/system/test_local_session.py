@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.clusters.ray_clusters import run_baton
+from tests.support.clusters.on_ray.ray_clusters import run_baton
 
 pytestmark = pytest.mark.integration
 

@@ -85,7 +85,7 @@ async def test_sixty_four_mixed_streams_complete(running: BareCluster) -> None:
         running.request(prompt(rng.randint(1, 200), n), replace(GREEDY, max_tokens=rng.randint(1, 60)))
         for n in range(64)
     ]
-    answers = await asyncio.gather(*(running.ask(request) for request in asked))
+    answers = await asyncio.gather(*(running.ask(request, timeout_s=None) for request in asked))
     for request, answer in zip(asked, answers, strict=True):
         assert answer.indices == list(range(request.sampling.max_tokens))
 

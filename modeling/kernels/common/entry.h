@@ -1,5 +1,5 @@
 // Entry points: C functions, so that a library needs neither Python's headers nor torch's. They take pointers, sizes and
-// strides in elements, and the number of threads; modeling/kernels/operators.py checks sizes and types before it calls them.
+// strides in elements, and the number of threads; modeling/kernels/calls checks sizes and types before it calls them.
 //
 // An entry point returns null, or a message where it refuses what it was given.
 

@@ -31,7 +31,7 @@ from modeling.hosting import LoadedModel
 from prefill_workers.config import PrefillConfig
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport, KvOutlet
-from tests.support.engines.rank_servers import serve_rank
+from tests.support.clusters.rank_servers import serve_rank
 from transport.identity import ClusterSecret
 
 

@@ -22,11 +22,11 @@ from orchestrator.requests.config import OrchestratorConfig
 from prefill_workers.config import PrefillConfig
 from prefill_workers.servicer import PrefillServer
 from tests.support.clusters.clients import CLOCK, HOST
+from tests.support.clusters.rank_servers import serve_rank
 from tests.support.engines.devices import PoisonedDevice
 from tests.support.engines.gated_kernels import Gate
 from tests.support.engines.generation import eos_decoder
 from tests.support.engines.prefixes import PLENTY
-from tests.support.engines.rank_servers import serve_rank
 from tests.support.models.tiny_tokenizer import letter_grammars, letter_tokenizer
 from tests.support.wire.faulty_ports import FaultyEngine
 from tests.support.wire.secret import SECRET

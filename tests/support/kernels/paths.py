@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from modeling.kernels import native
+from modeling.kernels.calls.operators import Operators
 from modeling.kernels.instruction_sets import SETS
-from modeling.kernels.operators import Operators
 from modeling.kernels.process_kernels import KERNELS
 from modeling.kernels.products import DOT, TILES, WIDENED
 

@@ -21,7 +21,7 @@ from generate_workers.slots.table import SlotTable
 from modeling.forward.decoder import Decoder
 from modeling.hosting import LoadedModel
 from prefill_workers.config import PrefillConfig
-from tests.support.engines.rank_servers import serve_rank
+from tests.support.clusters.rank_servers import serve_rank
 from tests.support.paced.engines import PacedBatcher, PacedPrefillEngine, PacedStepDecoder, PacedSteps
 from tests.support.paced.hardware import PacedHardware
 from text.tokenizer import Tokenizer

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from baton import Client
-from tests.support.clusters.ray_clusters import ServedCluster
-from tests.support.clusters.ray_heads import RayHead, driver_of
-from tests.support.clusters.topologies import SHAPE, GrownCluster, HostsCluster, make_topologies
-from tests.support.clusters.topology import Topology
+from tests.support.clusters.on_ray.ray_clusters import ServedCluster
+from tests.support.clusters.on_ray.ray_heads import RayHead, driver_of
+from tests.support.clusters.on_ray.topologies import SHAPE, GrownCluster, HostsCluster, make_topologies
+from tests.support.clusters.on_ray.topology import Topology
 from tests.support.models.letter_models import write_letter_model
 from tests.support.models.tiny_tokenizer import write_chat_template
 

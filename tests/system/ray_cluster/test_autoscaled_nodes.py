@@ -9,9 +9,9 @@ import pytest
 
 from baton import Client
 from baton.sampling_params import SamplingParams
-from tests.support.clusters.autoscaled_rays import nodes_by_type
-from tests.support.clusters.ray_clusters import Streams, check_answer, endpoints, listener, until, until_settled
-from tests.support.clusters.topologies import GrownCluster
+from tests.support.clusters.on_ray.autoscaled_rays import nodes_by_type
+from tests.support.clusters.on_ray.ray_clusters import Streams, check_answer, endpoints, listener, until, until_settled
+from tests.support.clusters.on_ray.topologies import GrownCluster
 from tests.support.engines.generation import prompt
 
 pytestmark = [pytest.mark.cluster, pytest.mark.ci]

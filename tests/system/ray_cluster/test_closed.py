@@ -12,7 +12,7 @@ import pytest
 
 from deploy.commands.cluster_secrets import token_path
 from tests.support.clusters.listening import Listener, descendants, listeners
-from tests.support.clusters.ray_clusters import ServedCluster, processes_of, run_baton, secret_of
+from tests.support.clusters.on_ray.ray_clusters import ServedCluster, processes_of, run_baton, secret_of
 
 METHODS = (
     "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo",

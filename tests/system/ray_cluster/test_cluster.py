@@ -27,7 +27,7 @@ from planning import step_times
 from planning.calibration import load
 from planning.step_times import StepTimes
 from tests.support.clusters.listening import descendants, listeners
-from tests.support.clusters.ray_clusters import (
+from tests.support.clusters.on_ray.ray_clusters import (
     ServedCluster,
     check_answer,
     endpoints,
@@ -40,7 +40,7 @@ from tests.support.clusters.ray_clusters import (
     until,
     until_settled,
 )
-from tests.support.clusters.topologies import CORE, NUM_ENGINES, NUM_QUEUED, NUM_SLOTS
+from tests.support.clusters.on_ray.topologies import CORE, NUM_ENGINES, NUM_QUEUED, NUM_SLOTS
 from tests.support.engines.generation import prompt
 
 pytestmark = pytest.mark.cluster

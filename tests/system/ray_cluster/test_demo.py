@@ -15,7 +15,7 @@ import pytest
 from baton.sampling_params import SamplingParams
 from deploy.demo.requests import QUESTIONS
 from modeling.checkpoints.weights import load_decoder
-from tests.support.clusters.ray_clusters import processes_of, share_measurements, shared_files
+from tests.support.clusters.on_ray.ray_clusters import processes_of, share_measurements, shared_files
 from tests.support.folders import ROOT
 from tests.support.models.reference import check_equal_tokens
 from tests.support.models.texts import passage_ids

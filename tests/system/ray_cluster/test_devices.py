@@ -14,7 +14,7 @@ import torch
 
 from baton import Client, SamplingParams
 from modeling.checkpoints.weights import load_decoder
-from tests.support.clusters.ray_clusters import ServedCluster, endpoints, listener, served, until_settled
+from tests.support.clusters.on_ray.ray_clusters import ServedCluster, endpoints, listener, served, until_settled
 from tests.support.engines.generation import prompt
 from tests.support.models.reference import check_equal_tokens
 from tests.support.models.tiny_tokenizer import ids_of

@@ -9,10 +9,10 @@ import pytest
 
 from baton import Client
 from baton.sampling_params import SamplingParams
-from tests.support.clusters.gateways import gateway_on
-from tests.support.clusters.ray_clusters import check_answer, decoder_of, endpoints, until, until_settled
-from tests.support.clusters.ray_heads import ray_node
-from tests.support.clusters.topologies import HOST_POOLS, HostsCluster
+from tests.support.clusters.on_ray.gateways import gateway_on
+from tests.support.clusters.on_ray.ray_clusters import check_answer, decoder_of, endpoints, until, until_settled
+from tests.support.clusters.on_ray.ray_heads import ray_node
+from tests.support.clusters.on_ray.topologies import HOST_POOLS, HostsCluster
 from tests.support.engines.generation import prompt
 from tests.support.models.reference import check_equal_tokens
 

@@ -6,8 +6,8 @@ import pytest
 
 from baton import Client
 from baton.sampling_params import SamplingParams
-from tests.support.clusters.ray_clusters import check_answer, run_baton, served, until
-from tests.support.clusters.ray_heads import RayHead
+from tests.support.clusters.on_ray.ray_clusters import check_answer, run_baton, served, until
+from tests.support.clusters.on_ray.ray_heads import RayHead
 from tests.support.engines.generation import prompt
 
 pytestmark = [pytest.mark.cluster, pytest.mark.ci]

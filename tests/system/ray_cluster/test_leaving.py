@@ -9,7 +9,7 @@ import pytest
 
 from baton import Client, SamplingParams
 from modeling.checkpoints.weights import load_decoder
-from tests.support.clusters.ray_clusters import (
+from tests.support.clusters.on_ray.ray_clusters import (
     START_S,
     launched,
     processes_of,

@@ -10,10 +10,10 @@ import pytest
 
 from baton import Client, Reconnect
 from baton.sampling_params import SamplingParams
-from tests.support.clusters.gateways import GATEWAY_OUTPUT, gateway_on
-from tests.support.clusters.ray_clusters import decoder_of, run_baton, until
-from tests.support.clusters.ray_heads import held_of
-from tests.support.clusters.topologies import HostsCluster
+from tests.support.clusters.on_ray.gateways import GATEWAY_OUTPUT, gateway_on
+from tests.support.clusters.on_ray.ray_clusters import decoder_of, run_baton, until
+from tests.support.clusters.on_ray.ray_heads import held_of
+from tests.support.clusters.on_ray.topologies import HostsCluster
 from tests.support.engines.generation import prompt
 from tests.support.models.reference import check_equal_tokens
 

@@ -7,8 +7,8 @@ import pytest
 from baton import Client
 from baton.sampling_params import SamplingParams
 from deploy.ray_cluster.kept_files import file_here, forget_files, keep_file
-from tests.support.clusters.ray_clusters import check_answer, launched
-from tests.support.clusters.topologies import FAR, HostsCluster, draft_settings
+from tests.support.clusters.on_ray.ray_clusters import check_answer, launched
+from tests.support.clusters.on_ray.topologies import FAR, HostsCluster, draft_settings
 from tests.support.engines.generation import prompt
 
 pytestmark = [pytest.mark.cluster, pytest.mark.ci]

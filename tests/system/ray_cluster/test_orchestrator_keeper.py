@@ -18,8 +18,8 @@ from deploy.ray_cluster.spawner import RaySpawner, end_worker
 from orchestrator.membership.view import ClusterView, Orders
 from planning.planner import ChainPlanner
 from tests.support.clusters.clients import HOST
+from tests.support.clusters.on_ray.ray_heads import NAMESPACE
 from tests.support.clusters.planners import linear_planner
-from tests.support.clusters.ray_heads import NAMESPACE
 from tests.support.clusters.workers import orchestrator_worker
 
 MODEL = ModelInfo("smollm2-135m", 512, 49152, "bfloat16", True, "layout")

@@ -23,7 +23,7 @@ from deploy.commands.admin_channel import admin_channel
 from deploy.commands.cluster_secrets import token_path
 from deploy.commands.flip import flip
 from deploy.commands.record import process_start
-from tests.support.clusters.ray_clusters import (
+from tests.support.clusters.on_ray.ray_clusters import (
     ANSWER,
     ServedCluster,
     Streams,
@@ -35,7 +35,7 @@ from tests.support.clusters.ray_clusters import (
     until,
     until_settled,
 )
-from tests.support.clusters.ray_heads import held_of
+from tests.support.clusters.on_ray.ray_heads import held_of
 from tests.support.engines.generation import prompt
 
 pytestmark = [pytest.mark.cluster, pytest.mark.ci]

@@ -16,10 +16,10 @@ from baton.sampling_params import SamplingParams
 from deploy.commands.ray_access import require_reachable
 from modeling.checkpoints.weights import load_decoder
 from tests.support import tools
-from tests.support.clusters.hosts import Host, hosts
 from tests.support.clusters.listening import descendants
-from tests.support.clusters.ray_clusters import endpoints, listener, served, until, until_settled
-from tests.support.clusters.ray_heads import RayHead, held_of, ray_head, ray_node
+from tests.support.clusters.on_ray.hosts import Host, hosts
+from tests.support.clusters.on_ray.ray_clusters import endpoints, listener, served, until, until_settled
+from tests.support.clusters.on_ray.ray_heads import RayHead, held_of, ray_head, ray_node
 from tests.support.models.reference import check_equal_tokens
 from tests.support.models.texts import passage_ids
 

@@ -9,7 +9,7 @@ import ray
 
 from baton.errors import ConfigError
 from deploy.ray_cluster.places import RayRoom, living_nodes, needs_of
-from tests.support.clusters.ray_heads import RayHead, ray_node
+from tests.support.clusters.on_ray.ray_heads import RayHead, ray_node
 
 pytestmark = [pytest.mark.cluster, pytest.mark.ci]
 PLAIN = needs_of({}, {})

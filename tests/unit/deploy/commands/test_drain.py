@@ -21,8 +21,8 @@ from planning.model_shape import SHAPES
 from planning.step_times import nominal_steps
 from tests.support.clusters.clients import HOST
 from tests.support.clusters.cluster import BareCluster, cluster
+from tests.support.clusters.on_ray.ray_clusters import share_measurements
 from tests.support.clusters.planners import linear_planner, planner_of
-from tests.support.clusters.ray_clusters import share_measurements
 from tests.support.engines.generation import prompt
 from tests.support.eventually import eventually
 from tests.support.wire.secret import SECRET

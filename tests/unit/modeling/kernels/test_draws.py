@@ -10,7 +10,7 @@ from torch import Tensor
 from baton.sampling_params import SamplingParams
 from modeling.forward.drawing import Draws, RowDraw, draw_row, noise_key
 from modeling.kernels import native
-from modeling.kernels.operators import Operators
+from modeling.kernels.calls.operators import Operators
 from tests.support.kernels.paths import require, sets
 from tests.support.models.sampling import DRAWN
 

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from modeling.kernels import library, native
+from modeling.kernels import native
+from modeling.kernels.calls import library
 from tests.support.kernels.paths import require
 
 pytestmark = pytest.mark.integration
 
-FOLDER = Path(library.__file__).parent
+CALLS = Path(library.__file__).parent
 LETTERS = {"int64_t": "n", "int": "t", "double": "d", "bool": "b"}
 """Of types that are no pointers."""
 
@@ -26,14 +27,14 @@ def letter(parameter: str) -> str:
 
 def test_arguments_are_those_that_the_sources_declare() -> None:
     declared: dict[str, str] = {}
-    for source in FOLDER.glob("*/*.cpp"):
+    for source in CALLS.parent.glob("*/*.cpp"):
         for name, parameters in re.findall(
             r"^BATON_ENTRY const char\* baton_(\w+)\(([^)]*)\)", source.read_text(), re.MULTILINE
         ):
             declared[name] = "".join(letter(" ".join(each.split())) for each in parameters.split(","))
     called: dict[str, str] = {}
     for module in ("operators.py", "sparse_operators.py"):
-        called |= dict(re.findall(r'\.function\("(\w+)", "(\w+)"\)', (FOLDER / module).read_text()))
+        called |= dict(re.findall(r'\.function\("(\w+)", "(\w+)"\)', (CALLS / module).read_text()))
     assert called == declared
     assert called, "no kernel was found"
 

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from tests.support.clusters.hosts import Host
-from tests.support.clusters.ray_clusters import ServedCluster, share_measurements, until
+from tests.support.clusters.on_ray.hosts import Host
+from tests.support.clusters.on_ray.ray_clusters import ServedCluster, share_measurements, until
 from tests.support.folders import ROOT
 
 GATEWAY_OUTPUT = "gateway.txt"

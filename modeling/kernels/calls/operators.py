@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, get_num_threads
 
-from modeling.kernels.checks import FLOATS, Pair, Table, numbers, optional, require, row_keys
-from modeling.kernels.library import Library
+from modeling.kernels.calls.checks import FLOATS, Pair, Table, numbers, optional, require, row_keys
+from modeling.kernels.calls.library import Library
+from modeling.kernels.calls.sparse_operators import SparseOperators
 from modeling.kernels.panels import BoundPanels
-from modeling.kernels.sparse_operators import SparseOperators
 
 _NO_PAIR: Pair = (None, None)
 _NO_TABLE: Table = (None, 0)

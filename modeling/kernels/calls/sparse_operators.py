@@ -9,8 +9,8 @@ import ctypes
 import torch
 from torch import Tensor, get_num_threads
 
-from modeling.kernels.checks import FLOATS, numbers, optional, require
-from modeling.kernels.library import Library
+from modeling.kernels.calls.checks import FLOATS, numbers, optional, require
+from modeling.kernels.calls.library import Library
 
 _LISTS = "picks must be [B, G, K] int32, contiguous"
 _NUMBERS = "numbers of picks must be [B, G] int32, contiguous"

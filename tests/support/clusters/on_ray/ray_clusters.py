@@ -32,7 +32,7 @@ from deploy.commands.keyed_channel import keyed
 from deploy.commands.record import process_start, store_name
 from modeling.checkpoints.weights import load_decoder
 from modeling.prefix_store.folder import node_folder
-from tests.support.clusters.hosts import MACHINE, Host
+from tests.support.clusters.on_ray.hosts import MACHINE, Host
 from tests.support.engines.generation import prompt
 from tests.support.folders import ROOT
 from tests.support.models.reference import check_equal_tokens

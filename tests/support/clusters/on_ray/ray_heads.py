@@ -20,8 +20,8 @@ import ray
 
 from deploy.commands.ray_access import is_loopback, prepare_to_join
 from deploy.commands.record import kill_ray
-from tests.support.clusters.hosts import MACHINE, Host
-from tests.support.clusters.ray_clusters import NO_VARIABLES, until
+from tests.support.clusters.on_ray.hosts import MACHINE, Host
+from tests.support.clusters.on_ray.ray_clusters import NO_VARIABLES, until
 
 START_S = 200.0
 NAMESPACE = "tests"

@@ -13,7 +13,7 @@ from typing import Any
 
 from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID, FAKE_HEAD_NODE_TYPE
 
-from tests.support.clusters.ray_heads import RayHead, environment, free_port, ray_head
+from tests.support.clusters.on_ray.ray_heads import RayHead, environment, free_port, ray_head
 from tests.support.folders import ROOT
 from tests.support.node_provider import NodeProvider
 

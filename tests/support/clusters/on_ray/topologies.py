@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from baton import Client
-from tests.support.clusters.autoscaled_rays import autoscaled_ray, nodes_by_type
-from tests.support.clusters.hosts import Host, hosts
-from tests.support.clusters.ray_clusters import ServedCluster, served, until, until_settled
-from tests.support.clusters.ray_heads import RayHead, ray_head, ray_node
-from tests.support.clusters.topology import Topology
+from tests.support.clusters.on_ray.autoscaled_rays import autoscaled_ray, nodes_by_type
+from tests.support.clusters.on_ray.hosts import Host, hosts
+from tests.support.clusters.on_ray.ray_clusters import ServedCluster, served, until, until_settled
+from tests.support.clusters.on_ray.ray_heads import RayHead, ray_head, ray_node
+from tests.support.clusters.on_ray.topology import Topology
 from tests.support.models.letter_models import LetterShape
 
 MakeFolder = Callable[[str], Path]

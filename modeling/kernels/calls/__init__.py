@@ -1,0 +1,1 @@
+"""Calls of the kernels in C++: libraries, checked arguments and operators."""
