@@ -15,7 +15,7 @@ from typing import Any
 import grpc.aio
 
 LANES = ("unit", "integration", "cluster")
-_MARKER = re.compile(r"^pytestmark = .*\bpytest\.mark\.(integration|cluster)\b", re.MULTILINE)
+_MARKER = re.compile(r"^pytestmark = [^=]*?\bpytest\.mark\.(integration|cluster)\b", re.MULTILINE)
 _PROCESS_EVENTS = ("subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty")
 _COMPILERS = ("c++", "g++", "clang++")
 """Programs that any test may start: kernels are built at their first use."""
