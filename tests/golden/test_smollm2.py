@@ -1,44 +1,31 @@
 """The sample model against transformers, in fp32 on natural text; and what bf16 costs on the ways through the decoder.
 
 Equal tokens, by the rule: a token may differ only where the reference's two best logits are within 1e-3 of each other;
-every such place is printed, and more than 1 in 1,000 fails. The reference sees each prompt with our own tokens behind
-it, all at once: it makes the same decision after the same tokens, position by position, so that equality at every
-position is equality of greedy texts, and behind a place that differs the comparison goes on.
+every such place is printed, and more than 1 in 1,000 fails. We are given the tokens of the reference, so that equality
+at every position is equality of greedy texts, and behind a place that differs the comparison goes on. Its
+tokens and best logits are in a file, which the nightly run compares with transformers.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from baton.types import TokenRange
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder
 from modeling.kv.buffers import BufferSpan
+from tests.support.models import smollm2_reference
+from tests.support.models.smollm2_reference import NUM_NEW, Reference
 from tests.support.models.texts import passage_ids
 from tests.support.paths import advance_hidden, buffer_for, chunked_hidden, in_single_steps, random_cuts, rms_error
-from text.tokenizer import Tokenizer
 
-NUM_NEW = 64
-PLAIN_LENGTHS = {"short": (10, 90, 333, 700), "long": (3000,)}
-CHAT_LENGTHS = {"short": (15, 60, 250, 500), "long": (1200,)}
+MOST_TOKENS_SHORT = 1000
 NEAR_TIE = 1e-3
 NUM_SCORED = 2048
 MAX_RATIO = 1.1
-from_pretrained: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_pretrained
-
-
-@dataclass(frozen=True)
-class Generated:
-    """A prompt, our greedy continuation, and our logits where each token of it was chosen."""
-
-    prompt_ids: tuple[int, ...]
-    output_ids: tuple[int, ...]
-    logits_TV: Tensor
 
 
 @pytest.fixture(scope="module")
@@ -46,71 +33,58 @@ def decoder(smollm2: Path) -> Decoder:
     return load_decoder(smollm2)
 
 
-@pytest.fixture(scope="module")
-def reference(smollm2: Path) -> PreTrainedModel:
-    return from_pretrained(smollm2, dtype=torch.float32, attn_implementation="sdpa")
+@pytest.fixture(scope="module", params=["short", pytest.param("long", marks=pytest.mark.nightly)])
+def references(request: pytest.FixtureRequest, smollm2: Path) -> list[Reference]:
+    is_short = request.param == "short"
+    made = smollm2_reference.load(smollm2)
+    return [each for each in made if (len(each.prompt_ids) < MOST_TOKENS_SHORT) is is_short]
 
 
-@pytest.fixture(scope="module", params=["short", pytest.param("long", marks=pytest.mark.ci)])
-def prompts(request: pytest.FixtureRequest, smollm2: Path) -> list[tuple[int, ...]]:
-    """Passages of a novel, half of them as a chat's message."""
-    tokenizer = Tokenizer.load(smollm2)
-    plain = [passage_ids(smollm2, length, 700 * place) for place, length in enumerate(PLAIN_LENGTHS[request.param])]
-    chats = []
-    for place, length in enumerate(CHAT_LENGTHS[request.param]):
-        content = "What happens here? " + tokenizer.decode(passage_ids(smollm2, length, 5000 + 700 * place))
-        chats.append(tuple(tokenizer.encode_chat([{"role": "user", "content": content}])))
-    return plain + chats
-
-
-@pytest.fixture(scope="module")
-def generated(decoder: Decoder, prompts: list[tuple[int, ...]]) -> list[Generated]:
-    """All prompts prefilled in chunks of 512, then generated together, one ragged batch a step."""
-    with torch.inference_mode():
-        return _generate(decoder, prompts)
-
-
-def _generate(decoder: Decoder, prompts: Sequence[tuple[int, ...]]) -> list[Generated]:
-    buffers = [buffer_for(decoder, len(prompt_ids) + NUM_NEW) for prompt_ids in prompts]
+def logits_after(decoder: Decoder, references: Sequence[Reference]) -> Tensor:
+    """Our logits `[R, NUM_NEW, V]` where the tokens of the reference are chosen: all prompts prefilled in chunks of
+    512, then continued together, one ragged batch a step."""
+    buffers = [buffer_for(decoder, len(each.prompt_ids) + NUM_NEW) for each in references]
     last = [
-        chunked_hidden(decoder, buffer, prompt_ids, range(512, len(prompt_ids), 512))[-1]
-        for buffer, prompt_ids in zip(buffers, prompts, strict=True)
+        chunked_hidden(decoder, buffer, each.prompt_ids, range(512, len(each.prompt_ids), 512))[-1]
+        for buffer, each in zip(buffers, references, strict=True)
     ]
     steps_RV = [decoder.logits(torch.stack(last))]
     for step in range(NUM_NEW - 1):
         spans = [
-            BufferSpan(buffer, TokenRange(len(prompt_ids) + step, len(prompt_ids) + step + 1))
-            for buffer, prompt_ids in zip(buffers, prompts, strict=True)
+            BufferSpan(buffer, TokenRange(len(each.prompt_ids) + step, len(each.prompt_ids) + step + 1))
+            for buffer, each in zip(buffers, references, strict=True)
         ]
-        steps_RV.append(decoder.logits(decoder.forward(steps_RV[-1].argmax(1).tolist(), spans)))
-    logits_RTV = torch.stack(steps_RV, dim=1)
-    return [
-        Generated(prompt_ids, tuple(logits_TV.argmax(1).tolist()), logits_TV)
-        for prompt_ids, logits_TV in zip(prompts, logits_RTV, strict=True)
-    ]
-
-
-def reference_logits(reference: PreTrainedModel, row: Generated) -> Tensor:
-    """Transformers' logits `[NUM_NEW, V]` after the prompt and each of our tokens but the last."""
-    token_ids = torch.tensor([row.prompt_ids + row.output_ids[:-1]])
-    logits_TV: Tensor = reference(token_ids, use_cache=False, logits_to_keep=NUM_NEW).logits[0]
-    return logits_TV
+        given = [each.output_ids[step] for each in references]
+        steps_RV.append(decoder.logits(decoder.forward(given, spans)))
+    return torch.stack(steps_RV, dim=1)
 
 
 @torch.inference_mode()
-def test_greedy_tokens_equal_transformers(generated: list[Generated], reference: PreTrainedModel) -> None:
+def test_greedy_tokens_equal_transformers(decoder: Decoder, references: list[Reference]) -> None:
     num_differing = 0
-    for row in generated:
-        expected_TV = reference_logits(reference, row)
-        best_T2 = expected_TV.topk(2)
-        gaps_T = best_T2.values[:, 0] - best_T2.values[:, 1]
-        differs_T = torch.tensor(row.output_ids) != best_T2.indices[:, 0]
+    for each, logits_TV in zip(references, logits_after(decoder, references), strict=True):
+        differs_T = logits_TV.argmax(1) != each.best_TK[:, 0]
         for place in differs_T.nonzero().flatten().tolist():
             num_differing += 1
-            print(f"prompt of {len(row.prompt_ids)}, token {place}: the reference's gap is {gaps_T[place]:.1e}")
-            assert gaps_T[place] < NEAR_TIE
-        torch.testing.assert_close(row.logits_TV, expected_TV, atol=NEAR_TIE, rtol=0)
-    assert num_differing * 1000 <= NUM_NEW * len(generated)
+            print(f"prompt of {len(each.prompt_ids)}, token {place}: the reference's gap is {each.gaps_T[place]:.1e}")
+            assert each.gaps_T[place] < NEAR_TIE
+        best_TK = logits_TV.gather(1, each.best_TK.long())
+        torch.testing.assert_close(best_TK, each.logits_TK, atol=NEAR_TIE, rtol=0)
+        torch.testing.assert_close(logits_TV.logsumexp(1), each.sums_T, atol=NEAR_TIE, rtol=0)
+    assert num_differing * 1000 <= NUM_NEW * len(references)
+
+
+@pytest.mark.nightly
+@torch.inference_mode()
+def test_the_file_says_what_transformers_says(decoder: Decoder, references: list[Reference], smollm2: Path) -> None:
+    """The texts are transformers' own, and all our logits are near its."""
+    model = smollm2_reference.transformers_model(smollm2)
+    for each, logits_TV in zip(references, logits_after(decoder, references), strict=True):
+        made = smollm2_reference.make(model, each.prompt_ids)
+        assert made.output_ids == each.output_ids
+        torch.testing.assert_close(made.logits_TK, each.logits_TK, atol=NEAR_TIE, rtol=0)
+        expected_TV = smollm2_reference.decisions(model, each.prompt_ids, each.output_ids)
+        torch.testing.assert_close(logits_TV, expected_TV, atol=NEAR_TIE, rtol=0)
 
 
 @torch.inference_mode()
