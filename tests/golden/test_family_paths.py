@@ -89,19 +89,20 @@ def generated(reference: PreTrainedModel, prompts: list[list[int]]) -> tuple[lis
 
 @torch.inference_mode()
 def test_greedy_tokens_equal_transformers_generate(model: Model) -> None:
-    """Ours come from a prefill and then token by token. No two best logits are so close that rounding could choose."""
+    """Ours come from prefills, then from steps of all texts. No two best logits are so close that rounding chooses."""
     decoder, prompts = model.decoder, [text(model.decoder, seed, num_tokens=40) for seed in range(2, 2 + NUM_TEXTS)]
     outputs, logits = generated(model.reference, prompts)
-    for prompt_ids, output_ids, expected_TV in zip(prompts, outputs, logits, strict=True):
-        best_T2 = expected_TV.topk(2).values
-        assert (best_T2[:, 0] - best_T2[:, 1]).min() > TOLERANCE, "choose other texts"
-        buffer = buffer_for(decoder, len(prompt_ids) + NUM_NEW)
-        steps, ours = [advance(decoder, buffer, prompt_ids, 0)[-1]], []
-        for at in range(len(prompt_ids), len(prompt_ids) + NUM_NEW):
-            ours.append(int(steps[-1].argmax()))
-            steps.append(advance(decoder, buffer, ours[-1:], at)[0])
-        assert ours == output_ids
-        torch.testing.assert_close(torch.stack(steps[:-1]), expected_TV, atol=TOLERANCE, rtol=0)
+    buffers = [buffer_for(decoder, len(prompt_ids) + NUM_NEW) for prompt_ids in prompts]
+    firsts = [advance(decoder, buffer, ids, 0)[-1] for buffer, ids in zip(buffers, prompts, strict=True)]
+    steps_RV = [torch.stack(firsts)]
+    for at in range(len(prompts[0]), len(prompts[0]) + NUM_NEW - 1):
+        spans = [BufferSpan(buffer, TokenRange(at, at + 1)) for buffer in buffers]
+        steps_RV.append(decoder.logits(decoder.forward(steps_RV[-1].argmax(1).tolist(), spans)))
+    expected_RTV, ours_RTV = torch.stack(logits), torch.stack(steps_RV, dim=1)
+    best_RT2 = expected_RTV.topk(2).values
+    assert (best_RT2[..., 0] - best_RT2[..., 1]).min() > TOLERANCE, "choose other texts"
+    assert ours_RTV.argmax(2).tolist() == outputs
+    torch.testing.assert_close(ours_RTV, expected_RTV, atol=TOLERANCE, rtol=0)
     assert len({token_id for output_ids in outputs for token_id in output_ids}) > 10, "repetitions would prove little"
 
 
