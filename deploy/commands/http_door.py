@@ -1,10 +1,11 @@
 """The HTTP gateway of `baton serve`: a child process of the launcher, started again whenever it ends.
 
-The launcher owns the socket: the address is had before anything else starts and stays over the process's lives, and
-connections that come while there is no process wait for the next. The process (`deploy.front_doors.http_process`) is
-started with the door and reads two lines of JSON: an HttpPlan, by which it loads all that it needs while the cluster
-starts, and an HttpTarget once the cluster serves. It answers with one line when it serves itself. It ends with its
-standard input, so that a killed launcher takes it along. A thread of the launcher, `http-door`, waits for its end.
+The launcher owns the socket: the address is bound before anything else starts and stays bound while processes come
+and go, and connections that arrive between two processes wait for the next one. The process
+(`deploy.front_doors.http_process`) is started with the door and reads two lines of JSON: an HttpPlan, by which it loads
+all that it needs while the cluster starts, and an HttpTarget once the cluster serves. It answers with one line when it
+serves itself. It ends with its standard input, so that a killed launcher takes it along. A thread of the launcher,
+`http-door`, waits for its end.
 """
 
 import contextlib
@@ -40,7 +41,7 @@ _LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 
 @settings
 class HttpPlan(LogLines, TraceExport):
-    """What every life of the HTTP gateway is made from."""
+    """Settings of the HTTP gateway that are the same in each of its processes."""
 
     folder: Path = field(kw_only=True)
     """Folder of the model, which has its tokenizer and chat template."""
@@ -51,7 +52,7 @@ class HttpPlan(LogLines, TraceExport):
 
 @settings
 class HttpTarget:
-    """What the HTTP gateway serves."""
+    """Orchestrator and model that the HTTP gateway serves."""
 
     address: str
     """Address of the orchestrator, host:port."""
@@ -63,7 +64,7 @@ class HttpDoor:
 
     def __init__(self, config: ClusterConfig, folder: Path, report: Callable[[str], None]) -> None:
         """Bind the address and start the process, which serves nothing yet. `report` shows a line to the user, from any
-        thread. Raises ConfigError when the address cannot be had, or the certificate cannot be read."""
+        thread. Raises ConfigError when the address cannot be bound or the certificate cannot be read."""
         section = config.http
         _check_certificate(section)
         self._socket = open_socket(section.host, section.port)
@@ -83,7 +84,7 @@ class HttpDoor:
         self._target: HttpTarget | None = None  # guarded by the lock, as are the process and what it was told
         self._process: subprocess.Popen[str] | None = None
         self._is_told = False
-        """Whether the process was told the target."""
+        """True once the target was sent to the process."""
         self._has_served = False
         self._thread = threading.Thread(target=self._keep, name="http-door", daemon=True)
         self._thread.start()

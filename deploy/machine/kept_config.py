@@ -26,13 +26,12 @@ _READERS = ("checkpoints/*.py", "families/*.py", "quantized/*.py", "forward/mode
 
 
 def model_config(folder: Path) -> ModelConfig:
-    """Return the configuration of the model in `folder`: the kept one, or else that which its family reads, which is
-    then kept. Raises ModelError for a model that cannot be run."""
+    """Return the configuration of the model in `folder`. Reads the kept file, or else the model's own files, and keeps
+    the result. Raises ModelError for a model that is not supported."""
     path = _kept_path(folder)
     try:
-        return from_json(ModelConfig, path.read_bytes())
-    except FileNotFoundError:
-        pass
+        if path.exists():
+            return from_json(ModelConfig, path.read_bytes())
     except (OSError, ConfigError) as error:
         logger.warning("%s cannot be read (%s): the model's configuration is read again", path, error)
     from modeling.checkpoints.weights import load_config  # imports torch
@@ -48,7 +47,7 @@ def model_config(folder: Path) -> ModelConfig:
 
 
 def _kept_path(folder: Path) -> Path:
-    """Return where the configuration of the model in `folder` is kept, whether or not it is."""
+    """Return the path of the kept configuration of the model in `folder`; the file may not exist."""
     root = Path(modeling.__path__[0])
     code = sorted(path for pattern in _READERS for path in root.glob(pattern))
     parts = [path.read_bytes() if path.is_file() else b"" for path in (*(folder / name for name in _READ_FILES), *code)]

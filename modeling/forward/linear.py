@@ -18,8 +18,8 @@ from torch import Tensor
 from baton.errors import ModelError
 from modeling.forward.norms import RmsNorm, Transform, unchanged
 from modeling.kernels import native
+from modeling.kernels.calls.panels import HALF, PANEL, BoundPanels, bind_panels, panel_format
 from modeling.kernels.huge_pages import WEIGHTS
-from modeling.kernels.panels import HALF, PANEL, BoundPanels, bind_panels, panel_format
 from modeling.kernels.process_kernels import KERNELS
 from modeling.kernels.triton.launch import compiles_for
 from modeling.kernels.triton.pointwise import gate

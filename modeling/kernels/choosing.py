@@ -20,7 +20,7 @@ from torch import Tensor
 
 from baton.types import KernelChoice
 from modeling.kernels import native
-from modeling.kernels.panels import bind_panels, panel_format
+from modeling.kernels.calls.panels import bind_panels, panel_format
 from modeling.kernels.processor import processor_kind
 from modeling.kernels.products import DOT, TILES, WIDENED
 

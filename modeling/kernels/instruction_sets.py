@@ -34,7 +34,7 @@ WHEEL_SETS = (
 )
 """Sets that a wheel holds, the best one first."""
 GENERIC = InstructionSet("generic", (), frozenset())
-"""What a compiler assumes of a processor unless it is told: SSE2, or NEON."""
+"""Set that a compiler uses by default: SSE2 or NEON."""
 SETS = {each.name: each for each in (*WHEEL_SETS, GENERIC)}
 """All sets by name, the best one first."""
 

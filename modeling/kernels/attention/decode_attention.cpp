@@ -74,7 +74,7 @@ BATON_ENTRY const char* baton_decode_attention(const void* q, int64_t q_row, int
                                                bool is_bf16, const char* product, int num_threads) {
   return guarded([&] {
     check(G > 0 && N % G == 0, N, " heads do not share ", G, " kv heads");
-    check(H % 16 == 0, "head dim ", H, " is no multiple of 16");
+    check(H % 16 == 0, "head dim ", H, " is not a multiple of 16");
     AttentionProblem p{q, addresses, lengths, nullptr, nullptr, o, B, N, G, N / G, H, 0, q_row, q_head,
                        kLog2E / std::sqrt(float(H))};
     p = with_keys(p, {lengths, picks, num_picks, K, queries, unseen, pages, num_pages, page_tokens}, 1);

@@ -147,7 +147,7 @@ BATON_ENTRY const char* baton_prefill_attention(const void* q, const void* const
                                                 int64_t T, int64_t N, int64_t G, int64_t H, const int64_t* strides,
                                                 bool causal, bool is_bf16, const char* product, int num_threads) {
   return guarded([&] {
-    check(H % 16 == 0, "head dim ", H, " is no multiple of 16");
+    check(H % 16 == 0, "head dim ", H, " is not a multiple of 16");
     check(G > 0 && N % G == 0, N, " heads do not share ", G, " kv heads");
     check(num_pieces > 0, "every piece has keys and values");
     std::vector<Piece> pieces;

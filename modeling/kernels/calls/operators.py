@@ -15,8 +15,8 @@ from torch import Tensor, get_num_threads
 
 from modeling.kernels.calls.checks import FLOATS, Pair, Table, numbers, optional, require, row_keys
 from modeling.kernels.calls.library import Library
+from modeling.kernels.calls.panels import BoundPanels
 from modeling.kernels.calls.sparse_operators import SparseOperators
-from modeling.kernels.panels import BoundPanels
 
 _NO_PAIR: Pair = (None, None)
 _NO_TABLE: Table = (None, 0)
@@ -31,7 +31,7 @@ class Operators(SparseOperators):
         super().__init__(libraries["sparse"])
         attention, layers, sampling = libraries["attention"], libraries["layers"], libraries["sampling"]
         self.has_dots = libraries["linear"].says("has_dots")
-        """Whether the processor's dot products of bf16 are used where a product asks for them."""
+        """True if the library uses the processor's dot products of bf16."""
         self.has_tiles = libraries["linear"].says("has_tiles")
         self._linear = libraries["linear"].function("linear", "pnnpnnnpppdbbpnpst")
         self._turn_heads = layers.function("turn_heads", "pppnnnnnbt")
@@ -176,7 +176,7 @@ class Operators(SparseOperators):
         rows_R: Tensor,
         draws: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     ) -> Tensor:
-        """Return a token drawn from each of some rows of logits, `[R]`; -1 where a row is no distribution.
+        """Return a token drawn from each of some rows of logits, `[R]`; -1 for a row that is not a distribution.
 
         `draws`: keys of the noise, top-k, logarithms of min-p, top-p and temperatures, each `[R]`."""
         B, V = _logits(logits_BV)

@@ -9,8 +9,8 @@
 
 namespace {
 
-// Calls work(begin, end) for parts of [0, count), each at least `grain` long but for the last: one on each thread, on no
-// more threads than there are parts. Throws what one of the calls threw, when all have ended.
+// Calls work(begin, end) for parts of [0, count), one part on each thread. Each part but the last has at least `grain`
+// elements. Throws the exception of one of the calls once all calls have ended.
 template <class Work>
 void parallel_for(int64_t count, int64_t grain, int num_threads, const Work& work) {
   if (count <= 0) return;

@@ -102,8 +102,7 @@ def bind_panels(
     gated: bool,
     product: str,
 ) -> BoundPanels:
-    """Return weights in panels (`modeling.kernels.panels`) of so many inputs and outputs, with a scale and a bias for
-    each place, checked."""
+    """Return checked weights in panels, for `sizes` inputs and outputs, with a scale and a bias for each output."""
     num_inputs, num_outputs = sizes
     is_int8, P = panels_PJL.dtype == torch.int8, len(panels_PJL)
     fits = panels_PJL.dim() == 3 and panels_PJL.shape[1:] == (depth(product, num_inputs), PANEL)
