@@ -32,8 +32,8 @@ _ALL = (
 )
 _CLUSTER = (
     "What `baton serve` starts, on this machine only: Ray, which places the processes; two prefill ranks, which share "
-    "long prompts; a generation engine; the orchestrator, which clients talk to. A first run compiles kernels for this "
-    "processor, for about a minute. Each line begins with the seconds since the start."
+    "long prompts; a generation engine; the orchestrator, which clients talk to. A first run measures this "
+    "processor, for some seconds. Each line begins with the seconds since the start."
 )
 
 
