@@ -95,7 +95,7 @@ def test_all_picks_are_what_unpacking_everything_makes() -> None:
         (Picks(torch.tensor([[[3, 4]]] * 2).int(), torch.tensor([[2]] * 2).int()), r"picks must be \[B, G, K\]"),
         (Picks(torch.tensor([[[3, 4]]]).int(), torch.tensor([[2, 2]]).int()), r"numbers of picks must be \[B, G\]"),
         (Picks(torch.tensor([[[3], [4]]]).int(), torch.tensor([[1, 1]]).int()), "picks are of 2 kv heads, rows of 1"),
-        (Picks(torch.tensor([[[3, 4]]]), torch.tensor([[2]]).int()), "expected scalar type Int"),
+        (Picks(torch.tensor([[[3, 4]]]), torch.tensor([[2]]).int()), "picks must be .* int32"),
     ],
 )
 def test_picks_that_cannot_be_are_refused(picks: Picks, message: str) -> None:
