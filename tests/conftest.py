@@ -31,7 +31,7 @@ os.environ["RES_OPTIONS"] = "timeout:1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 STARTS = Starts()
-"""What this process starts while tests run."""
+"""Processes and servers that this process starts while tests run."""
 MODEL_CACHE = Path(__file__).parents[1] / ".cache" / "models"
 
 

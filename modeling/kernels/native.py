@@ -26,7 +26,7 @@ FOLDERS = ("attention", "layers", "linear", "sampling", "sparse")
 NATIVE = "native"
 """Stands for the best instruction set that is built and that this processor has."""
 BUILD = "python setup.py build_ext --inplace"
-"""What builds the kernels in a checkout."""
+"""Command that builds the kernels in a checkout."""
 _BUILT = Path(__file__).parent / "built"
 
 

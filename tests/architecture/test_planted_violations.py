@@ -106,7 +106,7 @@ def add(path: Path, text: str) -> None:
 
 @pytest.fixture(scope="module")
 def outputs(tree: Path) -> dict[str, str]:
-    """What each step prints about the tree, which it refuses."""
+    """Output of each lint step, which refuses the tree."""
     results = {step: run_step(step, tree) for step in STEPS}
     assert [result.returncode for result in results.values()] == [1] * len(STEPS), results
     return {step: result.stdout for step, result in results.items()}
@@ -114,7 +114,7 @@ def outputs(tree: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def sections(outputs: dict[str, str]) -> dict[str, str]:
-    """What lint-imports prints about each contract that is broken, by the contract's id."""
+    """Output of lint-imports about each broken contract, by the id of the contract."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     ids = {contract["name"]: contract["id"] for contract in contracts}
     _, *parts = re.split(r"^(.+)\n-{3,}$", outputs["imports"], flags=re.MULTILINE)

@@ -27,7 +27,7 @@ def parsed(name: str) -> tuple[ast.AST | None, str, str]:
 
 @functools.cache
 def defined(node: ast.AST | None) -> dict[str, ast.AST]:
-    """What a module or class defines, by name; `TestWalk = Walk.TestCase` does, too."""
+    """Definitions of a module or class by name, including `TestWalk = Walk.TestCase`."""
     named = [(getattr(each, "name", ""), each) for each in getattr(node, "body", [])]
     return dict([*named, *((ast.unparse(name), each) for _, each in named for name in getattr(each, "targets", ()))])
 
@@ -54,7 +54,7 @@ def problem(level: str, name: str, test: str, case: str) -> str:
 
 
 def rows(text: str) -> Iterator[list[str]]:
-    """What is guaranteed, and a cell for each level, of all rows below a header that ends with the levels."""
+    """Rows below each header that ends with the levels: the guarantee and one cell for each level."""
     header: list[str] = []
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]

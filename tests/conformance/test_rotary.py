@@ -87,7 +87,7 @@ def test_bad_arguments_are_refused(operators: Operators) -> None:
     x_TKH, factors_TH = torch.zeros(2, 3, 64), torch.zeros(2, 64)
     with pytest.raises(RuntimeError, match="bfloat16 or float32"):
         operators.turn_heads(x_TKH.double(), factors_TH, factors_TH)
-    with pytest.raises(RuntimeError, match="no multiple"):
+    with pytest.raises(RuntimeError, match="not a multiple"):
         operators.turn_heads(torch.zeros(2, 3, 36), torch.zeros(2, 36), torch.zeros(2, 36))
     with pytest.raises(RuntimeError, match="cosines and sines"):
         operators.turn_heads(x_TKH, factors_TH[:1], factors_TH)

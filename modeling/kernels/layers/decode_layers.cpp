@@ -196,7 +196,7 @@ class DecodeLayers {
     check(num_kv_heads > 0 && num_heads % num_kv_heads == 0, num_heads, " heads do not share ", num_kv_heads,
           " kv heads");
     check((linears_ != "tiles" && scores_ != "tiles") || has_tiles(), "this process may not use AMX tiles");
-    check(head_dim % (2 * kLanes) == 0, "head dim ", head_dim, " is no multiple of ", 2 * kLanes);
+    check(head_dim % (2 * kLanes) == 0, "head dim ", head_dim, " is not a multiple of ", 2 * kLanes);
     heads_.N = num_heads, heads_.G = num_kv_heads, heads_.R = num_heads / num_kv_heads, heads_.H = head_dim;
     heads_.scale = kLog2E / std::sqrt(float(head_dim));
   }

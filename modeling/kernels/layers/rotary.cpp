@@ -28,7 +28,7 @@ void turn_all(const Turning& p, int64_t T, int num_threads) {
 BATON_ENTRY const char* baton_turn_heads(void* x, const void* cos, const void* sin, int64_t T, int64_t K, int64_t H,
                                          int64_t token, int64_t head, bool is_bf16, int num_threads) {
   return guarded([&] {
-    check(H % (2 * kLanes) == 0, "head dim ", H, " is no multiple of ", 2 * kLanes);
+    check(H % (2 * kLanes) == 0, "head dim ", H, " is not a multiple of ", 2 * kLanes);
     const Turning p{x, cos, sin, K, H, token, head};
     is_bf16 ? turn_all<uint16_t>(p, T, num_threads) : turn_all<float>(p, T, num_threads);
   });

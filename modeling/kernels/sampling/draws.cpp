@@ -147,7 +147,7 @@ BATON_ENTRY const char* baton_largest_tokens(const float* logits, int64_t B, int
 }
 
 // Draws R tokens, each from one of the rows of logits [B][V], which are `stride` numbers apart; a token is -1 where its
-// row is no distribution.
+// row is not a distribution.
 BATON_ENTRY const char* baton_draw_tokens(const float* logits, int64_t B, int64_t V, int64_t stride, const int64_t* rows,
                                           int64_t R, const int64_t* keys, const int64_t* top_k, const double* floors,
                                           const double* top_p, const float* temperatures, int64_t* tokens,
