@@ -90,8 +90,13 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
         )
 
 
+@pytest.fixture
+def prepared() -> None:
+    """A folder overrides this to start what outlives a test, so that it does not count as left behind."""
+
+
 @pytest.fixture(autouse=True)
-def no_leaks() -> Iterator[None]:
+def no_leaks(prepared: None) -> Iterator[None]:
     """Fails a test that leaves non-daemon threads or child processes behind."""
     threads, processes = leaks.live_threads(), leaks.child_processes()
     yield

@@ -59,11 +59,6 @@ def prepared(request: pytest.FixtureRequest, topologies: Mapping[str, Topology])
             topology.close()
 
 
-@pytest.fixture(autouse=True)
-def no_leaks(prepared: None, no_leaks: None) -> None:
-    """As everywhere, of what a test started; topologies, which outlive it, were started before."""
-
-
 @pytest.fixture
 def one_host(topologies: Mapping[str, Topology], prepared: None) -> ServedCluster:
     """A chain of two ranks and two engines on a Ray of the cluster's own."""
