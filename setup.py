@@ -22,6 +22,8 @@ from modeling.kernels.instruction_sets import GENERIC, SETS, WHEEL_SETS, Instruc
 KERNELS = ROOT / "modeling" / "kernels"
 FLAGS = ("-std=c++20", "-O3", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-Wno-psabi")
 CHOSEN = os.environ.get("BATON_KERNEL_SETS", "")
+TUNING = () if CHOSEN or not is_x86() else ("-mtune=native",)
+"""Orders instructions for this processor, where kernels are built for it alone."""
 
 
 def chosen_sets() -> tuple[InstructionSet, ...]:
@@ -42,7 +44,7 @@ def extensions() -> list[Extension]:
             f"modeling.kernels.built.{folder.name}-{each.name}",
             sorted(str(path.relative_to(ROOT)) for path in folder.glob("*.cpp")),
             depends=[*map(str, headers), "setup.py", "modeling/kernels/instruction_sets.py"],
-            extra_compile_args=[f"-I{KERNELS}", *FLAGS, *each.flags],
+            extra_compile_args=[f"-I{KERNELS}", *FLAGS, *each.flags, *TUNING],
             optional=not CHOSEN,  # an old compiler keeps nobody from installing Baton
         )
         for each in chosen_sets()
