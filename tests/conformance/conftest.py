@@ -10,7 +10,7 @@ import pytest
 PATHS = ("case", "path", "make", "instruction_set", "select", "write", "operators")
 """Parameters that say which implementation runs: built for which instruction set, and how it multiplies."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-"""Of an object without a text of its own: another one in each process."""
+"""Text of an object without a text of its own; it differs in each process."""
 GRIDS = (
     *("attention_kernels", "decode_kernels", "decode_layers", "key_selection", "linear", "partial_keys"),
     *("pool_notes", "rotary", "unpack_picked"),

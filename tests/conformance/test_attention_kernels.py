@@ -24,7 +24,7 @@ class Case:
     device: str
     dtype: torch.dtype
     instruction_set: str | None = None
-    """Of a kernel in C++."""
+    """Instruction set of a kernel in C++."""
 
     @property
     def tolerance(self) -> float:

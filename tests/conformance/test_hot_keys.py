@@ -17,7 +17,7 @@ class Simple:
 
     def __init__(self, num_rows: int) -> None:
         self.slot_of: list[dict[int, int]] = [{} for _ in range(num_rows * NUM_HEADS)]
-        """By list: the slot of each key that is there."""
+        """Slot of each key that is there, by list."""
 
     def check(
         self,

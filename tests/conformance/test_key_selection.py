@@ -30,7 +30,7 @@ SELECTIONS = [
 TORCH = "torch"
 
 Select = Callable[..., Picks]
-"""As `modeling.forward.selection.select_keys`, of LAYER."""
+"""`modeling.forward.selection.select_keys` for LAYER."""
 
 
 @pytest.fixture(params=[TORCH, *sets()])
@@ -79,7 +79,7 @@ def rows_of(keys: list[Tensor], num_tokens: list[int] | None = None) -> PartialR
 
 
 def whole_numbers(*shape: int, seed: int) -> Tensor:
-    """So few, and small, that every sum is exact in fp32, and many are equal."""
+    """Whole numbers so small that every sum is exact in fp32, and many are equal."""
     return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
@@ -88,7 +88,7 @@ def random(*shape: int, seed: int) -> Tensor:
 
 
 def lists(picks: Picks) -> list[list[list[int]]]:
-    """Of each row, each kv head's picks."""
+    """Picks by row and kv head."""
     assert picks.keys_BGK.dtype == picks.num_BG.dtype == torch.int32
     assert picks.keys_BGK.is_contiguous()
     assert picks.num_BG.is_contiguous()
@@ -99,7 +99,7 @@ def lists(picks: Picks) -> list[list[list[int]]]:
 
 
 def naive_closeness(q_NR: Tensor, k_SGR: Tensor, num_scored: int) -> list[list[float]]:
-    """Of each kv head's keys, one key and one head at a time."""
+    """Closeness of each kv head's keys, one key and one head at a time."""
     num_kv_heads = k_SGR.shape[1]
     group = len(q_NR) // num_kv_heads
     closeness: list[list[float]] = []

@@ -53,7 +53,7 @@ OURS = [
 BY_ROWS = Case(native.NATIVE, many_rows=13)
 ALL = [pytest.param(Case(None), id="torch"), pytest.param(BY_ROWS, id="by_rows"), *OURS]
 ROUNDING = 2.0**-8
-"""Of bf16, to nearest, of a number of size 1."""
+"""Largest error of rounding a number of size 1 to bf16."""
 
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:

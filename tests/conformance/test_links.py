@@ -1,4 +1,4 @@
-"""What every implementation of `prefill_workers.links.Links` does: in-process links, gloo's, and gloo's with edges."""
+"""One suite for every implementation of `prefill_workers.links.Links`: in-process, gloo, and gloo with edges."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -49,7 +49,7 @@ def random(*shape: int, seed: int) -> Tensor:
 
 
 def whole_numbers(*shape: int, seed: int) -> Tensor:
-    """So small that every sum is exact in fp32, and not all are in bf16."""
+    """Whole numbers so small that every sum is exact in fp32, and not all are in bf16."""
     return torch.randint(-15, 16, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 

@@ -1,4 +1,4 @@
-"""What is noted of picks in pools, and who goes, by the kernel on every path, against plain Python."""
+"""Notes of picks in pools, and the victims, by the kernel on every path, against plain Python."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def victim(orders: list[int], closeness: list[float], first: int, end: int, bits
 def test_notes_and_victims_are_those_of_the_definition(
     instruction_set: str, most_count: int, num_places: int, first: int, end: int
 ) -> None:
-    """Of rows that are full, of one that is not, and of one whose pool hears nothing."""
+    """Some rows are full, one is not, and one has a pool that hears nothing."""
     operators, generator = loaded(instruction_set), torch.Generator().manual_seed(num_places)
     dtype, bits = (torch.int32, BITS) if most_count else (torch.int64, 32)
     positions = [num_places, num_places - 1, 1000, num_places + 7, 2000, 3000]

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not has_int4_kernel(), reason="needs a C++ compi
 
 NUM_TOKENS = (700, 5, 40)
 NUM_PICKS = ((600, 1), (5, 0), (17, 40))
-"""By row and kv head: more than a thread's run, one, all, none, and of those that are not packed, too."""
+"""Picks by row and kv head: more than a thread's run, one, all, none, and some that are not packed."""
 UNTOUCHED = 7.0
 
 

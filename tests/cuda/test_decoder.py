@@ -28,7 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 REAL = {"num_layers": 2, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "vocab_size": 4096}
 """The layers of a model of 7 billion weights, and few tokens."""
 TOLERANCES = {"float32": 2e-5, "float16": 1e-2, "bfloat16": 5e-2}
-"""By dtype: the largest difference, as a part of the largest value."""
+"""Largest difference as a part of the largest value, by dtype."""
 HF_PROMPT = list(range(3, 40))
 
 

@@ -30,7 +30,7 @@ load_checkpoint: Callable[..., dict[str, Any]] = transformers_gguf.load_gguf_che
 
 
 def reference(gguf: Path, head_dim: int) -> PreTrainedModel:
-    """What `from_pretrained(folder, gguf_file=...)` loads; its own steps, because as a whole it needs accelerate."""
+    """The model of `from_pretrained(folder, gguf_file=...)`, by its own steps: as a whole it needs accelerate."""
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
     config.head_dim = head_dim  # transformers does not read it from the file for Qwen3
     model = from_config(config, dtype=torch.float32, attn_implementation="eager")

@@ -1,4 +1,4 @@
-"""What no cost model may hold, and costs by the rates of a hardware."""
+"""Values that a cost model refuses, and costs by the rates of hardware."""
 
 import dataclasses
 import math

@@ -85,7 +85,7 @@ CHAINS = tuple((round(0.6 * n), n - round(0.6 * n)) for n in (64, 256, 1024, 409
 
 
 def rows_of(cost: CostModel, protocol: Protocol, chains: tuple[tuple[int, ...], ...] = CHAINS) -> list[RankRow]:
-    """What the ranks of those chains compute, line by line: all layers but the last, then the last."""
+    """Times of the ranks of those chains: all layers but the last, then the last."""
     rows = []
     for chunks in chains:
         for rank, chunk in enumerate(chunks):
@@ -120,7 +120,7 @@ def test_numbers_of_a_chains_ranks_come_back(
 
 @pytest.mark.parametrize("seed", range(5))
 def test_noise_of_a_few_percent_moves_predictions_less(seed: int) -> None:
-    """What counts is the time to first token, at lengths that were not fitted."""
+    """Compared are times to first token at lengths that were not fitted."""
     cost = CostModel(30, linear_s=30e-6, pair_s=15e-9, kv_bytes=768, project_share=0.2, fixed_s=1e-3)
     rng = np.random.default_rng(seed)
     rows = [

@@ -20,7 +20,7 @@ def predict(chunks: Sequence[TokenRange]) -> list[float]:
 
 
 def paced(*jobs: tuple[int, float, float]) -> Pace:
-    """By jobs on one rank: tokens, start, seconds."""
+    """The pace after jobs on one rank: tokens, start, seconds."""
     pace = Pace()
     for num_tokens, start_s, seconds in jobs:
         pace.observe("chain", [timing(TokenRange(0, num_tokens), start_s, seconds)], predict)

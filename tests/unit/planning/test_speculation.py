@@ -9,15 +9,15 @@ from planning.speculation import Prospect, Round, expected_tokens, plan_round
 from planning.work_cost import StepWork, WorkCost
 
 COST = WorkCost(step_s=20e-3, token_s=0.4e-3, key_s=1.6e-6, pair_s=0.3e-6)
-"""Of a machine that is bound by reading."""
+"""Costs of a machine that is bound by reading."""
 
 
 SMALL = WorkCost(step_s=2e-3, token_s=0.05e-3, key_s=0.4e-6, pair_s=0.1e-6)
-"""Of a small model that drafts."""
+"""Costs of a small model that drafts."""
 
 
 def seconds(rows: list[Prospect], numbers: tuple[int, ...], draft_cost: WorkCost = COST) -> float:
-    """Of a round with these drafts, by its steps one after another."""
+    """Seconds of a round with these drafts, by its steps one after another."""
     total = 0.0
     for depth in range(max(numbers)):
         keys = [min(row.draft_keys, row.context) for row, num in zip(rows, numbers, strict=True) if num > depth]
@@ -50,7 +50,7 @@ def rate_of(offers: list[list[Prospect]], planned: Round, draft_cost: WorkCost) 
 @pytest.mark.parametrize("draft_cost", [COST, SMALL], ids=["itself", "small"])
 @pytest.mark.parametrize("seed", range(20))
 def test_a_round_is_the_best_of_all(seed: int, draft_cost: WorkCost) -> None:
-    """Of rows that can be drafted for in one way, or in two."""
+    """Rows can be drafted for in one way, or in two."""
     chance = random.Random(seed)
     rows = []
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""What steps take, learnt from steps; and how much prefill fits beside rows that decode."""
+"""Times of steps, learnt from steps, and the prefill that fits beside rows that decode."""
 
 import itertools
 import math
@@ -187,7 +187,7 @@ class Drafting(Batch):
 
 
 def model_s(plan: StepPlan) -> float:
-    """What the plan's step takes where it keeps to the model."""
+    """Seconds of the plan's step, if it keeps to the model."""
     return step_s(plan.decoding, plan.prefill_work)
 
 

@@ -23,7 +23,7 @@ def kv_of(num_layers: int) -> PagedKv:
 
 
 def split_row() -> StoredRow:
-    """With the first layers on the device as well."""
+    """A row whose first layers are on the device as well."""
     first = kv_of(NUM_FIRST)
     return StoredRow([first, kv_of(LAYOUT.num_layers - NUM_FIRST)], [first])
 

@@ -62,7 +62,7 @@ def test_a_writer_that_leaves_a_living_claim_frees_nothing() -> None:
 
 
 def kv(free: int, leased: int = 0, active: int = 0, quarantined: int = 0) -> KvLedger:
-    """Of 64 bytes in all."""
+    """A ledger of 64 bytes."""
     return KvLedger(64, free, leased, active, quarantined)
 
 

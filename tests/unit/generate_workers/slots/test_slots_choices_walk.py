@@ -25,7 +25,7 @@ TTL_S = 5.0
 
 @dataclass(eq=False)
 class Request:
-    """What the model knows of one lease."""
+    """The model's state of one lease."""
 
     ref: LeaseRef
     num_choices: int

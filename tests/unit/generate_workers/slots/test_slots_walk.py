@@ -53,7 +53,7 @@ STANDINGS = {
 
 @dataclass(eq=False)
 class Life:
-    """What the model knows of one claim."""
+    """The model's state of one claim."""
 
     ref: LeaseRef
     state: str
@@ -65,7 +65,7 @@ class Life:
     num_promised: int = NUM_TOKENS + GROWTH
     writers: list[tuple[AbstractContextManager[SlotWriter], SlotWriter]] = field(default_factory=list)
     readers: list[SlotReader] = field(default_factory=list)
-    """That copy the row's KV away; it grows no more from the first of them on."""
+    """Readers that copy the row's KV; the row stops growing with the first of them."""
     is_local: bool = False
     """Leased to begin with what is at hand: the first NUM_PRESENT tokens."""
 
@@ -79,22 +79,22 @@ class Life:
 
     @property
     def has_anybody(self) -> bool:
-        """Inside."""
+        """Whether a writer or reader is inside."""
         return bool(self.writers or self.readers)
 
     @property
     def tokens(self) -> TokenRange:
-        """That are written."""
+        """Tokens that are written."""
         return TokenRange(0, NUM_PRESENT if self.is_local else NUM_TOKENS)
 
     @property
     def piece(self) -> memoryview:
-        """Of one layer."""
+        """Bytes to write for one layer."""
         return PIECE[: len(self.tokens) * LAYOUT.row_bytes]
 
     @property
     def num_bytes(self) -> int:
-        """Held."""
+        """Bytes that are held."""
         pushed = len(self.layers) * page_bytes(self.tokens.end, LAYOUT) // LAYOUT.num_layers
         return max(page_bytes(self.num_cached, LAYOUT), pushed)
 

@@ -15,7 +15,7 @@ from tests.unit.generate_workers.speculation.test_rounds import answers
 
 BUDGETS = (32, 16, 64)
 READING = WorkCost(step_s=1e-5, token_s=1e-6, key_s=1e-5, pair_s=0.0)
-"""Of a machine that does nothing but read keys: fewer keys pay, and so do many drafts."""
+"""Costs of a machine that only reads keys: fewer keys pay, and so do many drafts."""
 PARAMS = SamplingParams(max_tokens=40, temperature=0.8, seed=3, ignore_eos=True)
 
 

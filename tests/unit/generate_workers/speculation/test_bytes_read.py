@@ -1,4 +1,4 @@
-"""What steps say that they read and copy, with drafts: against counting every key of every forward, and every copy."""
+"""Bytes that steps report as read and copied, with drafts, against counts of every key and every copy."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,7 +36,7 @@ class Counted:
 
 
 def steps_of(made: Harness, *prompts: tuple[int, ...], max_tokens: int = 30) -> list[StepStats]:
-    """What each step said, until rows with these prompts have ended."""
+    """The report of each step, until rows with these prompts have ended."""
     params = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=5, ignore_eos=True)
     streams = [made.submit(each, params)[1] for each in prompts]
     steps = []
@@ -51,7 +51,7 @@ def steps_of(made: Harness, *prompts: tuple[int, ...], max_tokens: int = 30) -> 
 @pytest.mark.parametrize("speculation", ["off", "streaming", "ngram", "auto"])
 @pytest.mark.parametrize("policy", ["device", "host"])
 def test_all_that_is_read_and_copied_is_counted(policy: str, speculation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows shorter and longer than what drafts attend to."""
+    """Rows are shorter and longer than what drafts attend to."""
     decoder = eos_decoder()
     counted = Counted(decoder)
     monkeypatch.setattr(decoder, "forward", counted.forward)
@@ -68,7 +68,7 @@ def test_all_that_is_read_and_copied_is_counted(policy: str, speculation: Any, m
 
 
 def test_drafts_of_another_model_read_its_keys_and_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows that the small model knows from their first token on, shorter and longer than what drafts attend to."""
+    """The small model knows rows from their first token on; they are shorter and longer than what drafts attend to."""
     decoder, small = eos_decoder(), small_decoder()
     counted, drafted = Counted(decoder), Counted(small)
     for each, count in ((decoder, counted), (small, drafted)):

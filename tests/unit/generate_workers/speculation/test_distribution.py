@@ -62,7 +62,7 @@ class Noted(Curbed):
     def __init__(self, speculation: Speculation) -> None:
         super().__init__(speculation, lambda: 2)
         self.first: dict[int, tuple[Draft, bool]] = {}
-        """By the row's seed; rows without drafts are not in it."""
+        """Keyed by the row's seed, without rows that have no drafts."""
 
     def observe(self, plan: StepPlan, drafts: Drafts, verified: Verified) -> None:
         super().observe(plan, drafts, verified)

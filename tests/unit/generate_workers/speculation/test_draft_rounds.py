@@ -1,4 +1,4 @@
-"""What rounds of drafts tell: tokens carry them, the engine counts them by source, requests say how many they want."""
+"""Rounds of drafts: tokens carry them, the engine counts them by source, requests say how many they want."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ def test_a_choice_that_ends_with_a_draft_tells_its_last_round() -> None:
 
 
 def test_streams_and_the_engine_count_alike() -> None:
-    """By source; where few keys are seen, some drafts are rejected."""
+    """Counts are by source. Drafts that see few keys are rejected at times."""
     with harness(speculation="auto", draft_keys=6, num_slots=8) as made:
         greedy = SamplingParams(max_tokens=70, temperature=0.0, ignore_eos=True)
         streams = [made.submit(prompt(20 + index), greedy)[1] for index in range(6)]
@@ -81,7 +81,7 @@ def test_a_request_says_how_many_drafts_it_wants(draft_tokens: int) -> None:
 
 
 def test_rounds_are_predicted_by_the_work_of_their_steps() -> None:
-    """By the costs that the engine was given, on a clock by which it learns no others; where drafts are fixed, too."""
+    """Predicted by the costs that the engine was given; it learns no others on this clock, even with fixed drafts."""
     cost = WorkCost(step_s=1000.0, token_s=10.0, key_s=0.1, pair_s=0.01)
     with harness(speculation="streaming", draft_keys=8, cost=cost) as made:
         made.submit(prompt(30), params(1 + 4))

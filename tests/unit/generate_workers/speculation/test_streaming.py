@@ -74,7 +74,7 @@ class Keeper:
 
 @pytest.mark.parametrize("speculation", ["streaming", "ngram", "auto"])
 def test_kv_after_rounds_is_that_of_plain_steps(speculation: SpeculationName) -> None:
-    """Of all tokens but the last, whatever was drafted behind them and given up."""
+    """The KV of all tokens but the last, whatever was drafted behind them and given up."""
     found = []
     params = SamplingParams(max_tokens=30, temperature=0.9, seed=4, ignore_eos=True)
     for name in ("off", speculation):

@@ -88,7 +88,7 @@ class Call:
             self.reader.add(number, self.opening(number))
 
     async def rest(self) -> list[Said]:
-        """What the call says from now on, if nothing more is opened."""
+        """Messages of the call from now on, if nothing more is opened."""
         self.reader.complete()
         return [said async for batch in self.reader.batches() for said in batch]
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.integration
 
 
 class Conversions:
-    """What resolve_model reported: files that were finished, and the last progress of each."""
+    """Reports of resolve_model: finished files, and the last progress."""
 
     def __init__(self) -> None:
         self.finished: list[Path] = []

@@ -112,7 +112,7 @@ def test_named_rope_scaling_is_kept(kind: str, tmp_path: Path) -> None:
 
 
 def llama3_rope_factors(factor: float) -> Array:
-    """As llama.cpp's converter computes them for Llama 3.1 and later (base 10000 here)."""
+    """Factors as llama.cpp's converter computes them for Llama 3.1 and later (base 10000 here)."""
     inv_freq = 1.0 / 10000.0 ** (np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
     factors = []
     for wavelength in 2 * np.pi / inv_freq:

@@ -33,7 +33,7 @@ class Call:
     """One block that a kernel was given."""
 
     positions: tuple[tuple[int, int], ...]
-    """Of each piece of keys: from, to."""
+    """First and end position of each piece of keys."""
     causal: bool
     masked: bool
 

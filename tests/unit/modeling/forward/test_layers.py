@@ -29,7 +29,7 @@ def check(got: Tensor, expected: Tensor) -> None:
 
 
 def check_mlp(mlp: Mlp, x_TD: Tensor, expected_TD: Tensor) -> None:
-    """As it is, behind a norm, and added to something."""
+    """Check the MLP alone, behind a norm, and added to a residual."""
     check(mlp(x_TD), expected_TD)
     check(mlp(x_TD / 2, double), expected_TD)
     check(mlp(x_TD / 2, double, x_TD), x_TD + expected_TD)

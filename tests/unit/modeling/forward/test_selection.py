@@ -26,7 +26,7 @@ CHOICE = Selection(alpha=4.0, most_share=0.2, num_first=2, num_last=3)
 
 @pytest.fixture(params=["native", "torch"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With the kernel, where it can be built, and without."""
+    """Run with the kernel, where it can be built, and without it."""
     name: str = request.param
     if name == "torch":
         monkeypatch.setattr(native, "load", lambda: False)
@@ -42,7 +42,7 @@ def random(num_tokens: int, seed: int) -> Tensor:
 
 
 def whole_numbers(*shape: int) -> Tensor:
-    """So small that every sum is exact in fp32."""
+    """Whole numbers so small that every sum is exact in fp32."""
     return torch.randint(-15, 16, shape, generator=torch.Generator().manual_seed(len(shape) + shape[0])).float()
 
 
@@ -119,7 +119,7 @@ thread.join()
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux does")
 def test_the_kernel_starts_no_threads() -> None:
-    """As torch does, on a thread that comes to it for the first time."""
+    """torch starts threads for a thread that uses it for the first time."""
     if not native.load():
         pytest.skip("needs a C++ compiler")
     run = subprocess.run([sys.executable, "-c", _THREADS], text=True, capture_output=True, timeout=60, check=True)
@@ -197,7 +197,7 @@ def test_rows_are_chosen_for_in_their_own_layer(way: str) -> None:
 
 
 def lists(picks: Picks) -> list[list[int]]:
-    """Of the only row."""
+    """Keys of the only row, by kv head."""
     return [keys_K[:num].tolist() for keys_K, num in zip(picks.keys_BGK[0], picks.num_BG[0].tolist(), strict=True)]
 
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.integration
 
 CALLS = Path(library.__file__).parent
 LETTERS = {"int64_t": "n", "int": "t", "double": "d", "bool": "b"}
-"""Of types that are no pointers."""
+"""Letters of types that are no pointers."""
 
 
 def letter(parameter: str) -> str:

@@ -22,7 +22,7 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def leave(instruction_set: str) -> None:
-    """What a build for that set would."""
+    """Leave the files that a build for that set would leave."""
     for folder in native.FOLDERS:
         native.library_path(folder, instruction_set).write_text(instruction_set)
 

@@ -17,7 +17,7 @@ GIVEN = KernelChoice(processor_kind(), WIDENED, WIDENED, 32)
 
 @pytest.fixture(autouse=True)
 def kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this machine has kept."""
+    """Let this machine have kept a choice."""
     monkeypatch.setattr(process_kernels, "load_or_measure", lambda: KEPT)
     monkeypatch.setattr(native, "load", lambda: True)
 

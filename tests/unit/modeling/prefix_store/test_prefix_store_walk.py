@@ -139,7 +139,7 @@ class StoreWalk(RuleBasedStateMachine):
             assert torch.equal(torch.cat([block.data for block in each.blocks], dim=1), content(each.path).data)
 
     def _expected(self, path: str, now_ns: int) -> tuple[list[str], list[str]]:
-        """What there is room for, and what goes for it; the model is changed accordingly."""
+        """Update the model; return the blocks that have room, and those that are evicted for them."""
         read = {name for each in self.readers for name in names(each.path)}
         evictable = sorted((set(self.used) - set(names(path))), key=lambda name: (self.used[name], name))
         num_files = len(self.used) + sum(len(each.written) for each in self.rooms if each.is_open)

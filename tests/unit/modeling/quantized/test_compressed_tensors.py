@@ -142,7 +142,7 @@ def test_shape_that_the_tensors_state_must_be_that_of_the_config(tmp_path: Path)
 
 
 def test_zero_points_of_packed_weights_may_be_stored_plain(tmp_path: Path) -> None:
-    """As early versions of the library stored them."""
+    """Early versions of the library stored them so."""
     zeros = torch.randint(-8, 8, (64, 2), dtype=torch.int8, generator=torch.Generator().manual_seed(1))
     made = packed_ints(64, 64, 1, group_size=32)
     config = compressed_config(

@@ -1,4 +1,4 @@
-"""What is read from quantization_config, and the one line that refuses what cannot be."""
+"""Settings in quantization_config, and the one line that refuses unsupported ones."""
 
 from typing import Any
 

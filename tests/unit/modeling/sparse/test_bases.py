@@ -78,7 +78,7 @@ def test_skewing_is_orthogonal_and_sorts_queries_by_strength() -> None:
 
 
 def test_a_skew_that_is_folded_before_rope_changes_scores(decoder: Decoder) -> None:
-    """As weights would be, were queries and keys skewed in them: a rotation and a change of basis do not commute."""
+    """Weights that skew queries and keys would do this: a rotation and a change of basis do not commute."""
     table = RotaryTable(decoder.config, torch.device("cpu"), torch.float64)
     rotation = table.lookup(torch.arange(60))
     q_TNH, k_TGH = queries_and_keys()
@@ -252,7 +252,7 @@ def test_layers_whose_basis_only_selects_are_known_whatever_the_kind() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_selected_columns_are_copied(dtype: torch.dtype) -> None:
-    """So that what is no number in a column that nobody selects stays there."""
+    """A NaN in a column that is not selected must not spread."""
     columns_LGHR = torch.eye(HEAD_DIM)[:, [7, 3, 12]].repeat(1, NUM_KV_HEADS, 1, 1)
     k_TGH = noise(9, NUM_KV_HEADS, HEAD_DIM).to(dtype)
     k_TGH[..., 0] = math.nan

@@ -1,4 +1,4 @@
-"""What chains are compared with: formulas held to counted work, and to the published simulation of the peers."""
+"""Schemes that chains are compared with, against counted work and the published simulation of the peers."""
 
 import math
 

@@ -77,7 +77,7 @@ def table_cells(name: str, model: ServedModel, decimals: int) -> Iterator[tuple[
 
 
 def fifth(model: ServedModel) -> ServedModel:
-    """With a fifth of the KV: one kv head for five query heads."""
+    """The model with a fifth of the KV: one kv head for five query heads."""
     return replace(model, kv_token_bytes=model.kv_token_bytes / 5)
 
 

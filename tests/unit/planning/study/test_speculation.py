@@ -1,4 +1,4 @@
-"""What speculation can gain by the roofline, against numbers worked out beforehand and statements of the paper."""
+"""Gains of speculation by the roofline, against numbers worked out beforehand and statements of the paper."""
 
 import json
 from dataclasses import replace
@@ -82,7 +82,7 @@ def test_speculation_pays_from_a_length_on() -> None:
 
 
 def test_more_rows_or_tokens_take_more_drafts() -> None:
-    """As the numbers of drafts that the authors found best."""
+    """So do the numbers of drafts that the authors found best."""
     for context in CONTEXTS[1:]:
         numbers = [found(batch, context).num_drafts for batch in BATCHES]
         assert numbers == sorted(numbers) and numbers[0] < numbers[-1]

@@ -114,7 +114,7 @@ class Traced:
 
 
 def picks_of(rows: list[list[set[int]]]) -> Picks:
-    """Of several rows in one layer; what is behind a list's end is no place at all."""
+    """Picks of several rows in one layer; values behind a list's end are no places."""
     longest = max(len(places) for row in rows for places in row)
     lists = [[sorted(places) + [10**6] * (longest + 3 - len(places)) for places in row] for row in rows]
     counts = [[len(places) for places in row] for row in rows]
@@ -246,7 +246,7 @@ def noted(row: Traced, places: set[int], closeness_BGP: Tensor) -> Integers:
 
 
 def gone_of(row: Traced) -> list[int]:
-    """Of the first list; the others are alike."""
+    """Positions that the first list has dropped; the others are alike."""
     positions = positions_in(row.pool, 0, row.num_tokens)[0]
     return sorted({*range(row.num_tokens)} - {*positions.tolist()})
 

@@ -1,4 +1,4 @@
-"""What is compiled before a GPU's first prompt is what prompts of all lengths need."""
+"""The kernels compiled before a GPU's first prompt are those that prompts of all lengths need."""
 
 import itertools
 
