@@ -24,7 +24,7 @@ from tests.support.kernels.paths import INSTRUCTION_SETS, has_tiles, lane, requi
 
 @dataclass(frozen=True)
 class Path:
-    """What the kernels are built for, and how they multiply."""
+    """Instruction set that kernels are built for, and their ways to multiply."""
 
     instruction_set: str
     linears: str = WIDENED
@@ -49,7 +49,7 @@ SHAPES = [
 """Hidden size, intermediate size, heads, kv heads, head dim."""
 NUM_LAYERS = 3
 LENGTHS = (1, 2, 17, 64, 65, 700, 1100)
-"""Of rows, in turn, their new keys included."""
+"""Lengths of rows, in turn, with their new keys."""
 
 pytestmark = pytest.mark.parametrize("path", PATHS)
 
@@ -193,7 +193,7 @@ class Pieces:
         return hidden_TD, caches
 
     def check(self, num_callers: int = 1) -> None:
-        """By so many threads that call the same layers at a time."""
+        """Check with so many threads that call the same layers at a time."""
         layers = self.layers()
         expected_TD, expected = self.one_by_one()
         assert expected_TD.isfinite().all()
@@ -212,19 +212,19 @@ def test_one_call_makes_the_bits_of_many(
 
 
 @pytest.mark.parametrize("num_rows", [1, 9, 33])
-def test_and_of_int8_weights(path: Path, num_rows: int, two_threads: None) -> None:
+def test_one_call_makes_the_same_bits_of_int8_weights(path: Path, num_rows: int, two_threads: None) -> None:
     Pieces(path, config_of((72, 200, 6, 2, 64)), num_rows, int8=True).check()
 
 
 @pytest.mark.parametrize("unseen", [False, True])
 @pytest.mark.parametrize("num_new", [1, 2, 5, 8])
-def test_and_of_several_tokens_a_sequence_and_keys_left_out(
+def test_one_call_makes_the_same_bits_of_several_tokens_a_sequence(
     path: Path, num_new: int, unseen: bool, two_threads: None
 ) -> None:
     Pieces(path, config_of((72, 200, 6, 2, 64)), 40, num_new=num_new, unseen=unseen).check()
 
 
-def test_and_of_picked_keys(path: Path, two_threads: None) -> None:
+def test_one_call_makes_the_same_bits_of_picked_keys(path: Path, two_threads: None) -> None:
     Pieces(path, config_of((72, 200, 6, 2, 64)), 9, picked=True).check()
 
 
@@ -236,12 +236,12 @@ def test_a_pick_that_is_no_key_of_its_row_is_refused(path: Path) -> None:
         pieces.fused(pieces.layers())
 
 
-def test_and_for_several_callers_at_a_time(path: Path, two_threads: None) -> None:
+def test_several_callers_at_a_time_get_the_same_bits(path: Path, two_threads: None) -> None:
     Pieces(path, config_of((72, 200, 6, 2, 64)), 9).check(num_callers=3)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_and_whatever_the_threads(path: Path, num_threads: int) -> None:
+def test_any_number_of_threads_makes_the_same_bits(path: Path, num_threads: int) -> None:
     """More than there are panels, or rows, or processors."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)

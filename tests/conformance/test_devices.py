@@ -1,7 +1,6 @@
 """Every device keeps its two memories apart: what goes from one to the other goes over the link, whole and counted."""
 
 import random
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 
 from baton.errors import ConfigError
 from baton.types import KvLayout, TokenRange
+from modeling.device import copying
 from modeling.device.copying import LinkRate
 from modeling.device.emulated import EmulatedDevice
 from modeling.device.making import make_device
@@ -152,20 +152,31 @@ def test_the_arena_counts_its_bytes_and_keeps_to_its_limit() -> None:
     assert (device.memory_use.num_bytes, device.memory_use.peak_bytes) == (0, one)
 
 
-def test_a_link_takes_as_long_as_its_rate_says() -> None:
-    rate = LinkRate(bytes_per_s=50e6, latency_s=2e-3)
-    device = EmulatedDevice(rate)
+class StandingTime:
+    """The module `time` for links: it passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+def test_a_link_takes_as_long_as_its_rate_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed = StandingTime()
+    monkeypatch.setattr(copying, "time", passed)
+    device = EmulatedDevice(LinkRate(bytes_per_s=50e6, latency_s=2e-3))
     there, home = torch.zeros(250_000), torch.ones(250_000)
-    start_s = time.monotonic()
     for transfer in [device.link.fetch([(there, home)]) for _ in range(4)]:
-        transfer.result()
-    took_s = time.monotonic() - start_s
-    assert took_s >= 4 * (0.02 + 2e-3)
-    assert device.link.fetch_s >= 4 * (0.02 + 2e-3)
-    start_s = time.monotonic()
-    for transfer in [device.link.fetch([(there, home)]), device.link.store([(home, there)])]:
-        transfer.result()
-    assert time.monotonic() - start_s >= 0.02  # both directions at the same time: no upper bound on a busy machine
+        transfer.wait()
+    assert passed.now_s == pytest.approx(4 * (0.02 + 2e-3))
+    assert device.link.fetch_s == pytest.approx(4 * (0.02 + 2e-3))
+    passed.now_s = 0.0
+    device.link.store([(home, there)]).wait()
+    assert passed.now_s == pytest.approx(0.02 + 2e-3), "each direction has a rate of its own"
     device.link.rest()
 
 

@@ -1,33 +1,18 @@
 """Heads turned in place by the kernel in C++, against complex multiplication in float64."""
 
-import dataclasses
-
 import pytest
 import torch
 from torch import Tensor
 
-from modeling.checkpoints.registry import ModelConfig
 from modeling.forward.rope import RotaryTable, has_native_turn
 from modeling.kernels import native
 from modeling.kernels.calls.operators import Operators
 from tests.support.kernels.paths import require, sets
+from tests.support.models.tiny_models import random_decoder
 
 CPU = torch.device("cpu")
 HEAD_DIMS = (32, 64, 96, 128, 256)
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
-CONFIG = ModelConfig(
-    model_type="llama",
-    vocab_size=10,
-    num_layers=1,
-    hidden_size=32,
-    intermediate_size=32,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=64,
-    max_position=64,
-    tie_embeddings=True,
-    rope_theta=10000.0,
-)
 SETS = sets()
 
 
@@ -100,7 +85,7 @@ def test_bad_arguments_are_refused(operators: Operators) -> None:
 def test_the_table_turns_in_place_where_the_kernel_can(head_dim: int, in_place: bool) -> None:
     assert has_native_turn(CPU, torch.float32, head_dim) == in_place
     assert not has_native_turn(CPU, torch.float64, head_dim)
-    table = RotaryTable(dataclasses.replace(CONFIG, head_dim=head_dim), CPU, torch.float32)
+    table = RotaryTable(random_decoder(head_dim=head_dim).config, CPU, torch.float32)
     rotation = table.lookup(torch.tensor([0, 5]))
     x_TNH = random(2, 3, head_dim, seed=6, dtype=torch.float32)
     wanted = expected(x_TNH, rotation.cos_T1H.squeeze(1), rotation.sin_T1H.squeeze(1))

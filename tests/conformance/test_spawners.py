@@ -1,4 +1,4 @@
-"""What every Spawner promises, asked of the ones that run without Ray; tests/system asks the same of Ray's actors."""
+"""One suite for the Spawners that run without Ray; tests/system has the same for Ray's actors."""
 
 import asyncio
 from collections.abc import Callable
@@ -22,9 +22,10 @@ from transport.channel import make_channel
 pytestmark = pytest.mark.integration
 
 MakeSpawner = Callable[[], Spawner]
+WAIT_S = 60.0
 
 
-@pytest.fixture(params=[InProcessSpawner, lambda: ProcessSpawner(60.0)], ids=["in process", "child processes"])
+@pytest.fixture(params=[InProcessSpawner, lambda: ProcessSpawner(WAIT_S)], ids=["in process", "child processes"])
 def spawner(request: pytest.FixtureRequest) -> Spawner:
     make: MakeSpawner = request.param
     return make()
@@ -43,12 +44,12 @@ def config(request: pytest.FixtureRequest, smollm2: Path, rank: WorkerConfig) ->
 async def _answers(handle: WorkerHandle) -> bool:
     if handle.config.role == "orchestrator":
         async with make_channel(handle.endpoint, secret=SECRET) as channel:
-            status = await KeepingStub(channel).Update(UpdateRequest(), timeout=10)
+            status = await KeepingStub(channel).Update(UpdateRequest(), timeout=WAIT_S)
         await handle.close()
         return status.port == 0  # it waits for its supervisor's word
     worker = Worker(handle)
     try:
-        return bool((await worker.status(10.0)).version)
+        return bool((await worker.status(WAIT_S)).version)
     finally:
         await worker.close()
 
@@ -74,7 +75,7 @@ async def test_a_killed_worker_ends_and_may_be_killed_and_closed_again(spawner: 
 
 async def test_a_worker_that_cannot_start_gives_its_own_reason(rank: WorkerConfig) -> None:
     with pytest.raises(WorkerStartError, match="prefill-0.0: /absent: is not a model folder") as caught:
-        await ProcessSpawner(60.0).start(replace(rank, place=replace(rank.place, model_folder=Path("/absent"))))
+        await ProcessSpawner(WAIT_S).start(replace(rank, place=replace(rank.place, model_folder=Path("/absent"))))
     assert isinstance(caught.value, BatonError)
 
 
@@ -102,7 +103,7 @@ async def test_a_worker_changes_its_role_in_the_same_process(
 async def test_a_worker_that_cannot_serve_in_another_role_gives_its_reason_and_ends(
     rank: WorkerConfig, engine: WorkerConfig
 ) -> None:
-    handle = await ProcessSpawner(60.0).start(rank)
+    handle = await ProcessSpawner(WAIT_S).start(rank)
     with pytest.raises(WorkerStartError, match="generate-0: /absent: is not a model folder"):
         await handle.serve_as(replace(engine, place=replace(engine.place, model_folder=Path("/absent"))))
     assert await handle.wait()

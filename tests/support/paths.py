@@ -19,6 +19,16 @@ def buffer_for(decoder: Decoder, num_tokens: int) -> KvBuffer:
     return buffer
 
 
+def filled(decoder: Decoder, lengths: Sequence[int], num_new: int = 1) -> list[KvBuffer]:
+    """Buffers of rows that lack the KV of their last `num_new` tokens; `lengths` count the first of these."""
+    buffers = []
+    for seed, length in enumerate(lengths):
+        buffers.append(KvBuffer(decoder.layout, TokenRange(0, length + num_new - 1)))
+        ids = torch.randint(90, (length - 1,), generator=torch.Generator().manual_seed(seed)).tolist()
+        decoder.forward(ids, [BufferSpan(buffers[-1], TokenRange(0, length - 1))])
+    return buffers
+
+
 def advance(decoder: Decoder, buffer: KvBuffer, token_ids: Sequence[int], start: int) -> Tensor:
     """Logits of `token_ids` at positions from `start`, whose predecessors' KV is in `buffer`."""
     hidden_TD = advance_hidden(decoder, buffer, token_ids, start)

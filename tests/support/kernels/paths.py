@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from modeling.forward.rows import has_native_rows
 from modeling.kernels import native
 from modeling.kernels.calls.operators import Operators
 from modeling.kernels.instruction_sets import SETS
@@ -64,6 +65,9 @@ PATHS = [
 ]
 TILED = KernelPath(native.NATIVE, torch.bfloat16, TILES)
 """Where `has_tiles`."""
+needs_rows = pytest.mark.skipif(
+    not has_native_rows(torch.device("cpu"), torch.float32, 16), reason="needs a C++ compiler"
+)
 
 
 def require(instruction_set: str) -> None:

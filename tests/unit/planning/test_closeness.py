@@ -1,4 +1,4 @@
-"""What may replace measurements unforced: predictions within ten times of them, or a hundred of nominal rates."""
+"""Predictions replace measurements unforced within ten times of them, or a hundred times of nominal rates."""
 
 import dataclasses
 from typing import Any
@@ -56,7 +56,7 @@ def test_step_times_are_compared_by_what_steps_would_take() -> None:
             require_close("step_times", table(factor), table())
 
 
-def test_and_by_what_verifying_drafts_would_take() -> None:
+def test_steps_are_compared_by_the_time_to_verify_drafts_too() -> None:
     absurd = dataclasses.replace(table(), cost=dataclasses.replace(table().cost, pair_s=1.0))
     with pytest.raises(InvalidArgumentError, match="a step of 1 rows with 256 tokens each and 4 drafts would be"):
         require_close("step_times", absurd, table())

@@ -26,6 +26,8 @@ SHAPE = SHAPES["smollm2-135m"]
 ASSUMED = nominal("smollm2-135m", "a core", SHAPE, cpu_rank(1, SHAPE.dtype_bytes))
 PLANNER = ChainPlanner(ASSUMED, max_ranks=4, max_tokens=8192)
 BETWEEN_KNOTS = (24, 90, 300, 1400, 6000)
+SLOW = CostModel(num_layers=10, linear_s=1e-3, pair_s=0.0, kv_bytes=100, link=Link(0.5, 1e3))
+"""On a link that carries a token a second."""
 
 
 def over(link: Link, calibration: Calibration = ASSUMED) -> Calibration:
@@ -137,7 +139,7 @@ def test_plans_for_tiny_models(max_tokens: int) -> None:
 
 
 def done(planner: ChainPlanner, num_tokens: int, slower: float, at_s: float = 1.0) -> tuple[RankTiming, ...]:
-    """What the ranks of a chain of two report that take so many times what ASSUMED says."""
+    """Reports of a chain of two ranks that are so many times slower than ASSUMED."""
     chunks = planner.chunks(behind(0, num_tokens), 2)
     seconds = PLANNER.rank_s(chunks)
     start_ns = round(at_s * 1e9)
@@ -198,31 +200,27 @@ def pushed(end_ns: int, push_end_ns: int, num_bytes: int) -> RankTiming:
 
 
 def test_kv_that_does_not_fit_beside_the_chain_takes_longer_than_its_last_layer() -> None:
-    cost = CostModel(num_layers=10, linear_s=1e-3, pair_s=0.0, kv_bytes=100, link=Link(0.5, 1e3))
-    planner = planner_of(cost, max_ranks=1)
+    planner = planner_of(SLOW, max_ranks=1)
     assert planner.push_s(10, prefill_s=100.0) == pytest.approx(0.5 + 1.0)  # the last layer's 1,000 bytes
     assert planner.push_s(10, prefill_s=2.0) == pytest.approx(0.5 + 8.0)
-    assert planner_of(dataclasses.replace(cost, push=Link()), max_ranks=1).push_s(10, 2.0) == 0.0  # in ttft_s
+    assert planner_of(dataclasses.replace(SLOW, push=Link()), max_ranks=1).push_s(10, 2.0) == 0.0  # in ttft_s
 
 
 def test_what_pushes_take_is_scaled_by_what_they_took_after_their_chains() -> None:
-    cost = CostModel(num_layers=10, linear_s=1e-3, pair_s=0.0, kv_bytes=100, link=Link(0.5, 1e3))
-    planner = planner_of(cost, max_ranks=1)
+    planner = planner_of(SLOW, max_ranks=1)
     planner.observe("group", [pushed(end_ns=100 * 10**9, push_end_ns=103 * 10**9, num_bytes=10_000)])
     assert planner.push_s(10, prefill_s=100.0) == pytest.approx(3.0)
 
 
 def test_a_fetch_takes_its_bytes_and_a_way_there_and_back_between_hosts() -> None:
-    cost = CostModel(num_layers=10, linear_s=1e-3, pair_s=0.0, kv_bytes=100, link=Link(0.5, 1e3))
-    planner = planner_of(cost, max_ranks=1)
+    planner = planner_of(SLOW, max_ranks=1)
     assert planner.fetch_s(10, is_far=True) - planner.fetch_s(0, is_far=True) == pytest.approx(10.0)
     assert planner.fetch_s(10, is_far=True) - planner.fetch_s(10, is_far=False) == pytest.approx(1.0)
     assert 0 < planner.fetch_s(0, is_far=False) < 0.1
 
 
 def test_what_fetches_take_is_scaled_by_what_they_took_until_computing_was_faster_many_times() -> None:
-    cost = CostModel(num_layers=10, linear_s=1e-3, pair_s=0.0, kv_bytes=100, link=Link(0.5, 1e3))
-    planner = planner_of(cost, max_ranks=1)
+    planner = planner_of(SLOW, max_ranks=1)
     nominal_s = planner.fetch_s(10, is_far=True)
     planner.observe_fetch(10_000, 3 * nominal_s, is_far=True)
     assert planner.fetch_s(10, is_far=True) == pytest.approx(3 * nominal_s)
@@ -246,7 +244,7 @@ def test_a_generation_group_s_prefill_is_a_rank_s_at_its_speed_between_steps() -
 
 
 def local_planner() -> ChainPlanner:
-    """By nominal costs, which jobs correct."""
+    """A planner by nominal costs, which jobs correct."""
     planner = ChainPlanner(ASSUMED, max_ranks=2, max_tokens=512, local=LocalPrefill(1.0, 2.0, 256))
     planner.use_steps(nominal_steps("smollm2-135m", "a core", SHAPE, cpu_rank(1, SHAPE.dtype_bytes)))
     return planner

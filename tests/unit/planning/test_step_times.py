@@ -25,7 +25,7 @@ ASSUMED = nominal_steps("smollm2-135m", "2 cores", SHAPE, cpu_rank(2, SHAPE.dtyp
 TRUE = WorkCost(step_s=0.013, token_s=0.4e-3, key_s=2.3e-6, pair_s=0.3e-6)
 BATCHES, CONTEXTS = (1, 4, 16), (192, 1024, 4096)
 BENT = ((0.013, 0.014, 0.019), (0.016, 0.021, 0.05), (0.03, 0.06, 0.17))
-"""As a machine may measure it."""
+"""Times as a machine may measure them."""
 
 
 def table(seconds: tuple[tuple[float, ...], ...] = BENT) -> StepTimes:
@@ -108,7 +108,7 @@ def test_what_is_assumed_reads_weights_and_kv_once() -> None:
 
 
 def test_a_mixture_reads_more_experts_with_more_tokens() -> None:
-    """What is assumed of a step lies within a fifth of what it reads, for as many tokens as it is made for."""
+    """The assumed time lies within a fifth of the time to read, for as many tokens as it is made for."""
     shape = dataclasses.replace(SHAPE, ffn=SHAPE.ffn // 4, num_experts=64, num_active_experts=4)
     rates = dataclasses.replace(cpu_rank(2, SHAPE.dtype_bytes), linear_flops=1e18)
     cost = nominal_steps("mixture", "cpu", shape, rates).cost
@@ -201,7 +201,7 @@ def test_bad_files_are_refused_by_field(tmp_path: Path, field: str, value: Any, 
         load(path)
 
 
-def test_whoever_plans_answers_for_steps() -> None:
+def test_a_planner_knows_step_times() -> None:
     calibration = linear_planner().calibration
     planner = ChainPlanner(calibration, max_ranks=1, max_tokens=64, steps=table())
     assert planner.step_s(16, 4096) == pytest.approx(0.17)

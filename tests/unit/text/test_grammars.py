@@ -133,7 +133,7 @@ def test_tokens_that_are_not_of_the_form_are_refused() -> None:
     try:
         prepared = made.prepare(StructuredOutput(regex="abc"), ids_of("ax"))
         with pytest.raises(InvalidArgumentError, match="output token 1 "):
-            prepared.result(10)
+            prepared.result(60)
     finally:
         made.close()
 
@@ -141,7 +141,7 @@ def test_tokens_that_are_not_of_the_form_are_refused() -> None:
 def test_prepared_masks_of_choices_go_their_own_ways() -> None:
     made = grammars()
     try:
-        one, two = made.prepare(StructuredOutput(regex="a(bc|de)"), ids_of("a"), 2).result(10)
+        one, two = made.prepare(StructuredOutput(regex="a(bc|de)"), ids_of("a"), 2).result(60)
         one.append(ids_of("b")[0])
         two.append(ids_of("d")[0])
         assert (next_of(one.allowed()), next_of(two.allowed())) == ("c", "e")

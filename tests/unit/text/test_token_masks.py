@@ -24,7 +24,7 @@ def made() -> Iterator[Grammars]:
 
 
 def begin(made: Grammars, text: str = "", form: StructuredOutput = FORM) -> TokenMasks:
-    (masks,) = made.prepare(form, ids_of(text)).result(10)
+    (masks,) = made.prepare(form, ids_of(text)).result(60)
     return masks
 
 
@@ -33,7 +33,7 @@ def allowed_ids(mask: Mask) -> list[int]:
 
 
 def expected(made: Grammars, form: StructuredOutput, token_ids: list[int]) -> list[int]:
-    """What may come behind tokens, from a matcher that was given nothing else."""
+    """Ids that may follow these tokens, by a matcher that was given nothing else."""
     matcher = made.compile(form).matcher()
     matcher.consume(token_ids)
     return allowed_ids(matcher.mask())

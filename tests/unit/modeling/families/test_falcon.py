@@ -1,21 +1,18 @@
 """Falcon's configs, as they were released, and what its loader makes of a checkpoint."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from baton.errors import ModelError
 from modeling.checkpoints.registry import read_model
-from modeling.checkpoints.weights import load_decoder
 from modeling.families.falcon import FalconModel
-from modeling.forward.decoder import Decoder
 from modeling.forward.layers import Parallel, Sequential
 from modeling.forward.model_config import ModelConfig, RopeScaling
+from tests.support.models.configs import refusal, write_and_load
 
 FALCON_7B: dict[str, Any] = {
     "alibi": False,
@@ -94,12 +91,6 @@ def tensors(num_kv_heads: int, norms: tuple[str, ...], bias: bool = False) -> di
     return {**content, "transformer.word_embeddings.weight": torch.randn(VOCAB, HIDDEN)}
 
 
-def load(folder: Path, config: dict[str, Any], content: dict[str, Tensor]) -> Decoder:
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(content, folder / "model.safetensors")
-    return load_decoder(folder)
-
-
 def test_falcon_7b_with_what_its_config_leaves_out() -> None:
     assert model(FALCON_7B) == FalconModel(
         ModelConfig(
@@ -169,12 +160,8 @@ def test_config_that_cannot_be_run_is_refused_in_one_line(
     base: dict[str, Any], field: str, value: object, problem: str
 ) -> None:
     changes = {"hidden_size": 71 * 63} if field == "head_dim" else {field: value}
-    with pytest.raises(ModelError) as refused:
-        model(base, **changes)
-    message = str(refused.value)
-    assert message.startswith(f"folder/config.json: {field}: ")
-    assert problem in message
-    assert "\n" not in message
+    message = refusal({**base, **changes})
+    assert message.startswith(f"{field}: ") and problem in message
 
 
 LAYOUTS = {
@@ -203,7 +190,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_fused_rows_are_put_into_our_order(name: str, tmp_path: Path) -> None:
     config, num_kv_heads, norms, heads = LAYOUTS[name]
-    layer = load(tmp_path, config, tensors(num_kv_heads, norms, config["bias"])).weights.layers[0]
+    layer = write_and_load(tmp_path, config, tensors(num_kv_heads, norms, config["bias"])).weights.layers[0]
     expected = [row for head in heads for row in head]
     assert layer.qkv.weight()[:, 0].tolist() == expected
     bias_K = layer.qkv.bias()
@@ -212,17 +199,17 @@ def test_fused_rows_are_put_into_our_order(name: str, tmp_path: Path) -> None:
 
 
 def test_one_norm_serves_attention_and_mlp(tmp_path: Path) -> None:
-    layer = load(tmp_path, {**FALCON_7B, **SHAPE}, tensors(1, ("input_layernorm",))).weights.layers[0]
+    layer = write_and_load(tmp_path, {**FALCON_7B, **SHAPE}, tensors(1, ("input_layernorm",))).weights.layers[0]
     assert isinstance(layer.tail, Parallel)
     assert layer.tail.norm is layer.attention_norm
 
 
 def test_layers_are_composed_as_the_config_says(tmp_path: Path) -> None:
-    layer = load(tmp_path, TINY_40B, tensors(2, ("ln_attn", "ln_mlp"))).weights.layers[0]
+    layer = write_and_load(tmp_path, TINY_40B, tensors(2, ("ln_attn", "ln_mlp"))).weights.layers[0]
     assert isinstance(layer.tail, Parallel)
     assert layer.tail.norm is not layer.attention_norm
     content = tensors(4, ("input_layernorm", "post_attention_layernorm"), bias=True)
-    assert isinstance(load(tmp_path, {**ROTARY_RW, **SHAPE}, content).weights.layers[0].tail, Sequential)
+    assert isinstance(write_and_load(tmp_path, {**ROTARY_RW, **SHAPE}, content).weights.layers[0].tail, Sequential)
 
 
 @pytest.mark.parametrize("name", sorted(tensors(2, ("ln_attn", "ln_mlp"))))
@@ -230,10 +217,10 @@ def test_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
     content = tensors(2, ("ln_attn", "ln_mlp"))
     del content[name]
     with pytest.raises(ModelError, match=f"tensor {name} is missing; download the model again"):
-        load(tmp_path, TINY_40B, content)
+        write_and_load(tmp_path, TINY_40B, content)
 
 
 def test_norms_of_another_variant_are_refused(tmp_path: Path) -> None:
     content = tensors(1, ("input_layernorm", "ln_mlp"))
     with pytest.raises(ModelError, match="2 unknown tensors, the first is transformer.h.0.ln_mlp.bias"):
-        load(tmp_path, {**FALCON_7B, **SHAPE}, content)
+        write_and_load(tmp_path, {**FALCON_7B, **SHAPE}, content)

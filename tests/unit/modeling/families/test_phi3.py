@@ -1,19 +1,16 @@
 """Phi-3's configs, as they were released, and the order in which Phi-4-mini's heads are loaded."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from baton.errors import ModelError
 from modeling.checkpoints.registry import read_model
-from modeling.checkpoints.weights import load_decoder
 from modeling.families.phi3 import Phi3Model
 from modeling.forward.model_config import RopeScaling
 from modeling.forward.rope import RotaryTable, inverse_frequencies
+from tests.support.models.configs import refusal, write_and_load
 
 PHI3_MINI_4K: dict[str, Any] = {
     "architectures": ["Phi3ForCausalLM"],
@@ -62,15 +59,6 @@ def model(base: dict[str, Any], **changes: object) -> Phi3Model:
     made = read_model({**base, **changes}, source="folder/config.json")
     assert isinstance(made, Phi3Model)
     return made
-
-
-def refusal(base: dict[str, Any], **changes: object) -> str:
-    with pytest.raises(ModelError) as refused:
-        model(base, **changes)
-    message = str(refused.value)
-    assert message.startswith("folder/config.json: ")
-    assert "\n" not in message
-    return message
 
 
 def test_phi3_mini_as_released() -> None:
@@ -125,12 +113,13 @@ def test_phi4_mini_turns_a_part_of_each_head() -> None:
     ],
 )
 def test_what_cannot_be_run_is_refused_by_name(changes: dict[str, object], named: str) -> None:
-    assert named in refusal(PHI3_MINI_128K, **changes)
+    assert named in refusal({**PHI3_MINI_128K, **changes})
 
 
 def test_dimensions_that_turn_come_first_in_each_half_of_queries_and_keys(tmp_path: Path) -> None:
-    """Of heads of 8, the first 4 dimensions turn: pairs (0, 2) and (1, 3)."""
-    small: dict[str, Any] = {
+    """The first 4 of a head's 8 dimensions turn: pairs (0, 2) and (1, 3)."""
+    config = {
+        **PHI4_MINI,
         "hidden_size": 16,
         "intermediate_size": 8,
         "num_attention_heads": 2,
@@ -139,8 +128,8 @@ def test_dimensions_that_turn_come_first_in_each_half_of_queries_and_keys(tmp_pa
         "vocab_size": 5,
         "max_position_embeddings": 32,
         "rope_scaling": None,
+        "partial_rotary_factor": 0.5,
     }
-    config = {**PHI4_MINI, **small, "partial_rotary_factor": 0.5}
     numbers = torch.arange(32.0).unsqueeze(1).expand(32, 16).contiguous()
     at = "model.layers.0"
     tensors = {
@@ -153,9 +142,7 @@ def test_dimensions_that_turn_come_first_in_each_half_of_queries_and_keys(tmp_pa
         f"{at}.mlp.gate_up_proj.weight": torch.zeros(16, 16),
         f"{at}.mlp.down_proj.weight": torch.zeros(16, 8),
     }
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    decoder = load_decoder(tmp_path)
+    decoder = write_and_load(tmp_path, config, tensors)
     order = [0, 1, 4, 5, 2, 3, 6, 7]
     expected = [8 * head + dim for head in range(3) for dim in order] + list(range(24, 32))
     assert decoder.weights.layers[0].qkv.weight()[:, 0].tolist() == expected

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from baton.errors import ModelError
 from generate_workers.engine.model_shape import model_shape
 from modeling.checkpoints.registry import read_model
 from modeling.checkpoints.weights import load_decoder
@@ -15,6 +14,7 @@ from modeling.forward.experts import LinearExperts, mixtures
 from modeling.forward.linear import PanelLinear
 from modeling.forward.weight_sizes import bytes_per_step, step_reads, weight_bytes
 from modeling.kernels import native
+from tests.support.models.configs import refusal
 from tests.support.models.tiny_models import load_tiny
 from tests.support.paths import whole
 
@@ -98,9 +98,7 @@ def test_a_window_holds_in_all_layers() -> None:
     ],
 )
 def test_what_cannot_be_run_is_refused_by_name(changes: dict[str, object], named: str) -> None:
-    with pytest.raises(ModelError) as refused:
-        model(**changes)
-    assert named in str(refused.value)
+    assert named in refusal({**QWEN3_30B_A3B, **changes})
 
 
 def test_a_step_reads_the_experts_that_it_touches(tmp_path: Path) -> None:
@@ -129,9 +127,8 @@ def test_experts_may_be_rounded_to_int8(tmp_path: Path) -> None:
     assert step_reads(rounded.weights).experts < step_reads(exact.weights).experts / 3.5
     expected_TV = whole(exact, token_ids)
     error_T = (whole(rounded, token_ids) - expected_TV).square().mean(-1).sqrt()
-    assert (
-        error_T.median() < 0.1 * expected_TV.std()
-    )  # where rounding chose another expert, the error is of another kind
+    # where rounding chose another expert, the error is of another kind
+    assert error_T.median() < 0.1 * expected_TV.std()
 
 
 def test_experts_take_part_as_the_router_says(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from baton.types import TokenRange
-from modeling.forward.decoder import Decoder
 from modeling.forward.rows import has_native_rows
 from modeling.forward.selection import Picks, StepPicks
-from modeling.kv.buffers import BufferSpan, KvBuffer
+from modeling.kv.buffers import BufferSpan
 from tests.support.models.tiny_models import random_decoder
+from tests.support.paths import filled
 
 HEAD_DIM = 16
 CPU = torch.device("cpu")
@@ -38,18 +38,8 @@ class Turns:
         self.calls.append(f"end {layer}")
 
 
-def filled(decoder: Decoder, lengths: Sequence[int]) -> list[KvBuffer]:
-    """The KV of rows that have all but their last token."""
-    buffers = []
-    for seed, length in enumerate(lengths):
-        buffers.append(KvBuffer(decoder.layout, TokenRange(0, length)))
-        ids = torch.randint(90, (length - 1,), generator=torch.Generator().manual_seed(seed)).tolist()
-        decoder.forward(ids, [BufferSpan(buffers[-1], TokenRange(0, length - 1))])
-    return buffers
-
-
 def lists(lengths: Sequence[int], num_kv_heads: int, first: int) -> Picks:
-    """Of each row, all keys from number `first` on."""
+    """Pick all keys of each row from number `first` on."""
     keys_BGK = torch.full((len(lengths), num_kv_heads, max(lengths)), -1, dtype=torch.int32)
     for row, length in enumerate(lengths):
         keys_BGK[row, :, : length - first] = torch.arange(first, length)

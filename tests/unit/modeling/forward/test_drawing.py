@@ -13,11 +13,6 @@ from tests.support.models.sampling import DRAWN, make, normal_logits
 SAMPLED: list[dict[str, Any]] = [{"temperature": 0.0, "top_k": 2}, {"temperature": 1e-300}, *DRAWN]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def params_of(fields: dict[str, Any], seed: int) -> SamplingParams:
     return SamplingParams(**{"temperature": 1.0, **fields, "seed": seed})
 

@@ -19,6 +19,7 @@ from modeling.kernels.process_kernels import KERNELS
 from modeling.kernels.products import WIDENED
 from modeling.kv.buffers import BufferSpan, KvBuffer, KvPlace
 from tests.support.models.tiny_models import random_decoder
+from tests.support.paths import filled
 
 pytestmark = pytest.mark.skipif(not has_panel_linear(), reason="needs linear layers of our own")
 
@@ -39,16 +40,6 @@ class Counted:
 
     def end(self, layer: int) -> None:
         pass
-
-
-def filled(decoder: Decoder) -> list[KvBuffer]:
-    """The KV of rows that have all but their last token."""
-    buffers = []
-    for seed, length in enumerate(LENGTHS):
-        buffers.append(KvBuffer(decoder.layout, TokenRange(0, length)))
-        ids = torch.randint(90, (length - 1,), generator=torch.Generator().manual_seed(seed)).tolist()
-        decoder.forward(ids, [BufferSpan(buffers[-1], TokenRange(0, length - 1))])
-    return buffers
 
 
 def last_tokens(buffers: list[KvBuffer]) -> list[BufferSpan]:
@@ -73,7 +64,7 @@ def count_runs(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @torch.inference_mode()
 def test_a_forward_has_the_same_bits_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = random_decoder(dtype="bfloat16", head_dim=64, num_layers=3)
-    buffers, others = filled(decoder), filled(decoder)
+    buffers, others = filled(decoder, LENGTHS), filled(decoder, LENGTHS)
     runs = count_runs(decoder, monkeypatch)
     ids = [5, 6, 7, 8]
     whole_TD = decoder.forward(ids, last_tokens(buffers))
@@ -94,14 +85,14 @@ def test_steps_of_rows_that_are_torchs_are_run_layer_by_layer(
     monkeypatch.setattr(KERNELS, "_choice", choice)
     decoder = random_decoder(dtype="bfloat16", head_dim=64)
     runs = count_runs(decoder, monkeypatch)
-    decoder.forward([5, 6, 7, 8], last_tokens(filled(decoder)))
+    decoder.forward([5, 6, 7, 8], last_tokens(filled(decoder, LENGTHS)))
     assert len(runs) == num_runs
 
 
 @torch.inference_mode()
 def test_rows_beside_a_longer_span_are_run_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = random_decoder(dtype="bfloat16", head_dim=64)
-    *rows, long = filled(decoder)
+    *rows, long = filled(decoder, LENGTHS)
     runs = count_runs(decoder, monkeypatch)
     spans = [*last_tokens(rows), BufferSpan(long, TokenRange(127, 130))]
     ids = [5, 6, 7, 8, 9, 10]
@@ -113,7 +104,7 @@ def test_rows_beside_a_longer_span_are_run_layer_by_layer(monkeypatch: pytest.Mo
 def test_hidden_states_may_be_a_part_of_wider_rows() -> None:
     decoder = random_decoder(dtype="bfloat16", head_dim=64)
     assert decoder.fused is not None
-    spans = last_tokens(filled(decoder))
+    spans = last_tokens(filled(decoder, LENGTHS))
     rows = DecodeRows(
         [(token, span.place()) for token, span in enumerate(spans)], decoder.layout.row_bytes, decoder.config.windows
     )

@@ -23,7 +23,7 @@ def grammars() -> Iterator[Grammars]:
 
 def state_of(grammars: Grammars, output: str = "", **fields: float) -> SamplerState:
     params = SamplingParams(structured_output=FORM, logprobs=20, **fields)  # type: ignore[arg-type]
-    (masks,) = grammars.prepare(FORM, ids_of(output)).result(10)
+    (masks,) = grammars.prepare(FORM, ids_of(output)).result(60)
     return SamplerState(params, (1,), ids_of(output), (EOS_ID,), masks=masks)
 
 

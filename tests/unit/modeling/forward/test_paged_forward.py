@@ -5,33 +5,22 @@ import torch
 
 from baton.types import TokenRange
 from modeling.forward.decoder import Decoder
-from modeling.kv.buffers import BufferSpan, KvBuffer
-from modeling.kv.pages import PageSpan, RowPages
+from modeling.kv.buffers import BufferSpan
+from modeling.kv.pages import PageSpan
 from tests.support.kernels.paged_rows import in_pages
 from tests.support.models.tiny_models import random_decoder
+from tests.support.paths import filled
 
 LENGTHS = (3, 40, 17, 130)
 PAGE = 16
 
 
-def ids_of(num_tokens: int, seed: int) -> list[int]:
-    return torch.randint(90, (num_tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def filled(decoder: Decoder, num_new: int) -> tuple[list[KvBuffer], list[RowPages]]:
-    """The KV of rows that lack their last `num_new` tokens, in one piece and in pages."""
-    buffers = []
-    for seed, length in enumerate(LENGTHS):
-        buffers.append(KvBuffer(decoder.layout, TokenRange(0, length + num_new - 1)))
-        decoder.forward(ids_of(length - 1, seed), [BufferSpan(buffers[-1], TokenRange(0, length - 1))])
-    return buffers, in_pages(buffers, PAGE)
-
-
 def check(decoder: Decoder, num_new: int, most_queries: int) -> None:
     """New tokens of all rows have the same hidden states and KV."""
-    buffers, rows = filled(decoder, num_new)
+    buffers = filled(decoder, LENGTHS, num_new)
+    rows = in_pages(buffers, PAGE)
     news = [TokenRange(len(each.tokens) - num_new, len(each.tokens)) for each in buffers]
-    ids = ids_of(num_new * len(buffers), 9)
+    ids = torch.randint(90, (num_new * len(buffers),), generator=torch.Generator().manual_seed(9)).tolist()
     plain = [BufferSpan(each, new) for each, new in zip(buffers, news, strict=True)]
     paged = [PageSpan(row, new) for row, new in zip(rows, news, strict=True)]
     expected_TD = decoder.forward(ids, plain, most_queries=most_queries)

@@ -3,23 +3,11 @@
 import pytest
 import torch
 
-from modeling.checkpoints.registry import ModelConfig
 from modeling.forward.positions import LearnedTable
 from modeling.forward.rope import RotaryTable, apply_rotary
+from tests.support.models.tiny_models import random_decoder
 
-CONFIG = ModelConfig(
-    model_type="llama",
-    vocab_size=10,
-    num_layers=1,
-    hidden_size=32,
-    intermediate_size=32,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=16,
-    max_position=64,
-    tie_embeddings=True,
-    rope_theta=10000.0,
-)
+CONFIG = random_decoder(num_heads=2).config
 
 
 def test_learned_rows_are_added_to_hidden_states_in_place() -> None:

@@ -8,27 +8,15 @@ import torch
 
 from modeling.checkpoints.registry import ModelConfig, RopeScaling
 from modeling.forward.rope import RotaryTable, apply_rotary, inverse_frequencies
+from tests.support.models.tiny_models import random_decoder
 
 HEAD_DIM, THETA, CONTEXT = 16, 10000.0, 64
 PLAIN = [THETA ** (-2 * i / HEAD_DIM) for i in range(HEAD_DIM // 2)]
+CONFIG = random_decoder(num_layers=1, head_dim=HEAD_DIM, max_position=CONTEXT).config
 
 
 def config(scaling: RopeScaling | None = None) -> ModelConfig:
-    return ModelConfig(
-        model_type="llama",
-        vocab_size=10,
-        num_layers=1,
-        hidden_size=32,
-        intermediate_size=32,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=HEAD_DIM,
-        rope_theta=THETA,
-        rope_scaling=scaling or RopeScaling(),
-        max_position=CONTEXT,
-        tie_embeddings=True,
-        windows=(None,),
-    )
+    return dataclasses.replace(CONFIG, rope_theta=THETA, rope_scaling=scaling or RopeScaling())
 
 
 def frequencies(scaling: RopeScaling) -> tuple[list[float], float]:

@@ -27,12 +27,6 @@ from tests.support.models.sampling import (
     reference_distribution,
 )
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 # Same history, same token
 
 
@@ -99,12 +93,8 @@ def greedy(logits: Sequence[float], **fields: Any) -> int:
     return ids_of(draw([make(temperature=0.0, **fields)], logits))[0]
 
 
-def test_temperature_zero_takes_the_largest_logit() -> None:
-    assert greedy([0.0, 3.0, 2.0]) == 1
-
-
-def test_of_equal_logits_greedy_takes_the_lower_id() -> None:
-    assert greedy([0.0, 3.0, 3.0]) == 1
+def test_temperature_zero_takes_the_largest_logit_and_of_equal_ones_the_lower_id() -> None:
+    assert greedy([0.0, 3.0, 2.0]) == greedy([0.0, 3.0, 3.0]) == 1
 
 
 def test_greedy_ignores_the_seed_and_the_filters() -> None:
@@ -122,36 +112,33 @@ def test_adjusted_logits_equal_the_reference(fields: dict[str, Any]) -> None:
     np.testing.assert_allclose(logits.numpy(), reference_adjusted(LOGITS, state), rtol=1e-6)
 
 
-def adjusted(logits: Sequence[float], **fields: Any) -> list[float]:
-    state, logits_V = make(prompt=[0, 1], output=[1, 1, 2], **fields), torch.tensor(logits)
-    state.adjust(logits_V)
-    return logits_V.tolist()
-
-
-def test_repetition_penalty_divides_positive_and_multiplies_negative_logits_of_prompt_and_output() -> None:
-    assert adjusted([2.0, -2.0, 4.0, 8.0], repetition_penalty=2.0) == [1.0, -4.0, 2.0, 8.0]
-
-
-def test_presence_penalty_is_subtracted_once_from_output_tokens() -> None:
-    assert adjusted([2.0, 2.0, 2.0, 2.0], presence_penalty=0.5) == [2.0, 1.5, 1.5, 2.0]
-
-
-def test_frequency_penalty_is_subtracted_per_occurrence_in_the_output() -> None:
-    assert adjusted([2.0, 2.0, 2.0, 2.0], frequency_penalty=0.5) == [2.0, 1.0, 1.5, 2.0]
-
-
-def test_bias_is_added_after_the_repetition_penalty() -> None:
-    assert adjusted([2.0, 2.0, 2.0, 2.0], repetition_penalty=2.0, logit_bias={0: 1.0, 3: -1.0}) == [2.0, 1.0, 1.0, 1.0]
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        pytest.param({"repetition_penalty": 2.0}, [1.0, -4.0, 2.0, 8.0], id="prompt and output, by the logit's sign"),
+        pytest.param({"presence_penalty": 0.5}, [2.0, -2.5, 3.5, 8.0], id="once for a token of the output"),
+        pytest.param({"frequency_penalty": 0.5}, [2.0, -3.0, 3.5, 8.0], id="for each time in the output"),
+        pytest.param(
+            {"repetition_penalty": 2.0, "logit_bias": {0: 1.0, 3: -1.0}}, [2.0, -4.0, 2.0, 7.0], id="then the bias"
+        ),
+        pytest.param(
+            {"logit_bias": {7: 1.0}, "min_tokens": 9, "stop_token_ids": (8,)},
+            [2.0, -2.0, 4.0, 8.0],
+            id="no such tokens",
+        ),
+    ],
+)
+def test_penalties_and_biases_by_hand(fields: dict[str, Any], expected: list[float]) -> None:
+    """Four logits, after the prompt 0, 1 and the output 1, 1, 2."""
+    state, logits = make(prompt=[0, 1], output=[1, 1, 2], **fields), torch.tensor([2.0, -2.0, 4.0, 8.0])
+    state.adjust(logits)
+    assert logits.tolist() == expected
 
 
 def test_penalties_without_any_seen_token_change_nothing() -> None:
     state, logits = make(prompt=[], output=[], repetition_penalty=2.0), torch.tensor([1.0, 2.0])
     state.adjust(logits)
     assert logits.tolist() == [1.0, 2.0]
-
-
-def test_bias_and_stop_ids_beyond_the_vocabulary_do_nothing() -> None:
-    assert adjusted([2.0, 2.0], logit_bias={7: 1.0}, min_tokens=9, stop_token_ids=(8,)) == [2.0, 2.0]
 
 
 def test_end_and_stop_tokens_are_forbidden_until_min_tokens() -> None:
@@ -266,34 +253,24 @@ def test_logprobs_do_not_change_the_token() -> None:
 # The end of a stream
 
 
-def finish(output: Sequence[int], **fields: Any) -> FinishReason | None:
-    return make(output=output, **fields).finish_after_last()
-
-
-def test_a_stream_goes_on_after_an_ordinary_token() -> None:
-    assert finish([1, 2]) is None
-    assert finish([]) is None
-
-
-def test_an_end_token_and_a_stop_token_end_the_stream() -> None:
-    assert finish([1, 5]) is FinishReason.STOP
-    assert finish([1, 2], stop_token_ids=(2,)) is FinishReason.STOP
-
-
-def test_ignore_eos_ends_at_stop_tokens_only() -> None:
-    assert finish([1, 5], ignore_eos=True) is None
-    assert finish([1, 2], ignore_eos=True, stop_token_ids=(2,)) is FinishReason.STOP
-
-
-def test_max_tokens_ends_the_stream() -> None:
-    assert finish([1, 2], max_tokens=3) is None
-    assert finish([1, 2, 3], max_tokens=3) is FinishReason.LENGTH
-
-
-def test_an_end_token_at_max_tokens_is_a_stop() -> None:
-    assert finish([1, 5], max_tokens=2) is FinishReason.STOP
-
-
-def test_an_end_token_within_min_tokens_does_not_end_the_stream() -> None:
-    assert finish([1, 5], min_tokens=2) is None
-    assert finish([1, 1, 5], min_tokens=2) is FinishReason.STOP
+@pytest.mark.parametrize(
+    ("output", "fields", "expected"),
+    [
+        ([], {}, None),
+        ([1, 2], {}, None),
+        ([1, 5], {}, FinishReason.STOP),
+        ([1, 2], {"stop_token_ids": (2,)}, FinishReason.STOP),
+        ([1, 5], {"ignore_eos": True}, None),
+        ([1, 2], {"ignore_eos": True, "stop_token_ids": (2,)}, FinishReason.STOP),
+        ([1, 2], {"max_tokens": 3}, None),
+        ([1, 2, 3], {"max_tokens": 3}, FinishReason.LENGTH),
+        ([1, 5], {"max_tokens": 2}, FinishReason.STOP),
+        ([1, 5], {"min_tokens": 2}, None),
+        ([1, 1, 5], {"min_tokens": 2}, FinishReason.STOP),
+    ],
+)
+def test_a_stream_ends_with_an_end_or_stop_token_or_the_last_it_may_have(
+    output: list[int], fields: dict[str, Any], expected: FinishReason | None
+) -> None:
+    """The end of text is token 5. It does not count where it is ignored, or within the first `min_tokens`."""
+    assert make(output=output, **fields).finish_after_last() is expected

@@ -24,11 +24,6 @@ from tests.support.models.sampling import (
 )
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def chi_square(counts: NDArray[np.int64], p: Floats) -> float:
     """The p-value of the counts; a token of probability 0 must not occur."""
     assert counts[p == 0].sum() == 0

@@ -72,8 +72,11 @@ def test_torch_takes_over_where_it_wins_from_there_on(
     assert choosing._choose_torch_rows(KERNELS.choice.panels) == torch_rows
 
 
-def test_a_choice_is_of_what_this_processor_has() -> None:
+@pytest.mark.parametrize("is_beaten", [False, True])
+def test_a_choice_is_of_what_this_processor_has(is_beaten: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever kernels are faster; tests/unit/modeling/kernels/test_main.py measures them."""
     require(native.NATIVE)
+    monkeypatch.setattr(choosing, "_is_beaten", lambda *_: is_beaten)
     choice = choosing.measure_choice()
     assert choice.processor == processor_kind()
     assert choice.attention in (TILES, DOT, WIDENED)

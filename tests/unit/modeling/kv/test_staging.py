@@ -36,7 +36,7 @@ def test_the_frame_that_came_back_last_is_taken_first(frames: StagingFrames) -> 
     assert bytes(first) == b"again---"
 
 
-def test_who_waits_is_served_in_order_and_not_overtaken(frames: StagingFrames) -> None:
+def test_waiters_get_frames_in_order_and_are_not_overtaken(frames: StagingFrames) -> None:
     taken = frames.take(3).result(0)
     two, one = frames.take(2), frames.take(1)
     frames.give(taken[:1])

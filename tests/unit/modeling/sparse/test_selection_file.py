@@ -1,4 +1,4 @@
-"""What was prepared for a model comes back as it was, and is refused by any other."""
+"""A prepared selection is read as it was written, and is refused for another model."""
 
 import dataclasses
 import math
@@ -73,7 +73,7 @@ def test_each_model_has_a_place_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_
     assert prepared_path("abc", lookahead=1) == tmp_path / "baton" / "selections" / "abc-early.safetensors"
 
 
-def test_none_is_there(decoder: Decoder, tmp_path: Path) -> None:
+def test_a_missing_selection_is_refused(decoder: Decoder, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=f"no selection was prepared for this model: {REMEDY}"):
         load_prepared(tmp_path / "absent", decoder)
 

@@ -281,7 +281,7 @@ def test_two_ranks_by_hand() -> None:
 
 
 def test_own_chunk_first_hides_the_wait() -> None:
-    """Of rank 1's first layer, 0.25 of own attention fall into the wait."""
+    """In rank 1's first layer, 0.25 of own attention fall into the wait."""
     protocol = Protocol(Kernel.CAUSAL, Receive.LOCAL_FIRST, skip_last=False)
     overlapped = Protocol(Kernel.CAUSAL, Receive.OVERLAPPED, skip_last=False)
     assert reference((1, 1), COST, overlapped) - reference((1, 1), COST, protocol) == 0.25
@@ -312,7 +312,7 @@ def test_every_step_from_the_paper_to_ours_helps() -> None:
 
 
 def test_pushing_kv_exposes_the_tail_only() -> None:
-    """With links no slower than a layer, only what the last layer leaves over is waited for."""
+    """If links are no slower than a layer, only the rest of the last layer is waited for."""
     cost = CostModel(10, 1e-3, 0.0, 100, link=Link(0.0))
     pushing = CostModel(10, 1e-3, 0.0, 100, link=Link(0.0), push=Link(0.25, 2e5))
     chunks = (50, 50)
@@ -321,11 +321,12 @@ def test_pushing_kv_exposes_the_tail_only() -> None:
     assert 0.25 <= with_push - without <= 0.25 + last_layer_s
 
 
-def test_one_prediction_takes_two_milliseconds_at_most() -> None:
+def test_one_prediction_takes_at_most_two_milliseconds_of_processor_time() -> None:
     cost = CostModel(32, 1e-6, 4e-11, 4096, link=Link(15e-6, 1e10))
-    fastest_s = math.inf
-    for _ in range(50):
-        start_s = time.perf_counter()
+
+    def used_s() -> float:
+        began_s = time.thread_time()
         chain_ttft((2400, 2100, 1900, 1792), cost, BATON)
-        fastest_s = min(fastest_s, time.perf_counter() - start_s)
-    assert fastest_s < 2e-3
+        return time.thread_time() - began_s
+
+    assert min(used_s() for _ in range(50)) < 2e-3

@@ -62,5 +62,5 @@ def test_few_kernels_serve_steps_of_all_sizes() -> None:
     assert compiled == {(1, 0), (2, 0), (4, 0), (8, 0)}
 
 
-def test_they_are_for_gpus() -> None:
+def test_rows_are_compiled_for_gpus_only() -> None:
     assert not compiles_for(CPU, torch.float32)

@@ -1,0 +1,33 @@
+"""Configurations of Hugging Face models that are refused, and small checkpoints written to a folder."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+from torch import Tensor
+
+from baton.errors import ModelError
+from modeling.checkpoints.registry import read_model
+from modeling.checkpoints.weights import load_decoder
+from modeling.forward.decoder import Decoder
+
+
+def refusal(config: Mapping[str, Any]) -> str:
+    """The one line that refuses a configuration, without the name of its file; it names a remedy."""
+    with pytest.raises(ModelError) as refused:
+        read_model(dict(config), source="folder/config.json")
+    message = str(refused.value)
+    assert message.startswith("folder/config.json: ")
+    assert ";" in message, "no remedy"
+    assert "\n" not in message
+    return message.removeprefix("folder/config.json: ")
+
+
+def write_and_load(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> Decoder:
+    """Writes a checkpoint of one file, and loads it."""
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return load_decoder(folder)
