@@ -14,9 +14,9 @@ from generate_workers.engine.batcher import Batcher
 from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.step_bound import PrefillWork, StepBound
 from generate_workers.slots.memory import MemoryLimits
-from modeling.kv.memory import PAGE_BYTES
 from tests.support.engines.batches import Batch, OneByOne
 from tests.support.engines.generation import eos_decoder, harness, prompt, reference_ids
+from tests.support.engines.slot_tables import page_bytes
 
 BATCHERS: dict[str, Callable[[], Batcher]] = {
     "decode-first": lambda: DecodeFirst(8),
@@ -77,8 +77,7 @@ def test_an_engine_makes_the_same_tokens(batcher: Batcher, num_choices: int) -> 
 
 
 def test_an_engine_that_runs_out_of_memory_makes_the_same_tokens(batcher: Batcher) -> None:
-    pages = -(-96 * DECODER.layout.row_bytes // PAGE_BYTES)
-    limits = MemoryLimits(DECODER.layout.num_layers * pages * PAGE_BYTES)
+    limits = MemoryLimits(page_bytes(96, DECODER.layout))
     params = dataclasses.replace(PARAMS, max_tokens=60)
     with harness(decoder=DECODER, batcher=batcher, limits=limits, growth_tokens=1) as made:
         streams = {length: made.submit(prompt(length), params)[1] for length in (30, 31)}

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -18,7 +17,6 @@ from generate_workers.residency.sparse.draft_index import IndexedResidency
 from generate_workers.speculation.making import CHOOSING
 from generate_workers.speculation.self_drafts import DraftStep, DraftView
 from modeling.forward.decoder import Decoder
-from modeling.forward.rows import has_native_rows
 from modeling.forward.selection import Picks, Selection
 from tests.support.engines.generation import Harness, harness
 from tests.support.engines.infinigen import SOME, prepared
@@ -28,9 +26,6 @@ VIEWS: tuple[SpeculationName, ...] = ("snapkv", "infinigen", "quest", "topk")
 """All whose drafts choose keys."""
 DECODER = random_decoder(num_layers=4)
 """A model with layers that may choose, behind the two that stay whole."""
-needs_rows = pytest.mark.skipif(
-    not has_native_rows(DECODER.weights.device, DECODER.dtype, DECODER.config.head_dim), reason="needs a C++ compiler"
-)
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 
 

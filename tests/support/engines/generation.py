@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ from generate_workers.speculation.draft_model import ModelDrafter
 from generate_workers.speculation.making import make_speculation
 from generate_workers.speculation.speculator import Speculator
 from modeling.device.copying import CopyTensor, copy_bytes
-from modeling.forward.decoder import Decoder
+from modeling.forward.decoder import Decoder, SequenceSpan
 from modeling.forward.sampling import SamplerState, sample
 from modeling.kv.buffers import BufferSpan, KvBuffer
 from modeling.prefix_store.store import PrefixStore
@@ -47,6 +48,20 @@ from tests.support.models.tiny_tokenizer import EOS_ID, letter_tokenizer
 from transport.kv_sink import ReserveSpec
 
 WAIT_S = 30.0
+
+
+class WatchedDecoder(Decoder):
+    """A decoder that calls `before` with the tokens and spans of each forward."""
+
+    def __init__(self, decoder: Decoder, before: Callable[[Sequence[int], Sequence[SequenceSpan]], None]) -> None:
+        super().__init__(decoder.config, decoder.weights, decoder.kernel)
+        self._before = before
+
+    def forward(
+        self, token_ids: Sequence[int], spans: Sequence[SequenceSpan], *args: Any, **options: Any
+    ) -> torch.Tensor:
+        self._before(token_ids, spans)
+        return super().forward(token_ids, spans, *args, **options)
 
 
 class Collector:

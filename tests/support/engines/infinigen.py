@@ -10,15 +10,18 @@ from torch import Tensor
 
 from baton.sampling_params import SamplingParams
 from baton.types import KvLayout
+from generate_workers.residency.int4.infinigen import InfinigenInt4Residency
 from generate_workers.residency.policies import SelectionSource, make_residency
 from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.sparse.infinigen import InfinigenResidency
-from generate_workers.residency.sparse.pool import PoolSize
+from generate_workers.residency.sparse.infinigen_pooled import PooledResidency
+from generate_workers.residency.sparse.pool import Eviction, PoolSize
 from modeling.forward.decoder import Decoder
 from modeling.forward.selection import Selection
 from modeling.sparse.bases import Basis, BasisKind
 from modeling.sparse.selection_file import PreparedSelection
+from tests.support.engines.devices import PoisonedCpu
 from tests.support.models.tiny_models import random_decoder
 
 DECODER = random_decoder(num_layers=5)
@@ -52,6 +55,20 @@ def infinigen(
     found: PreparedSelection, decoder: Decoder = DECODER
 ) -> Callable[[KvShape, MakeMemory], InfinigenResidency]:
     return lambda shape, make: InfinigenResidency(shape, make, found, decoder)
+
+
+def infinigen_int4(
+    found: PreparedSelection, decoder: Decoder = DECODER
+) -> Callable[[KvShape, MakeMemory], InfinigenInt4Residency]:
+    return lambda shape, make: InfinigenInt4Residency(shape, make, found, decoder)
+
+
+def pooled(
+    num_tokens: int, eviction: Eviction = Eviction.COUNTER, selection: Selection = SOME, lookahead: int = 0
+) -> Callable[[KvShape, MakeMemory], PooledResidency]:
+    """InfiniGen with a pool of so many tokens."""
+    size = PoolSize(num_tokens, eviction)
+    return lambda shape, make: PooledResidency(shape, PoisonedCpu(), prepared(selection, lookahead), DECODER, size)
 
 
 @dataclass(frozen=True)

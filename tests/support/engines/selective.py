@@ -1,23 +1,31 @@
-"""Steps of policies that attend to some of the keys, one at a time, watched and disturbed."""
+"""Steps of policies that attend to some of the keys, one at a time, watched and disturbed; and engines with them."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from baton.ids import SlotId
+from baton.sampling_params import SamplingParams
 from baton.types import TokenRange
 from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.steps import RowResidency
+from generate_workers.slots.memory import MemoryLimits
 from modeling.forward.decoder import Decoder, LayerTurns
 from modeling.forward.selection import Picks
 from tests.support.engines.devices import PoisonedMemory
-from tests.support.engines.generation import prefilled
+from tests.support.engines.generation import harness, prefilled, prompt
+from tests.support.engines.infinigen import LENGTHS, PARAMS
+from tests.support.engines.slot_tables import UNLIMITED, Policy
 
+MakePolicy = Callable[[KvShape, MakeMemory], Residency]
 Disturb = Callable[[int, Picks], None]
 """(layer, picks): called when they are chosen, before anybody attends to them."""
+PROMPTS = [prompt(length, seed) for seed, length in enumerate((60, 25, 90))]
+TOKENS = prompt(200, seed=9)
+"""The next tokens of all rows."""
 
 
 @dataclass
@@ -52,19 +60,21 @@ class Bench:
     lengths: dict[int, int] = field(default_factory=dict)
     room: int = 16
     """Tokens that a row may get."""
+    most: int = 0
+    """Tokens that a slot holds."""
 
     @classmethod
     def of(
         cls,
         decoder: Decoder,
-        make: Callable[[KvShape, MakeMemory], Residency],
+        make: MakePolicy,
         prompts: Sequence[Sequence[int]],
         room: int = 16,
     ) -> "Bench":
         """A slot for each prompt, with its KV, and room for some tokens more."""
         most = max(len(ids) for ids in prompts) + room
         shape = KvShape(decoder.layout, decoder.config.windows, len(prompts), most)
-        made = cls(decoder, make(shape, PoisonedMemory), room=room)
+        made = cls(decoder, make(shape, PoisonedMemory), room=room, most=most)
         for slot, ids in enumerate(prompts):
             made.fill(slot, ids)
         return made
@@ -94,6 +104,20 @@ class Bench:
             self.lengths[slot] += len(ids)
         return self.decoder.logits(hidden_TD), watched
 
+    def turns(self, num_steps: int) -> Iterator[Tensor]:
+        """Logits of steps of one token a row; rows take turns to be absent."""
+        for step in range(num_steps):
+            slots = [slot for slot in self.lengths if (step + slot) % 4]
+            yield self.run(dict.fromkeys(slots, TOKENS[step : step + 1]))[0]
+
+    def copy(self, source: int, target: int) -> None:
+        """Replaces a slot's row by a copy of another's."""
+        assert isinstance(self.residency, RowResidency)
+        length = self.lengths[target] = self.lengths[source]
+        self.residency._rows[target].release()
+        self.residency.open(SlotId(target), length, self.most)
+        self.residency.copy(SlotId(source), SlotId(target), length)
+
     def home(self, slot: int, layer: int) -> Tensor:
         """`[S, 2, G, H]`: all that a slot has of a layer at home."""
         assert isinstance(self.residency, RowResidency)
@@ -115,3 +139,30 @@ def lists(picks: Picks | None, row: int) -> list[list[int]]:
     assert picks is not None
     counts_G = picks.num_BG[row].tolist()
     return [keys[:count] for keys, count in zip(picks.keys_BGK[row].tolist(), counts_G, strict=True)]
+
+
+def answers(decoder: Decoder, policy: Policy, max_tokens: int, limits: MemoryLimits = UNLIMITED) -> list[list[int]]:
+    """Tokens of rows that join one after the other, prefilled here and pushed, and of one with two choices."""
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    with harness(decoder=decoder, policy=policy, num_slots=6, limits=limits, growth_tokens=1) as made:
+        ref = made.reserve(33, 80).ref
+        made.push_and_commit(ref, prompt(33), params)
+        streams = [made.submit(prompt(33), params, ref=ref)[1]]
+        for length in (1, 40, 50, 70):
+            streams.append(made.submit(prompt(length), params)[1])
+            made.engine.step()
+        choices = made.submit(prompt(15), replace(params, n=2, temperature=1.0, seed=3))[1]
+        made.run()
+        assert limits == UNLIMITED or made.engine.status().num_preemptions > 0
+        return [stream.token_ids for stream in (*streams, choices.choice(0), choices.choice(1))]
+
+
+def streamed(decoder: Decoder, policy: Policy) -> dict[int, list[int]]:
+    """Tokens by the prompt's length: of rows that are prefilled here, and of one that is pushed."""
+    with harness(decoder=decoder, policy=policy, num_slots=8) as made:
+        streams = {length: made.submit(prompt(length), PARAMS)[1] for length in LENGTHS}
+        ref = made.reserve(33, 60).ref
+        made.push_and_commit(ref, prompt(33), PARAMS)
+        streams[33] = made.submit(prompt(33), PARAMS, ref=ref)[1]
+        made.run()
+    return {length: stream.token_ids for length, stream in streams.items()}

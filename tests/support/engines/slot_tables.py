@@ -80,9 +80,14 @@ def make_slots(
     return SlotTable(memory, clock, endpoint="127.0.0.1:1")
 
 
+def whole_pages(num_bytes: float) -> int:
+    """Bytes of the fewest pages that hold so many."""
+    return -(-int(num_bytes) // PAGE_BYTES) * PAGE_BYTES
+
+
 def page_bytes(num_tokens: int, layout: KvLayout = LAYOUT) -> int:
     """What a row of that many tokens takes: in each layer a whole number of pages."""
-    return layout.num_layers * -(-num_tokens * layout.row_bytes // PAGE_BYTES) * PAGE_BYTES
+    return layout.num_layers * whole_pages(num_tokens * layout.row_bytes)
 
 
 def kv_ledger(leased: int = 0, active: int = 0, quarantined: int = 0, *, limits: MemoryLimits = UNLIMITED) -> KvLedger:

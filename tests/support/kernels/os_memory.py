@@ -9,8 +9,8 @@ import numpy as np
 from modeling.kv.memory import PAGE_BYTES, PagedMemory
 
 _ENTRY_BYTES = 8
-_PRESENT = np.uint64(1 << 63)
-"""Of a page's entry in /proc/self/pagemap."""
+_PRESENT = np.uint64(1 << 63 | 1 << 62)
+"""In memory or swapped out: of a page's entry in /proc/self/pagemap."""
 
 
 def resident_bytes(memory: PagedMemory) -> int:

@@ -1,25 +1,17 @@
 """The engine's life with its streams: one terminal event each, slots freed before it, whatever happens."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from torch import Tensor
 
-from baton.errors import (
-    ConfigError,
-    InvalidArgumentError,
-    ResourceExhaustedError,
-)
+from baton.errors import ConfigError, InvalidArgumentError, ResourceExhaustedError
 from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, TokenEvent
 from generate_workers.config import EngineConfig
 from generate_workers.engine.rows import GenerationRequest
-from modeling.forward.decoder import Decoder, LayerTurns, SequenceSpan
-from modeling.forward.selection import StepPicks
-from tests.support.engines.generation import eos_decoder, harness, prompt, reference_ids
+from tests.support.engines.generation import WatchedDecoder, eos_decoder, harness, prompt, reference_ids
 from tests.support.engines.slot_tables import is_empty
 from tests.support.models.tiny_tokenizer import text_of
 
@@ -50,12 +42,6 @@ def test_an_end_of_sequence_token_stops_generating() -> None:
         assert answer.token_ids == whole.token_ids[:num_tokens]
         assert answer.text == text_of(whole.token_ids[: num_tokens - 1])
         assert answer.finish is FinishReason.STOP
-
-
-def test_max_tokens_ends_with_length() -> None:
-    with harness() as made:
-        answer = made.answer(prompt(9), SHORT)
-        assert (len(answer.token_ids), answer.finish) == (4, FinishReason.LENGTH)
 
 
 def test_a_lease_that_is_full_ends_with_length() -> None:
@@ -196,46 +182,28 @@ def test_config_takes_no_negative_memory(name: str) -> None:
 # Failures.
 
 
-class FailingDecoder(Decoder):
-    """The real decoder, whose forward fails while `error` is set."""
-
+def test_a_failing_forward_ends_its_rows_and_no_others() -> None:
     error: Exception | None = None
 
-    def forward(
-        self,
-        token_ids: Sequence[int],
-        spans: Sequence[SequenceSpan],
-        turns: LayerTurns | None = None,
-        *,
-        most_queries: int = 1,
-        picks: StepPicks | None = None,
-    ) -> Tensor:
-        if self.error is not None:
-            raise self.error
-        return super().forward(token_ids, spans, turns, most_queries=most_queries, picks=picks)
+    def fail(*_: object) -> None:
+        if error is not None:
+            raise error
 
-
-def failing_decoder() -> FailingDecoder:
-    made = eos_decoder()
-    return FailingDecoder(made.config, made.weights)
-
-
-def test_a_failing_forward_ends_its_rows_and_no_others() -> None:
-    decoder = failing_decoder()
+    decoder = WatchedDecoder(eos_decoder(), fail)
     with harness(decoder=decoder, num_slots=2) as made:
         rows = [made.submit(prompt(9), LONG)[1] for _ in range(2)]
         made.engine.step()
         _, waiting = made.submit(prompt(5), SHORT)
-        decoder.error = RuntimeError("device lost\nand more")
+        error = RuntimeError("device lost\nand more")
         made.engine.step()
         assert [row.error for row in rows] == ["RuntimeError: device lost"] * 2
         assert is_empty(made.slots.ledger())
-        decoder.error = None
+        error = None
         made.run()
         assert waiting.token_ids == reference_ids(decoder, prompt(5), SHORT)
 
 
-def test_a_client_that_cannot_be_told_costs_its_own_row_only() -> None:
+def test_a_sink_that_raises_ends_its_own_row_only() -> None:
     with harness() as made:
         _, other = made.submit(prompt(9), SHORT)
         calls: list[TokenEvent] = []

@@ -5,43 +5,26 @@ waiting by a prompt beyond it, and tokens stay exact.
 from collections.abc import Sequence
 
 import pytest
-from torch import Tensor
 
 from baton.sampling_params import SamplingParams
-from modeling.forward.decoder import Decoder, LayerTurns, SequenceSpan
-from modeling.forward.selection import StepPicks
-from tests.support.engines.generation import eos_decoder, harness, prompt, reference_ids
+from modeling.forward.decoder import SequenceSpan
+from tests.support.engines.generation import WatchedDecoder, eos_decoder, harness, prompt, reference_ids
 from tests.support.manual_clock import ManualClock
 
 STREAM = SamplingParams(max_tokens=90, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 
 
-class Timed(Decoder):
-    """A decoder whose forwards take, on a manual clock, some time for each call, row and token of prefill."""
-
-    def __init__(self, decoder: Decoder, clock: ManualClock) -> None:
-        super().__init__(decoder.config, decoder.weights, decoder.kernel)
-        self._clock = clock
-
-    def forward(
-        self,
-        token_ids: Sequence[int],
-        spans: Sequence[SequenceSpan],
-        turns: LayerTurns | None = None,
-        *,
-        most_queries: int = 1,
-        picks: StepPicks | None = None,
-    ) -> Tensor:
-        num_decoded = sum(len(span.tokens) == 1 for span in spans)
-        self._clock.advance(0.010 + 0.001 * num_decoded + 0.001 * (len(token_ids) - num_decoded))
-        return super().forward(token_ids, spans, turns, most_queries=most_queries, picks=picks)
-
-
 @pytest.mark.parametrize(("stretch", "most_s"), [(3.0, 0.040), (float("inf"), 0.075)])
 def test_a_prompt_delays_running_rows_by_its_bound(stretch: float, most_s: float) -> None:
     clock = ManualClock(start_s=100.0)
-    decoder = Timed(eos_decoder(), clock)
+
+    def take_time(token_ids: Sequence[int], spans: Sequence[SequenceSpan]) -> None:
+        """Some time for each forward, row that decodes, and token of prefill."""
+        num_decoded = sum(len(span.tokens) == 1 for span in spans)
+        clock.advance(0.010 + 0.001 * num_decoded + 0.001 * (len(token_ids) - num_decoded))
+
+    decoder = WatchedDecoder(eos_decoder(), take_time)
     with harness(
         decoder=decoder, clock=clock, max_slot_tokens=400, max_prefill_tokens_per_step=64, max_step_stretch=stretch
     ) as made:

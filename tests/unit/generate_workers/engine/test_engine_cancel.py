@@ -5,12 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from baton.errors import (
-    InvalidArgumentError,
-    LeaseExpiredError,
-    StaleStampError,
-    UnavailableError,
-)
+from baton.errors import InvalidArgumentError, LeaseExpiredError, StaleStampError, UnavailableError
 from baton.ids import SlotId, Stamp
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, LeaseRef, SampledToken

@@ -12,8 +12,8 @@ from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, KvLayout, LeaseRef, TokenEvent
 from generate_workers.engine.rows import Row
 from generate_workers.slots.memory import MemoryLimits
-from modeling.kv.memory import PAGE_BYTES
 from tests.support.engines.generation import Collector, Harness, eos_decoder, harness, prompt, reference_ids
+from tests.support.engines.slot_tables import page_bytes
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
 DECODER = eos_decoder()
@@ -22,8 +22,7 @@ LAYOUT = DECODER.layout
 
 def limit(num_tokens: int, num_rows: int, layout: KvLayout = LAYOUT) -> MemoryLimits:
     """Room for rows of that many tokens."""
-    pages = math.ceil(num_tokens * layout.row_bytes / PAGE_BYTES)
-    return MemoryLimits(num_rows * layout.num_layers * pages * PAGE_BYTES)
+    return MemoryLimits(num_rows * page_bytes(num_tokens, layout))
 
 
 def check_tokens(made: Harness, *asked: tuple[Collector, int, SamplingParams]) -> None:

@@ -5,18 +5,14 @@ import threading
 import pytest
 
 from baton.clock import SystemClock
-from baton.errors import (
-    UnavailableError,
-)
+from baton.errors import UnavailableError
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason
 from tests.support.engines.generation import WAIT_S, harness, prompt, reference_ids
+from tests.support.manual_clock import ManualClock
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
-
-
-# On its own thread.
 
 
 def test_the_thread_serves_streams_from_many_threads() -> None:
@@ -43,9 +39,11 @@ def test_a_sleeping_engine_wakes_for_a_commit() -> None:
 
 
 def test_a_sleeping_engine_wakes_for_a_deadline() -> None:
-    with harness(clock=SystemClock()) as made:
+    clock = ManualClock(100.0)
+    with harness(clock=clock) as made:
         made.engine.start()
-        _, stream = made.submit(prompt(9), SHORT, ref=made.reserve(9, 80, ttl_s=1.0).ref)
+        _, stream = made.submit(prompt(9), SHORT, ref=made.reserve(9, 80, ttl_s=0.1).ref)
+        clock.advance(0.1)
         assert stream.ended.wait(WAIT_S)
         assert stream.error.startswith("LeaseExpiredError")
 
@@ -61,26 +59,21 @@ def test_a_sleeping_engine_wakes_for_a_cancel_and_for_a_freed_slot() -> None:
         assert waiting.finish is FinishReason.LENGTH
 
 
-def test_an_idle_engine_sleeps() -> None:
-    class CountingClock(SystemClock):
-        num_reads = 0
+def test_an_idle_engine_sleeps_until_it_is_woken() -> None:
+    idle = threading.Event()
 
-        def now_s(self) -> float:
-            self.num_reads += 1
-            return super().now_s()
+    class Watched(threading.Condition):
+        def wait(self, timeout: float | None = None) -> bool:
+            if timeout is None and stream.ended.is_set():
+                idle.set()
+            return super().wait(timeout)
 
-    clock = CountingClock()
-    with harness(clock=clock) as made:
-        made.engine.start()
+    with harness() as made:
+        made.engine._book._condition = Watched()
         _, stream = made.submit(prompt(5), SHORT)
+        made.engine.start()
         assert stream.ended.wait(WAIT_S)
-
-        def is_quiet() -> bool:
-            num_reads = clock.num_reads
-            threading.Event().wait(0.2)
-            return clock.num_reads == num_reads
-
-        assert any(is_quiet() for _ in range(20))
+        assert idle.wait(WAIT_S)
 
 
 def test_a_broken_engine_ends_every_stream_and_says_so() -> None:

@@ -4,7 +4,7 @@ itself has its form; the jsonschema package says so, with and without drafts, an
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +19,8 @@ from baton.types import FinishReason, SampledToken
 from generate_workers.config import SpeculationName
 from generate_workers.engine.rows import GenerationRequest
 from generate_workers.slots.memory import MemoryLimits
-from modeling.kv.memory import PAGE_BYTES
 from tests.support.engines.generation import Collector, Harness, eos_decoder, harness, prompt
+from tests.support.engines.slot_tables import page_bytes
 from tests.support.models.tiny_tokenizer import EOS_ID, ids_of, letter_grammars, text_of
 from tests.support.schemas import Schema, random_schema, suite_schemas
 
@@ -35,8 +35,8 @@ def params_of(schema: Schema, seed: int) -> SamplingParams:
     return SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, seed=seed, logit_bias=TERSE, structured_output=form)
 
 
-def check_valid(schema: Schema, collector: Collector) -> bool:
-    """Whether the answer is complete; then it must be valid."""
+def is_complete(schema: Schema, collector: Collector) -> bool:
+    """Return whether the answer is complete. A complete answer must be valid."""
     assert collector.finish in (FinishReason.STOP, FinishReason.LENGTH), collector.events[-1]
     if collector.finish is FinishReason.LENGTH:
         assert len(collector.token_ids) == MAX_TOKENS
@@ -47,6 +47,15 @@ def check_valid(schema: Schema, collector: Collector) -> bool:
     return True
 
 
+def check_followed(made: Harness, schemas: Sequence[Schema], least_share: float) -> None:
+    """Every complete answer is valid, and at least so many are complete."""
+    asked = [made.submit(prompt(5), params_of(schema, seed))[1] for seed, schema in enumerate(schemas)]
+    made.run(max_steps=20_000)
+    num_complete = sum(is_complete(*each) for each in zip(schemas, asked, strict=True))
+    print(f"{num_complete} of {len(schemas)} answers are complete, all of them valid")
+    assert num_complete > least_share * len(schemas)
+
+
 @pytest.fixture(params=DRAFTED)
 def made(request: pytest.FixtureRequest) -> Iterator[Harness]:
     with harness(num_slots=8, max_slot_tokens=256, max_waiting=1000, speculation=request.param) as found:
@@ -55,21 +64,14 @@ def made(request: pytest.FixtureRequest) -> Iterator[Harness]:
 
 @pytest.mark.parametrize("num_schemas", [60, pytest.param(300, marks=pytest.mark.nightly)])
 def test_random_schemas_are_followed(made: Harness, num_schemas: int) -> None:
-    schemas = [random_schema(seed) for seed in range(num_schemas)]
-    asked = [made.submit(prompt(5), params_of(schema, seed))[1] for seed, schema in enumerate(schemas)]
-    made.run(max_steps=20_000)
-    num_complete = sum(check_valid(*each) for each in zip(schemas, asked, strict=True))
-    print(f"{num_complete} of {len(schemas)} answers are complete, all of them valid")
-    assert num_complete > 0.9 * num_schemas
+    check_followed(made, [random_schema(seed) for seed in range(num_schemas)], 0.9)
 
 
+@pytest.mark.parametrize(
+    "made", ["off", *(pytest.param(each, marks=pytest.mark.ci) for each in ("ngram", "model"))], indirect=True
+)
 def test_the_supported_part_of_the_public_suite_is_followed(made: Harness) -> None:
-    schemas = supported_part()
-    asked = [made.submit(prompt(5), params_of(schema, seed))[1] for seed, schema in enumerate(schemas)]
-    made.run(max_steps=20_000)
-    num_complete = sum(check_valid(*each) for each in zip(schemas, asked, strict=True))
-    print(f"{num_complete} of {len(schemas)} answers are complete, all of them valid")
-    assert num_complete > 0.5 * len(schemas)
+    check_followed(made, supported_part(), 0.5)
 
 
 def supported_part() -> list[Schema]:
@@ -113,8 +115,7 @@ def check_pattern(collector: Collector) -> None:
 
 def test_rows_that_are_preempted_keep_their_form() -> None:
     decoder = eos_decoder()
-    pages = math.ceil(96 * decoder.layout.row_bytes / PAGE_BYTES)
-    limits = MemoryLimits(2 * decoder.layout.num_layers * pages * PAGE_BYTES)
+    limits = MemoryLimits(2 * page_bytes(96, decoder.layout))
     with harness(decoder=decoder, limits=limits, growth_tokens=1) as made:
         crowded = [made.submit(prompt(length), PATTERN)[1] for length in (30, 31, 32, 33)]
         made.run()

@@ -1,41 +1,33 @@
 """Every policy on a device with memory of its own: the CPU's tokens, in memory that is counted and bounded."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import Tensor
 
 from baton.errors import ConfigError
-from baton.sampling_params import SamplingParams
 from generate_workers.residency.policies import SelectionSource, make_residency
 from generate_workers.residency.port import KvShape, Residency
-from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.sparse.pool import Eviction, PoolSize
 from generate_workers.residency.traits import POLICIES
 from generate_workers.slots.memory import MemoryLimits
 from modeling.device.copying import LinkRate
 from modeling.device.cpu import CpuDevice
 from modeling.forward.decoder import Decoder
-from modeling.forward.rows import has_native_rows
 from modeling.forward.selection import Selection
 from tests.support.engines.devices import PoisonedCpu, PoisonedDevice, on_emulated
-from tests.support.engines.generation import harness, prompt
 from tests.support.engines.infinigen import configured, prepared
-from tests.support.engines.selective import Bench
+from tests.support.engines.selective import PROMPTS, TOKENS, Bench, MakePolicy, answers
 from tests.support.engines.slot_tables import UNLIMITED
+from tests.support.kernels.paths import needs_rows
 from tests.support.models.tiny_models import random_decoder
 
 PLAIN = random_decoder(num_layers=5)
 CPU = Decoder(PLAIN.config, PLAIN.weights, device=PoisonedCpu())
 FEW = Selection(3.0, 0.1, 2, 3, free_keys=6)
-"""So few keys that most are left out."""
-PARAMS = SamplingParams(max_tokens=30, ignore_eos=True)
+"""Chooses so few keys that most are left out."""
 
-pytestmark = pytest.mark.skipif(
-    not has_native_rows(torch.device("cpu"), torch.float32, 16), reason="needs a C++ compiler"
-)
+pytestmark = needs_rows
 
 
 @dataclass(frozen=True)
@@ -48,9 +40,9 @@ class Way:
     def __str__(self) -> str:
         return self.name if self.pool is None else f"{self.name} pool {self.pool.eviction.value}"
 
-    def on(self, decoder: Decoder, selection: Selection = FEW) -> Callable[[KvShape, MakeMemory], Residency]:
+    def on(self, decoder: Decoder) -> MakePolicy:
         """The policy on the decoder's device, which predicts picks a layer early."""
-        return configured(self.name, decoder, prepared(selection, 1, decoder=decoder), self.pool)
+        return configured(self.name, decoder, prepared(FEW, 1, decoder=decoder), self.pool)
 
 
 WAYS = [
@@ -62,25 +54,14 @@ _ON_EVERY_CHANGE = ("device", "host", "infinigen", "infinigen pool counter")
 
 
 def _fewer(ways: list[Way]) -> pytest.MarkDecorator:
-    """What is served on every change, and the policies that it is compared with in nightly runs."""
+    """Cases of policies that are served, on every change, and of those that they are compared with, in nightly runs."""
     nightly = pytest.mark.nightly
     cases = [pytest.param(way, marks=() if str(way) in _ON_EVERY_CHANGE else nightly) for way in ways]
     return pytest.mark.parametrize("way", cases, ids=str)
 
 
-def answers(decoder: Decoder, way: Way, limits: MemoryLimits = UNLIMITED) -> list[list[int]]:
-    """Rows that join one after the other, prefilled here and pushed, and one of two choices."""
-    with harness(decoder=decoder, policy=way.on(decoder), num_slots=6, limits=limits, growth_tokens=1) as made:
-        ref = made.reserve(33, 80).ref
-        made.push_and_commit(ref, prompt(33), PARAMS)
-        streams = [made.submit(prompt(33), PARAMS, ref=ref)[1]]
-        for length in (1, 40, 50, 70):
-            streams.append(made.submit(prompt(length), PARAMS)[1])
-            made.engine.step()
-        choices = made.submit(prompt(15), replace(PARAMS, n=2, temperature=1.0, seed=3))[1]
-        made.run()
-        assert limits == UNLIMITED or made.engine.status().num_preemptions > 0
-        return [*(stream.token_ids for stream in streams), choices.choice(0).token_ids, choices.choice(1).token_ids]
+def served(decoder: Decoder, way: Way, limits: MemoryLimits = UNLIMITED) -> list[list[int]]:
+    return answers(decoder, way.on(decoder), 30, limits)
 
 
 def policy_on(decoder: Decoder, way: Way) -> Residency:
@@ -90,14 +71,14 @@ def policy_on(decoder: Decoder, way: Way) -> Residency:
 
 @_fewer(WAYS)
 def test_answers_are_those_of_the_cpu(way: Way) -> None:
-    assert answers(on_emulated(PLAIN), way) == answers(CPU, way)
+    assert served(on_emulated(PLAIN), way) == served(CPU, way)
 
 
 @ways
 def test_answers_are_those_of_the_cpu_when_rows_give_way(way: Way) -> None:
     """Rows give their memory back in the same steps, because home memory is what is short."""
     limits = MemoryLimits(2 * policy_on(CPU, way).bytes_for(101).home)
-    assert answers(on_emulated(PLAIN), way, limits) == answers(CPU, way, limits)
+    assert served(on_emulated(PLAIN), way, limits) == served(CPU, way, limits)
 
 
 @_fewer(WAYS)
@@ -111,21 +92,10 @@ def test_a_device_never_holds_more_than_it_has(way: Way) -> None:
     limit = limits.device_bytes + policy.scratch_bytes
     policy.close()
     device.bound(limit)
-    found = answers(decoder, way, limits)
+    found = served(decoder, way, limits)
     assert [len(each) for each in found] == [30] * len(found)
     assert 0 < device.memory_use.peak_bytes <= limit
     assert device.memory_use.num_bytes <= policy.scratch_bytes
-
-
-PROMPTS = [prompt(length, seed) for seed, length in enumerate((60, 25, 90))]
-TOKENS = prompt(200, seed=9)
-
-
-def steps(bench: Bench, num_steps: int) -> Iterator[Tensor]:
-    """Logits of steps in which rows take turns to be there."""
-    for step in range(num_steps):
-        slots = [slot for slot in range(len(PROMPTS)) if (step + slot) % 4]
-        yield bench.run(dict.fromkeys(slots, TOKENS[step : step + 1]))[0]
 
 
 TURNING = [way for way in WAYS if way.name != "device"]
@@ -138,7 +108,7 @@ def test_steps_are_those_of_the_cpu(way: Way, dtype: str) -> None:
     plain = random_decoder(num_layers=5, dtype=dtype, head_dim=64)
     cpu, there = Decoder(plain.config, plain.weights, device=PoisonedCpu()), on_emulated(plain)
     benches = [Bench.of(decoder, way.on(decoder), PROMPTS, 50) for decoder in (cpu, there)]
-    for wanted, got in zip(*(steps(bench, 50) for bench in benches), strict=True):
+    for wanted, got in zip(*(bench.turns(50) for bench in benches), strict=True):
         assert torch.equal(got, wanted)
     for bench in benches:
         bench.close()

@@ -2,7 +2,6 @@
 
 import random
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,14 +10,13 @@ import torch
 from torch import Tensor
 
 from baton.ids import SlotId
-from baton.sampling_params import SamplingParams
 from baton.types import TokenRange
 from generate_workers.config import EngineConfig
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.step_runner import weight_bytes
 from generate_workers.residency.fetched.infinigen import FetchedInfinigenResidency
 from generate_workers.residency.fetched.rows import PIECE_TOKENS
-from generate_workers.residency.port import KvShape, Residency
+from generate_workers.residency.port import KvShape
 from generate_workers.residency.rows import MakeMemory
 from generate_workers.slots.memory import MemoryLimits
 from modeling.device.copying import LinkRate, copy_bytes
@@ -27,23 +25,18 @@ from modeling.forward.selection import Selection
 from modeling.kv.arena import WrongMemoryError
 from modeling.sparse.selection_file import save_prepared
 from tests.support.engines.devices import PoisonedDevice, on_emulated
-from tests.support.engines.generation import harness, prompt
-from tests.support.engines.infinigen import ALL, DECODER, LAYOUT, SOME, infinigen, prepared, random_basis
-from tests.support.engines.selective import Bench
-from tests.support.engines.slot_tables import UNLIMITED, Policy
+from tests.support.engines.generation import prompt
+from tests.support.engines.infinigen import ALL, DECODER, LAYOUT, SOME, infinigen, prepared
+from tests.support.engines.selective import PROMPTS, TOKENS, Bench, MakePolicy, answers
+from tests.support.engines.slot_tables import UNLIMITED
 from tests.support.models.tiny_models import random_decoder
 
 FEW = replace(SOME, most_share=0.1, free_keys=6, num_last=3)
-"""So few keys that slots change their keys all the time."""
+"""Chooses so few keys that slots change their keys all the time."""
 NUM_LAYERS = LAYOUT.num_layers - 2
-PROMPTS = [prompt(length, seed) for seed, length in enumerate((60, 25, 90))]
-TOKENS = prompt(200, seed=9)
 
 
-Make = Callable[[KvShape, MakeMemory], Residency]
-
-
-def fetched(decoder: Decoder, selection: Selection = FEW, num_areas: int = NUM_LAYERS) -> Make:
+def fetched(decoder: Decoder, selection: Selection = FEW, num_areas: int = NUM_LAYERS) -> MakePolicy:
     """The policy with so many areas a row."""
 
     def make(shape: KvShape, _: MakeMemory) -> FetchedInfinigenResidency:
@@ -58,45 +51,21 @@ def fetched(decoder: Decoder, selection: Selection = FEW, num_areas: int = NUM_L
     return make
 
 
-def steps(bench: Bench, num_steps: int) -> list[Tensor]:
-    """Logits of steps in which rows take turns to be there."""
-    found = []
-    for step in range(num_steps):
-        slots = [slot for slot in range(len(PROMPTS)) if (step + slot) % 4]
-        found.append(bench.run({slot: [TOKENS[step + slot]] for slot in slots})[0])
-    return found
-
-
 @pytest.mark.parametrize("num_areas", [2, NUM_LAYERS])
 @pytest.mark.parametrize("selection", [FEW, SOME, ALL], ids=["few", "some", "all"])
 def test_steps_are_those_of_the_cpu_with_lookahead(selection: Selection, num_areas: int) -> None:
-    cpu = Bench.of(DECODER, infinigen(prepared(selection, 1)), PROMPTS, 50)
-    expected = steps(cpu, 50)
-    cpu.close()
     emulated = on_emulated(DECODER)
+    cpu = Bench.of(DECODER, infinigen(prepared(selection, 1)), PROMPTS, 50)
     there = Bench.of(emulated, fetched(emulated, selection, num_areas), PROMPTS, 50)
-    for got, wanted in zip(steps(there, 50), expected, strict=True):
+    for got, wanted in zip(there.turns(50), cpu.turns(50), strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
-    there.close()
+    for bench in (cpu, there):
+        bench.close()
 
 
-def test_rows_in_bfloat16_with_heads_of_the_native_kernel() -> None:
-    decoder = random_decoder(num_layers=5, dtype="bfloat16", head_dim=64)
-    basis = random_basis(decoder.layout)
-    cpu = Bench.of(decoder, infinigen(prepared(FEW, 1, basis, decoder), decoder), PROMPTS, 50)
-    expected = steps(cpu, 20)
-    cpu.close()
-    emulated = on_emulated(decoder)
-    there = Bench.of(emulated, fetched(emulated), PROMPTS, 50)
-    for got, wanted in zip(steps(there, 20), expected, strict=True):
-        assert torch.equal(got, wanted)
-    there.close()
-
-
-@pytest.mark.parametrize("num_areas", [2, NUM_LAYERS])
-def test_bytes_of_steps_are_those_of_the_link(num_areas: int) -> None:
+def test_bytes_of_steps_are_those_of_the_link_where_layers_share_areas() -> None:
     decoder = on_emulated(DECODER)
-    bench, link = Bench.of(decoder, fetched(decoder, num_areas=num_areas), PROMPTS, 50), decoder.device.link
+    bench, link = Bench.of(decoder, fetched(decoder, num_areas=2), PROMPTS, 50), decoder.device.link
     for step in range(12):
         before = link.num_bytes_fetched + link.num_bytes_stored, bench.residency.num_link_bytes
         bench.run({slot: [TOKENS[step]] for slot in range(len(PROMPTS))})
@@ -110,36 +79,18 @@ def test_what_stays_hot_is_not_fetched_again() -> None:
         decoder = on_emulated(DECODER)
         bench = Bench.of(decoder, fetched(decoder, num_areas=num_areas), PROMPTS, 50)
         before = decoder.device.link.num_bytes_fetched
-        steps(bench, 30)
+        list(bench.turns(30))
         bench.close()
         return decoder.device.link.num_bytes_fetched - before
 
     assert fetched_bytes(NUM_LAYERS) < 0.8 * fetched_bytes(2)
 
 
-PARAMS = SamplingParams(max_tokens=30, ignore_eos=True)
-
-
-def answers(decoder: Decoder, policy: Policy, limits: MemoryLimits = UNLIMITED) -> list[list[int]]:
-    """Rows that join one after the other, prefilled here and pushed, and one of two choices; memory is short."""
-    with harness(decoder=decoder, policy=policy, num_slots=6, limits=limits, growth_tokens=1) as made:
-        ref = made.reserve(33, 80).ref
-        made.push_and_commit(ref, prompt(33), PARAMS)
-        streams = [made.submit(prompt(33), PARAMS, ref=ref)[1]]
-        for length in (1, 7, 40, 70):
-            streams.append(made.submit(prompt(length), PARAMS)[1])
-            made.engine.step()
-        choices = made.submit(prompt(15), replace(PARAMS, n=2, temperature=1.0, seed=3))[1]
-        made.run()
-        return [*(stream.token_ids for stream in streams), choices.choice(0).token_ids, choices.choice(1).token_ids]
-
-
-@pytest.mark.parametrize("num_areas", [2, NUM_LAYERS])
 @pytest.mark.parametrize("limits", [UNLIMITED, MemoryLimits(300_000)], ids=["roomy", "preempting"])
-def test_answers_are_those_of_the_cpu(limits: MemoryLimits, num_areas: int) -> None:
+def test_answers_are_those_of_the_cpu_where_layers_share_areas(limits: MemoryLimits) -> None:
     emulated = on_emulated(DECODER)
-    expected = answers(DECODER, infinigen(prepared(FEW, 1)), limits)
-    assert answers(emulated, fetched(emulated, num_areas=num_areas), limits) == expected
+    expected = answers(DECODER, infinigen(prepared(FEW, 1)), 30, limits)
+    assert answers(emulated, fetched(emulated, num_areas=2), 30, limits) == expected
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -151,7 +102,7 @@ def test_tokens_do_not_depend_on_when_copies_are_done(seed: int) -> None:
         copy_bytes(to, source)
 
     emulated = on_emulated(DECODER, PoisonedDevice(LinkRate(2e7, delays.choice((0.0, 5e-4))), slow))
-    assert answers(emulated, fetched(emulated)) == answers(DECODER, infinigen(prepared(FEW, 1)))
+    assert answers(emulated, fetched(emulated), 30) == answers(DECODER, infinigen(prepared(FEW, 1)), 30)
 
 
 def test_long_spans_read_home_in_pieces() -> None:

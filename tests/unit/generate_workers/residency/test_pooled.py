@@ -1,6 +1,6 @@
 """InfiniGen on a pool: places hold what lists of tokens keep; where nobody has to go, all is the same as without."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,42 +16,34 @@ from generate_workers.config import EngineConfig
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.residency.policies import SelectionSource, make_residency
 from generate_workers.residency.port import KvBytes, KvShape, StepKv
-from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.sparse.infinigen_pooled import PooledResidency, PooledStep
 from generate_workers.residency.sparse.pool import Eviction, PoolLimit, PoolSize
-from generate_workers.slots.memory import MemoryLimits
 from modeling.device.cpu import CpuDevice
 from modeling.forward.decoder import LayerTurns
 from modeling.forward.selection import Picks, Selection
 from modeling.kv.buffers import KvBuffer, KvPlace, KvRows
-from modeling.kv.memory import PAGE_BYTES, PagedMemory
+from modeling.kv.memory import PagedMemory
 from modeling.sparse.selection_file import save_prepared
-from tests.support.engines.devices import PoisonedCpu, PoisonedMemory
-from tests.support.engines.generation import harness, prefilled, prompt
+from tests.support.engines.devices import PoisonedMemory
+from tests.support.engines.generation import prefilled, prompt
 from tests.support.engines.infinigen import (
     DECODER,
     LAYERS,
     LAYOUT,
     LENGTHS,
-    PARAMS,
     SOME,
     infinigen,
     lookaheads,
+    pooled,
     prepared,
     random_basis,
 )
 from tests.support.engines.pools import Trace, row_of
-from tests.support.engines.selective import Bench, lists
+from tests.support.engines.selective import Bench, lists, streamed
+from tests.support.engines.slot_tables import whole_pages
 
 NUM_HEADS = LAYOUT.num_kv_heads
 evictions = pytest.mark.parametrize("eviction", list(Eviction))
-
-
-def pooled(
-    num_tokens: int, eviction: Eviction = Eviction.COUNTER, selection: Selection = SOME, lookahead: int = 0
-) -> Callable[[KvShape, MakeMemory], PooledResidency]:
-    size = PoolSize(num_tokens, eviction)
-    return lambda shape, make: PooledResidency(shape, PoisonedCpu(), prepared(selection, lookahead), DECODER, size)
 
 
 # The same as without a pool.
@@ -60,7 +52,7 @@ def pooled(
 @lookaheads
 @pytest.mark.parametrize("num_tokens", [61 + 16, 61 + 12, 500])
 def test_a_pool_that_holds_the_whole_row_changes_no_bit(lookahead: int, num_tokens: int) -> None:
-    """Be the claim's capacity within it, or only what came so far."""
+    """The pool holds the claim's capacity, or only the tokens so far."""
     prompts = [prompt(40), prompt(7), prompt(61)]
     without = Bench.of(DECODER, infinigen(prepared(lookahead=lookahead)), prompts)
     bench = Bench.of(DECODER, pooled(num_tokens, lookahead=lookahead), prompts)
@@ -79,16 +71,8 @@ def test_a_pool_that_holds_the_whole_row_changes_no_bit(lookahead: int, num_toke
 
 @lookaheads
 def test_streams_are_the_same_where_nobody_has_to_go(lookahead: int) -> None:
-    answers = []
-    for policy in (infinigen(prepared(lookahead=lookahead)), pooled(72, lookahead=lookahead)):
-        with harness(decoder=DECODER, policy=policy, num_slots=8) as made:
-            streams = [made.submit(prompt(length), PARAMS)[1] for length in LENGTHS]
-            ref = made.reserve(33, 60).ref
-            made.push_and_commit(ref, prompt(33), PARAMS)
-            streams.append(made.submit(prompt(33), PARAMS, ref=ref)[1])
-            made.run()
-        answers.append([stream.token_ids for stream in streams])
-    assert answers[0] == answers[1]
+    without = streamed(DECODER, infinigen(prepared(lookahead=lookahead)))
+    assert streamed(DECODER, pooled(72, lookahead=lookahead)) == without
 
 
 # What is kept.
@@ -116,7 +100,7 @@ def closeness(q_NR: Tensor, k_PGR: Tensor) -> Tensor:
 
 
 def note_queries(turns: LayerTurns, queries: dict[int, Tensor]) -> None:
-    """By layer, those that choose: true ones, or guessed ones."""
+    """Note by layer the queries that choose: true ones, or guessed ones."""
     assert isinstance(turns, PooledStep)
     select = turns._select
 
@@ -237,7 +221,7 @@ class WindowSpan:
 
 @pytest.mark.parametrize("num_present", [0, 40])
 def test_a_long_prompt_that_is_prefilled_here_sees_what_is_kept(num_present: int) -> None:
-    """And what it begins with, of which more than its end is kept, for its end is not there yet."""
+    """The same for the tokens it begins with, of which more than the end is kept while the prompt is incomplete."""
     limit, ids, chunk = PoolLimit(30, Eviction.COUNTER, SOME.num_first, SOME.num_last), prompt(90), 13
     bench = Bench.of(DECODER, pooled(limit.num_places), [prompt(90)])
     bench.close()
@@ -286,10 +270,7 @@ def test_a_copy_goes_on_as_its_source(eviction: Eviction) -> None:
     bench = Bench.of(DECODER, pooled(20, eviction), [prompt(40), prompt(3)])
     for number in range(3):
         bench.run({0: [number]})
-    row_of(bench, 1).release()
-    bench.residency.open(SlotId(1), 43, 56)
-    bench.residency.copy(SlotId(0), SlotId(1), 43)
-    bench.lengths[1] = bench.lengths[0]
+    bench.copy(0, 1)
     for number in range(12):
         logits_BV, watched = bench.run({0: [number], 1: [number]})
         assert torch.equal(logits_BV[0], logits_BV[1])
@@ -298,38 +279,16 @@ def test_a_copy_goes_on_as_its_source(eviction: Eviction) -> None:
     bench.close()
 
 
-def test_choices_preemptions_and_long_prompts_end_well() -> None:
-    """Everything that an engine does, beside rows that never evict; KV is never more than what was promised."""
-    policy = pooled(24, Eviction.LRU)
-    params = replace(PARAMS, max_tokens=40)
-    residency = policy(KvShape(LAYOUT, DECODER.config.windows, 1, 128), PagedMemory)
-    limits = MemoryLimits(residency.bytes_for(100).home * 5 // 2)
-    with harness(decoder=DECODER, policy=policy, limits=limits, growth_tokens=1) as made:
-        made.submit(prompt(60), replace(params, n=2, temperature=1.0, seed=3))
-        made.submit(prompt(50), params)
-        made.submit(prompt(9), params)
-        for _ in range(400):
-            made.engine.step()
-            ledger = made.slots.ledger()
-            assert ledger.num_bytes_held <= ledger.kv.num_bytes_taken <= limits.kv_bytes
-        made.run()
-        assert made.engine.status().num_preemptions > 0
-
-
 # What a row costs.
-
-
-def pages(num_bytes: int) -> int:
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def test_memory_is_never_more_than_the_limit_s() -> None:
     bench = Bench.of(DECODER, pooled(24), [prompt(61)])
     row = row_of(bench, 0)
     places = 25
-    whole, kept = 2 * pages(77 * LAYOUT.row_bytes), len(LAYERS) * pages(places * LAYOUT.row_bytes)
-    orders = pages(len(LAYERS) * NUM_HEADS * places * 4)
-    partial = len(LAYERS) * pages(2 * 16 * NUM_HEADS * 6 * 2)
+    whole, kept = 2 * whole_pages(77 * LAYOUT.row_bytes), len(LAYERS) * whole_pages(places * LAYOUT.row_bytes)
+    orders = whole_pages(len(LAYERS) * NUM_HEADS * places * 4)
+    partial = len(LAYERS) * whole_pages(2 * 16 * NUM_HEADS * 6 * 2)
     assert bench.residency.bytes_for(77) == KvBytes(whole + kept + orders, whole + partial)
     for number in range(16):
         bench.run({0: [number]})

@@ -22,14 +22,15 @@ from generate_workers.residency.rows import Area, PagedKv
 from generate_workers.slots.memory import MemoryLimits
 from modeling.device.copying import ThreadLink, copy_bytes
 from modeling.device.cpu import CpuDevice
+from modeling.device.port import Running
 from modeling.forward.decoder import Decoder
 from modeling.kv.arena import WrongMemoryError
 from modeling.kv.buffers import BufferSpan, KvBuffer
-from modeling.kv.memory import PAGE_BYTES, PagedMemory, TensorMemory
+from modeling.kv.memory import PagedMemory, TensorMemory
 from tests.support.engines.devices import PoisonedDevice, on_emulated
-from tests.support.engines.generation import eos_decoder, harness, prompt, reference_ids
+from tests.support.engines.generation import WAIT_S, eos_decoder, harness, prompt, reference_ids
 from tests.support.engines.slot_tables import make_residency as poisoned
-from tests.support.engines.slot_tables import page_bytes
+from tests.support.engines.slot_tables import page_bytes, whole_pages
 from tests.support.models.tiny_models import random_decoder
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -128,7 +129,7 @@ def test_the_next_layer_is_fetched_while_this_one_computes() -> None:
 
     def gated(to: Tensor, source: Tensor) -> None:
         if threading.current_thread().name.startswith("kv-fetch"):
-            assert allowed.acquire(timeout=10)
+            assert allowed.acquire(timeout=WAIT_S)
         copy_bytes(to, source)
 
     residency = poisoned(shape, "host", gated)
@@ -152,24 +153,28 @@ def test_the_next_layer_is_fetched_while_this_one_computes() -> None:
     residency.close()
 
 
-def test_nothing_is_on_its_way_any_more_when_a_step_has_failed() -> None:
-    go, done = threading.Event(), threading.Event()
+def test_a_failed_step_waits_until_nothing_is_being_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy goes on only once somebody waits for it."""
+    awaited, done = threading.Event(), threading.Event()
 
     def gated(to: Tensor, source: Tensor) -> None:
-        assert go.wait(timeout=10)
+        assert awaited.wait(WAIT_S)
         copy_bytes(to, source)
         done.set()
 
+    def wait_for(transfer: Running) -> None:
+        awaited.set()
+        wait(transfer)
+
+    wait = Running.wait
+    monkeypatch.setattr(Running, "wait", wait_for)
     residency = poisoned(KvShape(LAYOUT, DECODER.config.windows, 1, 64), "host", gated)
     row = residency.open(SlotId(0), 5, 8)
     for layer in range(LAYOUT.num_layers):
         row.write(layer, TokenRange(0, 5), memoryview(bytes(5 * LAYOUT.row_bytes))).result()
-    later = threading.Timer(0.05, go.set)
-    later.start()
     with pytest.raises(RuntimeError, match="device lost"), residency.step([(SlotId(0), TokenRange(5, 6))]):
         raise RuntimeError("device lost")
     assert done.is_set()
-    later.join()
     row.release()
     residency.close()
 
@@ -244,8 +249,7 @@ def test_the_device_holds_two_layers_of_each_row() -> None:
 
 
 def device_limit(num_tokens: int, num_layers: int) -> MemoryLimits:
-    pages = -(-num_tokens * LAYOUT.row_bytes // PAGE_BYTES)
-    return MemoryLimits(1 << 40, num_layers * pages * PAGE_BYTES)
+    return MemoryLimits(1 << 40, num_layers * whole_pages(num_tokens * LAYOUT.row_bytes))
 
 
 def deep_decoder_layout() -> KvLayout:
@@ -256,7 +260,7 @@ def deep_decoder_layout() -> KvLayout:
 def test_what_a_row_takes_of_the_device(policy: str, device_layers: int) -> None:
     layout = deep_decoder_layout()
     residency = make_residency(policy, KvShape(layout, (None,) * 30, 2, 100), CpuDevice())
-    page_rows = -(-50 * layout.row_bytes // PAGE_BYTES) * PAGE_BYTES
+    page_rows = whole_pages(50 * layout.row_bytes)
     assert residency.bytes_for(50) == KvBytes(30 * page_rows, device_layers * page_rows)
     assert (residency.traits.is_exact, residency.traits.name) == (True, policy)
     residency.close()

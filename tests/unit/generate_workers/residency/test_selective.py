@@ -9,54 +9,75 @@ import torch
 
 from baton.errors import ConfigError
 from baton.ids import SlotId
-from baton.sampling_params import SamplingParams
 from baton.types import TokenRange
 from generate_workers.residency.policies import make_residency
-from generate_workers.residency.port import KvBytes, KvShape, Residency
-from generate_workers.residency.rows import MakeMemory
+from generate_workers.residency.port import KvBytes, KvShape
 from generate_workers.residency.sparse.oracle import OracleResidency, best_keys
+from generate_workers.residency.sparse.pool import Eviction
 from generate_workers.residency.sparse.window import WindowResidency, first_and_last
+from generate_workers.slots.memory import MemoryLimits
 from modeling.device.cpu import CpuDevice
 from modeling.forward.selection import Picks, Selection
-from modeling.kv.memory import PAGE_BYTES
+from modeling.kv.memory import PagedMemory
 from tests.support.engines.generation import harness, prompt, reference_ids
-from tests.support.engines.selective import Bench, Watched, lists
-from tests.support.models.tiny_models import random_decoder
+from tests.support.engines.infinigen import (
+    ALL,
+    DECODER,
+    LAYERS,
+    LAYOUT,
+    LENGTHS,
+    PARAMS,
+    SOME,
+    infinigen,
+    infinigen_int4,
+    pooled,
+    prepared,
+)
+from tests.support.engines.selective import Bench, MakePolicy, Watched, lists, streamed
+from tests.support.engines.slot_tables import whole_pages
 
-DECODER = random_decoder(num_layers=4)
-LAYOUT = DECODER.layout
-CPU = CpuDevice()
-ALL = Selection(math.inf, 1.0, 0, 1)
-SOME = Selection(3.0, 0.2, 2, 3)
-PARAMS = SamplingParams(max_tokens=10, ignore_eos=True)
-LENGTHS = (40, 7, 1, 61)
-Make = Callable[[Selection], Callable[[KvShape, MakeMemory], Residency]]
+Make = Callable[[Selection], MakePolicy]
 
 
-def window(selection: Selection) -> Callable[[KvShape, MakeMemory], Residency]:
+def window(selection: Selection) -> MakePolicy:
     return lambda shape, make: WindowResidency(shape, make, selection)
 
 
-def oracle(selection: Selection) -> Callable[[KvShape, MakeMemory], Residency]:
+def oracle(selection: Selection) -> MakePolicy:
     return lambda shape, make: OracleResidency(shape, make, selection)
 
 
+def by_own_query(selection: Selection) -> MakePolicy:
+    return infinigen(prepared(selection))
+
+
+def by_guessed_query(selection: Selection) -> MakePolicy:
+    return infinigen(prepared(selection, lookahead=1))
+
+
+def int4_by_own_query(selection: Selection) -> MakePolicy:
+    return infinigen_int4(prepared(selection))
+
+
+def int4_by_guessed_query(selection: Selection) -> MakePolicy:
+    return infinigen_int4(prepared(selection, lookahead=1))
+
+
 policies = pytest.mark.parametrize("policy", [window, oracle])
+exact = pytest.mark.parametrize("policy", [window, oracle, by_own_query, by_guessed_query])
+"""Policies whose KV is not rounded."""
+all_policies = pytest.mark.parametrize(
+    "policy", [window, oracle, by_own_query, by_guessed_query, int4_by_own_query, int4_by_guessed_query]
+)
 
 
 # What is chosen.
 
 
-@policies
+@exact
 def test_tokens_are_those_of_full_attention_when_all_keys_are_chosen(policy: Make) -> None:
-    with harness(decoder=DECODER, policy=policy(ALL), num_slots=8) as made:
-        streams = {length: made.submit(prompt(length), PARAMS)[1] for length in LENGTHS}
-        ref = made.reserve(33, 60).ref
-        made.push_and_commit(ref, prompt(33), PARAMS)
-        streams[33] = made.submit(prompt(33), PARAMS, ref=ref)[1]
-        made.run()
-    for length, stream in streams.items():
-        assert stream.token_ids == reference_ids(DECODER, prompt(length), PARAMS)
+    for length, token_ids in streamed(DECODER, policy(ALL)).items():
+        assert token_ids == reference_ids(DECODER, prompt(length), PARAMS)
 
 
 def naive_best(bench: Bench, watched: Watched, layer: int, at: tuple[int, int], selection: Selection) -> list[set[int]]:
@@ -83,7 +104,7 @@ def test_the_oracle_picks_the_true_best(free_keys: int) -> None:
     bench = Bench.of(DECODER, oracle(selection), [prompt(length) for length in LENGTHS])
     _, watched = bench.run({slot: [5 + slot] for slot in range(len(LENGTHS))})
     assert (watched.found[0], watched.found[1]) == (None, None)
-    for layer in (2, 3):
+    for layer in LAYERS:
         for slot in range(len(LENGTHS)):
             expected = naive_best(bench, watched, layer, (slot, slot), selection)
             found = lists(watched.found[layer], slot)
@@ -112,7 +133,7 @@ def test_a_window_is_the_first_keys_and_as_many_latest_as_others_choose(length: 
     assert lists(picks, 0) == [sorted({*range(min(2, length)), *range(max(length - 20, 0), length)})]
 
 
-@policies
+@all_policies
 def test_what_a_row_picks_does_not_depend_on_its_batch(policy: Make) -> None:
     prompts = [prompt(length) for length in LENGTHS]
     together = Bench.of(DECODER, policy(SOME), prompts)
@@ -120,7 +141,7 @@ def test_what_a_row_picks_does_not_depend_on_its_batch(policy: Make) -> None:
     for slot, row, token in ((0, 0, 0), (1, 1, 10), (3, 2, 11)):
         alone = Bench.of(DECODER, policy(SOME), [prompts[slot]])
         alone_V, seen = alone.run({0: [{0: 5, 1: 6, 3: 8}[slot]]})
-        for layer in (2, 3):
+        for layer in LAYERS:
             assert lists(seen.found[layer], 0) == lists(watched.found[layer], row)
         torch.testing.assert_close(alone_V[0], logits_TV[token], atol=1e-4, rtol=1e-5)
         alone.close()
@@ -166,7 +187,7 @@ def test_what_is_not_picked_is_not_read(policy: Make) -> None:
     torn.close()
 
 
-@policies
+@exact
 @pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
 def test_what_is_picked_is_read(policy: Make, part: int) -> None:
     calm, torn = (Bench.of(DECODER, policy(SOME), [prompt(40)]) for _ in range(2))
@@ -194,29 +215,25 @@ def test_bytes_are_those_of_the_formula() -> None:
         num_bytes_read = step.num_bytes_read
     picked = [picks for picks in watched.found.values() if picks is not None]
     rows = sum(int(picks.num_BG.sum()) for picks in picked) * 2 * LAYOUT.head_dim * 4
-    assert len(picked) == 2
-    assert rows == 2 * LAYOUT.num_kv_heads * (2 + 8) * 2 * LAYOUT.head_dim * 4
-    assert residency.num_link_bytes == rows + 2 * 9 * LAYOUT.row_bytes
-    assert num_bytes_read == rows + (2 * 41 + 4 * 13) * LAYOUT.row_bytes
+    assert len(picked) == len(LAYERS)
+    assert rows == len(LAYERS) * LAYOUT.num_kv_heads * (2 + 8) * 2 * LAYOUT.head_dim * 4
+    assert residency.num_link_bytes == rows + len(LAYERS) * 9 * LAYOUT.row_bytes
+    assert num_bytes_read == rows + (2 * 41 + LAYOUT.num_layers * 13) * LAYOUT.row_bytes
     bench.close()
 
 
-def test_the_oracle_says_that_it_reads_everything() -> None:
+def test_the_oracle_counts_all_keys_as_read() -> None:
     bench = Bench.of(DECODER, oracle(SOME), [prompt(40)])
     bench.run({0: [5]})
-    assert bench.residency.num_link_bytes == 2 * 41 * LAYOUT.row_bytes
+    assert bench.residency.num_link_bytes == len(LAYERS) * 41 * LAYOUT.row_bytes
     bench.close()
-
-
-def pages(num_tokens: int) -> int:
-    """Bytes of one layer."""
-    return -(-num_tokens * LAYOUT.row_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 @policies
 def test_memory_is_home_and_two_layers_on_the_device(policy: Make) -> None:
     bench = Bench.of(DECODER, policy(SOME), [prompt(40)])
-    assert bench.residency.bytes_for(41) == KvBytes(4 * pages(41), 2 * pages(41))
+    layer = whole_pages(41 * LAYOUT.row_bytes)
+    assert bench.residency.bytes_for(41) == KvBytes(LAYOUT.num_layers * layer, 2 * layer)
     bench.run({0: [5]})
     row = bench.residency._rows[0]  # type: ignore[attr-defined]
     assert row.num_bytes == bench.residency.bytes_for(41)
@@ -235,7 +252,28 @@ def test_choices_share_a_prompt_and_all_is_given_back(policy: Make) -> None:
         made.run()
         stats = made.engine.status().last_step
         assert stats is not None
-        assert 0 < stats.num_link_bytes < stats.num_kv_bytes
+        assert stats.num_link_bytes > 0
+
+
+@pytest.mark.parametrize("policy", [pooled(24, Eviction.LRU), infinigen_int4(prepared())], ids=["pooled", "int4"])
+def test_choices_preemptions_and_long_prompts_end_well(policy: MakePolicy) -> None:
+    """Everything that an engine does, beside rows that never evict; KV is never more than what was promised."""
+    params = replace(PARAMS, max_tokens=40)
+    residency = policy(KvShape(LAYOUT, DECODER.config.windows, 1, 128), PagedMemory)
+    limits = MemoryLimits(residency.bytes_for(100).home * 2)
+    with harness(decoder=DECODER, policy=policy, limits=limits, growth_tokens=1) as made:
+        made.submit(prompt(60), replace(params, n=2, temperature=1.0, seed=3))
+        made.submit(prompt(50), params)
+        made.submit(prompt(9), params)
+        ref = made.reserve(17, 60).ref
+        made.push_and_commit(ref, prompt(17), params)
+        made.submit(prompt(17), params, ref=ref)
+        for _ in range(400):
+            made.engine.step()
+            ledger = made.slots.ledger()
+            assert ledger.num_bytes_held <= ledger.kv.num_bytes_taken <= limits.kv_bytes
+        made.run()
+        assert made.engine.status().num_preemptions > 0
 
 
 # Where they cannot be.
@@ -246,9 +284,9 @@ def test_without_kernels_for_the_keys_they_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"residency = 'window' is not there without kernels in C\+\+ for float32 .*8"
     ):
-        make_residency("window", KvShape(layout, (None,) * 4, 1, 8), CPU)
+        make_residency("window", KvShape(layout, (None,) * 5, 1, 8), CpuDevice())
 
 
 def test_models_with_windows_are_refused() -> None:
     with pytest.raises(ConfigError, match="'infinigen' is not there for models with sliding windows"):
-        make_residency("infinigen", KvShape(LAYOUT, (None, 8, None, 8), 1, 8), CPU)
+        make_residency("infinigen", KvShape(LAYOUT, (None, 8, None, 8, None), 1, 8), CpuDevice())

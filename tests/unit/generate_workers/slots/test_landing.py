@@ -27,6 +27,7 @@ from modeling.device.copying import LinkAccess
 from modeling.kv.staging import StagingFrames
 from tests.support.engines.devices import STANDING_FOR_A_GPU, PoisonedDevice
 from tests.support.engines.gated_devices import Gate, gated_device
+from tests.support.engines.generation import WAIT_S
 from tests.support.engines.slot_tables import FIRST, LAYOUT, UNLIMITED, activated, ends_empty, lease, make_slots
 from tests.support.manual_clock import ManualClock
 from transport.channel import bind, make_channel, make_server
@@ -137,7 +138,7 @@ async def test_a_piece_waits_while_all_frames_are_on_their_way(landed: Landed) -
     assert not (await asyncio.wait(waiting, timeout=0.1))[0]
     assert landed.frames.num_free == 0
     landed.gate.open()
-    assert await asyncio.wait_for(asyncio.gather(*waiting), 10) == [True, True]
+    assert await asyncio.wait_for(asyncio.gather(*waiting), WAIT_S) == [True, True]
     for ref in refs:
         landed.slots.abort(ref)
 
@@ -156,7 +157,7 @@ async def test_a_wait_for_a_frame_that_is_cancelled_changes_nothing(landed: Land
     assert landed.frames.num_free == NUM_FRAMES
     for piece in PIECES:
         assert await landed.write(ref, 1, piece)
-    await asyncio.wait_for(landed.slots.commit(ref, [FIRST]), 10)
+    await asyncio.wait_for(landed.slots.commit(ref, [FIRST]), WAIT_S)
     landed.slots.abort(ref)
 
 
@@ -169,7 +170,7 @@ async def test_a_lease_that_ends_while_its_piece_waits_for_a_frame_takes_none(la
     landed.slots.abort(ref)
     landed.gate.open()
     with pytest.raises(StaleStampError):
-        await asyncio.wait_for(waiting, 10)
+        await asyncio.wait_for(waiting, WAIT_S)
     await landed.settled()
     assert landed.frames.num_free == NUM_FRAMES
 
@@ -219,7 +220,7 @@ async def test_commit_waits_for_copies_and_names_what_is_on_its_way(landed: Land
     commit = asyncio.create_task(landed.slots.commit(ref, [FIRST]))
     assert not (await asyncio.wait([commit], timeout=0.1))[0]
     landed.gate.open()
-    assert await asyncio.wait_for(commit, 10) == 2 * LAYOUT.token_bytes
+    assert await asyncio.wait_for(commit, WAIT_S) == 2 * LAYOUT.token_bytes
     landed.slots.abort(ref)
 
 
@@ -237,7 +238,7 @@ async def test_a_copy_that_fails_fails_its_push_and_ends_the_lease(landed: Lande
         with pytest.raises(TransferError, match=failed):
             await target.write(1, PIECES[1], rows(PIECES[1], 1))
     with pytest.raises(TransferError, match=failed):
-        await asyncio.wait_for(commit, 10)
+        await asyncio.wait_for(commit, WAIT_S)
     with pytest.raises(StaleStampError):
         await landed.slots.commit(ref, [FIRST], wait_s=0)
     await landed.settled()
@@ -338,15 +339,15 @@ async def test_a_push_is_answered_once_its_copies_have_ended(landed: Landed, is_
         session.finish()
         result = asyncio.create_task(session.result())
         await landed.gate.begun()
-        await asyncio.wait_for(KvClient(channel).renew(leased.ref, 60.0), 10)  # the loop serves others
+        await asyncio.wait_for(KvClient(channel).renew(leased.ref, 60.0), WAIT_S)  # the loop serves others
         assert not result.done()
         landed.gate.open()
-        ended = (await asyncio.wait_for(asyncio.gather(result, return_exceptions=True), 10))[0]
+        ended = (await asyncio.wait_for(asyncio.gather(result, return_exceptions=True), WAIT_S))[0]
         if fails:
             assert isinstance(ended, TransferError)
             assert "the bus is gone" in str(ended)
         else:
-            assert await asyncio.wait_for(landed.slots.commit(leased.ref, [FIRST], wait_s=0), 10)
+            assert await asyncio.wait_for(landed.slots.commit(leased.ref, [FIRST], wait_s=0), WAIT_S)
             landed.slots.abort(leased.ref)
     if pool is not None:
         pool.close()

@@ -12,8 +12,9 @@ from generate_workers.speculation.quest import PAGE_KEYS, Pages, page_scores
 from generate_workers.speculation.self_drafts import SelfDrafter
 from generate_workers.speculation.topk import attention_weights
 from modeling.forward.selection import Selection
-from tests.support.engines.draft_views import Watching, decoding, lists_of, make_view, needs_rows, residency_of
+from tests.support.engines.draft_views import Watching, decoding, lists_of, make_view, residency_of
 from tests.support.engines.generation import prompt
+from tests.support.kernels.paths import needs_rows
 
 pytestmark = needs_rows
 

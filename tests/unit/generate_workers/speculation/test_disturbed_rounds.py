@@ -12,9 +12,10 @@ from generate_workers.config import SpeculationName
 from generate_workers.residency.sparse.window import WindowResidency
 from generate_workers.residency.traits import POLICIES
 from modeling.forward.selection import Selection
-from tests.support.engines.draft_views import DECODER, VIEWS, needs_rows
+from tests.support.engines.draft_views import DECODER, VIEWS
 from tests.support.engines.generation import harness, prompt, reference_ids
 from tests.support.engines.slot_tables import is_empty
+from tests.support.kernels.paths import needs_rows
 from tests.support.models.tiny_models import random_decoder
 from tests.unit.generate_workers.engine.test_engine_memory import limit
 
@@ -29,7 +30,7 @@ ALL = pytest.mark.parametrize("speculation", [*SPECULATIONS, *CHOOSING])
 
 @functools.cache
 def expected(length: int) -> list[int]:
-    """What `prompt(length)` is answered with, whatever drafts."""
+    """The answer to `prompt(length)`, whatever drafts."""
     return reference_ids(DECODER, prompt(length), LONG)
 
 
@@ -50,7 +51,7 @@ def test_rows_that_outgrow_memory_go_on_with_the_same_tokens(speculation: Specul
 
 
 @pytest.mark.parametrize("speculation", SPECULATIONS)
-def test_and_so_do_rows_whose_kv_lives_at_home(speculation: SpeculationName) -> None:
+def test_rows_that_outgrow_host_memory_go_on_with_the_same_tokens(speculation: SpeculationName) -> None:
     check_rows_that_outgrow_memory("host", speculation)
 
 

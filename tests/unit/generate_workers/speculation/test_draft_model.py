@@ -4,7 +4,6 @@ import dataclasses
 import json
 import random
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -38,6 +37,7 @@ from planning.work_cost import StepWork, WorkCost
 from tests.support.engines.devices import PoisonedMemory
 from tests.support.engines.generation import (
     Harness,
+    WatchedDecoder,
     draft_kv_of,
     eos_decoder,
     harness,
@@ -56,16 +56,6 @@ KEYS = DraftKeys(num_first=3, num_last=6, most_drafts=8)
 PARAMS = SamplingParams(max_tokens=150, temperature=0.8, seed=5, ignore_eos=True)
 SMALL = small_decoder()
 LENGTHS = (1, 2, 4, 9, 25, 90)
-
-
-class CountingDecoder(Decoder):
-    """A decoder that notes how many tokens it runs."""
-
-    num_run = 0
-
-    def forward(self, token_ids: Sequence[int], *args: object, **values: object) -> Tensor:
-        self.num_run += len(token_ids)
-        return super().forward(token_ids, *args, **values)  # type: ignore[arg-type]
 
 
 def rows_of(made: Harness) -> list[Row]:
@@ -159,24 +149,25 @@ def test_the_model_as_its_own_draft_is_right_while_its_keys_are_all(acceptance: 
 
 
 def test_only_tokens_that_drafts_attend_to_are_run() -> None:
-    """Of a prompt of 90 tokens the first 3 and the latest 6; then one token for each draft, and at times one more."""
-    small = CountingDecoder(SMALL.config, SMALL.weights)
+    """The first 3 and the latest 6 of a prompt's 90 tokens; then one token for each draft, and at times one more."""
+    run: list[int] = []
+    small = WatchedDecoder(SMALL, lambda token_ids, _: run.extend(token_ids))
     with harness(num_slots=8, max_slot_tokens=256) as made:
         row = rows_of(made)[-1]
         drafter = ModelDrafter(small, KEYS, 1, PoisonedMemory)
         drafter.prepare([row])
-        assert small.num_run == 3 + 6
+        assert len(run) == 3 + 6
         (draft,) = drafter.draft([DraftWish(row, 4)])
-        assert small.num_run == 3 + 6 + 4
+        assert len(run) == 3 + 6 + 4
         for token_id in (*draft.token_ids, 7):
             row.accept(SampledToken(token_id), 0)
         drafter.prepare([row])
         drafter.draft([DraftWish(row, 2)])
-        assert small.num_run == 3 + 6 + 4 + 1 + 2
+        assert len(run) == 3 + 6 + 4 + 1 + 2
         drafter.forget(row)
         drafter.forget(row)
         drafter.prepare([row])  # as after a preemption
-        assert small.num_run == 3 + 6 + 4 + 1 + 2 + 3 + 6
+        assert len(run) == 3 + 6 + 4 + 1 + 2 + 3 + 6
         made.engine.close()
 
 

@@ -1,4 +1,4 @@
-"""What ends or changes in the middle of a round: texts, events and finish reasons are those of plain steps."""
+"""Ends and changes in the middle of a round: texts, events and finish reasons are those of plain steps."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -111,7 +111,7 @@ def test_a_text_that_ends_in_a_round_ends_as_without_drafts(
 
 
 @pytest.mark.parametrize("num_right", others_in_ci(3, 0, MOST_DRAFTS))
-def test_and_so_do_sampled_texts_with_all_that_they_may_ask_for(num_right: int) -> None:
+def test_sampled_texts_with_all_options_end_in_a_round_as_without_drafts(num_right: int) -> None:
     params = replace(SAMPLED, repetition_penalty=1.2, frequency_penalty=0.3, logit_bias={4: 1.0}, logprobs=3)
     outputs = known(params)
     accepted = check(params, num_right, "coupled")

@@ -9,7 +9,7 @@ import pytest
 from baton.clock import SystemClock
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason
-from generate_workers.config import SpeculationName
+from generate_workers.config import AcceptanceName, SpeculationName
 from tests.support.engines.generation import Harness, harness
 from tests.support.engines.slot_tables import Policy
 
@@ -34,7 +34,7 @@ PARAMS = {
 
 
 def prompts(num: int, seed: int = 0) -> list[list[int]]:
-    """Of uneven lengths; some quote themselves."""
+    """Prompts of uneven lengths; some repeat themselves."""
     chance = random.Random(seed)
     made = [[chance.randrange(3, 20) for _ in range(chance.randrange(1, 60))] for _ in range(num)]
     return [each if index % 2 else (each * 3)[:60] for index, each in enumerate(made)]
@@ -49,7 +49,7 @@ def answers(
     policy: Policy = "device",
     **limits: Any,
 ) -> tuple[list[list[Said]], list[float]]:
-    """What each stream brings, when all run together, and all logprobs."""
+    """Events of streams that run together, stream by stream, and all logprobs."""
     with harness(num_slots=32, max_waiting=32, speculation=speculation, policy=policy, **limits) as made:
         streams = [made.submit(prompt, params)[1] for prompt, params in asked]
         made.run()
@@ -88,7 +88,9 @@ def test_the_streams_of_a_ragged_batch_are_those_without_speculation(
 
 @pytest.mark.parametrize("speculation", SPECULATIONS)
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
-def test_and_those_of_one_row_whatever_it_asks_for(params: SamplingParams, speculation: SpeculationName) -> None:
+def test_the_stream_of_one_row_is_that_without_speculation(
+    params: SamplingParams, speculation: SpeculationName
+) -> None:
     asked = [(prompts(1)[0], params)]
     check(asked, speculation)
 
@@ -98,10 +100,11 @@ def steps_for(made: Harness, prompt: list[int], params: SamplingParams) -> int:
     return made.engine.status().num_steps
 
 
-def test_drafts_over_all_keys_are_all_accepted() -> None:
+@pytest.mark.parametrize("acceptance", ["coupled", "maximal"])
+def test_drafts_over_all_keys_are_all_accepted(acceptance: AcceptanceName) -> None:
     """One token by the step that prefills, then rounds of one and three drafts."""
     params = SamplingParams(max_tokens=1 + 4 * 6, temperature=0.8, seed=3, ignore_eos=True)
-    with harness(speculation="streaming", draft_keys=128) as made:
+    with harness(speculation="streaming", draft_keys=128, acceptance=acceptance) as made:
         assert steps_for(made, prompts(1)[0][:12], params) == 1 + 6
 
 
@@ -129,12 +132,6 @@ def test_the_maximal_rule_over_all_keys_leaves_any_text_as_it_is(params: Samplin
 
 @pytest.mark.parametrize("policy", ["device", pytest.param("host", marks=pytest.mark.ci)])
 def test_rounds_that_are_planned_by_their_cost_change_no_text(policy: Policy) -> None:
-    """By the time that they take on this machine: which rounds have drafts differs from run to run."""
+    """Planned by times on this machine, so that different rounds have drafts in each run."""
     asked = [(prompt, PARAMS["sampled"]) for prompt in prompts(7)]
     assert answers(asked, "auto", policy, draft_tokens=0, clock=SystemClock())[0] == answers(asked, "off")[0]
-
-
-def test_the_maximal_rule_accepts_all_drafts_over_all_keys() -> None:
-    params = SamplingParams(max_tokens=1 + 4 * 6, temperature=0.8, seed=3, ignore_eos=True)
-    with harness(speculation="streaming", draft_keys=128, acceptance="maximal") as made:
-        assert steps_for(made, prompts(1)[0][:12], params) == 1 + 6

@@ -16,8 +16,9 @@ from generate_workers.speculation.snapkv import SnapKvView
 from modeling.forward.decoder import Decoder
 from modeling.kv.buffers import BufferSpan, KvBuffer
 from planning.speculation import MOST_DRAFTS
-from tests.support.engines.draft_views import DECODER, decoding, lists_of, needs_rows, residency_of
+from tests.support.engines.draft_views import DECODER, decoding, lists_of, residency_of
 from tests.support.engines.generation import Harness, prompt
+from tests.support.kernels.paths import needs_rows
 from tests.support.models.tiny_models import random_decoder
 
 pytestmark = needs_rows
@@ -28,7 +29,7 @@ Scores = NDArray[np.float64]
 
 @torch.inference_mode()
 def queries_and_keys(decoder: Decoder, ids: Sequence[int]) -> list[tuple[Scores, Scores]]:
-    """Of each layer, `[T, N, H]` and `[T, G, H]`, by one forward over all tokens."""
+    """Queries `[T, N, H]` and keys `[T, G, H]` of each layer, by one forward over all tokens."""
     tokens = TokenRange(0, len(ids))
     buffer = KvBuffer(decoder.layout, tokens)
     step = decoder.begin([BufferSpan(buffer, tokens)])

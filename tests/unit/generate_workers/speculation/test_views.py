@@ -1,4 +1,4 @@
-"""What all views do whose drafts choose keys: attend to what they chose and nothing else, and change no text."""
+"""All views whose drafts choose keys attend to the chosen keys and nothing else, and change no text."""
 
 from functools import partial
 from pathlib import Path
@@ -23,11 +23,11 @@ from tests.support.engines.draft_views import (
     decoding,
     lists_of,
     make_view,
-    needs_rows,
     residency_of,
 )
 from tests.support.engines.generation import harness, prompt
 from tests.support.engines.infinigen import ALL, prepared
+from tests.support.kernels.paths import needs_rows
 from tests.support.models.tiny_models import random_decoder
 from tests.unit.generate_workers.speculation.test_rounds import PARAMS, answers, prompts, steps_for
 
@@ -36,7 +36,7 @@ LENGTHS = (70, 9, 41)
 NUM_DRAFTS = (5, 2, 4)
 
 
-def test_these_are_all_that_there_are() -> None:
+def test_the_views_are_those_of_the_product() -> None:
     assert set(VIEWS) == set(CHOOSING)
 
 
@@ -141,7 +141,7 @@ def test_kv_at_home_is_refused(name: SpeculationName) -> None:
 
 
 @views
-def test_and_so_are_models_with_sliding_windows(name: SpeculationName) -> None:
+def test_models_with_sliding_windows_are_refused_by_views(name: SpeculationName) -> None:
     decoder = random_decoder(window=12)
     with (
         pytest.raises(ConfigError, match=f"'{name}' is not there for models with sliding windows: use speculation"),

@@ -1,36 +1,28 @@
 """Heavy hitters on the device: places hold just what is kept, with the CPU's logits bit by bit."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
-from baton.ids import SlotId
 from baton.types import TokenRange
 from generate_workers.residency.fetched.h2o import FetchedH2oResidency, KeptRow
-from generate_workers.residency.port import KvShape, Residency
-from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.sparse.h2o import H2oResidency
 from generate_workers.residency.sparse.heavy_hitters import HeavyBudget
 from modeling.forward.decoder import Decoder
-from modeling.forward.rows import has_native_rows
 from modeling.kv.arena import WrongMemoryError
 from tests.support.engines.devices import PoisonedCpu, on_emulated
 from tests.support.engines.generation import prompt
-from tests.support.engines.selective import Bench
+from tests.support.engines.selective import TOKENS, Bench, MakePolicy
+from tests.support.kernels.paths import needs_rows
 from tests.support.models.tiny_models import random_decoder
 
-pytestmark = pytest.mark.skipif(
-    not has_native_rows(torch.device("cpu"), torch.float32, 16), reason="needs a C++ compiler"
-)
+pytestmark = needs_rows
 PLAIN = random_decoder(num_layers=4)
 CPU = Decoder(PLAIN.config, PLAIN.weights, device=PoisonedCpu())
 PROMPTS = [prompt(length, seed) for seed, length in enumerate((60, 3, 90))]
-TOKENS = prompt(200, seed=9)
 BUDGETS = [HeavyBudget(0.1, 0.1), HeavyBudget(0.0, 0.05), HeavyBudget(0.3, 0.001), HeavyBudget(1.0, 1.0)]
 
 
-def h2o(decoder: Decoder, budget: HeavyBudget) -> Callable[[KvShape, MakeMemory], Residency]:
+def h2o(decoder: Decoder, budget: HeavyBudget) -> MakePolicy:
     if decoder.device.is_home:
         return lambda shape, make: H2oResidency(shape, make, decoder, budget)
     return lambda shape, make: FetchedH2oResidency(shape, decoder, budget)
@@ -60,13 +52,10 @@ def test_places_hold_what_is_kept(budget: HeavyBudget) -> None:
     there = on_emulated(PLAIN)
     expected = Bench.of(CPU, h2o(CPU, budget), PROMPTS, 60)
     bench = Bench.of(there, h2o(there, budget), PROMPTS, 60)
-    for step in range(50):
-        slots = [slot for slot in range(len(PROMPTS)) if (step + slot) % 4]
-        fed = dict.fromkeys(slots, TOKENS[step : step + 1])
-        assert torch.equal(bench.run(fed)[0], expected.run(fed)[0])
-        if step % 7 == 0:
-            for slot in slots:
-                check_places(row_of(bench, slot))
+    for step, (got, wanted) in enumerate(zip(bench.turns(50), expected.turns(50), strict=True)):
+        assert torch.equal(got, wanted)
+        for slot in range(len(PROMPTS)) if step % 7 == 0 else ():
+            check_places(row_of(bench, slot))
     for slot in range(len(PROMPTS)):
         held, bound = row_of(bench, slot).num_bytes, bench.residency.bytes_for(bench.lengths[slot])
         assert (held.home, held.device <= bound.device) == (bound.home, True)
@@ -77,9 +66,7 @@ def test_places_hold_what_is_kept(budget: HeavyBudget) -> None:
 def test_a_copy_goes_on_as_its_source() -> None:
     there = on_emulated(PLAIN)
     bench = Bench.of(there, h2o(there, BUDGETS[0]), [prompt(60), prompt(60)], 50)
-    row_of(bench, 1).release()
-    bench.residency.open(SlotId(1), 60, 110)
-    bench.residency.copy(SlotId(0), SlotId(1), 60)
+    bench.copy(0, 1)
     for step in range(12):
         logits_BV, _ = bench.run(dict.fromkeys((0, 1), TOKENS[step : step + 1]))
         assert torch.equal(logits_BV[0], logits_BV[1])

@@ -1,39 +1,31 @@
 """A window on the device: the CPU's logits bit by bit, and over the link no more than new tokens."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
-from baton.ids import SlotId
 from baton.types import TokenRange
 from generate_workers.residency.fetched.window import FetchedWindowResidency
-from generate_workers.residency.port import KvShape, Residency
-from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.sparse.window import WindowResidency
 from modeling.forward.decoder import Decoder
-from modeling.forward.rows import has_native_rows
 from modeling.forward.selection import Selection
 from modeling.kv.arena import WrongMemoryError
 from tests.support.engines.devices import PoisonedCpu, on_emulated
 from tests.support.engines.generation import prompt
-from tests.support.engines.selective import Bench
+from tests.support.engines.selective import TOKENS, Bench, MakePolicy
+from tests.support.kernels.paths import needs_rows
 from tests.support.models.tiny_models import random_decoder
 
-pytestmark = pytest.mark.skipif(
-    not has_native_rows(torch.device("cpu"), torch.float32, 16), reason="needs a C++ compiler"
-)
+pytestmark = needs_rows
 FEW = Selection(3.0, 0.1, 2, 3, free_keys=6)
 PROMPTS = [prompt(length, seed) for seed, length in enumerate((60, 1, 90))]
 NUM_SINGLE = 80
 """Steps of one token before one of several."""
-TOKENS = prompt(200, seed=9)
 PLAIN = random_decoder(num_layers=4)
 CPU = Decoder(PLAIN.config, PLAIN.weights, device=PoisonedCpu())
 
 
-def window(decoder: Decoder, selection: Selection = FEW) -> Callable[[KvShape, MakeMemory], Residency]:
+def window(decoder: Decoder, selection: Selection = FEW) -> MakePolicy:
     if decoder.device.is_home:
         return lambda shape, make: WindowResidency(shape, make, selection)
     return lambda shape, make: FetchedWindowResidency(shape, decoder.device, selection)
@@ -51,7 +43,7 @@ def run(bench: Bench, num_steps: int) -> list[Tensor]:
 @pytest.mark.parametrize("selection", [FEW, Selection(3.0, 0.3, 0, 1), Selection(3.0, 1.0, 4, 3)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_steps_are_those_of_the_cpu(selection: Selection, dtype: str) -> None:
-    """So many that the window moves along in its room, and is fetched anew behind several tokens."""
+    """Runs so many steps that the window moves along in its room, and is fetched anew behind several tokens."""
     plain = random_decoder(num_layers=4, dtype=dtype, head_dim=64)
     cpu = Decoder(plain.config, plain.weights, device=PoisonedCpu())
     expected = Bench.of(cpu, window(cpu, selection), PROMPTS, 150)
@@ -107,12 +99,9 @@ def test_a_copy_of_a_row_fetches_its_own_window() -> None:
     bench = Bench.of(decoder, window(decoder), [prompt(60), prompt(60)], 50)
     for step in range(5):
         bench.run({0: TOKENS[step : step + 1]})
-    bench.residency._rows[1].release()  # type: ignore[attr-defined]
-    bench.residency.open(SlotId(1), 65, 80)
-    bench.residency.copy(SlotId(0), SlotId(1), 65)
-    bench.lengths[1] = 65
+    bench.copy(0, 1)
     for step in range(9):
         logits_BV, _ = bench.run(dict.fromkeys((0, 1), TOKENS[step : step + 1]))
         assert torch.equal(logits_BV[0], logits_BV[1])
-    assert bench.residency._rows[1].tokens == TokenRange(0, 80)  # type: ignore[attr-defined]
+    assert bench.residency._rows[1].tokens == TokenRange(0, 60 + 50)  # type: ignore[attr-defined]
     bench.close()

@@ -1,7 +1,7 @@
 """InfiniGen over KV in 4 bits: its picks, of what KV was before; what it attends to, and nothing else, unpacked."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,19 +15,16 @@ from baton.types import TokenRange
 from generate_workers.config import EngineConfig
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.residency.int4.format import Int4Format, has_int4_kernel
-from generate_workers.residency.int4.infinigen import InfinigenInt4Residency, ScoredInt4Row
+from generate_workers.residency.int4.infinigen import ScoredInt4Row
 from generate_workers.residency.int4.whole import Int4Residency
 from generate_workers.residency.policies import SelectionSource, make_residency
 from generate_workers.residency.port import KvBytes, KvShape
-from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.sparse.pool import PoolSize
-from generate_workers.slots.memory import MemoryLimits
 from modeling.device.cpu import CpuDevice
 from modeling.forward.decoder import Decoder
 from modeling.forward.selection import Picks, Selection
-from modeling.kv.memory import PAGE_BYTES, PagedMemory
 from modeling.sparse.selection_file import PreparedSelection, save_prepared
-from tests.support.engines.generation import harness, prefilled, prompt
+from tests.support.engines.generation import prefilled, prompt
 from tests.support.engines.infinigen import (
     ALL,
     DECODER,
@@ -35,12 +32,13 @@ from tests.support.engines.infinigen import (
     LAYOUT,
     LENGTHS,
     NUM_COLUMNS,
-    PARAMS,
     infinigen,
+    infinigen_int4,
     lookaheads,
     prepared,
 )
-from tests.support.engines.selective import Bench, Watched, lists
+from tests.support.engines.selective import Bench, Watched, lists, streamed
+from tests.support.engines.slot_tables import whole_pages
 from tests.support.kernels.int4 import there_and_back
 from tests.support.models.tiny_models import random_decoder
 
@@ -48,14 +46,8 @@ pytestmark = pytest.mark.skipif(not has_int4_kernel(), reason="needs a C++ compi
 
 FORM = Int4Format(LAYOUT)
 PAIR_BYTES = 2 * FORM.head_bytes
-"""Of a kv head's K and V, packed."""
+"""Bytes of a kv head's K and V, packed."""
 NUM_HEADS = LAYOUT.num_kv_heads
-
-
-def infinigen_int4(
-    found: PreparedSelection, decoder: Decoder = DECODER
-) -> Callable[[KvShape, MakeMemory], InfinigenInt4Residency]:
-    return lambda shape, make: InfinigenInt4Residency(shape, make, found, decoder)
 
 
 def row_of(bench: Bench, slot: int) -> ScoredInt4Row:
@@ -114,7 +106,7 @@ class Twins:
 @lookaheads
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_steps_are_those_of_infinigen_over_what_was_packed(lookahead: int, dtype: str) -> None:
-    """Of keys that were pushed, that came in steps, and in longer spans: partial keys are of what they were."""
+    """Keys are pushed, and come in steps and in longer spans; partial keys are made before they are packed."""
     decoder = random_decoder(num_layers=5, dtype=dtype)
     twins = Twins(prepared(lookahead=lookahead, decoder=decoder), [prompt(length) for length in LENGTHS], decoder)
     for number in range(9):
@@ -150,38 +142,14 @@ def test_steps_are_those_of_int4_when_all_keys_are_chosen(lookahead: int) -> Non
 
 @lookaheads
 def test_streams_are_those_of_int4_when_all_keys_are_chosen(lookahead: int) -> None:
-    answers = []
-    for policy in (infinigen_int4(prepared(ALL, lookahead)), Int4Residency):
-        with harness(decoder=DECODER, policy=policy, num_slots=8) as made:
-            streams = [made.submit(prompt(length), PARAMS)[1] for length in LENGTHS]
-            ref = made.reserve(33, 60).ref
-            made.push_and_commit(ref, prompt(33), PARAMS)
-            streams.append(made.submit(prompt(33), PARAMS, ref=ref)[1])
-            made.run()
-        answers.append([stream.token_ids for stream in streams])
-    assert answers[0] == answers[1]
-
-
-@lookaheads
-def test_what_a_row_does_depends_on_no_other(lookahead: int) -> None:
-    prompts = [prompt(length) for length in LENGTHS]
-    together = Bench.of(DECODER, infinigen_int4(prepared(lookahead=lookahead)), prompts)
-    logits_TV, watched = together.run({0: [5], 2: list(range(9)), 1: [6], 3: [8]})
-    for slot, row, token, fed in ((0, 0, 0, 5), (1, 1, 10, 6), (3, 2, 11, 8)):
-        alone = Bench.of(DECODER, infinigen_int4(prepared(lookahead=lookahead)), [prompts[slot]])
-        alone_V, seen = alone.run({0: [fed]})
-        for layer in LAYERS:
-            assert lists(seen.found[layer], 0) == lists(watched.found[layer], row)
-        torch.testing.assert_close(alone_V[0], logits_TV[token], atol=1e-4, rtol=1e-5)
-        alone.close()
-    together.close()
+    assert streamed(DECODER, infinigen_int4(prepared(ALL, lookahead))) == streamed(DECODER, Int4Residency)
 
 
 # What is never touched.
 
 
 @lookaheads
-def test_what_is_not_picked_is_neither_unpacked_nor_read(lookahead: int) -> None:
+def test_keys_that_are_not_picked_are_neither_unpacked_nor_read(lookahead: int) -> None:
     """It is poisoned at home before the step, and in the areas when all is unpacked."""
     prompts, asked = [prompt(40), prompt(61)], {0: [5], 1: [6]}
     calm, torn = (Bench.of(DECODER, infinigen_int4(prepared(lookahead=lookahead)), prompts) for _ in range(2))
@@ -229,8 +197,8 @@ def test_what_is_picked_is_read(lookahead: int, part: int, where: str) -> None:
     torn.close()
 
 
-def test_whoever_asks_for_all_keys_of_a_row_sees_them() -> None:
-    """As `baton evaluate --mass` does, while the area has but some of them."""
+def test_segments_of_a_row_hold_all_of_its_keys() -> None:
+    """`baton evaluate --mass` reads them so, while the area has only some of them."""
     bench = Bench.of(DECODER, infinigen_int4(prepared()), [prompt(40)])
     kept, _ = prefilled(DECODER, prompt(40))
     with torch.inference_mode(), bench.residency.step([(SlotId(0), TokenRange(40, 41))]) as step:
@@ -253,10 +221,6 @@ def test_whoever_asks_for_all_keys_of_a_row_sees_them() -> None:
 
 
 # What it takes.
-
-
-def pages(num_bytes: int) -> int:
-    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def test_bytes_over_the_link_are_those_of_the_formula() -> None:
@@ -283,8 +247,8 @@ def test_bytes_over_the_link_are_those_of_the_formula() -> None:
 
 def test_memory_is_what_is_packed_and_on_the_device_two_layers_partial_keys_and_the_area() -> None:
     bench = Bench.of(DECODER, infinigen_int4(prepared()), [prompt(40)])
-    plain, packed = pages(41 * LAYOUT.row_bytes), pages(41 * NUM_HEADS * PAIR_BYTES)
-    partial = len(LAYERS) * pages(3 * 16 * NUM_HEADS * NUM_COLUMNS * 2)
+    plain, packed = whole_pages(41 * LAYOUT.row_bytes), whole_pages(41 * NUM_HEADS * PAIR_BYTES)
+    partial = len(LAYERS) * whole_pages(3 * 16 * NUM_HEADS * NUM_COLUMNS * 2)
     expected = KvBytes(2 * plain + len(LAYERS) * packed, 3 * plain + partial)
     assert bench.residency.bytes_for(41) == expected
     bench.run({0: [5]})
@@ -297,36 +261,13 @@ def test_a_copy_goes_on_as_its_source() -> None:
     bench = Bench.of(DECODER, infinigen_int4(prepared()), [prompt(40), prompt(3)])
     for number in range(3):
         bench.run({0: [number]})
-    row_of(bench, 1).release()
-    bench.residency.open(SlotId(1), 43, 56)
-    bench.residency.copy(SlotId(0), SlotId(1), 43)
-    bench.lengths[1] = bench.lengths[0]
+    bench.copy(0, 1)
     for number in range(8):
         logits_BV, watched = bench.run({0: [number], 1: [number]})
         assert torch.equal(logits_BV[0], logits_BV[1])
         assert all(lists(watched.found[layer], 0) == lists(watched.found[layer], 1) for layer in LAYERS)
     assert row_of(bench, 0).num_bytes == row_of(bench, 1).num_bytes
     bench.close()
-
-
-def test_choices_preemptions_and_long_prompts_end_well() -> None:
-    """Everything that an engine does; KV is never more than what was promised."""
-    policy, params = infinigen_int4(prepared()), replace(PARAMS, max_tokens=40)
-    residency = policy(KvShape(LAYOUT, DECODER.config.windows, 1, 128), PagedMemory)
-    limits = MemoryLimits(residency.bytes_for(100).home * 2)
-    with harness(decoder=DECODER, policy=policy, limits=limits, growth_tokens=1) as made:
-        made.submit(prompt(60), replace(params, n=2, temperature=1.0, seed=3))
-        made.submit(prompt(50), params)
-        made.submit(prompt(9), params)
-        ref = made.reserve(17, 60).ref
-        made.push_and_commit(ref, prompt(17), params)
-        made.submit(prompt(17), params, ref=ref)
-        for _ in range(400):
-            made.engine.step()
-            ledger = made.slots.ledger()
-            assert ledger.num_bytes_held <= ledger.kv.num_bytes_taken <= limits.kv_bytes
-        made.run()
-        assert made.engine.status().num_preemptions > 0
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
@@ -352,7 +293,7 @@ def test_a_group_is_made_from_what_was_prepared(tmp_path: Path) -> None:
         make_memory(DECODER, replace(config, selection_file=str(tmp_path / "none")))
 
 
-def test_where_it_cannot_be_it_is_refused() -> None:
+def test_int4_with_a_pool_is_refused() -> None:
     shape, cpu = KvShape(LAYOUT, DECODER.config.windows, 2, 64), CpuDevice()
     with pytest.raises(ConfigError, match="residency = 'infinigen_int4' keeps all KV: leave pool_tokens at 0"):
         make_residency("infinigen_int4", shape, cpu, SelectionSource(DECODER, None, PoolSize(20)))

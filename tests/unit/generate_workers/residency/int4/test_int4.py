@@ -20,9 +20,9 @@ from modeling.device.cpu import CpuDevice
 from modeling.forward.decoder import Decoder
 from modeling.kernels import native
 from modeling.kv.buffers import BufferSpan, KvBuffer, byte_view
-from modeling.kv.memory import PAGE_BYTES
 from tests.support.engines.devices import PoisonedMemory
 from tests.support.engines.generation import prefilled, prompt
+from tests.support.engines.slot_tables import whole_pages
 from tests.support.kernels.int4 import HEAD_DIMS, form_of, packed, random_kv, there_and_back
 from tests.support.kernels.paths import require, sets
 from tests.support.models.tiny_models import random_decoder
@@ -182,7 +182,7 @@ def push(residency: Int4Residency, buffer: KvBuffer, piece: int = 7) -> None:
 
 @torch.inference_mode()
 def logits(residency: Int4Residency, decoder: Decoder, token_ids: Sequence[int], start: int) -> Tensor:
-    """Of one token after the other, from `start` on: `[T, V]`."""
+    """Logits `[T, V]` of one token after the other, from `start` on."""
     found = []
     for position in range(start, len(token_ids)):
         with residency.step([(SLOT, TokenRange(position, position + 1))]) as step:
@@ -272,11 +272,8 @@ def test_bytes_are_those_of_the_formula() -> None:
     with residency.step([(SLOT, TokenRange(34, 35))]) as step:
         assert step.num_bytes_read == 35 * layout.token_bytes
 
-    def pages(num_bytes: float) -> int:
-        return -(-int(num_bytes) // PAGE_BYTES) * PAGE_BYTES
-
-    home = 2 * pages(35 * layout.row_bytes) + (layout.num_layers - 2) * pages(35 * packed_row)
-    expected = KvBytes(home, pages(35 * layout.row_bytes))
+    whole_layer = whole_pages(35 * layout.row_bytes)
+    expected = KvBytes(2 * whole_layer + (layout.num_layers - 2) * whole_pages(35 * packed_row), whole_layer)
     assert residency._rows[SLOT].num_bytes == residency.bytes_for(35) == expected
     assert (residency.traits.name, residency.traits.is_exact) == ("int4", False)
     residency._rows[SLOT].release()

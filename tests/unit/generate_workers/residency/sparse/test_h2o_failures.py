@@ -12,15 +12,13 @@ from generate_workers.residency.port import KvShape, RowError
 from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.sparse.h2o import H2oResidency
 from generate_workers.residency.sparse.heavy_hitters import HeavyBudget
-from modeling.forward.rows import has_native_rows
 from tests.support.engines.devices import PoisonedMemory
 from tests.support.engines.generation import Harness, harness, prefilled, prompt, reference_ids
 from tests.support.engines.slot_tables import push_buffer
+from tests.support.kernels.paths import needs_rows
 from tests.support.models.tiny_models import random_decoder
 
-pytestmark = pytest.mark.skipif(
-    not has_native_rows(torch.device("cpu"), torch.float32, 16), reason="needs a C++ compiler"
-)
+pytestmark = needs_rows
 DECODER = random_decoder(num_layers=4)
 OTHER_MODEL = random_decoder(num_layers=4, seed=1)
 EVERYTHING = HeavyBudget(1.0, 1.0)

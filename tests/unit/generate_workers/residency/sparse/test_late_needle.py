@@ -21,7 +21,7 @@ from modeling.forward.decoder import Decoder
 from modeling.forward.linear import make_linear
 from modeling.forward.norms import unchanged
 from modeling.forward.positions import LearnedTable
-from modeling.forward.rows import DecodeRows, has_native_rows
+from modeling.forward.rows import DecodeRows
 from modeling.forward.selection import Selection
 from modeling.kv.buffers import KvBuffer, KvRows
 from modeling.sparse.bases import Basis, BasisKind, fit_layer
@@ -29,11 +29,10 @@ from modeling.sparse.selection_file import PreparedSelection
 from tests.support.engines.devices import PoisonedMemory
 from tests.support.engines.selective import lists
 from tests.support.kernels.brute_attention import brute_attention
+from tests.support.kernels.paths import needs_rows
 from tests.support.models.tiny_models import random_decoder
 
-pytestmark = pytest.mark.skipif(
-    not has_native_rows(torch.device("cpu"), torch.float32, 16), reason="needs a C++ compiler"
-)
+pytestmark = needs_rows
 Policy = InfinigenResidency | H2oResidency | OracleResidency
 SLOT = SlotId(0)
 DECODER = random_decoder(num_layers=3)
@@ -52,7 +51,7 @@ have."""
 
 
 def noise(*shape: int, seed: int) -> Tensor:
-    """As of a model whose first columns are the strongest."""
+    """Random vectors, as of a model whose first columns are the strongest."""
     x = torch.randn(*shape, HEAD_DIM, generator=torch.Generator().manual_seed(seed))
     return x * torch.tensor([2.0] * 4 + [0.5] * (HEAD_DIM - 4))
 
@@ -70,7 +69,7 @@ def haystack() -> tuple[Tensor, Tensor, Tensor]:
 
 Q_TNH, K_TGH, V_TGH = haystack()
 FULL_NH = brute_attention(Q_TNH[LAST:], KvRows(K_TGH, V_TGH, 0), LAST)[0][0]
-"""What the last query gets from all keys, in fp64."""
+"""The last query's attention to all keys, in fp64."""
 
 
 def fitted(kind: BasisKind) -> Basis:
@@ -130,7 +129,7 @@ def run(residency: Policy, position: int) -> tuple[Tensor, list[list[int]]]:
 
 
 def test_the_needle_gets_no_attention_before_and_all_of_it_at_last() -> None:
-    """Of full attention, in fp64."""
+    """Full attention, in fp64."""
     groups_TGJH = Q_TNH.double().view(LAST + 1, NUM_KV_HEADS, -1, HEAD_DIM)
     scores_GJTS = torch.einsum("tgjh,sgh->gjts", groups_TGJH, K_TGH.double()) / HEAD_DIM**0.5
     is_later_TS = torch.ones(LAST + 1, LAST + 1, dtype=torch.bool).triu(1)
@@ -195,5 +194,5 @@ def test_the_oracle_finds_it() -> None:
 
 
 def is_far(out_NH: Tensor) -> bool:
-    """Whether every head's result is another than full attention's."""
+    """Return whether every head's result differs from full attention's."""
     return bool(((out_NH - FULL_NH).norm(dim=1) > 0.5 * FULL_NH.norm(dim=1)).all())
