@@ -16,12 +16,12 @@ from tests.cuda.conftest import ON_GPU
 from tests.support.engines.chain_worker import NUM_LAYERS, Worker
 from tests.support.engines.chains import (
     ChainGroup,
-    cached_prefix,
+    assert_right,
     largest_error,
     random_chunks,
     random_tokens,
     reference,
-    reference_token,
+    run_chain,
     until,
 )
 from tests.support.links.link_groups import HOST, MakeConnect, edge_connects, in_process_connects, torch_connects
@@ -43,14 +43,8 @@ def test_kv_and_first_token_are_those_of_the_cpu(
     cpu, there = random_decoder(num_layers=3), make(num_layers=3)
     with ChainGroup(there, num_ranks, connects=connects) as group:
         for seed in range(3):
-            rng = random.Random(seed)
-            ids = random_tokens(rng, NUM_TOKENS, cpu)
-            chunks = random_chunks(rng, TokenRange(prefix_tokens, NUM_TOKENS), num_ranks)
-            prefix = (lambda ids=ids: cached_prefix(cpu, ids, prefix_tokens)) if prefix_tokens else None
-            run = group.submit(group.prepare(ids, chunks, prefix=prefix))
-            expected, _ = reference(cpu, ids)
-            assert largest_error(run.kv(cpu.layout), expected) <= TOLERANCE
-            assert run.first_token() == reference_token(cpu, run.job)
+            run = run_chain(group, seed, prefix_tokens=prefix_tokens, num_tokens=NUM_TOKENS)
+            assert_right(group, run, cpu, most_error=TOLERANCE)
 
 
 @pytest.mark.skipif(ON_GPU, reason="edges of gloo are for what stands for a GPU")

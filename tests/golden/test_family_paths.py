@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from baton.types import TokenRange
 from modeling.forward.decoder import Decoder
 from modeling.kv.buffers import BufferSpan
-from tests.support.engines.chains import ChainGroup, largest_error, poisoned_buffer, reference, reference_token
+from tests.support.engines.chains import ChainGroup, assert_right, poisoned_buffer
 from tests.support.models.tiny_models import load_tiny, tiny_decoder
 from tests.support.paths import advance, advance_hidden, buffer_for, chunked_hidden, random_cuts
 
@@ -64,15 +64,11 @@ def test_a_chain_over_uneven_chunks_equals_one_process(model: Model, cuts: tuple
     token_ids = text(model.decoder, seed=1)
     chunks = [TokenRange(start, end) for start, end in pairwise(cuts)]
     with ChainGroup(model.decoder, len(chunks), make_buffer=poisoned_buffer) as group:
-        run = group.submit(group.prepare(token_ids, chunks))
-        kv = run.kv(model.decoder.layout)
-        expected, _ = reference(model.decoder, token_ids)
-        assert largest_error(kv, expected) <= 1e-5
-        assert run.first_token() == reference_token(model.decoder, run.job)
+        assert_right(group, group.submit(group.prepare(token_ids, chunks)))
 
 
 def generated(reference: PreTrainedModel, prompts: list[list[int]]) -> tuple[list[list[int]], list[Tensor]]:
-    """What transformers' `generate` makes of prompts of one length: output ids, and logits `[NUM_NEW, V]`, of each."""
+    """Output ids and logits `[NUM_NEW, V]` of each prompt by transformers' `generate`; prompts have one length."""
     generate: Any = reference.generate
     prompt_ids = torch.tensor(prompts)
     made = generate(

@@ -78,6 +78,21 @@ class KeepingOutlet:
             assert self.layer_pushed.wait_for(lambda: len(self.pieces) >= num_pieces, WAIT_S)
 
 
+class Hold:
+    """An `on_push` that holds an engine in its turn until the test opens the gate."""
+
+    def __init__(self) -> None:
+        self._began, self.gate = threading.Event(), threading.Event()
+
+    def __call__(self, *_: int) -> None:
+        self._began.set()
+        assert self.gate.wait(WAIT_S)
+
+    def wait_begun(self) -> None:
+        """Waits until a turn is held."""
+        assert self._began.wait(WAIT_S)
+
+
 class CountingLinks:
     """Links that count what is sent, wrapped around real ones."""
 
@@ -336,8 +351,25 @@ def submit_shuffled(group: ChainGroup, runs: list[Run], rng: random.Random, vict
             group.submit(run, order=[rank])
 
 
-def assert_right(group: ChainGroup, run: Run) -> None:
-    """What the run brought equals one process's KV and token."""
-    kv, _ = reference(group.decoder, run.job.token_ids)
-    assert largest_error(run.kv(group.decoder.layout), kv) <= 1e-5
-    assert run.first_token() == reference_token(group.decoder, run.job)
+def run_chain(
+    group: ChainGroup,
+    seed: int,
+    *,
+    prefix_tokens: int = 0,
+    num_tokens: int = 60,
+    on_push: Callable[[Rank, int], None] | None = None,
+) -> Run:
+    """A random prompt over all ranks in random chunks."""
+    rng = random.Random(seed)
+    ids = random_tokens(rng, num_tokens, group.decoder)
+    chunks = random_chunks(rng, TokenRange(prefix_tokens, num_tokens), len(group.engines))
+    prefix = (lambda: cached_prefix(group.decoder, ids, prefix_tokens)) if prefix_tokens else None
+    return group.submit(group.prepare(ids, chunks, prefix=prefix, on_push=on_push))
+
+
+def assert_right(group: ChainGroup, run: Run, decoder: Decoder | None = None, most_error: float = 1e-5) -> None:
+    """What the run brought equals one process's KV and token, by `decoder` or the group's own."""
+    decoder = decoder or group.decoder
+    kv, _ = reference(decoder, run.job.token_ids)
+    assert largest_error(run.kv(decoder.layout), kv) <= most_error
+    assert run.first_token() == reference_token(decoder, run.job)

@@ -1,7 +1,7 @@
 """A prefill rank between two neighbours that are the test itself, at the other end of links."""
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 from baton.clock import Clock, SystemClock
@@ -10,10 +10,11 @@ from baton.types import TokenRange
 from modeling.forward.decoder import Decoder
 from modeling.kv.buffers import KvBuffer, MakeBuffer, byte_view
 from prefill_workers.engine import PrefillEngine
-from prefill_workers.job import Job
+from prefill_workers.job import Job, JobReport
 from prefill_workers.links import LinkHeader, Links, LinkStatus
-from tests.support.engines.chains import WAIT_S, cached_prefix
+from tests.support.engines.chains import WAIT_S, KeepingOutlet, cached_prefix, until
 from tests.support.links.link_groups import Recorder, in_process_connects
+from tests.support.manual_clock import ManualClock
 
 IDS = (5, 6, 7, 8, 9, 10)
 CHUNKS = (TokenRange(0, 2), TokenRange(2, 5), TokenRange(5, 6))
@@ -35,6 +36,12 @@ class Middle:
         ranks = tuple(Rank(rank) for rank in range(num_ranks))
         return Job(JobId(number), Epoch(1), RequestId("r"), 1, ranks, chunks, IDS)
 
+    def submit_and_starve(self, job: Job | None = None) -> Future[JobReport]:
+        """Submits a job over ranks 0 and 1, and returns once it has done what it can, and waits."""
+        future = self.engine.submit(job or self.job(num_ranks=2), KeepingOutlet())
+        until(lambda: self.engine.status().progress == 1)
+        return future
+
     def send_rows(self, layer: int, number: int = 1, tokens: TokenRange = CHUNKS[0], epoch: int = 1) -> None:
         """What rank 0 would send."""
         payload = byte_view(self.kv.span(layer, tokens).clone())
@@ -47,6 +54,14 @@ class Middle:
 
     def send_bare(self, status: LinkStatus, number: int = 1) -> None:
         self.links[0].send(Rank(1), LinkHeader.bare(Epoch(1), JobId(number), status), None)
+
+    def pass_limits(self, clock: ManualClock, floor_s: float, ranks: Sequence[int]) -> None:
+        """Lets nearly three limits pass: a part of one whenever each of these ranks has got another sign of life."""
+        for count in range(1, 10):
+            for rank in ranks:
+                self.recorders[rank].wait_received(count)
+            clock.advance(0.3 * floor_s)
+            self.poke()
 
     def poke(self) -> None:
         """Makes a waiting engine look at a clock that the test has moved."""

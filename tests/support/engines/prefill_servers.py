@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed import TCPStore
 
-from baton.clock import SystemClock
+from baton.clock import Clock, SystemClock
 from baton.proto_types import range_to_proto
 from baton.sampling_params import SamplingParams
 from baton.types import Lease, TokenRange
@@ -20,6 +20,7 @@ from baton.v1.prefill_pb2_grpc import PrefillRankStub
 from modeling.forward.decoder import Decoder
 from modeling.prefix_store.node import DiskPlace
 from prefill_workers.servicer import PrefillServer
+from tests.support.engines.chains import largest_error, reference
 from tests.support.engines.prefixes import PLENTY
 from tests.support.models.tiny_models import random_decoder
 from tests.support.wire.kv_loopback import Loopback, loopback
@@ -63,6 +64,16 @@ class Ranks:
     async def lease(self) -> Lease:
         return dataclasses.replace(await self.receiver.reserve(len(IDS)), endpoint=self.receiver.endpoint)
 
+    def check_slot(self, lease: Lease) -> None:
+        """The KV and the first token that were pushed are those of one process."""
+        expected, logits_V = reference(self.decoder, IDS)
+        rows = [self.receiver.sink.read(lease.ref, layer, TokenRange(0, len(IDS))) for layer in range(3)]
+        kv = torch.stack([torch.frombuffer(bytearray(row), dtype=torch.float32) for row in rows])
+        assert largest_error(kv.view(expected.shape), expected) <= 1e-5
+        first = self.receiver.sink.first(lease.ref)
+        assert first is not None
+        assert first.token_id == int(logits_V.argmax())
+
     def job(self, lease: Lease, *, params: SamplingParams | None = None) -> prefill_pb2.PrefillJob:
         self.jobs += 1
         return prefill_pb2.PrefillJob(
@@ -91,6 +102,7 @@ async def two_ranks(
     *,
     may_share: bool = True,
     watchdog_floor_s: float = TIMEOUT_S,
+    clock: Clock | None = None,
 ) -> AsyncIterator[Ranks]:
     torch.set_num_threads(1)
     decoder = random_decoder(num_layers=3)
@@ -99,7 +111,7 @@ async def two_ranks(
         servers = [
             await PrefillServer.start(
                 decoder,
-                clock=SystemClock(),
+                clock=clock or SystemClock(),
                 host=HOST,
                 secret=SECRET,
                 watchdog_floor_s=watchdog_floor_s,

@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
+
 from baton.clock import Clock
 from baton.types import KvLayout, TokenRange
 from modeling.kv.buffers import KvBuffer
@@ -32,7 +34,7 @@ def prefix_folder() -> Iterator[Path]:
     with TemporaryDirectory(dir="/dev/shm", prefix="baton-test-", ignore_cleanup_errors=True) as made:
         folder = Path(made)
         yield folder
-        until(lambda: not mapped(folder), 5.0)
+        until(lambda: not mapped(folder))
         assert not folder.exists() or not [name for name in blocks_in(folder) if name.startswith(".")]
 
 
@@ -44,6 +46,19 @@ def store_in(folder: Path, layout: KvLayout, *, limit_bytes: int = PLENTY, clock
 def file_bytes(layout: KvLayout, block_tokens: int) -> int:
     """Of a block."""
     return HEADER_BYTES + block_tokens * layout.token_bytes
+
+
+def random_kv(layout: KvLayout, num_tokens: int, seed: int = 0) -> KvBuffer:
+    """Random KV of a prompt's first tokens."""
+    buffer = KvBuffer(layout, TokenRange(0, num_tokens))
+    buffer.data.copy_(torch.randn(buffer.data.shape, generator=torch.Generator().manual_seed(seed)))
+    return buffer
+
+
+def same(read: Sequence[KvBuffer], kv: KvBuffer) -> bool:
+    """Whether the blocks hold what the first tokens of `kv` do."""
+    data = torch.cat([each.data for each in read], dim=1)
+    return torch.equal(data, kv.data[:, : data.shape[1]])
 
 
 def fill(room: BlockRoom, kv: KvBuffer) -> None:

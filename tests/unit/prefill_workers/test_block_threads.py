@@ -8,6 +8,7 @@ import pytest
 
 from prefill_workers import block_threads
 from prefill_workers.block_threads import BlockThreads
+from tests.support.engines.chains import WAIT_S
 from tests.support.eventually import eventually
 
 
@@ -25,7 +26,7 @@ async def test_beyond_the_bound_nothing_more_waits_for_the_disk(
     opened, gone = threading.Event(), set[str]()
 
     def sink(name: str) -> list[str]:
-        assert opened.wait(30)
+        assert opened.wait(WAIT_S)
         return [name]
 
     async def told() -> set[str]:
@@ -35,7 +36,7 @@ async def test_beyond_the_bound_nothing_more_waits_for_the_disk(
     for index in range(5):
         threads.sink(lambda name=str(index): sink(name))  # type: ignore[misc]
     opened.set()
-    await eventually(told, lambda names: "2" in names, within_s=5)
+    await eventually(told, lambda names: "2" in names, WAIT_S)
     threads.sink(lambda: sink("later"))  # there is room again
-    await eventually(told, lambda names: "later" in names, within_s=5)
+    await eventually(told, lambda names: "later" in names, WAIT_S)
     assert gone == {"0", "1", "2", "later"}

@@ -3,6 +3,7 @@
 import random
 import threading
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -20,15 +21,15 @@ from prefill_workers.relay import Relay
 from tests.support.engines.chains import (
     WAIT_S,
     ChainGroup,
+    Hold,
     KeepingOutlet,
-    Run,
-    cached_prefix,
-    largest_error,
+    assert_right,
     poisoned_buffer,
     random_chunks,
     random_tokens,
     reference,
     reference_token,
+    run_chain,
     until,
 )
 from tests.support.links.link_groups import MakeConnect, in_process_connects, torch_connects
@@ -39,30 +40,8 @@ pytestmark = pytest.mark.integration
 HEADS = {"mha": 4, "gqa": 2, "mqa": 1}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def decoder_of(heads: str = "gqa", *, dtype: str = "float32", num_layers: int = 3) -> Decoder:
     return random_decoder(num_layers=num_layers, num_kv_heads=HEADS[heads], dtype=dtype, seed=len(heads))
-
-
-def run_chain(group: ChainGroup, seed: int, *, prefix_tokens: int = 0, num_tokens: int = 60) -> Run:
-    """A random prompt over all ranks in random chunks, to its end."""
-    rng = random.Random(seed)
-    ids = random_tokens(rng, num_tokens, group.decoder)
-    chunks = random_chunks(rng, TokenRange(prefix_tokens, num_tokens), len(group.engines))
-    prefix = (lambda: cached_prefix(group.decoder, ids, prefix_tokens)) if prefix_tokens else None
-    run = group.submit(group.prepare(ids, chunks, prefix=prefix))
-    run.reports()
-    return run
-
-
-def assert_equal_to_reference(decoder: Decoder, run: Run) -> None:
-    kv, _ = reference(decoder, run.job.token_ids)
-    assert largest_error(run.kv(decoder.layout), kv) <= 1e-5
-    assert run.first_token() == reference_token(decoder, run.job)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -71,7 +50,7 @@ def test_kv_and_first_token_equal_one_process(heads: str, num_ranks: int) -> Non
     decoder = decoder_of(heads)
     with ChainGroup(decoder, num_ranks) as group:
         for seed in range(6):
-            assert_equal_to_reference(decoder, run_chain(group, seed))
+            assert_right(group, run_chain(group, seed))
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -80,7 +59,7 @@ def test_with_a_cached_prefix(heads: str, num_ranks: int) -> None:
     decoder = decoder_of(heads)
     with ChainGroup(decoder, num_ranks) as group:
         for prefix_tokens in (1, 16, 50):
-            assert_equal_to_reference(decoder, run_chain(group, prefix_tokens, prefix_tokens=prefix_tokens))
+            assert_right(group, run_chain(group, prefix_tokens, prefix_tokens=prefix_tokens))
 
 
 @pytest.mark.parametrize("prefix_tokens", [0, 16])
@@ -97,33 +76,22 @@ def test_the_last_rank_gives_away_what_earlier_ranks_computed(prefix_tokens: int
         assert not run.outlets[Rank(0)].from_earlier and not run.outlets[Rank(1)].from_earlier
 
 
-def test_chunks_of_one_token_each() -> None:
+@pytest.mark.parametrize("lengths", [(1, 1, 1, 1), (1, 1, 1), (1, 2, 1), (1, 17, 1)])
+def test_chunks_of_one_token(lengths: tuple[int, ...]) -> None:
     decoder = decoder_of()
-    with ChainGroup(decoder, 4) as group:
-        chunks = [TokenRange(n, n + 1) for n in range(4)]
-        assert_equal_to_reference(decoder, group.submit(group.prepare([5, 6, 7, 8], chunks)))
+    ids = random_tokens(random.Random(len(lengths)), sum(lengths), decoder)
+    chunks = [TokenRange(*edges) for edges in pairwise(accumulate(lengths, initial=0))]
+    with ChainGroup(decoder, len(lengths)) as group:
+        assert_right(group, group.submit(group.prepare(ids, chunks)))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 17])
-def test_one_token_at_either_end(num_tokens: int) -> None:
-    decoder = decoder_of()
-    ids = random_tokens(random.Random(num_tokens), num_tokens + 2, decoder)
-    chunks = [TokenRange(0, 1), TokenRange(1, num_tokens + 1), TokenRange(num_tokens + 1, num_tokens + 2)]
-    with ChainGroup(decoder, 3) as group:
-        assert_equal_to_reference(decoder, group.submit(group.prepare(ids, chunks)))
-
-
-def test_model_of_one_layer() -> None:
-    decoder = decoder_of(num_layers=1)
-    with ChainGroup(decoder, 3) as group:
-        assert_equal_to_reference(decoder, run_chain(group, 0))
-
-
-def test_sliding_window_shorter_than_a_chunk() -> None:
-    decoder = random_decoder(num_layers=3, window=8)
+@pytest.mark.parametrize(
+    "decoder", [decoder_of(num_layers=1), random_decoder(num_layers=3, window=8)], ids=["one layer", "short window"]
+)
+def test_models_of_one_layer_and_of_windows_shorter_than_a_chunk(decoder: Decoder) -> None:
     with ChainGroup(decoder, 3) as group:
         for seed in range(4):
-            assert_equal_to_reference(decoder, run_chain(group, seed))
+            assert_right(group, run_chain(group, seed))
 
 
 @pytest.mark.parametrize("ranks", [(0, 2), (1,), (1, 2), (0, 1, 2)])
@@ -134,7 +102,7 @@ def test_chain_over_some_of_the_ranks(ranks: tuple[int, ...]) -> None:
     with ChainGroup(decoder, 3) as group:
         chunks = random_chunks(rng, TokenRange(0, 30), len(ranks))
         run = group.submit(group.prepare(ids, chunks, ranks=ranks))
-        assert_equal_to_reference(decoder, run)
+        assert_right(group, run)
         assert [report.rank for report in run.reports()] == list(ranks)
 
 
@@ -145,7 +113,7 @@ def test_resumed_prompt_is_prompt_and_output() -> None:
     with ChainGroup(decoder, 2) as group:
         chunks = [TokenRange(0, 25), TokenRange(25, 40)]
         run = group.submit(group.prepare(ids[:33], chunks, output_ids=ids[33:], params=params))
-        assert_equal_to_reference(decoder, run)
+        assert_right(group, run)
 
 
 def test_first_token_is_sampled_as_asked() -> None:
@@ -178,7 +146,7 @@ def test_unwritten_memory_never_surfaces(prefix_tokens: int) -> None:
     decoder = decoder_of()
     with ChainGroup(decoder, 3, make_buffer=poisoned_buffer) as group:
         for seed in range(5):
-            assert_equal_to_reference(decoder, run_chain(group, seed, prefix_tokens=prefix_tokens))
+            assert_right(group, run_chain(group, seed, prefix_tokens=prefix_tokens))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -205,7 +173,7 @@ def test_token_changes_nothing_before_it(changed_rank: int) -> None:
     with ChainGroup(decoder, 3) as group:
         before = group.submit(group.prepare(ids, chunks))
         after = group.submit(group.prepare(changed, chunks))
-        assert_equal_to_reference(decoder, after)
+        assert_right(group, after)
         before.reports()
     for rank in range(3):
         same = before.outlets[Rank(rank)].at_push == after.outlets[Rank(rank)].at_push
@@ -218,14 +186,16 @@ def test_bytes_on_links_are_each_rank_s_end_times_layers(prefix_tokens: int, num
     with ChainGroup(decoder, num_ranks) as group:
         run = run_chain(group, 3, prefix_tokens=prefix_tokens)
         passed = [(chunk.end - prefix_tokens) * decoder.layout.token_bytes for chunk in run.job.chunks[:-1]]
-        assert group.payload_bytes() == sum(passed)
         assert [report.num_bytes_sent for report in run.reports()] == [*passed, 0]
+        assert group.payload_bytes() == sum(passed)
 
 
 def test_each_rank_s_chunk_is_a_message_of_its_own_in_every_layer() -> None:
     decoder = decoder_of()
     with ChainGroup(decoder, 3) as group:
-        chunks = run_chain(group, 3).job.chunks
+        run = run_chain(group, 3)
+        run.reports()
+        chunks = run.job.chunks
         for rank, sent in enumerate(group.sent):
             messages = [(header.layer, header.tokens) for header in sent]
             assert [layer for layer, _ in messages] == sorted(layer for layer, _ in messages)
@@ -243,7 +213,7 @@ def test_chunks_in_many_pieces(monkeypatch: pytest.MonkeyPatch, connects: MakeCo
         for prefix_tokens in (0, 16):
             sent = group.payload_bytes()
             run = run_chain(group, prefix_tokens, prefix_tokens=prefix_tokens)
-            assert_equal_to_reference(decoder, run)
+            assert_right(group, run)
             passed = sum(chunk.end - prefix_tokens for chunk in run.job.chunks[:-1])
             assert group.payload_bytes() - sent == passed * decoder.layout.token_bytes
 
@@ -251,25 +221,22 @@ def test_chunks_in_many_pieces(monkeypatch: pytest.MonkeyPatch, connects: MakeCo
 def test_first_rank_goes_on_to_later_requests_while_an_earlier_one_is_stuck_behind_it() -> None:
     decoder = decoder_of()
     num_layers = decoder.config.num_layers
-    gate, rng = threading.Event(), random.Random(9)
-
-    def hold(rank: Rank, layer: int) -> None:
-        assert rank == 0 or gate.wait(WAIT_S)
+    hold, rng = Hold(), random.Random(9)
 
     with ChainGroup(decoder, 2) as group:
         runs = [
-            group.prepare(random_tokens(rng, 20, decoder), random_chunks(rng, TokenRange(0, 20), 2), on_push=hold)
-            for _ in range(3)
+            group.prepare(random_tokens(rng, 20, decoder), random_chunks(rng, TokenRange(0, 20), 2)) for _ in range(3)
         ]
         for run in runs:
+            run.outlets[Rank(1)] = KeepingOutlet(hold)
             group.submit(run)
         for run in runs:
             run.futures[Rank(0)].result(WAIT_S)  # computed, pushed and passed on
             assert len(run.outlets[Rank(0)].pieces) == num_layers
         assert not any(run.futures[Rank(1)].done() for run in runs)
-        gate.set()
+        hold.gate.set()
         for run in runs:
-            assert_equal_to_reference(decoder, run)
+            assert_right(group, run)
 
 
 def test_rank_in_step_with_the_one_before_it_holds_few_layers() -> None:
@@ -291,7 +258,7 @@ def test_rank_in_step_with_the_one_before_it_holds_few_layers() -> None:
     with ChainGroup(decoder, 2, make_buffer=make) as group:
         chunks = [TokenRange(0, 25), TokenRange(25, 40)]
         run = group.submit(group.prepare(ids, chunks, on_push=in_step))
-        assert_equal_to_reference(decoder, run)
+        assert_right(group, run)
     layers = made.count(TokenRange(0, 25)) - 1  # rank 0's own chunk is one
     assert 1 <= layers <= 3
 
@@ -304,7 +271,7 @@ def test_early_ranks_kv_leaves_before_the_chain_ends() -> None:
         group.submit(run, order=[0])
         run.outlets[Rank(0)].wait_pushed(decoder.config.num_layers)  # rank 1 does not even have the job
         group.submit(run, order=[1])
-        assert_equal_to_reference(decoder, run)
+        assert_right(group, run)
 
 
 def test_report_times_every_layer() -> None:
@@ -357,7 +324,7 @@ def test_no_collective_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_of()
     with ChainGroup(decoder, 3, connects=torch_connects) as group:
         for seed in range(3):
-            assert_equal_to_reference(decoder, run_chain(group, seed))
+            assert_right(group, run_chain(group, seed))
         assert group.payload_bytes() > 0
 
 

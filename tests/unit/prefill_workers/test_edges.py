@@ -3,9 +3,9 @@
 import logging
 import random
 import threading
+from concurrent.futures import Future
 
 import pytest
-import torch
 from torch import Tensor
 from torch.distributed import Store
 
@@ -13,9 +13,10 @@ from baton.errors import LinkBrokenError
 from baton.ids import Epoch, JobId, Rank
 from baton.types import TokenRange
 from modeling.device.cpu import CpuDevice
+from prefill_workers import edges
 from prefill_workers.edges import Edge, EdgeBackend, Offer, backend_of, refusal
 from prefill_workers.links import LinkHeader, Links, LinkStatus
-from tests.support.engines.chains import ChainGroup, Run, largest_error, random_run, reference, reference_token
+from tests.support.engines.chains import ChainGroup, assert_right, random_run
 from tests.support.engines.devices import PoisonedDevice, TensorDevice
 from tests.support.links.device_edges import GlooBackend
 from tests.support.links.link_groups import Recorder, edge_connects, edge_group, meet, torch_connects
@@ -24,18 +25,11 @@ from tests.support.models.tiny_models import random_decoder
 pytestmark = pytest.mark.integration
 
 TIMEOUT_S = 20.0
+CPU = random_decoder(num_layers=3)
 
 
 def data(num_bytes: int, job: int = 1) -> LinkHeader:
     return LinkHeader(Epoch(1), JobId(job), 0, TokenRange(0, num_bytes), LinkStatus.DATA, num_bytes)
-
-
-def assert_equal(run: Run) -> None:
-    """What a run over three layers brought equals one process's KV and token on the CPU."""
-    cpu = random_decoder(num_layers=3)
-    kv, _ = reference(cpu, run.job.token_ids)
-    assert largest_error(run.kv(cpu.layout), kv) <= 2e-5
-    assert run.first_token() == reference_token(cpu, run.job)
 
 
 def close(groups: list[Links]) -> None:
@@ -199,10 +193,16 @@ class AbsentBackend(GlooBackend):
         return super().connect(store, place, timeout_s)
 
 
-def test_edges_that_are_not_made_in_time_begin_no_epoch() -> None:
+def test_edges_that_are_not_made_in_time_begin_no_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ImpatientFuture(Future[object]):
+        def result(self, timeout: float | None = None) -> object:
+            assert timeout == TIMEOUT_S
+            return super().result(0.1)
+
+    monkeypatch.setattr(edges, "Future", ImpatientFuture)
     backends = [AbsentBackend("a"), AbsentBackend("b")]
-    connects = torch_connects(2, timeout_s=4.0, backends=list(backends))
-    with pytest.raises(LinkBrokenError, match=r"met not all 2 ranks .*\(not all edges by gloo were made within 4 s\)"):
+    connects = torch_connects(2, timeout_s=TIMEOUT_S, backends=list(backends))
+    with pytest.raises(LinkBrokenError, match=r"met not all 2 ranks .*\(not all edges by gloo were made within 20 s\)"):
         meet(connects)
     left = [thread for thread in threading.enumerate() if thread.name in ("link-0-meet", "link-1-meet")]
     assert len(left) == 2
@@ -215,17 +215,15 @@ def test_edges_that_are_not_made_in_time_begin_no_epoch() -> None:
 
 @pytest.mark.parametrize("device", [PoisonedDevice, TensorDevice])
 def test_a_new_epoch_has_new_edges_and_serves(device: type[PoisonedDevice] | type[TensorDevice]) -> None:
-    torch.set_num_threads(1)
     decoder = random_decoder(num_layers=3, device=device())
     with ChainGroup(decoder, 3, connects=edge_connects) as group:
         for _ in range(3):
             run = group.prepare([1, 2, 3, 4, 5, 6], [TokenRange(0, 2), TokenRange(2, 3), TokenRange(3, 6)])
-            assert_equal(group.submit(run))
+            assert_right(group, group.submit(run), CPU, most_error=2e-5)
             group.start_epoch()
 
 
 def test_jobs_that_are_given_up_leave_the_edges_in_step() -> None:
-    torch.set_num_threads(1)
     rng = random.Random(3)
     decoder = random_decoder(num_layers=3, device=TensorDevice())
     with ChainGroup(decoder, 3, connects=edge_connects) as group:
@@ -234,5 +232,5 @@ def test_jobs_that_are_given_up_leave_the_edges_in_step() -> None:
             group.submit(victim)
             group.submit(other)
             group.engines[rng.choice(victim.job.ranks)].cancel(victim.job.number)
-            assert_equal(other)
+            assert_right(group, other, CPU, most_error=2e-5)
             group.wait_idle()

@@ -1,11 +1,9 @@
 """Engines serve jobs in flight together, settle each exactly once, and outlive every failure."""
 
 import random
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 
 from baton.clock import SystemClock
 from baton.errors import (
@@ -24,6 +22,7 @@ from prefill_workers.engine import PrefillEngine
 from tests.support.engines.chains import (
     WAIT_S,
     ChainGroup,
+    Hold,
     KeepingOutlet,
     Run,
     assert_right,
@@ -35,11 +34,6 @@ from tests.support.links.link_groups import in_process_connects, torch_connects
 from tests.support.models.tiny_models import random_decoder
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture
@@ -112,23 +106,18 @@ def assert_resolved(run: Run) -> None:
 
 def test_lowest_number_goes_first(decoder: Decoder) -> None:
     order: list[JobId] = []
-    gate, holding = threading.Event(), threading.Event()
-
-    def hold(rank: Rank, layer: int) -> None:
-        holding.set()
-        assert gate.wait(WAIT_S)
-
+    hold = Hold()
     with ChainGroup(decoder, 1) as group:
         chunks = [TokenRange(0, 2)]
         blocker = group.submit(group.prepare([1, 2], chunks, on_push=hold))
-        assert holding.wait(WAIT_S)
+        hold.wait_begun()
         runs = [group.prepare([1, 2], chunks) for _ in range(3)]
         for run in runs:
             number = run.job.number
             run.outlets[Rank(0)] = KeepingOutlet(lambda layer, number=number: order.append(number))  # type: ignore[misc]
         for run in reversed(runs):
             group.submit(run)
-        gate.set()
+        hold.gate.set()
         for run in [blocker, *runs]:
             run.reports()
     assert order == sorted(order)
@@ -148,21 +137,13 @@ def test_job_that_waits_lets_others_run(decoder: Decoder) -> None:
 # Cancels and failures of one job.
 
 
-def test_cancel_ends_a_waiting_job(decoder: Decoder) -> None:
-    with ChainGroup(decoder, 2) as group:
-        run = group.prepare([1, 2, 3], [TokenRange(0, 2), TokenRange(2, 3)])
-        group.submit(run, order=[1])
-        group.engines[1].cancel(run.job.number)
-        assert isinstance(run.error(1), RequestCancelledError)
-        assert run.outlets[Rank(1)].aborts == [run.error(1)]
-
-
-def test_cancel_is_told_to_the_ranks_behind(decoder: Decoder) -> None:
+def test_cancel_ends_a_waiting_job_and_is_told_to_the_ranks_behind(decoder: Decoder) -> None:
     with ChainGroup(decoder, 3) as group:
         run = group.prepare([1, 2, 3], [TokenRange(n, n + 1) for n in range(3)])
         group.submit(run, order=[1, 2])
         group.engines[1].cancel(run.job.number)
         assert isinstance(run.error(1), RequestCancelledError)
+        assert run.outlets[Rank(1)].aborts == [run.error(1)]
         assert isinstance(run.error(2), JobAbortedError)
 
 

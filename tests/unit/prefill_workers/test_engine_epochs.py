@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 
 from baton.clock import SystemClock
 from baton.errors import BatonError, EpochEndedError, LinkBrokenError, StaleStampError, UnavailableError
@@ -21,6 +20,7 @@ from prefill_workers.job import Job
 from tests.support.engines.chains import (
     WAIT_S,
     ChainGroup,
+    Hold,
     KeepingOutlet,
     assert_right,
     random_run,
@@ -35,7 +35,6 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture
 def decoder() -> Decoder:
-    torch.set_num_threads(1)
     return random_decoder(num_layers=4)
 
 
@@ -68,30 +67,25 @@ def test_next_epoch_ends_what_is_in_flight_and_serves_anew(decoder: Decoder) -> 
 
 
 def test_engine_that_hangs_says_so_and_joins_no_epoch_before_its_turn_has_ended(decoder: Decoder) -> None:
-    gate, holding = threading.Event(), threading.Event()
-
-    def hold(layer: int) -> None:
-        holding.set()
-        assert gate.wait(WAIT_S)
-
+    hold = Hold()
     engine = PrefillEngine(decoder, SystemClock(), watchdog_floor_s=0.2)
     (connect,) = in_process_connects(1)
     try:
         engine.start_epoch(Epoch(1), Rank(0), 1, connect)
         job = Job(JobId(7), Epoch(1), RequestId("r"), 1, (Rank(0),), (TokenRange(0, 2),), (1, 2))
         future = engine.submit(job, KeepingOutlet(hold))
-        assert holding.wait(WAIT_S)
+        hold.wait_begun()
         until(lambda: bool(engine.status().stall))
         assert engine.status().stall.startswith("job 7 has been in one turn for ")
         with pytest.raises(UnavailableError, match=r"hangs \(job 7 .*\): replace it"):
             engine.start_epoch(Epoch(2), Rank(0), 1, connect)
-        gate.set()
+        hold.gate.set()
         assert isinstance(future.exception(WAIT_S), EpochEndedError)
         until(lambda: not engine.status().stall)
         engine.start_epoch(Epoch(2), Rank(0), 1, connect)
         assert engine.submit(replace(job, epoch=Epoch(2)), KeepingOutlet()).result(WAIT_S).rank == 0
     finally:
-        gate.set()
+        hold.gate.set()
         engine.close()
 
 

@@ -1,4 +1,4 @@
-"""What a rank does with messages of every kind: its neighbours here are the test itself, at the other end of links."""
+"""A rank handles messages of every kind; its neighbours are the test itself, at the other end of links."""
 
 import threading
 from concurrent.futures import Future
@@ -14,7 +14,7 @@ from modeling.forward.decoder import Decoder
 from modeling.kv.buffers import KvBuffer
 from prefill_workers.job import Job, JobReport
 from prefill_workers.links import LinkStatus
-from tests.support.engines.chains import WAIT_S, KeepingOutlet, reference_token, until
+from tests.support.engines.chains import WAIT_S, Hold, KeepingOutlet, reference_token, until
 from tests.support.engines.middle_ranks import CHUNKS, IDS, Middle, middle_rank
 from tests.support.manual_clock import ManualClock
 from tests.support.models.tiny_models import random_decoder
@@ -22,7 +22,6 @@ from tests.support.models.tiny_models import random_decoder
 
 @pytest.fixture
 def decoder() -> Decoder:
-    torch.set_num_threads(1)
     return random_decoder(num_layers=3)
 
 
@@ -54,7 +53,8 @@ def test_message_that_comes_before_its_job_waits_for_it(decoder: Decoder) -> Non
 
 
 def test_messages_of_a_job_that_never_comes_are_dropped_in_time(decoder: Decoder) -> None:
-    with middle_rank(decoder, floor_s=0.4) as middle:
+    clock = ManualClock()
+    with middle_rank(decoder, clock=clock, floor_s=0.4) as middle, middle.engine.expect(Epoch(1), JobId(2)):
         middle.send_all_rows(number=1)
         middle.send_all_rows(number=2)
         middle.engine.submit(middle.job(2), KeepingOutlet()).result(WAIT_S)
@@ -63,7 +63,7 @@ def test_messages_of_a_job_that_never_comes_are_dropped_in_time(decoder: Decoder
 
 
 def test_job_whose_messages_were_dropped_is_refused_and_the_ranks_behind_are_told(decoder: Decoder) -> None:
-    with middle_rank(decoder, floor_s=0.1) as middle:
+    with middle_rank(decoder, clock=ManualClock(), floor_s=0.1) as middle:
         middle.send_rows(0)
         middle.recorders[0].wait_sent(1)
         with pytest.raises(JobAbortedError, match="no longer served by rank 1"):
@@ -87,19 +87,14 @@ def test_ranks_that_disagree_on_a_job_fail_it_alone(decoder: Decoder, layer: int
 
 
 def test_nothing_that_came_is_passed_on_for_a_job_that_has_failed(decoder: Decoder) -> None:
-    gate, holding = threading.Event(), threading.Event()
-
-    def hold(layer: int) -> None:
-        holding.set()
-        assert gate.wait(WAIT_S)
-
+    hold = Hold()
     with middle_rank(decoder) as middle:
         future = middle.engine.submit(middle.job(), KeepingOutlet(hold))
-        assert holding.wait(WAIT_S)
+        hold.wait_begun()
         middle.send_rows(1)  # not the layer that is due
         middle.send_rows(0)
         middle.recorders[0].wait_sent(2)
-        gate.set()
+        hold.gate.set()
         assert isinstance(future.exception(WAIT_S), ChainError)
         own, abort = middle.recorders[2].wait_received(2)
         assert own[1].tokens == CHUNKS[1]  # its turn was under way
@@ -156,28 +151,11 @@ def test_broken_link_fails_all_jobs_with_one_retryable_error(decoder: Decoder) -
 
 
 def test_message_that_waits_for_its_job_does_not_outlive_the_epoch(decoder: Decoder) -> None:
-    with middle_rank(decoder) as middle:  # the message might wait for 10 s
+    with middle_rank(decoder, floor_s=1e3) as middle:  # it would wait half of that
         middle.send_rows(0)
         middle.engine.end_epoch(LinkBrokenError("the cable is cut"))
         middle.links[0].close()
-        assert middle.links[0].wait_closed(5.0)
-
-
-def test_silent_source_ends_the_epoch(decoder: Decoder) -> None:
-    with middle_rank(decoder, floor_s=0.2) as middle:
-        future = middle.engine.submit(middle.job(), KeepingOutlet())
-        with pytest.raises(LinkStalledError, match="rank 0 has shown rank 1 no sign of life"):
-            future.result(WAIT_S)
-        assert isinstance(middle.recorders[2].wait_broken(), LinkBrokenError)
-
-
-def test_target_that_takes_nothing_ends_the_epoch(decoder: Decoder) -> None:
-    with middle_rank(decoder, floor_s=0.2) as middle:
-        middle.recorders[2].gate.clear()
-        future = middle.engine.submit(middle.job(), KeepingOutlet())
-        middle.send_all_rows()
-        with pytest.raises(LinkStalledError, match="rank 2 has shown rank 1 no sign of life"):
-            future.result(WAIT_S)
+        assert middle.links[0].wait_closed(WAIT_S)
 
 
 def pass_time(middle: Middle, clock: ManualClock, future: Future[JobReport]) -> None:
@@ -191,11 +169,33 @@ def pass_time(middle: Middle, clock: ManualClock, future: Future[JobReport]) -> 
     until(later)
 
 
+def test_silent_source_ends_the_epoch(decoder: Decoder) -> None:
+    clock = ManualClock()
+    with middle_rank(decoder, clock=clock, floor_s=60.0) as middle:
+        future = middle.engine.submit(middle.job(), KeepingOutlet())
+        until(lambda: middle.engine.status().progress == 2)  # it has sent its own rows, and waits
+        pass_time(middle, clock, future)
+        with pytest.raises(LinkStalledError, match="rank 0 has shown rank 1 no sign of life"):
+            future.result(WAIT_S)
+        assert isinstance(middle.recorders[2].wait_broken(), LinkBrokenError)
+
+
+def test_target_that_takes_nothing_ends_the_epoch(decoder: Decoder) -> None:
+    clock = ManualClock()
+    with middle_rank(decoder, clock=clock, floor_s=60.0) as middle:
+        middle.recorders[2].gate.clear()
+        future = middle.engine.submit(middle.job(), KeepingOutlet())
+        middle.send_all_rows()
+        middle.recorders[0].wait_sent(3)
+        pass_time(middle, clock, future)
+        with pytest.raises(LinkStalledError, match="rank 2 has shown rank 1 no sign of life"):
+            future.result(WAIT_S)
+
+
 def test_overdue_peer_is_given_up_only_after_a_while_however_often_the_rank_looks(decoder: Decoder) -> None:
     clock = ManualClock()
     with middle_rank(decoder, clock=clock, floor_s=60.0) as middle:
-        future = middle.engine.submit(middle.job(num_ranks=2), KeepingOutlet())
-        until(lambda: middle.engine.status().progress == 1)
+        future = middle.submit_and_starve()
         with middle.engine._changed:
             life = middle.engine._life
             assert life is not None
@@ -212,8 +212,7 @@ def test_overdue_peer_is_given_up_only_after_a_while_however_often_the_rank_look
 def test_peer_is_given_the_whole_limit_from_its_last_sign_of_life(decoder: Decoder) -> None:
     clock = ManualClock()
     with middle_rank(decoder, clock=clock, floor_s=60.0) as middle:
-        future = middle.engine.submit(middle.job(num_ranks=2), KeepingOutlet())
-        until(lambda: middle.engine.status().progress == 1)  # it has done what it can, and waits
+        future = middle.submit_and_starve()
         for sent in range(1, 4):
             clock.advance(59.0)
             middle.send_bare(LinkStatus.ALIVE)
@@ -230,8 +229,7 @@ def test_peer_is_given_the_whole_limit_from_its_last_sign_of_life(decoder: Decod
 def test_rank_that_stood_still_itself_reads_what_has_come_before_it_gives_a_peer_up(decoder: Decoder) -> None:
     clock = ManualClock()
     with middle_rank(decoder, clock=clock, floor_s=60.0) as middle:
-        future = middle.engine.submit(middle.job(num_ranks=2), KeepingOutlet())
-        until(lambda: middle.engine.status().progress == 1)
+        future = middle.submit_and_starve()
         with middle.engine._changed:  # nobody gets on here
             middle.send_bare(LinkStatus.ALIVE)
             clock.advance(61.0)
@@ -265,56 +263,46 @@ def test_sign_of_life_is_passed_on(decoder: Decoder) -> None:
 
 
 def test_rank_that_serves_another_job_asks_for_patience(decoder: Decoder) -> None:
-    gate, holding = threading.Event(), threading.Event()
-
-    def hold(layer: int) -> None:
-        if layer == 0:
-            holding.set()
-            assert gate.wait(WAIT_S)
-
-    with middle_rank(decoder, floor_s=2.0) as middle:
+    hold = Hold()
+    with middle_rank(decoder, clock=ManualClock(), floor_s=0.4) as middle:
         alone = Job(JobId(1), Epoch(1), RequestId("a"), 1, (Rank(1),), (TokenRange(0, 6),), IDS)
         chained = Job(JobId(2), Epoch(1), RequestId("b"), 1, (Rank(1), Rank(2)), (TokenRange(0, 5), CHUNKS[2]), IDS)
         first = middle.engine.submit(alone, KeepingOutlet(hold))
-        assert holding.wait(WAIT_S)
+        hold.wait_begun()
         middle.engine.submit(chained, KeepingOutlet())
         _, header, _ = middle.recorders[2].wait_received(1)[0]  # while the turn goes on
-        gate.set()
+        hold.gate.set()
         first.result(WAIT_S)
         assert (header.status, header.job) == (LinkStatus.ALIVE, 2)
 
 
 def test_rank_asks_for_patience_with_all_jobs_that_go_on_to_the_same_rank(decoder: Decoder) -> None:
-    gate, holding = threading.Event(), threading.Event()
-
-    def hold(layer: int) -> None:
-        holding.set()
-        assert gate.wait(WAIT_S)
-
-    with middle_rank(decoder, floor_s=2.0) as middle:
+    hold = Hold()
+    with middle_rank(decoder, clock=ManualClock(), floor_s=0.4) as middle:
         chunks = (TokenRange(0, 5), CHUNKS[2])
         jobs = [Job(JobId(n), Epoch(1), RequestId("r"), 1, (Rank(1), Rank(2)), chunks, IDS) for n in (1, 2)]
         middle.engine.submit(jobs[0], KeepingOutlet(hold))
-        assert holding.wait(WAIT_S)
+        hold.wait_begun()
         middle.engine.submit(jobs[1], KeepingOutlet())
-        told = {(header.status, header.job) for _, header, _ in middle.recorders[2].wait_received(4)}
-        gate.set()
+        until(lambda: len({header.job for _, header, _ in middle.recorders[2].received_messages}) == 2)
+        told = {(header.status, header.job) for _, header, _ in middle.recorders[2].received_messages}
+        hold.gate.set()
         assert told == {(LinkStatus.ALIVE, 1), (LinkStatus.ALIVE, 2)}
 
 
 def test_rank_that_works_in_one_turn_far_beyond_the_limit_keeps_its_peers_patient(decoder: Decoder) -> None:
-    ended = threading.Event()
+    ended, clock = threading.Event(), ManualClock()
 
     def work(layer: int) -> None:
         while not ended.is_set():
             pass
 
-    with middle_rank(decoder, floor_s=1.0) as middle:
+    with middle_rank(decoder, clock=clock, floor_s=0.4) as middle:
         job = Job(JobId(1), Epoch(1), RequestId("a"), 1, (Rank(1), Rank(2)), (TokenRange(0, 5), CHUNKS[2]), IDS)
         future = middle.engine.submit(job, KeepingOutlet(work))
         try:
-            passed = middle.recorders[2].wait_received(9)  # over two limits
-            assert {header.status for _, header, _ in passed} == {LinkStatus.ALIVE}
+            middle.pass_limits(clock, 0.4, ranks=[2])
+            assert set(middle.recorders[2].statuses) == {LinkStatus.ALIVE}
             assert not middle.engine.status().stall
         finally:
             ended.set()
@@ -324,9 +312,7 @@ def test_rank_that_works_in_one_turn_far_beyond_the_limit_keeps_its_peers_patien
 def test_predicted_layer_lengthens_the_patience_with_peers(decoder: Decoder) -> None:
     clock = ManualClock()
     with middle_rank(decoder, clock=clock, floor_s=60.0) as middle:
-        job = replace(middle.job(num_ranks=2), layer_s=100.0)
-        future = middle.engine.submit(job, KeepingOutlet())
-        until(lambda: middle.engine.status().progress == 1)
+        future = middle.submit_and_starve(replace(middle.job(num_ranks=2), layer_s=100.0))
         clock.advance(399.0)
         middle.poke()
         assert not future.done()

@@ -1,7 +1,6 @@
-"""What a rank does when an earlier one gives a job up, and when it is told so."""
+"""A rank that is told of a job's abort ends the job, and passes the abort on."""
 
 import pytest
-import torch
 
 from baton.errors import JobAbortedError, RequestCancelledError
 from baton.ids import Epoch, JobId, Rank
@@ -14,7 +13,6 @@ from tests.support.models.tiny_models import random_decoder
 
 @pytest.fixture
 def decoder() -> Decoder:
-    torch.set_num_threads(1)
     return random_decoder(num_layers=3)
 
 

@@ -1,10 +1,9 @@
-"""What a rank does about jobs whose calls have come, and which it is slow to submit."""
+"""A rank waits for jobs whose calls have come, however slowly it submits them."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 
 from baton.errors import JobAbortedError, LinkBrokenError
 from baton.ids import Epoch, JobId, Rank
@@ -12,6 +11,7 @@ from modeling.forward.decoder import Decoder
 from prefill_workers.links import LinkHeader, LinkStatus
 from tests.support.engines.chains import WAIT_S, KeepingOutlet, reference_token, until
 from tests.support.engines.middle_ranks import Middle, middle_rank
+from tests.support.manual_clock import ManualClock
 from tests.support.models.tiny_models import random_decoder
 
 EPOCH = Epoch(1)
@@ -20,14 +20,13 @@ UNKNOWN = 70
 
 @pytest.fixture
 def decoder() -> Decoder:
-    torch.set_num_threads(1)
     return random_decoder(num_layers=3)
 
 
 @pytest.fixture
 def middle(decoder: Decoder) -> Iterator[Middle]:
-    """Gives a job that nobody announces 0.2 s, and a silent peer twice as long."""
-    with middle_rank(decoder, floor_s=0.4) as made:
+    """Gives a job that nobody announces 0.2 s, and a silent peer any time."""
+    with middle_rank(decoder, clock=ManualClock(), floor_s=0.4) as made:
         yield made
 
 
@@ -82,15 +81,17 @@ def test_job_of_another_epoch_is_not_announced(middle: Middle) -> None:
 
 
 def test_no_rank_takes_a_job_s_preparation_for_silence(decoder: Decoder) -> None:
-    """Over two limits: neither the ranks before and behind, nor this one, whose link from rank 0 keeps still."""
-    with middle_rank(decoder, floor_s=1.0) as middle:
+    """Neither the ranks before and behind, nor this one, whose link from rank 0 keeps still."""
+    clock = ManualClock()
+    with middle_rank(decoder, clock=clock, floor_s=0.4) as middle:
         waiting = middle.engine.submit(middle.job(2, num_ranks=2), KeepingOutlet())
         with middle.engine.expect(EPOCH, JobId(1)):
             middle.send_all_rows(1)
             middle.send_all_rows(2)
+            middle.pass_limits(clock, 0.4, ranks=[0, 2])
             for recorder in middle.recorders.values():
-                passed = recorder.wait_received(9)
-                assert {(header.status, header.job) for _, header, _ in passed} == {(LinkStatus.ALIVE, 1)}
+                told = {(header.status, header.job) for _, header, _ in recorder.received_messages}
+                assert told == {(LinkStatus.ALIVE, 1)}
             assert middle.engine.status().epoch_error == ""
             middle.engine.submit(middle.job(1, num_ranks=2), KeepingOutlet()).result(WAIT_S)
         assert waiting.result(WAIT_S).rank == 1
@@ -123,4 +124,4 @@ def test_message_of_an_announced_job_does_not_outlive_the_epoch(middle: Middle) 
         until(lambda: middle.engine.status().progress == 1)  # it has come, and waits
         middle.engine.end_epoch(LinkBrokenError("the cable is cut"))
         middle.links[0].close()
-        assert middle.links[0].wait_closed(5.0)
+        assert middle.links[0].wait_closed(WAIT_S)

@@ -1,6 +1,6 @@
-"""What a finished prefill keeps is what it computed; one that did not finish keeps nothing."""
+"""A finished prefill keeps the KV that it computed; an unfinished one keeps nothing."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,7 @@ from baton.types import KvLayout, TokenRange
 from modeling.kv.buffers import KvBuffer
 from modeling.prefix_store.store import Filled, PrefixStore
 from prefill_workers.prefix_filling import PrefixFilling
-from tests.support.engines.prefixes import PLENTY, blocks_in, file_bytes, keep, prefix_folder, store_in
+from tests.support.engines.prefixes import PLENTY, blocks_in, file_bytes, keep, store_in
 from tests.support.manual_clock import ManualClock
 
 LAYOUT = KvLayout("model", 2, 1, 4, "float32")
@@ -18,12 +18,6 @@ START, BLOCK = 4, 4
 NAMES = ("a", "b", "c")
 """Blocks of the tokens [4, 16) of a prompt of 18."""
 PROMPT = TokenRange(START, 18)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with prefix_folder() as made:
-        yield made
 
 
 @pytest.fixture
@@ -43,7 +37,7 @@ def filling(store: PrefixStore, names: Sequence[str] = NAMES) -> PrefixFilling:
 
 
 def compute(filled: PrefixFilling, kv: KvBuffer, own_start: int) -> None:
-    """As a last rank does whose chunk begins there."""
+    """Compute as a last rank whose chunk begins there."""
     for layer in range(LAYOUT.num_layers):
         own, earlier = TokenRange(own_start, PROMPT.end), TokenRange(PROMPT.start, own_start)
         filled.hold(layer, own, kv.export(layer, own))
@@ -54,7 +48,7 @@ def compute(filled: PrefixFilling, kv: KvBuffer, own_start: int) -> None:
 
 
 def kept(store: PrefixStore, kv: KvBuffer, names: Sequence[str] = NAMES) -> bool:
-    """Whether the store holds the computed rows, behind one block of others."""
+    """Return whether the store holds the computed rows, behind one block of others."""
     others = KvBuffer(LAYOUT, TokenRange(0, START))
     others.data.fill_(7.0)
     keep(store, others, ["start"])
@@ -110,7 +104,7 @@ def test_as_much_as_there_is_room_for_is_kept_from_the_start(folder: Path, kv: K
     assert blocks_in(folder) == set(NAMES[:2])
 
 
-def test_what_had_to_go_is_told(folder: Path, kv: KvBuffer) -> None:
+def test_evicted_blocks_are_reported(folder: Path, kv: KvBuffer) -> None:
     store = store_in(folder, LAYOUT, limit_bytes=3 * file_bytes(LAYOUT, BLOCK))
     keep(store, KvBuffer(LAYOUT, TokenRange(0, 8)), ["old-0", "old-1"])
     filled = filling(store)

@@ -6,24 +6,16 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
-import torch
 
 from baton import __version__
-from baton.errors import (
-    BatonError,
-    EpochEndedError,
-    InvalidArgumentError,
-    LinkBrokenError,
-    UnavailableError,
-)
+from baton.errors import BatonError, EpochEndedError, InvalidArgumentError, LinkBrokenError, UnavailableError
 from baton.ids import Stamp
 from baton.proto_types import range_from_proto, range_to_proto
 from baton.sampling_params import SamplingParams
 from baton.types import LeaseRef, TokenRange
 from baton.v1 import prefill_pb2
 from prefill_workers.servicer import job_from_proto
-from tests.support.engines.chains import largest_error, reference
-from tests.support.engines.prefill_servers import CHUNKS, HOST, IDS, TIMEOUT_S, Ranks, two_ranks
+from tests.support.engines.prefill_servers import CHUNKS, HOST, TIMEOUT_S, Ranks, two_ranks
 from tests.support.eventually import eventually
 from transport.proto_types import history_to_proto
 from transport.status import translate_rpc_errors
@@ -38,25 +30,11 @@ async def ranks() -> AsyncIterator[Ranks]:
         yield both
 
 
-@pytest.fixture
-async def patient() -> AsyncIterator[Ranks]:
-    """They wait for each other for as long as any test does."""
-    async with two_ranks() as both:
-        await both.start_epoch()
-        yield both
-
-
 async def test_kv_arrives_in_the_slot_and_is_committed_with_the_first_token(ranks: Ranks) -> None:
     lease = await ranks.lease()
     job = ranks.job(lease)
     await asyncio.gather(ranks.run(0, job), ranks.run(1, job))
-    expected, logits_V = reference(ranks.decoder, IDS)
-    rows = [ranks.receiver.sink.read(lease.ref, layer, TokenRange(0, len(IDS))) for layer in range(3)]
-    kv = torch.stack([torch.frombuffer(bytearray(row), dtype=torch.float32) for row in rows])
-    assert largest_error(kv.view(expected.shape), expected) <= 1e-5
-    first = ranks.receiver.sink.first(lease.ref)
-    assert first is not None
-    assert first.token_id == int(logits_V.argmax())
+    ranks.check_slot(lease)
 
 
 async def test_first_token_carries_its_logprobs(ranks: Ranks) -> None:
@@ -109,14 +87,14 @@ async def test_receiver_that_is_not_there_is_unavailable(ranks: Ranks) -> None:
     assert isinstance(errors[0], UnavailableError)
 
 
-async def test_cancelled_call_ends_its_job_and_its_push(patient: Ranks) -> None:
-    lease = await patient.lease()
-    job = patient.job(lease)
-    call = patient.stubs[1].Run(job)
-    await eventually(lambda: patient.status(1), lambda status: status.num_jobs == 1, TIMEOUT_S)
+async def test_cancelled_call_ends_its_job_and_its_push(ranks: Ranks) -> None:
+    lease = await ranks.lease()
+    job = ranks.job(lease)
+    call = ranks.stubs[1].Run(job)
+    await eventually(lambda: ranks.status(1), lambda status: status.num_jobs == 1, TIMEOUT_S)
     call.cancel()
-    await eventually(lambda: patient.status(1), lambda status: status.num_jobs == 0, TIMEOUT_S)
-    await patient.receiver.sink.writers_become(lease.ref.slot, 0)
+    await eventually(lambda: ranks.status(1), lambda status: status.num_jobs == 0, TIMEOUT_S)
+    await ranks.receiver.sink.writers_become(lease.ref.slot, 0)
 
 
 async def test_job_of_an_ended_epoch_is_refused(ranks: Ranks) -> None:
@@ -126,11 +104,11 @@ async def test_job_of_an_ended_epoch_is_refused(ranks: Ranks) -> None:
         await ranks.run(0, job)
 
 
-async def test_next_epoch_ends_a_running_job(patient: Ranks) -> None:
-    job = patient.job(await patient.lease())
-    running = asyncio.create_task(patient.run(1, job))
-    await eventually(lambda: patient.status(1), lambda status: status.num_jobs == 1, TIMEOUT_S)
-    await patient.start_epoch()
+async def test_next_epoch_ends_a_running_job(ranks: Ranks) -> None:
+    job = ranks.job(await ranks.lease())
+    running = asyncio.create_task(ranks.run(1, job))
+    await eventually(lambda: ranks.status(1), lambda status: status.num_jobs == 1, TIMEOUT_S)
+    await ranks.start_epoch()
     with pytest.raises((EpochEndedError, LinkBrokenError)):
         await running
 

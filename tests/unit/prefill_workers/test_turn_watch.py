@@ -1,7 +1,8 @@
 """When an engine's turn is thought to have stalled: without work soon, with work much later, unwatched never."""
 
 import threading
-from collections.abc import Callable
+import time
+from queue import Queue
 
 import pytest
 
@@ -108,44 +109,22 @@ def test_look_tells_whether_the_engine_has_worked(bench: Bench) -> None:
 
 
 def test_cpu_clock_tells_work_from_waiting() -> None:
-    working, resting, gate = threading.Event(), threading.Event(), threading.Event()
+    gate, used = threading.Event(), Queue[float]()
 
     def live() -> None:
-        while not working.is_set():
+        while time.thread_time() < 0.1:
             pass
-        resting.set()
+        used.put(time.thread_time())
         assert gate.wait(WAIT_S)
 
     thread = threading.Thread(target=live)
     thread.start()
     try:
-        used_s = cpu_clock(thread)
-        _until(lambda: used_s() > 0.05)
-        working.set()
-        assert resting.wait(WAIT_S)
-        _until_still(used_s)
+        read_s, began_s = cpu_clock(thread), time.thread_time()
+        used_s = used.get(timeout=WAIT_S)
+        while time.thread_time() < began_s + 0.1:  # this thread works now, and the other one waits
+            pass
+        assert used_s <= read_s() < used_s + 0.05
     finally:
-        working.set()
         gate.set()
         thread.join()
-
-
-def _until(holds: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(3000):
-        if holds():
-            return
-        pause.wait(0.01)
-    raise AssertionError("did not come true")
-
-
-def _until_still(read: Callable[[], float]) -> None:
-    """It stops growing once the thread has reached its wait."""
-    pause = threading.Event()
-
-    def is_still() -> bool:
-        before = read()
-        pause.wait(0.05)
-        return read() == before
-
-    _until(is_still)

@@ -1,6 +1,5 @@
 """Answers are stored while their rows hold their slots: whole blocks, right bytes, and nothing of what is given up."""
 
-import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,24 +18,17 @@ from generate_workers.prefixes import answer_saving
 from generate_workers.prefixes.answer_saving import StreamAnswers
 from generate_workers.slots.access import SlotReader
 from generate_workers.slots.memory import MemoryLimits
-from modeling.kv.memory import PAGE_BYTES
 from modeling.prefix_store.store import Filled, PrefixStore
 from tests.support.engines.chains import until
-from tests.support.engines.generation import Collector, Harness, eos_decoder, harness, prefilled, prompt
-from tests.support.engines.prefixes import PLENTY, blocks_in, file_bytes, prefix_folder, store_in
-from tests.support.engines.slot_tables import is_empty
+from tests.support.engines.generation import WAIT_S, Collector, Harness, eos_decoder, harness, prefilled, prompt
+from tests.support.engines.prefixes import PLENTY, blocks_in, file_bytes, store_in
+from tests.support.engines.slot_tables import is_empty, page_bytes
 
 BLOCK = 8
 DECODER = eos_decoder()
 NAMING = BlockNaming(BLOCK, "salt")
 PARAMS = SamplingParams(max_tokens=10, ignore_eos=True)
 ASKED = prompt(15)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with prefix_folder() as made:
-        yield made
 
 
 @dataclass
@@ -50,7 +42,7 @@ class Saved:
     filled: list[Filled] = field(default_factory=list)
 
     def cancel(self) -> None:
-        """As `OpenStreams.end` does, and the next step."""
+        """Cancel the stream as `OpenStreams.end` does, and run a step."""
         self.made.engine.cancel(self.ticket)
         self.answers.cancel()
         self.made.engine.step()
@@ -62,7 +54,7 @@ class Saved:
             self.made.engine.step()
             return bool(self.filled)
 
-        until(told, 10.0)
+        until(told)
         [filled] = self.filled
         return filled
 
@@ -177,7 +169,7 @@ def test_a_cancelled_stream_stores_nothing(folder: Path) -> None:
             assert (ledger.num_active, ledger.imbalance) == (0, "")
             assert ledger.num_quarantined <= 1  # for as long as what was begun looks into its slot
             assert asked.filled == [Filled()]
-        until(lambda: is_empty(made.slots.ledger()), 10.0)
+        until(lambda: is_empty(made.slots.ledger()))
         assert not blocks_in(folder)
         assert asked.events.finish is FinishReason.LENGTH
 
@@ -187,7 +179,7 @@ def test_an_answer_that_waits_for_others_frees_its_slot_when_it_is_cancelled(fol
         with store.locked():
             first = ask(made)
             made.run(first.events)
-            until(lambda: not waiting(made), 5.0)  # it has begun
+            until(lambda: not waiting(made))  # it has begun
             second = ask(made)
             made.run(second.events)
             assert (made.slots.ledger().num_active, waiting(made)) == (2, 1)
@@ -199,7 +191,7 @@ def test_an_answer_that_waits_for_others_frees_its_slot_when_it_is_cancelled(fol
         assert len(first.until_told().stored) == 3
 
 
-def test_a_saver_outlives_what_nobody_expects(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_saver_outlives_unexpected_errors(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reached = threading.Event()
 
     def fail(*_: object) -> None:
@@ -213,14 +205,14 @@ def test_a_saver_outlives_what_nobody_expects(folder: Path, tmp_path: Path, monk
     with harness(decoder=DECODER, store=store) as made:
         for _ in range(2):
             assert len(ask(made).until_told().stored) == 3
-        assert reached.wait(5)
+        assert reached.wait(WAIT_S)
         assert len(ask(made).until_told().stored) == 3
 
 
 def test_the_disk_delays_no_slot(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, store = threading.Event(), store_in(folder, DECODER.layout)
     store.below = store_in(tmp_path, DECODER.layout)
-    monkeypatch.setattr(store, "sink", lambda *_: opened.wait(30))
+    monkeypatch.setattr(store, "sink", lambda *_: opened.wait(2 * WAIT_S))
     with harness(decoder=DECODER, store=store) as made:
         try:
             for salt in ("a", "b"):
@@ -239,18 +231,17 @@ def test_a_saver_whose_thread_is_gone_takes_nothing(folder: Path) -> None:
 
 def test_what_is_stored_gives_way_before_a_row_that_runs(folder: Path) -> None:
     store = store_in(folder, DECODER.layout)
-    pages = math.ceil(96 * DECODER.layout.row_bytes / PAGE_BYTES)
-    limits = MemoryLimits(2 * DECODER.layout.num_layers * pages * PAGE_BYTES)
+    limits = MemoryLimits(2 * page_bytes(96, DECODER.layout))
     with harness(decoder=DECODER, store=store, limits=limits, growth_tokens=1) as made:
         with store.locked():
             saved = [ask(made) for _ in range(3)]
             made.run(*(each.events for each in saved))
-            until(lambda: waiting(made) == 2, 5.0)
+            until(lambda: waiting(made) == 2)
             answer = made.answer(prompt(10), SamplingParams(max_tokens=110, ignore_eos=True))
             assert answer.finish is FinishReason.LENGTH
             assert made.engine.status().num_preemptions == 0
             assert [each.filled for each in saved] == [[Filled()]] * 3
-        until(lambda: is_empty(made.slots.ledger()), 5.0)
+        until(lambda: is_empty(made.slots.ledger()))
 
 
 def waiting(made: Harness) -> int:
@@ -265,7 +256,7 @@ def test_a_store_without_room_keeps_nothing(folder: Path) -> None:
         assert not blocks_in(folder)
 
 
-def test_what_had_to_go_is_told(folder: Path) -> None:
+def test_evicted_blocks_are_reported(folder: Path) -> None:
     with storing(folder, limit_bytes=3 * file_bytes(DECODER.layout, BLOCK)) as (made, store):
         first = ask(made).until_told()
         second = ask(made, naming=BlockNaming(BLOCK, "another")).until_told()
@@ -284,7 +275,7 @@ def test_a_store_whose_folder_is_gone_fails_no_request(folder: Path) -> None:
             folder.with_name(folder.name + "-gone").rename(folder)
 
 
-def test_who_ends_otherwise_stores_nothing(folder: Path) -> None:
+def test_a_stream_that_ends_early_stores_nothing(folder: Path) -> None:
     with storing(folder) as (made, _):
         asked = ask(made, SamplingParams(max_tokens=60, ignore_eos=True))
         for _ in range(4):
@@ -302,7 +293,7 @@ def test_a_saver_that_closes_gives_up_what_is_being_stored(folder: Path) -> None
             made.run(asked.events)
             closing = threading.Thread(target=made.saver.close)
             closing.start()
-            until(lambda: bool(asked.filled), 5.0)
+            until(lambda: bool(asked.filled))
         closing.join()
         assert asked.filled == [Filled()]
         assert is_empty(made.slots.ledger())

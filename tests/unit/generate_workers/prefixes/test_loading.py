@@ -18,7 +18,8 @@ from generate_workers.residency.paged import PagedResidency
 from generate_workers.slots.table import SlotTable
 from modeling.kv.buffers import KvBuffer
 from modeling.prefix_store.store import Leading, PrefixStore
-from tests.support.engines.prefixes import blocks_in, keep, mapped, prefix_folder, store_in
+from tests.support.engines.generation import WAIT_S
+from tests.support.engines.prefixes import blocks_in, keep, mapped, store_in
 from tests.support.engines.slot_tables import (
     FIRST,
     LAYOUT,
@@ -42,12 +43,6 @@ LOCAL = replace(SPEC, prefills_locally=True)
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    with prefix_folder() as made:
-        yield made
-
-
-@pytest.fixture
 def store(folder: Path) -> PrefixStore:
     return store_in(folder, LAYOUT)
 
@@ -62,7 +57,7 @@ def slots(request: pytest.FixtureRequest) -> Iterator[SlotTable]:
 
 
 def kv() -> KvBuffer:
-    """Of the whole prompt: no two values alike."""
+    """KV of the whole prompt; no two values are alike."""
     made = KvBuffer(LAYOUT, TokenRange(0, NUM_TOKENS))
     made.data.copy_(torch.arange(made.data.numel()).view(made.data.shape))
     return made
@@ -170,10 +165,12 @@ async def test_a_lease_that_ends_lets_go_of_its_blocks(slots: SlotTable, store: 
     with pytest.raises(StaleStampError):
         await slots.commit(lease.ref, [FIRST])
     assert is_empty(slots.ledger())
-    await eventually(lambda: asyncio.to_thread(mapped, folder), lambda left: not left, within_s=5)
+    await eventually(lambda: asyncio.to_thread(mapped, folder), lambda left: not left, WAIT_S)
 
 
-async def test_no_slot_costs_no_disk(slots: SlotTable, store: PrefixStore, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_free_slot_no_block_is_opened(
+    slots: SlotTable, store: PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stock(store)
     loader = PrefixLoader(slots, store)
     leases = [await loader.reserve(SPEC) for _ in range(2)]
@@ -199,7 +196,7 @@ async def test_a_slot_that_goes_while_blocks_are_opened_keeps_none_open(
     for lease in leases:
         slots.abort(lease.ref)
     await loader.close()
-    await eventually(lambda: asyncio.to_thread(mapped, folder), lambda left: not left, within_s=5)
+    await eventually(lambda: asyncio.to_thread(mapped, folder), lambda left: not left, WAIT_S)
     assert blocks_in(folder) == set(NAMES)
 
 
@@ -210,7 +207,7 @@ async def test_blocks_that_are_long_in_copying_keep_no_thread_from_others(
 
     def wait(*_: object) -> None:
         begun.set()
-        assert opened.wait(30)
+        assert opened.wait(2 * WAIT_S)
 
     stock(store)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
@@ -218,7 +215,7 @@ async def test_blocks_that_are_long_in_copying_keep_no_thread_from_others(
     monkeypatch.setattr(loader, "_copy", wait)
     lease = await loader.reserve(SPEC)
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_S):
             await asyncio.to_thread(begun.wait)
             assert (await asyncio.to_thread(store.holdings)).num_blocks == len(NAMES)
     finally:
@@ -234,7 +231,7 @@ async def test_a_disk_that_is_long_in_answering_keeps_no_thread_from_others(
 
     def wait(names: Sequence[str], block_tokens: int) -> Leading:
         begun.set()
-        assert opened.wait(30)
+        assert opened.wait(2 * WAIT_S)
         return open_leading(names, block_tokens)
 
     stock(store)
@@ -243,8 +240,8 @@ async def test_a_disk_that_is_long_in_answering_keeps_no_thread_from_others(
     monkeypatch.setattr(store, "open_leading", wait)
     reserving = [asyncio.create_task(loader.reserve(SPEC)) for _ in range(2)]
     try:
-        async with asyncio.timeout(5):
-            await eventually(lambda: asyncio.sleep(0, begun.is_set()), bool, within_s=5)
+        async with asyncio.timeout(WAIT_S):
+            await eventually(lambda: asyncio.sleep(0, begun.is_set()), bool, WAIT_S)
             assert (await asyncio.to_thread(store.holdings)).num_blocks == len(NAMES)
             nothing = await loader.reserve(replace(LOCAL, prefix_blocks=()))  # waits for no disk either
             slots.abort(nothing.ref)
@@ -255,7 +252,7 @@ async def test_a_disk_that_is_long_in_answering_keeps_no_thread_from_others(
     await loader.close()
 
 
-async def test_a_name_that_is_none_is_refused(slots: SlotTable, store: PrefixStore) -> None:
+async def test_an_invalid_block_name_is_refused(slots: SlotTable, store: PrefixStore) -> None:
     loader = PrefixLoader(slots, store)
     with pytest.raises(InvalidArgumentError, match="is no name"):
         await loader.reserve(replace(SPEC, prefix_blocks=("../x",)))

@@ -1,6 +1,5 @@
 """Rows in pages on an emulated device: who shares pages, when they are copied, and when they are free."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from modeling.prefix_store.store import Filled
 from tests.support.engines.chains import until
 from tests.support.engines.devices import PoisonedDevice, on_emulated
 from tests.support.engines.generation import Collector, Harness, eos_decoder, harness, prompt, reference_ids
-from tests.support.engines.prefixes import prefix_folder, store_in
+from tests.support.engines.prefixes import store_in
 from transport.kv_sink import ReserveSpec
 
 DECODER = eos_decoder()
@@ -43,12 +42,6 @@ def residency_of(made: Harness) -> PagedResidency:
     residency = made.slots.memory.residency
     assert isinstance(residency, PagedResidency)
     return residency
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with prefix_folder() as made:
-        yield made
 
 
 @pytest.mark.parametrize("is_pushed", [False, True])
@@ -114,7 +107,7 @@ async def test_a_prompt_begins_with_the_pages_of_an_answer(folder: Path) -> None
         answers = StreamAnswers(made.saver, naming, filled.append)
         made.engine.submit(GenerationRequest(RequestId("r"), LONG, (), PARAMS), events, answers)
         made.run(events)
-        until(lambda: bool(filled), 10.0)
+        until(lambda: bool(filled))
         assert [len(each.stored) for each in filled] == [2]
         assert residency.pool.num_taken == 2
         before = decoder.device.link.num_bytes_fetched

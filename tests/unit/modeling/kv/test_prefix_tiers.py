@@ -2,43 +2,24 @@
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
-import torch
 
 from baton.errors import StalePrefixError
 from baton.types import TokenRange
 from modeling.kv.buffers import KvBuffer
 from modeling.prefix_store.holdings import COUNTED_S, Holdings
 from modeling.prefix_store.store import PrefixStore
-from tests.support.engines.prefixes import blocks_in, file_bytes, keep, mapped, prefix_folder, store_in
+from tests.support.engines.prefixes import blocks_in, file_bytes, keep, mapped, random_kv, same, store_in
 from tests.support.manual_clock import ManualClock
 from tests.support.models.tiny_models import random_decoder
 
 LAYOUT = random_decoder().layout
 BLOCK = 5
 SIZE = file_bytes(LAYOUT, BLOCK)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with prefix_folder() as made:
-        yield made
-
-
-def filled(num_tokens: int, seed: int = 0) -> KvBuffer:
-    buffer = KvBuffer(LAYOUT, TokenRange(0, num_tokens))
-    buffer.data.copy_(torch.randn(buffer.data.shape, generator=torch.Generator().manual_seed(seed)))
-    return buffer
-
-
-def same(read: tuple[KvBuffer, ...], kv: KvBuffer) -> bool:
-    """Whether the blocks hold what the first tokens of `kv` do."""
-    data = torch.cat([each.data for each in read], dim=1)
-    return torch.equal(data, kv.data[:, : data.shape[1]])
 
 
 @pytest.fixture
@@ -49,7 +30,7 @@ def tiers(folder: Path, tmp_path: Path) -> PrefixStore:
 
 
 def sunk(tiers: PrefixStore, names: Sequence[str], seed: int = 0) -> tuple[KvBuffer, list[str]]:
-    kv = filled(BLOCK * len(names), seed)
+    kv = random_kv(LAYOUT, BLOCK * len(names), seed)
     room = keep(tiers, kv, names)
     assert room.filled(names).stored == tuple(names)
     return kv, tiers.sink(names, TokenRange(0, BLOCK * len(names)), BLOCK)
@@ -84,7 +65,7 @@ def test_only_what_is_on_no_tier_is_told_as_evicted(tiers: PrefixStore) -> None:
     room = tiers.take(["x", "y"], TokenRange(0, 2 * BLOCK), BLOCK)
     room.drop()
     assert room.evicted == []
-    keep(tiers, filled(BLOCK), ["z"])
+    keep(tiers, random_kv(LAYOUT, BLOCK), ["z"])
     room = tiers.take(["v", "w"], TokenRange(0, 2 * BLOCK), BLOCK)
     room.drop()
     assert room.evicted == ["z"]
@@ -105,7 +86,7 @@ def test_each_tier_keeps_its_bound(tiers: PrefixStore, folder: Path, tmp_path: P
 def test_blocks_sink_up_to_the_first_that_is_gone(
     tiers: PrefixStore, folder: Path, tmp_path: Path, gone: str, num_sunk: int
 ) -> None:
-    kv = filled(2 * BLOCK)
+    kv = random_kv(LAYOUT, 2 * BLOCK)
     keep(tiers, kv, ["a", "b"])
     (folder / gone).unlink()
     assert tiers.sink(["a", "b"], TokenRange(0, 2 * BLOCK), BLOCK) == []
@@ -146,5 +127,5 @@ def test_a_disk_that_fails_has_nothing(tiers: PrefixStore, monkeypatch: pytest.M
 
 def test_without_a_store_below_nothing_sinks(folder: Path) -> None:
     store = store_in(folder, LAYOUT)
-    keep(store, filled(BLOCK), ["a"])
+    keep(store, random_kv(LAYOUT, BLOCK), ["a"])
     assert store.sink(["a"], TokenRange(0, BLOCK), BLOCK) == []

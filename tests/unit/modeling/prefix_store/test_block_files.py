@@ -1,7 +1,6 @@
 """A block's file that cannot be made, or cannot go: it is said, and nothing of it stays behind."""
 
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,19 +8,12 @@ import pytest
 from baton.errors import ConfigError
 from baton.types import KvLayout, TokenRange
 from modeling.prefix_store.block_files import UNSEALED, BlockWriter, remove_unlocked
-from tests.support.engines.prefixes import prefix_folder
 
 LAYOUT = KvLayout("model", 3, 2, 4, "float32")
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with prefix_folder() as made:
-        yield made
-
-
 def open_files(folder: Path) -> list[str]:
-    """Of this process, in `folder`; removed ones too."""
+    """Open files of this process in `folder`, removed ones included."""
     links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     return [target for link in links if (target := str(link.readlink())).startswith(str(folder))]
 

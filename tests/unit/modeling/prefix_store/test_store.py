@@ -6,23 +6,31 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from baton.clock import SystemClock
 from baton.errors import ConfigError, InvalidArgumentError, StalePrefixError
 from baton.types import KvLayout, TokenRange
-from modeling.kv.buffers import KvBuffer
 from modeling.prefix_store.holdings import Holdings
 from modeling.prefix_store.store import PrefixStore
 from tests.support.engines.chains import ChainGroup, assert_right, cached_prefix, random_chunks, random_tokens
-from tests.support.engines.prefixes import PLENTY, blocks_in, file_bytes, fill, keep, mapped, prefix_folder, store_in
+from tests.support.engines.prefixes import (
+    PLENTY,
+    blocks_in,
+    file_bytes,
+    fill,
+    keep,
+    mapped,
+    prefix_folder,
+    random_kv,
+    same,
+    store_in,
+)
 from tests.support.manual_clock import ManualClock
 from tests.support.models.tiny_models import random_decoder
 
@@ -34,30 +42,12 @@ SIZE = file_bytes(LAYOUT, BLOCK)
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    with prefix_folder() as made:
-        yield made
-
-
-@pytest.fixture
 def store(folder: Path) -> PrefixStore:
     return store_in(folder, LAYOUT)
 
 
-def filled(num_tokens: int, seed: int = 0, layout: KvLayout = LAYOUT) -> KvBuffer:
-    buffer = KvBuffer(layout, TokenRange(0, num_tokens))
-    buffer.data.copy_(torch.randn(buffer.data.shape, generator=torch.Generator().manual_seed(seed)))
-    return buffer
-
-
-def same(read: tuple[KvBuffer, ...], kv: KvBuffer) -> bool:
-    """Whether the blocks hold what the first tokens of `kv` do."""
-    data = torch.cat([each.data for each in read], dim=1)
-    return torch.equal(data, kv.data[:, : data.shape[1]])
-
-
 def test_what_was_sealed_is_read(store: PrefixStore) -> None:
-    kv = filled(15)
+    kv = random_kv(LAYOUT, 15)
     assert not keep(store, kv, ["a", "b", "c"]).evicted
     read = store.open(["a", "b", "c"], BLOCK)
     assert [each.tokens for each in read] == [TokenRange(0, 5), TokenRange(5, 10), TokenRange(10, 15)]
@@ -69,7 +59,7 @@ def test_what_was_sealed_is_read(store: PrefixStore) -> None:
 def test_as_many_leading_blocks_are_opened_as_are_there(
     store: PrefixStore, folder: Path, there: str, num_found: int
 ) -> None:
-    kv = filled(15)
+    kv = random_kv(LAYOUT, 15)
     keep(store, kv, ["a", "b", "c"])
     for name in set("abc") - set(there):
         (folder / name).unlink()
@@ -81,13 +71,13 @@ def test_as_many_leading_blocks_are_opened_as_are_there(
 
 def test_bfloat16(folder: Path) -> None:
     layout = replace(LAYOUT, dtype="bfloat16")
-    store, kv = store_in(folder, layout), filled(5, layout=layout)
+    store, kv = store_in(folder, layout), random_kv(layout, 5)
     keep(store, kv)
     assert same(store.open(["p"], BLOCK), kv)
 
 
 def test_readers_share_the_file_s_pages_and_cannot_spoil_it(store: PrefixStore, folder: Path) -> None:
-    kv = filled(5)
+    kv = random_kv(LAYOUT, 5)
     keep(store, kv)
     first, second = store.open(["p"], BLOCK), store.open(["p"], BLOCK)
     assert len(mapped(folder)) == 2
@@ -97,7 +87,7 @@ def test_readers_share_the_file_s_pages_and_cannot_spoil_it(store: PrefixStore, 
 
 
 def test_mapping_lives_as_long_as_its_last_view(store: PrefixStore, folder: Path) -> None:
-    keep(store, filled(5))
+    keep(store, random_kv(LAYOUT, 5))
     read = store.open(["p"], BLOCK)
     rows = read[0].rows(1, TokenRange(0, 2))
     del read
@@ -120,7 +110,7 @@ def test_unsealed_block_is_not_there_and_takes_room(store: PrefixStore, folder: 
 def test_seal_asks_for_every_row(store: PrefixStore) -> None:
     room = store.take(["p"], TokenRange(0, 5), BLOCK)
     (writer,) = room.writers
-    writer.write(1, TokenRange(0, 5), filled(5).export(1, TokenRange(0, 5)))
+    writer.write(1, TokenRange(0, 5), random_kv(LAYOUT, 5).export(1, TokenRange(0, 5)))
     with pytest.raises(AssertionError, match="10 rows of block p"):
         room.seal()
     assert writer.name == "p"
@@ -128,16 +118,16 @@ def test_seal_asks_for_every_row(store: PrefixStore) -> None:
 
 
 def test_first_of_two_that_seal_one_name_stays(store: PrefixStore, folder: Path) -> None:
-    first = filled(5, seed=1)
+    first = random_kv(LAYOUT, 5, seed=1)
     late = store.take(["p"], TokenRange(0, 5), BLOCK)
     keep(store, first)
-    fill(late, filled(5, seed=2))
+    fill(late, random_kv(LAYOUT, 5, seed=2))
     assert blocks_in(folder) == {"p"}
     assert same(store.open(["p"], BLOCK), first)
 
 
 def test_what_is_there_is_not_written_again(store: PrefixStore) -> None:
-    keep(store, filled(5))
+    keep(store, random_kv(LAYOUT, 5))
     room = store.take(["p", "q"], TokenRange(0, 10), BLOCK)
     assert (room.present, [writer.name for writer in room.writers]) == (["p"], ["q"])
     room.drop()
@@ -152,7 +142,7 @@ def test_names_stay_in_the_folder(store: PrefixStore, name: str) -> None:
 
 
 def test_link_out_of_the_folder_is_not_followed(store: PrefixStore, folder: Path) -> None:
-    keep(store, filled(5), ["q"])
+    keep(store, random_kv(LAYOUT, 5), ["q"])
     (folder / "p").symlink_to(folder / "q")
     with pytest.raises(StalePrefixError):
         store.open(["p"], BLOCK)
@@ -187,19 +177,19 @@ CHANGES = ("cut", "longer", "tokens", "bytes", "cut to a part of its header", "m
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_spoiled_block_is_refused_and_removed(store: PrefixStore, folder: Path, change: str) -> None:
-    keep(store, filled(5))
+    keep(store, random_kv(LAYOUT, 5))
     spoil(folder, change)
     with pytest.raises(StalePrefixError, match="prefill without it"):
         store.open(["p"], BLOCK)
-    keep(store, filled(5, seed=3))
-    assert same(store.open(["p"], BLOCK), filled(5, seed=3))
+    keep(store, random_kv(LAYOUT, 5, seed=3))
+    assert same(store.open(["p"], BLOCK), random_kv(LAYOUT, 5, seed=3))
 
 
 def test_block_of_another_model_or_size_is_refused(store: PrefixStore, folder: Path) -> None:
-    keep(store, filled(5))
+    keep(store, random_kv(LAYOUT, 5))
     with pytest.raises(StalePrefixError, match="is not of 4 tokens"):
         store.open(["p"], 4)
-    keep(store, filled(5))
+    keep(store, random_kv(LAYOUT, 5))
     other = store_in(folder, replace(LAYOUT, model_fingerprint="other"))
     with pytest.raises(StalePrefixError, match="prefill without it"):
         other.open(["p"], BLOCK)
@@ -217,41 +207,41 @@ def test_what_was_used_longest_ago_goes_first(folder: Path) -> None:
     clock = ManualClock(1e9)
     store = bounded(folder, 3, clock)
     for name in ("a", "b", "c"):
-        keep(store, filled(5), [name])
+        keep(store, random_kv(LAYOUT, 5), [name])
         clock.advance(1)
     store.open(["a"], BLOCK)
     clock.advance(1)
-    assert keep(store, filled(5), ["d"]).evicted == ["b"]
+    assert keep(store, random_kv(LAYOUT, 5), ["d"]).evicted == ["b"]
     assert blocks_in(folder) == {"a", "c", "d"}
 
 
 def test_a_prompt_s_later_blocks_go_before_its_earlier_ones(folder: Path) -> None:
     clock = ManualClock(1e9)
     store = bounded(folder, 4, clock)
-    keep(store, filled(20), ["a", "b", "c", "d"])
+    keep(store, random_kv(LAYOUT, 20), ["a", "b", "c", "d"])
     clock.advance(1)
-    assert keep(store, filled(5), ["x"]).evicted == ["d"]
+    assert keep(store, random_kv(LAYOUT, 5), ["x"]).evicted == ["d"]
     clock.advance(1)
     store.open(["a", "b", "c"], BLOCK)
     clock.advance(1)
     assert store.names() == ["x", "c", "b", "a"]
-    assert keep(store, filled(15), ["u", "v", "w"]).evicted == ["x", "c", "b"]
+    assert keep(store, random_kv(LAYOUT, 15), ["u", "v", "w"]).evicted == ["x", "c", "b"]
 
 
 def test_what_is_read_is_not_evicted(folder: Path) -> None:
-    store, kv = bounded(folder, 2), filled(10)
+    store, kv = bounded(folder, 2), random_kv(LAYOUT, 10)
     keep(store, kv, ["a", "b"])
     read = store.open(["a", "b"], BLOCK)
     room = store.take(["c"], TokenRange(0, 5), BLOCK)
     assert (room.writers, room.evicted) == ([], [])
     assert same(read, kv)
     del read
-    assert keep(store, filled(5), ["c"]).evicted == ["b"]
+    assert keep(store, random_kv(LAYOUT, 5), ["c"]).evicted == ["b"]
     assert store.holdings().num_bytes <= store.limit_bytes
 
 
 def test_a_prompt_does_not_evict_its_own_blocks_and_keeps_its_first_ones(folder: Path) -> None:
-    store, kv = bounded(folder, 2), filled(20)
+    store, kv = bounded(folder, 2), random_kv(LAYOUT, 20)
     keep(store, kv, ["a", "b", "c", "d"])
     assert blocks_in(folder) == {"a", "b"}
     room = keep(store, kv, ["a", "b", "c", "d"])
@@ -259,7 +249,7 @@ def test_a_prompt_does_not_evict_its_own_blocks_and_keeps_its_first_ones(folder:
 
 
 def test_no_room_at_all_keeps_nothing(folder: Path) -> None:
-    assert keep(store_in(folder, LAYOUT, limit_bytes=SIZE - 1), filled(5)).writers == []
+    assert keep(store_in(folder, LAYOUT, limit_bytes=SIZE - 1), random_kv(LAYOUT, 5)).writers == []
 
 
 def test_more_than_the_file_system_has_keeps_nothing(folder: Path) -> None:
@@ -289,7 +279,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert store.holdings().num_blocks == 3
     with pytest.raises(StalePrefixError):
         store.open(["a"], BLOCK)
-    keep(store, filled(15), ["x", "y", "z"])
+    keep(store, random_kv(LAYOUT, 15), ["x", "y", "z"])
     assert blocks_in(folder) == {"x", "y", "z"}
 
 
@@ -309,7 +299,7 @@ def test_churn_never_exceeds_the_bound_and_reads_what_was_written(folder: Path) 
         for _ in range(150):
             prompt = rng.randrange(6)
             names = [f"{prompt}-{index}" for index in range(rng.randint(1, 4))]
-            kv = filled(5 * len(names), seed=prompt)
+            kv = random_kv(LAYOUT, 5 * len(names), seed=prompt)
             kv.data.fill_(prompt)
             keep(own, kv, names)
             try:
@@ -346,7 +336,6 @@ def test_store_needs_a_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 def test_chains_that_begin_behind_shared_blocks_equal_one_process(folder: Path, num_ranks: int) -> None:
-    torch.set_num_threads(1)
     decoder = random_decoder(num_layers=3)
     store, rng = store_in(folder, decoder.layout), random.Random(num_ranks)
     ids = random_tokens(rng, 60, decoder)

@@ -1,6 +1,5 @@
 """Blocks of a store, whole: what is put there is what comes out, and a block that cannot be written leaves nothing."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,17 +9,11 @@ from baton.errors import InvalidArgumentError, StalePrefixError
 from baton.types import TokenRange
 from modeling.prefix_store.store import Filled
 from modeling.prefix_store.whole_blocks import WholeBlocks
-from tests.support.engines.prefixes import blocks_in, file_bytes, prefix_folder, store_in
+from tests.support.engines.prefixes import blocks_in, file_bytes, store_in
 from tests.support.wire.block_nodes import BLOCK, LAYOUT, prompt_kv
 
 KV = prompt_kv(LAYOUT, BLOCK)
 PIECES = [(layer, KV.tokens, KV.export(layer, KV.tokens)) for layer in range(LAYOUT.num_layers)]
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with prefix_folder() as made:
-        yield made
 
 
 def test_a_block_comes_out_as_it_was_put_there(folder: Path) -> None:
