@@ -55,9 +55,9 @@ async def check_cancel(name: str, way: str, phase: Phase | None = None, *, devic
         held = await on.held()
         assert name == "queued" or any(held), "the request is nowhere"
         call.cancel()
-        await eventually(on.forgotten, bool, within_s=5)
+        await eventually(on.forgotten, bool)
         on.let_go()
-        await eventually(on.held, lambda counts: not any(counts), within_s=10)
+        await on.until_free()
         for other in on.others:
             assert (await other).token_ids == reference_ids(on.made.decoder, OTHER_IDS, OTHER)
         on.made.members.update(on.made.view())

@@ -105,7 +105,7 @@ async def test_what_does_not_hold_is_said(tmp_path: Path) -> None:
             (engine,) = (group for group in (await client.cluster_state()).groups if group.role == "generate")
         async with make_channel(engine.endpoints[0], secret=SECRET) as channel:
             kv = KvClient(channel)
-            spec = ReserveSpec(RequestId("lost"), 1, 4, 8, ttl_s=30.0)
+            spec = ReserveSpec(RequestId("lost"), 1, 4, 8, ttl_s=600.0)
             lease = await kv.reserve(spec, reference.decoder.layout.fingerprint)
             run = ChaosRun(cluster, schedule, CLOCK, bounds=replace(BOUNDS, settle_s=5.0))
             report = await run.run(lambda ask, choice, tokens: f"{len(tokens)} wrong tokens")

@@ -34,11 +34,8 @@ async def test_a_stream_goes_on_exactly_when_its_generation_group_dies() -> None
         assert answer.token_ids == reference_ids(made.decoder, prompt(40), PARAMS)
         assert answer.indices == list(range(PARAMS.max_tokens))
         assert answer.text == text_of(answer.token_ids)
-        assert answer.finished is not None
-        assert answer.finished.usage.num_attempts == 2
+        assert answer.end.usage.num_attempts == 2
         made.groups.pop(lost)
-        made.members.update(made.view())
-        await made.until_empty()
 
 
 async def test_stop_strings_and_token_penalties_survive_a_lost_group() -> None:
@@ -54,7 +51,6 @@ async def test_stop_strings_and_token_penalties_survive_a_lost_group() -> None:
         await made.lose_group(lost)
         await answer.drain(call)
         assert answer.text == expected
-        assert answer.finished is not None
         assert answer.finishes[0] == generate_pb2.FINISH_REASON_STOP
         made.groups.pop(lost)
 
@@ -65,7 +61,7 @@ async def test_many_streams_survive_a_lost_group() -> None:
         for gate in made.group_gates:
             gate.shut()
         running = [asyncio.create_task(made.ask(made.request(ids, params))) for ids, params in asked]
-        await eventually(made.state, lambda state: state.num_running == 12, within_s=5)
+        await eventually(made.state, lambda state: state.num_running == 12)
         stopping = asyncio.create_task(made.groups[0].stop())
         for gate in made.group_gates:
             gate.open()
@@ -74,8 +70,6 @@ async def test_many_streams_survive_a_lost_group() -> None:
             assert answer.indices == list(range(params.max_tokens))
             check_equal_tokens(made.decoder, ids, answer.token_ids, params)
         made.groups.pop(0)
-        made.members.update(made.view())
-        await made.until_empty()
 
 
 async def test_a_lost_rank_costs_an_attempt_once_the_chain_is_repaired() -> None:
@@ -90,7 +84,7 @@ async def test_a_lost_rank_costs_an_attempt_once_the_chain_is_repaired() -> None
         async def num_booked() -> int:
             return len(made.members.backlogs)
 
-        await eventually(num_booked, lambda num: num == 0, within_s=20)
+        await eventually(num_booked, lambda num: num == 0)
         made.rank_gates.pop().open()
         await stopping
         await made.add_rank()
@@ -98,10 +92,8 @@ async def test_a_lost_rank_costs_an_attempt_once_the_chain_is_repaired() -> None
         made.members.update(made.view())
         answer = await running
         assert answer.token_ids == reference_ids(made.decoder, prompt(40), SHORT)
-        assert answer.finished is not None
-        assert answer.finished.usage.num_attempts >= 2
-        assert len(answer.finished.timings.prefill.ranks) == 2
-        await made.until_empty()
+        assert answer.end.usage.num_attempts >= 2
+        assert len(answer.end.timings.prefill.ranks) == 2
 
 
 async def test_without_prefill_groups_the_generation_group_prefills_by_itself() -> None:
@@ -110,7 +102,6 @@ async def test_without_prefill_groups_the_generation_group_prefills_by_itself() 
         answer = await made.ask(made.request(prompt(40), SHORT))
         assert answer.token_ids == reference_ids(made.decoder, prompt(40), SHORT)
         assert (await made.state()).num_degraded == 1
-        await made.until_empty()
 
 
 async def test_a_chain_that_stays_broken_ends_the_request_with_its_error() -> None:
@@ -121,7 +112,6 @@ async def test_a_chain_that_stays_broken_ends_the_request_with_its_error() -> No
         with pytest.raises(BatonError) as caught:
             await asyncio.wait_for(made.ask(made.request(prompt(40), SHORT)), 20)
         assert caught.value.retryable
-        await made.until_empty()
 
 
 def replace_endpoints(made: BareCluster) -> ClusterView:
@@ -149,7 +139,6 @@ async def test_a_request_that_no_attempt_can_help_is_tried_once() -> None:
             await made.ask(request)
         assert not caught.value.retryable
         assert not isinstance(caught.value, InvalidArgumentError)
-        await made.until_empty()
 
 
 async def test_an_orchestrator_that_stops_tells_its_clients_to_come_back() -> None:
@@ -161,7 +150,7 @@ async def test_an_orchestrator_that_stops_tells_its_clients_to_come_back() -> No
         made.group_gates[0].open()
         await stopping
         slots = made.groups[0].slots
-        await eventually(lambda: asyncio.to_thread(slots.ledger), lambda held: held.num_active == 0, within_s=10)
+        await eventually(lambda: asyncio.to_thread(slots.ledger), lambda held: held.num_active == 0)
 
 
 async def test_a_stopping_orchestrator_lets_running_streams_end() -> None:
@@ -192,8 +181,5 @@ async def test_a_group_that_is_drained_ends_its_streams_and_gets_no_others() -> 
         await answer.drain(call)
         await leaving
         assert len(answer.token_ids) == 200
-        assert answer.finished is not None
         assert [each.finished.usage.num_attempts for each in (answer, *others) if each.finished] == [1] * 5
         made.groups.pop(drained)
-        made.members.update(made.view())
-        await made.until_empty()

@@ -137,8 +137,7 @@ async def one_request(made: SupervisedCluster, rng: random.Random) -> str:
         return "failed"
     assert answer.indices == list(range(params.max_tokens))
     check_equal_tokens(made.decoder, ids, answer.token_ids, params)
-    assert answer.finished is not None
-    return "retried" if answer.finished.usage.num_attempts > 1 else "answered"
+    return "retried" if answer.end.usage.num_attempts > 1 else "answered"
 
 
 async def requests(made: SupervisedCluster, rng: random.Random) -> Counter[str]:

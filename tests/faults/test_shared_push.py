@@ -32,7 +32,7 @@ async def _nothing_stays() -> AsyncIterator[None]:
     """No shared memory is left in this process, and no file in the node's memory, whoever was killed."""
     before, folder = shared_files(), files_in_memory()
     yield
-    await eventually(files, lambda now: now == before, within_s=10)
+    await eventually(files, lambda now: now == before)
     assert files_in_memory() == folder
 
 
@@ -64,8 +64,8 @@ async def arrived(loop: Loopback, lease: Lease) -> None:
     async def read() -> bytes:
         return loop.sink.read(lease.ref, 0, first)
 
-    await loop.sink.writers_become(lease.ref.slot, 1, timeout_s=60)
-    await eventually(read, lambda row: row == rows(first, 0, WIDE), within_s=20)
+    await loop.sink.writers_become(lease.ref.slot, 1)
+    await eventually(read, lambda row: row == rows(first, 0, WIDE))
 
 
 async def test_killed_sender_leaves_the_slot_to_another() -> None:
@@ -94,7 +94,7 @@ async def test_killed_receiver_ends_the_push(pool: CellPool) -> None:
         async def mapped_there() -> list[str]:
             return shared_files(receiver.pid)
 
-        await eventually(mapped_there, bool, within_s=20)
+        await eventually(mapped_there, bool)
         receiver.kill()
         assert type(await result_of(session)) is UnavailableError
 

@@ -41,26 +41,26 @@ ERRORS = (
     RaySystemError("the GCS does not answer"),  # type: ignore[no-untyped-call]
     RuntimeError("nobody expected this"),
 )
-READY_S = 10.0
+READY_S = 60.0
 
 
 class Scene:
     """One group over workers whose ports fail as `failures` says."""
 
-    def __init__(self, failures: Failures, *, is_chain: bool = False) -> None:
+    def __init__(self, failures: Failures, *, is_chain: bool = False, dead_after_s: float = 60.0) -> None:
         self.spawner = InProcessSpawner()
         self.failures = failures
         self.reports: list[str] = []
         around = Surroundings(
             FailingSpawner(NetworkedSpawner(self.spawner, PickedPlan({}, 0.0)), failures),
-            Heartbeat(0.05, 3.0),
+            Heartbeat(0.05, dead_after_s),
             SystemClock(),
             self.reports.append,
             backoff=Backoff(first_s=0.1, most_s=0.2),
         )
         ranks = [tiny_worker("prefill", rank) for rank in range(2)]
         engine = [tiny_worker("generate")]
-        links = ChainLinks(HOST, 10.0) if is_chain else None
+        links = ChainLinks(HOST, 60.0) if is_chain else None
         self.group = WorkerGroup("a-group", ranks if is_chain else engine, around, links)
 
     async def kill_unseen(self, rank: int = 0) -> NetworkedWorker:
@@ -100,7 +100,7 @@ async def running(scene: Scene) -> AsyncIterator[Scene]:
 async def test_a_group_is_ready_again_after_any_failure_of_any_call(
     call: str, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running(Scene(Failures())) as scene:
+    async with running(Scene(Failures(), dead_after_s=3.0 if call == "kill" else 60.0)) as scene:
         former = scene.worker()
         scene.failures.due[call] = error
         if call == "kill":
@@ -139,7 +139,7 @@ async def test_a_supervision_that_ends_all_the_same_says_so(caplog: pytest.LogCa
     async with running(Scene(Failures())) as scene:
         [supervising] = [task for task in asyncio.all_tasks() if "WorkerGroup._supervise" in repr(task.get_coro())]
         supervising.cancel()  # by somebody who has no business there
-        await asyncio.wait({supervising}, timeout=5)
+        await asyncio.wait({supervising}, timeout=60)
         assert scene.reports[-1].startswith("the supervision of a-group has ended for good: restart the cluster")
         num_reports = len(scene.reports)
     assert len(scene.reports) == num_reports  # the group's own end is no failure
@@ -147,11 +147,13 @@ async def test_a_supervision_that_ends_all_the_same_says_so(caplog: pytest.LogCa
 
 
 @asynccontextmanager
-async def kept(folder: Path, view: Callable[[], ClusterView]) -> AsyncIterator[OrchestratorKeeper]:
+async def kept(
+    folder: Path, view: Callable[[], ClusterView], dead_after_s: float = 60.0
+) -> AsyncIterator[OrchestratorKeeper]:
     """An orchestrator in a process of its own."""
     model = ModelInfo("smollm2-135m", 512, 49152, "bfloat16", True, "layout")
     plan = OrchestratorPlan(orchestrator_worker(folder), model, (), lambda former: linear_planner(), HOST)
-    around = Surroundings(ProcessSpawner(READY_S * 6), Heartbeat(0.1, 6.0), SystemClock(), lambda line: None)
+    around = Surroundings(ProcessSpawner(60.0), Heartbeat(0.1, dead_after_s), SystemClock(), lambda line: None)
     keeper = OrchestratorKeeper(plan, view, around)
     try:
         await keeper.start()
@@ -183,7 +185,7 @@ async def test_the_keeper_of_an_orchestrator_outlives_failures(smollm2: Path, ca
 
 @pytest.mark.ci
 async def test_an_orchestrator_that_is_stopped_is_killed_and_replaced(smollm2: Path) -> None:
-    async with kept(smollm2, ClusterView) as keeper:
+    async with kept(smollm2, ClusterView, dead_after_s=6.0) as keeper:
         former, ports = keeper.pid, keeper.ports
         os.kill(former, signal.SIGSTOP)
         await until_another(keeper, former)
@@ -198,23 +200,24 @@ async def until_another(keeper: OrchestratorKeeper, former: int) -> None:
     async def pid() -> int:
         return keeper.pid
 
-    await eventually(pid, lambda now: now not in (0, former), within_s=30)
+    await eventually(pid, lambda now: now not in (0, former), within_s=60)
 
 
 async def hijack(scene: Scene, epoch: int, num_ranks: int = 1) -> None:
     """Somebody who reaches a rank's port moves it alone to that epoch; of more ranks than one, no other comes."""
+    timeout_s = 60.0 if num_ranks == 1 else 0.2
     request = prefill_pb2.StartEpochRequest(
-        epoch=epoch, rank=0, num_ranks=num_ranks, store="127.0.0.1:1", timeout_s=0.2
+        epoch=epoch, rank=0, num_ranks=num_ranks, store="127.0.0.1:1", timeout_s=timeout_s
     )
     with translate_rpc_errors():
-        await scene.group.workers[0].prefill.StartEpoch(request, timeout=5)
+        await scene.group.workers[0].prefill.StartEpoch(request, timeout=60)
 
 
 async def until_linked(scene: Scene, after: int) -> None:
     """Returns when all ranks are in the group's own epoch, which is a later one, with whole links."""
 
     async def read() -> tuple[bool, list[tuple[int, str]]]:
-        statuses = [await worker.status(5.0) for worker in scene.group.workers.values() if not worker.handle.ended]
+        statuses = [await worker.status(60.0) for worker in scene.group.workers.values() if not worker.handle.ended]
         return scene.group.ready, [
             (each.epoch, each.epoch_error) for each in statuses if isinstance(each, PrefillStatus)
         ]
@@ -257,7 +260,7 @@ async def test_a_rank_that_was_moved_to_the_last_epoch_is_replaced() -> None:
 
 
 async def test_a_new_supervisor_does_not_go_on_from_the_last_epoch() -> None:
-    links = ChainLinks(HOST, 10.0)
+    links = ChainLinks(HOST, 60.0)
     with pytest.raises(UnavailableError, match=f"a rank is in epoch {MAX_EPOCH}, and {MAX_EPOCH} is the last"):
         links.skip_to(MAX_EPOCH)
     assert links.epoch == 0

@@ -7,13 +7,15 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+LIMIT_S = 20.0
+"""Limit that only a hang reaches. It is below the TTL of leases and kept streams (30 s), which frees slots as well."""
 _PAUSE_S = 0.02
 _MOST_S = 5 * _PAUSE_S
 """What one look counts for at most: on a crowded machine, time in which this process was not scheduled is nobody's
 delay."""
 
 
-async def eventually(read: Callable[[], Awaitable[T]], holds: Callable[[T], bool], within_s: float) -> T:
+async def eventually(read: Callable[[], Awaitable[T]], holds: Callable[[T], bool], within_s: float = LIMIT_S) -> T:
     """Reads until `holds(value)`; fails with the last value after `within_s` seconds of looking."""
     spent_s, looked_s = 0.0, time.monotonic()
     while True:

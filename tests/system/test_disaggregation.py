@@ -65,18 +65,15 @@ async def test_a_short_prompt_beside_a_busy_chain_is_prefilled_by_its_group() ->
         assert seen['baton_disagg_decisions_total{reason="chain_faster"}'] == 3
         assert seen['baton_predicted_over_measured_ratio_count{prediction="local_prefill"}'] == 1
         assert (await made.state()).num_degraded == 0
-        await made.until_empty()
 
 
 async def test_what_is_configured_is_done() -> None:
     fast = deciding_planner(speed=100.0, max_ranks=2)
     async with cluster(planner=fast, config=OrchestratorConfig(disaggregation="always")) as made:
         await check(made, 40, "always")
-        await made.until_empty()
     slow = deciding_planner(speed=0.01, max_ranks=2)
     async with cluster(planner=slow, config=OrchestratorConfig(disaggregation="never")) as made:
         await asyncio.gather(*(check(made, num_tokens, "never") for num_tokens in (1, 40, 200)))
-        await made.until_empty()
 
 
 async def test_a_prompt_may_ask_for_a_chain() -> None:
@@ -85,7 +82,6 @@ async def test_a_prompt_may_ask_for_a_chain() -> None:
         answer = Answer()
         await answer.drain(made.stub.Generate(made.request(prompt(40), PARAMS), timeout=60, metadata=(BY_CHAIN,)))
         assert placement(answer).reason == "always"
-        await made.until_empty()
 
 
 async def test_a_chain_that_is_not_ready_is_waited_for_no_longer_than_prefill_by_the_group_takes() -> None:

@@ -26,7 +26,7 @@ from orchestrator.membership.members import Members
 from orchestrator.requests.config import OrchestratorConfig
 from planning.planner import ChainPlanner
 from tests.support.clusters.planners import linear_planner
-from tests.support.eventually import eventually
+from tests.support.eventually import LIMIT_S, eventually
 from tests.support.models.tiny_tokenizer import EOS_ID, letter_tokenizer
 from tests.support.wire.secret import SECRET
 from transport.status import translate_rpc_errors
@@ -54,6 +54,12 @@ class Answer:
     """Token ids of all choices except the first, by choice."""
     prompt: list[common_pb2.SampledToken] = field(default_factory=list)
     finished: pb.Finished | None = None
+
+    @property
+    def end(self) -> pb.Finished:
+        """Return the last event, which must have come."""
+        assert self.finished is not None
+        return self.finished
 
     async def read(self, call: StreamCall, num_tokens: int) -> None:
         """Read events until `num_tokens` tokens of the first choice have come."""
@@ -150,7 +156,7 @@ class ClusterClient:
         """Return the samples of all metrics by name and labels, in the form name{label="value"}."""
         return {_written(sample): sample.value for family in await self.scrape() for sample in family.samples}
 
-    async def until_empty(self, within_s: float = 10.0) -> None:
+    async def until_empty(self, within_s: float = LIMIT_S) -> None:
         """Wait until no request waits or runs, and no slot, byte or job is held, booked or leaked."""
         await eventually(self.held, lambda counts: not any(counts), within_s)
 

@@ -19,7 +19,10 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.ids import RequestId
+from baton.types import LeaseRef
 from baton.v1 import orchestrator_pb2 as pb
 from deploy.config.worker import WorkerConfig
 from deploy.groups.chain_links import ChainLinks
@@ -40,6 +43,7 @@ from tests.support.engines.prefixes import PLENTY
 from tests.support.eventually import eventually
 from tests.support.wire.secret import SECRET
 from transport.channel import make_channel
+from transport.kv_sink import ReserveSpec
 
 MAX_TOKENS = 400
 HASTY = OrchestratorConfig(avoid_s=0.2, prefill_wait_s=0.3, generation_wait_s=0.5)
@@ -132,13 +136,22 @@ class BareCluster(ClusterClient):
             gate.open()
         return call, answer, names[busy]
 
+    def lease_to_stranger(self, group: int = 0) -> LeaseRef:
+        """Lease a slot that no request of the orchestrator knows of."""
+        return self.groups[group].slots.reserve(ReserveSpec(RequestId("stranger"), 1, 10, 20, ttl_s=600.0)).ref
+
+    async def health(self) -> int:
+        """Return what the orchestrator says of its health."""
+        request = health_pb2.HealthCheckRequest(service="baton.v1.Orchestrator")
+        return int((await health_pb2_grpc.HealthStub(self.channel).Check(request)).status)
+
     async def busy_group(self) -> int:
         """Return the number of the generation group that runs the only stream. Waits until there is exactly one."""
 
         async def streams() -> list[int]:
             return [group.engine.status().num_streams for group in self.groups]
 
-        return (await eventually(streams, lambda found: sum(found) == 1, within_s=10)).index(1)
+        return (await eventually(streams, lambda found: sum(found) == 1)).index(1)
 
     async def lose_group(self, lost: int) -> None:
         """Stop a generation group whose gate is shut. All gates open once its streams have left it for other groups."""
@@ -147,9 +160,8 @@ class BareCluster(ClusterClient):
         async def num_requests() -> int:
             return self.members.load(f"group-{lost}").num_requests
 
-        await eventually(num_requests, lambda num: num == 0, within_s=20)
-        for gate in self.group_gates:
-            gate.open()
+        await eventually(num_requests, lambda num: num == 0)
+        self.open_gates()
         await stopping
 
     async def held(self) -> list[int]:
@@ -160,13 +172,15 @@ class BareCluster(ClusterClient):
 
     @asynccontextmanager
     async def serving(self, config: OrchestratorConfig | None) -> AsyncIterator[None]:
-        """Run an orchestrator over the workers, with a channel to it."""
+        """Run an orchestrator over the workers, with a channel to it; at its end, check that nothing is held."""
         await self._start_orchestrator(config)
         try:
             self.members.update(self.view())
             async with make_channel(self.target, secret=SECRET) as channel:
                 self.connect(channel)
                 yield
+                if not self.server.controller._closing:  # the test has not stopped it
+                    await self.settle()
         finally:
             await self.server.stop()
 
@@ -179,10 +193,19 @@ class BareCluster(ClusterClient):
         made = start_orchestrator(self.decoder, self.members, config, self._planner, max_tokens=MAX_TOKENS, port=port)
         self.server = await made
 
-    async def stop(self) -> None:
-        """Open all gates and stop all workers."""
+    def open_gates(self) -> None:
         for gate in (*self.rank_gates, *self.group_gates):
             gate.open()
+
+    async def settle(self) -> None:
+        """Open all gates, and wait until nothing is held. The view becomes that of `ranks` and `groups`."""
+        self.open_gates()
+        self.members.update(self.view())
+        await self.until_empty()
+
+    async def stop(self) -> None:
+        """Open all gates and stop all workers."""
+        self.open_gates()
         await asyncio.gather(*(rank.stop() for rank in self.ranks))
         await asyncio.gather(*(group.stop() for group in self.groups))
 
@@ -201,7 +224,8 @@ async def cluster(
     prefix_disk: DiskPlace | None = None,
     device: str = "cpu",
 ) -> AsyncIterator[BareCluster]:
-    """Run a cluster without a supervisor; at its end, check that no worker holds KV.
+    """Run a cluster without a supervisor; at its end, check that nothing is held. A test that stops a worker removes it
+    from `ranks` or `groups`.
 
     `generate`: further fields of the generation groups' configuration. `folders`: folders in which workers keep
     prefixes, by role (prefill, generate) or name (generate-0), each with at most `prefix_bytes`. `device`: cpu, or

@@ -33,15 +33,13 @@ class Scene:
     made: BareCluster
     calls: HeldCalls
     victim: SamplingParams = VICTIM
-    deadline_ms: int = 0
-    """Of the victim; 0: none."""
     others: list[asyncio.Task[Answer]] = field(default_factory=list)
     standing: ExitStack = field(default_factory=ExitStack)
     """What else is to be let go."""
 
     def ask(self, params: SamplingParams | None = None) -> StreamCall:
         """The victim."""
-        return self.made.open(self.made.request(IDS, params or self.victim, deadline_ms=self.deadline_ms))
+        return self.made.open(self.made.request(IDS, params or self.victim))
 
     def ask_other(self) -> None:
         """One that goes on."""
@@ -83,6 +81,9 @@ class Scene:
             len(self.made.members.backlogs),
         ]
 
+    async def until_free(self) -> None:
+        await eventually(self.held, lambda counts: not any(counts))
+
 
 async def queued(scene: Scene) -> StreamCall:
     """All slots are taken."""
@@ -91,9 +92,9 @@ async def queued(scene: Scene) -> StreamCall:
     for _ in range(NUM_SLOTS):
         scene.ask_other()
     await gate.until_reached()
-    await eventually(scene.made.state, lambda state: state.num_running == NUM_SLOTS, within_s=10)
+    await eventually(scene.made.state, lambda state: state.num_running == NUM_SLOTS)
     call = scene.ask()
-    await eventually(scene.made.state, lambda state: state.num_queued == 1, within_s=10)
+    await eventually(scene.made.state, lambda state: state.num_queued == 1)
     return call
 
 
@@ -131,7 +132,7 @@ async def transferring(scene: Scene) -> StreamCall:
     call = scene.ask()
     await scene.until_held()
     ranks = scene.made.ranks
-    await eventually(scene.num_standing, lambda number: number == len(ranks), within_s=10)
+    await eventually(scene.num_standing, lambda number: number == len(ranks))
     return call
 
 
@@ -188,7 +189,7 @@ async def returning(scene: Scene) -> StreamCall:
     call, answer = scene.ask(ENDING), Answer()
     await answer.read(call, 2)
     await gate.until_reached()
-    await eventually(scene.num_jobs, lambda number: number == 0, within_s=10)  # they keep the prompt's
+    await eventually(scene.num_jobs, lambda number: number == 0)  # they keep the prompt's
     assert group.prefixes is not None
     scene.standing.enter_context(group.prefixes.locked())
     gate.open()
@@ -243,5 +244,8 @@ async def scene(
                 await network.open(f"{HOST}:{port}")
                 stack.push_async_callback(network.close)
                 made.fronts[port] = network.endpoint
+            stack.callback(made.fronts.clear)
             made.members.update(made.view())
-            yield Scene(made, calls, victim)
+            yield (on := Scene(made, calls, victim))
+            on.let_go()
+            await on.until_free()

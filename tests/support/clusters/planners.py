@@ -3,12 +3,14 @@
 import functools
 from dataclasses import replace
 
-from planning.calibration import Calibration
+from deploy.traffic.service import RecallingPlanner
+from planning.calibration import Calibration, nominal
 from planning.cost_model import CostModel, Kernel
+from planning.hardware import hardware_of
 from planning.local_prefill import LocalPrefill
-from planning.model_shape import ModelShape
+from planning.model_shape import ModelShape, shape_of
 from planning.planner import ChainPlanner
-from planning.step_times import StepTimes
+from planning.step_times import StepTimes, nominal_steps
 from planning.work_cost import WorkCost
 
 _SHAPE = ModelShape(num_layers=1, hidden=4, num_heads=1, num_kv_heads=1, head_dim=4, ffn=4, vocab=4)
@@ -53,3 +55,10 @@ def deciding_planner(speed: float = 1.0, *, max_ranks: int = 1, slower: float = 
     prefill take it 20 ms, those with prefill at most twice that."""
     steps = StepTimes("by hand", "none", _SHAPE, WorkCost(0.02, 0.0, 0.0, 0.0))
     return planner_of(_LINEAR.times(slower), max_ranks=max_ranks, steps=steps, local=LocalPrefill(speed, 2.0, 256))
+
+
+def traffic_planner(hardware: str, max_ranks: int = 1) -> RecallingPlanner:
+    """Return a planner of simulated traffic, for Llama 3.1 8B on this hardware."""
+    model, shape, rates = "llama-3.1-8b", shape_of("llama-3.1-8b"), hardware_of(hardware)
+    steps = nominal_steps(model, hardware, shape, rates)
+    return RecallingPlanner(nominal(model, hardware, shape, rates), max_ranks=max_ranks, max_tokens=8192, steps=steps)

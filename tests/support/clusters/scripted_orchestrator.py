@@ -15,7 +15,8 @@ import grpc
 from baton import __version__
 from baton.errors import BatonError
 from baton.v1 import common_pb2, generate_pb2, orchestrator_pb2, orchestrator_pb2_grpc, prefill_pb2
-from transport.channel import bind, make_server
+from tests.support.wire.rpc import listening
+from transport.channel import make_server
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Events = AsyncIterator[orchestrator_pb2.GenerateEvent]
@@ -191,12 +192,8 @@ async def serving(service: ScriptedOrchestrator, port: int = 0) -> AsyncIterator
     """Serves it on 127.0.0.1; yields host:port. Leaving ends all calls at once, as a dying controller does."""
     server = make_server()
     orchestrator_pb2_grpc.add_OrchestratorServicer_to_server(service, server)
-    bound = bind(server, "127.0.0.1", port)
-    await server.start()
-    try:
+    async with listening(server, port) as bound:
         yield f"127.0.0.1:{bound}"
-    finally:
-        await server.stop(grace=0)
 
 
 def text_of(num_tokens: int) -> str:

@@ -36,6 +36,7 @@ from planning.planner import ChainPlanner
 from tests.support.clusters.clients import CLOCK, ClusterClient, start_orchestrator
 from tests.support.clusters.workers import InProcessSpawner, tiny_worker
 from tests.support.engines.generation import eos_decoder, prompt, reference_ids
+from tests.support.eventually import LIMIT_S
 from tests.support.wire.secret import SECRET
 from transport.channel import make_channel
 
@@ -165,6 +166,16 @@ class SupervisedCluster(ClusterClient):
             self.beat()
             await self.members.until(lambda: None, _BEAT_S)
 
+    @asynccontextmanager
+    async def adopting(self, orders: Orders) -> AsyncIterator[None]:
+        """Begin with these orders, as the next supervisor of a cluster does; end all groups at the end."""
+        self.members.keep_orders(orders)
+        await self.roster.adopt(orders)
+        try:
+            yield
+        finally:
+            await self.close()
+
     async def close(self) -> None:
         """End all groups and release their room."""
         await self.roster.close()
@@ -209,7 +220,7 @@ class SupervisedCluster(ClusterClient):
             num_answers += 1
         return num_answers
 
-    async def until_empty(self, within_s: float = 10.0) -> None:
+    async def until_empty(self, within_s: float = LIMIT_S) -> None:
         """Wait until all workers serve, and then until nothing is held."""
         await self.cluster.until_ready(within_s)
         await super().until_empty(within_s)

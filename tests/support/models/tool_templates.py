@@ -62,10 +62,15 @@ SPECIAL = ("<s>", "</s>", "[TOOL_CALLS]", "<|python_tag|>")
 """Tokens without a text of their own, from id 97 on."""
 
 
+def letters(text: str) -> list[tuple[int, str]]:
+    """A text as a script's words: one token a letter, as the tokenizer has it."""
+    return [(95 if letter == "\n" else ord(letter) - 32, letter) for letter in text]
+
+
 def tool_tokenizer(folder: Path, template: str) -> Tokenizer:
     """A tokenizer of printable ASCII characters, newline and special tokens, with this chat template."""
-    letters = {chr(32 + index): index for index in range(95)} | {"\n": 95, "?": 31, "<unk>": 96}
-    vocab = letters | {token: 97 + index for index, token in enumerate(SPECIAL)}
+    vocab = {chr(32 + index): index for index in range(95)} | {"\n": 95, "?": 31, "<unk>": 96}
+    vocab |= {token: 97 + index for index, token in enumerate(SPECIAL)}
     core = Core(models.WordLevel(vocab=vocab, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     core.decoder = decoders.Fuse()

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import httpx2
 from openai import AsyncOpenAI
 from opentelemetry.trace import TracerProvider
 
@@ -12,6 +13,8 @@ from gateway.listening import open_socket
 from gateway.reading import Reader
 from gateway.server import HttpServer
 from gateway.upstream import Upstream
+from tests.support.clusters.scripted_orchestrator import Fault, ScriptedOrchestrator, serving
+from tests.support.models.tiny_tokenizer import letter_tokenizer
 from text.tokenizer import Tokenizer
 
 HOST = "127.0.0.1"
@@ -44,3 +47,15 @@ async def http_gateway(
                 yield Http(server.port, openai)
         finally:
             await server.stop()
+
+
+@asynccontextmanager
+async def scripted_gateway(*faults: Fault) -> AsyncIterator[tuple[ScriptedOrchestrator, Http, httpx2.AsyncClient]]:
+    """Serve a scripted orchestrator, and the letters' tokenizer, through a gateway; with a plain HTTP client of it."""
+    service = ScriptedOrchestrator(faults)
+    async with (
+        serving(service) as target,
+        http_gateway(target, letter_tokenizer()) as http,
+        httpx2.AsyncClient(base_url=http.url) as client,
+    ):
+        yield service, http, client

@@ -10,16 +10,17 @@ import xxhash
 
 from baton.clock import Clock, SystemClock
 from baton.errors import BatonError
-from baton.ids import RequestId, Stamp
+from baton.ids import RequestId, SlotId, Stamp
 from baton.proto_types import range_to_proto
 from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
 from baton.v1 import kv_pb2
 from tests.support.wire.memory_sink import MemorySink
-from transport.channel import bind, make_channel, make_server
+from tests.support.wire.rpc import listening
+from transport.channel import make_channel, make_server
 from transport.kv_client import KvClient
 from transport.kv_receiver import KvReceiverServicer
 from transport.kv_routes import make_pool
-from transport.kv_sender import PushSession, open_push
+from transport.kv_sender import PushSession, PushSummary, open_push
 from transport.kv_sink import ReserveSpec
 from transport.proto_types import lease_ref_to_proto
 from transport.shared_memory import CellPool
@@ -31,6 +32,8 @@ WHOLE = TokenRange(0, NUM_TOKENS)
 WIDE = KvLayout("weights", num_layers=2, num_kv_heads=3, head_dim=64, dtype="float32")
 """1.5 KiB a token and layer: 682 tokens a piece."""
 FIRST = SampledToken(token_id=7)
+ROUTES = {"shared": True, "stream": False}
+"""Whether sessions may push through shared memory, by a name. All processes of these tests are on one node."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,13 @@ class Loopback:
 
     def open_push(self, lease: Lease) -> PushSession:
         return open_push(self.channel, self.layout, lease, clock=self.clock, pool=self.pool)
+
+    async def push_all(self, lease: Lease) -> PushSummary:
+        """Push the KV of all tokens of the lease."""
+        session = self.open_push(lease)
+        offer_all(session, self.layout, lease.num_tokens)
+        session.finish()
+        return await asyncio.wait_for(session.result(), 60)
 
     async def push(self, messages: Iterable[kv_pb2.KvPiece]) -> kv_pb2.PushReply:
         """One Push of messages made by protobuf itself, good or bad; raises what the receiver raised."""
@@ -93,14 +103,11 @@ async def loopback(
     sink = MemorySink(layout, clock, num_slots=num_slots, capacity_tokens=capacity_tokens)
     server = make_server()
     servicer(sink).add_to(server)
-    endpoint = f"127.0.0.1:{bind(server, '127.0.0.1')}"
-    await server.start()
     pool = make_pool(layout) if may_share else None
     try:
-        async with make_channel(endpoint) as channel:
-            yield Loopback(sink, KvClient(channel), channel, endpoint, layout, clock, pool)
+        async with listening(server) as port, make_channel(f"127.0.0.1:{port}") as channel:
+            yield Loopback(sink, KvClient(channel), channel, f"127.0.0.1:{port}", layout, clock, pool)
     finally:
-        await server.stop(grace=0)
         if pool is not None:
             pool.close()
 
@@ -123,7 +130,7 @@ def offer_all(session: PushSession, layout: KvLayout = LAYOUT, num_tokens: int =
 async def result_of(session: PushSession) -> object:
     """What the session came to, bounded: its summary or its error."""
     try:
-        return await asyncio.wait_for(session.result(), 20)
+        return await asyncio.wait_for(session.result(), 60)
     except BatonError as error:
         return error
 
@@ -131,3 +138,16 @@ async def result_of(session: PushSession) -> object:
 def stale(lease: Lease) -> Lease:
     """The same slot under a stamp that was never given."""
     return Lease(LeaseRef(lease.ref.slot, Stamp(lease.ref.stamp + 1)), RequestId("r"), 1, NUM_TOKENS, "", 1.0)
+
+
+async def push_long(channel: grpc.aio.Channel, num_tokens: int) -> object:
+    """Push many pieces of KV to a slot that nobody has leased, and return the summary or the error."""
+    lease = Lease(LeaseRef(SlotId(0), Stamp(1)), RequestId("r"), 1, NUM_TOKENS, "", 1.0)
+    pool = make_pool(WIDE)
+    session = open_push(channel, WIDE, lease, pool=pool)
+    session.offer(0, TokenRange(0, num_tokens), memoryview(bytes(num_tokens * WIDE.row_bytes)))
+    session.finish()
+    try:
+        return await result_of(session)
+    finally:
+        pool.close()

@@ -136,7 +136,7 @@ class MemorySink:
     def num_writers(self, slot: SlotId) -> int:
         return self._slots[slot].num_writers
 
-    async def writers_become(self, slot: SlotId, count: int, timeout_s: float = 10.0) -> None:
+    async def writers_become(self, slot: SlotId, count: int, timeout_s: float = 60.0) -> None:
         """Returns when the slot has that many writers; TimeoutError after `timeout_s` seconds."""
         reached = asyncio.get_running_loop().create_future()
         self._watchers.append((slot, count, reached))

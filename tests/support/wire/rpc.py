@@ -10,6 +10,7 @@ from transport.channel import Keepalive, bind, make_channel, make_server
 from transport.status import Check
 
 Context = grpc.aio.ServicerContext[Any, Any]
+Handlers = dict[str, "grpc.RpcMethodHandler[Any, Any]"]
 UNARY, STREAM, UPLOAD = "/test.Service/Unary", "/test.Service/Stream", "/test.Service/Upload"
 
 
@@ -35,15 +36,31 @@ async def served(
     check: Check | None = None,
     name: str = "test.Service",
 ) -> AsyncIterator[int]:
-    """Serves it on 127.0.0.1, under that name; yields the port."""
-    server = make_server(keepalive, check=check)
-    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+    """Serve it on 127.0.0.1 under that name, and yield the port."""
+    handlers: Handlers = {
         "Unary": grpc.unary_unary_rpc_method_handler(service.unary),
         "Stream": grpc.unary_stream_rpc_method_handler(service.stream),
         "Upload": grpc.stream_unary_rpc_method_handler(service.upload),
         "GetAllNodeInfo": grpc.unary_unary_rpc_method_handler(service.unary),
     }
+    async with serving_methods(name, handlers, make_server(keepalive, check=check), port) as bound:
+        yield bound
+
+
+@asynccontextmanager
+async def serving_methods(
+    name: str, handlers: Handlers, server: grpc.aio.Server | None = None, port: int = 0
+) -> AsyncIterator[int]:
+    """Serve the methods of the service `name` on 127.0.0.1, and yield the port."""
+    server = server or make_server()
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
+    async with listening(server, port) as bound:
+        yield bound
+
+
+@asynccontextmanager
+async def listening(server: grpc.aio.Server, port: int = 0) -> AsyncIterator[int]:
+    """Run the server on 127.0.0.1, and yield its port. All calls end with it."""
     bound = bind(server, "127.0.0.1", port)
     await server.start()
     try:
@@ -59,6 +76,6 @@ async def connected(service: Service) -> AsyncIterator[grpc.aio.Channel]:
         yield channel
 
 
-async def call_unary(channel: grpc.aio.Channel, request: bytes = b"", timeout_s: float = 30.0) -> bytes:
+async def call_unary(channel: grpc.aio.Channel, request: bytes = b"", timeout_s: float = 60.0) -> bytes:
     """One call of `unary`, errors as gRPC raises them."""
     return await channel.unary_unary(UNARY, bytes, bytes)(request, timeout=timeout_s)

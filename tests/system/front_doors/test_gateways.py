@@ -83,7 +83,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def running() -> AsyncIterator[BareCluster]:
     async with cluster() as made:
         yield made
-        await made.until_empty()
 
 
 def token_ids(output: Completion) -> list[int]:

@@ -28,7 +28,6 @@ IDS = prompt(40)
 async def running() -> AsyncIterator[BareCluster]:
     async with cluster() as made:
         yield made
-        await made.until_empty()
 
 
 @pytest.fixture
@@ -101,7 +100,6 @@ async def test_choices_that_wait_count_as_many_slots() -> None:
         first.cancel()
         answer = await waiting
         assert [answer.token_ids, *(answer.others[choice] for choice in (1, 2, 3))] == expected(made, PARAMS)
-        await made.until_empty()
 
 
 async def test_choices_go_on_each_for_itself_when_their_group_dies() -> None:
@@ -119,8 +117,6 @@ async def test_choices_go_on_each_for_itself_when_their_group_dies() -> None:
         assert answer.finished is not None
         assert answer.finished.usage.num_attempts == 2
         made.groups.pop(lost)
-        made.members.update(made.view())
-        await made.until_empty()
 
 
 @pytest.mark.parametrize("n", [0, 65])

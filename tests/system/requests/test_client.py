@@ -27,7 +27,6 @@ LONG = replace(SAMPLED, max_tokens=300)
 async def running() -> AsyncIterator[BareCluster]:
     async with cluster() as made:
         yield made
-        await made.until_empty()
 
 
 def target_of(running: BareCluster) -> str:

@@ -66,7 +66,6 @@ class Beside:
 async def running() -> AsyncIterator[BareCluster]:
     async with cluster(num_ranks=1, num_slots=NUM_CHOICES + 1) as made:
         yield made
-        await made.until_empty()
 
 
 async def beside(running: BareCluster, params: SamplingParams) -> Beside:

@@ -24,7 +24,6 @@ PLAIN = SamplingParams(max_tokens=300, ignore_eos=True)
 async def running() -> AsyncIterator[BareCluster]:
     async with cluster() as made:
         yield made
-        await made.until_empty()
 
 
 def asking(**sampling: object) -> pb.GenerateRequest:

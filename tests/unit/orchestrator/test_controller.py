@@ -30,7 +30,6 @@ LONG = replace(SPEC, params=replace(SPEC.params, max_tokens=300))
 async def running() -> AsyncIterator[BareCluster]:
     async with cluster(num_slots=1, config=replace(HASTY, max_queued_requests=1)) as made:
         yield made
-        await made.until_empty()
 
 
 async def events_of(controller: Controller, spec: Request) -> list[Event]:

@@ -111,21 +111,21 @@ async def scaled(num_ranks: int = 2, slower: float = 20, **settings: Any) -> Asy
 async def test_groups_come_with_the_traffic_and_leave_after_it_and_no_request_is_lost() -> None:
     async with scaled() as made:
         async with made.asked(BUSY_S):
-            await eventually(made.sizes, lambda sizes: sizes[0] >= 3, within_s=30)
-            await eventually(made.num_answered, lambda num_answered: num_answered > 10, within_s=30)
-        await eventually(made.sizes, lambda sizes: sizes == (1, 1), within_s=30)
-        await eventually(made.state, made.has_forgotten_others, within_s=10)
+            await eventually(made.sizes, lambda sizes: sizes[0] >= 3)
+            await eventually(made.num_answered, lambda num_answered: num_answered > 10)
+        await eventually(made.sizes, lambda sizes: sizes == (1, 1))
+        await eventually(made.state, made.has_forgotten_others)
 
 
 async def test_groups_that_left_come_back_under_their_names() -> None:
     async with scaled() as made:
-        await eventually(made.sizes, lambda sizes: sizes == (1, 1), within_s=30)  # one generation group too many
-        left = await eventually(made.state, lambda state: len(state.groups) == 2, within_s=10)
+        await eventually(made.sizes, lambda sizes: sizes == (1, 1))  # one generation group too many
+        left = await eventually(made.state, lambda state: len(state.groups) == 2)
         (away,) = left.groups_away
         assert away in ("generate-0", "generate-1")
         assert not left.why_degraded and not left.why_not_serving
         async with made.asked(0.01):
-            await eventually(lambda: ready_names(made), lambda names: away in names, within_s=30)
+            await eventually(lambda: ready_names(made), lambda names: away in names)
 
 
 async def ready_names(made: Scaled) -> set[str]:
@@ -146,7 +146,7 @@ async def test_decisions_are_explained_and_only_explained_in_advisory_mode(
     caplog.set_level(logging.INFO, "orchestrator.actuation")
     async with scaled(mode="advise", max=32) as made:  # a budget that is enough for any rate of this traffic
         async with made.asked(BUSY_S):
-            state = await eventually(made.state, would_meet_the_target, within_s=30)
+            state = await eventually(made.state, would_meet_the_target)
         assert made.cluster.members.orders == Orders()
         scaling = state.scaling
         assert scaling is not None and scaling.mode == "advise"
@@ -158,8 +158,8 @@ async def test_decisions_are_explained_and_only_explained_in_advisory_mode(
 
 async def test_all_groups_sleep_without_traffic_and_the_next_request_wakes_them() -> None:
     async with scaled(min=0) as made:
-        await eventually(made.sizes, lambda sizes: sizes == (0, 0), within_s=30)
-        state = await eventually(made.state, lambda state: not state.groups, within_s=10)
+        await eventually(made.sizes, lambda sizes: sizes == (0, 0))
+        state = await eventually(made.state, lambda state: not state.groups)
         assert not state.why_not_serving
         await asyncio.gather(*(made.ask() for _ in range(5)))
         assert (await made.sizes())[1] >= 1
@@ -171,12 +171,12 @@ async def test_a_full_budget_is_divided_anew_by_workers_that_change_their_role(n
     async with scaled(num_ranks, 4 / num_ranks, **budget, flip_s=0.2, cooldown_s=0.5) as made:
         async with made.asked(0.1, 48, SHORT):
             for_prompts = (1, 2) if num_ranks == 2 else (2, 1)
-            await eventually(made.sizes, lambda sizes: sizes == for_prompts, within_s=30)
+            await eventually(made.sizes, lambda sizes: sizes == for_prompts)
         async with made.asked(0.15, 8, LONG):
             for_answers = (1, 3) if num_ranks == 2 else (1, 2)
-            await eventually(made.sizes, lambda sizes: sizes == for_answers, within_s=30)
+            await eventually(made.sizes, lambda sizes: sizes == for_answers)
         async with made.asked(0.04 if num_ranks == 2 else 0.1, 48, SHORT):
-            await eventually(made.sizes, lambda sizes: sizes == for_prompts, within_s=30)
+            await eventually(made.sizes, lambda sizes: sizes == for_prompts)
         there, back = ("lend a rank", "return a rank") if num_ranks == 2 else ("to generate x1", "to prefill x1")
         changes = explained(await made.state())
         assert any(there in each for each in changes) and any(back in each for each in changes)
@@ -191,7 +191,7 @@ async def test_an_operators_drain_is_not_taken_back() -> None:
     async with scaled() as made:
         made.cluster.members.drain("generate-1")
         async with made.asked(0.01):
-            names = await eventually(lambda: ready_names(made), lambda names: "generate-2" in names, within_s=30)
+            names = await eventually(lambda: ready_names(made), lambda names: "generate-2" in names)
         assert "generate-1" not in names
 
 
@@ -199,8 +199,8 @@ async def test_starts_without_room_are_put_off() -> None:
     async with scaled() as made:
         made.cluster.room.num_places = len(made.cluster.room.taken) + 1
         async with made.asked(BUSY_S):
-            await eventually(made.state, wants_prefill, within_s=30)
-            await eventually(made.state, lambda state: not made.cluster.members.orders.stand_ins, within_s=10)
+            await eventually(made.state, wants_prefill)
+            await eventually(made.state, lambda state: not made.cluster.members.orders.stand_ins)
             assert (await made.sizes())[0] == 1
 
 
@@ -217,4 +217,4 @@ async def test_a_drain_that_an_earlier_orchestrator_ordered_goes_on() -> None:
             async def is_present() -> bool:
                 return cluster.members.is_present("generate-1")
 
-            await eventually(is_present, lambda present: not present, within_s=20)
+            await eventually(is_present, lambda present: not present)

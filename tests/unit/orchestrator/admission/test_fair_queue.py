@@ -21,6 +21,11 @@ FLOWS = [(priority, tenant.name) for priority in Priority for tenant in TENANTS]
 Queue = QueuePolicy[Waiter]
 
 
+@pytest.fixture
+def queue() -> Queue:
+    return FairQueue()
+
+
 def anybody(waiter: Waiter) -> bool:
     return True
 
@@ -45,16 +50,14 @@ def served(queue: Queue, num: int, may_run: Callable[[Waiter], bool] = anybody) 
     return found
 
 
-def test_of_a_tenants_requests_the_one_due_first_comes_first_then_the_one_that_came_first() -> None:
-    queue: Queue = FairQueue()
+def test_of_a_tenants_requests_the_one_due_first_comes_first_then_the_one_that_came_first(queue: Queue) -> None:
     waiters = [Waiter(10, due_s=due_s) for due_s in (5.0, 9.0, 5.0, 1.0)]
     for waiter in waiters:
         queue.add(waiter)
     assert served(queue, 9) == [waiters[3], waiters[0], waiters[2], waiters[1]]
 
 
-def test_a_more_urgent_class_is_served_whatever_waits_in_others() -> None:
-    queue: Queue = FairQueue()
+def test_a_more_urgent_class_is_served_whatever_waits_in_others(queue: Queue) -> None:
     batch = add(queue, A, 10, 10, priority=Priority.BATCH)
     standard = add(queue, A, 5000)
     assert served(queue, 1) == standard
@@ -62,16 +65,14 @@ def test_a_more_urgent_class_is_served_whatever_waits_in_others() -> None:
     assert served(queue, 9) == [*interactive, *batch]
 
 
-def test_a_light_tenant_is_not_behind_a_heavy_ones_backlog() -> None:
-    queue: Queue = FairQueue()
+def test_a_light_tenant_is_not_behind_a_heavy_ones_backlog(queue: Queue) -> None:
     add(queue, A, *[256] * 200)
     served(queue, 10)
     [light] = add(queue, Tenant("light"), 256)
     assert light in served(queue, 2)
 
 
-def test_nobody_waits_for_more_than_a_turn_of_each_other_tenant_though_prompts_are_longer_than_turns() -> None:
-    queue: Queue = FairQueue()
+def test_nobody_waits_for_more_than_a_turn_of_each_other_tenant(queue: Queue) -> None:
     add(queue, A, *[6000] * 50)
     served(queue, 3)
     [long] = add(queue, Tenant("light"), 6000)
@@ -97,16 +98,14 @@ def test_served_tokens_converge_to_weights(weights: tuple[float, float]) -> None
     assert min(by_weight) > 4 * one_turn  # so the bound above says something
 
 
-def test_who_had_nothing_waiting_has_saved_nothing() -> None:
-    queue: Queue = FairQueue()
+def test_who_had_nothing_waiting_has_saved_nothing(queue: Queue) -> None:
     add(queue, A, *[QUANTUM_TOKENS] * 40)
     served(queue, 30)
     add(queue, B, *[QUANTUM_TOKENS] * 10)
     assert [waiter.tenant for waiter in served(queue, 6)] == [B, B, B, A, B, B]
 
 
-def test_a_tenant_that_may_not_run_keeps_its_place_and_nobody_waits_for_it() -> None:
-    queue: Queue = FairQueue()
+def test_a_tenant_that_may_not_run_keeps_its_place_and_nobody_waits_for_it(queue: Queue) -> None:
     mine = add(queue, A, *[QUANTUM_TOKENS] * 3)
     theirs = add(queue, C, 10, 10)
     assert served(queue, 9, lambda waiter: waiter.tenant is not A) == theirs
@@ -114,8 +113,7 @@ def test_a_tenant_that_may_not_run_keeps_its_place_and_nobody_waits_for_it() -> 
     assert served(queue, 9) == mine
 
 
-def test_less_urgent_requests_of_a_tenant_wait_with_its_urgent_one_that_may_not_run() -> None:
-    queue: Queue = FairQueue()
+def test_less_urgent_requests_of_a_tenant_wait_with_its_urgent_one_that_may_not_run(queue: Queue) -> None:
     [urgent] = add(queue, A, 10, priority=Priority.INTERACTIVE)
     [later] = add(queue, A, 10, priority=Priority.BATCH)
     [other] = add(queue, B, 10, priority=Priority.BATCH)
@@ -123,8 +121,7 @@ def test_less_urgent_requests_of_a_tenant_wait_with_its_urgent_one_that_may_not_
     assert served(queue, 9) == [urgent, later]
 
 
-def test_the_worst_claim_is_the_least_urgent_class_then_most_tokens_for_the_weight_then_due_last() -> None:
-    queue: Queue = FairQueue()
+def test_the_worst_claim_is_the_least_urgent_class_then_most_tokens_for_the_weight_then_due_last(queue: Queue) -> None:
     light, _, heavy = [*add(queue, B, 900), *add(queue, A, 200, 200)]  # b has a weight of 3
     assert queue.last(light) is heavy
     batch = add(queue, B, 1, priority=Priority.BATCH)
@@ -135,8 +132,7 @@ def test_the_worst_claim_is_the_least_urgent_class_then_most_tokens_for_the_weig
     assert queue.last(newcomer) is newcomer  # has 300 for its weight, as b has: equals would displace each other
 
 
-def test_who_is_before_a_newcomer_by_hand() -> None:
-    queue: Queue = FairQueue()
+def test_who_is_before_a_newcomer_by_hand(queue: Queue) -> None:
     for waiter in (
         Waiter(100, num_slots=2, tenant=A, priority=Priority.INTERACTIVE),
         Waiter(100, num_slots=4, tenant=A, due_s=1.0),
@@ -151,8 +147,7 @@ def test_who_is_before_a_newcomer_by_hand() -> None:
     assert before.num_own_slots == 6
 
 
-def test_a_waiter_that_does_not_wait_cannot_leave() -> None:
-    queue: Queue = FairQueue()
+def test_a_waiter_that_does_not_wait_cannot_leave(queue: Queue) -> None:
     with pytest.raises(KeyError):
         queue.remove(Waiter(1))
 

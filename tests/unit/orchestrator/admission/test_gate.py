@@ -21,6 +21,11 @@ ONE = asking(1)
 HEAVY, LIGHT = Tenant("heavy"), Tenant("light")
 
 
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(start_s=1000.0)
+
+
 def admission(clock: ManualClock | None = None, **fields: Any) -> Admission:
     return Admission(OrchestratorConfig(**{"max_running": 2, **fields}), clock or ManualClock(), FairQueue())
 
@@ -46,7 +51,7 @@ async def test_waiting_ends_with_the_turn() -> None:
     await asyncio.sleep(0)
     assert not waiting.done()
     queue.leave(first)
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, 60)
 
 
 def test_who_leaves_the_queue_makes_room_in_it() -> None:
@@ -78,8 +83,7 @@ def test_waiting_prompt_tokens_are_bounded() -> None:
     queue.join(asking(30))
 
 
-def test_the_time_to_come_back_grows_with_the_queue_and_with_how_long_requests_run() -> None:
-    clock = ManualClock()
+def test_the_time_to_come_back_grows_with_the_queue_and_with_how_long_requests_run(clock: ManualClock) -> None:
     queue = admission(clock, max_running=1, max_queued_requests=1)
 
     def retry_after_s() -> float:
@@ -170,7 +174,7 @@ async def test_in_a_full_queue_a_light_tenant_takes_the_place_of_a_heavy_ones_la
     first, second, third = (queue.join(asking(10, tenant=HEAVY)) for _ in range(3))
     light = queue.join(asking(10, tenant=LIGHT))
     with pytest.raises(ResourceExhaustedError, match="a request with a better claim got this place in it: try"):
-        await asyncio.wait_for(third.admitted(), 5)
+        await asyncio.wait_for(third.admitted(), 60)
     queue.leave(third)
     assert queue.num_queued == 3
     refused(queue, asking(10, tenant=HEAVY))  # two of three are more than its share, if not more than it may have
@@ -227,8 +231,7 @@ def test_a_request_for_more_slots_than_there_are_runs_alone() -> None:
 # Deadlines, and when to come again.
 
 
-def test_a_deadline_that_the_first_token_would_miss_is_refused_at_once() -> None:
-    clock = ManualClock(start_s=1000.0)
+def test_a_deadline_that_the_first_token_would_miss_is_refused_at_once(clock: ManualClock) -> None:
     queue, _ = busy(clock, hold_s=4.0)
     queue.join(asking(1, deadline_s=clock.now_s() + 11.9), 0.0)  # due before it
     deadline_s = clock.now_s() + 12.0
@@ -242,8 +245,7 @@ def test_a_deadline_that_the_first_token_would_miss_is_refused_at_once() -> None
     queue.join(asking(1, deadline_s=deadline_s + 0.51), 0.5)
 
 
-def test_how_fast_slots_came_free_while_somebody_waited_counts_more_than_how_long_one_is_kept() -> None:
-    clock = ManualClock(start_s=1000.0)
+def test_how_fast_slots_come_free_counts_more_than_how_long_one_is_kept(clock: ManualClock) -> None:
     queue = admission(clock, max_running=4)
     first = [queue.join(ONE) for _ in range(4)]
     clock.advance(8.0)
@@ -256,8 +258,7 @@ def test_how_fast_slots_came_free_while_somebody_waited_counts_more_than_how_lon
     queue.join(asking(1, deadline_s=clock.now_s() + 1.6), 0.0)
 
 
-def test_a_time_in_which_nobody_waited_for_slots_tells_nothing_of_how_fast_they_come_free() -> None:
-    clock = ManualClock(start_s=1000.0)
+def test_a_time_in_which_nobody_waited_for_slots_tells_nothing_of_how_fast_they_come_free(clock: ManualClock) -> None:
     queue = admission(clock, max_running=2, max_queued_requests=1)
     tenant = Tenant("t", max_running=1)
     other, *_ = (queue.join(asking(1, tenant=each)) for each in (LIGHT, tenant, tenant))
@@ -268,8 +269,7 @@ def test_a_time_in_which_nobody_waited_for_slots_tells_nothing_of_how_fast_they_
     assert refused(queue, ONE).retry_after_s == pytest.approx(2 * 20.0 / 2)  # two before the next, by Little's law
 
 
-def test_due_earlier_is_served_earlier_and_so_predicted() -> None:
-    clock = ManualClock(start_s=1000.0)
+def test_due_earlier_is_served_earlier_and_so_predicted(clock: ManualClock) -> None:
     queue, first = busy(clock, hold_s=4.0)
     patient = queue.join(ONE)
     hasty = queue.join(asking(1, deadline_s=clock.now_s() + 7.0), 0.5)
@@ -277,8 +277,7 @@ def test_due_earlier_is_served_earlier_and_so_predicted() -> None:
     assert running(hasty, patient) == [True, False]
 
 
-def test_without_a_deadline_a_request_is_not_put_off_for_ever() -> None:
-    clock = ManualClock()
+def test_without_a_deadline_a_request_is_not_put_off_for_ever(clock: ManualClock) -> None:
     queue = admission(clock, max_running=1)
     running_now, patient = queue.join(ONE), queue.join(ONE)
     for _ in range(100):
@@ -288,11 +287,10 @@ def test_without_a_deadline_a_request_is_not_put_off_for_ever() -> None:
             break
         running_now = later
         clock.advance(1.0)
-    assert patient.started_s is not None and 30 < patient.started_s <= 60
+    assert patient.started_s is not None and 1030 < patient.started_s <= 1060
 
 
-def test_a_passed_deadline_is_no_reason_to_come_again() -> None:
-    clock = ManualClock(start_s=1000.0)
+def test_a_passed_deadline_is_no_reason_to_come_again(clock: ManualClock) -> None:
     queue, _ = busy(clock, hold_s=4.0)
     queue.join(asking(1, deadline_s=clock.now_s()), 1.0)
     assert queue.num_queued == 1
@@ -310,8 +308,7 @@ def test_alone_a_request_finds_out_for_itself() -> None:
     assert running(queue.join(asking(1, deadline_s=1.0), 5.0)) == [True]
 
 
-def test_a_tenant_waits_for_its_own_slots_and_so_predicted() -> None:
-    clock = ManualClock(start_s=1000.0)
+def test_a_tenant_waits_for_its_own_slots_and_so_predicted(clock: ManualClock) -> None:
     queue = admission(clock, max_running=100)
     tenant = Tenant("t", max_running=1)
     first = queue.join(asking(1, tenant=tenant))

@@ -10,16 +10,13 @@ from google.protobuf import descriptor_pool
 from google.protobuf.descriptor import MethodDescriptor
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
-from baton.clock import SystemClock
 from baton.errors import PermissionDeniedError, UnauthenticatedError
-from baton.results.completion import ModelInfo
 from orchestrator.api.access import METHODS, Access, Doorkeeper
-from orchestrator.api.frontend import OrchestratorServer
 from orchestrator.membership.members import Members
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.tenants import Tenant, Tenants, hash_key
-from tests.support.clusters.planners import linear_planner
-from tests.support.models.tiny_tokenizer import letter_tokenizer
+from tests.support.clusters.clients import start_orchestrator
+from tests.support.models.tiny_models import random_decoder
 from tests.support.wire.secret import SECRET
 from transport.channel import make_channel
 
@@ -71,17 +68,9 @@ def _expected_of_operation(config: str, key: str, is_member: bool) -> Outcome:
 
 @asynccontextmanager
 async def serving(tenants: Tenants) -> AsyncIterator[int]:
-    """An orchestrator; its port."""
-    model = ModelInfo("letters", 400, 64, "float32", False, "layout")
+    """Run an orchestrator, and yield its port."""
     config = OrchestratorConfig(tenants=tenants)
-    server = await OrchestratorServer.start(
-        *(Members(), letter_tokenizer(), model),
-        clock=SystemClock(),
-        host="127.0.0.1",
-        secret=SECRET,
-        config=config,
-        planner=linear_planner(),
-    )
+    server = await start_orchestrator(random_decoder(), Members(), config, max_tokens=400)
     try:
         yield server.port
     finally:
@@ -116,7 +105,7 @@ async def outcome(channel: grpc.aio.Channel, method: MethodDescriptor, key: str 
     """What becomes of a call with an empty request: refused at the door, or not."""
     kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
     callable_ = getattr(channel, kind)(path_of(method))
-    call = callable_(iter([b""]) if method.client_streaming else b"", metadata=bearing(key), timeout=10)
+    call = callable_(iter([b""]) if method.client_streaming else b"", metadata=bearing(key), timeout=60)
     try:
         await (call.read() if method.server_streaming else call)
         code = PASSED if method.server_streaming and not call.done() else await call.code()

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -51,7 +52,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @asynccontextmanager
 async def gateway_of(target: str, tokenizer: Tokenizer, port: int = 0) -> AsyncIterator[Gateway]:
     async with make_channel(target) as orchestrator:
-        model = await ask_model(orchestrator, 10)
+        model = await ask_model(orchestrator, 60)
         made = await Gateway.start(orchestrator, tokenizer, model, clock=SystemClock(), host=HOST, port=port)
         try:
             yield made
@@ -61,13 +62,13 @@ async def gateway_of(target: str, tokenizer: Tokenizer, port: int = 0) -> AsyncI
 
 @asynccontextmanager
 async def through(
-    service: ScriptedOrchestrator, tokenizer: Tokenizer, reconnect: Reconnect = HASTY
+    service: ScriptedOrchestrator, tokenizer: Tokenizer, reconnect: Reconnect = HASTY, **more: Any
 ) -> AsyncIterator[AsyncClient]:
     """A client of a gateway of the scripted orchestrator."""
     async with (
         serving(service) as target,
         gateway_of(target, tokenizer) as gateway,
-        AsyncClient(f"{HOST}:{gateway.port}", reconnect=reconnect) as client,
+        AsyncClient(f"{HOST}:{gateway.port}", reconnect=reconnect, **more) as client,
     ):
         yield client
 
@@ -97,18 +98,11 @@ async def test_a_chat_is_rendered(tokenizer: Tokenizer) -> None:
 
 async def test_who_asks_is_passed_on(tokenizer: Tokenizer) -> None:
     service = ScriptedOrchestrator()
-    async with (
-        serving(service) as target,
-        gateway_of(target, tokenizer) as gateway,
-        AsyncClient(f"{HOST}:{gateway.port}", api_key="secret", tenant="one") as client,
-    ):
+    async with through(service, tokenizer, api_key="secret", tenant="one") as client:
         await client.generate("Hi", max_tokens=1, metadata={"x-other": "thing"}).collect()
     (metadata,) = service.metadata
-    assert (metadata["authorization"], metadata["baton-tenant"], metadata["x-other"]) == (
-        "Bearer secret",
-        "one",
-        "thing",
-    )
+    passed = [metadata[name] for name in ("authorization", "baton-tenant", "x-other")]
+    assert passed == ["Bearer secret", "one", "thing"]
 
 
 @pytest.mark.parametrize("method", ["Admin/Drain", "Admin/Undrain", "Planning/UseCalibration", "Planning/GetStepTimes"])
@@ -138,8 +132,8 @@ async def test_a_gateway_has_a_key_for_its_own_calls_and_clients_send_theirs(tok
     try:
         async with make_channel(f"{HOST}:{server.port}") as orchestrator:
             with pytest.raises(UnauthenticatedError, match="the call has no API key"):
-                await ask_model(orchestrator, 10)
-            served = await ask_model(orchestrator, 10, own)
+                await ask_model(orchestrator, 60)
+            served = await ask_model(orchestrator, 60, own)
             gateway = await Gateway.start(orchestrator, tokenizer, served, clock=clock, host=HOST, caller=own)
             async with AsyncClient(f"{HOST}:{gateway.port}", reconnect=ONCE) as nobody:
                 for asked in (nobody.generate("Hi", max_tokens=1).collect(), nobody.cluster_state(), nobody.model()):
@@ -188,8 +182,8 @@ async def test_a_client_that_leaves_cancels_everywhere(tokenizer: Tokenizer) -> 
     async with through(service, tokenizer) as client:
         async with client.generate("Hi", max_tokens=4) as stream:
             await anext(stream)
-            await asyncio.wait_for(service.hanging.wait(), 10)
-        await asyncio.wait_for(service.cancelled.wait(), 10)
+            await asyncio.wait_for(service.hanging.wait(), 60)
+        await asyncio.wait_for(service.cancelled.wait(), 60)
 
 
 async def test_a_stream_goes_on_after_the_orchestrators_restart(tokenizer: Tokenizer) -> None:
@@ -200,9 +194,9 @@ async def test_a_stream_goes_on_after_the_orchestrators_restart(tokenizer: Token
             client = await stack.enter_async_context(AsyncClient(f"{HOST}:{gateway.port}", reconnect=HASTY))
             stream = client.generate("Hi", max_tokens=5)
             await anext(stream)
-            await asyncio.wait_for(first.hanging.wait(), 10)
+            await asyncio.wait_for(first.hanging.wait(), 60)
         await stack.enter_async_context(serving(second, port=int(target.rsplit(":")[-1])))
-        output = await asyncio.wait_for(stream.collect(), 20)
+        output = await asyncio.wait_for(stream.collect(), 60)
     assert output.text == text_of(5)
     assert list(second.requests[-1].outputs[0].token_ids) == [1000, 1001]
 
@@ -220,10 +214,10 @@ async def test_a_stream_goes_on_where_the_orchestrator_has_moved_to(tokenizer: T
         await gateway.move(former)
         stream = client.generate("Hi", max_tokens=5)
         await anext(stream)
-        await asyncio.wait_for(first.hanging.wait(), 10)
+        await asyncio.wait_for(first.hanging.wait(), 60)
         await gateway.move(present)
         await former.close()
-        output = await asyncio.wait_for(stream.collect(), 20)
+        output = await asyncio.wait_for(stream.collect(), 60)
         assert (await client.model()).name == MODEL.name
     assert (output.text, output.num_resumes) == (text_of(5), 1)
     assert list(second.requests[-1].outputs[0].token_ids) == [1000, 1001]
@@ -237,8 +231,8 @@ async def test_a_gateway_that_ends_sends_its_clients_elsewhere(tokenizer: Tokeni
             client = AsyncClient(both, reconnect=HASTY)
             stream = client.generate("Hi", max_tokens=5)
             await anext(stream)
-            await asyncio.wait_for(service.hanging.wait(), 10)
-        output = await asyncio.wait_for(stream.collect(), 20)
+            await asyncio.wait_for(service.hanging.wait(), 60)
+        output = await asyncio.wait_for(stream.collect(), 60)
         await client.close()
     assert (output.text, output.num_resumes) == (text_of(5), 1)
 
@@ -254,8 +248,9 @@ async def test_a_stop_lets_streams_end_in_time(tokenizer: Tokenizer) -> None:
         await anext(hanging)
         running = client.generate("Hi", max_tokens=100)
         await anext(running)
-        stopping = asyncio.create_task(gateway.stop(grace_s=5.0))
+        stopping = asyncio.create_task(gateway.stop(grace_s=60.0))
         assert (await running.collect()).text == text_of(100)
+        await gateway.stop()  # which ends the time given
         with pytest.raises(UnavailableError, match="shutting down"):
             await hanging.collect()
         await stopping
@@ -278,13 +273,13 @@ async def test_a_gateway_that_ends_turns_new_connections_away_at_once(tokenizer:
         while (await anext(said)).status != health_pb2.HealthCheckResponse.SERVING:
             pass
         stopping = asyncio.create_task(gateway.stop(grace_s=60.0))
-        assert (await asyncio.wait_for(anext(said), 20)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert (await asyncio.wait_for(anext(said), 60)).status == health_pb2.HealthCheckResponse.NOT_SERVING
         async with AsyncClient(f"{HOST}:{gateway.port}", reconnect=ONCE) as late:
             with pytest.raises(UnavailableError):
-                await asyncio.wait_for(late.model(), 20)
+                await asyncio.wait_for(late.model(), 60)
         assert not stopping.done()
         hanging.cancel()
-        await asyncio.wait_for(stopping, 20)  # for a second after the last stream, though a client still watches
+        await asyncio.wait_for(stopping, 60)  # for a second after the last stream, though a client still watches
 
 
 async def test_a_deadline_beyond_its_field_is_the_longest(tokenizer: Tokenizer) -> None:
@@ -309,17 +304,19 @@ async def test_model_and_state_are_the_orchestrators(tokenizer: Tokenizer) -> No
 
 
 async def test_without_an_orchestrator_it_does_not_serve(tokenizer: Tokenizer) -> None:
-    async with serving(ScriptedOrchestrator()) as target, gateway_of(target, tokenizer) as gateway:
-        port = gateway.port
-        async with make_channel(f"{HOST}:{port}") as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
+    async with (
+        serving(ScriptedOrchestrator()) as target,
+        gateway_of(target, tokenizer) as gateway,
+        make_channel(f"{HOST}:{gateway.port}") as channel,
+    ):
+        stub = health_pb2_grpc.HealthStub(channel)
 
-            async def status() -> int:
-                reply = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE))
-                return int(reply.status)
+        async def status() -> int:
+            reply = await stub.Check(health_pb2.HealthCheckRequest(service=SERVICE))
+            return int(reply.status)
 
-            # the scripted one says nothing of its health
-            await eventually(status, lambda said: said == health_pb2.HealthCheckResponse.NOT_SERVING, 10)
+        # the scripted one says nothing of its health
+        await eventually(status, lambda said: said == health_pb2.HealthCheckResponse.NOT_SERVING)
 
 
 async def test_another_tokenizer_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -334,4 +331,4 @@ async def test_another_tokenizer_is_refused(tokenizer: Tokenizer, tmp_path: Path
 async def test_a_gateway_of_nobody_says_so() -> None:
     async with make_channel(f"{HOST}:1") as nobody:
         with pytest.raises(UnavailableError):
-            await ask_model(nobody, 5)
+            await ask_model(nobody, 60)

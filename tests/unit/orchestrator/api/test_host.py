@@ -50,7 +50,7 @@ class Life:
     async def update(self, view: ClusterView, kept: Orders) -> Orders:
         """The orders in force after that update."""
         request = pb.UpdateRequest(view=view_to_proto(view), kept=orders_to_proto(kept))
-        return orders_from_proto((await self._stub.Update(request, timeout=10)).orders)
+        return orders_from_proto((await self._stub.Update(request, timeout=60)).orders)
 
     async def serve(
         self, port: int = 0, metrics_port: int | None = None, timeout_s: float = 30.0
@@ -145,7 +145,7 @@ async def test_whoever_reaches_the_clients_port_alone_pushes_no_view(letters: Pa
         port, _ = await made.serve()
         async with make_channel(f"{HOST}:{port}") as channel:
             with pytest.raises(VersionMismatchError), translate_rpc_errors():
-                await KeepingStub(channel).Update(pb.UpdateRequest(), timeout=10)
+                await KeepingStub(channel).Update(pb.UpdateRequest(), timeout=60)
         assert made.members.present == VIEW
 
 

@@ -22,7 +22,8 @@ from planning.model_shape import SHAPES
 from planning.planner import ChainPlanner
 from planning.step_times import StepTimes, nominal_steps, tabulate
 from tests.support.eventually import eventually
-from transport.channel import bind, make_channel, make_server
+from tests.support.wire.rpc import listening
+from transport.channel import make_channel, make_server
 
 if TYPE_CHECKING:
     from baton.v1.planning_pb2_grpc import PlanningAsyncStub
@@ -52,11 +53,8 @@ def path(tmp_path: Path) -> Path:
 async def stub(planner: ChainPlanner, path: Path) -> "AsyncIterator[PlanningAsyncStub]":
     server = make_server()
     add_PlanningServicer_to_server(PlanningServicer(planner, path), server)
-    port = bind(server, "127.0.0.1", 0)
-    await server.start()
-    async with make_channel(f"127.0.0.1:{port}") as channel:
+    async with listening(server) as port, make_channel(f"127.0.0.1:{port}") as channel:
         yield PlanningStub(channel)
-    await server.stop(None)
 
 
 async def use(stub: "PlanningAsyncStub", text: str) -> pb.CalibrationInUse:
@@ -132,7 +130,7 @@ async def test_a_call_that_is_given_up_leaves_file_and_planner_agreeing(
         await call
     assert planner.calibration is ASSUMED and not await asyncio.to_thread(path.exists)
     may_write.set()
-    await eventually(lambda: as_now(planner.calibration), lambda calibration: calibration == made, 10)
+    await eventually(lambda: as_now(planner.calibration), lambda calibration: calibration == made)
     assert load(path) == made
 
 

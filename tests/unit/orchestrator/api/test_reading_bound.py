@@ -36,7 +36,7 @@ from transport.channel import make_channel
 pytestmark = pytest.mark.integration
 
 HOST = "127.0.0.1"
-WAIT_S = 20.0
+WAIT_S = 60.0
 LONG = "x" * 400
 MODEL = ModelInfo("m", 512, 97, "float32", False, "f")
 

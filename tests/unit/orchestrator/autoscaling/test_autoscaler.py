@@ -18,10 +18,7 @@ from orchestrator.autoscaling.demand import Backlog, ServiceModel
 from orchestrator.autoscaling.prediction import Allocation, Predictor
 from orchestrator.autoscaling.traffic import TrafficClass, TrafficForecast
 from orchestrator.requests.config import AutoscalingConfig
-from planning.calibration import nominal
-from planning.hardware import hardware_of
-from planning.model_shape import shape_of
-from planning.step_times import nominal_steps
+from tests.support.clusters.planners import traffic_planner
 
 CONFIG = AutoscalingConfig(ttft_p95_s=2.0, itl_p95_s=0.02, min=2, max=8, cooldown_s=20.0)
 TIMES = LeadTimes(cold_start_s=30.0, flip_s=2.0)
@@ -30,15 +27,18 @@ NO_WORK = Backlog()
 
 @pytest.fixture(scope="module")
 def planner() -> RecallingPlanner:
-    shape, rates = shape_of("llama-3.1-8b"), hardware_of("h100-flash")
-    steps = nominal_steps("llama-3.1-8b", "h100-flash", shape, rates)
-    costs = nominal("llama-3.1-8b", "h100-flash", shape, rates)
-    return RecallingPlanner(costs, max_ranks=1, max_tokens=8192, steps=steps)
+    return traffic_planner("h100-flash")
 
 
 @pytest.fixture(scope="module")
 def service(planner: RecallingPlanner) -> ServiceModel:
     return ServiceModel(planner, 1, 16)
+
+
+@pytest.fixture(scope="module")
+def chains() -> ServiceModel:
+    """Chains of two ranks."""
+    return ServiceModel(traffic_planner("h100-flash", max_ranks=2), 2, 16)
 
 
 def forecast(rate: float, prompt: int = 6000, output: int = 64) -> TrafficForecast:
@@ -175,12 +175,8 @@ def test_prompts_that_are_mostly_cached_ask_for_less_prefill(service: ServiceMod
     assert rest.itl_p95_s == whole.itl_p95_s
 
 
-def test_chains_that_lend_half_of_their_ranks_bear_half_as_much_and_cost_no_further_group() -> None:
-    shape, rates = shape_of("llama-3.1-8b"), hardware_of("h100-flash")
-    steps = nominal_steps("llama-3.1-8b", "h100-flash", shape, rates)
-    costs = nominal("llama-3.1-8b", "h100-flash", shape, rates)
-    service = ServiceModel(RecallingPlanner(costs, max_ranks=2, max_tokens=8192, steps=steps), 2, 16)
-    predictor = Predictor(service, forecast(5.0), CONFIG)
+def test_chains_that_lend_half_of_their_ranks_bear_half_as_much_and_cost_no_further_group(chains: ServiceModel) -> None:
+    predictor = Predictor(chains, forecast(5.0), CONFIG)
     lending, whole = predictor.predict(Allocation(2, 6, 2)), predictor.predict(Allocation(2, 6))
     assert lending.prefill_load == pytest.approx(2 * whole.prefill_load)
     assert lending.ttft_p95_s > 1.5 * whole.ttft_p95_s
@@ -188,17 +184,13 @@ def test_chains_that_lend_half_of_their_ranks_bear_half_as_much_and_cost_no_furt
     assert str(lending.allocation) == "2:6 (2 lent)"
 
 
-def test_a_rank_is_lent_only_where_that_is_sooner_than_a_new_group_or_the_budget_is_full() -> None:
-    shape, rates = shape_of("llama-3.1-8b"), hardware_of("h100-flash")
-    steps = nominal_steps("llama-3.1-8b", "h100-flash", shape, rates)
-    costs = nominal("llama-3.1-8b", "h100-flash", shape, rates)
-    service = ServiceModel(RecallingPlanner(costs, max_ranks=2, max_tokens=8192, steps=steps), 2, 16)
+def test_a_rank_is_lent_only_where_that_is_sooner_than_a_new_group_or_the_budget_is_full(chains: ServiceModel) -> None:
     busy = FleetState(Allocation(2, 1), lends_ranks=True, drain_prefill_s=60.0)
     for state, move in (
         (dataclasses.replace(busy, drain_prefill_s=0.5), Move.LEND_RANK),
         (busy, Move.START_GENERATE),
         (dataclasses.replace(busy, lends_ranks=False, drain_prefill_s=0.5), Move.START_GENERATE),
     ):
-        autoscaler = watched(service, CONFIG, 12.0, OUTPUT_HEAVY, 20.0)
+        autoscaler = watched(chains, CONFIG, 12.0, OUTPUT_HEAVY, 20.0)
         decided = [autoscaler.decide(20.0 + second, state) for second in range(int(PATIENCE_S) + 2)]
         assert move in {action.move for decision in decided for action in decision.actions}, move

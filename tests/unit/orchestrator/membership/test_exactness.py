@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,7 @@ from orchestrator.requests.record import Finished, RequestRecord, Started
 from orchestrator.requests.request import Request
 from tests.support.clusters.cluster import HASTY, BareCluster, cluster
 from tests.support.engines.generation import prompt
-from tests.support.engines.prefixes import blocks_in, prefix_folder
+from tests.support.engines.prefixes import blocks_in
 
 pytestmark = pytest.mark.integration
 
@@ -32,7 +33,6 @@ APPROXIMATE = replace(EXACT, name="a", endpoint="h:2", residency="infinigen", is
 async def running() -> AsyncIterator[BareCluster]:
     async with cluster(num_ranks=0, num_groups=2, config=replace(HASTY, generation_wait_s=0.2)) as made:
         yield made
-        await made.until_empty()
 
 
 def say(running: BareCluster, *approximate: int) -> None:
@@ -58,17 +58,15 @@ def test_only_exact_groups_are_chosen_for_exact_requests() -> None:
 async def test_where_all_groups_are_exact_so_is_every_answer(running: BareCluster) -> None:
     answer = await running.ask(running.request(prompt(20), PARAMS))
     assert answer.started.exact
-    assert answer.finished is not None
-    assert timings_from_proto(answer.finished.timings).residency == ""
+    assert timings_from_proto(answer.end.timings).residency == ""
 
 
 async def test_an_approximate_answer_says_so_and_names_the_policy(running: BareCluster) -> None:
     say(running, 0, 1)
     answer = await running.ask(running.request(prompt(20), PARAMS))
     assert not answer.started.exact
-    assert answer.finished is not None
-    assert timings_from_proto(answer.finished.timings).residency == "infinigen"
-    assert answer.finished.usage.num_output_tokens == PARAMS.max_tokens
+    assert timings_from_proto(answer.end.timings).residency == "infinigen"
+    assert answer.end.usage.num_output_tokens == PARAMS.max_tokens
 
 
 async def test_exact_is_refused_where_every_group_is_approximate(running: BareCluster) -> None:
@@ -100,15 +98,14 @@ async def test_what_was_said_at_the_start_binds_later_attempts(running: BareClus
 
 
 @pytest.mark.parametrize("residency", ["device", "int4"])
-async def test_what_an_approximate_group_has_made_is_not_stored_for_others(residency: str) -> None:
+async def test_what_an_approximate_group_has_made_is_not_stored_for_others(folder: Path, residency: str) -> None:
     """Who shares a prefix may have asked for exact tokens."""
-    with prefix_folder() as folder:
-        config = replace(HASTY, block_tokens=16)
-        fields = {"residency": residency}
-        async with cluster(num_ranks=0, config=config, folders={"generate": folder}, generate=fields) as made:
-            await made.ask(made.request(prompt(50), replace(PARAMS, max_tokens=40)))
-            await made.until_empty(within_s=5.0)  # what is to be stored is by then
-            assert bool(blocks_in(folder)) == (residency == "device")
+    config = replace(HASTY, block_tokens=16)
+    fields = {"residency": residency}
+    async with cluster(num_ranks=0, config=config, folders={"generate": folder}, generate=fields) as made:
+        await made.ask(made.request(prompt(50), replace(PARAMS, max_tokens=40)))
+        await made.until_empty()  # what is to be stored is by then
+        assert bool(blocks_in(folder)) == (residency == "device")
 
 
 async def test_metrics_and_state_name_each_group_s_policy(

@@ -3,18 +3,15 @@
 from dataclasses import replace
 
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from baton.cluster_state import GenerationStatus, GroupState
-from baton.ids import RequestId
-from baton.types import Lease
 from generate_workers.slots.leases import SlotState
 from orchestrator.membership.view import AbsentGroup
 from orchestrator.observability.health import why_degraded, why_not_serving
 from orchestrator.requests.config import OrchestratorConfig
 from tests.support.clusters.cluster import HASTY, BareCluster, cluster
 from tests.support.eventually import eventually
-from transport.kv_sink import ReserveSpec
 
 pytestmark = pytest.mark.integration
 
@@ -80,13 +77,8 @@ def test_without_chains_configured_nothing_is_degraded() -> None:
     assert why_degraded([GROUP]) == ()
 
 
-async def verdict(made: BareCluster) -> "health_pb2.HealthCheckResponse.ServingStatus":
-    stub = health_pb2_grpc.HealthStub(made.channel)
-    return (await stub.Check(health_pb2.HealthCheckRequest(service="baton.v1.Orchestrator"))).status
-
-
 async def until(made: BareCluster, status: int) -> None:
-    await eventually(lambda: verdict(made), lambda value: value == status, within_s=10)
+    await eventually(made.health, lambda value: value == status)
 
 
 async def test_health_follows_drains_of_the_last_path() -> None:
@@ -114,18 +106,13 @@ async def test_health_follows_the_ledger() -> None:
         await until(made, SERVING)
 
 
-def hidden_lease(made: BareCluster) -> Lease:
-    """A slot that no request of the orchestrator knows of."""
-    return made.groups[0].slots.reserve(ReserveSpec(RequestId("lost"), 1, 4, 8, ttl_s=60.0))
-
-
 async def test_health_follows_leaks() -> None:
     async with cluster(config=replace(HASTY, lease_ttl_s=0.1)) as made:
         await until(made, SERVING)
-        lost = hidden_lease(made)
+        lost = made.lease_to_stranger()
         await until(made, NOT_SERVING)
         assert (await made.state()).why_not_serving == ["group-0: 1 slots are held by no request"]
-        made.groups[0].slots.abort(lost.ref)
+        made.groups[0].slots.abort(lost)
         await until(made, SERVING)
 
 
@@ -137,7 +124,6 @@ async def test_what_a_former_orchestrator_leased_does_not_end_serving() -> None:
         async def num_leaked() -> int:
             return (await made.state()).groups[-1].num_leaked
 
-        await eventually(num_leaked, lambda count: count == 1, within_s=10)
-        assert await verdict(made) == SERVING
+        await eventually(num_leaked, lambda count: count == 1)
+        assert await made.health() == SERVING
         made.groups[0].slots.release(seats[0].ref)
-        await made.until_empty(within_s=10)

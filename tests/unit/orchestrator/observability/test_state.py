@@ -15,6 +15,7 @@ from baton.v1 import admin_pb2, orchestrator_pb2
 from baton.v1.admin_pb2_grpc import AdminStub
 from orchestrator.membership.breakers import BreakerPolicy, Breakers, RetryBudget
 from orchestrator.membership.view import Orders
+from orchestrator.requests.config import OrchestratorConfig
 from tests.support.clusters.clients import CLOCK
 from tests.support.clusters.cluster import HASTY, BareCluster, cluster
 from tests.support.engines.generation import prompt, reference_ids
@@ -53,7 +54,6 @@ async def pair() -> AsyncIterator[BareCluster]:
     """Two generation groups behind a chain."""
     async with cluster(num_groups=2, num_slots=2) as made:
         yield made
-        await made.until_empty()
 
 
 async def test_an_idle_group_is_drained_at_once(pair: BareCluster) -> None:
@@ -65,7 +65,7 @@ async def test_an_idle_group_is_drained_at_once(pair: BareCluster) -> None:
 async def test_a_running_stream_ends_by_itself_and_new_work_goes_elsewhere(pair: BareCluster) -> None:
     call, answer, busy = await pair.held_up(pair.request(prompt(40), LONG))
     draining = asyncio.create_task(drain(pair, busy))
-    await eventually(lambda: held(pair), lambda drained: drained == {busy}, within_s=5)
+    await eventually(lambda: held(pair), lambda drained: drained == {busy})
     others = await asyncio.gather(*(pair.ask(pair.request(prompt(20), SHORT)) for _ in range(5)))
     assert [each.token_ids for each in others] == [reference_ids(pair.decoder, prompt(20), SHORT)] * 5
     pair.group_gates[int(busy[-1])].open()
@@ -86,18 +86,17 @@ async def test_without_another_group_new_work_waits_until_it_is_undone() -> None
     async with cluster(num_ranks=1) as made:
         await drain(made, "group-0")
         waiting = asyncio.create_task(made.ask(made.request(prompt(20), SHORT)))
-        await eventually(made.state, lambda state: state.num_running + state.num_queued == 1, within_s=5)
+        await eventually(made.state, lambda state: state.num_running + state.num_queued == 1)
         assert await requests_of(made, "group-0") == 0
         assert not (await undrain(made, "group-0")).is_drained
         assert len((await waiting).token_ids) == SHORT.max_tokens
-        await made.until_empty()
 
 
 async def test_a_drained_chain_leaves_prefill_to_the_generation_groups_at_once() -> None:
-    async with cluster() as made:  # whose patience with absent chains is 10 s
+    async with cluster(config=OrchestratorConfig(prefill_wait_s=1000.0)) as made:
         await drain(made, "chain")
-        answer = await asyncio.wait_for(made.ask(made.request(prompt(40), SHORT)), 5)
-        assert answer.finished is not None and not answer.finished.timings.prefill.ranks
+        answer = await made.ask(made.request(prompt(40), SHORT))
+        assert not answer.end.timings.prefill.ranks
         state = await made.state()
         assert list(state.why_degraded) == [
             "chain is drained",
@@ -105,8 +104,7 @@ async def test_a_drained_chain_leaves_prefill_to_the_generation_groups_at_once()
         ]
         await undrain(made, "chain")
         answer = await made.ask(made.request(prompt(40), SHORT))
-        assert answer.finished is not None and answer.finished.timings.prefill.ranks
-        await made.until_empty()
+        assert answer.end.timings.prefill.ranks
 
 
 async def test_a_drain_that_is_given_up_stays_and_one_that_is_undone_ends(pair: BareCluster) -> None:
@@ -121,7 +119,6 @@ async def test_a_drain_that_is_given_up_stays_and_one_that_is_undone_ends(pair: 
     await undrain(pair, busy)
     assert not [state async for state in told][-1].is_drained
     call.cancel()
-    pair.group_gates[int(busy[-1])].open()
 
 
 async def test_a_drain_of_a_group_that_goes_meanwhile_ends(pair: BareCluster) -> None:
@@ -131,9 +128,7 @@ async def test_a_drain_of_a_group_that_goes_meanwhile_ends(pair: BareCluster) ->
     view = pair.view()
     pair.members.update(replace(view, generation=tuple(g for g in view.generation if g.name != busy)))
     assert {state.num_requests for state in [first, *[state async for state in told]]} == {1}
-    pair.members.update(view)
     call.cancel()
-    pair.group_gates[int(busy[-1])].open()
 
 
 async def test_a_drain_that_is_undone_while_it_is_told_ends_no_group(pair: BareCluster) -> None:
@@ -150,9 +145,8 @@ async def test_a_group_whose_worker_is_gone_has_nothing_left_to_do(pair: BareClu
     view = pair.view()
     dead = replace(view.generation[0], endpoint="127.0.0.1:1", ready=False)
     pair.members.update(replace(view, generation=(dead, *view.generation[1:])))
-    (state,) = await asyncio.wait_for(drain(pair, "group-0"), 10)
+    (state,) = await drain(pair, "group-0")
     assert (state.is_drained, state.HasField("generation")) == (True, False)
-    pair.members.update(view)
 
 
 async def test_a_group_is_wanted_again_once_the_supervisor_knows(pair: BareCluster) -> None:
@@ -162,7 +156,7 @@ async def test_a_group_is_wanted_again_once_the_supervisor_knows(pair: BareClust
     done, _ = await asyncio.wait({undoing}, timeout=0.1)
     assert not done and pair.members.orders == Orders()
     pair.members.hear_kept(pair.members.orders)
-    assert not (await asyncio.wait_for(undoing, 5)).is_drained
+    assert not (await asyncio.wait_for(undoing, 60)).is_drained
 
 
 async def test_without_a_supervisor_no_group_leaves(pair: BareCluster) -> None:
@@ -194,8 +188,7 @@ async def test_a_chain_that_fails_again_and_again_is_kept_out_until_a_probe_goes
         made.members.update(sound)  # another life: its own breaker
         assert not (await made.state()).groups[0].is_broken
         answer = await made.ask(made.request(prompt(40), SHORT))
-        assert answer.finished is not None and answer.finished.timings.prefill.ranks
-        await made.until_empty()
+        assert answer.end.timings.prefill.ranks
 
 
 async def test_a_group_that_is_kept_out_gets_one_attempt_after_its_pause_and_then_all() -> None:
@@ -206,7 +199,6 @@ async def test_a_group_that_is_kept_out_gets_one_attempt_after_its_pause_and_the
         answers = await asyncio.gather(*(made.ask(made.request(prompt(20), SHORT)) for _ in range(3)))
         assert [len(each.token_ids) for each in answers] == [SHORT.max_tokens] * 3
         assert not (await made.state()).groups[-1].is_broken
-        await made.until_empty()
 
 
 async def test_a_retry_that_the_budget_does_not_allow_in_time_ends_the_request() -> None:

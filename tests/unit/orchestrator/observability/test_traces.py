@@ -60,7 +60,6 @@ async def test_a_chain_s_request_is_one_trace_with_every_stage() -> None:
     async with collector() as found:
         async with cluster(config=replace(HASTY, otlp_endpoint=found.endpoint)) as made:
             await ask(made, 40, TRACED)
-            await made.until_empty()
         (root,) = found.named("generate")
         assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE_ID, SPAN_ID)
         assert {span.trace_id.hex() for span in found.spans} == {TRACE_ID}
@@ -109,7 +108,6 @@ async def test_a_request_that_fails_says_which_attempts_did() -> None:
 async def test_a_collector_that_is_away_changes_nothing_for_requests() -> None:
     async with cluster(config=replace(HASTY, otlp_endpoint="http://127.0.0.1:9")) as made:
         await asyncio.gather(*(ask(made, num_tokens) for num_tokens in (10, 20, 30)))
-        await made.until_empty()
 
 
 async def test_operators_are_told_of_a_request_that_has_ended() -> None:
@@ -119,16 +117,15 @@ async def test_operators_are_told_of_a_request_that_has_ended() -> None:
 
         async def told() -> Trace:
             with translate_rpc_errors():
-                answer = await admin.GetTrace(admin_pb2.GetTraceRequest(request_id=request.request_id), timeout=10)
+                answer = await admin.GetTrace(admin_pb2.GetTraceRequest(request_id=request.request_id), timeout=60)
             return trace_from_proto(answer)
 
         with pytest.raises(NotFoundError, match="not among the latest"):
             await told()
         answer = await made.ask(request)
-        trace = await eventually(told, lambda found: bool(found.request_id), within_s=5)
-    assert answer.finished is not None
+        trace = await eventually(told, lambda found: bool(found.request_id))
     assert (trace.request_id, trace.reasons) == (request.request_id, (FinishReason.LENGTH,))
-    assert trace.timings.finished_ns == answer.finished.timings.finished_ns
+    assert trace.timings.finished_ns == answer.end.timings.finished_ns
     assert [stage.name for stage in trace.stages() if stage.rank is None] == [*TO_FIRST, "decode"]
 
 
@@ -183,6 +180,5 @@ async def test_every_line_about_a_request_is_logged_in_its_context(caplog: pytes
         async with cluster(config=HASTY) as made:
             requests = [made.request(prompt(num_tokens), replace(PARAMS, n=n)) for num_tokens, n in ((20, 1), (30, 2))]
             await asyncio.gather(*(made.ask(request) for request in requests))
-            await made.until_empty()
     assert {named for named, _ in served} == {request.request_id for request in requests}
     assert all(named == known for named, known in served) and len(served) >= 6

@@ -13,6 +13,7 @@ from baton.sampling_params import SamplingParams
 from orchestrator.membership.members import Members
 from orchestrator.membership.prefill_book import Pending
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
+from orchestrator.placement.block_fetches import BlockFetch
 from orchestrator.placement.chooser import Chooser, Plan
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
@@ -81,6 +82,12 @@ class Cluster:
         assert plan.generation == HERE
         return plan
 
+    async def fetch(self) -> BlockFetch:
+        """Return the fetch that is planned."""
+        fetch = (await self.plan()).fetch
+        assert fetch is not None
+        return fetch
+
 
 async def test_what_another_node_has_is_fetched_where_that_is_faster_than_computing() -> None:
     plan = await Cluster({"far": 3}).plan()
@@ -94,10 +101,9 @@ async def test_what_another_node_has_is_fetched_where_that_is_faster_than_comput
 
 
 async def test_a_fetch_gets_as_long_as_computing_would_take() -> None:
-    fetch = (await Cluster({"far": 3}).plan()).fetch
-    assert fetch is not None and fetch.within_s == pytest.approx(alone_s(100) - alone_s(4))
-    short = (await Cluster({"far": 1}).plan()).fetch
-    assert short is not None and short.saved_s == pytest.approx(alone_s(100) - alone_s(68))
+    assert (await Cluster({"far": 3}).fetch()).within_s == pytest.approx(alone_s(100) - alone_s(4))
+    short = await Cluster({"far": 1}).fetch()
+    assert short.saved_s == pytest.approx(alone_s(100) - alone_s(68))
     assert short.within_s == 0.05
 
 
@@ -109,8 +115,8 @@ async def test_the_crossover_is_where_the_predictions_cross(bandwidth: float, is
 
 
 async def test_only_what_is_missing_is_fetched() -> None:
-    fetch = (await Cluster({"far": 3, "here": 1}).plan()).fetch
-    assert fetch is not None and (fetch.num_held, fetch.names) == (1, NAMES[:3])
+    fetch = await Cluster({"far": 3, "here": 1}).fetch()
+    assert (fetch.num_held, fetch.names) == (1, NAMES[:3])
     assert fetch.predicted_s == pytest.approx(0.006 + 64e-4)
     assert (await Cluster({"far": 2, "here": 2}).plan()).fetch is None
 
@@ -122,29 +128,24 @@ async def test_the_store_with_most_blocks_is_asked_and_of_equals_one_on_the_same
         ({"far": 2, "near": 3}, "near"),
         ({"far": 3, "near": 3}, "near"),
     ):
-        fetch = (await Cluster(held, groups).plan()).fetch
-        assert fetch is not None and fetch.source.store == source
-        assert fetch.is_far == (source == "far")
+        fetch = await Cluster(held, groups).fetch()
+        assert (fetch.source.store, fetch.is_far) == (source, source == "far")
 
 
 async def test_after_a_failure_another_store_is_asked_for_a_while() -> None:
     cluster = Cluster({"far": 3, "near": 2}, (HERE, FAR, NEAR))
-    first = (await cluster.plan()).fetch
-    assert first is not None
-    cluster.chooser.sources.failed(first)
-    second = (await cluster.plan()).fetch
-    assert second is not None and second.source.store == "near"
+    cluster.chooser.sources.failed(await cluster.fetch())
+    second = await cluster.fetch()
+    assert second.source.store == "near"
     cluster.chooser.sources.failed(second)
     assert (await cluster.plan()).fetch is None
     cluster.clock.advance(1.01)
-    again = (await cluster.plan()).fetch
-    assert again is not None and again.source.store == "far"
+    assert (await cluster.fetch()).source.store == "far"
 
 
 async def test_a_pause_ends_with_a_fetch_that_goes_well_and_grows_with_one_that_does_not() -> None:
     cluster = Cluster({"far": 3})
-    sources, fetch = cluster.chooser.sources, (await cluster.plan()).fetch
-    assert fetch is not None
+    sources, fetch = cluster.chooser.sources, await cluster.fetch()
     sources.failed(fetch)
     cluster.clock.advance(1.01)
     assert sources.began(fetch)
@@ -159,12 +160,12 @@ async def test_a_pause_ends_with_a_fetch_that_goes_well_and_grows_with_one_that_
 
 async def test_a_store_that_is_gone_has_no_pause() -> None:
     cluster = Cluster({"far": 3, "near": 3}, (HERE, FAR, NEAR))
-    fetch = (await cluster.plan()).fetch
-    assert fetch is not None and fetch.source.store == "near"
+    fetch = await cluster.fetch()
+    assert fetch.source.store == "near"
     cluster.chooser.sources.failed(fetch)
     cluster.members.update(ClusterView((CHAIN,), (HERE, FAR)))
-    other = (await cluster.plan()).fetch
-    assert other is not None and other.source.store == "far"
+    other = await cluster.fetch()
+    assert other.source.store == "far"
     cluster.chooser.sources.failed(other)
     assert cluster.chooser.sources._failed == {other.pair}
 

@@ -74,6 +74,7 @@ def prefill(*groups: PrefillGroup, **busy_s: float) -> PrefillGroup | None:
 def test_the_most_free_slots_win() -> None:
     assert generation(A, B) == B
     assert generation(A, B, b=3) == A
+    assert generation(A, B, b=2) == A  # of equals the first
 
 
 def test_choices_need_as_many_slots() -> None:
@@ -82,20 +83,10 @@ def test_choices_need_as_many_slots() -> None:
     assert choose((A, B), loads({"b": Load(num_slots=2)}), three) is None
 
 
-def test_of_equals_the_first() -> None:
-    assert generation(A, B, b=2) == A
-
-
-def test_a_full_group_takes_nobody() -> None:
-    assert generation(A, a=2) is None
-
-
-def test_a_group_whose_slots_are_too_small_takes_nobody() -> None:
-    assert generation(replace(A, max_slot_tokens=99)) is None
+def test_a_group_that_is_full_too_small_or_not_ready_takes_nobody() -> None:
     assert generation(A) == A
-
-
-def test_a_group_that_is_not_ready_takes_nobody() -> None:
+    assert generation(A, a=2) is None
+    assert generation(replace(A, max_slot_tokens=99)) is None
     assert generation(replace(A, ready=False)) is None
 
 
@@ -109,20 +100,17 @@ def test_the_prompt_goes_where_it_is_done_first() -> None:
     assert prefill(P, Q, p=1.0, q=2.0) == P
     assert prefill(P, Q, WIDE) == WIDE
     assert prefill(P, Q, WIDE, p=1.0, w=1.0) == Q
+    assert prefill(Q, P) == Q  # of equals the first
     assert prefill() is None
 
 
-def test_of_equal_chains_the_first() -> None:
-    assert prefill(Q, P) == Q
-
-
 def test_the_cheaper_group_wins_and_of_groups_alike_the_one_with_room() -> None:
-    costs = {"a": 0.3, "b": 0.2}
-    assert choose((A, B), loads({}), cost_of=lambda group: costs[group.name]) == B
-    costs = {"a": 0.2, "b": 0.3}
-    assert choose((A, B), loads({}), cost_of=lambda group: costs[group.name]) == A
-    costs = {"a": 0.2000, "b": 0.2001}
-    assert choose((A, B), loads({}), cost_of=lambda group: costs[group.name]) == B
+    for costs, cheapest in (
+        ({"a": 0.3, "b": 0.2}, B),
+        ({"a": 0.2, "b": 0.3}, A),
+        ({"a": 0.2000, "b": 0.2001}, B),
+    ):
+        assert choose((A, B), loads({}), cost_of=lambda group, costs=costs: costs[group.name]) == cheapest  # type: ignore[misc]
 
 
 def test_a_group_is_not_asked_for_its_cost_where_there_is_no_choice() -> None:

@@ -40,6 +40,12 @@ def alone_s(num_tokens: int) -> float:
     return 9e-4 * num_tokens + 1e-4
 
 
+def planner_with_memory() -> ChainPlanner:
+    """Return a planner that knows how much memory a token's KV takes. The group computes faster than a rank."""
+    cost = CostModel(10, linear_s=1e-4, pair_s=0.0, kv_bytes=8)
+    return planner_of(cost, max_ranks=1, steps=deciding_planner().steps, local=LocalPrefill(2.0, 2.0, 256))
+
+
 def request(num_tokens: int, params: SamplingParams = PARAMS, first: int = 0) -> RequestRecord:
     asked = Request(RequestId(f"r{first}"), tuple(range(first, first + num_tokens)), params)
     record = RequestRecord.of(asked, received_ns=0)
@@ -84,6 +90,13 @@ class Cluster:
         assert plan.generation == GROUP
         assert plan.placement.is_local == (plan.way is None)
         return plan.placement
+
+    async def begin(self, record: RequestRecord, seconds: float) -> Placement:
+        """Place a request, which then runs for so long."""
+        placement = await self.place(record)
+        record.place(self.clock.unix_ns())
+        self.clock.advance(seconds)
+        return placement
 
     async def plan(self, record: RequestRecord) -> Plan:
         with contextlib.ExitStack() as held:
@@ -143,19 +156,21 @@ async def test_what_is_cached_is_not_computed_and_not_pushed() -> None:
     cluster.chooser.prefixes.use("group", names)
     placement = await cluster.place(record)
     assert placement.reason == "local_faster"
-    assert placement.local is not None and placement.local.prefill_s == pytest.approx(
-        alone_s(4)
-    )  # beyond 3 blocks of 32
+    assert placement.local is not None
+    assert placement.local.prefill_s == pytest.approx(alone_s(4))  # after 3 blocks of 32
 
 
-async def test_a_prompt_waits_for_those_that_the_group_prefills_before_it() -> None:
+@pytest.mark.parametrize(
+    ("begun_s", "queue_s"),
+    [(0.2, alone_s(1000) / 2 - 0.2), (10.0, alone_s(1000) / 2 / 4)],
+    ids=["under way", "overdue, and so not done"],
+)
+async def test_a_prompt_waits_for_those_that_the_group_prefills_before_it(begun_s: float, queue_s: float) -> None:
     cluster = Cluster(deciding_planner(speed=2.0))
     first = request(1000)
-    assert (await cluster.place(first)).is_local
-    first.place(cluster.clock.unix_ns())
-    cluster.clock.advance(0.2)
+    assert (await cluster.begin(first, begun_s)).is_local
     placement = await cluster.place(request(100, first=1))
-    assert placement.local is not None and placement.local.queue_s == pytest.approx(alone_s(1000) / 2 - 0.2)
+    assert placement.local is not None and placement.local.queue_s == pytest.approx(queue_s)
     assert placement.reason == "chain_faster"
     cluster.see_token(first)
     again = await cluster.place(request(100, first=2))
@@ -165,50 +180,26 @@ async def test_a_prompt_waits_for_those_that_the_group_prefills_before_it() -> N
 async def test_a_group_that_is_slower_than_predicted_is_predicted_so() -> None:
     cluster = Cluster(deciding_planner(speed=2.0))
     record = request(100)
-    await cluster.place(record)
-    record.place(cluster.clock.unix_ns())
-    cluster.clock.advance(2 * alone_s(100))  # four times as long
+    await cluster.begin(record, 2 * alone_s(100))  # four times as long
     cluster.see_token(record)
     placement = await cluster.place(request(100, first=1))
     assert placement.local is not None and placement.local.prefill_s == pytest.approx(2 * alone_s(100))
     assert placement.reason == "chain_faster"
 
 
-async def test_a_prefill_that_is_overdue_is_not_done() -> None:
-    cluster = Cluster(deciding_planner(speed=2.0))
-    first = request(1000)
-    assert (await cluster.place(first)).is_local
-    first.place(cluster.clock.unix_ns())
-    cluster.clock.advance(10.0)
-    placement = await cluster.place(request(100, first=1))
-    assert placement.local is not None and placement.local.queue_s == pytest.approx(alone_s(1000) / 2 / 4)
-
-
 async def test_what_took_long_for_want_of_memory_teaches_nothing() -> None:
-    planner = planner_of(
-        CostModel(10, linear_s=1e-4, pair_s=0.0, kv_bytes=8),
-        max_ranks=1,
-        steps=deciding_planner().steps,
-        local=LocalPrefill(2.0, 2.0, 256),
-    )
+    planner = planner_with_memory()
     cluster = Cluster(planner, replace(CONFIG, disaggregation="never"))
     cluster.members.num_bytes_free["group"] = 0
     record = request(100)
-    await cluster.place(record)
-    record.place(cluster.clock.unix_ns())
-    cluster.clock.advance(30.0)
+    await cluster.begin(record, 30.0)
     cluster.see_token(record)
     await cluster.place(request(100, first=1))
     assert planner.local_factor == 1.0
 
 
 async def test_a_group_without_memory_does_not_prefill_where_a_chain_can() -> None:
-    planner = planner_of(
-        CostModel(10, linear_s=1e-4, pair_s=0.0, kv_bytes=8),
-        max_ranks=1,
-        steps=deciding_planner().steps,
-        local=LocalPrefill(2.0, 2.0, 256),
-    )
+    planner = planner_with_memory()
     cluster = Cluster(planner)
     assert (await cluster.place(request(100))).reason == "local_faster"
     cluster.members.num_bytes_free["group"] = 100 * 80 - 1

@@ -7,23 +7,20 @@ A folder in memory stands for a node: its store's identity tells it from others.
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from baton.proto_types import timings_from_proto
-from baton.results.prefill_trace import PlacementTerms
-from baton.results.timings import Timings
 from baton.sampling_params import SamplingParams
 from baton.types import TokenRange
 from orchestrator.requests.config import OrchestratorConfig
 from planning.cost_model import CostModel, Link
 from planning.local_prefill import LocalPrefill
 from planning.planner import ChainPlanner
-from planning.step_times import StepTimes
 from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.clusters.planners import deciding_planner, planner_of
+from tests.support.clusters.turns import Turn, ask_turn
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.engines.prefixes import blocks_in, file_bytes, prefix_folder
 from tests.support.eventually import eventually
@@ -32,7 +29,7 @@ from tests.support.models.tiny_models import random_decoder
 pytestmark = pytest.mark.integration
 
 BLOCK = 16
-LOCAL = OrchestratorConfig(block_tokens=BLOCK, report_wait_s=10, disaggregation="never")
+LOCAL = OrchestratorConfig(block_tokens=BLOCK, report_wait_s=60, disaggregation="never")
 CHAIN = replace(LOCAL, disaggregation="always")
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
 FIRST = prompt(50)
@@ -43,13 +40,7 @@ def planner(bandwidth: float = 1e9) -> ChainPlanner:
     """Predicts 10 s for a token's computing, until groups turn out to be faster, by at most a factor of 32; and for its
     KV of 1,000 bytes, a link of so many bytes a second."""
     cost = CostModel(10, linear_s=1.0, pair_s=0.0, kv_bytes=100, link=Link(0.0, bandwidth))
-    return planner_of(cost, steps=_steps(), local=LocalPrefill(1.0, 2.0, 256))
-
-
-def _steps() -> StepTimes:
-    steps = deciding_planner().steps
-    assert steps is not None
-    return steps
+    return planner_of(cost, steps=deciding_planner().steps, local=LocalPrefill(1.0, 2.0, 256))
 
 
 @pytest.fixture
@@ -78,51 +69,13 @@ async def three_nodes(
         folders={"prefill": nodes[2], "generate-0": nodes[0], "generate-1": nodes[1]},
     ) as made:
         yield made
-        await made.until_empty()
-
-
-@dataclass(frozen=True)
-class Turn:
-    """What one request came to."""
-
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    num_cached: int
-    timings: Timings
-
-    def then(self, num_new: int, seed: int) -> tuple[int, ...]:
-        """The prompt of the next turn."""
-        return (*self.prompt_ids, *self.token_ids, *prompt(num_new, seed=seed))
-
-    @property
-    def local(self) -> PlacementTerms:
-        """What was predicted for the group's own prefill."""
-        placement = self.timings.prefill.placement
-        assert placement is not None and placement.local is not None
-        return placement.local
-
-    @property
-    def num_fetched(self) -> int:
-        """Bytes that came from another node; none where nothing was to be fetched."""
-        return self.timings.prefill.fetch.num_bytes if self.timings.prefill.fetch is not None else 0
-
-    @property
-    def shortfall(self) -> str:
-        """Why a fetch brought less than it was to bring."""
-        assert self.timings.prefill.fetch is not None, "nothing was to be fetched"
-        return self.timings.prefill.fetch.shortfall
 
 
 async def turn(made: BareCluster, prompt_ids: tuple[int, ...], on: int) -> Turn:
-    """Asks while the other group is drained; tokens are those of a cold start, in one attempt."""
+    """Ask while the other group is drained."""
     for index in range(2):
         (made.members.undrain if index == on else made.members.drain)(f"group-{index}")
-    got = await made.ask(made.request(prompt_ids, PARAMS))
-    assert got.token_ids == reference_ids(made.decoder, prompt_ids, PARAMS)
-    assert got.finished is not None
-    usage = got.finished.usage
-    assert usage.num_attempts == 1
-    return Turn(prompt_ids, tuple(got.token_ids), usage.num_cached_tokens, timings_from_proto(got.finished.timings))
+    return await ask_turn(made, prompt_ids, PARAMS)
 
 
 async def chat(made: BareCluster, *groups: int) -> list[Turn]:
@@ -236,9 +189,8 @@ async def test_a_client_that_leaves_during_a_fetch_leaves_nothing_behind(nodes: 
             async def num_sent() -> int:
                 return (await made.state()).groups[0].generation.prefix_store.num_bytes_sent
 
-            await eventually(num_sent, lambda number: number > 0, within_s=10)
+            await eventually(num_sent, lambda number: number > 0)
             call.cancel()
-            await made.until_empty()
         again = await turn(made, first.then(20, seed=0), 1)
         assert again.num_cached == 80
 
@@ -253,6 +205,6 @@ async def test_requests_that_begin_alike_fetch_their_blocks_once(nodes: list[Pat
         got = await asyncio.gather(*(made.ask(made.request(ids, PARAMS)) for ids in asked))
         for ids, answer in zip(asked, got, strict=True):
             assert answer.token_ids == reference_ids(made.decoder, ids, PARAMS)
-            assert answer.finished is not None and answer.finished.usage.num_cached_tokens == 80
+            assert answer.end.usage.num_cached_tokens == 80
         (sent,) = [each.generation.prefix_store for each in (await made.state()).groups if each.name == "group-0"]
         assert sent.num_bytes_sent == 80 * made.decoder.layout.token_bytes

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -10,32 +10,24 @@ from pathlib import Path
 import pytest
 
 from baton.ids import RequestId
-from baton.proto_types import timings_from_proto
 from baton.sampling_params import SamplingParams
-from baton.types import TokenEvent, TokenRange
+from baton.types import TokenRange
 from orchestrator.requests.config import OrchestratorConfig
-from orchestrator.requests.record import Finished
 from orchestrator.requests.request import Request
 from orchestrator.requests.tenants import Tenant
-from tests.support.clusters.clients import Answer
 from tests.support.clusters.cluster import BareCluster, cluster
+from tests.support.clusters.turns import ask_turn, generate
 from tests.support.engines.generation import prompt, reference_ids
-from tests.support.engines.prefixes import blocks_in, file_bytes, mapped, prefix_folder
+from tests.support.engines.prefixes import blocks_in, file_bytes, mapped
 from tests.support.eventually import eventually
 from tests.support.models.tiny_models import random_decoder
 
 pytestmark = pytest.mark.integration
 
 BLOCK = 16
-CONFIG = OrchestratorConfig(block_tokens=BLOCK, report_wait_s=10)
+CONFIG = OrchestratorConfig(block_tokens=BLOCK, report_wait_s=60)
 PARAMS = SamplingParams(max_tokens=3, ignore_eos=True)
 SHARED = prompt(100)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with prefix_folder() as made:
-        yield made
 
 
 @asynccontextmanager
@@ -45,25 +37,15 @@ async def keeping(folder: Path, *, num_ranks: int = 2, num_blocks: int = 1000) -
     folders, most = {"prefill": folder}, num_blocks * size
     async with cluster(num_ranks=num_ranks, config=CONFIG, folders=folders, prefix_bytes=most) as made:
         yield made
-        await made.until_empty()
 
 
-async def answer(made: BareCluster, prompt_ids: tuple[int, ...], params: SamplingParams = PARAMS) -> int:
-    """Asks; checks tokens, who computed what, and that one attempt was enough. The cached tokens."""
-    got = await made.ask(made.request(prompt_ids, params))
-    check_tokens(made, got, prompt_ids, params)
-    assert got.finished is not None
-    usage, timings = got.finished.usage, timings_from_proto(got.finished.timings)
-    assert usage.num_attempts == 1
-    assert timings.prefill.ranks[0].tokens.start == usage.num_cached_tokens
-    assert timings.prefill.ranks[-1].tokens.end == len(prompt_ids)
-    pushed = sum(rank.num_bytes_pushed for rank in timings.prefill.ranks)
-    assert pushed == len(prompt_ids) * made.decoder.layout.token_bytes
-    return usage.num_cached_tokens
-
-
-def check_tokens(made: BareCluster, got: Answer, prompt_ids: tuple[int, ...], params: SamplingParams) -> None:
-    assert got.token_ids == reference_ids(made.decoder, prompt_ids, params)
+async def answer(made: BareCluster, prompt_ids: tuple[int, ...]) -> int:
+    """Ask, check who computed and pushed what, and return the number of cached tokens."""
+    turn = await ask_turn(made, prompt_ids, PARAMS)
+    ranks = turn.timings.prefill.ranks
+    assert (ranks[0].tokens.start, ranks[-1].tokens.end) == (turn.num_cached, len(prompt_ids))
+    assert turn.num_pushed == len(prompt_ids)
+    return turn.num_cached
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -89,7 +71,7 @@ async def test_sampled_tokens_and_choices_do_not_depend_on_what_is_cached(folder
     async with keeping(folder) as made:
         cold = await made.ask(made.request(SHARED, params))
         warm = await made.ask(made.request(SHARED, params))
-        assert warm.finished is not None and warm.finished.usage.num_cached_tokens == 96
+        assert warm.end.usage.num_cached_tokens == 96
         assert (warm.token_ids, warm.others) == (cold.token_ids, cold.others)
 
 
@@ -119,12 +101,8 @@ async def test_isolated_tenants_share_nothing(folder: Path, isolated: bool) -> N
     cached: list[int] = []
     async with cluster(config=config, folders={"prefill": folder}) as made:
         for tenant in ("a", "b", "b", "a"):
-            spec = Request(RequestId(f"{len(cached)}"), SHARED, PARAMS, tenant=Tenant(tenant))
-            events = [event async for event in made.server.controller.generate(spec)]
-            ids = [event.token.token_id for event in events if isinstance(event, TokenEvent) and event.token]
-            assert ids == reference_ids(made.decoder, SHARED, PARAMS)
-            assert isinstance(events[-1], Finished)
-            cached.append(events[-1].usage.num_cached_tokens)
+            asked = Request(RequestId(f"{len(cached)}"), SHARED, PARAMS, tenant=Tenant(tenant))
+            cached.append((await generate(made, asked)).usage.num_cached_tokens)
         assert cached == ([0, 0, 96, 96] if isolated else [0, 96, 96, 96])
         assert len(blocks_in(folder)) == (12 if isolated else 6)
 
@@ -133,10 +111,8 @@ async def test_only_requests_of_one_salt_share_a_prefix(folder: Path) -> None:
     cached: list[int] = []
     async with cluster(config=replace(CONFIG, prefix_isolation=True), folders={"prefill": folder}) as made:
         for tenant, salt in (("a", "x"), ("a", ""), ("a", "y"), ("b", "x"), ("a", "x")):
-            spec = Request(RequestId(f"{len(cached)}"), SHARED, PARAMS, tenant=Tenant(tenant), prefix_salt=salt)
-            *_, last = [event async for event in made.server.controller.generate(spec)]
-            assert isinstance(last, Finished)
-            cached.append(last.usage.num_cached_tokens)
+            asked = Request(RequestId(f"{len(cached)}"), SHARED, PARAMS, tenant=Tenant(tenant), prefix_salt=salt)
+            cached.append((await generate(made, asked)).usage.num_cached_tokens)
     assert cached == [0, 0, 0, 0, 96]
 
 
@@ -174,10 +150,10 @@ async def test_a_request_that_leaves_keeps_nothing(folder: Path) -> None:
         call = made.open(made.request(SHARED, PARAMS))
         await made.rank_gates[1].until_reached()
         call.cancel()
-        await eventually(made.state, lambda state: state.num_running == 0, within_s=10)
+        await eventually(made.state, lambda state: state.num_running == 0)
         made.rank_gates[1].open()
-        await eventually(lambda: asyncio.to_thread(blocks_in, folder), lambda left: not left, within_s=5)
-        await eventually(lambda: asyncio.to_thread(mapped, folder), lambda left: not left, within_s=5)
+        await eventually(lambda: asyncio.to_thread(blocks_in, folder), lambda left: not left)
+        await eventually(lambda: asyncio.to_thread(mapped, folder), lambda left: not left)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -189,6 +165,6 @@ async def test_many_prompts_at_once_over_a_store_that_is_too_small(seed: int, fo
     async with keeping(folder, num_blocks=8) as made:
         answers = await asyncio.gather(*(made.ask(made.request(ids, PARAMS)) for ids in asked))
         for ids, got in zip(asked, answers, strict=True):
-            check_tokens(made, got, ids, PARAMS)
-            assert got.finished is not None and got.finished.usage.num_attempts == 1
+            assert got.token_ids == reference_ids(made.decoder, ids, PARAMS)
+            assert got.end.usage.num_attempts == 1
         assert len(blocks_in(folder)) <= 8

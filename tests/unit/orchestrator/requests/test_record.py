@@ -24,10 +24,14 @@ def token(index: int, unix_ns: int = 50) -> TokenEvent:
     return TokenEvent(index, SampledToken(40 + index), "x", unix_ns)
 
 
-def streaming() -> RequestRecord:
-    made = record()
+def placed(made: RequestRecord, residency: str = "", num_cached_tokens: int = 0) -> RequestRecord:
     made.admit(10)
-    made.place(20)
+    made.place(20, residency, num_cached_tokens=num_cached_tokens)
+    return made
+
+
+def streaming() -> RequestRecord:
+    made = placed(record())
     made.accept(token(0))
     return made
 
@@ -55,9 +59,7 @@ def test_a_move_that_is_not_in_the_table_is_a_bug(state: RequestState, move: Req
 
 
 def test_an_attempt_that_is_planned_anew_is_not_another_one() -> None:
-    made = record()
-    made.admit(10)
-    made.place(20)
+    made = placed(record())
     made.replan()
     assert (made.state, made.attempt.number) == (RequestState.PLACING, 1)
     made.place(30)
@@ -65,9 +67,7 @@ def test_an_attempt_that_is_planned_anew_is_not_another_one() -> None:
 
 def test_usage_counts_cached_tokens_of_the_prompt() -> None:
     """Not those of an output that the prompt of a later attempt ends with."""
-    made = record()
-    made.admit(10)
-    made.place(20, num_cached_tokens=4)
+    made = placed(record(), num_cached_tokens=4)
     made.accept(token(0))
     assert made.finish(70, FinishReason.LENGTH).usage.num_cached_tokens == 3
 
@@ -76,11 +76,8 @@ def test_the_end_carries_usage_and_timings() -> None:
     made = streaming()
     made.accept(token(1, unix_ns=60))
     finished = made.finish(70, FinishReason.LENGTH)
-    assert (finished.usage.num_prompt_tokens, finished.usage.num_output_tokens, finished.usage.num_attempts) == (
-        3,
-        2,
-        1,
-    )
+    usage = finished.usage
+    assert (usage.num_prompt_tokens, usage.num_output_tokens, usage.num_attempts) == (3, 2, 1)
     times = finished.timings
     stages = (times.received_ns, times.admitted_ns, times.leased_ns, times.first_token_ns, times.finished_ns)
     assert stages == (5, 10, 20, 50, 70)
@@ -96,12 +93,8 @@ def test_a_second_end_is_a_bug() -> None:
 def test_a_retry_goes_on_after_the_tokens_that_were_sent() -> None:
     made = streaming()
     made.retry()
-    assert (made.state, made.attempt.number, made.num_tokens, made.request.capacity_tokens) == (
-        RequestState.PLACING,
-        2,
-        4,
-        12,
-    )
+    assert (made.state, made.attempt.number) == (RequestState.PLACING, 2)
+    assert (made.num_tokens, made.request.capacity_tokens) == (4, 12)
     made.place(80)
     made.accept(token(1, unix_ns=90))
     assert made.output_ids == [40, 41]
@@ -118,10 +111,7 @@ def test_a_token_twice_or_missing_is_refused(index: int) -> None:
 
 def of_choices(n: int, outputs: tuple[tuple[int, ...], ...] = ()) -> RequestRecord:
     params = SamplingParams(max_tokens=9, n=n, seed=7)
-    made = RequestRecord.of(Request(RequestId("r"), (1, 2, 3), params, outputs), 5)
-    made.admit(10)
-    made.place(20)
-    return made
+    return placed(RequestRecord.of(Request(RequestId("r"), (1, 2, 3), params, outputs), 5))
 
 
 def test_choices_share_an_attempt_until_one_has_a_token() -> None:
@@ -177,9 +167,7 @@ def test_a_resumed_request_goes_on_after_each_choice_s_tokens() -> None:
 
 
 def test_what_an_attempt_learns_ends_with_it_and_its_group_is_avoided_by_all_later_ones() -> None:
-    made = record()
-    made.admit(10)
-    made.place(20, "device", num_cached_tokens=2)
+    made = placed(record(), "device", num_cached_tokens=2)
     made.blame("life")
     assert (made.attempt.blamed, made.attempt.residency, made.avoid) == ("life", "device", {"life"})
     made.retry()
@@ -245,9 +233,7 @@ def test_a_stream_without_drafts_tells_nothing_of_them() -> None:
 
 
 def test_a_round_of_which_the_client_had_the_first_tokens_is_a_step() -> None:
-    made = record((40, 41))
-    made.admit(10)
-    made.place(20)
+    made = placed(record((40, 41)))
     step(made, 2, drafts=DraftRound("streaming", 3, 3, 3))
     step(made, 3, 4, drafts=DraftRound("streaming", 3, 1, 2))
     assert ended(made) == SpeculationTrace(2, (DraftCounts("streaming", 2, 6, 4),))

@@ -20,40 +20,23 @@ from tests.support.wire.secret import SECRET
 pytestmark = pytest.mark.integration
 
 
-def test_what_is_unknown_for_long_is_leaked() -> None:
+@pytest.mark.parametrize(
+    ("seen", "num_leaked"),
+    [
+        pytest.param({0.0: 2, 0.5: 2, 0.75: 2}, 0, id="unknown for a short time"),
+        pytest.param({0.0: 2, 0.5: 2, 1.0: 2}, 2, id="unknown for long"),
+        pytest.param({0.0: 1, 0.25: 1, 0.5: 0, 0.75: 1, 1.0: 1}, 0, id="known meanwhile"),
+        pytest.param({0.0: 0, 0.5: 3, 1.0: 1, 1.5: 2, 2.0: 5}, 1, id="the least of the last seconds counts"),
+        pytest.param({0.0: 0, 5.0: 4, 6.0: 4}, 4, id="old observations do not count"),
+        pytest.param({0.0: -3, 1.0: -3}, 0, id="requests that hold nothing yet"),
+    ],
+)
+def test_what_was_unknown_all_the_time_is_leaked(seen: dict[float, int], num_leaked: int) -> None:
+    """`seen`: the slots of no known request, by time in units of LEAK_S."""
     excess = Excess()
-    for step in range(5):
-        excess.observe(step * LEAK_S / 4, 2)
-        assert excess.num_leaked == (2 if step == 4 else 0)
-
-
-def test_what_was_known_meanwhile_is_not_leaked() -> None:
-    excess = Excess()
-    for step, unknown in enumerate([1, 1, 0, 1, 1]):
-        excess.observe(step * LEAK_S / 4, unknown)
-    assert excess.num_leaked == 0
-
-
-def test_the_least_of_the_last_seconds_counts() -> None:
-    excess = Excess()
-    for step, unknown in enumerate([0, 3, 1, 2, 5]):
-        excess.observe(step * LEAK_S / 2, unknown)
-    assert excess.num_leaked == 1
-
-
-def test_old_observations_do_not_count() -> None:
-    excess = Excess()
-    excess.observe(0.0, 0)
-    excess.observe(10.0, 4)
-    excess.observe(10.0 + LEAK_S, 4)
-    assert excess.num_leaked == 4
-
-
-def test_requests_that_hold_nothing_yet_are_no_negative_leak() -> None:
-    excess = Excess()
-    excess.observe(0.0, -3)
-    excess.observe(LEAK_S, -3)
-    assert excess.num_leaked == 0
+    for at, unknown in seen.items():
+        excess.observe(at * LEAK_S, unknown)
+    assert excess.num_leaked == num_leaked
 
 
 def watched(leaks: Leaks, unknown: int, leased: int, over_s: float) -> int:
@@ -67,6 +50,13 @@ def test_leased_slots_are_leaked_after_their_ttl_and_others_before() -> None:
     assert watched(Leaks(30.0), 1, 1, over_s=31.5) == 0
     assert watched(Leaks(30.0), 1, 1, over_s=32.0) == 1
     assert watched(Leaks(30.0), 3, 1, over_s=LEAK_S) == 2
+
+
+def members_with(endpoint: str = "127.0.0.1:1") -> Members:
+    """Members of one generation group."""
+    members = Members()
+    members.update(ClusterView(generation=(GenerationGroup("group", endpoint, "layout", 1, 100),)))
+    return members
 
 
 class LeakyClients(Clients):
@@ -85,9 +75,8 @@ class LeakyClients(Clients):
 
 
 async def test_leaks_are_counted_anew_after_a_gap_in_answers() -> None:
-    members, clients, clock = Members(), LeakyClients(SECRET), ManualClock()
-    members.update(ClusterView(generation=(GenerationGroup("group", "127.0.0.1:1", "layout", 1, 100),)))
-    census = Census(members, clients, clock)
+    clients, clock = LeakyClients(SECRET), ManualClock()
+    census = Census(members_with(), clients, clock)
     counts = []
     for answers in (True, True, False, True, True):
         clients.answers = answers
@@ -107,9 +96,8 @@ async def test_a_worker_that_has_left_while_it_was_asked_ends_no_other_question(
 
     async with await asyncio.start_server(answer_nothing, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        members, clients = Members(), Clients(SECRET)
+        members, clients = members_with(f"127.0.0.1:{port}"), Clients(SECRET)
         census = Census(members, clients, SystemClock())
-        members.update(ClusterView(generation=(GenerationGroup("group", f"127.0.0.1:{port}", "layout", 4, 100),)))
         asking = asyncio.create_task(census.ask())
         await connected.wait()
         members.update(ClusterView())
@@ -135,7 +123,7 @@ class CountingClients(Clients):
 
 
 async def test_workers_that_hold_nothing_are_asked_seldom() -> None:
-    members, clients, clock = Members(), CountingClients(SECRET), ManualClock()
+    members, clients, clock = members_with(), CountingClients(SECRET), ManualClock()
     census = Census(members, clients, clock)
 
     async def looks(num_looks: int) -> int:
@@ -146,7 +134,6 @@ async def test_workers_that_hold_nothing_are_asked_seldom() -> None:
             clock.advance(0.5)
         return clients.num_asked - before
 
-    members.update(ClusterView(generation=(GenerationGroup("group", "127.0.0.1:1", "layout", 1, 100),)))
     assert await looks(8) == 2
     with members.hold("group"):
         assert await looks(4) == 4
@@ -154,8 +141,7 @@ async def test_workers_that_hold_nothing_are_asked_seldom() -> None:
     assert await looks(8) == 5  # those from the first that finds it on
     clients.is_held = False
     assert await looks(4) == 1
-    other = GenerationGroup("group", "127.0.0.1:2", "layout", 1, 100)
-    members.update(ClusterView(generation=(other,)))
+    members.update(members_with("127.0.0.1:2").view)
     assert await looks(1) == 1
 
 
@@ -178,10 +164,9 @@ class FailingClients(Clients):
 
 
 async def test_a_failure_that_nobody_foresaw_ends_no_census(caplog: pytest.LogCaptureFixture) -> None:
-    members, clients = Members(), FailingClients()
-    members.update(ClusterView(generation=(GenerationGroup("group", "127.0.0.1:1", "layout", 4, 100),)))
-    counting = asyncio.create_task(Census(members, clients, SystemClock()).run(0.01))
-    await asyncio.wait_for(clients.used_again.wait(), 10)
+    clients = FailingClients()
+    counting = asyncio.create_task(Census(members_with(), clients, SystemClock()).run(0.01))
+    await asyncio.wait_for(clients.used_again.wait(), 60)
     counting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await counting

@@ -14,8 +14,9 @@ from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.request import Request
 from orchestrator.workers.client import Clients
+from tests.support.wire.rpc import listening
 from tests.support.wire.secret import SECRET
-from transport.channel import bind, make_server
+from transport.channel import make_server
 
 pytestmark = pytest.mark.integration
 
@@ -71,11 +72,9 @@ class Served:
 async def served() -> AsyncIterator[Served]:
     server, group = make_server(), Group()
     generate_pb2_grpc.add_GenerationGroupServicer_to_server(group, server)
-    made = Served(group, server, f"127.0.0.1:{bind(server, '127.0.0.1')}")
-    await server.start()
-    yield made
-    await made.clients.prune(())
-    await server.stop(0)
+    async with listening(server) as port:
+        yield (made := Served(group, server, f"127.0.0.1:{port}"))
+        await made.clients.prune(())
 
 
 async def test_a_worker_is_connected_to_once(served: Served) -> None:

@@ -18,7 +18,7 @@ from orchestrator.workers.client import Clients
 from orchestrator.workers.prefix_discovery import PrefixStores
 from prefill_workers.servicer import PrefillServer
 from tests.support.clusters.cluster import cluster
-from tests.support.engines.prefixes import PLENTY, keep, prefix_folder
+from tests.support.engines.prefixes import PLENTY, keep
 from tests.support.eventually import eventually
 from tests.support.models.tiny_models import random_decoder
 from tests.support.wire.secret import SECRET
@@ -52,7 +52,7 @@ class Bench:
         async def known() -> int:
             return len(self.index)
 
-        await eventually(known, lambda number: number == num_blocks, within_s=10)
+        await eventually(known, lambda number: number == num_blocks)
 
 
 @asynccontextmanager
@@ -70,42 +70,39 @@ async def running(folder: Path | None) -> AsyncIterator[Bench]:
         await rank.stop()
 
 
-async def test_what_an_earlier_orchestrator_s_prompts_left_is_known() -> None:
-    with prefix_folder() as folder:
-        async with running(folder) as bench:
-            bench.keep(NAMES)
-            bench.see("s")
-            await bench.until_known(3)
-            assert bench.index.num_held("s", NAMES) == 3
+async def test_what_an_earlier_orchestrator_s_prompts_left_is_known(folder: Path) -> None:
+    async with running(folder) as bench:
+        bench.keep(NAMES)
+        bench.see("s")
+        await bench.until_known(3)
+        assert bench.index.num_held("s", NAMES) == 3
 
 
-async def test_a_store_is_asked_once_and_forgotten_when_it_is_gone() -> None:
-    with prefix_folder() as folder:
-        async with running(folder) as bench:
-            bench.keep(NAMES[:1])
-            bench.see("s")
-            await bench.until_known(1)
-            bench.keep(NAMES)
-            bench.see("s", "t")
-            await bench.until_known(1 + 3)
-            assert bench.index.num_held("s", NAMES) == 1
-            bench.see("t")
-            assert (bench.index.num_held("s", NAMES), len(bench.index)) == (0, 3)
+async def test_a_store_is_asked_once_and_forgotten_when_it_is_gone(folder: Path) -> None:
+    async with running(folder) as bench:
+        bench.keep(NAMES[:1])
+        bench.see("s")
+        await bench.until_known(1)
+        bench.keep(NAMES)
+        bench.see("s", "t")
+        await bench.until_known(1 + 3)
+        assert bench.index.num_held("s", NAMES) == 1
+        bench.see("t")
+        assert (bench.index.num_held("s", NAMES), len(bench.index)) == (0, 3)
 
 
-async def test_a_generation_group_is_asked_where_no_rank_shares_its_store() -> None:
-    with prefix_folder() as folder:
-        async with cluster(num_ranks=0, folders={"generate": folder}) as made:
-            store = made.groups[0].prefixes
-            assert store is not None
-            keep(store, KvBuffer(random_decoder().layout, TokenRange(0, 12)), NAMES)
-            index, clients = PrefixIndex(), Clients(SECRET)
-            stores = PrefixStores(made.members, clients, index)
-            stores.look()
-            await eventually(lambda: asyncio.sleep(0, len(index)), lambda number: number == 3, within_s=10)
-            assert index.num_held(store.identity, NAMES) == 3
-            await stores.close()
-            await clients.prune(())
+async def test_a_generation_group_is_asked_where_no_rank_shares_its_store(folder: Path) -> None:
+    async with cluster(num_ranks=0, folders={"generate": folder}) as made:
+        store = made.groups[0].prefixes
+        assert store is not None
+        keep(store, KvBuffer(random_decoder().layout, TokenRange(0, 12)), NAMES)
+        index, clients = PrefixIndex(), Clients(SECRET)
+        stores = PrefixStores(made.members, clients, index)
+        stores.look()
+        await eventually(lambda: asyncio.sleep(0, len(index)), lambda number: number == 3)
+        assert index.num_held(store.identity, NAMES) == 3
+        await stores.close()
+        await clients.prune(())
 
 
 async def test_who_has_no_store_or_does_not_answer_has_nothing_cached() -> None:

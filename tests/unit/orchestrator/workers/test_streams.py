@@ -12,7 +12,8 @@ from baton.errors import BatonError, InvalidArgumentError, NotFoundError, Resour
 from baton.v1 import generate_pb2 as pb
 from orchestrator.workers.streams import MAX_COMMAND_BYTES, SharedStreams, StreamPart
 from tests.support.eventually import eventually
-from transport.channel import bind, make_channel, make_server
+from tests.support.wire.rpc import serving_methods
+from transport.channel import make_channel, make_server
 
 pytestmark = pytest.mark.integration
 
@@ -76,27 +77,24 @@ class Served:
         async def hearing() -> list[Call]:
             return [call for call in self.group.calls if set(numbers) <= set(await call.opened())]
 
-        (call,) = await eventually(hearing, lambda calls: len(calls) == 1, 10)
+        (call,) = await eventually(hearing, lambda calls: len(calls) == 1)
         return call, opened
 
 
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
-    server, group = make_server(), Group()
+    group, server = Group(), make_server()
     service = pb.DESCRIPTOR.services_by_name["GenerationGroup"].full_name
     method: Any = grpc.stream_stream_rpc_method_handler(
-        group.streams,
-        pb.StreamCommand.FromString,
-        pb.StreamEvents.SerializeToString,
+        group.streams, pb.StreamCommand.FromString, pb.StreamEvents.SerializeToString
     )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {"Streams": method}),))
-    port = bind(server, "127.0.0.1")
-    await server.start()
-    async with make_channel(f"127.0.0.1:{port}") as channel:
+    async with (
+        serving_methods(service, {"Streams": method}, server) as port,
+        make_channel(f"127.0.0.1:{port}") as channel,
+    ):
         streams = SharedStreams(channel)
         yield Served(group, server, streams)
         await streams.close()
-    await server.stop(0)
 
 
 def token(number: int, index: int) -> pb.StreamEvent:
@@ -128,7 +126,7 @@ async def test_a_stream_that_nobody_reads_holds_up_no_other(served: Served) -> N
     for index in range(5000):
         call.say(*(token(1, index) for _ in range(20)), token(2, index))
     call.say(end(2))
-    assert await asyncio.wait_for(read(two), 30) == list(range(5000))
+    assert await asyncio.wait_for(read(two), 60) == list(range(5000))
 
 
 async def test_one_stream_s_error_is_its_own(served: Served) -> None:
@@ -192,10 +190,10 @@ async def test_the_group_hears_who_leaves_and_who_has_the_end(served: Served) ->
     call, (one, two) = await served.open(1, 2)
     one.cancel()
     one.cancel()
-    assert await eventually(call.left, lambda left: len(left) > 0, 10) == [1]
+    assert await eventually(call.left, lambda left: len(left) > 0) == [1]
     call.say(token(1, 0), token(2, 0), end(2))  # what was under way to the one that left is nobody's
     assert await read(two) == [0]
-    await asyncio.wait_for(call.ended.wait(), 10)
+    await asyncio.wait_for(call.ended.wait(), 60)
     assert await call.left() == [1, 2]
 
 
@@ -203,7 +201,7 @@ async def test_the_call_ends_with_its_last_stream(served: Served) -> None:
     call, (one,) = await served.open(1)
     call.say(end(1))
     assert await one.read() is None
-    await asyncio.wait_for(call.ended.wait(), 10)
+    await asyncio.wait_for(call.ended.wait(), 60)
     one.cancel()
     assert await call.left() == [1]
 
@@ -217,7 +215,7 @@ async def test_a_call_that_cannot_be_made_is_an_error_of_the_read_and_the_next_m
     with monkeypatch.context() as patched:
         patched.setattr(served.streams, "_stub", SimpleNamespace(Streams=fail))
         with pytest.raises(UnavailableError, match="no such channel"):
-            await asyncio.wait_for(served.streams.open(pb.StreamRequest(number=1)).read(), 10)
+            await asyncio.wait_for(served.streams.open(pb.StreamRequest(number=1)).read(), 60)
     call, (two,) = await served.open(2)
     call.say(end(2))
     assert await two.read() is None
