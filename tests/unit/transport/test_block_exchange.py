@@ -12,9 +12,11 @@ from baton.errors import InvalidArgumentError, RequestCancelledError
 from baton.types import KvLayout
 from baton.v1 import exchange_pb2
 from baton.v1.exchange_pb2_grpc import BlockExchangeStub
+from tests.support.clusters.deadlines import Deadlines
 from tests.support.engines.prefixes import blocks_in, file_bytes
 from tests.support.eventually import eventually
 from tests.support.wire.block_nodes import BLOCK, LAYOUT, GatedBlocks, Node, node
+from transport import block_exchange
 from transport.block_exchange import BlockExchange
 from transport.status import translate_rpc_errors
 
@@ -83,7 +85,7 @@ async def test_whoever_waited_for_a_call_that_was_cancelled_fetches_by_himself()
         first.cancel()
         with pytest.raises((asyncio.CancelledError, RequestCancelledError)):
             await first
-        await eventually(lambda: asyncio.sleep(0, has(target)), lambda held: held <= {"a"}, within_s=5)
+        await eventually(lambda: asyncio.sleep(0, has(target)), lambda held: held <= {"a"})
         source.gate.open()
         assert (await second).num_stored == 4
         target.check(NAMES, kv)
@@ -98,18 +100,29 @@ async def test_a_cancelled_fetch_leaves_whole_blocks_and_nothing_else() -> None:
         fetching.cancel()
         with pytest.raises((asyncio.CancelledError, RequestCancelledError)):
             await fetching
-        await eventually(lambda: asyncio.sleep(0, len(target.exchange._coming)), lambda held: held == 0, within_s=5)
+        await eventually(lambda: asyncio.sleep(0, len(target.exchange._coming)), lambda held: held == 0)
         # as far as they had come; a thread ends what it writes
-        await eventually(lambda: asyncio.sleep(0, has(target)), lambda held: held <= {"a", "b"}, within_s=5)
+        await eventually(lambda: asyncio.sleep(0, has(target)), lambda held: held <= {"a", "b"})
 
 
-async def test_a_fetch_that_comes_too_late_says_what_it_has() -> None:
+async def until_fetched(target: Node, num_blocks: int) -> None:
+    async def fetched() -> int:
+        return target.exchange.num_bytes_fetched
+
+    await eventually(fetched, lambda num_bytes: num_bytes == num_blocks * BLOCK_BYTES)
+
+
+async def test_a_fetch_that_comes_too_late_says_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    deadlines = Deadlines(monkeypatch, block_exchange)
     async with node() as source, node() as target:
         kv = source.keep(NAMES)
         source.gate.shut(2)
-        reply = await target.fetch(source, NAMES, within_s=3.0)
+        fetching = asyncio.create_task(target.fetch(source, NAMES, within_s=40.0))
+        await until_fetched(target, 2)
+        deadlines.let_pass()
+        reply = await fetching
         assert (reply.num_stored, reply.num_bytes) == (2, 2 * BLOCK_BYTES)
-        assert "after 3.000 s" in reply.shortfall
+        assert "after 40.000 s" in reply.shortfall
         assert has(target) == {"a", "b"}
         target.check(("a", "b"), kv)
 
@@ -120,12 +133,7 @@ async def test_a_source_that_dies_in_the_middle_leaves_whole_blocks() -> None:
             source.keep(NAMES)
             source.gate.shut(2)
             fetching = asyncio.create_task(target.fetch(source, NAMES))
-            await source.gate.until_reached()
-            await eventually(
-                lambda: asyncio.sleep(0, target.exchange.num_bytes_fetched),
-                lambda fetched: fetched == 2 * BLOCK_BYTES,
-                within_s=10,
-            )
+            await until_fetched(target, 2)
             await source.server.stop(grace=0)
             reply = await fetching
         assert (reply.num_stored, reply.missing_block) == (2, "")

@@ -47,7 +47,7 @@ async def call(channel: grpc.aio.Channel, kind: str, method: str, **options: obj
     async def requests() -> AsyncIterator[bytes]:
         yield b"message"
 
-    made = getattr(channel, kind)(method)(requests() if kind == "stream_unary" else b"message", timeout=10, **options)
+    made = getattr(channel, kind)(method)(requests() if kind == "stream_unary" else b"message", timeout=60, **options)
     with translate_rpc_errors():
         return b"".join([part async for part in made]) if kind == "unary_stream" else await made
 
@@ -76,7 +76,7 @@ async def test_a_call_with_another_secret_or_none_reaches_no_method(secret: str)
 async def test_a_refused_call_s_message_is_not_read() -> None:
     """The caller never sends one, and is refused all the same."""
     async with served(Service(), check=SECRET.check) as port, make_channel(f"127.0.0.1:{port}") as channel:
-        upload: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(UNARY)(timeout=10)
+        upload: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(UNARY)(timeout=60)
         with pytest.raises(UnauthenticatedError), translate_rpc_errors():
             await upload.read()
 

@@ -9,7 +9,7 @@ from baton.errors import IncompletePushError, LayoutMismatchError, LeaseError, R
 from baton.ids import RequestId, ReserveNumber
 from baton.types import SampledToken, TokenLogprob
 from tests.support.manual_clock import ManualClock
-from tests.support.wire.kv_loopback import FIRST, LAYOUT, NUM_TOKENS, WIDE, Loopback, loopback, offer_all, stale
+from tests.support.wire.kv_loopback import FIRST, LAYOUT, NUM_TOKENS, WIDE, Loopback, loopback, stale
 from transport.kv_sink import ReserveSpec
 
 pytestmark = pytest.mark.integration
@@ -29,7 +29,7 @@ async def test_lease_verbs_raise_the_receivers_errors(loop: Loopback, monkeypatc
     with pytest.raises(StaleStampError):
         await loop.client.renew(stale(lease).ref, 5)
     with pytest.raises(IncompletePushError):
-        await loop.client.commit(lease.ref, [FIRST], timeout_s=20.0)
+        await loop.client.commit(lease.ref, [FIRST], timeout_s=60)
 
 
 async def test_reserve_with_another_layout_is_refused(loop: Loopback) -> None:
@@ -49,10 +49,7 @@ async def test_renewed_lease_lives_on() -> None:
 
 async def test_commit_carries_the_first_token_with_its_logprobs(loop: Loopback) -> None:
     lease = await loop.reserve()
-    session = loop.open_push(lease)
-    offer_all(session)
-    session.finish()
-    await session.result()
+    await loop.push_all(lease)
     first = SampledToken(5, -0.5, (TokenLogprob(5, -0.5), TokenLogprob(6, -1.5)))
     assert await loop.client.commit(lease.ref, [first]) == NUM_TOKENS * LAYOUT.token_bytes
     assert loop.sink.first(lease.ref) == first
@@ -60,10 +57,7 @@ async def test_commit_carries_the_first_token_with_its_logprobs(loop: Loopback) 
 
 async def test_commit_may_be_repeated(loop: Loopback) -> None:
     lease = await loop.reserve()
-    session = loop.open_push(lease)
-    offer_all(session)
-    session.finish()
-    await session.result()
+    await loop.push_all(lease)
     assert await loop.client.commit(lease.ref, [FIRST]) == await loop.client.commit(lease.ref, [FIRST])
 
 

@@ -64,16 +64,20 @@ def test_payload_of_wider_elements_is_sent_as_bytes() -> None:
     assert bytes(decode_piece(encode_piece(kv_pb2.KvPieceHeader(layer=1), words))[1]) == bytes(range(16))
 
 
-def test_payload_before_header_is_understood() -> None:
-    header = kv_pb2.KvPieceHeader(layer=3)
-    data = kv_pb2.KvPiece(payload=b"abc").SerializeToString() + kv_pb2.KvPiece(header=header).SerializeToString()
+LAYER_3 = kv_pb2.KvPieceHeader(layer=3)
+
+
+@pytest.mark.parametrize(
+    ("data", "header", "payload"),
+    [
+        pytest.param(b"\x12\x03abc\x0a\x02\x18\x03", LAYER_3, b"abc", id="payload before header"),
+        pytest.param(b"\x0a\x02\x18\x03\x12\x03abc\x18\x01", LAYER_3, b"abc", id="unknown field after the payload"),
+        pytest.param(b"", kv_pb2.KvPieceHeader(), b"", id="empty message"),
+    ],
+)
+def test_unusual_pieces_are_read(data: bytes, header: kv_pb2.KvPieceHeader, payload: bytes) -> None:
     decoded, view = decode_piece(data)
-    assert (decoded, bytes(view)) == (header, b"abc")
-
-
-def test_unknown_field_after_the_payload_is_ignored() -> None:
-    data = encode_piece(kv_pb2.KvPieceHeader(layer=3), memoryview(b"abc")) + b"\x18\x01"
-    assert bytes(decode_piece(data)[1]) == b"abc"
+    assert (decoded, bytes(view)) == (header, payload)
 
 
 @pytest.mark.parametrize(
@@ -89,8 +93,3 @@ def test_unknown_field_after_the_payload_is_ignored() -> None:
 def test_what_is_no_piece_is_refused(data: bytes) -> None:
     with pytest.raises(InvalidArgumentError, match="is not a KvPiece"):
         decode_piece(data)
-
-
-def test_empty_message_has_an_empty_header() -> None:
-    header, view = decode_piece(b"")
-    assert (header, view.nbytes) == (kv_pb2.KvPieceHeader(), 0)

@@ -5,7 +5,7 @@ import itertools
 import os
 import random
 import resource
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import ClassVar
 
@@ -20,8 +20,7 @@ from baton.errors import (
     StaleStampError,
     UnavailableError,
 )
-from baton.ids import RequestId, SlotId, Stamp
-from baton.types import Lease, LeaseRef, TokenRange
+from baton.types import TokenRange
 from baton.v1 import kv_pb2
 from tests.support.wire.kv_loopback import (
     FIRST,
@@ -32,15 +31,17 @@ from tests.support.wire.kv_loopback import (
     Loopback,
     loopback,
     offer_all,
+    push_long,
     result_of,
     rows,
     stale,
 )
+from tests.support.wire.rpc import serving_methods
 from tests.support.wire.shared_push import files_in_memory, shared_files
-from transport.channel import bind, make_channel, make_server
+from transport.channel import make_channel
 from transport.kv_receiver import Context, KvReceiverServicer
-from transport.kv_routes import MAX_PIECES, make_pool
-from transport.kv_sender import PushSummary, open_push
+from transport.kv_routes import MAX_PIECES
+from transport.kv_sender import PushSummary
 
 pytestmark = pytest.mark.integration
 
@@ -59,19 +60,16 @@ async def _nothing_stays() -> AsyncIterator[None]:
     """No shared memory is open or mapped after a test, and none lies in a folder."""
     before, folder = shared_files(), files_in_memory()
     yield
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while shared_files() != before:
             await asyncio.to_thread(os.getpid)  # the loop turns
     assert files_in_memory() == folder
 
 
 async def pushed(loop: Loopback) -> PushSummary:
-    """What one whole push came to, whose lease is committed then."""
+    """Push and commit the KV of a new lease."""
     lease = await loop.reserve()
-    session = loop.open_push(lease)
-    offer_all(session)
-    session.finish()
-    summary = await asyncio.wait_for(session.result(), 20)
+    summary = await loop.push_all(lease)
     assert await loop.client.commit(lease.ref, [FIRST]) == NUM_TOKENS * LAYOUT.token_bytes
     assert [loop.sink.read(lease.ref, layer, WHOLE) for layer in (0, 1)] == [rows(WHOLE, 0), rows(WHOLE, 1)]
     return summary
@@ -105,14 +103,14 @@ class Elsewhere(KvReceiverServicer):
     async def push_shared(
         self, messages: AsyncIterator[kv_pb2.SharedPieces], context: Context
     ) -> AsyncGenerator[kv_pb2.SharedAnswer, None]:
-        async def moved() -> AsyncIterator[kv_pb2.SharedPieces]:
-            async for message in messages:
-                message.memory.pid = os.getppid()
-                yield message
-
-        async with aclosing(super().push_shared(moved(), context)) as answers:
+        async with aclosing(super().push_shared(self._seen(messages), context)) as answers:
             async for answer in answers:
                 yield answer
+
+    async def _seen(self, messages: AsyncIterator[kv_pb2.SharedPieces]) -> AsyncIterator[kv_pb2.SharedPieces]:
+        async for message in messages:
+            message.memory.pid = os.getppid()
+            yield message
 
 
 async def test_a_receiver_that_finds_no_such_memory_gets_a_stream() -> None:
@@ -137,22 +135,15 @@ async def test_pushes_at_once_do_not_mix() -> None:
                 assert loop.sink.read(lease.ref, layer, whole) == rows(whole, seed + 10 * layer, WIDE)
 
 
-class Recorded(KvReceiverServicer):
+class Recorded(Elsewhere):
     """Keeps the messages that come."""
 
     messages: ClassVar[list[kv_pb2.SharedPieces]] = []
 
-    async def push_shared(
-        self, messages: AsyncIterator[kv_pb2.SharedPieces], context: Context
-    ) -> AsyncGenerator[kv_pb2.SharedAnswer, None]:
-        async def kept() -> AsyncIterator[kv_pb2.SharedPieces]:
-            async for message in messages:
-                Recorded.messages.append(message)
-                yield message
-
-        async with aclosing(super().push_shared(kept(), context)) as answers:
-            async for answer in answers:
-                yield answer
+    async def _seen(self, messages: AsyncIterator[kv_pb2.SharedPieces]) -> AsyncIterator[kv_pb2.SharedPieces]:
+        async for message in messages:
+            Recorded.messages.append(message)
+            yield message
 
 
 async def test_small_pieces_share_cells_and_messages() -> None:
@@ -204,10 +195,7 @@ async def test_memory_of_a_push_that_ended_well_serves_the_next(loop: Loopback) 
     assert cells is not None
     loop.pool.give_back(cells)
     for lease in [await loop.reserve() for _ in range(3)]:
-        session = loop.open_push(lease)
-        offer_all(session)
-        session.finish()
-        assert isinstance(await result_of(session), PushSummary)
+        await loop.push_all(lease)
     again = loop.pool.take()
     assert again is cells
     loop.pool.give_back(again)
@@ -251,68 +239,45 @@ async def answering(*answers: kv_pb2.SharedAnswer | BatonError) -> AsyncIterator
                 raise answer
             yield answer
 
-    server = make_server()
     method: grpc.RpcMethodHandler[bytes, kv_pb2.SharedAnswer] = grpc.stream_stream_rpc_method_handler(
         push, None, kv_pb2.SharedAnswer.SerializeToString
     )
-    handlers = {"PushShared": method}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("baton.v1.KvReceiver", handlers),))
-    port = bind(server, "127.0.0.1")
-    await server.start()
-    try:
-        async with make_channel(f"127.0.0.1:{port}") as channel:
-            yield channel
-    finally:
-        await server.stop(grace=0)
+    async with (
+        serving_methods("baton.v1.KvReceiver", {"PushShared": method}) as port,
+        make_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        yield channel
 
 
 MAPPED = kv_pb2.SharedAnswer(mapped=True)
 
 
-async def push_long(channel: grpc.aio.Channel) -> object:
-    """What a push of several pieces comes to."""
-    lease = Lease(LeaseRef(SlotId(0), Stamp(1)), RequestId("r"), 1, NUM_TOKENS, "", 1.0)
-    memory = memoryview(bytes(4000 * WIDE.row_bytes))
-    pool = make_pool(WIDE)
-    session = open_push(channel, WIDE, lease, pool=pool)
-    session.offer(0, TokenRange(0, 4000), memory)
-    session.finish()
-    try:
-        return await result_of(session)
-    finally:
-        pool.close()
-
-
 @pytest.mark.parametrize(
-    "answer",
+    "answers",
     [
-        pytest.param(kv_pb2.SharedAnswer(num_pieces=1), id="too few pieces"),
-        pytest.param(kv_pb2.SharedAnswer(num_pieces=99), id="too many pieces"),
-        pytest.param(kv_pb2.SharedAnswer(total=kv_pb2.PushReply(num_bytes=1, num_pieces=1)), id="another total"),
+        pytest.param((kv_pb2.SharedAnswer(num_pieces=1),), id="too few pieces"),
+        pytest.param((kv_pb2.SharedAnswer(num_pieces=99),), id="too many pieces"),
+        pytest.param((kv_pb2.SharedAnswer(total=kv_pb2.PushReply(num_bytes=1, num_pieces=1)),), id="another total"),
+        pytest.param((), id="an early end"),
     ],
 )
-async def test_receiver_that_counts_differently_is_not_believed(answer: kv_pb2.SharedAnswer) -> None:
-    async with answering(MAPPED, answer) as channel:
-        assert type(await push_long(channel)) is ByteCountError
-
-
-async def test_receiver_that_ends_early_is_not_believed() -> None:
-    async with answering(MAPPED) as channel:
-        assert type(await push_long(channel)) is ByteCountError
+async def test_receiver_that_counts_differently_is_not_believed(answers: Sequence[kv_pb2.SharedAnswer]) -> None:
+    async with answering(MAPPED, *answers) as channel:
+        assert type(await push_long(channel, 4000)) is ByteCountError
 
 
 async def test_answer_without_a_message_is_not_believed() -> None:
     async with answering(MAPPED, kv_pb2.SharedAnswer(num_pieces=4), kv_pb2.SharedAnswer(num_pieces=0)) as channel:
-        assert isinstance(await push_long(channel), BatonError)
+        assert isinstance(await push_long(channel, 4000), BatonError)
 
 
 @pytest.mark.parametrize("error", [ChecksumError("damaged"), RequestCancelledError("gone"), BatonError("what")])
 async def test_refusal_is_what_result_raises(error: BatonError) -> None:
     async with answering(MAPPED, error) as channel:
-        errors = [await push_long(channel) for _ in range(NUM_TRIES)]
+        errors = [await push_long(channel, 4000) for _ in range(NUM_TRIES)]
     assert {(type(each), str(each)) for each in errors} == {(type(error), str(error))}
 
 
 async def test_refused_call_is_no_reason_for_a_stream() -> None:
     async with answering(UnavailableError("the worker leaves")) as channel:
-        assert type(await push_long(channel)) is UnavailableError
+        assert type(await push_long(channel, 4000)) is UnavailableError

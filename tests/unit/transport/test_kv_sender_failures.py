@@ -1,7 +1,7 @@
 """How a PushSession ends when it does not end well; the good ends are in test_kv_sender."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import grpc
 import pytest
@@ -15,42 +15,31 @@ from baton.errors import (
     StaleStampError,
     UnavailableError,
 )
-from baton.ids import RequestId, SlotId, Stamp
-from baton.types import Lease, LeaseRef, TokenRange
+from baton.types import Lease
 from baton.v1 import kv_pb2
 from tests.support.wire.kv_loopback import (
     LAYOUT,
-    NUM_TOKENS,
+    ROUTES,
     WHOLE,
-    WIDE,
     Loopback,
     loopback,
     offer_all,
+    push_long,
     result_of,
     rows,
     stale,
 )
-from transport.channel import bind, make_channel, make_server
+from tests.support.wire.rpc import serving_methods
+from transport.channel import make_channel
 from transport.kv_frame import Piece
 from transport.kv_receiver import Context
-from transport.kv_routes import make_pool
 from transport.kv_sender import PushSession, open_push
-from transport.shared_memory import CellPool
 
 pytestmark = pytest.mark.integration
 
 NUM_TRIES = 24
 """A write that fails as the call ends races with the status that ended it: both orders come up in so many pushes."""
-
-
-ROUTES = [pytest.param(True, id="shared"), pytest.param(False, id="stream")]
-"""Whether sessions may push through shared memory, as all processes of these tests are on one node."""
-
-
-@pytest.fixture(params=ROUTES)
-async def loop(request: pytest.FixtureRequest) -> AsyncIterator[Loopback]:
-    async with loopback(may_share=request.param) as both_ends:
-        yield both_ends
+by_either_route = pytest.mark.parametrize("may_share", ROUTES.values(), ids=ROUTES)
 
 
 async def test_receivers_error_is_raised(loop: Loopback) -> None:
@@ -100,16 +89,13 @@ async def open_writer(loop: Loopback) -> tuple[Lease, PushSession]:
     return lease, session
 
 
-async def test_cancel_ends_the_stream(loop: Loopback) -> None:
+@pytest.mark.parametrize("in_another_thread", [False, True])
+async def test_cancel_from_any_thread_ends_the_stream(loop: Loopback, in_another_thread: bool) -> None:
     lease, session = await open_writer(loop)
-    session.cancel()
-    assert type(await result_of(session)) is RequestCancelledError
-    await loop.sink.writers_become(lease.ref.slot, 0)
-
-
-async def test_cancel_from_another_thread_ends_the_stream(loop: Loopback) -> None:
-    lease, session = await open_writer(loop)
-    await asyncio.to_thread(session.cancel)
+    if in_another_thread:
+        await asyncio.to_thread(session.cancel)
+    else:
+        session.cancel()
     assert type(await result_of(session)) is RequestCancelledError
     await loop.sink.writers_become(lease.ref.slot, 0)
 
@@ -157,7 +143,7 @@ async def test_session_ends_when_its_channel_is_closed(loop: Loopback) -> None:
     await loop.sink.writers_become(lease.ref.slot, 0)
 
 
-@pytest.mark.parametrize("may_share", ROUTES)
+@by_either_route
 async def test_session_ends_when_its_receiver_is_gone(may_share: bool) -> None:
     async with loopback(may_share=may_share) as loop:
         lease = await loop.reserve()
@@ -169,24 +155,17 @@ async def test_session_ends_when_its_receiver_is_gone(may_share: bool) -> None:
     await channel.close()
 
 
-@pytest.fixture
-def pool() -> Iterator[CellPool]:
-    made = make_pool(WIDE)
-    yield made
-    made.close()
-
-
-@pytest.mark.parametrize("may_share", ROUTES)
-async def test_unreachable_receiver_is_unavailable(pool: CellPool, may_share: bool) -> None:
-    async with make_channel("127.0.0.1:1") as channel:
-        lease = Lease(LeaseRef(SlotId(0), Stamp(1)), RequestId("r"), 1, NUM_TOKENS, "", 1.0)
-        session = open_push(channel, LAYOUT, lease, pool=pool if may_share else None)
+@by_either_route
+async def test_unreachable_receiver_is_unavailable(may_share: bool) -> None:
+    async with loopback(may_share=may_share) as loop, make_channel("127.0.0.1:1") as channel:
+        session = open_push(channel, LAYOUT, await loop.reserve(), pool=loop.pool)
         offer_all(session)
         assert type(await result_of(session)) is UnavailableError
 
 
-async def answers_of(pool: CellPool, reply: kv_pb2.PushReply | BatonError) -> list[object]:
-    """What NUM_TRIES sessions come to whose receiver answers like that after the first of twelve pieces."""
+async def ends_of(reply: kv_pb2.PushReply | BatonError) -> list[object]:
+    """Return the ends of NUM_TRIES sessions. The receiver replies after the first of twelve pieces, and knows no
+    PushShared."""
 
     async def push(pieces: AsyncIterator[Piece], context: Context) -> kv_pb2.PushReply:
         await anext(aiter(pieces))
@@ -194,35 +173,22 @@ async def answers_of(pool: CellPool, reply: kv_pb2.PushReply | BatonError) -> li
             raise reply
         return reply
 
-    server = make_server()
     method: grpc.RpcMethodHandler[bytes, kv_pb2.PushReply] = grpc.stream_unary_rpc_method_handler(
         push, None, kv_pb2.PushReply.SerializeToString
     )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("baton.v1.KvReceiver", {"Push": method}),))
-    port = bind(server, "127.0.0.1")
-    await server.start()
-    try:
-        async with make_channel(f"127.0.0.1:{port}") as channel:
-            memory = memoryview(bytes(8000 * WIDE.row_bytes))
-            return [await push_long(channel, pool, memory) for _ in range(NUM_TRIES)]
-    finally:
-        await server.stop(grace=0)
+    async with (
+        serving_methods("baton.v1.KvReceiver", {"Push": method}) as port,
+        make_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        return [await push_long(channel, 8000) for _ in range(NUM_TRIES)]
 
 
-async def push_long(channel: grpc.aio.Channel, pool: CellPool, memory: memoryview) -> object:
-    lease = Lease(LeaseRef(SlotId(0), Stamp(1)), RequestId("r"), 1, NUM_TOKENS, "", 1.0)
-    session = open_push(channel, WIDE, lease, pool=pool)  # the receiver knows no PushShared
-    session.offer(0, TokenRange(0, memory.nbytes // WIDE.row_bytes), memory)
-    session.finish()
-    return await result_of(session)
-
-
-async def test_receiver_that_counts_differently_is_not_believed(pool: CellPool) -> None:
-    errors = await answers_of(pool, kv_pb2.PushReply(num_bytes=1, num_pieces=1))
+async def test_receiver_that_counts_differently_is_not_believed() -> None:
+    errors = await ends_of(kv_pb2.PushReply(num_bytes=1, num_pieces=1))
     assert {type(error) for error in errors} == {ByteCountError}
 
 
 @pytest.mark.parametrize("error", [ChecksumError("damaged"), RequestCancelledError("gone"), BatonError("what")])
-async def test_refusal_amid_the_stream_is_what_result_raises(pool: CellPool, error: BatonError) -> None:
-    errors = await answers_of(pool, error)
+async def test_refusal_amid_the_stream_is_what_result_raises(error: BatonError) -> None:
+    errors = await ends_of(error)
     assert {(type(each), str(each)) for each in errors} == {(type(error), str(error))}

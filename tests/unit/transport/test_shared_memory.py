@@ -28,35 +28,41 @@ def cells() -> Iterator[SharedCells]:
     made.close()
 
 
-def test_what_is_written_is_seen_through_the_mapping(cells: SharedCells) -> None:
-    offset = cells.take()
-    assert offset is not None
+def mapping(cells: SharedCells) -> mmap.mmap:
     mapped = map_memory(cells.name)
     assert mapped is not None
+    return mapped
+
+
+def taken(cells: SharedCells) -> int:
+    offset = cells.take()
+    assert offset is not None
+    return offset
+
+
+def test_what_is_written_is_seen_through_the_mapping(cells: SharedCells) -> None:
+    offset, mapped = taken(cells), mapping(cells)
     cells.write(offset, memoryview(b"payload"))
     assert bytes(payload_at(mapped, kv_pb2.SharedPiece(offset=offset, num_bytes=7))) == b"payload"
 
 
 def test_each_cell_is_taken_once_and_the_latest_given_back_first(cells: SharedCells) -> None:
-    taken = [cells.take() for _ in range(3)]
-    assert None not in taken
-    assert len(set(taken)) == 3
+    offsets = [taken(cells) for _ in range(3)]
+    assert len(set(offsets)) == 3
     assert cells.take() is None
-    for offset in taken:
-        assert offset is not None
+    for offset in offsets:
         cells.give_back(offset)
-    assert [cells.take() for _ in range(3)] == taken[::-1]
+    assert [cells.take() for _ in range(3)] == offsets[::-1]
 
 
 def test_cells_do_not_overlap_and_lie_in_the_memory(cells: SharedCells) -> None:
-    offsets = sorted(offset for offset in (cells.take() for _ in range(3)) if offset is not None)
+    offsets = sorted(taken(cells) for _ in range(3))
     assert [after - before for before, after in itertools.pairwise(offsets)] == [CELL_BYTES] * 2
     assert offsets[-1] + CELL_BYTES == cells.name.num_bytes
 
 
 def test_mapping_cannot_be_written(cells: SharedCells) -> None:
-    mapped = map_memory(cells.name)
-    assert mapped is not None
+    mapped = mapping(cells)
     with pytest.raises(TypeError, match="read-only|readonly"):
         mapped[0] = 1
 
@@ -74,20 +80,17 @@ def test_memory_belongs_to_its_user_alone_and_keeps_its_size(cells: SharedCells)
 
 def test_mapping_outlives_the_sender(cells: SharedCells) -> None:
     own = SharedCells(1, CELL_BYTES)
-    offset = own.take()
-    assert offset is not None
+    offset = taken(own)
     own.write(offset, memoryview(b"kept"))
-    mapped = map_memory(own.name)
+    mapped = mapping(own)
     own.close()
-    assert mapped is not None
     assert mapped[offset : offset + 4] == b"kept"
 
 
 def test_nothing_is_left_when_both_ends_are_done() -> None:
     before, folder = shared_files(), files_in_memory()
     own = SharedCells(1, CELL_BYTES)
-    mapped = map_memory(own.name)
-    assert mapped is not None
+    mapped = mapping(own)
     assert len(shared_files()) > len(before)
     own.close()
     del mapped
@@ -137,8 +140,7 @@ def test_other_files_are_not_mapped(flaw: str, tmp_path: Path) -> None:
 
 
 def test_payload_ends_where_the_memory_ends(cells: SharedCells) -> None:
-    mapped = map_memory(cells.name)
-    assert mapped is not None
+    mapped = mapping(cells)
     last = cells.name.num_bytes - 8
     assert len(payload_at(mapped, kv_pb2.SharedPiece(offset=last, num_bytes=8))) == 8
     with pytest.raises(InvalidArgumentError, match="out of range"):
@@ -147,10 +149,8 @@ def test_payload_ends_where_the_memory_ends(cells: SharedCells) -> None:
 
 def test_payload_is_no_larger_than_a_message_of_a_stream() -> None:
     own = SharedCells(1, MAX_MESSAGE_BYTES + 1)
-    mapped, offset = map_memory(own.name), own.take()
+    mapped, offset = mapping(own), taken(own)
     own.close()
-    assert mapped is not None
-    assert offset is not None
     assert len(payload_at(mapped, kv_pb2.SharedPiece(offset=offset, num_bytes=MAX_MESSAGE_BYTES))) == MAX_MESSAGE_BYTES
     with pytest.raises(InvalidArgumentError, match="out of range"):
         payload_at(mapped, kv_pb2.SharedPiece(offset=offset, num_bytes=MAX_MESSAGE_BYTES + 1))
@@ -163,8 +163,7 @@ def test_memory_without_bound_is_not_mapped() -> None:
 
 
 def test_key_is_no_payload(cells: SharedCells) -> None:
-    mapped = map_memory(cells.name)
-    assert mapped is not None
+    mapped = mapping(cells)
     with pytest.raises(InvalidArgumentError, match="out of range"):
         payload_at(mapped, kv_pb2.SharedPiece(offset=0, num_bytes=16))
 
