@@ -8,6 +8,7 @@ import pytest
 
 from baton.clock import SystemClock
 from baton.errors import BatonError, ConfigError
+from deploy.bench import grpc_server
 from deploy.bench.conversations import Conversation, Shape, Turn, conversations
 from deploy.bench.grpc_server import GrpcServer
 from deploy.bench.lengths import Mix, Spread
@@ -15,8 +16,8 @@ from deploy.bench.loops import Arrivals, Generator, Users
 from deploy.bench.passages import Passages
 from deploy.bench.records import Record
 from deploy.bench.server import Style
-from deploy.bench.statistics import Percentiles
 from deploy.traffic.arrivals import gamma_arrivals
+from tests.support.clusters.deadlines import Deadlines
 from tests.support.clusters.scripted_orchestrator import Fault, ScriptedOrchestrator, serving, text_of
 from tests.support.eventually import eventually
 from tests.support.manual_clock import ManualClock
@@ -34,24 +35,23 @@ async def until_asked(service: ScriptedOrchestrator, num_requests: int) -> None:
     async def num_asked() -> int:
         return len(service.requests)
 
-    await eventually(num_asked, lambda num: num >= num_requests, within_s=10)
+    await eventually(num_asked, lambda num: num >= num_requests)
 
 
-async def test_arrivals_are_not_delayed_by_answers_that_do_not_come() -> None:
+async def test_arrivals_are_not_delayed_by_answers_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """No coordinated omission: while every answer hangs, all requests are sent when they are due."""
+    deadlines = Deadlines(monkeypatch, grpc_server)
     at_s = gamma_arrivals(200.0, 0.25, 40, np.random.default_rng(1)).tolist()
     service = ScriptedOrchestrator([Fault(after=0, hang=True)] * len(at_s))
-    async with serving(service) as target, GrpcServer.connected(target, None, Style(timeout_s=8.0)) as server:
+    async with serving(service) as target, GrpcServer.connected(target, None, Style()) as server:
         running = asyncio.create_task(Generator(server, SystemClock()).run(Arrivals("a", 200.0, at_s), one_turn()))
         await until_asked(service, len(at_s))
-        assert not running.done()
+        deadlines.let_pass()
         run = await running
     assert [each.failure for each in run.records] == ["timeout"] * len(at_s)
     assert sorted(each.due_s for each in run.records) == at_s
-    lateness = Percentiles.of([each.lateness_s for each in run.records])
     assert min(each.lateness_s for each in run.records) >= 0
-    assert lateness.p50 < 8.0, "each answer hangs for eight seconds"
-    assert at_s[-1] + 8.0 <= run.seconds < 80.0, "one after the other they would take 320 s"
+    assert run.seconds >= at_s[-1]
 
 
 async def test_latencies_count_from_the_instant_at_which_a_request_was_due() -> None:
@@ -78,19 +78,20 @@ async def test_latencies_count_from_the_instant_at_which_a_request_was_due() -> 
     assert second.ttft_s >= second.message_s[0] - second.sent_s + held - 0.002
 
 
-async def test_a_closed_loop_has_as_many_requests_as_users() -> None:
+async def test_a_closed_loop_has_as_many_requests_as_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    deadlines = Deadlines(monkeypatch, grpc_server)
     service = ScriptedOrchestrator([Fault(after=0, hang=True)] * 3)
     ended: list[Record] = []
-    async with serving(service) as target, GrpcServer.connected(target, None, Style(timeout_s=8.0)) as server:
-        generator = Generator(server, SystemClock(), ended.append)
+    async with serving(service) as target, GrpcServer.connected(target, None, Style()) as server:
+        generator = Generator(server, ManualClock(), ended.append)
         running = asyncio.create_task(generator.run(Users("3 users", 3, num_conversations=10), one_turn()))
-        await asyncio.wait_for(service.hanging.wait(), 10)
         await until_asked(service, 3)
+        deadlines.let_pass()
         run = await running
     assert len(service.requests) == 10 and ended == run.records
     assert sorted(each.conversation for each in run.records) == list(range(10))
     assert [each.failure for each in run.records].count("timeout") == 3
-    assert all(each.due_s == pytest.approx(each.sent_s, abs=5.0) for each in run.records)
+    assert all(each.due_s == each.sent_s for each in run.records)
 
 
 async def test_a_closed_loop_ends_in_time() -> None:
@@ -115,8 +116,8 @@ async def test_turns_are_asked_with_all_that_was_said_before() -> None:
     assert said == [first, second, [*second, ("assistant", text_of(1)), ("user", "Three?")]]
     one, two, _ = run.records
     assert [each.turn for each in run.records] == [0, 1, 2]
-    assert two.sent_s >= one.end_s + 0.05 - 0.002
-    assert two.due_s == pytest.approx(one.end_s + 0.05, abs=0.02)
+    assert two.sent_s - one.end_s >= 0.05 - 0.002
+    assert two.sent_s >= two.due_s - 0.002 >= one.end_s + 0.05 - 0.004
 
 
 async def test_after_a_failure_a_conversation_ends_and_its_turns_are_counted() -> None:

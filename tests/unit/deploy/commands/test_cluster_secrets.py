@@ -15,9 +15,8 @@ from transport.identity import ClusterSecret
 
 
 @pytest.fixture
-def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def record(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the record of a cluster named mine lies, which is not there yet."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)
     return record_path("mine")
 

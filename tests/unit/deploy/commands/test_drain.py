@@ -11,11 +11,9 @@ import pytest
 from baton import __version__
 from baton.cluster_state import GenerationStatus, GroupState
 from baton.sampling_params import SamplingParams
-from deploy.cli import main
 from deploy.commands.cluster_secrets import keep_secrets
 from deploy.commands.drain import left_of
 from deploy.commands.record import ClusterRecord, process_start, record_path
-from deploy.config.environment import SECRET_VARIABLE
 from planning.hardware import cpu_rank
 from planning.model_shape import SHAPES
 from planning.step_times import nominal_steps
@@ -25,6 +23,7 @@ from tests.support.clusters.on_ray.ray_clusters import share_measurements
 from tests.support.clusters.planners import linear_planner, planner_of
 from tests.support.engines.generation import prompt
 from tests.support.eventually import eventually
+from tests.support.wire.commands import Baton, Run
 from tests.support.wire.secret import SECRET
 
 pytestmark = pytest.mark.integration
@@ -34,52 +33,36 @@ GROUP = GroupState("g", "generate", ("h:1",), 0, True, 0, 0)
 
 
 @dataclass(frozen=True)
-class Run:
-    """What a command left."""
-
-    status: int
-    out: str
-    err: str
-
-
 class Shell:
     """Runs commands on the machine that `cluster` was brought up on."""
 
-    def __init__(self, cluster: BareCluster, capsys: pytest.CaptureFixture[str]) -> None:
-        self.cluster = cluster
-        self._capsys = capsys
+    cluster: BareCluster
+    baton: Baton
 
     @property
     def target(self) -> str:
         return f"{HOST}:{self.cluster.server.port}"
 
     async def run(self, *arguments: str) -> Run:
-        status = await asyncio.to_thread(main, list(arguments))
-        captured = self._capsys.readouterr()
-        return Run(status, captured.out, captured.err)
+        return await self.baton.run_beside(arguments)
 
 
 UNREACHABLE = f"no orchestrator answers at {HOST}:1 within 5 s: name one that is served, or check --target"
 
 
 @pytest.fixture
-async def shell(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> AsyncIterator[Shell]:
+async def shell(cache: Path, known: None, baton: Baton) -> AsyncIterator[Shell]:
     """Of a cluster named mine, with two generation groups behind one rank."""
-    share_measurements(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv(SECRET_VARIABLE, SECRET.text)
+    share_measurements(cache)
     shape = SHAPES["smollm2-135m"]
     planner = planner_of(linear_planner().cost)
     planner.use_steps(nominal_steps("tiny", "here", shape, cpu_rank(1, shape.dtype_bytes)))
     async with cluster(num_ranks=1, num_groups=2, num_slots=2, planner=planner) as running:
-        made = Shell(running, capsys)
+        made = Shell(running, baton)
         pid = os.getpid()
         ClusterRecord("mine", pid, process_start(pid), f"{HOST}:1", "", made.target).save()
         keep_secrets(record_path("mine"), SECRET)
         yield made
-        await running.until_empty()
 
 
 async def test_a_group_is_drained_and_has_work_again(shell: Shell) -> None:
@@ -111,10 +94,9 @@ async def test_a_drain_waits_for_what_runs_or_says_what_is_left(shell: Shell) ->
 async def test_a_group_that_gets_work_again_meanwhile_is_not_drained(shell: Shell) -> None:
     call, _, busy = await shell.cluster.held_up(shell.cluster.request(prompt(20), LONG))
     waiting = asyncio.create_task(shell.run("drain", busy, "mine", "--keep"))
-    await eventually(lambda: drained(shell), lambda names: busy in names, within_s=10)
+    await eventually(lambda: drained(shell), lambda names: busy in names)
     shell.cluster.members.undrain(busy)
     undone = await waiting
-    shell.cluster.group_gates[int(busy[-1])].open()
     assert (undone.status, undone.err) == (1, f"baton: {busy} was let have work again meanwhile: it is not drained\n")
     call.cancel()
 

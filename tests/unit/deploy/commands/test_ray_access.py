@@ -32,18 +32,12 @@ def chosen() -> dict[str, str]:
     return {name: os.environ[name] for name in AUTH if name in os.environ}
 
 
-def test_a_ray_of_our_own_has_a_token_and_listens_on_the_loopback_interface() -> None:
-    prepare_to_start(TOKEN, "127.0.0.1")
-    assert chosen() == {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(TOKEN),
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    }
-
-
-def test_a_ray_for_workers_on_another_interface_is_not_bound_to_loopback() -> None:
-    prepare_to_start(TOKEN, "192.0.2.1")
-    assert chosen() == {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(TOKEN)}
+@pytest.mark.parametrize(
+    ("host", "bound"), [("127.0.0.1", {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}), ("192.0.2.1", {})]
+)
+def test_a_ray_of_our_own_has_a_token(host: str, bound: dict[str, str]) -> None:
+    prepare_to_start(TOKEN, host)
+    assert chosen() == {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(TOKEN), **bound}
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,8 @@ pytestmark = pytest.mark.integration
 HOLD = "import sys; file = open(sys.argv[1], 'w'); print('open', flush=True); sys.stdin.read()"
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path
-
-
 @pytest.fixture
-def record(tmp_path: Path) -> ClusterRecord:
+def record(cache: Path, tmp_path: Path) -> ClusterRecord:
     folder = tmp_path / "ray"
     folder.mkdir()
     return ClusterRecord("mine", os.getpid(), process_start(os.getpid()), "127.0.0.1:1", str(folder))

@@ -6,35 +6,25 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ModelError
-from deploy.cli import main
-from deploy.config.environment import SECRET_VARIABLE
 from orchestrator.membership.view import AbsentGroup, Orders
-from tests.support.clusters.supervision import ANSWER, SupervisedCluster, supervised
+from tests.support.clusters.supervision import ANSWER, NAMES, supervised
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.models.tiny_models import random_decoder
-from tests.support.wire.secret import SECRET
+from tests.support.wire.commands import Baton
 
-pytestmark = pytest.mark.integration
-
-
-async def reload(made: SupervisedCluster, *options: str) -> int:
-    """Its exit status."""
-    return await asyncio.to_thread(main, ["reload", "--target", made.target, *options])
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("known")]
 
 
-@pytest.fixture(autouse=True)
-def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SECRET_VARIABLE, SECRET.text)
-
-
-async def test_all_groups_get_new_workers_and_no_request_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_all_groups_get_new_workers_and_no_request_is_lost(baton: Baton) -> None:
     over = asyncio.Event()
     async with supervised() as made:
         before = made.endpoints()
         async with asyncio.TaskGroup() as streams:
             asking = [streams.create_task(made.keep_asking(over)) for _ in range(3)]
-            assert await reload(made) == 0
+            reloaded = await baton.run_beside(f"reload --target {made.target}")
             over.set()
+        told = [f"{name} has new workers: {number} of 3 groups" for number, name in enumerate(NAMES, 1)]
+        assert (reloaded.status, reloaded.out.splitlines()) == (0, told)
         assert all(task.result() for task in asking)
         after = made.endpoints()
         assert list(after) == list(before)
@@ -42,30 +32,21 @@ async def test_all_groups_get_new_workers_and_no_request_is_lost(capsys: pytest.
             e for group in after.values() for e in group
         }
         assert made.members.orders == Orders()
-    assert capsys.readouterr().out.splitlines() == [
-        "prefill-0 has new workers: 1 of 3 groups",
-        "generate-0 has new workers: 2 of 3 groups",
-        "generate-1 has new workers: 3 of 3 groups",
-    ]
 
 
-async def test_the_last_group_that_generates_is_replaced_behind_a_stand_in(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+async def test_the_last_group_that_generates_is_replaced_behind_a_stand_in(baton: Baton) -> None:
     async with supervised() as made:
-        await asyncio.to_thread(main, ["drain", "generate-1", "--target", made.target])
+        await baton.run_beside(f"drain generate-1 --target {made.target}")
         before = made.endpoints()
-        assert await reload(made, "--group", "generate-0") == 0
+        assert (await baton.run_beside(f"reload --target {made.target} --group generate-0")).status == 0
         after = made.endpoints()
         assert list(after) == ["prefill-0", "generate-0"]
         assert after["generate-0"] != before["generate-0"]
         assert made.members.orders.drained == {"generate-1"} == made.members.orders.leaving
         assert "generate-2 has left" in made.reports
         await made.room.reserve("stranger", 1)
-        capsys.readouterr()
-        assert await reload(made) == 1  # the chain first, which is no trouble
-        told = capsys.readouterr()
-        assert told.out == "prefill-0 has new workers: 1 of 2 groups\n"
+        told = await baton.run_beside(f"reload --target {made.target}")
+        assert (told.status, told.out) == (1, "prefill-0 has new workers: 1 of 2 groups\n")
         assert told.err.splitlines() == [
             f"the cluster serves on; to go on: `baton reload --target {made.target} --group generate-0`",
             "baton: generate-0 is the only group that generates, and none can stand in for it (generate-2 did not"
@@ -76,7 +57,7 @@ async def test_the_last_group_that_generates_is_replaced_behind_a_stand_in(
         await made.room.release("stranger")
 
 
-async def test_other_weights_are_taken_group_by_group_and_never_mixed(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_other_weights_are_taken_group_by_group_and_never_mixed(baton: Baton) -> None:
     old, new, over = random_decoder(), random_decoder(seed=9), asyncio.Event()
     async with supervised() as made:
         made.spawner.decoders["other"] = new
@@ -89,37 +70,35 @@ async def test_other_weights_are_taken_group_by_group_and_never_mixed(capsys: py
 
         async with asyncio.TaskGroup() as streams:
             streams.create_task(keep_checking())
-            assert await reload(made, "--model", "other") == 0
+            assert (await baton.run_beside(f"reload --target {made.target} --model other")).status == 0
             over.set()
         assert (await made.ask(made.request(prompt(9), ANSWER))).token_ids == answers[1]
         assert {group.layout_fingerprint for group in made.view().groups} == {new.layout.fingerprint}
 
 
-async def test_a_group_that_cannot_be_started_anew_comes_back_with_what_it_had(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+async def test_a_group_that_cannot_be_started_anew_comes_back_with_what_it_had(baton: Baton) -> None:
     async with supervised() as made:
         made.spawner.failures = [ModelError("no such model")]
-        assert await reload(made, "--group", "generate-1", "--model", "absent") == 1
-        told = capsys.readouterr().err.splitlines()
-        assert told == [
+        told = await baton.run_beside(f"reload --target {made.target} --group generate-1 --model absent")
+        assert told.status == 1
+        assert told.err.splitlines() == [
             f"the cluster serves on; to go on: `baton reload --target {made.target} --model absent --group generate-1`",
             "to leave generate-1 as it is: `baton drain generate-1 --undo`",
             "baton: generate-1 did not start: no such model",
         ]
         members = made.members
-        assert await members.until(lambda: members.is_present("generate-1") or None, 20)
+        assert await members.until(lambda: members.is_present("generate-1") or None, 60)
         assert members.orders == Orders()
         assert made.spawner.made[-1].config.place.model_folder == Path()
 
 
-async def test_a_group_that_cannot_be_started_may_be_sent_away_again(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_group_that_cannot_be_started_may_be_sent_away_again(baton: Baton) -> None:
     async with supervised() as made:
-        command = ["drain", "generate-1", "--target", made.target]
-        assert await asyncio.to_thread(main, command) == 0
+        command = f"drain generate-1 --target {made.target}"
+        assert (await baton.run_beside(command)).status == 0
         made.spawner.failures = [ModelError("no such model")] * 1000
-        assert await asyncio.to_thread(main, [*command, "--undo"]) == 1
-        assert capsys.readouterr().err == "baton: generate-1 did not start: no such model\n"
-        assert await asyncio.to_thread(main, command) == 0
+        undone = await baton.run_beside(f"{command} --undo")
+        assert (undone.status, undone.err) == (1, "baton: generate-1 did not start: no such model\n")
+        assert (await baton.run_beside(command)).status == 0
         assert made.members.absence("generate-1") == AbsentGroup("generate-1", "generate")
         assert made.members.orders.leaving == {"generate-1"}

@@ -20,9 +20,8 @@ LONG = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def record(cache: Path) -> None:
     """Of the cluster, as its launcher has left it."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     ClusterRecord("own", os.getpid(), process_start(os.getpid()), "h:1", "", "h:2").save()
 
 
@@ -39,8 +38,8 @@ async def child(script: str, heard: list[str]) -> AsyncIterator[_Child]:
     made = _Child(process, "own", report)
     try:
         yield made
-        await asyncio.wait_for(process.wait(), 30)  # which it cannot, before all was read
-        await asyncio.wait({made._following}, timeout=10)
+        await asyncio.wait_for(process.wait(), 60)  # which it cannot, before all was read
+        await asyncio.wait({made._following}, timeout=60)
     finally:
         await made.end()
 
@@ -52,14 +51,14 @@ def saying(*lines: str) -> str:
 async def test_a_line_that_is_too_long_does_not_end_the_reading() -> None:
     heard: list[str] = []
     async with child(saying(f"'x' * {LONG}", "'ready: now'", "'and on'"), heard) as made:
-        assert (await asyncio.wait_for(made.ready(), 30)).endpoint == "h:2"
+        assert (await asyncio.wait_for(made.ready(), 60)).endpoint == "h:2"
     assert heard[-2:] == ["ready: now", "and on"]
 
 
 async def test_a_line_that_cannot_be_passed_on_once_it_serves_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     heard: list[str] = []
     async with child(saying("'ready: now'", "'a bad line'", "'and on'"), heard) as made:
-        await asyncio.wait_for(made.ready(), 30)
+        await asyncio.wait_for(made.ready(), 60)
     assert heard[-2:] == ["a bad line", "and on"]
     assert "the terminal is gone" in caplog.text
     assert [record.levelno for record in caplog.records] == [logging.ERROR]
@@ -68,4 +67,4 @@ async def test_a_line_that_cannot_be_passed_on_once_it_serves_is_logged(caplog: 
 async def test_a_line_that_cannot_be_passed_on_before_that_is_the_owners_to_see() -> None:
     async with child(saying("'a bad line'"), []) as made:
         with pytest.raises(OSError, match="the terminal is gone"):
-            await asyncio.wait_for(made.ready(), 30)
+            await asyncio.wait_for(made.ready(), 60)

@@ -16,19 +16,10 @@ TOKEN_NS = [1000 * MS, 1010 * MS, 1020 * MS]
 
 
 def _rank(rank: int, start: int, end: int) -> RankTiming:
-    middle = (start + end) // 2
-    return RankTiming(
-        rank=rank,
-        tokens=TokenRange(100 * rank, 100 * rank + 100),
-        start_ns=start * MS,
-        end_ns=end * MS,
-        wait_s=0.01,
-        push_start_ns=start * MS,
-        push_end_ns=end * MS,
-        num_bytes_pushed=2**20,
-        num_bytes_sent=0,
-        layers=(Interval(start * MS, middle * MS), Interval(middle * MS, end * MS)),
-    )
+    tokens = TokenRange(100 * rank, 100 * rank + 100)
+    start_ns, middle_ns, end_ns = start * MS, (start + end) // 2 * MS, end * MS
+    layers = Interval(start_ns, middle_ns), Interval(middle_ns, end_ns)
+    return RankTiming(rank, tokens, start_ns, end_ns, 0.01, start_ns, end_ns, 2**20, 0, layers)
 
 
 def _draw(token_ns: list[int], speculation: SpeculationTrace | None = None) -> list[str]:
@@ -45,15 +36,8 @@ def _draw(token_ns: list[int], speculation: SpeculationTrace | None = None) -> l
 
 def test_each_stage_has_a_row() -> None:
     labels = [line[:18].strip() for line in _draw(TOKEN_NS) if line[:18].strip()]
-    assert labels[labels.index("queue, slot") :] == [
-        "queue, slot",
-        "rank 0 layers",
-        "rank 0 transfer",
-        "rank 1 layers",
-        "rank 1 transfer",
-        "commit, 1st token",
-        "tokens",
-    ]
+    ranks = [f"rank {rank} {what}" for rank in (0, 1) for what in ("layers", "transfer")]
+    assert labels[labels.index("queue, slot") :] == ["queue, slot", *ranks, "commit, 1st token", "tokens"]
 
 
 def test_rank_1_is_drawn_after_rank_0() -> None:

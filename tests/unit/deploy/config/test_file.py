@@ -73,15 +73,9 @@ def test_whole_numbers_are_taken_for_seconds() -> None:
         ("prefill.num_ranks=2.0", "prefill.num_ranks = 2.0 is wrong: input should be a valid integer"),
         ("generate.num_slots=true", "generate.num_slots = True is wrong: input should be a valid integer"),
         ("generate.num_slots=0", "generate.num_slots = 0 is wrong: input should be greater than or equal to 1"),
-        (
-            "generate.residency=disk",
-            "generate.residency: 'disk' is unknown: use one of device, host, infinigen, ",
-        ),
+        ("generate.residency=disk", "generate.residency: 'disk' is unknown: use one of device, host, infinigen, "),
         ("generate.pool_tokens=-1", "generate.pool_tokens = -1 is wrong: input should be greater than or equal to 0"),
-        (
-            "generate.pool_tokens=99",
-            "pool_tokens = 99 means nothing to residency device: use 0, or infinigen",
-        ),
+        ("generate.pool_tokens=99", "pool_tokens = 99 means nothing to residency device: use 0, or infinigen"),
         ("orchestrator.port=70000", "orchestrator.port = 70000 is wrong: input should be less than or equal to 65535"),
         ("model.dtype=fp8", "model.dtype = 'fp8' is wrong: input should be 'bfloat16' or 'float32'"),
         ("name=a b", "name = 'a b' is wrong"),
@@ -189,36 +183,21 @@ def test_tenants_are_read_and_their_keys_with_them(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("assignment", "text"),
     [
+        ("tenants.acme.wieght=3", "orchestrator.tenants.acme.wieght is no key: use one of api_keys, weight, max_"),
+        ("tenants.acme.weight=0", "orchestrator.tenants.acme.weight = 0 is wrong: input should be greater"),
+        ("tenants.acme=3", "orchestrator.tenants.acme = 3 is wrong: orchestrator.tenants.acme is a section"),
+        ('tenants.acme.api_keys=["s3cret"]', "acme.api_keys.0: is no key: write env:NAME, or sha256: and"),
+        ('tenants.acme.api_keys=["sha256:ab"]', "acme.api_keys.0: is no key: write env:NAME, or sha256:"),
         (
-            "orchestrator.tenants.acme.wieght=3",
-            "orchestrator.tenants.acme.wieght is no key: use one of api_keys, weight, max_",
-        ),
-        (
-            "orchestrator.tenants.acme.weight=0",
-            "orchestrator.tenants.acme.weight = 0 is wrong: input should be greater",
-        ),
-        (
-            "orchestrator.tenants.acme=3",
-            "orchestrator.tenants.acme = 3 is wrong: orchestrator.tenants.acme is a section",
-        ),
-        (
-            'orchestrator.tenants.acme.api_keys=["s3cret"]',
-            "acme.api_keys.0: is no key: write env:NAME, or sha256: and",
-        ),
-        (
-            'orchestrator.tenants.acme.api_keys=["sha256:ab"]',
-            "acme.api_keys.0: is no key: write env:NAME, or sha256:",
-        ),
-        (
-            'orchestrator.tenants.acme.api_keys=["env:BATON_NO_SUCH_KEY"]',
+            'tenants.acme.api_keys=["env:BATON_NO_SUCH_KEY"]',
             "acme.api_keys.0: environment variable BATON_NO_SUCH_KEY is not set: export it",
         ),
-        ("orchestrator.require_api_key=true", "orchestrator: require_api_key = True, and no tenant has a key"),
+        ("require_api_key=true", "orchestrator: require_api_key = True, and no tenant has a key"),
     ],
 )
 def test_a_mistake_about_tenants_is_one_line_that_shows_no_key(assignment: str, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(None, [assignment])
+        load_config(None, [f"orchestrator.{assignment}"])
     assert text in str(caught.value)
     assert "\n" not in str(caught.value) and "s3cret" not in str(caught.value)
 

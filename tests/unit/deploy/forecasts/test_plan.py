@@ -1,17 +1,18 @@
 """`baton plan`: the roofline's numbers, from every way to name a model; one-line refusals; a plot that is a PNG."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deploy.cli import main
 from deploy.machine import probe
 from planning.model_shape import ModelShape
 from planning.study.chips import Chip
 from tests.support.folders import DATA
+from tests.support.wire.commands import Baton
 
 pytestmark = pytest.mark.integration
 
@@ -28,27 +29,10 @@ LLAMA = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-
-
-def shown(capsys: pytest.CaptureFixture[str], arguments: str) -> str:
-    assert main(["plan", *arguments.split()]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    return out
-
-
-def planned(capsys: pytest.CaptureFixture[str], arguments: str) -> dict[str, Any]:
-    plan: dict[str, Any] = json.loads(shown(capsys, f"{arguments} --json"))
-    return plan
-
-
-def test_the_source_s_table_to_the_last_digit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_source_s_table_to_the_last_digit(baton: Baton) -> None:
     """From the sizes that it starts from: 13e9 parameters, and 6.7e9 bytes of KV for 8,192 tokens."""
     batches = ",".join(map(str, MHA["batch"]))
-    plan = planned(capsys, f"--params 13e9 --kv-per-token 817871.09375 {V5E_8} --batch {batches}")
+    plan = baton.json(f"plan --params 13e9 --kv-per-token 817871.09375 {V5E_8} --batch {batches}")
     cells = plan["cells"]
     assert [cell["batch"] for cell in cells] == MHA["batch"]
     assert [round(cell["kv_bytes"] / 1e9, 1) for cell in cells] == MHA["kv_gib"]
@@ -58,54 +42,47 @@ def test_the_source_s_table_to_the_last_digit(capsys: pytest.CaptureFixture[str]
     assert [cell["fits"] for cell in cells] == [True, True, False, False, False, False]
 
 
-def test_the_source_s_table_by_the_model_s_name(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = planned(capsys, f"llama-13b {V5E_8} --batch 1,240")
+def test_the_source_s_table_by_the_model_s_name(baton: Baton) -> None:
+    plan = baton.json(f"plan llama-13b {V5E_8} --batch 1,240")
     times = [cell["step_s"] * 1e3 for cell in plan["cells"]]
     assert times == pytest.approx([MHA["step_ms"][0], MHA["step_ms"][-1]], rel=0.005)
     assert round(plan["critical_batch"]) == TABLES["critical_batch"]["tpu_v5e_bf16"]
 
 
 @pytest.mark.parametrize(("kv_heads", "entry"), [(8, "max_batch_128k_on_4x4"), (1, "max_batch_128k_one_kv_head")])
-def test_the_source_s_exercise_by_its_shape(capsys: pytest.CaptureFixture[str], kv_heads: int, entry: str) -> None:
-    plan = planned(capsys, f"{EXERCISE.format(kv_heads)} {ALL_INT8}")
+def test_the_source_s_exercise_by_its_shape(baton: Baton, kv_heads: int, entry: str) -> None:
+    plan = baton.json(f"plan {EXERCISE.format(kv_heads)} {ALL_INT8}")
     assert plan["largest_batch"] == {"128000": TABLES["exercise_model"][entry]}
 
 
-def test_the_source_s_mixture(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = planned(capsys, f"{EXERCISE.format(8)},experts=16,active_experts=2 --hardware tpu-v5e")
+def test_the_source_s_mixture(baton: Baton) -> None:
+    plan = baton.json(f"plan {EXERCISE.format(8)},experts=16,active_experts=2 --hardware tpu-v5e")
     assert plan["model"]["num_params"] == pytest.approx(212e9, abs=0.5e9)
     assert plan["critical_batch"] == pytest.approx(1920, abs=5)
 
 
-def test_tables_hold_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    out = shown(capsys, f"llama-13b {V5E_8} --batch 1,16")
+def test_tables_hold_the_numbers(baton: Baton) -> None:
+    out = baton.shown(f"plan llama-13b {V5E_8} --batch 1,16")
     assert "13.02e9, 26.03 GB of 128 GB" in out
     rows = [line.split() for line in out.splitlines() if line.strip().startswith("8192")]
     assert rows == [["8192", "6.711", "15", "4.991w", "(20.34k)"], ["8192", "6.711", "15", "200.4", "(786.8)"]]
 
 
-def test_tables_fit_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in ("smollm2-135m", "llama-3.1-8b --hardware h200"):
-        out = shown(capsys, arguments)
-        assert max(len(line) for line in out.splitlines()) <= 80
-        assert "\N{HORIZONTAL ELLIPSIS}" not in out
+def test_weights_that_do_not_fit_are_said(baton: Baton) -> None:
+    assert "26.03 GB of 16 GB: they do not fit" in baton.shown("plan llama-13b --hardware tpu-v5e")
 
 
-def test_weights_that_do_not_fit_are_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "26.03 GB of 16 GB: they do not fit" in shown(capsys, "llama-13b --hardware tpu-v5e")
-
-
-def test_a_folder_is_read_like_a_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_folder_is_read_like_a_name(baton: Baton, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    model = planned(capsys, str(tmp_path))["model"]
+    model = baton.json(f"plan {tmp_path}")["model"]
     layer = 64 * 16 * (4 + 2 * 2) + 64 * 64 + 3 * 64 * 128
     assert model["num_params"] == 2 * layer + 100 * 64
     assert model["kv_token_bytes"] == 2 * 2 * 2 * 16 * 2
 
 
-def test_int8_halves_what_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+def test_int8_halves_what_is_read(baton: Baton) -> None:
     whole, half = (
-        planned(capsys, f"llama-3.1-8b --batch 1 --context 8k {formats}")
+        baton.json(f"plan llama-3.1-8b --batch 1 --context 8k {formats}")
         for formats in ("", "--weights int8 --kv int8")
     )
     assert half["cells"][0]["step_s"] == pytest.approx(whole["cells"][0]["step_s"] / 2)
@@ -114,7 +91,7 @@ def test_int8_halves_what_is_read(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(("spread", "doubt"), [(1.1, ""), (1.5, "repeats differ 1.5 times: this machine is busy")])
 def test_here_measures_with_the_model_s_shape(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], spread: float, doubt: str
+    monkeypatch: pytest.MonkeyPatch, baton: Baton, spread: float, doubt: str
 ) -> None:
     asked = list[object]()
 
@@ -126,11 +103,11 @@ def test_here_measures_with_the_model_s_shape(
         return probe.Measured(MACHINE, spread)
 
     monkeypatch.setattr(probe, "measure", measure)
-    assert main("plan smollm2-135m --hardware here --threads 2 --dtype float32 --batch 1 --context 1k".split()) == 0
-    out, err = capsys.readouterr()
-    assert doubt in err if doubt else not err
+    run = baton.run("plan smollm2-135m --hardware here --threads 2 --dtype float32 --batch 1 --context 1k")
+    assert run.status == 0
+    assert doubt in run.err if doubt else not run.err
     assert asked == [(576, 4, "float32", 2, "none")]
-    text = " ".join(out.split())
+    text = " ".join(run.out.split())
     assert "this machine, measured with 2 threads" in text
     assert "reads 20 GB/s, computes 0.5 TFLOP/s, attends to 10 GB/s, 20 us a layer besides, 50% overlapped" in text
 
@@ -159,31 +136,11 @@ def test_here_measures_with_the_model_s_shape(
         ("smollm2-135m --plot no/folder/plot.png", "cannot be written (No such file or directory)"),
     ],
 )
-def test_refusals_are_one_line_with_field_and_remedy(
-    capsys: pytest.CaptureFixture[str], arguments: str, text: str
-) -> None:
-    assert main(["plan", *arguments.split()]) == 2
-    err = capsys.readouterr().err
-    assert text in err and err.startswith("baton: ") and err.count("\n") == 1
-
-
-def test_plot_is_a_png(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    shown(capsys, f"llama-13b {V5E_8},1k --plot {tmp_path / 'plot.png'}")
-    data = (tmp_path / "plot.png").read_bytes()
-    assert data.startswith(b"\x89PNG") and len(data) > 10_000
-
-
-def test_without_matplotlib_the_extra_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["plan", "llama-13b", "--plot", str(tmp_path / "plot.png")]) == 2
-    assert "--plot needs matplotlib: run `pip install 'baton-serve[plot]'`" in capsys.readouterr().err
+def test_refusals_are_one_line_with_field_and_remedy(baton: Baton, arguments: str, text: str) -> None:
+    assert text in baton.refusal(f"plan {arguments}", may_show=True)
 
 
 def test_a_plan_needs_no_torch() -> None:
-    import subprocess
-
     program = "import sys; from deploy.cli import main; main(['plan', 'llama-13b']); print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True, check=True)
     assert run.stdout.splitlines()[-1] == "False"

@@ -1,12 +1,10 @@
 """`baton simulate`: tables that say what the cost model says, one-line refusals, a plot that is a PNG."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from deploy.cli import main
 from planning.calibration import save
 from planning.chain.search import search
 from planning.chain.wavefront import chain_ttft
@@ -15,18 +13,7 @@ from planning.hardware import HARDWARE, derive
 from planning.model_shape import SHAPES
 from planning.study.peers import single
 from tests.support.calibrating import calibrate
-
-
-@pytest.fixture(autouse=True)
-def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-
-
-def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["simulate", *arguments]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    return out
+from tests.support.wire.commands import Baton
 
 
 def numbers(out: str, first: str) -> list[list[float]]:
@@ -35,8 +22,8 @@ def numbers(out: str, first: str) -> list[list[float]]:
     return [[float(word) for word in row if re.fullmatch(r"[\d.]+", word)] for row in rows]
 
 
-def test_table_holds_the_predictions(capsys: pytest.CaptureFixture[str]) -> None:
-    out = shown(capsys, "--ranks", "4", "--contexts", "8k")
+def test_table_holds_the_predictions(baton: Baton) -> None:
+    out = baton.shown("simulate --ranks 4 --contexts 8k")
     cost = derive(SHAPES["llama-3.1-8b"], HARDWARE["h100-flash"])
     searched = float(chain_ttft(search(8192, 4, cost, BATON), cost, BATON))
     times, by_ranks = numbers(out, "8192")
@@ -46,52 +33,44 @@ def test_table_holds_the_predictions(capsys: pytest.CaptureFixture[str]) -> None
     assert sum(by_ranks[4:]) == pytest.approx(100, abs=2)
 
 
-@pytest.mark.parametrize("ranks", ["2", "2,4,8"])
-def test_tables_fit_80_columns(capsys: pytest.CaptureFixture[str], ranks: str) -> None:
-    out = shown(capsys, "--ranks", ranks, "--contexts", "1k,128k")
-    assert max(len(line) for line in out.splitlines()) <= 80
-    assert "\N{HORIZONTAL ELLIPSIS}" not in out
-
-
-def test_slow_links_move_tokens_to_the_last_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    row = numbers(shown(capsys, "--link-gb-s", "1", "--ranks", "4", "--contexts", "8k"), "8192")[1]
+def test_slow_links_move_tokens_to_the_last_rank(baton: Baton) -> None:
+    row = numbers(baton.shown("simulate --link-gb-s 1 --ranks 4 --contexts 8k"), "8192")[1]
     assert row[-1] == 76
 
 
-def test_paper_protocol_on_the_papers_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_paper_protocol_on_the_papers_machine(baton: Baton) -> None:
     arguments = "--model llama-7b --hardware a100-eager --protocol paper --ranks 4 --contexts 16k"
-    row = numbers(shown(capsys, *arguments.split()), "16384")[0]
+    row = numbers(baton.shown(f"simulate {arguments}"), "16384")[0]
     cost = derive(SHAPES["llama-7b"], HARDWARE["a100-eager"])
     assert row[3] == pytest.approx(float(chain_ttft(search(16384, 4, cost, PAPER), cost, PAPER)), abs=1e-3)
     assert row[3] == pytest.approx(1.24, rel=0.05)
     assert row[5] == pytest.approx(1.76, rel=0.05)
 
 
-def test_every_number_can_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_number_can_be_given(baton: Baton) -> None:
     """One layer, one head of one column, one FLOP each: 2 weights for q and o, 2 for k and v, 2 for a plain FFN."""
     shape = "num_layers=1,hidden=1,num_heads=1,num_kv_heads=1,head_dim=1,ffn=1,vocab=1,gated=0"
     rates = "--linear-tflop-s 1e-12 --attention-tflop-s 1e-12 --link-us 0 --link-gb-s 1 --push-gb-s 1"
-    row = numbers(shown(capsys, "--shape", shape, *rates.split(), "--ranks", "2", "--contexts", "10"), "10")[0]
+    row = numbers(baton.shown(f"simulate --shape {shape} {rates} --ranks 2 --contexts 10"), "10")[0]
     assert row[1] == 12 * 10 + 4 * 50 + 2
 
 
-def test_cached_tokens_and_push_take_longer(capsys: pytest.CaptureFixture[str]) -> None:
-    plain = numbers(shown(capsys, "--ranks", "2", "--contexts", "4k"), "4096")[0]
-    cached = numbers(shown(capsys, "--ranks", "2", "--contexts", "4k", "--cached", "64k"), "4096")[0]
-    pushed = numbers(shown(capsys, "--ranks", "2", "--contexts", "4k", "--push-gb-s", "0.5"), "4096")[0]
+def test_cached_tokens_and_push_take_longer(baton: Baton) -> None:
+    plain, cached, pushed = (
+        numbers(baton.shown(f"simulate --ranks 2 --contexts 4k {more}"), "4096")[0]
+        for more in ("", "--cached 64k", "--push-gb-s 0.5")
+    )
     assert cached[3] > 1.5 * plain[3] and pushed[3] > 1.5 * plain[3]
     assert pushed[5] == plain[5]
 
 
-def test_calibration_file_takes_the_place_of_model_and_hardware(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_calibration_file_takes_the_place_of_model_and_hardware(baton: Baton, tmp_path: Path) -> None:
     prefill = tuple((float(n), 0.02 + 2e-4 * n + 5e-8 * n * n) for n in (256, 512, 1024, 2048))
     messages = tuple((float(size), 1e-4 + size / 2e9) for size in (1e4, 1e6, 1e8))
     shape = SHAPES["smollm2-135m"]
     made = calibrate("smollm2", "2 CPUs", shape, kernel=Kernel.CAUSAL, prefill_points=prefill, link_points=messages)
     save(made, tmp_path / "here.json")
-    out = shown(capsys, "--calibration", str(tmp_path / "here.json"), "--ranks", "2", "--contexts", "1k")
+    out = baton.shown(f"simulate --calibration {tmp_path / 'here.json'} --ranks 2 --contexts 1k")
     assert "smollm2 on 2 CPUs, links 2 GB/s and 100 us" in out
     assert numbers(out, "1024")[0][1] == pytest.approx(0.02 + 2e-4 * 1024 + 5e-8 * 1024**2, rel=0.01)
 
@@ -119,24 +98,5 @@ def test_calibration_file_takes_the_place_of_model_and_hardware(
         ("--contexts 64 --ranks 2 --plot no/folder/plot.png", "cannot be written (No such file or directory)"),
     ],
 )
-def test_refusals_are_one_line_with_field_and_remedy(
-    capsys: pytest.CaptureFixture[str], arguments: str, text: str
-) -> None:
-    assert main(["simulate", *arguments.split()]) == 2
-    err = capsys.readouterr().err
-    assert text in err and err.startswith("baton: ") and err.count("\n") == 1
-
-
-def test_plot_is_a_png(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    shown(capsys, "--ranks", "2,4", "--contexts", "64,1k", "--plot", str(tmp_path / "plot.png"))
-    data = (tmp_path / "plot.png").read_bytes()
-    assert data.startswith(b"\x89PNG") and len(data) > 10_000
-
-
-def test_without_matplotlib_the_extra_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    plot = str(tmp_path / "plot.png")
-    assert main(["simulate", "--ranks", "2", "--contexts", "64", "--plot", plot]) == 2
-    assert "--plot needs matplotlib: run `pip install 'baton-serve[plot]'`" in capsys.readouterr().err
+def test_refusals_are_one_line_with_field_and_remedy(baton: Baton, arguments: str, text: str) -> None:
+    assert text in baton.refusal(f"simulate {arguments}", may_show=True)

@@ -34,7 +34,7 @@ class Watched(ChainLinks):
     """Keeps the ports of the stores at which it lets ranks meet."""
 
     def __init__(self) -> None:
-        super().__init__(HOST, timeout_s=20.0)
+        super().__init__(HOST, timeout_s=60)
         self.ports: set[int] = set()
 
     async def _join(self, rank: int, num_ranks: int, worker: Worker, port: int) -> None:

@@ -42,7 +42,7 @@ class Bench:
             self._count,
             backoff=Backoff(first_s=0.2, most_s=0.4),
         )
-        self.links = ChainLinks(HOST, 10.0)
+        self.links = ChainLinks(HOST, 60.0)
         ranks = [tiny_worker("prefill", rank) for rank in range(2)]
         self.chain = WorkerGroup("prefill-0", ranks, self.around, self.links)
         self.engine = WorkerGroup("generate-0", [tiny_worker("generate")], self.around)
@@ -95,7 +95,7 @@ async def test_an_ended_rank_is_replaced_and_the_chain_linked_anew(bench: Bench)
         bench.chain.workers[1].handle.kill()
         await bench.chain.workers[1].handle.wait()
         bench.chain.suspect()
-        await bench.cluster.until_ready(20)
+        await bench.cluster.until_ready(60)
         assert bench.chain.endpoints[0] == survivor
         assert bench.chain.endpoints[1] != victim
         assert bench.links.epoch >= 2
@@ -109,7 +109,7 @@ async def test_an_ended_engine_is_replaced_and_the_chain_left_alone(bench: Bench
         bench.engine.workers[0].handle.kill()
         await bench.engine.workers[0].handle.wait()
         bench.engine.suspect()
-        await bench.cluster.until_ready(20)
+        await bench.cluster.until_ready(60)
         assert bench.engine.endpoints != before
         assert bench.links.epoch == 1
         assert bench.num_changes >= changes + 2
@@ -122,7 +122,7 @@ async def test_a_replacement_that_fails_is_tried_again(bench: Bench) -> None:
         bench.engine.workers[0].handle.kill()
         await bench.engine.workers[0].handle.wait()
         bench.engine.suspect()
-        await bench.cluster.until_ready(20)
+        await bench.cluster.until_ready(60)
         assert not bench.spawner.failures
         assert len(bench.spawner.made) == 4
     assert bench.reports[-4:-1] == [
@@ -138,7 +138,7 @@ async def test_a_worker_that_ends_again_and_again_is_waited_for_and_its_neighbou
         for _ in range(3):
             await bench.chain.workers[1].handle.close()
             bench.chain.suspect()
-            await bench.cluster.until_ready(20)
+            await bench.cluster.until_ready(60)
         assert bench.chain.endpoints[0] == survivor
     ends = [line for line in bench.reports if "ended" in line]
     assert ends == [
@@ -207,4 +207,4 @@ async def test_a_new_supervisor_counts_on_from_the_epoch_that_it_finds(bench: Be
 
 async def test_waiting_for_readiness_is_bounded(bench: Bench) -> None:
     with pytest.raises(UnavailableError, match="have not been ready for 0.01 s"):
-        await asyncio.wait_for(bench.cluster.until_ready(0.01), 5)
+        await asyncio.wait_for(bench.cluster.until_ready(0.01), 60)

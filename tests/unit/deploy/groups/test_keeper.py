@@ -27,7 +27,7 @@ pytestmark = pytest.mark.integration
 MODEL = ModelInfo("letters", 64, 100, "float32", False, "layout")
 VIEW = ClusterView(generation=(GenerationGroup("g", f"{HOST}:1", "layout", num_slots=4, max_slot_tokens=64),))
 DRAINED = Orders(drained=frozenset({"g"}))
-WITHIN_S = 30.0
+WITHIN_S = 60.0
 
 
 class Scene:

@@ -1,6 +1,5 @@
 """What the configuration leaves open follows the machine; what is set stays."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +13,16 @@ from deploy.machine.arrangement import arrange
 from deploy.machine.core_rates import keep_rates
 from deploy.machine.doctor import Machine
 from planning.hardware import CoreRates
+from tests.support.models.config_folders import SMALL, write_config
 
-MODEL = {
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "num_hidden_layers": 30,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "eos_token_id": 2,
-}
-"""The configuration of a model as large as SmolLM2-135M, of which only the shape counts."""
 SHARED, SCALING = CoreRates(2e11, 1.6e11, 1e10, 1e10), CoreRates(2e11, 1.6e11, 1e10, 8e10)
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(cache: Path, tmp_path: Path) -> Path:
     """Of a model, on a machine whose cores share one core's bandwidth."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     keep_rates({"2": SHARED, "4": SHARED})
-    made = tmp_path / "tiny"
-    made.mkdir()
-    (made / "config.json").write_text(json.dumps(MODEL))
+    made = write_config(tmp_path / "tiny", SMALL)
     save_file({"weight": torch.zeros(8)}, made / "model.safetensors")
     return made
 

@@ -1,7 +1,6 @@
 """There is always a calibration: a given one, else the kept one, else one by nominal rates."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
@@ -25,30 +24,13 @@ from planning import step_times
 from planning.calibration import Calibration, save
 from planning.fit import RankRow
 from planning.step_times import StepTimes, path_beside, tabulate
+from tests.support.models.config_folders import write_config
 from tests.support.wire.secret import SECRET
-
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 97,
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "eos_token_id": 2,
-}
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of a model; the user's cache is empty."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    made = tmp_path / "tiny"
-    made.mkdir()
-    (made / "config.json").write_text(json.dumps(CONFIG))
-    return made
+def folder(cache: Path, tmp_path: Path) -> Path:
+    return write_config(tmp_path / "tiny")
 
 
 def measured(assumed: Calibration, path: Path) -> Calibration:

@@ -1,6 +1,5 @@
 """What a core reaches is measured once, kept, and what predictions begin with."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -9,24 +8,16 @@ from deploy.machine import core_rates
 from deploy.machine.calibrations import nominal_calibration, nominal_step_times
 from deploy.machine.core_rates import keep_rates, kept_rates, kept_rates_path, measure_core_rates
 from planning.hardware import CoreRates, cpu_rank
-from tests.unit.deploy.machine.test_arrangement import MODEL
+from tests.support.models.config_folders import SMALL, write_config
+
+pytestmark = pytest.mark.usefixtures("cache")
 
 RATES = CoreRates(1e11, 5e10, 4e9, 7e9)
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Of a model."""
-    made = tmp_path / "tiny"
-    made.mkdir()
-    (made / "config.json").write_text(json.dumps(MODEL))
-    return made
+    return write_config(tmp_path / "tiny", SMALL)
 
 
 def test_without_a_measurement_rates_are_assumed() -> None:
@@ -59,9 +50,9 @@ def test_damaged_rates_are_ignored(text: str, caplog: pytest.LogCaptureFixture) 
     assert "predictions begin with assumed rates" in caplog.text
 
 
-def test_this_core_is_measured(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_core_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")  # where kernels are built already
-    monkeypatch.setattr(core_rates, "kept_rates_path", lambda: cache / "rates.json")
+    monkeypatch.setattr(core_rates, "kept_rates_path", lambda: tmp_path / "rates.json")
     monkeypatch.setattr(core_rates, "_SECONDS", 0.0)
     rates = measure_core_rates()
     keep_rates(rates)

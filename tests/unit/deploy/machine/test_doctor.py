@@ -54,6 +54,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def check(finding: Finding, verdict: Verdict, text: str = "") -> None:
+    assert finding.verdict is verdict and text in finding.text, finding
+
+
 def test_weights_are_counted_as_they_will_be_loaded(folder: Path) -> None:
     assert (weight_bytes(folder, "bfloat16"), weight_bytes(folder, "float32")) == (12, 24)
 
@@ -66,9 +70,7 @@ def test_a_truncated_weights_file_is_named(folder: Path) -> None:
 
 def test_a_model_that_lacks_files_fails(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
-    finding = check_model(load_config(None), folder)
-    assert finding.verdict is Verdict.FAILED
-    assert "lacks tokenizer.json" in finding.text
+    check(check_model(load_config(None), folder), Verdict.FAILED, "lacks tokenizer.json")
 
 
 def test_packed_weights_are_counted_by_their_bits(folder: Path) -> None:
@@ -90,10 +92,8 @@ def test_format_of_quantised_weights_is_shown_and_one_that_cannot_be_read_fails(
     assert "as bfloat16, dequantised from awq, 4 bits, groups of 128" in check_model(load_config(None), folder).text
     (folder / "config.json").write_text(json.dumps({"quantization_config": {**settings, "bits": 3}}))
     finding = check_model(load_config(None), folder)
-    assert finding.verdict is Verdict.FAILED
-    assert (
-        "model.name: " in finding.text and "quantization_config: bits: 3 is not supported; choose AWQ" in finding.text
-    )
+    check(finding, Verdict.FAILED, "quantization_config: bits: 3 is not supported; choose AWQ")
+    assert "model.name: " in finding.text
 
 
 def test_a_model_that_drafts_must_be_whole_and_takes_memory(folder: Path, tmp_path: Path) -> None:
@@ -102,15 +102,14 @@ def test_a_model_that_drafts_must_be_whole_and_takes_memory(folder: Path, tmp_pa
     save_file({"a": np.zeros(2**20, np.float16)}, drafts / "model.safetensors")
     (drafts / "config.json").write_text("{}")
     config = load_config(None, ["generate.speculation=model", f"generate.draft_model={drafts}"])
-    finding = check_model(config, folder)
-    assert finding.verdict is Verdict.FAILED
-    assert f"{drafts} lacks tokenizer.json: set generate.draft_model to a whole model" in finding.text
+    lack = f"{drafts} lacks tokenizer.json: set generate.draft_model to a whole model"
+    check(check_model(config, folder), Verdict.FAILED, lack)
     (drafts / "tokenizer.json").write_text("{}")
     assert f"drafts by {drafts}" in check_model(config, folder).text
     needed = config.num_workers * (weight_bytes(folder, "bfloat16") + WORKER_BYTES)
     machine = replace(MACHINE, available_bytes=needed + 2**20)
-    assert check_memory(config, folder, machine).verdict is Verdict.FAILED
-    assert check_memory(load_config(None), folder, machine).verdict is Verdict.OK
+    check(check_memory(config, folder, machine), Verdict.FAILED)
+    check(check_memory(load_config(None), folder, machine), Verdict.OK)
 
 
 def test_devices_are_listed_with_what_each_role_would_use() -> None:
@@ -132,100 +131,88 @@ def test_memory_for_all_groups_that_may_be_started_is_looked_at(folder: Path) ->
     config = load_config(None, ["autoscaling.mode=act", "autoscaling.max=6", "prefill.num_ranks=2"])
     worker = weight_bytes(folder, "bfloat16") + WORKER_BYTES
     scarce, enough = (replace(MACHINE, available_bytes=number * worker) for number in (10, 11))
-    assert check_memory(config, folder, scarce).verdict is Verdict.WARNING
-    assert "the autoscaler may start 11: lower autoscaling.max" in check_memory(config, folder, scarce).text
-    assert check_memory(config, folder, enough).verdict is Verdict.OK
+    may_start = "the autoscaler may start 11: lower autoscaling.max"
+    check(check_memory(config, folder, scarce), Verdict.WARNING, may_start)
+    check(check_memory(config, folder, enough), Verdict.OK)
 
 
 @pytest.mark.parametrize("field", ["residency", "speculation"])
-def test_keys_cannot_be_chosen_by_what_nobody_prepared(
-    field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_keys_cannot_be_chosen_by_what_nobody_prepared(field: str, cache: Path) -> None:
     plain, sparse = load_config(None, []), load_config(None, [f"generate.{field}=infinigen"])
-    assert check_selection(plain).verdict is Verdict.OK
-    found = check_selection(sparse)
-    assert found.verdict is Verdict.FAILED and "run `baton prepare` with this model" in found.text
-    assert f"{field} infinigen chooses keys" in found.text
-    path = tmp_path / "baton" / "selections" / "some.safetensors"
+    check(check_selection(plain), Verdict.OK)
+    check(check_selection(sparse), Verdict.FAILED, "run `baton prepare` with this model")
+    check(check_selection(sparse), Verdict.FAILED, f"{field} infinigen chooses keys")
+    path = cache / "baton" / "selections" / "some.safetensors"
     path.parent.mkdir(parents=True)
     path.write_bytes(b"")
-    assert check_selection(sparse).verdict is Verdict.OK
+    check(check_selection(sparse), Verdict.OK)
     named = load_config(None, [f"generate.{field}=infinigen", f"generate.selection_file={path}"])
-    assert check_selection(named).verdict is Verdict.OK
+    check(check_selection(named), Verdict.OK)
     path.unlink()
-    found = check_selection(named)
-    assert found.verdict is Verdict.FAILED and f"{path} is no file: set generate.selection_file" in found.text
+    check(check_selection(named), Verdict.FAILED, f"{path} is no file: set generate.selection_file")
 
 
 def test_a_pinned_core_that_is_absent_fails() -> None:
-    finding = check_cores(load_config(None, ["orchestrator.cores=[0, 7]"]), MACHINE)
-    assert finding.verdict is Verdict.FAILED
-    assert "[7]" in finding.text
+    check(check_cores(load_config(None, ["orchestrator.cores=[0, 7]"]), MACHINE), Verdict.FAILED, "[7]")
 
 
 def test_more_workers_than_cores_is_a_warning_only() -> None:
-    assert check_cores(load_config(None), MACHINE).verdict is Verdict.WARNING
-    assert check_cores(load_config(None, ["prefill.num_ranks=1"]), MACHINE).verdict is Verdict.OK
+    check(check_cores(load_config(None), MACHINE), Verdict.WARNING)
+    check(check_cores(load_config(None, ["prefill.num_ranks=1"]), MACHINE), Verdict.OK)
 
 
 def test_workers_that_do_not_fit_into_memory_fail(folder: Path) -> None:
     config = load_config(None, ["prefill.num_ranks=3"])
-    assert check_memory(config, folder, MACHINE).verdict is Verdict.OK
-    finding = check_memory(config, folder, replace(MACHINE, available_bytes=2**30))
-    assert finding.verdict is Verdict.FAILED
-    assert "2.0 GiB for 4 workers" in finding.text
+    check(check_memory(config, folder, MACHINE), Verdict.OK)
+    check(
+        check_memory(config, folder, replace(MACHINE, available_bytes=2**30)), Verdict.FAILED, "2.0 GiB for 4 workers"
+    )
 
 
 def test_kv_that_does_not_fit_beside_the_weights_is_a_warning(folder: Path) -> None:
     values = ["prefill.num_ranks=1", "generate.num_groups=2", "generate.kv_memory_bytes=4GiB"]
     short = replace(MACHINE, available_bytes=9 * 2**30)
-    assert check_memory(load_config(None, values[:2]), folder, short).verdict is Verdict.OK
-    finding = check_memory(load_config(None, values), folder, short)
-    assert finding.verdict is Verdict.WARNING
-    assert "8.0 GiB for KV: lower generate.kv_memory_bytes" in finding.text
-    assert check_memory(load_config(None, values), folder, MACHINE).verdict is Verdict.OK
+    config = load_config(None, values)
+    check(check_memory(load_config(None, values[:2]), folder, short), Verdict.OK)
+    check(check_memory(config, folder, short), Verdict.WARNING, "8.0 GiB for KV: lower generate.kv_memory_bytes")
+    check(check_memory(config, folder, MACHINE), Verdict.OK)
 
 
 def test_an_object_store_that_does_not_fit_fails() -> None:
-    assert check_shm(load_config(None, ["ray.object_store_mib=1024"]), MACHINE).verdict is Verdict.OK
-    assert check_shm(load_config(None, ["ray.object_store_mib=1025"]), MACHINE).verdict is Verdict.FAILED
+    check(check_shm(load_config(None, ["ray.object_store_mib=1024"]), MACHINE), Verdict.OK)
+    check(check_shm(load_config(None, ["ray.object_store_mib=1025"]), MACHINE), Verdict.FAILED)
 
 
 def test_kernels_that_are_not_built_are_a_warning_only() -> None:
-    assert check_instruction_set(replace(MACHINE, instruction_set=None)).verdict is Verdict.WARNING
-    assert "x86-64-v3" in check_instruction_set(MACHINE).text
+    check(check_instruction_set(replace(MACHINE, instruction_set=None)), Verdict.WARNING)
+    check(check_instruction_set(MACHINE), Verdict.OK, "x86-64-v3")
 
 
-def test_a_port_in_use_fails_and_port_0_never() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        finding = check_port(load_config(None, [f"orchestrator.port={server.getsockname()[1]}", "http.port=-1"]))
-    assert finding.verdict is Verdict.FAILED
-    assert check_port(load_config(None, ["orchestrator.port=0", "http.port=0"])).verdict is Verdict.OK
-
-
-def test_the_port_of_http_in_use_fails() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        taken = server.getsockname()[1]
-        finding = check_port(load_config(None, ["orchestrator.port=0", f"http.port={taken}"]))
-    assert finding.verdict is Verdict.FAILED
-    assert f"127.0.0.1:{taken} cannot be listened on" in finding.text and "set http.host and http.port" in finding.text
-
-
-def test_a_metrics_port_in_use_fails_and_none_never() -> None:
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (["orchestrator.port={taken}", "http.port=-1"], "orchestrator.port"),
+        (["orchestrator.port=0", "http.port={taken}"], "set http.host and http.port"),
+        (["orchestrator.port=0", "orchestrator.metrics_port={taken}"], "orchestrator.metrics_port"),
+    ],
+)
+def test_a_port_in_use_fails(settings: list[str], named: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = server.getsockname()[1]
-        finding = check_port(load_config(None, ["orchestrator.port=0", f"orchestrator.metrics_port={taken}"]))
-    assert finding.verdict is Verdict.FAILED
-    assert f"127.0.0.1:{taken} cannot be listened on" in finding.text and "orchestrator.metrics_port" in finding.text
+        finding = check_port(load_config(None, [setting.format(taken=taken) for setting in settings]))
+    check(finding, Verdict.FAILED, f"127.0.0.1:{taken} cannot be listened on")
+    assert named in finding.text
+
+
+def test_any_free_port_and_none_are_never_in_use() -> None:
+    check(check_port(load_config(None, ["orchestrator.port=0", "http.port=0"])), Verdict.OK)
     for metrics_port in (0, -1):
         settings = ["orchestrator.port=0", f"orchestrator.metrics_port={metrics_port}", "http.port=-1"]
-        config = load_config(None, settings)
-        assert check_port(config) == Finding("port", Verdict.OK, "127.0.0.1:0 is free")
+        assert check_port(load_config(None, settings)) == Finding("port", Verdict.OK, "127.0.0.1:0 is free")
 
 
 def test_a_host_of_another_machine_fails() -> None:
-    assert check_port(load_config(None, ["orchestrator.host=192.0.2.77"])).verdict is Verdict.FAILED
+    check(check_port(load_config(None, ["orchestrator.host=192.0.2.77"])), Verdict.FAILED)
 
 
 def test_failed_findings_are_raised_by_name(folder: Path) -> None:
@@ -272,10 +259,9 @@ def test_rates_are_those_of_the_configured_model_and_threads(
 def test_rates_that_cannot_be_measured_leave_the_other_findings(folder: Path, tmp_path: Path) -> None:
     config, short = load_config(None), replace(MACHINE, available_bytes=2**20)
     (tmp_path / "letters").mkdir()
-    finding = measure_rates(config, folder, MACHINE)
-    assert finding.verdict is Verdict.WARNING and finding.text.startswith("not measured: ")
-    finding = measure_rates(config, write_letter_model(tmp_path / "letters"), short)
-    assert finding.verdict is Verdict.WARNING and "GB of memory, 0.0 are free: free some" in finding.text
+    check(measure_rates(config, folder, MACHINE), Verdict.WARNING, "not measured: ")
+    letters = write_letter_model(tmp_path / "letters")
+    check(measure_rates(config, letters, short), Verdict.WARNING, "GB of memory, 0.0 are free: free some")
 
 
 def test_kernels_in_use_stand_beside_the_rates_of_all_ways() -> None:

@@ -73,9 +73,6 @@ def test_the_nodes_of_each_pool_have_the_cores_that_its_workers_compute_with(con
 def test_the_configuration_asks_for_keys_and_listens_where_probes_and_gateways_call(config: ClusterConfig) -> None:
     assert config.orchestrator.require_api_key and config.orchestrator.operator_keys
     assert [len(tenant.api_keys) for tenant in config.orchestrator.tenants.values()] == [1]
-    assert (config.orchestrator.host, config.orchestrator.port, config.orchestrator.metrics_port) == (
-        "0.0.0.0",
-        50051,
-        9090,
-    )
+    section = config.orchestrator
+    assert (section.host, section.port, section.metrics_port) == ("0.0.0.0", 50051, 9090)
     assert config.ray.node_wait_s > 0

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from baton.types import TokenRange
-from deploy.cli import build_parser, main
+from deploy.cli import build_parser
 from deploy.quality.evaluate import find_settings
 from deploy.quality.passages import Context, Passage
 from deploy.quality.reading import Material, num_found
@@ -29,6 +29,7 @@ from modeling.sparse.selection_file import PreparedSelection, save_prepared
 from tests.support.engines.slot_tables import LAYOUT
 from tests.support.models.letter_models import write_letter_model
 from tests.support.models.tiny_tokenizer import ids_of, letter_tokenizer, text_of
+from tests.support.wire.commands import Baton
 
 pytestmark = pytest.mark.integration
 
@@ -60,18 +61,11 @@ def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def evaluated(capsys: pytest.CaptureFixture[str], folder: Path, options: str) -> dict[str, Any]:
-    arguments = [str(folder), "--text", str(folder / "text.txt"), *SMALL.split(), *options.split(), "--json"]
-    assert main(["evaluate", *arguments]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+def evaluated(baton: Baton, folder: Path, options: str) -> dict[str, Any]:
+    run = baton.run(f"evaluate {folder} --text {folder / 'text.txt'} {SMALL} {options} --json")
+    assert run.status == 0, run
+    found: dict[str, Any] = json.loads(run.out)
     return found
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["evaluate", *arguments]) != 0
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("baton: ") and err.count("\n") == 1, err
-    return err
 
 
 def settings(options: str) -> list[str]:
@@ -79,8 +73,8 @@ def settings(options: str) -> list[str]:
     return [str(setting) for setting in find_settings(args)]
 
 
-def test_exact_policies_cost_nothing_and_read_all(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    device, host = evaluated(capsys, folder, "--policies device,host")["cells"]
+def test_exact_policies_cost_nothing_and_read_all(baton: Baton, folder: Path) -> None:
+    device, host = evaluated(baton, folder, "--policies device,host")["cells"]
     for cell in (device, host):
         assert (cell["is_exact"], cell["cost"], cell["same_choice"], cell["kv_share"]) == (True, 0, 1, 1)
         assert cell["perplexity"] == device["perplexity"] > 1
@@ -91,19 +85,19 @@ def test_exact_policies_cost_nothing_and_read_all(capsys: pytest.CaptureFixture[
     assert host["device_share"] == pytest.approx(2 / 6)
 
 
-def test_a_policy_that_picks_every_key_is_full_attention(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_a_policy_that_picks_every_key_is_full_attention(baton: Baton, folder: Path) -> None:
     options = f"--policies infinigen,oracle --budget 1 --mass 1 --selection {folder / 'whole.safetensors'}"
-    for cell in evaluated(capsys, folder, options)["cells"]:
+    for cell in evaluated(baton, folder, options)["cells"]:
         assert (cell["is_exact"], cell["same_choice"], cell["kv_share"], cell["picked_share"]) == (False, 1, 1, 1)
         assert cell["cost"] == pytest.approx(0, abs=1e-5)
         assert cell["mass"] == pytest.approx(1, abs=1e-5)
 
 
-def test_policies_are_read_on_a_device_with_memory_of_its_own(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_policies_are_read_on_a_device_with_memory_of_its_own(baton: Baton, folder: Path) -> None:
     """The same tokens; what crosses the link is what is fetched and stored."""
     options = f"--policies device,oracle,infinigen --budget 0.25 --selection {folder / 'whole.safetensors'}"
-    at_home = evaluated(capsys, folder, options)["cells"]
-    apart = evaluated(capsys, folder, f"{options} --device emulated --link 10GBps")
+    at_home = evaluated(baton, folder, options)["cells"]
+    apart = evaluated(baton, folder, f"{options} --device emulated --link 10GBps")
     assert ", device emulated;" in apart["title"]
     for cell, other in zip(apart["cells"], at_home, strict=True):
         assert cell["perplexity"] == pytest.approx(other["perplexity"], rel=0.02)  # lookahead 1 picks other keys
@@ -114,10 +108,10 @@ def test_policies_are_read_on_a_device_with_memory_of_its_own(capsys: pytest.Cap
     assert 0 < infinigen["link_share"] < at_home[2]["link_share"]
 
 
-def test_what_a_budget_reads_is_the_formula_s(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_what_a_budget_reads_is_the_formula_s(baton: Baton, folder: Path) -> None:
     """Two layers of six whole; in the others the window's share of the keys, and the first two besides."""
     options = f"--policies window --budget 0.25,0.5 --selection {folder / 'whole.safetensors'} --mass 2"
-    cells = evaluated(capsys, folder, options)["cells"]
+    cells = evaluated(baton, folder, options)["cells"]
     lengths = range(CONTEXT + 1, CONTEXT + NUM_STEPS + 1)
     for cell, budget in zip(cells, (0.25, 0.5), strict=True):
         picked = [int(length * budget) + 2 for length in lengths]
@@ -132,9 +126,9 @@ def test_what_a_budget_reads_is_the_formula_s(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.skipif(not has_int4_kernel(), reason="needs a C++ compiler")
-def test_picks_in_4_bits_are_as_many_and_a_part_of_the_bytes(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_picks_in_4_bits_are_as_many_and_a_part_of_the_bytes(baton: Baton, folder: Path) -> None:
     options = f"--policies infinigen,infinigen_int4 --budget 0.25 --selection {folder / 'whole.safetensors'} --mass 2"
-    plain, packed = evaluated(capsys, folder, options)["cells"]
+    plain, packed = evaluated(baton, folder, options)["cells"]
     layout = load_decoder(folder, dtype="float32").layout
     part = layout.num_kv_heads * 2 * Int4Format(layout).head_bytes / layout.row_bytes
     assert (plain["setting"], packed["setting"]) == ("infinigen whole 0.25", "infinigen_int4 whole 0.25")
@@ -145,16 +139,16 @@ def test_picks_in_4_bits_are_as_many_and_a_part_of_the_bytes(capsys: pytest.Capt
     assert 0 < abs(packed["perplexity"] / plain["perplexity"] - 1) < 0.2
 
 
-def test_heavy_hitters_keep_their_budget_of_the_prompt(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    [cell] = evaluated(capsys, folder, "--policies h2o --budget 0.5")["cells"]
+def test_heavy_hitters_keep_their_budget_of_the_prompt(baton: Baton, folder: Path) -> None:
+    [cell] = evaluated(baton, folder, "--policies h2o --budget 0.5")["cells"]
     lengths = range(CONTEXT + 1, CONTEXT + NUM_STEPS + 1)
     assert cell["picked_share"] == pytest.approx(statistics.fmean(CONTEXT / 2 / length for length in lengths))
     assert (cell["setting"], cell["is_exact"]) == ("h2o 0.5", False)
 
 
-def test_a_pool_keeps_its_part_and_evicts_in_every_way(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_a_pool_keeps_its_part_and_evicts_in_every_way(baton: Baton, folder: Path) -> None:
     options = f"--policies infinigen --budget 0.3 --pool 0.5,1 --selection {folder / 'whole.safetensors'}"
-    whole, *half, full, _, _ = evaluated(capsys, folder, options)["cells"]
+    whole, *half, full, _, _ = evaluated(baton, folder, options)["cells"]
     assert (whole["setting"], whole["pool"], whole["eviction"]) == ("infinigen whole 0.3", None, None)
     assert [cell["setting"] for cell in half] == [
         f"infinigen whole 0.3 pool 0.5 {how}" for how in ("counter", "lru", "fifo")
@@ -165,13 +159,13 @@ def test_a_pool_keeps_its_part_and_evicts_in_every_way(capsys: pytest.CaptureFix
         assert 0.8 * whole["picked_share"] < cell["picked_share"] < whole["picked_share"]  # not of what is kept
 
 
-def test_the_table_and_the_plot(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
+def test_the_table_and_the_plot(baton: Baton, folder: Path, tmp_path: Path) -> None:
     plot = tmp_path / "quality.png"
-    text = str(folder / "text.txt")
     options = f"{SMALL} --policies device,oracle --alpha 1,4 --mass 5 --needles --plot {plot}"
     options += f" --selection {folder / 'whole.safetensors'}"
-    assert main(["evaluate", str(folder), "--text", text, *options.split()]) == 0
-    title, *lines = capsys.readouterr().out.splitlines()
+    run = baton.run(f"evaluate {folder} --text {folder / 'text.txt'} {options}")
+    assert run.status == 0
+    title, *lines = run.out.splitlines()
     assert "2 rows of text.txt, 10 steps" in title
     quality, space = lines[1:5], lines[7:11]
     assert quality[0].split() == "context policy perplexity cost, % same choice mass needles".split()
@@ -254,21 +248,25 @@ REFUSALS = {
 }
 
 
+def refused(baton: Baton, folder: Path, options: str) -> str:
+    """Return why a policy is refused."""
+    run = baton.run(f"evaluate {folder} --text {folder / 'text.txt'} {SMALL} --policies {options}")
+    assert run.status and run.out == "" and run.err.startswith("baton: ") and run.err.count("\n") == 1, run
+    return run.err
+
+
 @pytest.mark.parametrize("options", REFUSALS)
-def test_refusals_are_one_line(capsys: pytest.CaptureFixture[str], folder: Path, options: str) -> None:
-    arguments = [str(folder), "--text", str(folder / "text.txt"), *SMALL.split(), "--policies", "device"]
-    assert REFUSALS[options] in refusal(capsys, *arguments, *options.split())
+def test_refusals_are_one_line(baton: Baton, folder: Path, options: str) -> None:
+    assert REFUSALS[options] in refused(baton, folder, f"device {options}")
 
 
-def test_a_policy_that_needs_preparing_says_so(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    arguments = [str(folder), "--text", str(folder / "text.txt"), *SMALL.split(), "--policies", "infinigen"]
-    assert "run `baton prepare`" in refusal(capsys, *arguments, "--selection", "nothing.safetensors")
+def test_a_policy_that_needs_preparing_says_so(baton: Baton, folder: Path) -> None:
+    assert "run `baton prepare`" in refused(baton, folder, "infinigen --selection nothing.safetensors")
 
 
-def test_a_pool_without_room_for_what_stays_is_refused(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    arguments = [str(folder), "--text", str(folder / "text.txt"), *SMALL.split(), "--policies", "infinigen"]
-    options = ["--pool", "0.05", "--selection", str(folder / "whole.safetensors")]
-    assert "pool_tokens = 3 has no room for the 2 first and the 4 latest" in refusal(capsys, *arguments, *options)
+def test_a_pool_without_room_for_what_stays_is_refused(baton: Baton, folder: Path) -> None:
+    options = f"infinigen --pool 0.05 --selection {folder / 'whole.safetensors'}"
+    assert "pool_tokens = 3 has no room for the 2 first and the 4 latest" in refused(baton, folder, options)
 
 
 def test_help_needs_no_torch() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from baton.errors import InvalidArgumentError, ModelError
-from deploy.cli import build_parser, main
+from deploy.cli import build_parser
 from deploy.quality import fitting as prepare_run
 from deploy.quality.fitting import require_fit
 from deploy.quality.prepare import KINDS, find_wanted
@@ -19,6 +19,7 @@ from modeling.sparse.selection_file import load_prepared
 from tests.conftest import MODEL_CACHE
 from tests.support.folders import DATA
 from tests.support.models.tiny_models import random_decoder
+from tests.support.wire.commands import Baton
 
 NOVEL = DATA / "persuasion.txt.gz"
 SMALL = f"--cache {MODEL_CACHE} --threads 1 --rows 4 --context 128 --steps 4"
@@ -38,42 +39,41 @@ def test_the_kinds_that_help_offers_are_all() -> None:
     assert tuple(kind.value for kind in BasisKind) == KINDS
 
 
-def test_a_selection_by_hand_is_measured_and_kept(
-    smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_selection_by_hand_is_measured_and_kept(smollm2: Path, tmp_path: Path, baton: Baton) -> None:
     path = tmp_path / "selection.safetensors"
     tried = "--kinds columns,skew --ratios 0.3 --lookahead 1"
     by_hand = "--alpha 6 --most-share 0.4 --first 2 --last 8 --free-keys 9"
-    assert main(f"prepare smollm2-135m --text {NOVEL} {SMALL} {tried} {by_hand} --output {path}".split()) == 0
+    run = baton.run(f"prepare smollm2-135m --text {NOVEL} {SMALL} {tried} {by_hand} --output {path}")
+    assert run.status == 0
     prepared = load_prepared(path, load_decoder(smollm2, dtype="bfloat16"))
     assert prepared.selection == Selection(alpha=6.0, most_share=0.4, num_first=2, num_last=8, free_keys=9)
     assert prepared.lookahead == 1 and prepared.basis.num_columns == 19
     assert prepared.picked_share is not None and 0.1 < prepared.picked_share < 0.6
     assert prepared.captured_mass is not None and prepared.picked_share < prepared.captured_mass < 1
     assert prepared.perplexity_cost is not None and -0.5 < prepared.perplexity_cost < 2
-    out = capsys.readouterr().out
-    lines = [line.split() for line in out.splitlines()]
+    lines = [line.split() for line in run.out.splitlines()]
     rows = [line for line in lines if line[:1] in (["columns"], ["skew"]) and len(line) <= 5]
     masses = {line[0]: [float(each) for each in line[2:4]] for line in rows}
     best = max(masses, key=lambda name: masses[name][1])
     assert prepared.basis.kind.value == best, "by predicted queries, for that is how it will choose"
     assert all(0.5 < mass < 1 for row in masses.values() for mass in row)
-    assert f"written to {path}" in out.replace("\n", "")
-    assert max(len(line) for line in out.splitlines() if str(path) not in line) <= 80
+    assert f"written to {path}" in run.out.replace("\n", "")
+    assert max(len(line) for line in run.out.splitlines() if str(path) not in line) <= 80
 
 
 def test_a_search_keeps_what_it_says(
-    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, baton: Baton
 ) -> None:
     monkeypatch.setattr(prepare_run, "prepared_path", lambda fingerprint, lookahead: tmp_path / fingerprint)
     tried = "--kinds columns --ratios 0.3 --cost 3 --free-keys 1"
-    assert main(f"prepare smollm2-135m --text {NOVEL} {SMALL} {tried}".split()) == 0
+    run = baton.run(f"prepare smollm2-135m --text {NOVEL} {SMALL} {tried}")
+    assert run.status == 0
     decoder = load_decoder(smollm2, dtype="bfloat16")
     prepared = load_prepared(tmp_path / decoder.layout.model_fingerprint, decoder)
     assert prepared.perplexity_cost is not None and prepared.perplexity_cost <= 3
-    out, err = capsys.readouterr()
-    assert "columns 19, alpha inf, most 5%: reads" in err, "each attempt is told"
-    first = out.splitlines()[out.splitlines().index("") + 3].split()
+    assert "columns 19, alpha inf, most 5%: reads" in run.err, "each attempt is told"
+    lines = run.out.splitlines()
+    first = lines[lines.index("") + 3].split()
     assert first[:3] == ["columns", "19", f"{prepared.selection.alpha:g}"]
 
 
@@ -113,10 +113,8 @@ def test_defaults_ask_for_a_search_over_everything() -> None:
         ("--context 4kk", "--context: '4kk'"),
     ],
 )
-def test_refusals_name_option_and_remedy(capsys: pytest.CaptureFixture[str], arguments: str, text: str) -> None:
-    assert main(["prepare", "smollm2-135m", "--text", "novel", *arguments.split()]) == 2
-    err = capsys.readouterr().err
-    assert text in err and err.startswith("baton: ") and err.count("\n") == 1
+def test_refusals_name_option_and_remedy(baton: Baton, arguments: str, text: str) -> None:
+    assert text in baton.refusal(f"prepare smollm2-135m --text novel {arguments}")
 
 
 @pytest.mark.parametrize(
@@ -138,7 +136,7 @@ def test_a_model_without_a_layer_to_choose_in_is_refused() -> None:
         require_fit(random_decoder(num_layers=2), wanted("--context 128"))
 
 
-def test_a_text_that_is_too_short_is_refused(smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_that_is_too_short_is_refused(smollm2: Path, tmp_path: Path, baton: Baton) -> None:
     (tmp_path / "text").write_text("It is a truth universally acknowledged.\n" * 20)
-    assert main(f"prepare smollm2-135m --text {tmp_path / 'text'} {SMALL}".split()) == 2
-    assert "a row's part has" in capsys.readouterr().err
+    run = baton.run(f"prepare smollm2-135m --text {tmp_path / 'text'} {SMALL}")
+    assert run.status == 2 and "a row's part has" in run.err

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli import main
-from tests.support.folders import ROOT
+from tests.support.folders import DATA
+from tests.support.wire.commands import Baton
 
-SHORT = ("--trace", "steady", "--rate", "20", "--seconds", "10")
+SHORT = "simulate-traffic --trace steady --rate 20 --seconds 10"
 
 
 @pytest.fixture(autouse=True)
@@ -16,15 +16,10 @@ def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["simulate-traffic", *arguments]) == 0
-    return capsys.readouterr().out
-
-
-def test_the_table_has_a_line_a_policy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_table_has_a_line_a_policy(baton: Baton, tmp_path: Path) -> None:
     path = tmp_path / "runs.json"
     policies = "static,autoscale,queue,load,best-static"
-    out = run(capsys, *SHORT, "--groups", "2:1", "--policy", policies, "--json", str(path), "--explain")
+    out = baton.shown(f"{SHORT} --groups 2:1 --policy {policies} --json {path} --explain")
     runs = json.loads(path.read_text())
     names = ["static 2:1", "autoscale", "queue", "load", f"best-static {_best(runs)}"]
     assert list(runs) == names
@@ -40,43 +35,42 @@ def _best(runs: dict[str, object]) -> str:
 
 
 @pytest.mark.parametrize("name", ["trace_azure.csv", "trace_burstgpt.csv", "trace_mooncake.jsonl"])
-def test_trace_files_are_replayed(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    out = run(capsys, "--trace", str(ROOT / "tests/data" / name), "--groups", "1:1", "--cached-blocks", "100")
+def test_trace_files_are_replayed(baton: Baton, name: str) -> None:
+    out = baton.shown(f"simulate-traffic --trace {DATA / name} --groups 1:1 --cached-blocks 100")
     assert name in out and "100.0" in out
 
 
 @pytest.mark.parametrize("trace", ["bursty", "diurnal", "bimodal", "shifting"])
-def test_each_generator_is_there(capsys: pytest.CaptureFixture[str], trace: str) -> None:
-    out = run(capsys, "--trace", trace, "--seconds", "20", "--load", "0.3", "--groups", "2:2")
+def test_each_generator_is_there(baton: Baton, trace: str) -> None:
+    out = baton.shown(f"simulate-traffic --trace {trace} --seconds 20 --load 0.3 --groups 2:2")
     assert out.startswith(trace)
 
 
-def test_the_plot_is_a_png(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_plot_is_a_png(baton: Baton, tmp_path: Path) -> None:
     path = tmp_path / "runs.png"
-    run(capsys, *SHORT, "--policy", "static,autoscale", "--plot", str(path))
+    baton.shown(f"{SHORT} --policy static,autoscale --plot {path}")
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--policy", "magic"], "--policy: 'magic' is unknown"),
-        (["--groups", "4"], "--groups = '4'"),
-        (["--groups", "0:1"], "--groups: '0'"),
-        (["--max", "1"], "--max: '1'"),
-        (["--load", "-1"], "--load = '-1'"),
-        (["--rate", "1", "--load", "1"], "--rate and --load"),
-        (["--trace", "nowhere.csv"], "nowhere.csv: cannot be read"),
-        (["--step-times", "x.json"], "--calibration and --step-times"),
-        (["--ttft", "0"], "--ttft = '0'"),
-        (["--ttft", "0.0001"], "no rate meets the targets"),
-        (["--model", "gpt-5"], "model = 'gpt-5'"),
-        (["--plot", "x.pdf"], "ends in .png"),
-        ([*SHORT, "--json", "/nowhere/at/all.json"], "--json = '/nowhere/at/all.json'"),
+        ("--policy magic", "--policy: 'magic' is unknown"),
+        ("--groups 4", "--groups = '4'"),
+        ("--groups 0:1", "--groups: '0'"),
+        ("--max 1", "--max: '1'"),
+        ("--load -1", "--load = '-1'"),
+        ("--rate 1 --load 1", "--rate and --load"),
+        ("--trace nowhere.csv", "nowhere.csv: cannot be read"),
+        ("--step-times x.json", "--calibration and --step-times"),
+        ("--ttft 0", "--ttft = '0'"),
+        ("--ttft 0.0001", "no rate meets the targets"),
+        ("--model gpt-5", "model = 'gpt-5'"),
+        ("--plot x.pdf", "ends in .png"),
+        ("--trace steady --rate 20 --seconds 10 --json /nowhere/at/all.json", "--json = '/nowhere/at/all.json'"),
     ],
 )
-def test_bad_options_are_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str) -> None:
-    assert main(["simulate-traffic", *arguments]) in (1, 2)
-    err = capsys.readouterr().err
-    assert complaint in err
-    assert len([line for line in err.splitlines() if line.startswith("baton: ")]) == 1
+def test_bad_options_are_refused(baton: Baton, arguments: str, complaint: str) -> None:
+    run = baton.run(f"simulate-traffic {arguments}")
+    assert run.status in (1, 2) and complaint in run.err
+    assert len([line for line in run.err.splitlines() if line.startswith("baton: ")]) == 1

@@ -13,25 +13,18 @@ from deploy.traffic.fleet import Role, State
 from deploy.traffic.generators import OUTPUT_HEAVY, PROMPT_HEAVY, Phase, shifting, steady
 from deploy.traffic.policies import between, carry_out, target_of
 from deploy.traffic.results import Results, ScalerEvent
-from deploy.traffic.service import GroupSizes, RecallingPlanner
+from deploy.traffic.service import GroupSizes
 from deploy.traffic.simulation import Simulation
 from deploy.traffic.trace import Trace
 from orchestrator.autoscaling.prediction import Allocation
 from orchestrator.requests.config import AutoscalingConfig
-from planning.calibration import nominal
-from planning.hardware import hardware_of
-from planning.model_shape import shape_of
-from planning.step_times import nominal_steps
+from tests.support.clusters.planners import traffic_planner
 
 
 @pytest.fixture(scope="module")
 def on() -> Setting:
-    shape, rates = shape_of("llama-3.1-8b"), hardware_of("a100-eager")
-    steps = nominal_steps("llama-3.1-8b", "a100-eager", shape, rates)
-    costs = nominal("llama-3.1-8b", "a100-eager", shape, rates)
-    planner = RecallingPlanner(costs, max_ranks=1, max_tokens=8192, steps=steps)
     config = AutoscalingConfig(ttft_p95_s=6.0, itl_p95_s=0.04, min=2, max=4, cooldown_s=30.0)
-    return Setting(planner, GroupSizes(1, 16, 10.0, 1.0), config, (2, 2))
+    return Setting(traffic_planner("a100-eager"), GroupSizes(1, 16, 10.0, 1.0), config, (2, 2))
 
 
 class _Orders:

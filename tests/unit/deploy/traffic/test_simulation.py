@@ -17,8 +17,9 @@ from planning.cost_model import CostModel
 from planning.hardware import hardware_of
 from planning.model_shape import SHAPES
 from planning.queueing import wait_for_servers
-from planning.step_times import StepTimes, nominal_steps
+from planning.step_times import StepTimes
 from planning.work_cost import WorkCost
+from tests.support.clusters.planners import traffic_planner
 
 TOKEN_S = 1e-3
 STEP_S = 0.01
@@ -35,13 +36,6 @@ def flat_planner(step: WorkCost | None = None) -> RecallingPlanner:
     calibration = Calibration("flat", "none", origin.kernel, shape, (), (), cost)
     steps = StepTimes("flat", "none", shape, step or WorkCost(STEP_S, 0.0, 0.0, 0.0))
     return RecallingPlanner(calibration, max_ranks=1, max_tokens=4096, steps=steps)
-
-
-def real_planner(num_ranks: int = 1) -> RecallingPlanner:
-    shape, rates = SHAPES["llama-3.1-8b"], hardware_of("h100-flash")
-    calibration = nominal("llama-3.1-8b", "h100-flash", shape, rates)
-    steps = nominal_steps("llama-3.1-8b", "h100-flash", shape, rates)
-    return RecallingPlanner(calibration, max_ranks=num_ranks, max_tokens=8192, steps=steps)
 
 
 def simulate(
@@ -182,7 +176,7 @@ def test_cached_blocks_are_not_computed_again() -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_shortlist_serves_as_the_whole_chooser_does(num_ranks: int) -> None:
     trace = bursty(20.0, 15.0, seed=4)
-    sizes, planner = GroupSizes(num_ranks, 16), real_planner(num_ranks)
+    sizes, planner = GroupSizes(num_ranks, 16), traffic_planner("h100-flash", num_ranks)
     whole = Simulation(trace, planner, sizes, (3, 3), whole_chooser=True).run()
     listed = Simulation(trace, planner, sizes, (3, 3)).run()
     assert np.percentile(listed.ttft_s, [50, 95]) == pytest.approx(np.percentile(whole.ttft_s, [50, 95]), rel=0.05)
@@ -191,7 +185,7 @@ def test_the_shortlist_serves_as_the_whole_chooser_does(num_ranks: int) -> None:
 
 def test_the_whole_chooser_finds_cached_blocks_too() -> None:
     trace = Trace("chat", np.array([0.0, 5.0]), np.array([1500, 1500]), np.array([2, 2]), ((1, 2, 3), (1, 2, 3)))
-    results = Simulation(trace, real_planner(), GroupSizes(1, 4), (2, 1), whole_chooser=True).run()
+    results = Simulation(trace, traffic_planner("h100-flash"), GroupSizes(1, 4), (2, 1), whole_chooser=True).run()
     assert results.num_cached_tokens == 1024
 
 
@@ -200,7 +194,7 @@ def test_equal_runs_are_equal(num_ranks: int) -> None:
     def run() -> Results:
         trace = bursty(30.0, 20.0, seed=4)
         sizes = GroupSizes(num_ranks, 16)
-        return Simulation(trace, real_planner(num_ranks), sizes, (2, 3)).run()
+        return Simulation(trace, traffic_planner("h100-flash", num_ranks), sizes, (2, 3)).run()
 
     first, second = run(), run()
     assert np.array_equal(first.end_s, second.end_s)
