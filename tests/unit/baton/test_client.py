@@ -32,7 +32,8 @@ pytestmark = pytest.mark.integration
 QUICK = Reconnect(num_connects=3, num_resumes=4, first_delay_s=0.001, max_delay_s=0.01)
 PATIENT = replace(QUICK, num_resumes=10_000)
 LOST = UnavailableError("controller is gone")
-WAIT_S = 20.0
+FULL = Fault(error=ResourceExhaustedError("queue is full", 0.25), before_started=True)
+WAIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -100,13 +101,13 @@ async def test_output_says_what_the_server_said(ask: Ask) -> None:
     assert output.timings.prefill.ranks[0].num_bytes_pushed == 9
 
 
-async def test_sampling_and_metadata_are_sent(ask: Ask) -> None:
+async def test_sampling_priority_and_metadata_are_sent(ask: Ask) -> None:
     options = {"temperature": 0.5, "stop": "\n", "seed": 0, "model": "scripted", "metadata": {"tenant": "a"}}
-    _, service = await scripted(ask, **options)
+    _, service = await scripted(ask, **options, priority="batch")
     sent = service.requests[0]
     assert (sent.prompt, sent.sampling.max_tokens, sent.sampling.temperature) == (b"Once", 6, 0.5)
     assert (list(sent.sampling.stop), sent.seeded, sent.model) == (["\n"], True, "scripted")
-    assert sent.request_id and not sent.deadline_ms
+    assert sent.request_id and not sent.deadline_ms and sent.priority == orchestrator_pb2.PRIORITY_BATCH
     assert service.metadata[0]["tenant"] == "a"
 
 
@@ -117,11 +118,6 @@ async def test_a_caller_that_traces_sends_its_span(ask: Ask) -> None:
     _, untraced = await scripted(ask)
     assert str(service.metadata[0]["traceparent"]).startswith(f"00-{context.trace_id:032x}-{context.span_id:016x}-")
     assert "traceparent" not in untraced.metadata[0]
-
-
-async def test_priority_is_sent(ask: Ask) -> None:
-    _, service = await scripted(ask, priority="batch")
-    assert service.requests[0].priority == orchestrator_pb2.PRIORITY_BATCH
 
 
 async def test_who_asks_is_sent_with_every_attempt() -> None:
@@ -137,11 +133,6 @@ async def test_who_asks_is_sent_with_every_attempt() -> None:
         await asyncio.to_thread(ask)
     callers = [(sent.get("authorization"), sent.get("baton-tenant"), sent.get("trace")) for sent in service.metadata]
     assert callers == [("Bearer k-1", "acme", "t")] * 2 + [("Bearer k-2", None, None)]
-
-
-async def test_refused_key_is_an_error_of_its_own(ask: Ask) -> None:
-    outcome, service = await scripted(ask, Fault(before_started=True, error=UnauthenticatedError("unknown key")))
-    assert isinstance(outcome.error, UnauthenticatedError) and len(service.requests) == 1
 
 
 def known(sent: orchestrator_pb2.GenerateRequest) -> list[int]:
@@ -165,9 +156,20 @@ async def test_resumed_stream_keeps_name_seed_and_model(ask: Ask) -> None:
     assert (second.sampling.seed, second.seeded, second.model) == (77, True, "scripted")
 
 
-async def test_stream_cut_before_its_last_message_goes_on(ask: Ask) -> None:
-    outcome, _ = await scripted(ask, Fault(after=2, end=True))
-    assert (outcome.error, outcome.output.text, outcome.output.num_resumes) == (None, text_of(6), 1)
+SURVIVED = {
+    "stream cut before its last message": ([Fault(after=2, end=True)], 1),
+    "each new token renews the patience": ([Fault(after=1, error=LOST)] * 8, 8),
+    "request is taken at the second attempt": ([Fault(error=LOST, before_started=True)], 0),
+    "full queue does not end a running stream": ([Fault(after=2, error=LOST), FULL], 2),
+    "token sent twice is shown once": ([Fault(after=4, repeat=2)], 0),
+}
+
+
+@pytest.mark.parametrize("case", SURVIVED)
+async def test_stream_comes_whole_through(case: str, ask: Ask) -> None:
+    faults, num_resumes = SURVIVED[case]
+    outcome, _ = await scripted(ask, *faults, max_tokens=9)
+    assert (outcome.error, outcome.output.text, outcome.output.num_resumes) == (None, text_of(9), num_resumes)
 
 
 async def test_stream_cut_after_its_last_message_is_complete(ask: Ask) -> None:
@@ -192,16 +194,6 @@ async def test_server_that_stays_away_is_given_up(ask: Ask) -> None:
     assert (len(outcome.output.tokens), outcome.output.finish) == (2, FinishReason.ERROR)
 
 
-async def test_each_new_token_renews_the_patience(ask: Ask) -> None:
-    outcome, _ = await scripted(ask, *[Fault(after=1, error=LOST)] * 8, max_tokens=9)
-    assert (outcome.error, outcome.output.text, outcome.output.num_resumes) == (None, text_of(9), 8)
-
-
-async def test_request_is_taken_at_the_second_attempt(ask: Ask) -> None:
-    outcome, _ = await scripted(ask, Fault(error=LOST, before_started=True))
-    assert (outcome.error, outcome.output.text, outcome.output.num_resumes) == (None, text_of(6), 0)
-
-
 async def test_unreachable_server_is_named(ask: Ask) -> None:
     outcome = await ask("127.0.0.1:1", "Once")
     assert type(outcome.error) is UnavailableError
@@ -220,34 +212,29 @@ async def test_server_restarted_on_its_port(ask: Ask) -> None:
     assert known(second.requests[0]) == [1000, 1001, 1002]
 
 
-async def test_token_sent_twice_is_shown_once(ask: Ask) -> None:
-    outcome, _ = await scripted(ask, Fault(after=4, repeat=2))
-    assert (outcome.error, outcome.output.text) == (None, text_of(6))
-
-
 async def test_token_left_out_is_an_error(ask: Ask) -> None:
     outcome, _ = await scripted(ask, Fault(after=2, skip=2))
     assert type(outcome.error) is BatonError and "left out output tokens 2 to 3" in str(outcome.error)
 
 
-@pytest.mark.parametrize("error", [ChainError("three attempts failed"), InvalidArgumentError("prompt is empty")])
-async def test_other_errors_are_raised_as_themselves(ask: Ask, error: BatonError) -> None:
-    outcome, service = await scripted(ask, Fault(after=2, error=error))
-    assert (type(outcome.error), str(outcome.error)) == (type(error), str(error))
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(after=2, error=ChainError("three attempts failed")),
+        Fault(after=2, error=InvalidArgumentError("prompt is empty")),
+        Fault(error=UnauthenticatedError("unknown key"), before_started=True),
+    ],
+)
+async def test_other_errors_are_raised_as_themselves(ask: Ask, fault: Fault) -> None:
+    outcome, service = await scripted(ask, fault)
+    assert (type(outcome.error), str(outcome.error)) == (type(fault.error), str(fault.error))
     assert len(service.requests) == 1
 
 
 async def test_full_queue_says_when_to_come_back(ask: Ask) -> None:
-    full = Fault(error=ResourceExhaustedError("queue is full", 1.25), before_started=True)
-    outcome, service = await scripted(ask, full)
-    assert isinstance(outcome.error, ResourceExhaustedError) and outcome.error.retry_after_s == 1.25
+    outcome, service = await scripted(ask, FULL)
+    assert isinstance(outcome.error, ResourceExhaustedError) and outcome.error.retry_after_s == 0.25
     assert len(service.requests) == 1
-
-
-async def test_full_queue_does_not_end_a_running_stream(ask: Ask) -> None:
-    full = Fault(error=ResourceExhaustedError("queue is full", 0.01), before_started=True)
-    outcome, _ = await scripted(ask, Fault(after=2, error=LOST), full)
-    assert (outcome.error, outcome.output.text) == (None, text_of(6))
 
 
 async def test_deadline_brings_usage_and_an_error(ask: Ask) -> None:
@@ -261,7 +248,7 @@ async def test_deadline_brings_usage_and_an_error(ask: Ask) -> None:
 async def test_deadline_holds_when_the_server_hangs(ask: Ask) -> None:
     outcome, _ = await scripted(ask, Fault(after=2, hang=True), deadline_s=1.0)
     assert type(outcome.error) is DeadlineExceededError
-    assert (len(outcome.output.tokens), outcome.output.finish) == (2, FinishReason.DEADLINE)
+    assert len(outcome.output.tokens) <= 2 and outcome.output.finish is FinishReason.DEADLINE
 
 
 @pytest.mark.parametrize(

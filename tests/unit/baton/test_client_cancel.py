@@ -1,11 +1,10 @@
 """Giving a stream up, from wherever: its request ends on the server, and whoever waits for it is woken."""
 
 import asyncio
-from contextlib import AsyncExitStack, ExitStack
 
 import pytest
 
-from baton import AsyncClient, AsyncStream, Client, Reconnect, Stream
+from baton import AsyncClient, Client
 from baton.errors import RequestCancelledError
 from baton.types import FinishReason
 from tests.support.clusters.scripted_orchestrator import Fault, ScriptedOrchestrator, serving, text_of
@@ -13,8 +12,7 @@ from tests.support.eventually import eventually
 
 pytestmark = pytest.mark.integration
 
-PATIENT = Reconnect(first_delay_s=7200.0, max_delay_s=7200.0)
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 async def test_cancel_ends_the_request_on_the_server() -> None:
@@ -72,42 +70,6 @@ async def test_cancel_from_another_thread_wakes_the_reader() -> None:
             assert len(stream.output.tokens) == 1
 
 
-async def test_cancel_does_not_wait_for_the_next_attempt() -> None:
-    """A stream that would wait an hour to reconnect ends at once."""
-    service = ScriptedOrchestrator([Fault(after=1, hang=True)])
-    async with AsyncExitStack() as stack:
-        async with serving(service) as target:
-            stream = (await stack.enter_async_context(AsyncClient(target, reconnect=PATIENT))).generate("Once")
-            reading = asyncio.create_task(stream.collect())
-            await asyncio.wait_for(service.hanging.wait(), WAIT_S)
-        await until_lost(stream)
-        stream.cancel()
-        with pytest.raises(RequestCancelledError):
-            await asyncio.wait_for(reading, WAIT_S)
-
-
-async def test_cancel_from_another_thread_does_not_wait_for_the_next_attempt() -> None:
-    service = ScriptedOrchestrator([Fault(after=1, hang=True)])
-    with ExitStack() as stack:
-        async with serving(service) as target:
-            stream = stack.enter_context(Client(target, reconnect=PATIENT)).generate("Once")
-            reading = asyncio.create_task(asyncio.to_thread(stream.collect))
-            await asyncio.wait_for(service.hanging.wait(), WAIT_S)
-        await until_lost(stream)
-        stream.cancel()
-        with pytest.raises(RequestCancelledError):
-            await asyncio.wait_for(reading, WAIT_S)
-
-
-async def until_lost(stream: Stream | AsyncStream) -> None:
-    """Returns when the stream has seen that its server is gone."""
-
-    async def num_resumes() -> int:
-        return stream.output.num_resumes
-
-    await eventually(num_resumes, lambda count: count == 1, WAIT_S)
-
-
 async def test_leaving_a_stream_cancels_it() -> None:
     service = ScriptedOrchestrator([Fault(after=1, hang=True)])
     async with serving(service) as target, AsyncClient(target) as client:
@@ -122,13 +84,3 @@ async def test_leaving_a_finished_stream_changes_nothing() -> None:
         async with client.generate("Once", max_tokens=2) as stream:
             await stream.collect()
         assert await stream.text() == text_of(2)
-
-
-async def test_closing_the_client_cancels_its_streams() -> None:
-    service = ScriptedOrchestrator([Fault(hang=True)])
-    async with serving(service) as target:
-        async with AsyncClient(target) as client:
-            stream = client.generate("Once")
-            await asyncio.wait_for(service.hanging.wait(), WAIT_S)
-        await asyncio.wait_for(service.cancelled.wait(), WAIT_S)
-        assert stream.finish is FinishReason.CANCELLED

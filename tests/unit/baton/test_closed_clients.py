@@ -13,6 +13,7 @@ from baton.calls.requests import Source, make_request
 from baton.calls.resume import Server, StreamState
 from baton.clock import SystemClock
 from baton.errors import RequestCancelledError
+from baton.types import FinishReason
 from baton.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 from tests.support.clusters.scripted_orchestrator import MODEL, Context, Fault, ScriptedOrchestrator, serving
 from tests.support.eventually import eventually
@@ -20,7 +21,7 @@ from tests.support.eventually import eventually
 pytestmark = pytest.mark.integration
 
 PATIENT = Reconnect(first_delay_s=7200.0, max_delay_s=7200.0)
-WAIT_S = 20.0
+WAIT_S = 60.0
 Anyone = Client | AsyncClient
 
 
@@ -72,8 +73,11 @@ async def test_whoever_iterates_is_told(make: Callable[[str], Anyone]) -> None:
         await asyncio.wait_for(service.cancelled.wait(), WAIT_S)
 
 
-async def test_closing_does_not_wait_for_the_next_attempt(make: Callable[[str], Anyone]) -> None:
-    """A stream that would wait an hour to reconnect ends at once."""
+@pytest.mark.parametrize(("closes", "told"), [(True, "its client was closed"), (False, "cancelled by its client")])
+async def test_a_stream_that_waits_for_its_next_attempt_ends_without_it(
+    make: Callable[[str], Anyone], closes: bool, told: str
+) -> None:
+    """It would wait for hours before it connects again."""
     service = ScriptedOrchestrator([Fault(after=1, hang=True)])
     async with AsyncExitStack() as stack:
         async with serving(service) as target:
@@ -88,8 +92,11 @@ async def test_closing_does_not_wait_for_the_next_attempt(make: Callable[[str], 
             return stream.output.num_resumes
 
         await eventually(num_resumes, lambda count: count == 1, WAIT_S)
-        await close(client)
-        with pytest.raises(RequestCancelledError, match="its client was closed"):
+        if closes:
+            await close(client)
+        else:
+            stream.cancel()
+        with pytest.raises(RequestCancelledError, match=told):
             await asyncio.wait_for(reading, WAIT_S)
 
 
@@ -100,6 +107,8 @@ async def test_a_stream_that_nobody_reads_ends_too(make: Callable[[str], Anyone]
         stream = client.generate("Once")
         await asyncio.wait_for(service.hanging.wait(), WAIT_S)
         await close(client)
+        await asyncio.wait_for(service.cancelled.wait(), WAIT_S)
+        assert stream.finish is FinishReason.CANCELLED
         with pytest.raises(RequestCancelledError, match="its client was closed"):
             await asyncio.wait_for(collecting(stream), WAIT_S)
 

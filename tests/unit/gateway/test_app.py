@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,24 +29,13 @@ from gateway.upstream import Upstream
 from tests.support.clusters.scripted_orchestrator import MODEL, Fault, ScriptedOrchestrator, serving, text_of
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import ids_of, letter_tokenizer
-from tests.support.wire.http_gateway import Http, http_gateway
+from tests.support.wire.http_gateway import http_gateway, scripted_gateway
 
 pytestmark = pytest.mark.integration
 
 OF_ROUTE = ("baton_http_requests_total", ("route", "/v1/completions"))
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 BODY: dict[str, Any] = {"model": MODEL.name, "prompt": "Hi", "max_tokens": 3}
-
-
-@asynccontextmanager
-async def scripted(*faults: Fault) -> AsyncIterator[tuple[ScriptedOrchestrator, Http, httpx2.AsyncClient]]:
-    service = ScriptedOrchestrator(faults)
-    async with (
-        serving(service) as target,
-        http_gateway(target, letter_tokenizer()) as http,
-        httpx2.AsyncClient(base_url=http.url) as client,
-    ):
-        yield service, http, client
 
 
 def before(error: BatonError) -> Fault:
@@ -66,7 +55,7 @@ def before(error: BatonError) -> Fault:
 async def test_an_error_before_the_first_token_has_its_status(
     error: BatonError, kind: type[openai.APIStatusError], status: int, stream: bool
 ) -> None:
-    async with scripted(before(error)) as (_, http, _client):
+    async with scripted_gateway(before(error)) as (_, http, _client):
         with pytest.raises(kind, match=str(error)) as refused:
             await http.openai.completions.create(model=MODEL.name, prompt="Hi", stream=stream)
         assert refused.value.status_code == status
@@ -74,7 +63,7 @@ async def test_an_error_before_the_first_token_has_its_status(
 
 async def test_a_full_server_says_when_there_may_be_room() -> None:
     refusals = [before(ResourceExhaustedError("the queue is full", 2.2)) for _ in range(100)]
-    async with scripted(*refusals) as (_, http, _client):
+    async with scripted_gateway(*refusals) as (_, http, _client):
         with pytest.raises(openai.RateLimitError) as refused:
             await http.openai.completions.create(model=MODEL.name, prompt="Hi")
         assert refused.value.response.headers["retry-after"] == "3"
@@ -82,7 +71,7 @@ async def test_a_full_server_says_when_there_may_be_room() -> None:
 
 
 async def test_an_error_after_the_first_token_ends_the_stream_and_is_said_in_it() -> None:
-    async with scripted(Fault(after=2, error=BatonError("a bug"))) as (_, _http, client):
+    async with scripted_gateway(Fault(after=2, error=BatonError("a bug"))) as (_, _http, client):
         answer = await client.post("/v1/completions", json=BODY | {"stream": True})
         assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
         lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
@@ -91,7 +80,7 @@ async def test_an_error_after_the_first_token_ends_the_stream_and_is_said_in_it(
 
 
 async def test_streams_end_as_clients_expect() -> None:
-    async with scripted() as (_, _http, client):
+    async with scripted_gateway() as (_, _http, client):
         answer = await client.post("/v1/completions", json=BODY | {"stream": True})
         assert answer.text.endswith("data: [DONE]\n\n")
         whole = await client.post("/v1/completions", json=BODY)
@@ -99,21 +88,21 @@ async def test_streams_end_as_clients_expect() -> None:
 
 
 async def test_a_stream_whose_server_went_away_goes_on_where_it_was() -> None:
-    async with scripted(Fault(after=2, end=True)) as (service, http, _client):
+    async with scripted_gateway(Fault(after=2, end=True)) as (service, http, _client):
         stream = await http.openai.completions.create(model=MODEL.name, prompt="Hi", max_tokens=5, stream=True)
         assert "".join([chunk.choices[0].text async for chunk in stream]) == text_of(5)
         assert len(service.requests) == 2
 
 
 async def test_the_first_error_of_several_prompts_is_their_answers() -> None:
-    async with scripted(Fault(after=0, hang=True), before(PermissionDeniedError("not this"))) as (
+    async with scripted_gateway(Fault(after=0, hang=True), before(PermissionDeniedError("not this"))) as (
         service,
         _http,
         client,
     ):
         answer = await client.post("/v1/completions", json=BODY | {"prompt": ["Hi", "there"]})
         assert answer.status_code == 403
-        assert await asyncio.wait_for(service.cancelled.wait(), 10)
+        assert await asyncio.wait_for(service.cancelled.wait(), 60)
 
 
 async def test_a_certificate_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
@@ -126,17 +115,17 @@ async def test_a_certificate_that_cannot_be_read_is_refused(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_before_the_first_token_cancels_its_request(stream: bool) -> None:
-    async with scripted(Fault(after=0, hang=True)) as (service, _http, client):
+    async with scripted_gateway(Fault(after=0, hang=True)) as (service, _http, client):
         asking = asyncio.create_task(client.post("/v1/completions", json=BODY | {"stream": stream}))
         await service.hanging.wait()
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        assert await asyncio.wait_for(service.cancelled.wait(), 10)
+        assert await asyncio.wait_for(service.cancelled.wait(), 60)
 
         async def num_gone() -> float:
             return (await metrics(client)).get((*OF_ROUTE, ("status", "499")), 0)
 
-        await eventually(num_gone, lambda number: number == 1, within_s=10)
+        await eventually(num_gone, lambda number: number == 1)
 
 
 async def test_a_server_that_is_away_is_unavailable() -> None:
@@ -157,7 +146,7 @@ async def metrics(client: httpx2.AsyncClient) -> dict[tuple[Any, ...], float]:
 
 
 async def test_who_asks_and_the_requests_name_go_on_to_the_server() -> None:
-    async with scripted() as (service, _http, client):
+    async with scripted_gateway() as (service, _http, client):
         sent = {"authorization": "Bearer mine", "x-request-id": "name-1", "baton-tenant": "we", "traceparent": TRACE}
         body = BODY | {"priority": "batch", "cache_salt": "mine"}
         answer = await client.post("/v1/completions", json=body, headers=sent)
@@ -178,7 +167,7 @@ async def test_who_asks_and_the_requests_name_go_on_to_the_server() -> None:
 
 @pytest.mark.parametrize("says_length", [True, False])
 async def test_a_body_that_is_too_long_is_refused(says_length: bool) -> None:
-    async with scripted() as (_, _http, client):
+    async with scripted_gateway() as (_, _http, client):
 
         async def content() -> AsyncIterator[bytes]:
             for _ in range(MAX_BODY_BYTES // 2**20 + 1):
@@ -202,7 +191,7 @@ async def test_a_body_that_is_too_long_is_refused(says_length: bool) -> None:
     ],
 )
 async def test_a_body_that_cannot_be_read_is_refused_in_the_same_shape(body: Any, param: str | None) -> None:
-    async with scripted() as (_, _http, client):
+    async with scripted_gateway() as (_, _http, client):
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         answer = await client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
         error = answer.json()["error"]
@@ -211,14 +200,14 @@ async def test_a_body_that_cannot_be_read_is_refused_in_the_same_shape(body: Any
 
 
 async def test_a_path_that_is_not_there_is_said_in_the_same_shape() -> None:
-    async with scripted() as (_, _http, client):
+    async with scripted_gateway() as (_, _http, client):
         answer = await client.get("/v1/nothing")
         assert answer.status_code == 404 and answer.json()["error"]["type"] == "not_found_error"
         assert (await client.get("/v1/completions")).status_code == 405
 
 
 async def test_text_becomes_token_ids_and_back() -> None:
-    async with scripted() as (_, _http, client):
+    async with scripted_gateway() as (_, _http, client):
         found = (await client.post("/tokenize", json={"prompt": "Hi"})).json()
         assert found == {"count": 2, "max_model_len": MODEL.max_tokens, "tokens": list(ids_of("Hi"))}
         assert (await client.post("/detokenize", json={"tokens": found["tokens"]})).json() == {"prompt": "Hi"}
@@ -227,7 +216,7 @@ async def test_text_becomes_token_ids_and_back() -> None:
 
 
 async def test_operators_see_whether_it_serves_and_what_it_answered() -> None:
-    async with scripted() as (_, _http, client):
+    async with scripted_gateway() as (_, _http, client):
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/ready")).status_code == 503  # the script has no health service
         for path, status in (("/health", 200), ("/ready", 503), ("/metrics", 200)):

@@ -22,7 +22,7 @@ from tests.support.clusters.cluster import cluster
 from tests.support.clusters.scripted_orchestrator import ScriptedOrchestrator, serving
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import write_letters
-from tests.support.models.tool_templates import TEMPLATES, tool_tokenizer
+from tests.support.models.tool_templates import TEMPLATES, letters, tool_tokenizer
 from tests.support.wire.http_gateway import http_gateway
 from text.tokenizer import Tokenizer
 
@@ -145,9 +145,8 @@ async def test_a_tool_is_called_and_its_result_goes_back(streamed: bool, tokeniz
 
 async def test_calls_that_the_model_chooses_are_read_with_text_before_them(tmp_path: Path) -> None:
     text = 'So:\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-    words = [(95 if letter == "\n" else ord(letter) - 32, letter) for letter in text]
     async with (
-        serving(ScriptedOrchestrator(words=words)) as target,
+        serving(ScriptedOrchestrator(words=letters(text))) as target,
         chatting(target, tool_tokenizer(tmp_path, TEMPLATES["hermes"])) as model,
     ):
         answer = await model.bind_tools([weather]).ainvoke(CHAT)
@@ -170,7 +169,7 @@ async def test_a_timeout_and_a_cancelled_stream_end_the_request(tokenizer: Token
     async with served(tokenizer, max_completion_tokens=300, extra_body=endless) as (model, direct):
         with pytest.raises(openai.APITimeoutError):
             await model.ainvoke(CHAT, timeout=0.05)
-        await eventually(direct.cluster_state, lambda state: state.num_running == 0, within_s=10)
+        await eventually(direct.cluster_state, lambda state: state.num_running == 0)
 
         async def follow(began: asyncio.Event) -> None:
             async for _ in model.astream(CHAT):
@@ -181,7 +180,7 @@ async def test_a_timeout_and_a_cancelled_stream_end_the_request(tokenizer: Token
         await began.wait()
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
-        await eventually(direct.cluster_state, lambda state: state.num_running == 0, within_s=10)
+        await eventually(direct.cluster_state, lambda state: state.num_running == 0)
 
 
 async def test_what_is_refused_is_openais_error(tokenizer: Tokenizer) -> None:

@@ -140,7 +140,7 @@ async def test_a_client_that_leaves_cancels_its_request(tokenizer: Tokenizer) ->
         async for _ in stream:
             break
         await stream.close()
-        await eventually(direct.cluster_state, lambda state: state.num_running == 0, within_s=10)
+        await eventually(direct.cluster_state, lambda state: state.num_running == 0)
 
 
 async def test_models_are_listed_and_others_are_not_found(tokenizer: Tokenizer) -> None:

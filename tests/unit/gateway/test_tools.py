@@ -11,7 +11,7 @@ import pytest
 
 from baton.v1 import orchestrator_pb2
 from tests.support.clusters.scripted_orchestrator import MODEL, ScriptedOrchestrator, serving
-from tests.support.models.tool_templates import MAY_THINK, SPECIAL, TEMPLATES, tool_tokenizer
+from tests.support.models.tool_templates import MAY_THINK, SPECIAL, TEMPLATES, letters, tool_tokenizer
 from tests.support.wire.http_gateway import http_gateway
 
 pytestmark = pytest.mark.integration
@@ -30,11 +30,6 @@ LLAMA3 = '{"name": "weather", "parameters": {"city": "Paris"}}; {"name": "time",
 MISTRAL = '[{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "time", "arguments": {}}]'
 SMOLLM2 = f"<tool_call>{MISTRAL}</tool_call>"
 Words = Sequence[tuple[int, str]]
-
-
-def letters(text: str) -> Words:
-    """One token a letter, as the tokenizer has it."""
-    return [(95 if letter == "\n" else ord(letter) - 32, letter) for letter in text]
 
 
 def special(text: str) -> Words:

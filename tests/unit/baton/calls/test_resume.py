@@ -1,5 +1,7 @@
 """When a stream asks again, for what, and after how long; by a clock that the test moves."""
 
+from typing import Any
+
 import pytest
 
 from baton.calls.requests import Source, make_request
@@ -24,9 +26,13 @@ def state_at(clock: ManualClock, deadline_s: float | None = None) -> StreamState
     return StreamState(request, Server("host:1"), RECONNECT, clock, deadline_s=deadline_s)
 
 
+def started(**fields: Any) -> orchestrator_pb2.GenerateEvent:
+    return orchestrator_pb2.GenerateEvent(started=orchestrator_pb2.Started(request_id="r", model="m", **fields))
+
+
 def started_at(clock: ManualClock, deadline_s: float | None = None) -> StreamState:
     state = state_at(clock, deadline_s)
-    state.accept(orchestrator_pb2.GenerateEvent(started=orchestrator_pb2.Started(request_id="r", model="m")))
+    state.accept(started())
     return state
 
 
@@ -52,7 +58,7 @@ def test_attempts_to_be_taken_are_bounded() -> None:
 def test_a_server_that_answered_before_is_waited_for_before_a_request_is_taken() -> None:
     server, clock = Server("host:1"), ManualClock()
     first, second = (StreamState(make_request(Source("Once"), None, {}), server, RECONNECT, clock) for _ in range(2))
-    first.accept(orchestrator_pb2.GenerateEvent(started=orchestrator_pb2.Started(request_id="r", model="m")))
+    first.accept(started())
     delays = [second.call_failed(LOST) for _ in range(4)]
     assert None not in delays[:3] and delays[3] is None
     assert second.output().num_resumes == 0  # it is asked again, not resumed
@@ -62,16 +68,14 @@ def test_a_server_that_answered_before_is_waited_for_before_a_request_is_taken()
 def test_an_output_is_exact_if_all_servers_that_it_came_from_were(said: tuple[bool, ...], known: bool) -> None:
     state = state_at(ManualClock())
     for exact in said:
-        started = orchestrator_pb2.Started(request_id="r", model="m", exact=exact)
-        state.accept(orchestrator_pb2.GenerateEvent(started=started))
+        state.accept(started(exact=exact))
     assert state.output().exact is known
 
 
 def test_a_stream_that_began_exact_is_resumed_exactly() -> None:
     state = state_at(ManualClock())
     assert not state.next_request().exact
-    started = orchestrator_pb2.Started(request_id="r", model="m", exact=True)
-    state.accept(orchestrator_pb2.GenerateEvent(started=started))
+    state.accept(started(exact=True))
     assert state.next_request().exact
 
 
@@ -138,7 +142,7 @@ def token(
 def several(n: int) -> StreamState:
     request = make_request(Source("Once"), None, {"n": n, "seed": 3}, request_id="r")
     state = StreamState(request, Server("host:1"), RECONNECT, ManualClock())
-    state.accept(orchestrator_pb2.GenerateEvent(started=orchestrator_pb2.Started(request_id="r", model="m", seed=3)))
+    state.accept(started(seed=3))
     return state
 
 

@@ -32,7 +32,7 @@ class Turns:
 async def run(turns: Turns, reports: list[str]) -> None:
     """Repeats the turns until they are done, and cancels then."""
     task = asyncio.create_task(repeat("the watch", turns, QUICK, reports.append))
-    await asyncio.wait_for(turns.done.wait(), 10)
+    await asyncio.wait_for(turns.done.wait(), 60)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -63,7 +63,7 @@ async def test_a_report_that_fails_ends_nothing(caplog: pytest.LogCaptureFixture
         raise BrokenPipeError("the terminal is gone")
 
     task = asyncio.create_task(repeat("the watch", turns, QUICK, refuse))
-    await asyncio.wait_for(turns.done.wait(), 10)
+    await asyncio.wait_for(turns.done.wait(), 60)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert "the terminal is gone" in caplog.text

@@ -22,20 +22,12 @@ def test_time_between_parts_is_in_none() -> None:
     assert clock.spent_s == {Part.TRANSFER: 0.0, Part.POLICY: 0.0, Part.ATTENTION: 4.0, Part.LINEAR: 2.0}
 
 
-def test_waiting_in_a_turn_is_the_transfers() -> None:
+@pytest.mark.parametrize(("inner", "inner_s", "policy_s"), [(Part.TRANSFER, 5.0, 3.0), (Part.LINEAR, 0.0, 8.0)])
+def test_of_what_a_policy_s_turn_does_only_waiting_is_not_its_own(inner: Part, inner_s: float, policy_s: float) -> None:
     clock = clock_at(0.0, 1.0, 6.0, 8.0)
-    with clock.part(Part.POLICY), clock.part(Part.TRANSFER):
+    with clock.part(Part.POLICY), clock.part(inner):
         pass
-    assert clock.spent_s[Part.TRANSFER] == 5.0
-    assert clock.spent_s[Part.POLICY] == 3.0
-
-
-def test_a_projection_in_a_turn_is_the_policys() -> None:
-    clock = clock_at(0.0, 1.0, 6.0, 8.0)
-    with clock.part(Part.POLICY), clock.part(Part.LINEAR):
-        pass
-    assert clock.spent_s[Part.POLICY] == 8.0
-    assert clock.spent_s[Part.LINEAR] == 0.0
+    assert (clock.spent_s[inner], clock.spent_s[Part.POLICY]) == (inner_s, policy_s)
 
 
 def test_a_part_that_fails_is_left() -> None:

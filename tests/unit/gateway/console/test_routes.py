@@ -4,8 +4,7 @@ import asyncio
 import json
 import re
 import tomllib
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from importlib.resources import files
@@ -24,7 +23,7 @@ from gateway.upstream import Upstream
 from tests.support.clusters.scripted_orchestrator import MODEL, Fault, ScriptedOrchestrator, serving, text_of
 from tests.support.folders import ROOT
 from tests.support.models.tiny_tokenizer import letter_tokenizer
-from tests.support.wire.http_gateway import http_gateway
+from tests.support.wire.http_gateway import scripted_gateway
 
 pytestmark = pytest.mark.integration
 
@@ -34,17 +33,6 @@ BROWSER = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 ASKED: dict[str, Any] = {"prompt": "Hi", "max_tokens": 3}
 
 
-@asynccontextmanager
-async def scripted(*faults: Fault) -> AsyncIterator[tuple[ScriptedOrchestrator, httpx2.AsyncClient]]:
-    service = ScriptedOrchestrator(faults)
-    async with (
-        serving(service) as target,
-        http_gateway(target, letter_tokenizer()) as http,
-        httpx2.AsyncClient(base_url=http.url) as client,
-    ):
-        yield service, client
-
-
 def events_of(text: str) -> list[tuple[str, Any]]:
     """The events of a stream, by name."""
     lines = [each.split("\n") for each in text.split("\n\n") if each]
@@ -52,7 +40,7 @@ def events_of(text: str) -> list[tuple[str, Any]]:
 
 
 async def test_a_browser_is_led_to_the_page_and_a_program_is_not() -> None:
-    async with scripted() as (_, client):
+    async with scripted_gateway() as (_, _http, client):
         answer = await client.get("/", headers=BROWSER, follow_redirects=True)
         assert answer.url.path == "/console/" and "<title>Baton console</title>" in answer.text
         assert [each.url.path for each in answer.history] == ["/"]
@@ -63,7 +51,7 @@ async def test_a_browser_is_led_to_the_page_and_a_program_is_not() -> None:
 
 async def test_each_file_is_served_with_its_type_and_lets_nothing_foreign_in() -> None:
     types = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-    async with scripted() as (_, client):
+    async with scripted_gateway() as (_, _http, client):
         for name, text in PAGES.items():
             answer = await client.get(f"/console/static/{name}")
             assert answer.status_code == 200 and answer.text == text
@@ -76,7 +64,7 @@ async def test_each_file_is_served_with_its_type_and_lets_nothing_foreign_in() -
 
 @pytest.mark.parametrize("name", ["absent.js", "..%2froutes.py", "%2e%2e/routes.py", "../feed.py"])
 async def test_no_other_file_can_be_had(name: str) -> None:
-    async with scripted() as (_, client):
+    async with scripted_gateway() as (_, _http, client):
         assert (await client.get(f"/console/static/{name}")).status_code == 404
 
 
@@ -119,7 +107,7 @@ def test_the_files_stay_small() -> None:
 
 
 async def test_the_state_is_asked_for_with_the_caller_s_key_and_shared_for_a_second() -> None:
-    async with scripted() as (service, client):
+    async with scripted_gateway() as (service, _http, client):
         key = {"authorization": "Bearer ana"}
         answers = await asyncio.gather(*(client.get("/console/api/state", headers=key) for _ in range(5)))
         found = answers[0].json()
@@ -133,8 +121,9 @@ async def test_the_state_is_asked_for_with_the_caller_s_key_and_shared_for_a_sec
 
 
 async def test_what_the_server_refuses_is_said_in_its_words() -> None:
-    async with scripted(Fault(error=ResourceExhaustedError("the queue is full", 2.2), before_started=True)) as (
+    async with scripted_gateway(Fault(error=ResourceExhaustedError("the queue is full", 2.2), before_started=True)) as (
         service,
+        _http,
         client,
     ):
         refused = await client.post("/console/api/completion", json=ASKED)
@@ -145,7 +134,7 @@ async def test_what_the_server_refuses_is_said_in_its_words() -> None:
 
 
 async def test_a_stream_brings_its_tokens_and_what_the_request_took() -> None:
-    async with scripted() as (service, client):
+    async with scripted_gateway() as (service, _http, client):
         answer = await client.post("/console/api/completion", json=ASKED | {"seed": str(2**64 - 1)})
         assert answer.headers["content-type"].startswith("text/event-stream")
         events = events_of(answer.text)
@@ -159,14 +148,14 @@ async def test_a_stream_brings_its_tokens_and_what_the_request_took() -> None:
 
 
 async def test_an_error_after_the_first_token_is_the_stream_s_last_event() -> None:
-    async with scripted(Fault(after=1, error=UnauthenticatedError("your key has ended"))) as (_, client):
+    async with scripted_gateway(Fault(after=1, error=UnauthenticatedError("your key has ended"))) as (_, _http, client):
         events = events_of((await client.post("/console/api/completion", json=ASKED)).text)
         assert [name for name, _ in events] == ["begin", "token", "error"]
         assert events[-1][1]["error"]["message"] == "your key has ended"
 
 
 async def test_several_choices_are_not_the_playground_s() -> None:
-    async with scripted() as (service, client):
+    async with scripted_gateway() as (service, _http, client):
         for more in ({"n": 2}, {"prompt": ["a", "b"]}):
             refused = await client.post("/console/api/completion", json=ASKED | more)
             assert refused.status_code == 400 and "one choice of one prompt" in refused.json()["error"]["message"]
@@ -187,6 +176,6 @@ async def test_a_gateway_without_a_console_has_none_of_its_routes() -> None:
 
 
 async def test_the_api_s_document_says_nothing_of_the_console() -> None:
-    async with scripted() as (_, client):
+    async with scripted_gateway() as (_, _http, client):
         paths = (await client.get("/openapi.json")).json()["paths"]
         assert "/v1/models" in paths and not [path for path in paths if "console" in path]

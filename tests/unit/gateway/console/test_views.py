@@ -61,12 +61,8 @@ def told(*requests: RequestStatus, state: ClusterState = STATE) -> dict[str, Any
 def test_the_cluster_s_own_numbers_and_reasons() -> None:
     found = told()
     assert found["model"] == {"name": "letters", "max_tokens": 400, "has_chats": True}
-    assert (found["num_queued"], found["num_queued_tokens"], found["num_running"], found["num_degraded"]) == (
-        1,
-        44,
-        2,
-        3,
-    )
+    counts = [found[name] for name in ("num_queued", "num_queued_tokens", "num_running", "num_degraded")]
+    assert counts == [1, 44, 2, 3]
     assert found["why_not_serving"] == ["no group"] and found["why_degraded"] == ["a chain is missing"]
     assert found["scaling"] == ""
     overloaded = Scaling("advise", 1, 2, "more of them", ttft_p95_s=float("inf"))

@@ -11,7 +11,7 @@ from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 
 from tests.support.clusters.scripted_orchestrator import MODEL, ScriptedOrchestrator, serving
-from tests.support.models.tool_templates import HERMES, tool_tokenizer
+from tests.support.models.tool_templates import HERMES, letters, tool_tokenizer
 from tests.support.wire.http_gateway import http_gateway
 
 pytestmark = pytest.mark.integration
@@ -24,9 +24,8 @@ ITEM: TypeAdapter[Any] = TypeAdapter(ResponseItem)
 
 @asynccontextmanager
 async def answering(folder: Path, text: str, template: str = HERMES) -> AsyncIterator[openai.AsyncOpenAI]:
-    words = [(95 if letter == "\n" else ord(letter) - 32, letter) for letter in text]
     async with (
-        serving(ScriptedOrchestrator(words=words)) as target,
+        serving(ScriptedOrchestrator(words=letters(text))) as target,
         http_gateway(target, tool_tokenizer(folder, template)) as http,
     ):
         yield http.openai

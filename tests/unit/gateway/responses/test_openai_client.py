@@ -11,7 +11,7 @@ from openai.types.responses import Response
 
 from baton.errors import BatonError, PermissionDeniedError
 from tests.support.clusters.scripted_orchestrator import MODEL, Fault, ScriptedOrchestrator, serving, text_of
-from tests.support.models.tool_templates import HERMES, MAY_THINK, tool_tokenizer
+from tests.support.models.tool_templates import HERMES, MAY_THINK, letters, tool_tokenizer
 from tests.support.wire.http_gateway import Http, http_gateway
 
 pytestmark = pytest.mark.integration
@@ -19,10 +19,6 @@ pytestmark = pytest.mark.integration
 TOOL: Any = {"type": "function", "name": "weather", "description": "The weather.", "parameters": {"type": "object"}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 ASKED: dict[str, Any] = {"model": MODEL.name, "input": "Hi", "max_output_tokens": 50}
-
-
-def letters(text: str) -> list[tuple[int, str]]:
-    return [(95 if letter == "\n" else ord(letter) - 32, letter) for letter in text]
 
 
 @asynccontextmanager
