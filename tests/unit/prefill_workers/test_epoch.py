@@ -153,6 +153,7 @@ def test_broken_link_fails_all_jobs_with_one_retryable_error(decoder: Decoder) -
 def test_message_that_waits_for_its_job_does_not_outlive_the_epoch(decoder: Decoder) -> None:
     with middle_rank(decoder, floor_s=1e3) as middle:  # it would wait half of that
         middle.send_rows(0)
+        until(lambda: middle.engine.status().progress == 1)
         middle.engine.end_epoch(LinkBrokenError("the cable is cut"))
         middle.links[0].close()
         assert middle.links[0].wait_closed(WAIT_S)

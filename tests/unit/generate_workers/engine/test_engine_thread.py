@@ -15,6 +15,18 @@ SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
 
 
+class Watched(threading.Condition):
+    """Tells that somebody began to wait, without a limit or with one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.endless, self.limited = threading.Event(), threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        (self.endless if timeout is None else self.limited).set()
+        return super().wait(timeout)
+
+
 def test_the_thread_serves_streams_from_many_threads() -> None:
     with harness(clock=SystemClock(), num_slots=3, max_waiting=64) as made:
         made.engine.start()
@@ -41,8 +53,10 @@ def test_a_sleeping_engine_wakes_for_a_commit() -> None:
 def test_a_sleeping_engine_wakes_for_a_deadline() -> None:
     clock = ManualClock(100.0)
     with harness(clock=clock) as made:
+        made.engine._book._condition = watched = Watched()
         made.engine.start()
         _, stream = made.submit(prompt(9), SHORT, ref=made.reserve(9, 80, ttl_s=0.1).ref)
+        assert watched.limited.wait(WAIT_S)
         clock.advance(0.1)
         assert stream.ended.wait(WAIT_S)
         assert stream.error.startswith("LeaseExpiredError")
@@ -60,20 +74,12 @@ def test_a_sleeping_engine_wakes_for_a_cancel_and_for_a_freed_slot() -> None:
 
 
 def test_an_idle_engine_sleeps_until_it_is_woken() -> None:
-    idle = threading.Event()
-
-    class Watched(threading.Condition):
-        def wait(self, timeout: float | None = None) -> bool:
-            if timeout is None and stream.ended.is_set():
-                idle.set()
-            return super().wait(timeout)
-
     with harness() as made:
-        made.engine._book._condition = Watched()
+        made.engine._book._condition = watched = Watched()
         _, stream = made.submit(prompt(5), SHORT)
         made.engine.start()
         assert stream.ended.wait(WAIT_S)
-        assert idle.wait(WAIT_S)
+        assert watched.endless.wait(WAIT_S)
 
 
 def test_a_broken_engine_ends_every_stream_and_says_so() -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from contextlib import ExitStack
 
 import pytest
 
@@ -14,7 +13,7 @@ from baton.errors import (
     ResourceExhaustedError,
     StaleStampError,
 )
-from baton.ids import RequestId, SlotId, Stamp
+from baton.ids import RequestId
 from baton.types import LeaseRef, SampledToken, TokenRange
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.port import KvBytes, KvShape
@@ -22,6 +21,7 @@ from generate_workers.slots.leases import SlotLedger
 from generate_workers.slots.memory import KvMemory
 from generate_workers.slots.table import SlotTable
 from modeling.kv.memory import PagedMemory
+from tests.support.engines.generation import WAIT_S
 from tests.support.engines.slot_tables import (
     FIRST,
     LAYOUT,
@@ -62,18 +62,11 @@ async def committed(slots: SlotTable, num_tokens: int = 4) -> LeaseRef:
     return ref
 
 
-def test_memory_is_promised_from_reserve_to_abort_and_held_once_it_is_written(slots: SlotTable) -> None:
-    ref = lease(slots, capacity_tokens=8).ref
-    assert slots.ledger() == SlotLedger(2, 1, 1, 0, 0, 0, 0, kv_ledger(leased=ROW_BYTES))
-    push_zeros(slots, ref, 4)
-    assert slots.ledger() == SlotLedger(2, 1, 1, 0, 0, ROW_BYTES, ROW_BYTES, kv_ledger(leased=ROW_BYTES))
-    slots.abort(ref)
-    assert slots.ledger() == SlotLedger(2, 2, 0, 0, 0, 0, 0, kv_ledger())
-
-
 async def test_a_committed_lease_becomes_a_row_and_is_released(slots: SlotTable) -> None:
     ref = await committed(slots)
     assert standing(slots, ref) is Standing.READY
+    with pytest.raises(LeaseError):
+        await slots.commit(ref, [SampledToken(FIRST.token_id + 1)])
     [seat] = activated(slots, ref)
     assert (seat.ref, seat.first, len(seat.row.tokens)) == (ref, FIRST, 8)
     assert slots.ledger().num_active == 1
@@ -90,44 +83,6 @@ def test_a_local_row_takes_a_slot_at_once_and_none_when_all_are_taken(slots: Slo
             slots.release(seat.ref)
 
 
-def test_a_local_row_does_not_expire(slots: SlotTable, clock: ManualClock) -> None:
-    [seat] = slots.occupy(4, 8) or []
-    clock.advance(1e9)
-    slots.expire()
-    assert standing(slots, seat.ref) is Standing.RUNNING
-
-
-async def test_an_active_row_does_not_expire(slots: SlotTable, clock: ManualClock) -> None:
-    ref = await committed(slots)
-    slots.activate(ref)
-    clock.advance(10 * TTL_S)
-    slots.expire()
-    assert standing(slots, ref) is Standing.RUNNING
-
-
-async def test_a_committed_lease_that_nobody_activates_expires(slots: SlotTable, clock: ManualClock) -> None:
-    ref = await committed(slots)
-    clock.advance(TTL_S)
-    with ends_empty(slots):
-        slots.expire()
-    assert standing(slots, ref) is Standing.EXPIRED
-    with pytest.raises(LeaseExpiredError):
-        slots.activate(ref)
-
-
-async def test_aborting_an_active_row_tells_it_to_leave_and_frees_nothing_yet(slots: SlotTable) -> None:
-    abandoned: list[LeaseRef] = []
-    slots.on_abandon = abandoned.append
-    ref = await committed(slots)
-    slots.activate(ref)
-    slots.abort(ref)
-    assert abandoned == [ref]
-    assert standing(slots, ref) is Standing.RUNNING
-    assert slots.ledger().num_active == 1
-    with ends_empty(slots):
-        slots.release(ref)
-
-
 async def test_a_lease_becomes_rows_once_and_not_before_its_commit(slots: SlotTable) -> None:
     ref = lease(slots).ref
     assert slots.activate(ref) is None
@@ -139,30 +94,6 @@ async def test_a_lease_becomes_rows_once_and_not_before_its_commit(slots: SlotTa
     slots.release(ref)
     with pytest.raises(StaleStampError):
         slots.activate(ref)
-
-
-def test_standing_of_a_lease_follows_its_life(slots: SlotTable) -> None:
-    ref = lease(slots).ref
-    assert standing(slots, ref) is Standing.PENDING
-    slots.abort(ref)
-    assert standing(slots, ref) is Standing.GONE
-    assert standing(slots, LeaseRef(SlotId(99), Stamp(1))) is Standing.GONE
-
-
-async def test_a_writer_inside_quarantines_a_finished_row(slots: SlotTable) -> None:
-    ref = lease(slots).ref
-    with slots.open_push(ref):
-        push_zeros(slots, ref, 4)
-        await slots.commit(ref, [FIRST])
-        slots.activate(ref)
-        slots.release(ref)
-        ledger = slots.ledger()
-        assert ledger.num_quarantined == 1
-        assert ledger.kv == kv_ledger(quarantined=ROW_BYTES)
-        assert ledger.num_bytes_held > 0
-        assert not ledger.imbalance
-        assert standing(slots, ref) is Standing.GONE
-    assert is_empty(slots.ledger())
 
 
 def test_stamps_are_never_given_twice_and_grow(slots: SlotTable) -> None:
@@ -240,7 +171,7 @@ async def test_a_lease_that_another_thread_expires_ends_a_waiting_commit(slots: 
     thread = threading.Thread(target=slots.expire)
     thread.start()
     with pytest.raises(IncompletePushError, match=r"layer 0, tokens \[0, 4\)"):
-        await asyncio.wait_for(commit, 10)
+        await asyncio.wait_for(commit, WAIT_S)
     thread.join()
     assert is_empty(slots.ledger())
 
@@ -250,7 +181,7 @@ async def test_a_push_that_completes_from_another_thread_wakes_commit(slots: Slo
     commit = asyncio.create_task(slots.commit(ref, [FIRST]))
     await asyncio.sleep(0)
     await asyncio.to_thread(push_zeros, slots, ref, 4)
-    assert await asyncio.wait_for(commit, 10) == 4 * LAYOUT.token_bytes
+    assert await asyncio.wait_for(commit, WAIT_S) == 4 * LAYOUT.token_bytes
     slots.abort(ref)
 
 
@@ -261,6 +192,24 @@ def test_next_deadline_is_the_earliest_of_the_timed_claims(slots: SlotTable, clo
     assert slots.next_deadline_s() == 103.0
     slots.renew(second.ref, 30.0)
     assert slots.next_deadline_s() == 107.0
+
+
+async def test_rows_do_not_expire(slots: SlotTable, clock: ManualClock) -> None:
+    ref = await committed(slots)
+    slots.activate(ref)
+    [seat] = slots.occupy(4, 8) or []
+    clock.advance(1e9)
+    slots.expire()
+    assert [standing(slots, each) for each in (ref, seat.ref)] == [Standing.RUNNING] * 2
+
+
+def test_the_last_of_many_writers_frees_the_slot(slots: SlotTable) -> None:
+    ref = lease(slots).ref
+    with slots.open_push(ref):
+        with slots.open_push(ref):
+            slots.abort(ref)
+        assert slots.ledger().num_quarantined == 1
+    assert is_empty(slots.ledger())
 
 
 async def test_the_listener_hears_every_change(slots: SlotTable, clock: ManualClock) -> None:
@@ -321,13 +270,6 @@ def test_a_piece_that_could_not_be_copied_can_never_be_committed(clock: ManualCl
     assert is_empty(table.ledger())
 
 
-async def test_a_second_commit_with_another_token_changes_nothing(slots: SlotTable) -> None:
-    ref = await committed(slots)
-    with pytest.raises(LeaseError):
-        await slots.commit(ref, [SampledToken(8)])
-    assert [seat.first for seat in activated(slots, ref)] == [FIRST]
-
-
 async def committed_choices(slots: SlotTable, num_choices: int) -> LeaseRef:
     spec = ReserveSpec(RequestId("r"), 1, 4, 8, 5.0, num_choices)
     ref = slots.reserve(spec).ref
@@ -348,18 +290,6 @@ async def test_a_lease_of_several_choices_becomes_as_many_rows(clock: ManualCloc
         for num_left, seat in zip((2, 1, 0), seats, strict=True):  # each on its own
             slots.release(seat.ref)
             assert slots.ledger().num_active == num_left
-
-
-@pytest.mark.parametrize("end", ["abort", "expire"])
-async def test_held_slots_end_with_their_lease(clock: ManualClock, end: str) -> None:
-    slots = make_slots(clock, num_slots=3)
-    ref = await committed_choices(slots, 3)
-    if end == "abort":
-        slots.abort(ref)
-    else:
-        clock.advance(6)
-        slots.expire()
-    assert is_empty(slots.ledger())
 
 
 def test_choices_get_all_their_slots_or_none(slots: SlotTable) -> None:
@@ -383,13 +313,3 @@ async def test_a_commit_needs_a_token_for_each_choice(slots: SlotTable) -> None:
     with pytest.raises(LeaseError, match="1 first tokens for the 2 choices"):
         await slots.commit(ref, [FIRST])
     assert standing(slots, ref) is Standing.PENDING
-
-
-def test_many_writers_leave_in_any_order(slots: SlotTable) -> None:
-    ref = lease(slots).ref
-    with ExitStack() as outer:
-        outer.enter_context(slots.open_push(ref))
-        with slots.open_push(ref):
-            slots.abort(ref)
-        assert slots.ledger().num_quarantined == 1
-    assert is_empty(slots.ledger())
