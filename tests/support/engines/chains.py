@@ -304,10 +304,27 @@ def reference(decoder: Decoder, token_ids: Sequence[int]) -> tuple[Tensor, Tenso
 
 def reference_token(decoder: Decoder, job: Job) -> SampledToken:
     """What the request's next token is, by one process."""
-    _, logits_V = reference(decoder, job.token_ids)
-    state = SamplerState(job.params, job.prompt_ids, job.output_ids, decoder.config.eos_token_ids)
+    return next_token(decoder, job.prompt_ids, job.output_ids, job.params)
+
+
+def next_token(
+    decoder: Decoder, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams
+) -> SampledToken:
+    """The token that follows prompt and output, by one process."""
+    _, logits_V = reference(decoder, [*prompt_ids, *output_ids])
+    state = SamplerState(params, prompt_ids, output_ids, decoder.config.eos_token_ids)
     with torch.inference_mode():
         return sample(logits_V.unsqueeze(0), [state])[0]
+
+
+def generated(
+    decoder: Decoder, prompt_ids: Sequence[int], params: SamplingParams, num_tokens: int
+) -> list[SampledToken]:
+    """The first tokens of an answer, by one process and without a job."""
+    output: list[SampledToken] = []
+    while len(output) < num_tokens:
+        output.append(next_token(decoder, prompt_ids, [token.token_id for token in output], params))
+    return output
 
 
 def cached_prefix(decoder: Decoder, token_ids: Sequence[int], num_tokens: int) -> KvBuffer:

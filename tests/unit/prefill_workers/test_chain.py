@@ -24,6 +24,8 @@ from tests.support.engines.chains import (
     Hold,
     KeepingOutlet,
     assert_right,
+    generated,
+    largest_error,
     poisoned_buffer,
     random_chunks,
     random_tokens,
@@ -108,12 +110,16 @@ def test_chain_over_some_of_the_ranks(ranks: tuple[int, ...]) -> None:
 
 def test_resumed_prompt_is_prompt_and_output() -> None:
     decoder = decoder_of()
-    ids = random_tokens(random.Random(1), 40, decoder)
+    prompt_ids = random_tokens(random.Random(1), 33, decoder)
     params = SamplingParams(temperature=0.8, seed=11, repetition_penalty=1.2)
+    *output, following = generated(decoder, prompt_ids, params, num_tokens=8)
+    output_ids = [token.token_id for token in output]
+    kv, _ = reference(decoder, prompt_ids + output_ids)
     with ChainGroup(decoder, 2) as group:
         chunks = [TokenRange(0, 25), TokenRange(25, 40)]
-        run = group.submit(group.prepare(ids[:33], chunks, output_ids=ids[33:], params=params))
-        assert_right(group, run)
+        run = group.submit(group.prepare(prompt_ids, chunks, output_ids=output_ids, params=params))
+        assert largest_error(run.kv(decoder.layout), kv) <= 1e-5
+        assert run.first_token() == following
 
 
 def test_first_token_is_sampled_as_asked() -> None:
