@@ -1,7 +1,6 @@
 """A chain of three processes over gloo: equal to one process, and outliving ranks that die or hang mid-job."""
 
 import random
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,8 +21,6 @@ NUM_RANKS = 3
 NUM_TOKENS = 40
 EDGES = pytest.mark.parametrize("edges", ["", pytest.param("gloo", marks=pytest.mark.ci)])
 """Whether KV goes between devices, by communicators of two ranks."""
-PROMPT_BOUND_S = 15.0
-"""On a crowded machine, within which a death is noticed: not by the watchdog, whose floor is far above it."""
 
 
 class Group:
@@ -110,14 +107,13 @@ def test_killed_rank_fails_the_job_at_once_and_the_next_epoch_serves(edges: str)
         for _ in range(3):
             group.assert_serves()
         number, _ = group.submit(hold={0: 2})  # two of the layers have been computed and passed on
-        begin_s = time.monotonic()
         group.workers[1].kill()
         survivors = [group.workers[0], group.workers[2]]
         for worker in survivors:
             until(lambda worker=worker: bool(worker.epoch_error()))  # type: ignore[misc]
         group.workers[0].release()
-        assert [worker.outcome(number).error for worker in survivors] == ["LinkBrokenError"] * 2
-        assert time.monotonic() - begin_s < PROMPT_BOUND_S
+        errors = [worker.outcome(number).error for worker in survivors]
+        assert errors == ["LinkBrokenError"] * 2  # the watchdog, which takes a minute, would say LinkStalledError
         group.replace(1)
         group.start_epoch()
         group.assert_serves()
@@ -131,12 +127,10 @@ def test_stopped_rank_fails_the_job_within_the_watchdog_s_bound(edges: str) -> N
         group.assert_serves()
         number, _ = group.submit(hold={0: 2})
         group.workers[1].stop()
-        begin_s = time.monotonic()
         group.workers[0].release()
         errors = {group.workers[rank].outcome(number).error for rank in (0, 2)}
         assert "LinkStalledError" in errors  # whoever sees it first closes its links, which the other may see first
         assert errors <= {"LinkStalledError", "LinkBrokenError"}
-        assert time.monotonic() - begin_s < group.floor_s + PROMPT_BOUND_S
         group.replace(1)
         group.start_epoch()
         group.assert_serves()

@@ -89,5 +89,5 @@ async def test_a_chain_that_is_not_ready_is_waited_for_no_longer_than_prefill_by
         made.members.update(made.view(prefill_ready=False))
         await check(made, 40, "none_ready")
         assert (await made.state()).num_degraded == 1
-        await eventually(made.state, lambda state: state.num_running == 0, within_s=5)
+        await eventually(made.state, lambda state: state.num_running == 0)
         await made.until_empty()

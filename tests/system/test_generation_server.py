@@ -83,7 +83,7 @@ async def test_scores_that_fit_into_no_message_end_their_own_stream(
     with pytest.raises(InvalidArgumentError, match="prompt_logprobs of 60 tokens"):
         await read(scored)
     assert ids_in(await read(other)) == reference_ids(client.decoder, prompt(12), SHORT)
-    await eventually(client.num_streams, lambda number: number == 0, within_s=5)
+    await eventually(client.num_streams, lambda number: number == 0)
 
 
 async def test_streams_of_many_clients_do_not_mix(client: Client) -> None:
@@ -103,7 +103,7 @@ async def test_a_client_that_cancels_frees_its_slot(client: Client) -> None:
 async def test_a_client_that_cancels_before_the_commit_frees_its_lease(client: Client) -> None:
     lease = await client.reserve(10, 40)
     call = client.open(prompt(10), ref=lease.ref)
-    await eventually(client.num_streams, lambda number: number == 1, within_s=10)
+    await eventually(client.num_streams, lambda number: number == 1)
     call.cancel()
     await client.until_empty()
     with pytest.raises(StaleStampError):
@@ -122,7 +122,7 @@ async def test_aborting_a_lease_ends_its_stream(client: Client) -> None:
     lease = await client.reserve(10, 40)
     call = client.open(prompt(10), ref=lease.ref)
     reading = asyncio.create_task(read(call))
-    await eventually(client.num_streams, lambda number: number == 1, within_s=10)
+    await eventually(client.num_streams, lambda number: number == 1)
     await client.kv.abort(lease.ref)
     (event,) = await reading
     assert (event.finish, event.error.split(":")[0]) == (FinishReason.ERROR, "StaleStampError")
@@ -133,7 +133,7 @@ async def test_a_full_group_refuses_leases_and_waiters(client: Client) -> None:
     with pytest.raises(ResourceExhaustedError, match="fewer than 1 of 3 slots"):
         await client.reserve(4, 40)
     waiting = [client.open(prompt(5)) for _ in range(2)]
-    await eventually(client.num_streams, lambda number: number == 2, within_s=10)
+    await eventually(client.num_streams, lambda number: number == 2)
     with pytest.raises(ResourceExhaustedError, match="2 requests wait"):
         await read(client.open(prompt(5)))
     for lease in leases:
@@ -207,7 +207,7 @@ async def test_status_steps_grow(client: Client) -> None:
 async def test_a_server_that_stops_ends_running_streams() -> None:
     async with serving(CONFIG) as client:
         reading = asyncio.create_task(read(client.open(prompt(5), LONG)))
-        await eventually(client.num_streams, lambda number: number == 1, within_s=10)
+        await eventually(client.num_streams, lambda number: number == 1)
         await client.server.stop()
         with pytest.raises(UnavailableError):
             await reading

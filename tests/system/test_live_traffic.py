@@ -35,6 +35,7 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
+@pytest.mark.nightly
 async def test_a_trace_goes_as_simulated(folder: Path) -> None:
     trace, ratios = bimodal(4.0, 15.0, 7, (Lengths(1000, 16), Lengths(100, 32))), dict[str, float]()
     async with paced_cluster(folder, PacedHardware.load(folder), PacedPlan((2, 2))) as cluster:

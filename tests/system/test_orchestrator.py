@@ -132,9 +132,9 @@ async def test_a_client_that_leaves_the_queue_is_forgotten() -> None:
         call = made.open(made.request(prompt(10), LONG))
         await Answer().read(call, 1)
         queued = made.open(made.request(prompt(11), GREEDY))
-        await eventually(made.state, lambda state: state.num_queued == 1, within_s=5)
+        await eventually(made.state, lambda state: state.num_queued == 1)
         queued.cancel()
-        await eventually(made.state, lambda state: state.num_queued == 0, within_s=10)
+        await eventually(made.state, lambda state: state.num_queued == 0)
         made.group_gates[0].open()
         call.cancel()
 
@@ -160,7 +160,7 @@ async def test_a_client_that_leaves_between_commit_and_first_token_frees_its_slo
     async def num_committed() -> int:
         return [slot.state for slot in slots._slots].count(SlotState.COMMITTED)
 
-    await eventually(num_committed, lambda number: number == 1, within_s=5)
+    await eventually(num_committed, lambda number: number == 1)
     call.cancel()
     gate.open()
     other.cancel()
@@ -206,7 +206,7 @@ async def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
         calls = [made.open(made.request(prompt(10), LONG))]
         await Answer().read(calls[0], 1)
         calls.append(made.open(made.request(prompt(10), LONG)))
-        await eventually(made.state, lambda state: state.num_queued == 1, within_s=5)
+        await eventually(made.state, lambda state: state.num_queued == 1)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await made.open(made.request(prompt(10), GREEDY)).read()
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -331,9 +331,9 @@ async def test_health_follows_the_generation_groups(running: BareCluster) -> Non
         reply = await stub.Check(health_pb2.HealthCheckRequest(service="baton.v1.Orchestrator"))
         return int(reply.status)
 
-    await eventually(status, lambda value: value == health_pb2.HealthCheckResponse.SERVING, within_s=2)
+    await eventually(status, lambda value: value == health_pb2.HealthCheckResponse.SERVING)
     running.members.update(ClusterView())
-    await eventually(status, lambda value: value == health_pb2.HealthCheckResponse.NOT_SERVING, within_s=2)
+    await eventually(status, lambda value: value == health_pb2.HealthCheckResponse.NOT_SERVING)
     running.members.update(running.view())
 
 
@@ -355,6 +355,6 @@ async def test_a_lease_of_no_request_is_counted_as_leaked_when_it_has_outlived_i
             return sum(group.num_leaked for group in (await made.state()).groups)
 
         assert await num_leaked() == 0
-        await eventually(num_leaked, lambda number: number == 1, within_s=8)
+        await eventually(num_leaked, lambda number: number == 1)
         slots.abort(lease.ref)
         assert await num_leaked() == 0

@@ -128,5 +128,5 @@ async def test_a_streams_drafts_reach_the_client_and_the_metrics() -> None:
             }
             return all(seen.get(name) == num for name, num in (drafts | rounds).items())
 
-        await eventually(running.metrics, agree, within_s=5)
+        await eventually(running.metrics, agree)
         assert told["streaming"].num_accepted > 0

@@ -66,7 +66,7 @@ async def test_the_next_turn_of_a_chat_reuses_prompt_and_answer(relay: Relay, de
     asked = passage_ids(smollm2, 100, start=1300)  # less than a block: the answer's first tokens fill it
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     first = await ask(relay, asked, params)
-    await eventually(lambda: slots_in_use(relay), lambda used: used == (0, 0), within_s=20)  # the answer is stored
+    await eventually(lambda: slots_in_use(relay), lambda used: used == (0, 0))  # the answer is stored
     prompt = (*asked, *first.token_ids, *passage_ids(smollm2, 30, start=1600))
     second = await ask(relay, prompt, GREEDY)
     cached = (100 + 39) // BLOCK * BLOCK
@@ -74,7 +74,7 @@ async def test_the_next_turn_of_a_chat_reuses_prompt_and_answer(relay: Relay, de
     pushed = sum(rank.num_bytes_pushed for rank in second.timings.prefill.ranks)
     assert pushed == (len(prompt) - cached) * decoder.layout.token_bytes
     check_equal_tokens(decoder, prompt, second.token_ids, GREEDY)
-    await eventually(lambda: slots_in_use(relay), lambda used: used == (0, 0), within_s=5)
+    await eventually(lambda: slots_in_use(relay), lambda used: used == (0, 0))
 
 
 async def test_a_wrong_hint_is_harmless(relay: Relay, decoder: Decoder, smollm2: Path) -> None:
@@ -122,4 +122,4 @@ asyncio.run(main())
     assert folder.is_dir()
     launcher.kill()
     await launcher.wait()
-    await eventually(lambda: asyncio.to_thread(folder.exists), lambda there: not there, within_s=20)
+    await eventually(lambda: asyncio.to_thread(folder.exists), lambda there: not there)

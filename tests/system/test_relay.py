@@ -101,16 +101,16 @@ async def test_kv_goes_over_grpc_where_that_is_configured(decoder: Decoder, smol
 async def test_a_closed_stream_frees_everything(relay: Relay, smollm2: Path) -> None:
     prompt = passage_ids(smollm2, 400)
     running = asyncio.create_task(ask(relay, prompt, SamplingParams(max_tokens=2000, ignore_eos=True)))
-    await eventually(lambda: slots_in_use(relay), lambda held: held[0] == 1, within_s=10)
+    await eventually(lambda: slots_in_use(relay), lambda held: held[0] == 1)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    await eventually(lambda: slots_in_use(relay), lambda held: held == (0, 0), within_s=10)
-    await eventually(lambda: jobs_in_flight(relay), lambda jobs: jobs == [0, 0, 0], within_s=10)
+    await eventually(lambda: slots_in_use(relay), lambda held: held == (0, 0))
+    await eventually(lambda: jobs_in_flight(relay), lambda jobs: jobs == [0, 0, 0])
 
 
 async def test_nothing_is_held_when_all_is_quiet(relay: Relay) -> None:
-    await eventually(lambda: slots_in_use(relay), lambda held: held == (0, 0), within_s=10)
-    await eventually(lambda: jobs_in_flight(relay), lambda jobs: jobs == [0, 0, 0], within_s=10)
+    await eventually(lambda: slots_in_use(relay), lambda held: held == (0, 0))
+    await eventually(lambda: jobs_in_flight(relay), lambda jobs: jobs == [0, 0, 0])
 
 
 @pytest.mark.ci

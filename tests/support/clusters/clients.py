@@ -140,14 +140,14 @@ class ClusterClient:
 
     async def state(self) -> pb.ClusterState:
         """Return the orchestrator's state, asked for with `metadata`."""
-        return await self.stub.GetClusterState(pb.GetClusterStateRequest(), timeout=10, metadata=self.metadata)
+        return await self.stub.GetClusterState(pb.GetClusterStateRequest(), timeout=60, metadata=self.metadata)
 
     async def scrape(self) -> list[Metric]:
         """Return all metrics, as Prometheus parses them."""
         url = f"http://{HOST}:{self.server.metrics_port}/metrics"
 
         def read() -> str:
-            with urllib.request.urlopen(url, timeout=10) as reply:
+            with urllib.request.urlopen(url, timeout=60) as reply:
                 return str(reply.read().decode())
 
         return list(text_string_to_metric_families(await asyncio.to_thread(read)))

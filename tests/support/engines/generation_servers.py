@@ -93,7 +93,7 @@ class Client:
         return self.server.engine.status().num_streams
 
     async def until_empty(self) -> None:
-        status = await eventually(self.status, lambda held: held.num_free == held.num_slots, within_s=10)
+        status = await eventually(self.status, lambda held: held.num_free == held.num_slots)
         assert status.num_bytes_held == 0
 
 

@@ -76,7 +76,7 @@ async def console(
 
 async def requests(made: BareCluster) -> Sequence[pb.RequestStatus]:
     """All that the orchestrator tells of, latest first."""
-    return (await made.stub.GetRequests(pb.GetRequestsRequest(num_ended=9), timeout=10)).requests
+    return (await made.stub.GetRequests(pb.GetRequestsRequest(num_ended=9), timeout=60)).requests
 
 
 def _url(request: Request) -> str:

@@ -58,7 +58,7 @@ class Prometheus:
 
         def read() -> dict[str, Any]:
             try:
-                with urllib.request.urlopen(url, timeout=10) as reply:
+                with urllib.request.urlopen(url, timeout=60) as reply:
                     answer: dict[str, Any] = json.loads(reply.read())
             except urllib.error.HTTPError as error:
                 answer = json.loads(error.read())

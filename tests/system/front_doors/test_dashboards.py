@@ -60,7 +60,7 @@ async def drive(made: BareCluster, http: Http) -> None:
     await http.openai.completions.create(model="letters", prompt="Once upon a time", max_tokens=4)
     made.group_gates[0].shut(num_passes=60)  # some tokens come, and not all
     calls = [made.open(made.request(prompt(20), replace(PARAMS, max_tokens=300))) for _ in range(3)]
-    await eventually(made.state, lambda state: (state.num_running, state.num_queued) == (2, 1), within_s=10)
+    await eventually(made.state, lambda state: (state.num_running, state.num_queued) == (2, 1))
     with pytest.raises(ResourceExhaustedError):
         await made.ask(made.request(prompt(20), PARAMS))
     made.group_gates[0].open()

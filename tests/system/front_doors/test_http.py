@@ -25,7 +25,7 @@ pytestmark = pytest.mark.integration
 PROMPT = "Once upon a time"
 DATA = ROOT / "tests" / "data"
 CERTIFICATE, KEY = DATA / "localhost_certificate.pem", DATA / "localhost_key.pem"
-START_S = 60.0
+START_S = 120.0
 
 
 @asynccontextmanager

@@ -61,7 +61,7 @@ async def occupied(made: BareCluster) -> grpc.aio.UnaryStreamCall[pb.GenerateReq
 
 
 async def queued(made: BareCluster, num: int) -> None:
-    await eventually(made.state, lambda state: state.num_queued == num, within_s=5)
+    await eventually(made.state, lambda state: state.num_queued == num)
 
 
 async def test_a_more_urgent_request_that_came_later_is_served_first(narrow: BareCluster) -> None:

@@ -92,7 +92,7 @@ async def test_choices_that_wait_count_as_many_slots() -> None:
         await Answer().read(first, 1)
         made.group_gates[0].shut()
         waiting = asyncio.create_task(made.ask(made.request(IDS, PARAMS)))
-        await eventually(made.state, lambda state: state.num_queued == 1, within_s=5)
+        await eventually(made.state, lambda state: state.num_queued == 1)
         later = made.request(IDS, replace(PARAMS, n=2))
         with pytest.raises(ResourceExhaustedError):
             await made.ask(later, timeout_s=90)  # were it due first, it would run at once, in slots that are free
