@@ -56,8 +56,9 @@ async def check_cancel(name: str, way: str, phase: Phase | None = None, *, devic
         assert name == "queued" or any(held), "the request is nowhere"
         call.cancel()
         await eventually(on.forgotten, bool)
-        on.let_go()
+        await on.end_step()
         await on.until_free()
+        on.let_go()
         for other in on.others:
             assert (await other).token_ids == reference_ids(on.made.decoder, OTHER_IDS, OTHER)
         on.made.members.update(on.made.view())
