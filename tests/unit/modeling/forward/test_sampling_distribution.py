@@ -60,6 +60,15 @@ def test_the_distribution_test_can_fail() -> None:
     assert chi_square(counts, reference_distribution(np.array(LOGITS), SamplingParams(temperature=1.0))) < 1e-3
 
 
+@pytest.mark.parametrize("temperature", [0.6, 1.7])
+def test_a_token_has_the_largest_sum_of_noise_and_logit_over_temperature(temperature: float) -> None:
+    """Exactly, where a distribution shows an error of some per cent only."""
+    seeds = range(2000)
+    noise = gumbel_noise([noise_key(seed, 0) for seed in seeds], torch.arange(len(LOGITS))).numpy()
+    states = [make(seed, output=[], temperature=temperature) for seed in seeds]
+    assert ids_of(draw(states)) == (np.array(LOGITS) / temperature + noise).argmax(1).tolist()
+
+
 def test_rare_tokens_are_as_rare_as_they_should_be() -> None:
     """One likely token and 20,000 that share a thousandth: the noise's upper tail decides."""
     logits = torch.zeros(20_001)
