@@ -4,7 +4,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help runtime setup demo test ci nightly lint proto bench clean
+.PHONY: help runtime setup demo test ci nightly lint proto wheel bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -78,6 +78,10 @@ lint: setup  ## style, types, layers, sizes, stale stubs, docstrings, the last c
 
 proto: setup  ## write the stubs in baton/v1 from proto/
 	$(BIN)/python tools/protos.py
+
+wheel: setup  ## build the wheel that is distributed, with kernels for all x86-64 processors, in dist
+	@$(STAGE) "wheel with kernels for all processors" env PYTHON=$(abspath $(BIN))/python tools/wheel.sh dist
+	@ls dist/*.whl
 
 bench: setup  ## each benchmark in its quick form: a smoke test, not a claim
 	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name --quick; done
