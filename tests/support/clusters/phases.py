@@ -21,6 +21,8 @@ NUM_SLOTS = 2
 VICTIM = SamplingParams(max_tokens=300, temperature=0.8, seed=7, ignore_eos=True)
 """Never ends by itself meanwhile."""
 ENDING = replace(VICTIM, max_tokens=40)
+SOME_PASSES = 14
+"""Layers of some steps, or of a round of drafts: never all tokens of an answer."""
 OTHER = replace(VICTIM, max_tokens=6, seed=8)
 IDS = prompt(60)
 OTHER_IDS = prompt(30, seed=1)
@@ -64,14 +66,16 @@ class Scene:
         self.standing.close()
 
     async def end_step(self) -> None:
-        """As `let_go`, but an engine that stands within a step of the victim's comes only a little further: a row that
-        is not removed holds its slot."""
+        """Do as `let_go`. An engine that stood within a step of the victim alone stops again after `SOME_PASSES`: if it
+        did not remove the victim's row, the slot stays held."""
         standing = [gate for gate in self.made.group_gates if gate.reached.is_set() and not gate.opened.is_set()]
-        if not self.others and standing:
-            await eventually(self._has_given_back, bool)  # else the engine may stand again before it hears of it
+        if self.others or not standing:
+            self.let_go()
+            return
+        await eventually(self._has_given_back, bool)  # the engine must hear of the cancel before it stops again
         self.let_go()
-        for gate in standing if not self.others else ():
-            gate.shut(num_passes=14)
+        for gate in standing:
+            gate.shut(SOME_PASSES)
 
     async def _has_given_back(self) -> bool:
         return not self.made.server.controller._dispatcher._givebacks._tasks
@@ -190,7 +194,7 @@ async def decoding_its_own_prefill(scene: Scene) -> StreamCall:
 async def decoding(scene: Scene) -> StreamCall:
     """Tokens come; the engine stands within a step."""
     (gate,) = scene.made.group_gates
-    gate.shut(num_passes=14)  # some steps, or a round of drafts: never all tokens
+    gate.shut(SOME_PASSES)
     call = scene.ask()
     await Answer().read(call, 2)
     await gate.until_reached()
@@ -200,7 +204,7 @@ async def decoding(scene: Scene) -> StreamCall:
 async def returning(scene: Scene) -> StreamCall:
     """All tokens have come; the engine is about to copy the answer's KV to the prefix store, which somebody locks."""
     (group,), (gate,) = scene.made.groups, scene.made.group_gates
-    gate.shut(num_passes=14)  # a round of drafts, or some steps: never all tokens
+    gate.shut(SOME_PASSES)
     call, answer = scene.ask(ENDING), Answer()
     await answer.read(call, 2)
     await gate.until_reached()

@@ -385,7 +385,7 @@ def run_chain(
 
 
 def assert_right(group: ChainGroup, run: Run, decoder: Decoder | None = None, most_error: float = 1e-5) -> None:
-    """What the run brought equals one process's KV and token, by `decoder` or the group's own."""
+    """Assert that a run's KV and first token equal those of one process with `decoder`, by default the group's."""
     decoder = decoder or group.decoder
     kv, _ = reference(decoder, run.job.token_ids)
     assert largest_error(run.kv(decoder.layout), kv) <= most_error

@@ -56,7 +56,7 @@ def random_kv(layout: KvLayout, num_tokens: int, seed: int = 0) -> KvBuffer:
 
 
 def same(read: Sequence[KvBuffer], kv: KvBuffer) -> bool:
-    """Whether the blocks hold what the first tokens of `kv` do."""
+    """Return whether the blocks hold the KV of the first tokens of `kv`."""
     data = torch.cat([each.data for each in read], dim=1)
     return torch.equal(data, kv.data[:, : data.shape[1]])
 

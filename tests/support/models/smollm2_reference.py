@@ -1,4 +1,6 @@
-"""What transformers makes of the sample model's weights, in a file: `python -m tests.support.models.smollm2_reference`.
+"""Tokens and logits that transformers computes with the sample model, kept in a file.
+
+`python -m tests.support.models.smollm2_reference` writes the file.
 
 Prompts are passages of a novel, half of them as a chat's message. Of each the file keeps a greedy text and, where each
 of its tokens was chosen, the best logits and the log-sum-exp of all: enough for the rule of equal tokens.

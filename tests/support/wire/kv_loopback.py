@@ -33,7 +33,7 @@ WIDE = KvLayout("weights", num_layers=2, num_kv_heads=3, head_dim=64, dtype="flo
 """1.5 KiB a token and layer: 682 tokens a piece."""
 FIRST = SampledToken(token_id=7)
 ROUTES = {"shared": True, "stream": False}
-"""Whether sessions may push through shared memory, by a name. All processes of these tests are on one node."""
+"""Names of test cases, and whether their sessions may push through shared memory."""
 
 
 @dataclass(frozen=True)

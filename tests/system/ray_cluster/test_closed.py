@@ -49,7 +49,7 @@ def answers(listener: Listener) -> set[grpc.StatusCode]:
         for method in METHODS:
             ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(method)
             try:
-                ask(b"", timeout=10)
+                ask(b"", timeout=60)
                 found.add(grpc.StatusCode.OK)
             except grpc.RpcError as error:
                 found.add(error.code())

@@ -1,4 +1,4 @@
-"""The wheel that is distributed, and a source tree, install and work where there is no compiler."""
+"""Without a compiler, the distributed wheel serves with its native kernels, and a source tree can be installed."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Environment variables of a user with an empty home, and commands of the system but for compilers."""
+    """Return the environment of a user with an empty home, in whose PATH there is no compiler."""
     home, commands = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("commands")
     for name in ("bash", "cat", "sh", "uname"):
         (commands / name).symlink_to(shutil.which(name) or name)
@@ -52,7 +52,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, environment: Mapping[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment of its own, in which pip has installed the wheel and what it needs."""
+    """Return the folder of a fresh virtual environment with the wheel and the packages that it requires."""
     folder = tmp_path_factory.mktemp("installed")
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder, environment=environment)
     install = ("-m", "pip", "--python", folder / "bin" / "python", "install", "--no-compile", "--quiet")
@@ -127,7 +127,7 @@ def test_a_source_tree_is_installed_without_a_compiler_and_says_so_once(
 def serving(
     command: list[str | Path], cache: Path, environment: Mapping[str, str]
 ) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    """A cluster that serves, and the URL of its OpenAI-compatible API. It is ended afterwards if it still runs."""
+    """Start a cluster; yield its process and the URL of its OpenAI-compatible API. Interrupt it at the end."""
     output = cache / "stderr.txt"
     with output.open("w") as stderr:
         process = subprocess.Popen(
@@ -145,7 +145,7 @@ def serving(
 
 
 def kernels_loaded(ray_folder: str) -> set[str]:
-    """Libraries of kernels that the workers of that Ray have loaded."""
+    """Return the paths of the kernel libraries that the workers of a Ray have loaded."""
     workers = [pid for pid, command in processes_of(ray_folder).items() if "WorkerActor" in command]
     assert workers
     lines = [line for pid in workers for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
@@ -153,7 +153,7 @@ def kernels_loaded(ray_folder: str) -> set[str]:
 
 
 def run(program: str | Path, *arguments: str | Path, cwd: Path, environment: Mapping[str, str]) -> str:
-    """A command that must succeed; what it says."""
+    """Run a command that must succeed, and return its output."""
     done = subprocess.run(
         [program, *arguments], cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )

@@ -118,7 +118,7 @@ async def test_a_call_that_is_given_up_leaves_file_and_planner_agreeing(
 
     def slow_save(calibration: Calibration, to: Path) -> None:
         writing.set()
-        assert may_write.wait(10)
+        assert may_write.wait(60)
         save(calibration, to)
 
     monkeypatch.setattr("planning.calibration.save", slow_save)
