@@ -1,4 +1,4 @@
-"""Turns of chats that a cluster answers, checked against a cold start, and what each of them came to."""
+"""Ask a cluster for the turns of a chat, check their tokens, and record what was cached, fetched and pushed."""
 
 from dataclasses import dataclass
 

@@ -89,7 +89,7 @@ class Hold:
         assert self.gate.wait(WAIT_S)
 
     def wait_begun(self) -> None:
-        """Waits until a turn is held."""
+        """Wait until a turn is held."""
         assert self._began.wait(WAIT_S)
 
 
@@ -376,7 +376,7 @@ def run_chain(
     num_tokens: int = 60,
     on_push: Callable[[Rank, int], None] | None = None,
 ) -> Run:
-    """A random prompt over all ranks in random chunks."""
+    """Submit a random prompt, divided over all ranks in random chunks."""
     rng = random.Random(seed)
     ids = random_tokens(rng, num_tokens, group.decoder)
     chunks = random_chunks(rng, TokenRange(prefix_tokens, num_tokens), len(group.engines))
