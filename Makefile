@@ -21,6 +21,8 @@ COMPILED := $(BIN)/python -c "import compileall, sysconfig; compileall.compile_d
 KERNELS := modeling/kernels/built/.built
 KERNEL_SOURCES := $(wildcard modeling/kernels/*/*.cpp modeling/kernels/*/*.h)
 OPTIONS ?=
+# A file's tests share what it starts, in one process of those that run tests
+BY_FILE := --dist loadfile --no-loadscope-reorder
 MINUTES ?= 40
 BENCHMARKS := kernels decode offload speculation mixed_trace residency sparse limited quantization prefill transfer serve attention chain prediction prefix slow_links noise elastic disaggregation interference overload gateway web live_scaling vllm served structured cuda
 
@@ -55,8 +57,8 @@ demo: runtime  ## a cluster comes up, streams a chat, a long passage and eight a
 	$(BIN)/python -m deploy.demo.show tests/data/persuasion_2000.txt
 
 test: setup  ## what every change must pass: units, then servers and processes of this host, then clusters on Ray
-	$(BIN)/python -m pytest $(OPTIONS) --lane unit -n 2
-	$(BIN)/python -m pytest $(OPTIONS) --lane integration -n 4
+	$(BIN)/python -m pytest $(OPTIONS) --lane unit -n 2 $(BY_FILE)
+	$(BIN)/python -m pytest $(OPTIONS) --lane integration -n 4 $(BY_FILE)
 	$(BIN)/python -m pytest $(OPTIONS) --lane cluster
 
 ci: OPTIONS += -m "not nightly" --require-tools

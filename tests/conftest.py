@@ -1,13 +1,16 @@
 """Fixtures of all lanes: nothing may be left behind by a test, and one converted sample model is shared."""
 
 import asyncio
+import gc
 import inspect
 import os
 import random
+import shutil
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
@@ -15,6 +18,9 @@ import pytest
 from tests.support import tools
 from tests.support.guards import leaks
 from tests.support.guards.lanes import LANES, Starts, lane_of
+
+if TYPE_CHECKING:
+    from tests.support.kernels.triton.process import Run
 
 # How long an example takes says how crowded the machine is: no test fails for that.
 hypothesis.settings.register_profile("patient", deadline=None)
@@ -58,6 +64,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     random.Random(config.option.order_seed).shuffle(files)
     places = {path: place for place, path in enumerate(files)}
     items.sort(key=lambda item: places.get(item.path, -1))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for garbage neither among what is collected nor, later, in it: that takes a twentieth of a run."""
+    gc.disable()
+    found = yield
+    gc.freeze()
+    gc.enable()
+    return found
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:
@@ -126,3 +142,22 @@ def smollm2() -> Path:
     from text.gguf_tokenizer import write_tokenizer
 
     return resolve_model("smollm2-135m", cache=MODEL_CACHE, progress=lambda done, total: None, finish=write_tokenizer)
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator["Run"]:
+    """A way to call functions of a module in a process where Triton's interpreter runs kernels."""
+    from tests.support.kernels.triton.process import process_with
+
+    with process_with(TRITON_INTERPRET="1") as run:
+        yield run
+
+
+@pytest.fixture(scope="session")
+def short_smollm2(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with the sample model's first layers: for tests of what is around a model, which start many workers."""
+    from tests.support.models.first_layers import write_first_layers
+
+    folder = tmp_path_factory.mktemp("models") / "short-smollm2"
+    yield write_first_layers(smollm2, folder)
+    shutil.rmtree(folder)

@@ -20,7 +20,8 @@ from deploy.chaos.cluster import ChaosCluster
 from deploy.chaos.report import Answer, Outcome, Report, outcome_of
 from deploy.chaos.schedule import Ask, Schedule
 
-_RECONNECT = Reconnect(num_connects=40, num_resumes=40, max_delay_s=0.5)
+_RECONNECT = Reconnect(num_connects=120, num_resumes=120, max_delay_s=0.5)
+"""45 s in all: longer than an orchestrator takes to start on a busy machine, and shorter than `Bounds.request_s`."""
 _LOOK_S = 0.05
 """Seconds between two looks at what is held."""
 _STATE_S = 2.0

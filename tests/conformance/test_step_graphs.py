@@ -1,26 +1,19 @@
 """Steps over KV in pages choose the tokens of the CPU: in Triton's interpreter where there is no GPU."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.kernels.triton import steps
-from tests.support.kernels.triton.process import HAS_TRITON, Run, process_with
+from tests.support.kernels.triton.process import HAS_TRITON, Run
 from tests.support.models.tiny_models import build_tiny
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")]
 
 
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    with process_with(TRITON_INTERPRET="1") as run:
-        yield run
-
-
 @pytest.mark.parametrize("window", [None, pytest.param(9, marks=pytest.mark.ci)])
-def test_rows_of_a_step_get_the_tokens_of_the_cpu(run: Run, window: int | None) -> None:
-    run(check_on_cpu, window)
+def test_rows_of_a_step_get_the_tokens_of_the_cpu(interpreter: Run, window: int | None) -> None:
+    interpreter(check_on_cpu, window)
 
 
 def check_on_cpu(window: int | None) -> None:
@@ -28,7 +21,7 @@ def check_on_cpu(window: int | None) -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma3", pytest.param("qwen3_moe", marks=pytest.mark.ci)])
-def test_layers_of_another_kind_get_the_tokens_of_the_cpu(run: Run, name: str, tmp_path: Path) -> None:
+def test_layers_of_another_kind_get_the_tokens_of_the_cpu(interpreter: Run, name: str, tmp_path: Path) -> None:
     """Layers that turn in two ways and see windows or everything; and experts."""
     build_tiny(name, tmp_path)
-    run(steps.check_family_steps, tmp_path)
+    interpreter(steps.check_family_steps, tmp_path)

@@ -3,7 +3,6 @@
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +18,9 @@ H100_SHARED_BYTES = 227 * 1024
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")]
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    with process_with(TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)) as run:
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    with process_with(TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("triton"))) as run:
         yield run
 
 
@@ -54,5 +53,6 @@ def test_wide_tiles_take_the_shared_memory_that_they_are_chosen_by(run: Run, dty
     assert found.shared_bytes <= H100_SHARED_BYTES
 
 
-def test_a_cpu_is_refused_where_nothing_interprets(run: Run) -> None:
-    assert "use the kernels in C++" in run(compiling.refusal_on_cpu)
+def test_a_cpu_is_refused_where_nothing_interprets() -> None:
+    with process_with(TRITON_INTERPRET="0") as run:  # Triton has not been told of an architecture here
+        assert "use the kernels in C++" in run(compiling.refusal_on_cpu)

@@ -5,7 +5,7 @@ Every two levels of any two factors meet in some case. The first cases cover mos
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -17,7 +17,7 @@ from tests.support.kernels.covering import Levels, covering, pairs
 from tests.support.kernels.triton import copies, decode, pointwise, prefill, refusals
 from tests.support.kernels.triton.decode import DecodeCase
 from tests.support.kernels.triton.prefill import PrefillCase
-from tests.support.kernels.triton.process import DEVICE, HAS_TRITON, Run, kernels_run
+from tests.support.kernels.triton.process import DEVICE, HAS_TRITON, Run
 
 pytestmark = pytest.mark.integration
 
@@ -35,10 +35,10 @@ def lanes(cases: Sequence[object]) -> list[object]:
     return [pytest.param(case, id=str(case), marks=mark) for case, mark in zip(cases, marks, strict=False)]
 
 
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    with kernels_run() as run:
-        yield run
+@pytest.fixture
+def run(interpreter: Run) -> Run:
+    """A way to call functions that launch kernels on DEVICE."""
+    return interpreter if DEVICE == "cpu" else lambda function, *arguments: function(*arguments)
 
 
 @NEEDS_TRITON

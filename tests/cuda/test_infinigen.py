@@ -5,7 +5,7 @@ import pytest
 
 from tests.cuda.conftest import ON_GPU
 from tests.support.engines import fetching
-from tests.support.kernels.triton.process import HAS_TRITON, process_with
+from tests.support.kernels.triton.process import HAS_TRITON, Run
 
 pytestmark = pytest.mark.integration
 
@@ -33,6 +33,5 @@ def test_answers_are_those_of_the_emulated_device() -> None:
         pytest.param("slow", 2, id="double-buffer-late", marks=pytest.mark.ci),
     ],
 )
-def test_a_device_that_stands_for_a_gpu_has_them(link: str, num_areas: int | None) -> None:
-    with process_with(TRITON_INTERPRET="1") as run:
-        run(fetching.check_standing, link, num_areas)
+def test_a_device_that_stands_for_a_gpu_has_them(interpreter: Run, link: str, num_areas: int | None) -> None:
+    interpreter(fetching.check_standing, link, num_areas)

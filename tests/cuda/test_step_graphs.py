@@ -2,27 +2,25 @@
 else launched kernel by kernel in Triton's interpreter, which has a process of its own."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from tests.support.engines.devices import PoisonedCuda
 from tests.support.kernels.triton import step_engines
-from tests.support.kernels.triton.process import HAS_TRITON, process_with
+from tests.support.kernels.triton.process import HAS_TRITON, Run
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")]
 Check = Callable[..., None]
 
 
-@pytest.fixture(scope="module")
-def check() -> Iterator[Callable[..., None]]:
+@pytest.fixture
+def check(interpreter: Run) -> Callable[..., None]:
     """A way to run a check of `step_engines` with a GPU, or in the interpreter."""
     if os.environ["BATON_TEST_DEVICE"] == "cuda":
-        yield lambda function, **options: function(PoisonedCuda(), **options)
-    else:
-        with process_with(TRITON_INTERPRET="1") as run:
-            yield lambda function, **options: run(_in_interpreter, function, options)
+        return lambda function, **options: function(PoisonedCuda(), **options)
+    return lambda function, **options: interpreter(_in_interpreter, function, options)
 
 
 def _in_interpreter(function: Check, options: dict[str, bool]) -> None:

@@ -18,9 +18,9 @@ LONG = SamplingParams(max_tokens=120, temperature=0.8, seed=5, ignore_eos=True)
 
 
 @pytest.mark.parametrize("way", ways("off", ci=("snapkv", "streaming host")))
-async def test_a_stream_goes_on_when_its_generation_engine_dies(smollm2: Path, way: str) -> None:
-    async with local_relay(smollm2, num_ranks=1, heartbeat_s=0.5, generate=SPECULATING[way]) as relay:
-        prompt = passage_ids(smollm2, 50)
+async def test_a_stream_goes_on_when_its_generation_engine_dies(short_smollm2: Path, way: str) -> None:
+    async with local_relay(short_smollm2, num_ranks=1, heartbeat_s=0.5, generate=SPECULATING[way]) as relay:
+        prompt = passage_ids(short_smollm2, 50)
         expected = await ask(relay, prompt, LONG)
         victim = relay.cluster.generation.handle.pid
 

@@ -32,28 +32,28 @@ BLOCK = 128
 @pytest_asyncio.fixture(
     scope="module", loop_scope="module", params=ways("off", ci=("streaming", "auto host", "streaming @emulated"))
 )
-async def relay(smollm2: Path, request: pytest.FixtureRequest) -> AsyncIterator[Relay]:
+async def relay(short_smollm2: Path, request: pytest.FixtureRequest) -> AsyncIterator[Relay]:
     way, _, device = request.param.partition(" @")
     generate, device = SPECULATING[way], device or "cpu"
-    async with local_relay(smollm2, num_ranks=2, prefix_share=0.1, generate=generate, device=device) as running:
+    async with local_relay(short_smollm2, num_ranks=2, prefix_share=0.1, generate=generate, device=device) as running:
         assert FOLDER.is_dir()
         yield running
         await check_drafted(running, way)
 
 
 @pytest.fixture(scope="module")
-def decoder(smollm2: Path) -> Decoder:
-    return load_decoder(smollm2, dtype="float32")
+def decoder(short_smollm2: Path) -> Decoder:
+    return load_decoder(short_smollm2, dtype="float32")
 
 
 async def test_a_prompt_that_begins_alike_computes_what_is_missing(
-    relay: Relay, decoder: Decoder, smollm2: Path
+    relay: Relay, decoder: Decoder, short_smollm2: Path
 ) -> None:
-    shared = passage_ids(smollm2, 300)
+    shared = passage_ids(short_smollm2, 300)
     cold = await ask(relay, shared, GREEDY)
     assert cold.finished.usage.num_cached_tokens == 0
     for num_shared in (300, 150):
-        prompt = (*shared[:num_shared], *passage_ids(smollm2, 50, start=2000 + num_shared))
+        prompt = (*shared[:num_shared], *passage_ids(short_smollm2, 50, start=2000 + num_shared))
         answer = await ask(relay, prompt, GREEDY)
         cached = num_shared // BLOCK * BLOCK
         assert (answer.finished.usage.num_cached_tokens, answer.num_attempts) == (cached, 1)
@@ -62,12 +62,14 @@ async def test_a_prompt_that_begins_alike_computes_what_is_missing(
         check_equal_tokens(decoder, prompt, answer.token_ids, GREEDY)
 
 
-async def test_the_next_turn_of_a_chat_reuses_prompt_and_answer(relay: Relay, decoder: Decoder, smollm2: Path) -> None:
-    asked = passage_ids(smollm2, 100, start=1300)  # less than a block: the answer's first tokens fill it
+async def test_the_next_turn_of_a_chat_reuses_prompt_and_answer(
+    relay: Relay, decoder: Decoder, short_smollm2: Path
+) -> None:
+    asked = passage_ids(short_smollm2, 100, start=1300)  # less than a block: the answer's first tokens fill it
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     first = await ask(relay, asked, params)
     await eventually(lambda: slots_in_use(relay), lambda used: used == (0, 0))  # the answer is stored
-    prompt = (*asked, *first.token_ids, *passage_ids(smollm2, 30, start=1600))
+    prompt = (*asked, *first.token_ids, *passage_ids(short_smollm2, 30, start=1600))
     second = await ask(relay, prompt, GREEDY)
     cached = (100 + 39) // BLOCK * BLOCK
     assert (second.finished.usage.num_cached_tokens, second.num_attempts) == (cached, 1)
@@ -77,8 +79,8 @@ async def test_the_next_turn_of_a_chat_reuses_prompt_and_answer(relay: Relay, de
     await eventually(lambda: slots_in_use(relay), lambda used: used == (0, 0))
 
 
-async def test_a_wrong_hint_is_harmless(relay: Relay, decoder: Decoder, smollm2: Path) -> None:
-    prompt = passage_ids(smollm2, 200, start=700)
+async def test_a_wrong_hint_is_harmless(relay: Relay, decoder: Decoder, short_smollm2: Path) -> None:
+    prompt = passage_ids(short_smollm2, 200, start=700)
     await ask(relay, prompt, GREEDY)
     for name in blocks_in(FOLDER):
         (FOLDER / name).unlink()
@@ -88,9 +90,9 @@ async def test_a_wrong_hint_is_harmless(relay: Relay, decoder: Decoder, smollm2:
 
 
 @pytest.mark.ci
-async def test_a_prefix_outlives_its_ranks(smollm2: Path) -> None:
-    prompt = passage_ids(smollm2, 200, start=900)
-    async with local_relay(smollm2, num_ranks=1, prefix_share=0.1) as relay:
+async def test_a_prefix_outlives_its_ranks(short_smollm2: Path) -> None:
+    prompt = passage_ids(short_smollm2, 200, start=900)
+    async with local_relay(short_smollm2, num_ranks=1, prefix_share=0.1) as relay:
         await ask(relay, prompt, GREEDY)
         (rank,) = relay.cluster.ranks
         rank.handle.kill()
@@ -101,7 +103,7 @@ async def test_a_prefix_outlives_its_ranks(smollm2: Path) -> None:
 
 
 @pytest.mark.ci
-async def test_a_killed_launcher_takes_the_folder_along(smollm2: Path) -> None:
+async def test_a_killed_launcher_takes_the_folder_along(short_smollm2: Path) -> None:
     """Its ranks see their input end; the last of them removes the folder. So they do at any other end."""
     program = f"""
 import asyncio, os, signal
@@ -109,7 +111,7 @@ from pathlib import Path
 from tests.support.clusters.relays import local_relay
 
 async def main() -> None:
-    async with local_relay(Path({str(smollm2)!r}), num_ranks=2, prefix_share=0.1):
+    async with local_relay(Path({str(short_smollm2)!r}), num_ranks=2, prefix_share=0.1):
         print("ready", flush=True)
         await asyncio.Event().wait()
 

@@ -32,30 +32,32 @@ NUM_TRIES = 3
         "off", ci=("auto", "snapkv", "streaming host", "auto @emulated", "snapkv @emulated", "streaming host @emulated")
     ),
 )
-async def relay(smollm2: Path, request: pytest.FixtureRequest) -> AsyncIterator[Relay]:
+async def relay(short_smollm2: Path, request: pytest.FixtureRequest) -> AsyncIterator[Relay]:
     way, _, device = request.param.partition(" @")
-    async with local_relay(smollm2, num_ranks=3, generate=SPECULATING[way], device=device or "cpu") as running:
+    async with local_relay(short_smollm2, num_ranks=3, generate=SPECULATING[way], device=device or "cpu") as running:
         yield running
         await check_drafted(running, way)
 
 
 @pytest.fixture(scope="module")
-def decoder(smollm2: Path) -> Decoder:
-    return load_decoder(smollm2, dtype="float32")
+def decoder(short_smollm2: Path) -> Decoder:
+    return load_decoder(short_smollm2, dtype="float32")
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 37, 700])
-async def test_greedy_tokens_equal_one_process(relay: Relay, decoder: Decoder, smollm2: Path, num_tokens: int) -> None:
-    prompt = passage_ids(smollm2, num_tokens)
+async def test_greedy_tokens_equal_one_process(
+    relay: Relay, decoder: Decoder, short_smollm2: Path, num_tokens: int
+) -> None:
+    prompt = passage_ids(short_smollm2, num_tokens)
     answer = await ask(relay, prompt, GREEDY)
     assert len(answer.token_ids) == GREEDY.max_tokens
     check_equal_tokens(decoder, prompt, answer.token_ids, GREEDY)
 
 
 async def test_sampled_tokens_equal_one_process_alone_and_among_others(
-    relay: Relay, decoder: Decoder, smollm2: Path
+    relay: Relay, decoder: Decoder, short_smollm2: Path
 ) -> None:
-    prompts = [passage_ids(smollm2, 20 + 7 * index, start=50 * index) for index in range(8)]
+    prompts = [passage_ids(short_smollm2, 20 + 7 * index, start=50 * index) for index in range(8)]
     together = await asyncio.gather(*(ask(relay, prompt, SAMPLED) for prompt in prompts))
     alone = await ask(relay, prompts[3], SAMPLED)
     assert alone.token_ids == together[3].token_ids
@@ -63,8 +65,8 @@ async def test_sampled_tokens_equal_one_process_alone_and_among_others(
         check_equal_tokens(decoder, prompt, answer.token_ids, SAMPLED)
 
 
-async def test_kv_bytes_are_the_formula_and_leave_early(relay: Relay, decoder: Decoder, smollm2: Path) -> None:
-    prompt = passage_ids(smollm2, 600)
+async def test_kv_bytes_are_the_formula_and_leave_early(relay: Relay, decoder: Decoder, short_smollm2: Path) -> None:
+    prompt = passage_ids(short_smollm2, 600)
     answer, num_tries = await ask(relay, prompt, GREEDY), 1
     while num_tries < NUM_TRIES and not heard_early(answer):
         answer, num_tries = await ask(relay, prompt, GREEDY), num_tries + 1
@@ -88,9 +90,9 @@ def heard_early(answer: Answer) -> bool:
 
 
 @pytest.mark.ci
-async def test_kv_goes_over_grpc_where_that_is_configured(decoder: Decoder, smollm2: Path) -> None:
-    prompt = passage_ids(smollm2, 200)
-    async with local_relay(smollm2, num_ranks=2, transfer="stream") as running:
+async def test_kv_goes_over_grpc_where_that_is_configured(decoder: Decoder, short_smollm2: Path) -> None:
+    prompt = passage_ids(short_smollm2, 200)
+    async with local_relay(short_smollm2, num_ranks=2, transfer="stream") as running:
         answer = await ask(running, prompt, GREEDY)
     ranks = answer.timings.prefill.ranks
     assert [rank.num_bytes_shared for rank in ranks] == [0, 0]
@@ -98,8 +100,8 @@ async def test_kv_goes_over_grpc_where_that_is_configured(decoder: Decoder, smol
     check_equal_tokens(decoder, prompt, answer.token_ids, GREEDY)
 
 
-async def test_a_closed_stream_frees_everything(relay: Relay, smollm2: Path) -> None:
-    prompt = passage_ids(smollm2, 400)
+async def test_a_closed_stream_frees_everything(relay: Relay, short_smollm2: Path) -> None:
+    prompt = passage_ids(short_smollm2, 400)
     running = asyncio.create_task(ask(relay, prompt, SamplingParams(max_tokens=2000, ignore_eos=True)))
     await eventually(lambda: slots_in_use(relay), lambda held: held[0] == 1)
     running.cancel()
@@ -114,16 +116,16 @@ async def test_nothing_is_held_when_all_is_quiet(relay: Relay) -> None:
 
 
 @pytest.mark.ci
-async def test_one_rank_and_no_rank_give_the_same_text(relay: Relay, smollm2: Path) -> None:
-    prompt = passage_ids(smollm2, 90)
+async def test_one_rank_and_no_rank_give_the_same_text(relay: Relay, short_smollm2: Path) -> None:
+    prompt = passage_ids(short_smollm2, 90)
     expected = await ask(relay, prompt, SAMPLED)
     for num_ranks in (0, 1):
-        async with local_relay(smollm2, num_ranks=num_ranks) as other:
+        async with local_relay(short_smollm2, num_ranks=num_ranks) as other:
             answer = await ask(other, prompt, SAMPLED)
         assert answer.text == expected.text
 
 
-async def test_reference_itself_can_fail(decoder: Decoder, smollm2: Path) -> None:
-    prompt = passage_ids(smollm2, 30)
+async def test_reference_itself_can_fail(decoder: Decoder, short_smollm2: Path) -> None:
+    prompt = passage_ids(short_smollm2, 30)
     with torch.inference_mode(), pytest.raises(AssertionError, match="differ"):
         check_equal_tokens(decoder, prompt, [5] * 24, GREEDY)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.integration
 
 GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)
 LONG = SamplingParams(max_tokens=300, ignore_eos=True)
-SLOW = planner_of(CostModel(num_layers=10, linear_s=0.2, pair_s=0.0, kv_bytes=0))
+SLOW = CostModel(num_layers=10, linear_s=0.2, pair_s=0.0, kv_bytes=0)
 """Says that a token of a prompt takes two seconds."""
 TENANTS = Tenants(
     (Tenant("acme", key_hashes=(hash_key("acme-key"),)), Tenant("small", max_queued_requests=1)),
@@ -134,7 +134,7 @@ async def test_an_unknown_priority_is_refused(narrow: BareCluster) -> None:
 
 
 async def test_a_deadline_before_the_predicted_first_token_is_refused_at_once() -> None:
-    async with cluster(planner=SLOW) as made:
+    async with cluster(planner=planner_of(SLOW)) as made:
         made.group_gates[0].shut(num_passes=SOME_CALLS)
         first = made.open(made.request(prompt(10), LONG))  # alone it finds out for itself
         await Answer().read(first, 1)
@@ -148,7 +148,7 @@ async def test_a_deadline_before_the_predicted_first_token_is_refused_at_once() 
 
 
 async def test_a_stream_that_is_resumed_is_refused_by_no_prediction() -> None:
-    async with cluster(planner=SLOW) as made:
+    async with cluster(planner=planner_of(SLOW)) as made:
         first = made.open(made.request(prompt(10), LONG))
         await Answer().read(first, 1)
         known = pb.GenerateRequest().outputs

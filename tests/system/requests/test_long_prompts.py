@@ -7,6 +7,7 @@ import math
 import timeit
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import grpc
 import pytest
@@ -21,10 +22,8 @@ from orchestrator.api.gateway import Gateway, ask_model
 from orchestrator.membership.members import Members
 from tests.support.clusters.planners import linear_planner
 from tests.support.kernels.os_memory import peak_bytes, process_bytes, reset_peak
-from tests.support.models.tokenizers import smollm_gguf
 from tests.support.wire.loop_lag import ticking
 from tests.support.wire.secret import SECRET
-from text.gguf_tokenizer import write_tokenizer
 from text.tokenizer import Tokenizer
 from transport.channel import make_channel
 from transport.status import translate_rpc_errors
@@ -60,10 +59,8 @@ LONG: dict[str, Callable[[], pb.GenerateRequest]] = {
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder = tmp_path_factory.mktemp("smollm")
-    write_tokenizer(smollm_gguf(), folder)
-    return Tokenizer.load(folder)
+def tokenizer(smollm2: Path) -> Tokenizer:
+    return Tokenizer.load(smollm2)
 
 
 @pytest.fixture(params=["orchestrator", "gateway"])

@@ -1,6 +1,7 @@
 """One place answers for all predictions: near the search, equal to the wavefront, and for any prompt."""
 
 import dataclasses
+import functools
 import itertools
 
 import pytest
@@ -24,10 +25,14 @@ from tests.support.wavefront import reference
 
 SHAPE = SHAPES["smollm2-135m"]
 ASSUMED = nominal("smollm2-135m", "a core", SHAPE, cpu_rank(1, SHAPE.dtype_bytes))
-PLANNER = ChainPlanner(ASSUMED, max_ranks=4, max_tokens=8192)
 BETWEEN_KNOTS = (24, 90, 300, 1400, 6000)
 SLOW = CostModel(num_layers=10, linear_s=1e-3, pair_s=0.0, kv_bytes=100, link=Link(0.5, 1e3))
 """On a link that carries a token a second."""
+
+
+@functools.cache
+def assumed_planner() -> ChainPlanner:
+    return ChainPlanner(ASSUMED, max_ranks=4, max_tokens=8192)
 
 
 def over(link: Link, calibration: Calibration = ASSUMED) -> Calibration:
@@ -44,7 +49,7 @@ def behind(cached: int, num_tokens: int) -> TokenRange:
 
 @given(cached=st.integers(0, 5000), num_tokens=st.integers(1, 10_000), num_ranks=st.integers(1, 4))
 def test_any_prompt_is_covered_in_order(cached: int, num_tokens: int, num_ranks: int) -> None:
-    chunks = PLANNER.chunks(behind(cached, num_tokens), num_ranks)
+    chunks = assumed_planner().chunks(behind(cached, num_tokens), num_ranks)
     assert len(chunks) == min(num_ranks, num_tokens) and all(len(chunk) for chunk in chunks)
     assert (chunks[0].start, chunks[-1].end) == (cached, cached + num_tokens)
     assert all(left.end == right.start for left, right in itertools.pairwise(chunks))
@@ -53,7 +58,7 @@ def test_any_prompt_is_covered_in_order(cached: int, num_tokens: int, num_ranks:
 @pytest.mark.parametrize("num_tokens", BETWEEN_KNOTS)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_chunks_are_within_three_percent_of_the_search(num_tokens: int, num_ranks: int) -> None:
-    planned = PLANNER.ttft_s(PLANNER.chunks(behind(0, num_tokens), num_ranks))
+    planned = assumed_planner().ttft_s(assumed_planner().chunks(behind(0, num_tokens), num_ranks))
     searched = chain_ttft(search(num_tokens, num_ranks, ASSUMED.cost, BATON), ASSUMED.cost, BATON)
     assert planned <= 1.03 * float(searched)
 
@@ -79,16 +84,16 @@ def test_when_links_rule_the_last_rank_gets_most_also_behind_a_prefix_and_beyond
 def test_predictions_are_the_wavefronts(cached: int, chunks: list[int]) -> None:
     edges = list(itertools.accumulate(chunks, initial=cached))
     ranges = [TokenRange(*edge) for edge in itertools.pairwise(edges)]
-    ttft_s = PLANNER.ttft_s(ranges)
+    ttft_s = assumed_planner().ttft_s(ranges)
     assert ttft_s == pytest.approx(reference(chunks, ASSUMED.cost, BATON, cached=cached))
-    ranks = PLANNER.rank_s(ranges)
+    ranks = assumed_planner().rank_s(ranges)
     assert max(ranks) <= ttft_s * (1 + 1e-9)
-    assert PLANNER.layer_s(ranges) * SHAPE.num_layers >= 0.999 * max(ranks)
+    assert assumed_planner().layer_s(ranges) * SHAPE.num_layers >= 0.999 * max(ranks)
 
 
 def test_a_lone_rank_computes_all_the_time() -> None:
-    whole = PLANNER.chunks(behind(0, 1000), 1)
-    assert PLANNER.rank_s(whole) == pytest.approx((PLANNER.ttft_s(whole) - ASSUMED.cost.head_s,))
+    whole = assumed_planner().chunks(behind(0, 1000), 1)
+    assert assumed_planner().rank_s(whole) == pytest.approx((assumed_planner().ttft_s(whole) - ASSUMED.cost.head_s,))
 
 
 def test_a_rank_before_the_last_ends_when_its_kv_has_left() -> None:
@@ -124,11 +129,11 @@ def test_refuses_what_it_cannot_plan_for(max_ranks: int, max_tokens: int, name: 
 
 def test_refuses_no_tokens_and_more_ranks_than_it_has() -> None:
     with pytest.raises(InvalidArgumentError, match="is empty"):
-        PLANNER.chunks(behind(3, 0), 2)
+        assumed_planner().chunks(behind(3, 0), 2)
     with pytest.raises(InvalidArgumentError, match="num_ranks = 5 is out of range: this planner has 4"):
-        PLANNER.chunks(behind(0, 100), 5)
+        assumed_planner().chunks(behind(0, 100), 5)
     with pytest.raises(InvalidArgumentError, match="chunks is empty"):
-        PLANNER.ttft_s(())
+        assumed_planner().ttft_s(())
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 15, 16, 17, 33])
@@ -141,7 +146,7 @@ def test_plans_for_tiny_models(max_tokens: int) -> None:
 def done(planner: ChainPlanner, num_tokens: int, slower: float, at_s: float = 1.0) -> tuple[RankTiming, ...]:
     """Reports of a chain of two ranks that are so many times slower than ASSUMED."""
     chunks = planner.chunks(behind(0, num_tokens), 2)
-    seconds = PLANNER.rank_s(chunks)
+    seconds = assumed_planner().rank_s(chunks)
     start_ns = round(at_s * 1e9)
     return tuple(
         RankTiming(rank, chunk, start_ns, start_ns + round(slower * seconds[rank] * 1e9), 0.0, 0, 0, 0, 0, ())
@@ -272,7 +277,7 @@ def test_a_local_prefill_that_was_slow_once_is_believed_in_again() -> None:
 
 
 def test_nobody_knows_what_a_generation_group_takes_unless_told() -> None:
-    assert PLANNER.local_s(TokenRange(0, 100), 0, 0) is None
+    assert assumed_planner().local_s(TokenRange(0, 100), 0, 0) is None
 
 
 def test_a_planner_of_knots_that_were_searched_before_plans_alike() -> None:

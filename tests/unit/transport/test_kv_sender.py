@@ -212,7 +212,8 @@ async def test_receiver_that_does_not_read_bounds_what_is_encoded(monkeypatch: p
         pushing = asyncio.create_task(loop.push_all(lease))
         await eventually(lambda: asyncio.sleep(0, encoded), lambda num_bytes: num_bytes > 0)
         await turns(loop, lease)
-        assert 0 < encoded <= 16 * MAX_PIECE_BYTES
+        # gRPC's window and the sockets hold what the system gives them, however much is to come.
+        assert 0 < encoded <= num_tokens * WIDE.token_bytes // 2
         Gated.gate.set()
         assert (await pushing).num_bytes == num_tokens * WIDE.token_bytes
 

@@ -33,13 +33,3 @@ def process_with(**environment: str) -> Iterator[Run]:
 
 def _begin(environment: dict[str, str]) -> None:
     os.environ.update(environment)
-
-
-@contextmanager
-def kernels_run() -> Iterator[Run]:
-    """A way to call functions that launch kernels on DEVICE."""
-    if DEVICE == "cuda":
-        yield lambda function, *arguments: function(*arguments)
-    else:
-        with process_with(TRITON_INTERPRET="1") as run:
-            yield run

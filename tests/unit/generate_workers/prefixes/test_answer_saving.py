@@ -1,5 +1,6 @@
 """Answers are stored while their rows hold their slots: whole blocks, right bytes, and nothing of what is given up."""
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.ids import RequestId
+from baton.ids import RequestId, StreamNumber
 from baton.prefix_blocks import BlockNaming, PromptBlocks
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, TokenRange
@@ -18,6 +19,7 @@ from generate_workers.prefixes import answer_saving
 from generate_workers.prefixes.answer_saving import StreamAnswers
 from generate_workers.slots.access import SlotReader
 from generate_workers.slots.memory import MemoryLimits
+from generate_workers.streams.open_streams import OpenStreams
 from modeling.prefix_store.store import Filled, PrefixStore
 from tests.support.engines.chains import until
 from tests.support.engines.generation import WAIT_S, Collector, Harness, eos_decoder, harness, prefilled, prompt
@@ -188,6 +190,24 @@ def test_an_answer_that_waits_for_others_frees_its_slot_when_it_is_cancelled(fol
             ledger = made.slots.ledger()
             assert (ledger.num_active, ledger.num_quarantined, waiting(made)) == (1, 0, 0)
             assert (second.filled, second.answers.num_held) == ([Filled()], 0)
+        assert len(first.until_told().stored) == 3
+
+
+async def test_a_stream_that_is_ended_frees_the_slot_of_an_answer_that_waits_for_others(folder: Path) -> None:
+    with storing(folder) as (made, store):
+        streams = OpenStreams(made.engine, made.saver)
+        with store.locked():
+            first = ask(made)
+            made.run(first.events)
+            until(lambda: not waiting(made))  # it has begun
+            stream = streams.open(GenerationRequest(RequestId("r"), ASKED, (), PARAMS), StreamNumber(1), 60.0, NAMING)
+            while stream.num_open:
+                made.engine.step()
+                await asyncio.sleep(0)
+            assert (stream.num_slots, stream.is_over) == (1, False)
+            streams.end(stream)
+            await asyncio.sleep(0)
+            assert (stream.num_slots, stream.filled) == (0, Filled())
         assert len(first.until_told().stored) == 3
 
 

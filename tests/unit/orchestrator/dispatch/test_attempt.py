@@ -44,9 +44,9 @@ pytestmark = pytest.mark.integration
 
 Context = grpc.aio.ServicerContext[object, object]
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
-COSTLY = planner_of(CostModel(num_layers=2, linear_s=1e-4, pair_s=0.0, kv_bytes=0, fixed_s=2e-3))
+COSTLY = CostModel(num_layers=2, linear_s=1e-4, pair_s=0.0, kv_bytes=0, fixed_s=2e-3)
 """Under load, several ranks are for long prompts only."""
-SLOW = planner_of(CostModel(num_layers=2, linear_s=0.1, pair_s=0.0, kv_bytes=0))
+SLOW = CostModel(num_layers=2, linear_s=0.1, pair_s=0.0, kv_bytes=0)
 """What ranks have before them is there as long as a test may take."""
 
 
@@ -56,6 +56,8 @@ class HeldReceiver(kv_pb2_grpc.KvReceiverServicer):
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.granted = asyncio.Event()
+        self.told = asyncio.Event()
+        self.freed = asyncio.Event()
         self.aborted: list[int] = []
 
     async def Reserve(self, request: kv_pb2.ReserveRequest, context: Context) -> common_pb2.Lease:
@@ -79,6 +81,8 @@ class HeldReceiver(kv_pb2_grpc.KvReceiverServicer):
         raise AssertionError("nothing was pushed")
 
     async def Abort(self, request: kv_pb2.AbortRequest, context: Context) -> kv_pb2.AbortReply:
+        self.told.set()
+        await self.freed.wait()
         self.aborted.append(request.lease.stamp)
         return kv_pb2.AbortReply()
 
@@ -111,7 +115,11 @@ async def test_a_slot_that_is_granted_after_its_request_left_is_given_back(recei
         await attempt
     assert members.load("g").num_requests == 0
     held.granted.set()
-    await dispatcher.close()
+    closing = asyncio.create_task(dispatcher.close())
+    await held.told.wait()
+    assert not closing.done()
+    held.freed.set()
+    await closing
     assert held.aborted == [77]
     await clients.prune(())
 
@@ -221,7 +229,7 @@ async def test_a_job_is_booked_on_each_rank_until_that_has_done_its_part() -> No
 
 
 async def test_a_light_tenant_s_prompt_passes_a_heavy_one_s_jobs_on_their_rank() -> None:
-    async with cluster(num_ranks=1, planner=SLOW) as made:
+    async with cluster(num_ranks=1, planner=planner_of(SLOW)) as made:
 
         async def num_booked() -> int:
             return len(made.members.backlogs)
@@ -245,7 +253,7 @@ async def test_a_light_tenant_s_prompt_passes_a_heavy_one_s_jobs_on_their_rank()
 
 
 async def test_an_inelastic_orchestrator_gives_everybody_all_ranks() -> None:
-    async with cluster(config=OrchestratorConfig(elastic=False), planner=COSTLY) as made:
+    async with cluster(config=OrchestratorConfig(elastic=False), planner=planner_of(COSTLY)) as made:
         answers = await asyncio.gather(*(made.ask(made.request(prompt(5 + n), PARAMS)) for n in range(6)))
         for answer in answers:
             assert [rank.rank for rank in answer.end.timings.prefill.ranks] == [0, 1]
@@ -256,7 +264,7 @@ async def test_mixed_widths_and_clients_that_leave(seed: int) -> None:
     rng = random.Random(seed)
     asked = [prompt(rng.choice([3, 10, 30, 300]), n) for n in range(24)]
     widths = set()
-    async with cluster(num_ranks=3, num_slots=12, planner=COSTLY) as made:
+    async with cluster(num_ranks=3, num_slots=12, planner=planner_of(COSTLY)) as made:
         leaving = [made.open(made.request(ids, PARAMS)) for ids in asked[:8]]
         running = [asyncio.create_task(made.ask(made.request(ids, PARAMS))) for ids in asked]
         for call in leaving:

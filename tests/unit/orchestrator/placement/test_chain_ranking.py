@@ -52,7 +52,7 @@ def planner(bandwidth: float, local: LocalPrefill | None) -> ChainPlanner:
     return planner_of(cost, max_ranks=4, max_tokens=256, steps=STEPS, local=local)
 
 
-PLANNERS = [planner(speed, local) for speed in (2e7, 4.7e5, 2.9e5) for local in (None, LocalPrefill(0.61, 1.9, 64))]
+PLANNERS = [(speed, local) for speed in (2e7, 4.7e5, 2.9e5) for local in (None, LocalPrefill(0.61, 1.9, 64))]
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Cluster:
         prefill = tuple(self._prefill(number) for number in range(self.rng.randint(0, 2 * self.num_groups)))
         generation = tuple(self._generation(number) for number in range(self.rng.randint(1, self.num_groups)))
         self.members.update(ClusterView(prefill, generation))
-        self.chooser = Chooser(self.members, self.rng.choice(PLANNERS), self.clock, CONFIG)
+        self.chooser = Chooser(self.members, planner(*self.rng.choice(PLANNERS)), self.clock, CONFIG)
         for each in prefill:
             self._busy(each)
         for group in self.members.present.groups:

@@ -15,7 +15,7 @@ from planning.cost_model import CostModel, Link
 from tests.support.clusters.planners import linear_planner, planner_of
 
 NOW_S = 1000.0
-FIXED = planner_of(CostModel(num_layers=10, linear_s=1e-4, pair_s=0.0, kv_bytes=0, project_share=0.0, fixed_s=0.01))
+FIXED = CostModel(num_layers=10, linear_s=1e-4, pair_s=0.0, kv_bytes=0, project_share=0.0, fixed_s=0.01)
 """Each layer takes a rank 10 ms, and a token 0.1 ms: 100 tokens are 20 ms on one rank, and 15 on each of two."""
 OURS, THEIRS, OTHERS = Tenant("ours"), Tenant("theirs"), Tenant("others")
 
@@ -145,7 +145,7 @@ def test_an_inelastic_group_knows_no_tenants() -> None:
 
 
 def test_under_load_a_prompt_takes_the_ranks_that_it_uses_well() -> None:
-    policy = WidthPolicy(FIXED, elastic=True, overtaking=0.15)
+    policy = WidthPolicy(planner_of(FIXED), elastic=True, overtaking=0.15)
     ahead = [job(0.0, 0.01, 0.01)] * 8
     assert len(policy.chains(prompt(100)).plan(2, (), NOW_S).ranks) == 2
     assert len(policy.chains(prompt(100)).plan(2, ahead, NOW_S).ranks) == 1
@@ -194,7 +194,7 @@ in_flight = st.lists(jobs, max_size=6).map(lambda each: sorted(each, key=lambda 
 
 @given(num_tokens=st.integers(1, 8000), pending=in_flight, costly=st.booleans())
 def test_of_any_widths_the_one_that_costs_least(num_tokens: int, pending: list[Pending], costly: bool) -> None:
-    policy = WidthPolicy(FIXED if costly else linear_planner(), elastic=True, overtaking=0.15)
+    policy = WidthPolicy(planner_of(FIXED) if costly else linear_planner(), elastic=True, overtaking=0.15)
     planned = policy.chains(prompt(num_tokens)).plan(3, pending, NOW_S)
     assert planned == policy.chains(prompt(num_tokens)).plan(3, pending, NOW_S)
     assert planned.cost_s == planned.choice.options[planned.choice.width - 1].cost_s
@@ -238,17 +238,13 @@ def gives_way(pending: list[Pending], index: int) -> bool:
     return job.tenant != OURS and before_s / job.tenant.weight > own_s
 
 
-WIDE = planner_of(
-    CostModel(30, linear_s=3e-5, pair_s=1e-8, kv_bytes=768, fixed_s=1e-4, link=Link(1e-4, 5e8)),
-    max_ranks=24,
-    max_tokens=32,
-)
+WIDE = CostModel(30, linear_s=3e-5, pair_s=1e-8, kv_bytes=768, fixed_s=1e-4, link=Link(1e-4, 5e8))
 
 
 def test_few_widths_tell_as_much_as_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """On 24 ranks with random jobs in flight: within 1 % of the best of all widths, but for one case in twenty."""
     rng = random.Random(5)
-    policy = WidthPolicy(WIDE, elastic=True, overtaking=0.15)
+    policy = WidthPolicy(planner_of(WIDE, max_ranks=24, max_tokens=32), elastic=True, overtaking=0.15)
     losses, num_compared = [], []
     for num_tokens in (300, 3000, 12_000):
         chains = policy.chains(prompt(num_tokens))

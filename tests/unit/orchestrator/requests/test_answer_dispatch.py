@@ -43,7 +43,7 @@ PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=3, ignore_eos=True)
 FIRST = prompt(50)
 BLOCK_BYTES = file_bytes(random_decoder().layout, BLOCK)
-SLOW_LINKS = planner_of(CostModel(10, linear_s=1e-4, pair_s=0.0, kv_bytes=100, link=Link(0.0, 1.0)))
+SLOW_LINKS = CostModel(10, linear_s=1e-4, pair_s=0.0, kv_bytes=100, link=Link(0.0, 1.0))
 """By which no node fetches from another."""
 with_and_without_ranks = pytest.mark.parametrize("num_ranks", [0, 2])
 
@@ -106,7 +106,7 @@ async def test_the_next_turn_computes_and_pushes_only_what_is_new(folder: Path, 
 async def test_blocks_of_the_group_s_node_are_not_pushed_even_if_the_ranks_compute_them(
     folder: Path, other_folder: Path
 ) -> None:
-    async with keeping(folder, folders={"generate": other_folder}, num_ranks=3, planner=SLOW_LINKS) as made:
+    async with keeping(folder, folders={"generate": other_folder}, num_ranks=3, planner=planner_of(SLOW_LINKS)) as made:
         first = await ask_turn(made, FIRST, PARAMS)
         second = await ask_turn(made, first.then(20, seed=1), PARAMS)
         assert (second.num_cached, second.num_pushed) == (48, 30)

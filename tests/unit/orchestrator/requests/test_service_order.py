@@ -10,30 +10,29 @@ from baton.types import TokenRange
 from orchestrator.placement.chain_width import WidthPolicy
 from orchestrator.requests.tenants import Tenant
 from planning.cost_model import CostModel
-from planning.planner import ChainPlanner
 from tests.support.clusters.planners import planner_of
 from tests.support.engines.chain_simulation import Arrival, Served, SimulatedGroup, mean_ttft_s
 
 COST = CostModel(num_layers=10, linear_s=4e-5, pair_s=1.4e-8, kv_bytes=0, fixed_s=4e-3)
 """256 tokens: 0.15 s on one rank, 0.10 on each of two. 6,000: 5.0 s and 2.5."""
-PLANNER = planner_of(COST)
 LONG, SHORT = 6000, 256
 
 
 def elastic(overtaking: float = 0.15) -> WidthPolicy:
-    return WidthPolicy(PLANNER, elastic=True, overtaking=overtaking)
+    return WidthPolicy(planner_of(COST), elastic=True, overtaking=overtaking)
 
 
-def first_come(planner: ChainPlanner = PLANNER) -> WidthPolicy:
-    return WidthPolicy(planner, elastic=False, overtaking=0.0)
+def first_come(max_ranks: int = 4) -> WidthPolicy:
+    return WidthPolicy(planner_of(COST, max_ranks=max_ranks), elastic=False, overtaking=0.0)
 
 
 def served_by(policy: WidthPolicy, num_ranks: int, arrivals: list[Arrival]) -> list[Served]:
-    return SimulatedGroup(PLANNER, policy, num_ranks).run(arrivals)
+    return SimulatedGroup(planner_of(COST), policy, num_ranks).run(arrivals)
 
 
 def alone_s(num_tokens: int, num_ranks: int) -> float:
-    return PLANNER.ttft_s(PLANNER.chunks(TokenRange(0, num_tokens), num_ranks))
+    planner = planner_of(COST)
+    return planner.ttft_s(planner.chunks(TokenRange(0, num_tokens), num_ranks))
 
 
 def arrivals_at(load: float, num_ranks: int, seed: int) -> list[Arrival]:
@@ -58,7 +57,7 @@ def test_short_prompts_behind_long_ones() -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_at_every_load_near_the_better_of_all_ranks_and_one_each_and_over_all_loads_better(num_ranks: int) -> None:
-    one_each = first_come(planner_of(COST, max_ranks=1))
+    one_each = first_come(max_ranks=1)
     ours, wide, narrow = [], [], []
     for load in (0.2, 0.5, 0.9):
         arrivals = arrivals_at(load, num_ranks, seed=num_ranks)

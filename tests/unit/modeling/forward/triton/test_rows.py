@@ -1,7 +1,5 @@
 """The decoder's caller of Triton's decode attention, in Triton's interpreter: the results of the kernels in C++."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ from baton.types import TokenRange
 from modeling.forward.rows import has_native_rows
 from modeling.kernels.triton.launch import compiles_for
 from tests.support.kernels.triton import paged_rows
-from tests.support.kernels.triton.process import HAS_TRITON, Run, process_with
+from tests.support.kernels.triton.process import HAS_TRITON, Run
 
 CPU = torch.device("cpu")
 pytestmark = [
@@ -20,21 +18,15 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
-    with process_with(TRITON_INTERPRET="1") as run:
-        yield run
-
-
 @pytest.mark.parametrize(
     ("num_new", "page_tokens", "window", "unseen"),
     [(1, 64, None, None), (1, 16, 40, None), (4, 16, None, TokenRange(1, 5)), (8, 64, None, None)],
 )
 def test_rows_are_those_of_the_kernels_for_cpus(
-    run: Run, num_new: int, page_tokens: int, window: int | None, unseen: TokenRange | None
+    interpreter: Run, num_new: int, page_tokens: int, window: int | None, unseen: TokenRange | None
 ) -> None:
     arguments = {"has_picks": num_new == 1, "in_order": num_new > 1}
-    run(_check, num_new, page_tokens, window, unseen, arguments)
+    interpreter(_check, num_new, page_tokens, window, unseen, arguments)
 
 
 def _check(
@@ -43,12 +35,12 @@ def _check(
     paged_rows.check_rows(num_new, page_tokens, window, unseen, **arguments)
 
 
-def test_a_decoder_runs_its_rows_by_them(run: Run) -> None:
-    run(paged_rows.check_forward)
+def test_a_decoder_runs_its_rows_by_them(interpreter: Run) -> None:
+    interpreter(paged_rows.check_forward)
 
 
-def test_kernels_are_compiled_without_a_trace(run: Run) -> None:
-    run(paged_rows.check_compiling)
+def test_kernels_are_compiled_without_a_trace(interpreter: Run) -> None:
+    interpreter(paged_rows.check_compiling)
 
 
 def test_few_kernels_serve_steps_of_all_sizes() -> None:

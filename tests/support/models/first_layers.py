@@ -1,0 +1,28 @@
+"""Models that are the first layers of another: its text and shapes, and a part of its work."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+NUM_LAYERS = 6
+
+
+def write_first_layers(whole: Path, folder: Path) -> Path:
+    """Write the first NUM_LAYERS layers of the model in `whole` to `folder`, which is made, and return it."""
+    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("model.safetensors"))
+    config = json.loads((whole / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": NUM_LAYERS}))
+    with safe_open(whole / "model.safetensors", "pt") as file:
+        names = [name for name in file.keys() if _layer(name) < NUM_LAYERS]  # noqa: SIM118
+        save_file({name: file.get_tensor(name) for name in names}, folder / "model.safetensors")
+    return folder
+
+
+def _layer(name: str) -> int:
+    """Layer of a tensor; 0 if it belongs to none."""
+    found = re.search(r"layers[.](\d+)[.]", name)
+    return int(found[1]) if found else 0
