@@ -48,6 +48,8 @@ from tests.support.models.tiny_tokenizer import EOS_ID, letter_tokenizer
 from transport.kv_sink import ReserveSpec
 
 WAIT_S = 30.0
+_LIKELY: dict[tuple[tuple[int, ...], float, int], list[int]] = {}
+"""Outputs of `reference_ids` by prompt, temperature and seed, of whatever model."""
 
 
 class WatchedDecoder(Decoder):
@@ -311,18 +313,41 @@ def sampled_next(
 ) -> SampledToken:
     """The next token after a history, from a whole forward of it."""
     _, logits_TV = prefilled(decoder, [*prompt_ids, *output_ids])
-    state = SamplerState(params, prompt_ids, output_ids, decoder.config.eos_token_ids)
-    return sample(logits_TV[-1:].clone(), [state])[0]
+    return _sampled(decoder, logits_TV[-1], prompt_ids, output_ids, params)
 
 
 def reference_ids(decoder: Decoder, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
-    """What a request's output must be: every token from a whole forward, no KV kept, no batch, no engine."""
+    """What a request's output must be: every token from a whole forward, no KV kept, no batch, no engine. One forward
+    decides about all tokens of an output that was likely, as an equal request had it before."""
+    key = (tuple(prompt_ids), params.temperature, params.seed)
+    likely = _LIKELY.get(key, [])[: params.max_tokens - 1]
     output_ids: list[int] = []
-    while len(output_ids) < params.max_tokens:
-        output_ids.append(sampled_next(decoder, prompt_ids, output_ids, params).token_id)
-        if not params.ignore_eos and output_ids[-1] in decoder.config.eos_token_ids:
+
+    def is_complete() -> bool:
+        is_end = not params.ignore_eos and output_ids[-1:] != [] and output_ids[-1] in decoder.config.eos_token_ids
+        return is_end or len(output_ids) == params.max_tokens
+
+    _, logits_TV = prefilled(decoder, [*prompt_ids, *likely])
+    for logits_V in logits_TV[len(prompt_ids) - 1 :]:
+        if is_complete() or output_ids != likely[: len(output_ids)]:
             break
+        output_ids.append(_sampled(decoder, logits_V, prompt_ids, output_ids, params).token_id)
+    while not is_complete():
+        output_ids.append(sampled_next(decoder, prompt_ids, output_ids, params).token_id)
+    if len(output_ids) > len(likely):
+        _LIKELY[key] = list(output_ids)
     return output_ids
+
+
+def _sampled(
+    decoder: Decoder,
+    logits_V: torch.Tensor,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    params: SamplingParams,
+) -> SampledToken:
+    state = SamplerState(params, prompt_ids, output_ids, decoder.config.eos_token_ids)
+    return sample(logits_V[None].clone(), [state])[0]
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
