@@ -26,11 +26,19 @@ class Arena:
     def __init__(self, limit_bytes: int | None = None) -> None:
         """`limit_bytes`: most bytes in use at a time. None: no limit."""
         self.limit_bytes = limit_bytes
-        self.num_bytes = 0
-        """Bytes in use now."""
         self.peak_bytes = 0
         """Most bytes that were in use at a time."""
+        self._num_bytes = 0
+        self._given: deque[int] = deque()
+        """Bytes that are free again, and are still counted in `_num_bytes`."""
         self._own: list[tuple[int, int]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes in use now."""
+        with _lock:
+            self._forget_given()
+            return self._num_bytes
 
     def add_region(self, start: int, num_bytes: int) -> None:
         """Count these addresses as the device's, until `remove_region`. Nothing there is in use yet."""
@@ -47,15 +55,15 @@ class Arena:
     def take(self, num_bytes: int) -> None:
         """Count bytes as in use. Raises MemoryError, and counts nothing, where that exceeds the limit."""
         with _lock:
-            if self.limit_bytes is not None and self.num_bytes + num_bytes > self.limit_bytes:
-                raise MemoryError(f"{num_bytes} bytes beside {self.num_bytes} exceed the device's {self.limit_bytes}")
-            self.num_bytes += num_bytes
-            self.peak_bytes = max(self.peak_bytes, self.num_bytes)
+            self._forget_given()
+            if self.limit_bytes is not None and self._num_bytes + num_bytes > self.limit_bytes:
+                raise MemoryError(f"{num_bytes} bytes beside {self._num_bytes} exceed the device's {self.limit_bytes}")
+            self._num_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self._num_bytes)
 
     def give(self, num_bytes: int) -> None:
-        """Count bytes as free again."""
-        with _lock:
-            self.num_bytes -= num_bytes
+        """Count bytes as free again. Takes no lock, as `remove_region` does not."""
+        self._given.append(num_bytes)
 
     def require(self, address: int, num_bytes: int) -> None:
         """Raise WrongMemoryError unless all of these bytes are the device's."""
@@ -64,6 +72,11 @@ class Arena:
             is_there = _holds(self._own, address, num_bytes)
         if num_bytes and not is_there:
             raise WrongMemoryError(f"{num_bytes} bytes at {address:#x} are home memory: fetch them over the link first")
+
+    def _forget_given(self) -> None:
+        """Count as free what was given back. With the lock."""
+        while self._given:
+            self._num_bytes -= self._given.popleft()
 
 
 def require_home(address: int) -> None:

@@ -24,10 +24,14 @@ def test_addresses_are_the_device_s_until_they_are_removed() -> None:
 
 def test_memory_may_go_while_the_lists_are_locked() -> None:
     """Python's collector runs finalizers wherever it likes, in the thread that has the lock, too."""
-    device = Arena()
+    device = Arena(limit_bytes=SIZE)
     device.add_region(START, SIZE)
+    device.take(SIZE)
     with arena._lock:
+        device.give(SIZE)
         device.remove_region(START, SIZE)
+    assert device.num_bytes == 0
+    device.take(SIZE)
     require_home(START)
     device.add_region(START, SIZE)
     device.require(START, SIZE)
