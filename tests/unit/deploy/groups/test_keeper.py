@@ -159,7 +159,9 @@ async def test_a_damaged_calibration_does_not_end_a_cluster_that_serves(scene: S
     assert len(scene.lives) == 2 and len(scene.formers) == 2
 
 
-async def test_what_keeps_the_first_life_from_serving_is_said_and_nothing_is_left(scene: Scene) -> None:
+async def test_what_keeps_the_first_life_from_serving_is_said_and_nothing_is_left(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scene.damage = ConfigError("/kept.json: is no JSON: write it anew")
     with pytest.raises(ConfigError, match=r"^/kept\.json: is no JSON: write it anew$"):
         await scene.keeper().start()
@@ -169,8 +171,13 @@ async def test_what_keeps_the_first_life_from_serving_is_said_and_nothing_is_lef
         scene.plan = replace(scene.plan, ports=(port, None))
         with pytest.raises(ConfigError, match=f"^cannot listen on {HOST}:{port}: "):
             await scene.keeper().start()
-    scene.plan = replace(scene.plan, start_timeout_s=1e-9)
-    with pytest.raises(UnavailableError, match=r"the orchestrator did not start within 1e-09 s"):
+
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(OrchestratorHost, "Update", never)
+    scene.plan = replace(scene.plan, start_timeout_s=0.1)
+    with pytest.raises(UnavailableError, match=r"the orchestrator did not start within 0\.1 s"):
         await scene.keeper().start()
     assert len(scene.lives) == 3 and all(life.ended for life in scene.lives)
 
