@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Look for garbage neither among what is collected nor, later, in it: that takes a twentieth of a run."""
+    """Collect no garbage while tests are collected, and exempt what they are made of: it took a twentieth of a run."""
     gc.disable()
     found = yield
     gc.freeze()

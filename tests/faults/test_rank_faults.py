@@ -94,7 +94,7 @@ async def doomed(folder: Path) -> AsyncIterator[SupervisedCluster]:
         num_slots=engine.num_slots,
         max_tokens=MAX_TOKENS,
         heartbeat=Heartbeat(interval_s=0.5, dead_after_s=8.0),
-        processes=ProcessSpawner(60.0, "tests.support.clusters.doomed_worker"),
+        processes=ProcessSpawner(300.0, "tests.support.clusters.doomed_worker"),
         workers_of=workers_of,
     )
     async with supervised(plan, config=CONFIG) as made:

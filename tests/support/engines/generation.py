@@ -49,7 +49,7 @@ from transport.kv_sink import ReserveSpec
 
 WAIT_S = 30.0
 _LIKELY: dict[tuple[tuple[int, ...], float, int], list[int]] = {}
-"""Outputs of `reference_ids` by prompt, temperature and seed, of whatever model."""
+"""Outputs of `reference_ids`, of any model, by prompt, temperature and seed."""
 
 
 class WatchedDecoder(Decoder):
@@ -317,8 +317,8 @@ def sampled_next(
 
 
 def reference_ids(decoder: Decoder, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
-    """What a request's output must be: every token from a whole forward, no KV kept, no batch, no engine. One forward
-    decides about all tokens of an output that was likely, as an equal request had it before."""
+    """What a request's output must be: every token from a whole forward, no KV kept, no batch, no engine. Where
+    an equal request was computed before, one forward confirms its output."""
     key = (tuple(prompt_ids), params.temperature, params.seed)
     likely = _LIKELY.get(key, [])[: params.max_tokens - 1]
     output_ids: list[int] = []
