@@ -21,7 +21,7 @@ COMPILED := $(BIN)/python -c "import compileall, sysconfig; compileall.compile_d
 KERNELS := modeling/kernels/built/.built
 KERNEL_SOURCES := $(wildcard modeling/kernels/*/*.cpp modeling/kernels/*/*.h)
 OPTIONS ?=
-# A file's tests share what it starts, in one process of those that run tests
+# All tests of a file run in one process, so that what they share is started once
 BY_FILE := --dist loadfile --no-loadscope-reorder
 MINUTES ?= 40
 BENCHMARKS := kernels decode offload speculation mixed_trace residency sparse limited quantization prefill transfer serve attention chain prediction prefix slow_links noise elastic disaggregation interference overload gateway web live_scaling vllm served structured cuda

@@ -54,5 +54,5 @@ def test_wide_tiles_take_the_shared_memory_that_they_are_chosen_by(run: Run, dty
 
 
 def test_a_cpu_is_refused_where_nothing_interprets() -> None:
-    with process_with(TRITON_INTERPRET="0") as run:  # Triton has not been told of an architecture here
+    with process_with(TRITON_INTERPRET="0") as run:  # the driver of the fixture's process stands for a GPU
         assert "use the kernels in C++" in run(compiling.refusal_on_cpu)

@@ -1,4 +1,4 @@
-"""Models that are the first layers of another: its text and shapes, and a part of its work."""
+"""Models cut off after their first layers: with the same tokenizer and shapes, and a part of the work."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""How long callbacks keep an asyncio loop from others, in processor time: what else the machine does adds nothing."""
+"""How long a callback keeps an asyncio loop, in processor time, to which other processes add nothing."""
 
 import asyncio
 import time

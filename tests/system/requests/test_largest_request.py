@@ -43,7 +43,7 @@ LARGEST = replace(
     min_tokens=20,
 )
 MAX_HELD_S = 0.05
-"""Processor time for which a callback may keep the loop from others."""
+"""Seconds of processor time for which a callback may keep the loop."""
 MAX_REFUSAL_S = 0.25
 """The same where megabytes are written, sent and parsed on the one loop."""
 MAX_REFUSAL_COPIES = 2
@@ -52,12 +52,12 @@ MAX_REFUSAL_COPIES = 2
 
 @dataclass
 class Beside:
-    """What a request did to what ran beside it, in processor time."""
+    """How a request delayed what ran beside it, in seconds of processor time."""
 
     held_s: float
-    """For which a callback kept the loop from others, at most."""
+    """The longest time for which a callback kept the loop."""
     longest_step_s: float
-    """Of the process, between two tokens of the running stream."""
+    """The most that the whole process used between two tokens of the running stream."""
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ async def running() -> AsyncIterator[BareCluster]:
 
 
 async def beside(running: BareCluster, params: SamplingParams) -> Beside:
-    """Asks while another stream runs; what that and the loop felt of it."""
+    """Send a request while another stream runs, and return how both that stream and the loop were delayed."""
     answer, call = Answer(), running.open(running.request(prompt(12), RUNNING))
     await answer.read(call, 1)
     times_s: list[float] = []

@@ -36,11 +36,11 @@ HOST = "127.0.0.1"
 SIZE = 8 * 2**20
 MODEL = ModelInfo("smollm2", 8192, 49152, "float32", True, "layout")
 MAX_HELD_S = 0.1
-"""Processor time for which a callback may keep the loop from others."""
+"""Seconds of processor time for which a callback may keep the loop."""
 MAX_HELD_PARSES = 3
 """The same in times that this machine needs to parse the message, which the loop does, where that is more."""
 NUM_TRIES = 3
-"""What an allocator has kept of former requests may not do for the first."""
+"""The first request may make the process grow; a later one finds that memory free."""
 MAX_GROWTH_BYTES = 200 * 2**20
 
 
@@ -103,7 +103,7 @@ async def test_a_prompt_of_8_mib_keeps_the_loop_from_nothing(channel: grpc.aio.C
 
 
 def parse_s(request: bytes) -> float:
-    """The least processor time of some parses of the message: token ids take a slow machine as long as MAX_HELD_S."""
+    """Return the least seconds of processor time of three parses: a slow machine may need MAX_HELD_S for token ids."""
     parse = partial(pb.GenerateRequest.FromString, request)
     return min(timeit.repeat(parse, timer=time.thread_time, number=1, repeat=3))
 

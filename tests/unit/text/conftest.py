@@ -1,11 +1,12 @@
-"""Tokenizers of this package's tests, and how its property tests run."""
+"""The sample model's tokenizer, converted once for all tests of this package; and how its property tests run."""
 
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from tests.support.models.tokenizers import sentencepiece_core, write_folder
+from tests.support.models.tokenizers import sentencepiece_core, smollm_gguf, write_folder
+from text.gguf_tokenizer import write_tokenizer
 from text.tokenizer import Tokenizer
 
 # Examples are the same in every run, and may take their time: other work shares the cores.
@@ -14,8 +15,15 @@ settings.load_profile("repeatable")
 
 
 @pytest.fixture(scope="session")
-def smollm(smollm2: Path) -> Tokenizer:
-    return Tokenizer.load(smollm2)
+def smollm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("smollm")
+    write_tokenizer(smollm_gguf(), folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm(smollm_folder: Path) -> Tokenizer:
+    return Tokenizer.load(smollm_folder)
 
 
 @pytest.fixture(scope="session")

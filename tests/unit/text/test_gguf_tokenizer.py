@@ -135,8 +135,8 @@ def test_control_tokens_are_special(smollm: Tokenizer) -> None:
         assert smollm.decode([token_id]) == ""
 
 
-def test_transformers_reads_the_folder_alike(smollm2: Path, golden: Any) -> None:
-    ours = AutoTokenizer.from_pretrained(smollm2, local_files_only=True)
+def test_transformers_reads_the_folder_alike(smollm_folder: Path, golden: Any) -> None:
+    ours = AutoTokenizer.from_pretrained(smollm_folder, local_files_only=True)
     names = ("bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id", "chat_template")
     assert [getattr(ours, name) for name in names] == [getattr(golden, name) for name in names]
     assert len(ours) == len(golden)

@@ -162,8 +162,8 @@ def test_folder_with_only_a_sentencepiece_file_is_told_to_convert(tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_broken_file_is_one_line(tmp_path: Path, smollm2: Path, name: str) -> None:
-    shutil.copytree(smollm2, tmp_path, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+def test_broken_file_is_one_line(tmp_path: Path, smollm_folder: Path, name: str) -> None:
+    shutil.copytree(smollm_folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / name).write_text('{"half": ')
     with pytest.raises(ModelError, match="cannot read the tokenizer in ") as caught:
         Tokenizer.load(tmp_path)
