@@ -8,6 +8,11 @@ Models of real shapes with random weights in bf16 (benchmarks.device), rates mea
     offload   steps of residencies `host` and `infinigen`, whose KV is at home, beside those of `device`, and beside
               their bytes at the link's rate (`link`)
     chain     a prompt by two processes that share the device, beside one process (`single`)
+    overheads launches, replays and pinned memory, beside an operator of torch (`torch`)
+    kernels   attention, products and drawing of one layer, beside the device's rates and torch's attention; a GPU only
+    served    an engine in process under closed loops of users: its steps, first tokens and gaps beside the least times
+              of their bytes and operations (`floor`), and where the time of a loaded engine goes; `--log FOLDER` keeps
+              each step, each compilation and a trace
 
 `--bars`: steps reach 0.8 of the roofline, a prefill 0.6 of the product's rate. On other devices, which serve as a
 smoke test, steps need Triton's interpreter: TRITON_INTERPRET=1 in the environment.
@@ -16,14 +21,16 @@ smoke test, steps need Triton's interpreter: TRITON_INTERPRET=1 in the environme
 import argparse
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from baton.types import TokenRange
-from benchmarks.device import chain, offload, steps
+from benchmarks.device import chain, kernels, loads, offload, overheads, steps
+from benchmarks.device.kernels import Measured, Rates
 from benchmarks.device.model import ONE_B, SEVEN_B, TINY, Shape, random_model
 from benchmarks.device.rates import link_rates, memory_rate, product_rate, times_s
 from benchmarks.support.harness import Bars, Pairs, Reporter, case
@@ -55,18 +62,23 @@ class Sizes:
     product: int
     """Rows and columns of a matrix by which a rate is measured."""
     rounds: int
+    settings: tuple[loads.Setting, ...]
+    """Engines of `served`, with their loads."""
 
 
-FULL = Sizes(SEVEN_B, ONE_B, ((16, 4096), (64, 1024)), (16, 4096), 8192, 2 << 30, 8192, 5)
-QUICK = Sizes(TINY, TINY, ((2, 40),), (2, 64), 128, 1 << 20, 128, 1)
+FULL = Sizes(SEVEN_B, ONE_B, ((16, 4096), (64, 1024)), (16, 4096), 8192, 2 << 30, 8192, 5, loads.FULL)
+QUICK = Sizes(TINY, TINY, ((2, 40),), (2, 64), 128, 1 << 20, 128, 1, loads.QUICK)
+PINNED_BYTES = 1 << 30
 
 
 class Benchmark:
     """One run on one device."""
 
-    def __init__(self, device: Device, sizes: Sizes, reporter: Reporter, bars: Bars | None) -> None:
-        """`bars`: where to check what is promised. None: nowhere."""
-        self._device, self._sizes, self._reporter, self._bars = device, sizes, reporter, bars
+    def __init__(
+        self, device: Device, sizes: Sizes, reporter: Reporter, bars: Bars | None, log: Path | None = None
+    ) -> None:
+        """`bars`: where to check what is promised. None: nowhere. `log`: folder of what is logged step by step."""
+        self._device, self._sizes, self._reporter, self._bars, self._log = device, sizes, reporter, bars, log
         self._is_gpu = device.torch_device.type == "cuda"
         self._console = Console(stderr=True, highlight=False)
 
@@ -141,6 +153,47 @@ class Benchmark:
         name = case(tokens=num_tokens, ranks=2, model=shape.name)
         self._reporter.add(name, "ttft_ms", "ms", "single", Pairs(found[2], found[1]))
 
+    def overheads(self) -> None:
+        """Measure what is paid before any byte is read."""
+        found = overheads.launches_us(self._device)
+        for name, us in found.items():
+            pairs = Pairs([us], [found["torch operator"]])
+            self._reporter.add(case(launch=name), "launch_us", "us", "torch", pairs)
+        if self._is_gpu:
+            first_ms, again_ms = (overheads.pinning_ms(PINNED_BYTES) for _ in range(2))
+            self._reporter.add(case(bytes=PINNED_BYTES), "pinning_ms", "ms", "again", Pairs([first_ms], [again_ms]))
+
+    @torch.inference_mode()
+    def kernels(self) -> None:
+        """Measure the kernels of a layer."""
+        if not self._is_gpu:
+            self._console.print("  kernels: not without a GPU", style="dim")
+            return
+        shape, rates = self._sizes.model, self._rates()
+        self._add(kernels.prefills(shape, self._device, rates))
+        self._add(kernels.decodes(shape, self._device, rates))
+        self._add(kernels.products(shape, self._device, rates))
+        self._add(kernels.draws(self._device, rates))
+
+    def served(self) -> None:
+        """Measure an engine that serves."""
+        shape, most = self._sizes.model, max(each.config.max_slot_tokens for each in self._sizes.settings)
+        decoder = random_model(shape, self._device, max_position=most)
+        self._add(loads.measure(decoder, shape, self._rates(), self._sizes.settings, self._log))
+
+    def _rates(self) -> Rates:
+        sizes = self._sizes
+        rates = Rates(
+            memory_rate(self._device, sizes.copied), product_rate(self._device, sizes.product, torch.bfloat16)
+        )
+        self._console.print(f"  {rates.memory / _GB:.1f} GB/s, {rates.product / 1e12:.3f} TFLOP/s", style="dim")
+        return rates
+
+    def _add(self, found: Iterable[Measured]) -> None:
+        for each in found:
+            pairs = Pairs([each.ms], [each.baseline_ms])
+            self._reporter.add(case(**each.case), each.metric, "ms", each.baseline, pairs)
+
     def _check(self, what: str, value: float, bar: float) -> None:
         if self._bars is not None:
             self._bars.at_least(what, value, bar)
@@ -166,18 +219,22 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object a row on standard output")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few rounds: a smoke test, not a claim")
     parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    parser.add_argument("--log", type=Path, default=None, help="folder for what `served` logs (default: nowhere)")
     args = parser.parse_args()
     name = args.device or ("cuda" if torch.cuda.is_available() else "emulated")
     if name != "cuda" and not args.quick:
         parser.error(f"device {name}: the models of real shapes are for GPUs: use --quick")
     device, reporter = make_device(name), Reporter("cuda", args.json)
     bars = Bars() if args.bars else None
-    benchmark = Benchmark(device, QUICK if args.quick else FULL, reporter, bars)
+    benchmark = Benchmark(device, QUICK if args.quick else FULL, reporter, bars, args.log)
     parts: dict[str, Callable[[], None]] = {
         "steps": benchmark.steps,
         "prefill": benchmark.prefill,
         "offload": benchmark.offload,
         "chain": benchmark.chain,
+        "overheads": benchmark.overheads,
+        "kernels": benchmark.kernels,
+        "served": benchmark.served,
     }
     for name in args.parts.split(","):
         parts[name]()

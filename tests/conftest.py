@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
@@ -18,9 +17,7 @@ import pytest
 from tests.support import tools
 from tests.support.guards import leaks
 from tests.support.guards.lanes import LANES, Starts, lane_of
-
-if TYPE_CHECKING:
-    from tests.support.kernels.triton.process import Run
+from tests.support.kernels.triton.interpreter import interpreter as interpreter
 
 # How long an example takes says how crowded the machine is: no test fails for that.
 hypothesis.settings.register_profile("patient", deadline=None)
@@ -142,15 +139,6 @@ def smollm2() -> Path:
     from text.gguf_tokenizer import write_tokenizer
 
     return resolve_model("smollm2-135m", cache=MODEL_CACHE, progress=lambda done, total: None, finish=write_tokenizer)
-
-
-@pytest.fixture(scope="session")
-def interpreter() -> Iterator["Run"]:
-    """A way to call functions of a module in a process where Triton's interpreter runs kernels."""
-    from tests.support.kernels.triton.process import process_with
-
-    with process_with(TRITON_INTERPRET="1") as run:
-        yield run
 
 
 @pytest.fixture(scope="session")

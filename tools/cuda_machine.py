@@ -1,4 +1,4 @@
-"""Says whether a machine has what tests and benchmarks for GPUs need, or what became of them. cuda_check.sh calls it.
+"""Says whether a machine has what tests and benchmarks for GPUs need, or what became of them. cuda_measure.sh calls it.
 
 `python tools/cuda_machine.py DEVICE` prints what is missing and returns 1, or prints the machine. With `NAME=STATUS`,
 the exit statuses of what was run, it prints machine and statuses as one JSON object.
@@ -64,7 +64,7 @@ def main(device: str, *statuses: str) -> int:
         return 0
     lacks = missing(device)
     for line in lacks:
-        print(f"cuda_check: missing: {line}", file=sys.stderr)
+        print(f"cuda_measure: missing: {line}", file=sys.stderr)
     if not lacks:
         print(json.dumps(describe(device)))
     return 1 if lacks else 0

@@ -1,6 +1,8 @@
 """What runs on a machine with a GPU and little else needs no more than that machine has."""
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,14 @@ def test_tests_of_the_gpu_import_nothing_that_may_be_missing() -> None:
     loaded = loaded_after(*modules)
     assert modules <= loaded
     assert {name.partition(".")[0] for name in loaded} & NOT_THERE == set()
+
+
+def test_tests_of_the_gpu_find_their_fixtures_without_the_folder_above() -> None:
+    bare = ["-c", "tests/cuda/bare.ini", "--rootdir=.", "--setup-plan", "-q", "tests/cuda"]
+    environment = {**os.environ, "BATON_TEST_DEVICE": "emulated"}
+    command = [sys.executable, "-m", "pytest", *bare]
+    planned = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, check=False)
+    assert planned.returncode == 0, planned.stdout[-4000:]
 
 
 def test_the_benchmark_of_the_gpu_imports_nothing_that_may_be_missing() -> None:

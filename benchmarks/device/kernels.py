@@ -1,0 +1,182 @@
+"""Kernels of one layer on a GPU: our attention beside torch's and beside the device's rates, products, and drawing.
+
+KV is random and lies in pages, as a server's does. A prompt's pages lie in as many runs as the case says: in a server's
+steady state a prompt of 1,024 tokens lies in 8 to 12, one of 8,192 in some 28.
+
+B rows, T queries, S keys, N heads, G kv heads, H head dim, K inputs and O outputs of a product, V vocabulary.
+"""
+
+import functools
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from benchmarks.device.model import Shape
+from benchmarks.device.rates import times_s
+from modeling.device.port import Device
+from modeling.forward.attention import attend
+from modeling.forward.drawing import DrawKind, Draws, RowDraw, choose_tokens
+from modeling.forward.triton.attention import triton_kernel
+from modeling.kernels.triton.decode import decode_attention
+from modeling.kernels.triton.rows import StepRows
+from modeling.kv.buffers import KvRows
+from modeling.kv.pages import PAGE_TOKENS
+
+PREFILLS = ((1024, 0, 1), (1024, 0, 8), (2048, 6144, 1), (2048, 6144, 28), (8192, 0, 1), (8192, 0, 28))
+"""Queries, keys before them, and runs of pages in which all keys lie."""
+DECODES = ((1, 1024), (16, 1024), (64, 1024), (256, 1024), (1, 8192), (16, 4096), (16, 32768))
+"""Rows, and keys of each."""
+PRODUCT_ROWS = (1, 16, 64, 256, 2048)
+DRAWN = ((1, 32_000), (64, 32_000), (64, 128_256), (256, 128_256))
+"""Rows, and tokens of the vocabulary."""
+_BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+_COPIES = 8
+"""Layers, or weights, that follow each other in a measurement, so that the cache does not hold what is read."""
+_REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A kernel's time beside another's, or beside the least that the device's rates allow."""
+
+    case: Mapping[str, object]
+    metric: str
+    ms: float
+    baseline: str
+    baseline_ms: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the device reaches: bytes read and written in a second by a copy, operations in a second by a product."""
+
+    memory: float
+    product: float
+
+
+def prefills(shape: Shape, device: Device, rates: Rates) -> Iterator[Measured]:
+    """Yield our prefill attention of one layer beside its operations and beside torch's, for keys in one run."""
+    for num_queries, num_before, num_runs in PREFILLS:
+        q_TNH, k_SGH, v_SGH = _random_heads(shape, device, num_queries, num_before + num_queries)
+        segments = _runs(k_SGH, v_SGH, num_runs)
+        run = functools.partial(attend, q_TNH, num_before, segments, None, triton_kernel)
+        found_ms = _ms(device, run)
+        flops = 4.0 * shape.hidden_size * num_queries * (num_before + num_queries / 2)
+        case = {"queries": num_queries, "before": num_before, "runs": num_runs}
+        yield Measured(case, "prefill_attention_ms", found_ms, "product", 1e3 * flops / rates.product)
+        if num_runs > 1 or num_before:
+            continue
+        for name, backend in _BACKENDS.items():
+            yield Measured(case, "prefill_attention_ms", found_ms, name, _sdpa_ms(device, q_TNH, k_SGH, v_SGH, backend))
+
+
+def decodes(shape: Shape, device: Device, rates: Rates) -> Iterator[Measured]:
+    """Yield our decode attention of one layer, replayed from a graph, beside the bytes of its keys and values."""
+    for batch, context in DECODES:
+        row_pages = -(-context // PAGE_TOKENS)
+        pages = _COPIES, batch * row_pages, PAGE_TOKENS, 2, shape.num_kv_heads, shape.head_dim
+        there = device.torch_device
+        data_LPS2GH = torch.randn(pages, dtype=torch.bfloat16, device=there)
+        order = torch.randperm(batch * row_pages, dtype=torch.int32, device=there)
+        rows = StepRows(
+            table_BC=order.view(batch, row_pages),
+            lengths_B=torch.full((batch,), context, dtype=torch.int32, device=there),
+            starts_E=torch.arange(batch + 1, dtype=torch.int32, device=there),
+            most_queries=1,
+            most_keys=context,
+        )
+        q_BNH = torch.randn(batch, shape.num_heads, shape.head_dim, dtype=torch.bfloat16, device=there)
+
+        def attend_all(q: Tensor = q_BNH, data: Tensor = data_LPS2GH, rows: StepRows = rows) -> None:
+            for layer_PS2GH in data:
+                decode_attention(q, layer_PS2GH, rows)
+
+        found_ms = _replayed_ms(device, attend_all) / _COPIES
+        bound_ms = 1e3 * data_LPS2GH[0].nbytes / rates.memory
+        yield Measured({"batch": batch, "context": context}, "decode_attention_ms", found_ms, "bytes", bound_ms)
+
+
+def products(shape: Shape, device: Device, rates: Rates) -> Iterator[Measured]:
+    """Yield torch's products with weights of the model's shapes, beside their bytes or their operations, whichever take
+    longer."""
+    hidden, heads = shape.hidden_size, shape.num_heads + 2 * shape.num_kv_heads
+    shapes = {
+        "qkv": (heads * shape.head_dim, hidden),
+        "out": (hidden, hidden),
+        "gate_up": (2 * shape.intermediate_size, hidden),
+        "down": (hidden, shape.intermediate_size),
+        "head": (shape.vocab_size, hidden),
+    }
+    for name, (num_outputs, num_inputs) in shapes.items():
+        weights = [_random(device, num_outputs, num_inputs) for _ in range(_COPIES)]
+        for num_rows in PRODUCT_ROWS:
+            x_TK = _random(device, num_rows, num_inputs)
+
+            def multiply(x: Tensor = x_TK, weights: list[Tensor] = weights) -> None:
+                for weight_OK in weights:
+                    linear(x, weight_OK)
+
+            found_ms = _replayed_ms(device, multiply) / _COPIES
+            bound_s = max(weights[0].nbytes / rates.memory, 2.0 * num_rows * weights[0].numel() / rates.product)
+            case = {"product": name, "rows": num_rows}
+            yield Measured(case, "product_ms", found_ms, "bytes or product", 1e3 * bound_s)
+
+
+def draws(device: Device, rates: Rates) -> Iterator[Measured]:
+    """Yield the drawing of tokens from fp32 logits, by kind, beside the bytes of the logits."""
+    for batch, vocab_size in DRAWN:
+        logits_BV = torch.randn(batch, vocab_size, device=device.torch_device)
+        row = RowDraw(key=7, top_k=50, floor=-math.inf, top_p=0.95, temperature=0.8)
+        rows = Draws.of([row] * batch, device.torch_device)
+        for kind in DrawKind:
+            found_ms = _ms(device, functools.partial(choose_tokens, logits_BV, rows, kind))
+            case = {"batch": batch, "vocabulary": vocab_size, "kind": kind.name.lower()}
+            yield Measured(case, "draw_ms", found_ms, "bytes", 1e3 * logits_BV.nbytes / rates.memory)
+
+
+def _runs(k_SGH: Tensor, v_SGH: Tensor, num_runs: int) -> list[KvRows]:
+    """Return keys and values as rows that lie in so many runs of whole pages."""
+    num_pages = len(k_SGH) // PAGE_TOKENS
+    edges = [PAGE_TOKENS * (num_pages * run // num_runs) for run in range(num_runs)] + [len(k_SGH)]
+    spans = itertools.pairwise(edges)
+    return [KvRows(k_SGH[start:end], v_SGH[start:end], start) for start, end in spans]
+
+
+def _random(device: Device, *shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device=device.torch_device)
+
+
+def _random_heads(shape: Shape, device: Device, num_queries: int, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    kv_S2GH = _random(device, num_keys, 2, shape.num_kv_heads, shape.head_dim)
+    return _random(device, num_queries, shape.num_heads, shape.head_dim), kv_S2GH[:, 0], kv_S2GH[:, 1]
+
+
+def _sdpa_ms(device: Device, q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, backend: SDPBackend) -> float:
+    """Return the milliseconds of torch's causal attention by that backend; NaN where it refuses."""
+    q, k, v = (each.transpose(0, 1).unsqueeze(0).contiguous() for each in (q_TNH, k_SGH, v_SGH))
+    try:
+        with sdpa_kernel(backend):
+            return _ms(device, lambda: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
+    except RuntimeError:
+        return math.nan
+
+
+def _ms(device: Device, run: Callable[[], object]) -> float:
+    return 1e3 * statistics.median(times_s(device, run, repeats=_REPEATS))
+
+
+def _replayed_ms(device: Device, run: Callable[[], object]) -> float:
+    """Return the milliseconds of what is launched, replayed from a CUDA graph."""
+    run()
+    torch.cuda.synchronize(device.torch_device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return _ms(device, graph.replay)

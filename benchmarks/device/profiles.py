@@ -1,0 +1,73 @@
+"""What is seen of an engine under load: samples of its stack, the GPU's kernels, what Triton compiles."""
+
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.device.served import ENGINE_THREAD
+
+ROOT = Path(__file__).parents[2]
+_SAMPLE_S = 0.002
+
+
+class Compilation(NamedTuple):
+    """A kernel in Triton that was compiled, or loaded from Triton's cache, while others waited."""
+
+    kernel: str
+    at_s: float
+    """When it was there, on the clock of `time.perf_counter`."""
+    took_s: float
+    was_cached: bool
+    """Whether it was loaded from Triton's cache."""
+
+
+@contextmanager
+def compilations() -> Iterator[list[Compilation]]:
+    """Collect what Triton compiles in the block, in whatever thread."""
+    import triton.knobs
+
+    found = list[Compilation]()
+
+    def note(*, metadata: dict[str, Any], times: Any, cache_hit: bool, **_: Any) -> None:
+        found.append(Compilation(str(metadata["name"]), time.perf_counter(), times.total / 1e6, cache_hit))
+
+    before, triton.knobs.compilation.listener = triton.knobs.compilation.listener, note
+    try:
+        yield found
+    finally:
+        triton.knobs.compilation.listener = before
+
+
+def engine_stacks(seconds: float) -> Counter[str]:
+    """Return where the engine's thread was for so many seconds, asked every two milliseconds: the innermost function of
+    ours on its stack, and how often it was found there. Blocks."""
+    ident = next(each.ident for each in threading.enumerate() if each.name == ENGINE_THREAD)
+    counts, pause, over_s = Counter[str](), threading.Event(), time.perf_counter() + seconds
+    while time.perf_counter() < over_s:
+        frame = sys._current_frames().get(ident or 0)
+        while frame is not None and not frame.f_code.co_filename.startswith(str(ROOT)):
+            frame = frame.f_back
+        if frame is not None:
+            counts[f"{Path(frame.f_code.co_filename).relative_to(ROOT)}:{frame.f_code.co_qualname}"] += 1
+        pause.wait(_SAMPLE_S)
+    return counts
+
+
+def gpu_kernels(seconds: float, trace: Path | None) -> dict[str, float]:
+    """Return the seconds of each of the GPU's kernels and copies in a window of so many seconds, the longest first;
+    written as a trace for Chrome to a file, if given. Blocks."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        threading.Event().wait(seconds)
+        torch.cuda.synchronize()
+    if trace is not None:
+        profiled.export_chrome_trace(str(trace))
+    found = {each.key: each.self_device_time_total / 1e6 for each in profiled.key_averages()}
+    return dict(sorted(found.items(), key=lambda each: -each[1]))

@@ -1,0 +1,229 @@
+"""A generation engine under closed loops of users, in process: every step's time, and which part of it the host takes.
+
+The engine is made as a worker of a cluster without prefill groups makes it, with its batcher, its speculation and its
+CUDA graphs; its streams go to the process's asyncio loop. Neither Ray nor gRPC is there: their costs are not in it.
+"""
+
+import asyncio
+import contextlib
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from baton.clock import SystemClock
+from baton.errors import BatonError
+from baton.ids import RequestId, StreamNumber
+from baton.sampling_params import SamplingParams
+from baton.types import TokenEvent
+from generate_workers.config import EngineConfig
+from generate_workers.engine.core import GenerationEngine
+from generate_workers.engine.decode_first import DecodeFirst
+from generate_workers.engine.device_steps import make_device_steps
+from generate_workers.engine.memory_limits import make_memory
+from generate_workers.engine.rows import GenerationRequest
+from generate_workers.slots.table import SlotTable
+from generate_workers.speculation.making import make_speculation
+from generate_workers.streams.open_streams import OpenStreams
+from generate_workers.streams.shared_reader import SharedReader
+from modeling.forward.decoder import Decoder
+from modeling.prefix_store.store import Filled
+from tests.support.models.tiny_tokenizer import write_letters
+from text.tokenizer import Tokenizer
+
+TOGETHER: dict[str, Any] = {
+    "max_prefill_tokens_per_step": 2048,
+    "max_step_stretch": 3.0,
+    "mixed_step_s": 0.3,
+    "burst_step_s": 1.0,
+}
+"""Settings of an engine on a GPU that does all prefills (deploy.machine.arrangement)."""
+ENGINE_THREAD = "generate-engine"
+_KEEP_S = 60.0
+
+
+@dataclass(frozen=True)
+class Load:
+    """Users that each wait for an answer before they ask again."""
+
+    users: int
+    prompt_tokens: int
+    """Tokens of each prompt, give or take 2 %."""
+    output_tokens: int
+    rounds: int
+    """Requests of each user."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the engine, in seconds."""
+
+    at_s: float
+    """Begin, from that of the load."""
+    took_s: float
+    num_rows: int
+    """Rows that decoded."""
+    num_prefill_tokens: int
+    num_drafts: int
+    num_bytes: int
+    """Bytes of weights and KV that the step read."""
+    device_s: float
+    """In a step that runs whole on the device: from its inputs' copy until its tokens are read. Else 0."""
+    draft_s: float
+    """To plan drafts, to make them, and to learn from them."""
+    batch_s: float
+    """To choose what the step runs."""
+
+
+@dataclass
+class Served:
+    """What came of a load."""
+
+    load: Load
+    began_s: float = field(default_factory=time.perf_counter)
+    took_s: float = 0.0
+    num_tokens: int = 0
+    first_s: list[float] = field(default_factory=list)
+    """Seconds from each request to its first token."""
+    gap_s: list[float] = field(default_factory=list)
+    """Seconds between tokens of a stream that follow each other."""
+    steps: list[Step] = field(default_factory=list)
+
+
+class Timed:
+    """Passes calls on to an object, and adds up the seconds that they take."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner, self._seconds = inner, 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        if not callable(found):
+            return found
+
+        def call(*args: Any, **options: Any) -> Any:
+            began_s = time.perf_counter()
+            try:
+                return found(*args, **options)
+            finally:
+                self._seconds += time.perf_counter() - began_s
+
+        return call
+
+    def take(self) -> float:
+        """Return the seconds since this was last asked."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+class LoggedEngine(GenerationEngine):
+    """An engine that logs its steps."""
+
+    def __init__(self, *args: Any, batcher: Any, speculation: Any, decode_steps: Any, **options: Any) -> None:
+        self._batching, self._drafting, self._on_device = Timed(batcher), Timed(speculation), Timed(decode_steps)
+        super().__init__(
+            *args,
+            batcher=self._batching,
+            speculation=self._drafting if speculation is not None else None,
+            decode_steps=self._on_device if decode_steps is not None else None,
+            **options,
+        )
+        self.log: list[Step] = []
+
+    def step(self) -> None:
+        """Run a step and log it, if there was one."""
+        num_steps, began_s = self._num_steps, time.perf_counter()
+        super().step()
+        took_s, last = time.perf_counter() - began_s, self._last_step
+        parts = self._on_device.take(), self._drafting.take(), self._batching.take()
+        if self._num_steps > num_steps and last is not None:
+            numbers = last.num_decode_rows, last.num_prefill_tokens, last.num_drafts, last.num_bytes
+            self.log.append(Step(began_s, took_s, *numbers, *parts))
+
+
+@contextlib.contextmanager
+def running_engine(decoder: Decoder, config: EngineConfig) -> Iterator[LoggedEngine]:
+    """Start an engine as a worker does, with a tokenizer of letters; close it afterwards."""
+    clock = SystemClock()
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = Tokenizer.load(write_letters(Path(folder), decoder.config.vocab_size))
+    memory = make_memory(decoder, config)
+    slots = SlotTable(memory, clock, endpoint="none:0")
+    engine = LoggedEngine(
+        *(decoder, tokenizer, slots, clock, config),
+        batcher=DecodeFirst.of(config, decoder.config),
+        speculation=make_speculation(decoder, slots, config, clock),
+        decode_steps=make_device_steps(decoder, memory.residency, config, clock),
+    )
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def serve(engine: LoggedEngine, load: Load, limit_s: float, beside: Callable[[], None] | None = None) -> Served:
+    """Bear a load for `limit_s` seconds at most, and return what came of it; `beside` is called in a thread meanwhile.
+    Blocks."""
+    served = Served(load)
+    engine.log.clear()
+    with contextlib.suppress(TimeoutError):
+        asyncio.run(_bear(engine, load, served, limit_s, beside))
+    served.took_s = time.perf_counter() - served.began_s
+    served.steps = [replace(step, at_s=step.at_s - served.began_s) for step in engine.log]
+    return served
+
+
+async def _bear(
+    engine: LoggedEngine, load: Load, served: Served, limit_s: float, beside: Callable[[], None] | None
+) -> None:
+    streams = OpenStreams(engine)
+    reader: SharedReader[tuple[StreamNumber, float, TokenEvent | Filled | BatonError | None]]
+    reader = SharedReader(streams, _stamped, _stamped)
+    rng, num_asked, num_requests = random.Random(1), 0, load.users * load.rounds
+    latest_s = dict[StreamNumber, float]()
+    is_first = set[StreamNumber]()
+
+    def ask() -> None:
+        nonlocal num_asked
+        num_asked += 1
+        number, num_tokens = StreamNumber(num_asked), round(load.prompt_tokens * rng.uniform(0.98, 1.02))
+        prompt = tuple(rng.randrange(90) for _ in range(num_tokens))
+        params = SamplingParams(max_tokens=load.output_tokens, temperature=0, ignore_eos=True)
+        request = GenerationRequest(RequestId(f"request-{number}"), prompt, (), params)
+        latest_s[number] = time.perf_counter()
+        is_first.add(number)
+        reader.add(number, lambda: streams.open(request, number, _KEEP_S))
+        if num_asked == num_requests:
+            reader.complete()
+
+    for _ in range(load.users):
+        ask()
+    watching = asyncio.create_task(asyncio.to_thread(beside or (lambda: None)))
+    try:
+        async with asyncio.timeout(limit_s), contextlib.aclosing(reader.batches()) as batches:
+            async for batch in batches:
+                for number, now_s, event in batch:
+                    if isinstance(event, TokenEvent):
+                        (served.first_s if number in is_first else served.gap_s).append(now_s - latest_s[number])
+                        is_first.discard(number)
+                        latest_s[number] = now_s
+                        served.num_tokens += event.token is not None
+                        continue
+                    if isinstance(event, BatonError):
+                        raise event
+                    reader.leave(number)
+                    if num_asked < num_requests:
+                        ask()
+    finally:
+        reader.close()
+        for number in latest_s:
+            streams.cancel(number)
+        await watching
+
+
+def _stamped(number: StreamNumber, event: Any) -> tuple[StreamNumber, float, Any]:
+    return number, time.perf_counter(), event
