@@ -65,7 +65,7 @@ class Step:
     """Begin, from that of the load."""
     took_s: float
     num_rows: int
-    """Rows that decoded."""
+    """Rows that decode in the step."""
     num_prefill_tokens: int
     num_drafts: int
     num_bytes: int

@@ -210,6 +210,7 @@ async def test_nothing_foreign_is_loaded_or_run(program: str) -> None:
 async def test_a_key_is_asked_for_and_kept_in_the_session_alone(program: str) -> None:
     tenants = Tenants((Tenant("acme", key_hashes=(hash_key("open sesame"),)),), require_key=True)
     async with console(program, key="open sesame", config=replace(HASTY, tenants=tenants)) as at:
+        at.made.metadata = (("authorization", "Bearer open sesame"),)
         page = at.page
         dialog = page.get_by_role("dialog")
         await expect(dialog).to_contain_text("the call has no API key")

@@ -73,9 +73,8 @@ async def focused(page: Page) -> str:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_text_can_be_read_in_both_schemes(program: str, scheme: str) -> None:
     with prefix_folder() as folder:
-        async with console(
-            program, shows={"color_scheme": scheme}, prefix_folder=folder, group_folder=folder, prefix_bytes=2**20
-        ) as at:
+        folders = {"prefill": folder, "generate": folder}
+        async with console(program, shows={"color_scheme": scheme}, folders=folders, prefix_bytes=2**20) as at:
             page = at.page
             red, *_ = await page.evaluate(
                 "getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).map(Number)"

@@ -73,7 +73,7 @@ def test_demo_shows_it_all_and_leaves_nothing(smollm2: Path, tmp_path: Path, pas
         pytest.param("starting Ray", marks=pytest.mark.ci),
         *(
             pytest.param(each, marks=pytest.mark.nightly)
-            for each in ("starting 3", "A chat", "at once", "Shutting down")
+            for each in ("starting 3", "A chat", "streams at once", "Shutting down")
         ),
     ],
 )
