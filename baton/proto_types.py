@@ -123,8 +123,11 @@ def params_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
 
 def _structured_to_proto(structured: StructuredOutput) -> common_pb2.StructuredOutput:
     if structured.choice:
-        return common_pb2.StructuredOutput(choice=common_pb2.TextChoice(texts=structured.choice))
-    return common_pb2.StructuredOutput(**{structured.kind: getattr(structured, structured.kind)})
+        message = common_pb2.StructuredOutput(choice=common_pb2.TextChoice(texts=structured.choice))
+    else:
+        message = common_pb2.StructuredOutput(**{structured.kind: getattr(structured, structured.kind)})
+    message.compiled_bytes = structured.compiled_bytes
+    return message
 
 
 def _structured_from_proto(message: common_pb2.StructuredOutput) -> StructuredOutput:

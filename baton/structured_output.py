@@ -5,7 +5,7 @@ Part of `baton.sampling_params`. `text.grammars` compiles it; whether it can be 
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from baton.errors import InvalidArgumentError
@@ -14,6 +14,8 @@ MAX_STRUCTURED_BYTES = 256 * 1024
 """UTF-8 bytes of a schema, regular expression or grammar, or of all choices together, at most."""
 MAX_CHOICE_TEXTS = 1024
 _FIELD = "sampling.structured_output"
+_KINDS = ("json", "json_object", "regex", "grammar", "choice")
+"""Fields of which one is set."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,13 @@ class StructuredOutput:
     """A context-free grammar in Lark's notation, or in GBNF, whose start symbol derives the output."""
     choice: tuple[str, ...] = ()
     """Texts, one of which is the output. At most 1,024."""
+    compiled_bytes: int = field(default=0, compare=False)
+    """Bytes that the compiled form takes, once the orchestrator has measured it; 0: not known."""
 
     def __post_init__(self) -> None:
-        given = [each.name for each in fields(self) if getattr(self, each.name) not in (None, False, ())]
+        given = [name for name in _KINDS if getattr(self, name) not in (None, False, ())]
         if len(given) != 1:
-            known = ", ".join(each.name for each in fields(self))
+            known = ", ".join(_KINDS)
             raise InvalidArgumentError(f"{_FIELD} sets {' and '.join(given) or 'nothing'}: set one of {known}")
         check_choice_length(len(self.choice))
         value = getattr(self, given[0])
@@ -50,7 +54,7 @@ class StructuredOutput:
     @property
     def kind(self) -> str:
         """Return the name of the field that is set."""
-        return next(each.name for each in fields(self) if getattr(self, each.name) not in (None, False, ()))
+        return next(name for name in _KINDS if getattr(self, name) not in (None, False, ()))
 
 
 StructuredOption = StructuredOutput | Mapping[str, Any]
@@ -63,9 +67,9 @@ def structured_from_option(option: StructuredOption | None) -> StructuredOutput 
     if option is None or isinstance(option, StructuredOutput):
         return option
     values = {name: value for name, value in option.items() if value is not None}
-    unknown = values.keys() - {each.name for each in fields(StructuredOutput)}
+    unknown = values.keys() - set(_KINDS)
     if unknown:
-        known = ", ".join(each.name for each in fields(StructuredOutput))
+        known = ", ".join(_KINDS)
         raise InvalidArgumentError(f"{_FIELD}.{min(map(str, unknown))} is unknown: set one of {known}")
     schema = values.get("json")
     if schema is not None and not isinstance(schema, str):

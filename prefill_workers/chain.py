@@ -37,6 +37,8 @@ from prefill_workers.device_kv import kv_of
 from prefill_workers.job import Job, JobReport, KvOutlet
 from prefill_workers.relay import Relay
 
+_MASKS = -1
+"""What a job needs, in place of a layer's rows, that can sample once its form is compiled."""
 _OVERHEAD_TOKENS = 32
 """Rough fixed cost of a turn (mostly reading the weights), as the number of tokens that take as long to compute."""
 
@@ -87,13 +89,16 @@ class ChainJob:
     def starved(self) -> bool:
         """Return whether the job needs more KV from earlier ranks before it can take a turn or be over."""
         if self._needs is not None:
-            return not self.relay.has_received(self._needs)
+            return self._needs != _MASKS and not self.relay.has_received(self._needs)
         return self._computed and not self.relay.has_received(self._decoder.config.num_layers - 1)
 
     @property
     def runnable(self) -> bool:
-        """Return whether the engine may call `turn` now: the job is not computed, over or starved."""
-        return not (self._computed or self.over or self.starved)
+        """Return whether the engine may call `turn` now: the job is not computed, over or starved, and does not wait
+        for its form."""
+        masks = self.job.masks
+        waits = self._needs == _MASKS and masks is not None and not masks.done()
+        return not (self._computed or self.over or self.starved or waits)
 
     @property
     def over(self) -> bool:
@@ -108,7 +113,7 @@ class ChainJob:
     def turn(self) -> None:
         """Compute about one layer: up to the point that needs more KV, or to the end. Raises what the outlet raises."""
         start_s = self._clock.now_s()
-        if self._needs is not None:
+        if self._needs is not None and self._needs != _MASKS:
             self._wait_s += max(self.relay.arrived_s(self._needs) - self.parked_s, 0.0)
         self._needs = next(self._turns, None)
         self._computed = self._needs is None
@@ -137,7 +142,8 @@ class ChainJob:
         )
 
     def _run(self) -> Generator[int]:
-        """Compute the chunk; yield, before part 2 of each layer, the layer whose earlier rows are needed."""
+        """Compute the chunk; yield, before part 2 of each layer, the layer whose earlier rows are needed, and _MASKS
+        where these are needed to sample."""
         decoder, relay = self._decoder, self.relay
         step = decoder.begin([self._kv.span])
         hidden_TD = decoder.embed(self._token_ids, step)
@@ -155,6 +161,8 @@ class ChainJob:
             else:
                 self._kv.leave(layer)
             self._layer_spans.append(Interval(start_ns, self._clock.unix_ns()))
+        if relay.target is None and self.job.masks is not None and not self.job.masks.done():
+            yield _MASKS
         self.outlet.finish(self._sample(hidden_TD) if relay.target is None else ())
 
     def _attend(self, layer: int, q_TNH: Tensor, hidden_TD: Tensor, own: KvRows) -> Generator[int, None, Tensor]:
@@ -181,7 +189,8 @@ class ChainJob:
         """Return the next token of each choice, all sampled from the last position's logits."""
         job, eos_token_ids = self.job, self._decoder.config.eos_token_ids
         choices = [job.params.of_choice(choice) for choice in range(job.params.n)]
+        (masks,) = (None,) if job.masks is None else job.masks.result()
         states = [
-            SamplerState(params, job.prompt_ids, job.output_ids, eos_token_ids, masks=job.masks) for params in choices
+            SamplerState(params, job.prompt_ids, job.output_ids, eos_token_ids, masks=masks) for params in choices
         ]
         return tuple(sample(self._decoder.logits(hidden_TD[-1:]).repeat(len(states), 1), states))

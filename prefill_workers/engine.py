@@ -147,7 +147,9 @@ class PrefillEngine:
             chain_job = self._make(job, outlet, life)
             life.sequencer.add(chain_job)
             self._changed.notify_all()
-            return chain_job.future
+        if job.masks is not None:
+            job.masks.add_done_callback(self._wake)
+        return chain_job.future
 
     def cancel(self, number: JobId, error: BatonError | None = None) -> None:
         """Give a job up, so that its future soon fails with `error`, by default RequestCancelledError, unless it is
@@ -193,6 +195,11 @@ class PrefillEngine:
         if not self._thread.is_alive() and not self._closing:
             return "the engine's thread has ended, see its log"
         return self._turns.stall
+
+    def _wake(self, _: object) -> None:
+        """Let the engine's thread look for a job that can go on. Any thread."""
+        with self._changed:
+            self._changed.notify_all()
 
     def _begin_life(self, epoch: Epoch, rank: Rank, num_ranks: int) -> EpochLife:
         with self._changed:

@@ -5,19 +5,22 @@
 """
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from math import inf, isfinite
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from baton.errors import InvalidArgumentError
 from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.results.prefill_trace import Interval
 from baton.sampling_params import SamplingParams
 from baton.types import SampledToken, TokenRange
-from modeling.forward.sampling import TokenMasks
 from modeling.kv.buffers import KvBuffer
+
+if TYPE_CHECKING:
+    from text.token_masks import TokenMasks
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,9 @@ class Job:
     """Unix seconds. A rank serves the runnable job due first, and of equals the one with the lower number."""
     layer_s: float = 0.0
     """Predicted seconds of the longest layer on any of the job's ranks; 0 when unknown."""
-    masks: TokenMasks | None = None
-    """On the last rank, which tokens may be first in a constrained output, the same for all choices; else None."""
+    masks: "Future[list[TokenMasks]] | None" = None
+    """On the last rank, which tokens may be first in a constrained output, the same for all choices, once its form is
+    compiled; else None. The job computes meanwhile, and no other job waits for it."""
 
     def __post_init__(self) -> None:
         ranks, chunks = self.ranks, self.chunks

@@ -7,6 +7,7 @@ futures follow the engine's. Errors become statuses in the interceptor of `trans
 """
 
 import asyncio
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,6 @@ from baton.structured_output import StructuredOutput
 from baton.types import SampledToken, TokenRange
 from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from modeling.forward.decoder import Decoder
-from modeling.forward.sampling import TokenMasks
 from modeling.kernels.process_kernels import KERNELS
 from modeling.kv.buffers import KvBuffer
 from modeling.prefix_store.node import DiskPlace, NodeStore
@@ -38,6 +38,7 @@ from prefill_workers.job import Job, JobReport
 from prefill_workers.prefix_filling import PrefixFilling
 from prefill_workers.torch_links import connect_torch_links
 from text.grammars import Grammars
+from text.token_masks import TokenMasks
 from transport.block_exchange import BlockExchange
 from transport.channel import bind, make_channel, make_server
 from transport.channel_cache import ChannelCache
@@ -123,7 +124,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
     async def _run(self, request: prefill_pb2.PrefillJob, channel: grpc.aio.Channel) -> prefill_pb2.PrefillReport:
         job = job_from_proto(request, await self._open_prefix(request))
         if job.params.structured_output is not None:
-            job = replace(job, masks=await self._masks(job, job.params.structured_output))
+            job = replace(job, masks=self._masks(job, job.params.structured_output))
         filling = self._filling(request, job)
         lease = lease_from_proto(request.lease)
         if lease.num_tokens != job.chunks[-1].end:
@@ -207,15 +208,14 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
             raise StalePrefixError("prefix_blocks: this rank has no prefix store: prefill without them")
         return await self._blocks.run(partial(self.prefixes.open, tuple(request.prefix_blocks), _block_tokens(request)))
 
-    async def _masks(self, job: Job, form: StructuredOutput) -> TokenMasks | None:
-        """Return the masks of the job's first token; None on other ranks than the last. Raises InvalidArgumentError for
-        a form that cannot be compiled."""
+    def _masks(self, job: Job, form: StructuredOutput) -> "Future[list[TokenMasks]] | None":
+        """Begin to compute the masks of the job's first token and return their future; None on other ranks than the
+        last. Raises InvalidArgumentError where there are no grammars."""
         if self.engine.rank != job.ranks[-1]:
             return None
         if self._grammars is None:
             raise InvalidArgumentError("sampling.structured_output: this rank has no tokenizer; leave it out")
-        (masks,) = await asyncio.wrap_future(self._grammars.prepare(form, job.output_ids))
-        return masks
+        return self._grammars.prepare(form, job.output_ids)
 
     def _filling(self, request: prefill_pb2.PrefillJob, job: Job) -> PrefixFilling | None:
         """Return where the job's blocks are stored; None on other ranks than the last, and where none is to be kept."""

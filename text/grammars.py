@@ -1,11 +1,13 @@
 """Grammars of constrained requests: compiled once, kept in a bounded cache, and followed by matchers.
 
-`orchestrator.api.checks` compiles a request's form to refuse what cannot be compiled. Workers compile it again and
-`prepare` the masks of each choice (`text.token_masks`): prefill ranks for the first token, generation engines for all.
-The library is llguidance. Nothing is loaded before the first constrained request: a Grammars is free until then.
+The orchestrator has proven that a request's form can be compiled (`text.form_prover`), in a child process, which uses
+this module as well. Workers compile it again and `prepare` the masks of each choice (`text.token_masks`): prefill ranks
+for the first token, generation engines for all. The library is llguidance, whose stack grows with a form's depth.
+Nothing is loaded before the first constrained request: a Grammars is free until then.
 """
 
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,11 +19,18 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from baton.errors import InvalidArgumentError
 from baton.structured_output import StructuredOutput
+from text.form_bounds import check_bounds
 from text.json_schemas import schema_grammar
 from text.token_masks import Matcher, TokenMasks
 
-MAX_GRAMMARS = 64
-"""Compiled grammars that are kept, those used least recently being dropped first; each may take megabytes."""
+MAX_COMPILED_BYTES = 64 * 2**20
+"""Bytes of compiled grammars that are kept, those used least recently being dropped first."""
+STACK_BYTES = 64 * 2**20
+"""Stack of the threads that compile and follow forms, here and where forms are proven."""
+_LEAST_BYTES = 64 * 2**10
+"""Bytes that a grammar counts as at least, and where they were not measured."""
+_STACKS = Lock()
+"""Held while the stack of new threads, which is one setting of the process, is another."""
 _ANY_OBJECT = '{"type": "object"}'
 
 
@@ -35,7 +44,9 @@ def _limits() -> LLParserLimits:
 class Grammar:
     """A compiled form. Read-only once made; any thread may use it."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int], num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        """Bytes that it is counted as."""
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -52,12 +63,13 @@ class Grammars:
     """The grammars of one model. Any thread may use it; `close` it where `prepare` was called."""
 
     def __init__(
-        self, load_json: Callable[[], str], eos_token_ids: Sequence[int], *, max_grammars: int = MAX_GRAMMARS
+        self, load_json: Callable[[], str], eos_token_ids: Sequence[int], *, max_bytes: int = MAX_COMPILED_BYTES
     ) -> None:
         """`load_json` returns the model's tokenizer as in tokenizer.json; it is called once, at the first use."""
         self._load_json = load_json
         self._eos_token_ids = tuple(eos_token_ids)
-        self._max_grammars = max_grammars
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
         self._loading = Lock()
         """Held while the tokenizer is loaded, which takes long."""
         self._tokenizer: LLTokenizer | None = None
@@ -87,12 +99,16 @@ class Grammars:
             if grammar is not None:
                 self._compiled.move_to_end(form)
                 return grammar
-        tokenizer = self._load()
-        grammar = Grammar(_compile(form, tokenizer), tokenizer.vocab_size, frozenset(self._eos_token_ids))
+        check_bounds(form)
+        tokenizer, num_bytes = self.load(), max(form.compiled_bytes, _LEAST_BYTES)
+        ends = frozenset(self._eos_token_ids)
+        grammar = Grammar(_compile(form, tokenizer), tokenizer.vocab_size, ends, num_bytes)
         with self._lock:
-            self._compiled[form] = grammar
-            while len(self._compiled) > self._max_grammars:
-                self._compiled.popitem(last=False)
+            if form not in self._compiled:
+                self._compiled[form] = grammar
+                self._num_bytes += num_bytes
+            while self._num_bytes > self._max_bytes:
+                self._num_bytes -= self._compiled.popitem(last=False)[1].num_bytes
         return grammar
 
     def prepare(
@@ -102,8 +118,8 @@ class Grammars:
         each choice has already. Does not block. The future has InvalidArgumentError where `compile` raises it, and for
         tokens that are not of the form."""
         with self._lock:
-            self._compiling = self._compiling or ThreadPoolExecutor(1, "grammar-compiler")
-            self._masking = self._masking or ThreadPoolExecutor(1, "token-masks")
+            self._compiling = self._compiling or _deep_thread("grammar-compiler")
+            self._masking = self._masking or _deep_thread("token-masks")
             return self._compiling.submit(self._prepare, form, tuple(output_ids), num_choices, self._masking)
 
     def close(self) -> None:
@@ -124,7 +140,9 @@ class Grammars:
         mask = matchers[0].mask()
         return [TokenMasks(matcher, len(output_ids), mask, thread) for matcher in matchers]
 
-    def _load(self) -> LLTokenizer:
+    def load(self) -> LLTokenizer:
+        """Return the library's tokenizer. Blocks, the first time for half a second. Raises InvalidArgumentError for a
+        model whose outputs cannot be constrained."""
         if not self._eos_token_ids:
             raise InvalidArgumentError(
                 "sampling.structured_output: the model has no end-of-sequence token, by which an output would end; "
@@ -134,6 +152,18 @@ class Grammars:
             if self._tokenizer is None:
                 self._tokenizer = _tokenizer_of(self._load_json(), self._eos_token_ids)
             return self._tokenizer
+
+
+def _deep_thread(name: str) -> ThreadPoolExecutor:
+    """Return an executor of one thread, which has been started with the stack that forms need."""
+    executor = ThreadPoolExecutor(1, name)
+    with _STACKS:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            executor.submit(int)
+        finally:
+            threading.stack_size(before)
+    return executor
 
 
 def _tokenizer_of(text: str, eos_token_ids: Sequence[int]) -> LLTokenizer:

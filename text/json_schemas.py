@@ -6,6 +6,7 @@ spaces comes to an end.
 """
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any, TypeGuard
 
@@ -19,8 +20,8 @@ _MAPS = ("$defs", "definitions", "properties", "patternProperties", "dependentSc
 referred to."""
 _LISTS = ("prefixItems", "items", "allOf", "anyOf", "oneOf")
 _SINGLES = ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains")
-_MAX_TRIALS = 1000
-"""Schemas that are tried alone to find a fault: then the place found so far is named."""
+_LOCATING_S = 0.2
+"""Processor seconds in which a fault is looked for: then the place found so far is named."""
 
 Schema = dict[str, Any]
 
@@ -74,11 +75,10 @@ def _fault(schema: Schema) -> str:
 def _locate(schema: Schema, reason: str) -> tuple[str, str]:
     """Return the JSON pointer of the smallest part of a faulty schema that has the same fault, and the fault."""
     shared = {name: schema[name] for name in _MAPS[:2] if name in schema}
-    pointer, part, num_trials = "#", schema, 0
+    pointer, part, end_s = "#", schema, time.thread_time() + _LOCATING_S
     while True:
         for place, child in _children(part):
-            num_trials += 1
-            if num_trials > _MAX_TRIALS:
+            if time.thread_time() > end_s:
                 return pointer, reason
             if _fault(shared | child) == reason and child is not part:
                 pointer, part = f"{pointer}/{place}", child

@@ -199,6 +199,7 @@ class StructuredOutput(_message.Message):
     REGEX_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
+    COMPILED_BYTES_FIELD_NUMBER: _builtins.int
     json: _builtins.str
     """A JSON schema, as JSON: the output is a JSON value that it allows."""
     json_object: _builtins.bool
@@ -207,6 +208,8 @@ class StructuredOutput(_message.Message):
     """A regular expression that matches the whole output."""
     grammar: _builtins.str
     """A context-free grammar in Lark's notation, or in GBNF."""
+    compiled_bytes: _builtins.int
+    """Bytes that the compiled form takes. Set by the orchestrator for workers; what a client sets is not read."""
     @_builtins.property
     def choice(self) -> Global___TextChoice:
         """Texts, one of which is the output."""
@@ -219,10 +222,11 @@ class StructuredOutput(_message.Message):
         regex: _builtins.str = ...,
         grammar: _builtins.str = ...,
         choice: Global___TextChoice | None = ...,
+        compiled_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "form", b"form", "grammar", b"grammar", "json", b"json", "json_object", b"json_object", "regex", b"regex"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "form", b"form", "grammar", b"grammar", "json", b"json", "json_object", b"json_object", "regex", b"regex"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "compiled_bytes", b"compiled_bytes", "form", b"form", "grammar", b"grammar", "json", b"json", "json_object", b"json_object", "regex", b"regex"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_form: _TypeAlias = _typing.Literal["json", "json_object", "regex", "grammar", "choice"]  # noqa: Y015
     _WhichOneofArgType_form: _TypeAlias = _typing.Literal["form", b"form"]  # noqa: Y015

@@ -10,7 +10,6 @@ from baton.errors import InvalidArgumentError
 from baton.results.completion import ModelInfo
 from baton.sampling_params import SamplingParams
 from baton.types import MAX_PROMPT_BYTES, FinishReason
-from text.grammars import Grammars
 from text.stop_strings import StopStrings
 from text.stream import TextStream
 from text.tokenizer import Tokenizer
@@ -28,8 +27,6 @@ class Intake:
         self._tokenizer = tokenizer
         self._model = model
         self._eos_token_ids = frozenset(eos_token_ids)
-        # a gateway does not know how outputs end, which matters to no form: its server reads the request again
-        self._grammars = Grammars(tokenizer.to_json, eos_token_ids or (tokenizer.vocab_size - 1,))
 
     def check_names(self, request_id: str, model: str) -> None:
         """Check the request's id and the model's name; either may be empty."""
@@ -88,15 +85,6 @@ class Intake:
                 f"sampling.max_tokens = {params.max_tokens} is out of range: after a prompt of {num_prompt_tokens} "
                 f"tokens there is room for {room}, for the model's limit is {self._model.max_tokens}"
             )
-
-    def check_form(self, params: SamplingParams, outputs: Sequence[Sequence[int]]) -> None:
-        """Check that the output's form, if it is to have one, can be compiled, and that the tokens that a client says
-        it has begin an output of that form. Blocks: milliseconds for a new form, half a second for the first."""
-        if params.structured_output is None:
-            return
-        grammar = self._grammars.compile(params.structured_output)
-        for output_ids in outputs if self._eos_token_ids else ():
-            grammar.matcher().consume(output_ids)
 
     def check_num_outputs(self, num_outputs: int, params: SamplingParams) -> None:
         """Check that a client sends lists of the tokens it has either for all choices or for none."""

@@ -8,6 +8,7 @@ included, in the interceptor that `transport.channel.make_server` installs.
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -42,8 +43,10 @@ from orchestrator.observability.state import Overview
 from orchestrator.observability.traces import Traces
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Event, Finished, Started
+from orchestrator.requests.request import Request
 from orchestrator.requests.tenants import Tenants
 from planning.planner import ChainPlanner
+from text.form_prover import FormProver
 from text.tokenizer import Tokenizer
 from transport.channel import bind, make_server
 from transport.identity import ClusterSecret
@@ -65,9 +68,17 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
     """Serves baton.v1.Orchestrator over a running controller."""
 
     def __init__(
-        self, controller: Controller, intake: Intake, model: ModelInfo, clock: Clock, tenants: Tenants
+        self,
+        controller: Controller,
+        intake: Intake,
+        model: ModelInfo,
+        clock: Clock,
+        tenants: Tenants,
+        *,
+        prover: FormProver,
     ) -> None:
-        self._controller = controller
+        self.controller = controller
+        self._prover = prover
         self._intake = intake
         self._reader = RequestReader(intake)
         self._model = model
@@ -85,8 +96,8 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
             by_chain=BY_CHAIN in metadata,
             trace_context=tuple((key, str(value)) for key, value in metadata if key in _TRACE_CONTEXT),
         )
-        asked = await self._reader.off_the_loop(request, read)
-        async with aclosing(self._controller.generate(asked)) as events:
+        asked = await self._proven(await self._reader.off_the_loop(request, read))
+        async with aclosing(self.controller.generate(asked)) as events:
             async for event in events:
                 error = event.error if isinstance(event, Finished) else None
                 if error is None or isinstance(error, DeadlineExceededError):
@@ -94,18 +105,30 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
                 if error is not None:
                     raise error
 
+    async def _proven(self, asked: Request) -> Request:
+        """Return the request, whose form was compiled if it has one. Raises what `FormProver.prove` raises."""
+        params = asked.params
+        if params.structured_output is None:
+            return asked
+        form = await self._prover.prove(params.structured_output, asked.outputs, asked.tenant.name)
+        return replace(asked, params=replace(params, structured_output=form))
+
+    async def close(self) -> None:
+        """End what compiles forms."""
+        await self._prover.close()
+
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.Model:
         """Return the name, the limits and the fingerprints of the served model."""
         return pb.Model(**vars(self._model), tokenizer_fingerprint=self._intake.tokenizer_fingerprint)
 
     async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.ClusterState:
         """Ask all workers what they hold, and return the cluster's state within about a second."""
-        return cluster_state_to_proto(await self._controller.overview.state())
+        return cluster_state_to_proto(await self.controller.overview.state())
 
     async def GetRequests(self, request: pb.GetRequestsRequest, context: Context) -> pb.RequestList:
         """Return the requests that wait or run, and the latest that have ended; ids of the caller's own alone."""
         viewer = self._tenants.viewer_of(context.invocation_metadata() or ())
-        return requests_to_proto(self._controller.requests.list(request.num_ended, viewer))
+        return requests_to_proto(self.controller.requests.list(request.num_ended, viewer))
 
     def _event_to_proto(self, event: Event) -> pb.GenerateEvent:
         match event:
@@ -124,13 +147,14 @@ class OrchestratorServer:
     def __init__(
         self,
         server: grpc.aio.Server,
-        controller: Controller,
+        servicer: OrchestratorServicer,
         port: int,
         health: asyncio.Task[None],
         metrics: MetricsServer | None,
     ) -> None:
-        self.controller = controller
+        self.controller = servicer.controller
         self.port = port
+        self._servicer = servicer
         self._server = server
         self._health = health
         self._metrics = metrics
@@ -169,7 +193,8 @@ class OrchestratorServer:
         bound = bind(server, host, port)
         traces = Traces(provider_of(config, {"baton.model": model.name}))
         controller = Controller(members, clock, config, planner=planner, secret=secret, traces=traces)
-        servicer = OrchestratorServicer(controller, Intake(tokenizer, model, eos_token_ids), model, clock, tenants)
+        intake, prover = Intake(tokenizer, model, eos_token_ids), FormProver(tokenizer.to_json, eos_token_ids)
+        servicer = OrchestratorServicer(controller, intake, model, clock, tenants, prover=prover)
         orchestrator_pb2_grpc.add_OrchestratorServicer_to_server(servicer, server)
         planning_pb2_grpc.add_PlanningServicer_to_server(PlanningServicer(planner, calibration_path), server)
         overview = controller.overview
@@ -188,7 +213,7 @@ class OrchestratorServer:
         controller.start()
         await server.start()
         telling = asyncio.create_task(_show_health(shown, overview))
-        return cls(server, controller, bound, telling, metrics)
+        return cls(server, servicer, bound, telling, metrics)
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuse new requests, give running ones `grace_s` seconds, then end them with UNAVAILABLE. Idempotent."""
@@ -196,6 +221,7 @@ class OrchestratorServer:
         await asyncio.gather(self._health, return_exceptions=True)
         await self.controller.close(grace_s)
         await self._server.stop(_STATUS_GRACE_S)
+        await self._servicer.close()
         if self._metrics is not None:
             await self._metrics.stop()
 

@@ -81,7 +81,6 @@ class RequestReader:
         intake.check_resumption([output.token_ids for output in message.outputs], params, is_seeded)
         prompt_ids = self._prompt_ids(message)
         intake.check_sampling(params, len(prompt_ids))
-        intake.check_form(params, [output.token_ids for output in message.outputs])
         outputs = tuple(tuple(output.token_ids) for output in message.outputs)
         return Request(
             request_id=RequestId(message.request_id or uuid.uuid4().hex),
@@ -100,10 +99,10 @@ class RequestReader:
         )
 
     async def off_the_loop(self, message: pb.GenerateRequest, read: Callable[[], T]) -> T:
-        """Return the result of `read`, called in a thread unless the request is short and without a form to compile;
-        raises what it raises, and ResourceExhaustedError at once when too many bytes are being read."""
+        """Return the result of `read`, called in a thread unless the request is short; raises what it raises, and
+        ResourceExhaustedError at once when too many bytes are being read."""
         num_bytes = message.ByteSize()
-        if num_bytes <= _SHORT_BYTES and not message.sampling.HasField("structured_output"):
+        if num_bytes <= _SHORT_BYTES:
             return read()
         self._take(num_bytes)
         given_up = threading.Event()

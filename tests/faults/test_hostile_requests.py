@@ -24,6 +24,7 @@ from baton.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
+from baton.structured_output import StructuredOutput
 from baton.types import FinishReason
 from baton.v1 import common_pb2
 from baton.v1 import orchestrator_pb2 as pb
@@ -57,6 +58,12 @@ LARGEST = SamplingParams(
     stop=tuple("a" * (MAX_STOP_CHARS - 1) + chr(ord("A") + index) for index in range(MAX_STOP_STRINGS)),
     stop_token_ids=tuple(range(1000, 1000 + MAX_STOP_TOKEN_IDS)),
     logit_bias=dict.fromkeys(range(5000, 5000 + MAX_LOGIT_BIASES), 1.0),
+)
+FORMS = (
+    StructuredOutput(grammar="start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(2750)) + 'r2750: "a"'),
+    StructuredOutput(json='{"type": "integer", "multipleOf": 9999991}'),
+    StructuredOutput(json='{"type": "integer", "allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}'),
+    StructuredOutput(regex=r"(\p{L}|\p{N}|\w)*" * 2000),
 )
 NEVER = Reconnect(num_connects=1, num_resumes=0)
 
@@ -113,6 +120,14 @@ async def attack_by_lists(target: str) -> None:
     assert [choice.finish for choice in answer.choices] == [FinishReason.LENGTH] * NUM_CHOICES
 
 
+async def attack_by_forms(target: str) -> None:
+    """Forms that end or outgrow whoever compiles them, two at a time."""
+    async with AsyncClient(target, reconnect=NEVER) as client:
+        streams = [client.generate("a", max_tokens=4, structured_output=form) for form in FORMS]
+        for ended in await asyncio.gather(*(stream.collect() for stream in streams), return_exceptions=True):
+            assert isinstance(ended, InvalidArgumentError), ended
+
+
 @pytest.fixture
 async def running(smollm2: Path) -> AsyncIterator[KeptCluster]:
     """A chain of one rank and one generation group, each with one thread."""
@@ -140,7 +155,7 @@ async def test_hostile_requests_end_nobody_elses_stream(running: KeptCluster) ->
         watched = [Watched(client.generate(token_ids=ids, params=PLAIN), pid) for ids in prompts]
         following = [asyncio.create_task(each.follow()) for each in watched]
         await asyncio.wait_for(asyncio.gather(*(each.begun.wait() for each in watched)), 60)
-        for attack in (attack_by_prompts, attack_by_a_message, attack_by_lists):
+        for attack in (attack_by_prompts, attack_by_a_message, attack_by_lists, attack_by_forms):
             await attack(running.target)
         seen = [len(each.used_s) for each in watched]
 

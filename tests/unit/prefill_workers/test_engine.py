@@ -1,7 +1,9 @@
 """Engines serve jobs in flight together, settle each exactly once, and outlive every failure."""
 
 import random
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +17,8 @@ from baton.errors import (
     StaleStampError,
 )
 from baton.ids import Epoch, JobId, Rank
+from baton.sampling_params import SamplingParams
+from baton.structured_output import StructuredOutput
 from baton.types import KvLayout, TokenRange
 from modeling.forward.decoder import Decoder
 from modeling.kv.buffers import KvBuffer
@@ -32,6 +36,8 @@ from tests.support.engines.chains import (
 )
 from tests.support.links.link_groups import in_process_connects, torch_connects
 from tests.support.models.tiny_models import random_decoder
+from tests.support.models.tiny_tokenizer import ids_of, letter_grammars
+from text.token_masks import TokenMasks
 
 pytestmark = pytest.mark.integration
 
@@ -121,6 +127,35 @@ def test_lowest_number_goes_first(decoder: Decoder) -> None:
         for run in [blocker, *runs]:
             run.reports()
     assert order == sorted(order)
+
+
+def test_a_job_whose_form_is_being_compiled_lets_others_run(decoder: Decoder) -> None:
+    masks, form = Future[list[TokenMasks]](), StructuredOutput(choice=("b",))
+    with ChainGroup(decoder, 2) as group:
+        chunks = [TokenRange(0, 2), TokenRange(2, 3)]
+        formed = group.prepare([1, 2, 3], chunks, params=SamplingParams(structured_output=form))
+        last = Rank(1)
+        formed.jobs[last] = replace(formed.jobs[last], masks=masks)
+        group.submit(formed)
+        formed.futures[Rank(0)].result(WAIT_S)
+        assert_right(group, group.submit(group.prepare([4, 5, 6], chunks)))
+        assert not formed.futures[last].done()
+        with closing(letter_grammars()) as grammars:
+            masks.set_result(grammars.prepare(form, ()).result(WAIT_S))
+            formed.reports()
+    assert [token.token_id for token in formed.outlets[last].finishes[0]] == list(ids_of("b"))
+
+
+def test_a_job_whose_form_is_refused_fails_alone(decoder: Decoder) -> None:
+    masks = Future[list[TokenMasks]]()
+    with ChainGroup(decoder, 1) as group:
+        refused = group.prepare([1, 2], [TokenRange(0, 2)])
+        refused.jobs[Rank(0)] = replace(refused.jobs[Rank(0)], masks=masks)
+        group.submit(refused)
+        masks.set_exception(InvalidArgumentError("regex cannot be compiled"))
+        with pytest.raises(InvalidArgumentError, match="regex cannot be compiled"):
+            refused.futures[Rank(0)].result(WAIT_S)
+        assert_right(group, group.submit(group.prepare([1, 2], [TokenRange(0, 2)])))
 
 
 def test_job_that_waits_lets_others_run(decoder: Decoder) -> None:

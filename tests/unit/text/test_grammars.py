@@ -105,13 +105,15 @@ def test_a_tokenizer_that_is_not_known_is_refused() -> None:
 
 
 def test_the_cache_is_bounded_and_drops_what_was_used_least_recently() -> None:
-    made = grammars(max_grammars=2)
+    made = grammars(max_bytes=2 * 64 * 2**10)  # what a grammar counts as that was not measured
     forms = [StructuredOutput(regex=letter) for letter in "abc"]
     first, second = made.compile(forms[0]), made.compile(forms[1])
     assert made.compile(forms[0]) is first
     made.compile(forms[2])
     assert made.compile(forms[0]) is first
     assert made.compile(forms[1]) is not second
+    large = made.compile(StructuredOutput(regex="d", compiled_bytes=10**6))  # alone too large to be kept
+    assert made.compile(StructuredOutput(regex="d", compiled_bytes=10**6)) is not large
 
 
 def test_the_tokenizer_is_loaded_at_the_first_use() -> None:

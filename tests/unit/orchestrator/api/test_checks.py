@@ -8,7 +8,6 @@ import pytest
 from baton.errors import InvalidArgumentError
 from baton.results.completion import ModelInfo
 from baton.sampling_params import SamplingParams
-from baton.structured_output import StructuredOutput
 from baton.types import FinishReason
 from orchestrator.api.checks import MAX_REQUEST_ID_CHARS, Intake
 from tests.support.models.tiny_tokenizer import EOS_ID, VOCAB_SIZE, ids_of, letter_tokenizer
@@ -97,13 +96,3 @@ def test_a_stream_that_is_complete_is_recognised(
     intake: Intake, output_ids: tuple[int, ...], params: SamplingParams, end: FinishReason | None
 ) -> None:
     assert intake.end_of(output_ids, params) is end
-
-
-def test_a_form_is_compiled_and_the_output_that_a_client_has_must_begin_it(intake: Intake) -> None:
-    params = SamplingParams(structured_output=StructuredOutput(regex="ab+"))
-    intake.check_form(SamplingParams(), [ids_of("x")])
-    intake.check_form(params, [(), ids_of("ab"), (*ids_of("ab"), EOS_ID)])
-    with pytest.raises(InvalidArgumentError, match="output token 1 .* is none that sampling.structured_output allows"):
-        intake.check_form(params, [ids_of("ab"), ids_of("ax")])
-    with pytest.raises(InvalidArgumentError, match="regex cannot be compiled"):
-        intake.check_form(SamplingParams(structured_output=StructuredOutput(regex="a(b")), [])

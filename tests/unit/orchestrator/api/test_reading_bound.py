@@ -30,6 +30,7 @@ from tests.support.clusters.scripted_orchestrator import ScriptedOrchestrator, s
 from tests.support.eventually import eventually
 from tests.support.manual_clock import ManualClock
 from tests.support.models.tiny_tokenizer import letter_tokenizer, write_letters
+from text.form_prover import FormProver
 from text.tokenizer import Tokenizer
 from transport.channel import make_channel
 
@@ -101,11 +102,10 @@ async def test_what_is_read_on_the_loop_is_not_refused(gate: Gate) -> None:
         assert await reader.off_the_loop(asked(200), lambda: 7) == 7
 
 
-async def test_a_short_request_with_a_form_to_compile_is_read_off_the_loop() -> None:
-    reader, request = reader_of(1000), asked(200)
-    assert await reader.off_the_loop(request, threading.get_ident) == threading.get_ident()
-    request.sampling.structured_output.json_object = True
-    assert await reader.off_the_loop(request, threading.get_ident) != threading.get_ident()
+async def test_a_short_request_is_read_on_the_loop() -> None:
+    reader = reader_of(1000)
+    assert await reader.off_the_loop(asked(200), threading.get_ident) == threading.get_ident()
+    assert await reader.off_the_loop(asked(300), threading.get_ident) != threading.get_ident()
 
 
 async def test_a_longer_request_is_read_by_itself(gate: Gate) -> None:
@@ -211,7 +211,8 @@ async def test_an_orchestrator_refuses_what_exceeds_the_bound(
 ) -> None:
     monkeypatch.setattr(frontend, "RequestReader", partial(RequestReader, max_bytes=300))
     controller = cast(Controller, None)  # neither request gets that far
-    servicer = OrchestratorServicer(controller, Intake(held, MODEL, ()), MODEL, ManualClock(), Tenants())
+    prover = cast(FormProver, None)
+    servicer = OrchestratorServicer(controller, Intake(held, MODEL, ()), MODEL, ManualClock(), Tenants(), prover=prover)
     context = cast(Any, SimpleNamespace(invocation_metadata=tuple, time_remaining=lambda: None))
     request = pb.GenerateRequest(prompt=LONG.encode() * 2)  # longer than the model takes
 

@@ -1,0 +1,103 @@
+"""The process that compiles forms to see whether they can be: `text.form_prover` starts it, and outlives its death.
+
+Compiling takes time, memory and stack that no one can tell from a form's size. Here each form has limits of all three;
+one that exceeds them ends this process, and no other. `python -m text.form_child FD` speaks over a socket, in JSON:
+first the model's tokenizer, its end tokens and the limit of time, then form after form, each answered before the next
+is read.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from baton.errors import InvalidArgumentError
+from baton.structured_output import StructuredOutput
+from text.grammars import STACK_BYTES, Grammar, Grammars
+
+MEMORY_BYTES = 256 * 2**20
+"""Memory of one form, beside what the process takes when it is ready and the stack."""
+_NICE = 5
+"""So that streams on the same cores go first."""
+
+
+class _Allocated(ctypes.Structure):
+    """`struct mallinfo2` of glibc, in bytes."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t) for name in "arena ordblks smblks hblks mapped usmblks fsmblks used free keep".split()
+    ]
+
+
+def main(fd: int) -> None:
+    """Answer until the other side closes the socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the parent
+    os.nice(_NICE)
+    connection = Connection(fd)
+    with contextlib.suppress(EOFError):
+        tokenizer, eos_token_ids, cpu_s = json.loads(connection.recv_bytes())
+        grammars = Grammars(lambda: tokenizer, eos_token_ids, max_bytes=0)
+        with contextlib.suppress(InvalidArgumentError):
+            grammars.load()  # a model without forms says so of each form
+        _limit_memory()
+        threading.stack_size(STACK_BYTES)
+        with Path(os.devnull).open("wb") as nowhere:  # the compiler tells of its end at length
+            os.dup2(nowhere.fileno(), 2)
+        connection.send_bytes(b"ready")
+        while True:
+            fields, outputs = json.loads(connection.recv_bytes())
+            answer = dict[str, Any]()
+            thread = threading.Thread(target=_answer, args=(answer, grammars, fields, outputs))
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)  # whose signal ends the process
+            thread.start()
+            thread.join()
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+            connection.send_bytes(json.dumps(answer).encode())
+
+
+def _answer(answer: dict[str, Any], grammars: Grammars, fields: dict[str, Any], outputs: list[list[int]]) -> None:
+    """Compile a form, and take the tokens of each output that is said to have begun with it."""
+    allocated = _allocated_bytes()
+    before = allocated()
+    try:
+        grammar: Grammar = grammars.compile(StructuredOutput(**{**fields, "choice": tuple(fields.get("choice", ()))}))
+        answer["bytes"] = max(0, allocated() - before)
+        for output_ids in outputs:
+            grammar.matcher().consume(output_ids)
+    except InvalidArgumentError as error:
+        answer["error"] = str(error)
+    except MemoryError:
+        os.abort()  # as where the compiler has no memory
+
+
+def _limit_memory() -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + STACK_BYTES + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _allocated_bytes() -> Callable[[], int]:
+    """Return a function that says how many bytes the process has allocated: exact where its C library is glibc."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallinfo2"):
+        return lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    library.mallinfo2.restype = _Allocated
+
+    def allocated() -> int:
+        found = library.mallinfo2()
+        return int(found.used + found.mapped)
+
+    return allocated
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

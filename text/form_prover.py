@@ -1,0 +1,182 @@
+"""Proves that forms can be compiled, in child processes: a form that ends one is refused, and nothing else happens.
+
+The orchestrator has one, for all requests; workers compile what was proven (`text.grammars`). Answers are kept, also
+refusals. One form of each owner is compiled at a time, so that no tenant keeps all children. Used on one asyncio loop.
+"""
+
+import asyncio
+import json
+import logging
+import signal
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from multiprocessing import Pipe
+from weakref import WeakValueDictionary
+
+from baton.errors import InvalidArgumentError, ResourceExhaustedError
+from baton.structured_output import StructuredOutput
+from text.form_child import MEMORY_BYTES
+from text.grammars import STACK_BYTES
+
+CPU_S = 2.0
+"""Processor seconds of one form."""
+MAX_CHILDREN = 2
+"""Forms that are compiled at a time; children start when they are needed."""
+MAX_PROOFS = 64
+"""Forms that are compiled or wait for it; further ones are refused until later."""
+MAX_KEPT_BYTES = 64 * 2**20
+"""Bytes of forms whose answers are kept, those asked for least recently being dropped first."""
+_RETRY_S = 1.0
+_PATIENCE_S = 60.0
+"""Seconds after which a child that has not answered is ended: it has fewer of the processor, unless it was stopped."""
+_MEANT = frozenset((signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGTRAP))
+"""Signals by which a form ends a child. Others came from elsewhere, and say nothing of the form."""
+
+logger = logging.getLogger(__name__)
+
+
+class _ChildEndedError(Exception):
+    """A child ended while it compiled."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"a child that compiles forms ended with {status}")
+        self.is_by_form = -status in _MEANT
+
+
+class _Child:
+    """A child process. Used by one thread at a time; all block."""
+
+    def __init__(self, tokenizer: str, eos_token_ids: Sequence[int], cpu_s: float) -> None:
+        """Start one and wait until it is ready. Raises _ChildEndedError when it does not come to be."""
+        self._connection, theirs = Pipe()
+        with theirs:
+            command = [sys.executable, "-m", "text.form_child", str(theirs.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        self._ask((tokenizer, list(eos_token_ids), cpu_s))
+
+    def compile(self, form: StructuredOutput, outputs: Sequence[Sequence[int]]) -> int | str:
+        """Return the bytes that the form takes, or why it is refused. Raises _ChildEndedError."""
+        fields = {name: value for name, value in asdict(form).items() if value and name != "compiled_bytes"}
+        answer = json.loads(self._ask((fields, [list(output_ids) for output_ids in outputs])))
+        found: int | str = answer["error"] if "error" in answer else answer["bytes"]
+        return found
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _ask(self, message: object) -> bytes:
+        try:
+            self._connection.send_bytes(json.dumps(message).encode())
+            if self._connection.poll(_PATIENCE_S):
+                return self._connection.recv_bytes()
+        except (EOFError, OSError):
+            status = self._process.wait()
+        else:
+            status = -signal.SIGKILL
+        self.close()
+        raise _ChildEndedError(status)
+
+
+class FormProver:
+    """Says of forms whether they can be compiled for one model. Close it."""
+
+    def __init__(self, load_json: Callable[[], str], eos_token_ids: Sequence[int], cpu_s: float = CPU_S) -> None:
+        """`load_json` returns the model's tokenizer as in tokenizer.json; it is called at the first form, in a thread.
+        `cpu_s`: most processor seconds of a form."""
+        self._load_json, self._cpu_s = load_json, cpu_s
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._threads = ThreadPoolExecutor(MAX_CHILDREN, "form-prover")
+        self._children: list[_Child] = []
+        """Children that no thread uses."""
+        self._kept: OrderedDict[StructuredOutput, int | str] = OrderedDict()
+        self._num_kept_bytes = 0
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Held while a form of an owner is compiled."""
+        self._proofs = set[asyncio.Task[int | str]]()
+
+    async def prove(
+        self, form: StructuredOutput, outputs: Sequence[Sequence[int]] = (), owner: str = ""
+    ) -> StructuredOutput:
+        """Return the form with its compiled bytes. `outputs` are tokens of choices that are said to have begun.
+
+        Raises InvalidArgumentError for a form that cannot be compiled within the limits, and for outputs that are not
+        of the form; ResourceExhaustedError when too many wait.
+        """
+        answer = None if any(outputs) else self._kept.get(form)
+        if answer is None:
+            if len(self._proofs) >= MAX_PROOFS:
+                raise ResourceExhaustedError(
+                    f"{len(self._proofs)} forms of outputs are being compiled: try again in {_RETRY_S:g} s",
+                    retry_after_s=_RETRY_S,
+                )
+            proof = asyncio.create_task(self._prove(form, outputs, owner))
+            self._proofs.add(proof)
+            proof.add_done_callback(self._proofs.discard)
+            answer = await asyncio.shield(proof)  # a client that leaves does not give its owner's turn away
+        else:
+            self._kept.move_to_end(form)
+        if isinstance(answer, str):
+            raise InvalidArgumentError(answer)
+        return replace(form, compiled_bytes=answer)
+
+    async def close(self) -> None:
+        """End the children. Proofs that run are over when their child is. Idempotent."""
+        await asyncio.gather(*self._proofs, return_exceptions=True)
+        await asyncio.to_thread(self._threads.shutdown)
+        while self._children:
+            self._children.pop().close()
+
+    async def _prove(self, form: StructuredOutput, outputs: Sequence[Sequence[int]], owner: str) -> int | str:
+        turn = self._turns.setdefault(owner, asyncio.Lock())
+        async with turn:
+            if not any(outputs) and form in self._kept:
+                return self._kept[form]
+            loop = asyncio.get_running_loop()
+            answer, is_final = await loop.run_in_executor(self._threads, self._compile, form, outputs)
+        if is_final and not any(outputs):
+            self._keep(form, answer)
+        return answer
+
+    def _compile(self, form: StructuredOutput, outputs: Sequence[Sequence[int]]) -> tuple[int | str, bool]:
+        """Return the answer of a child, and whether it would answer so again. In a thread."""
+        for _ in range(2):
+            child = self._children.pop() if self._children else self._new_child()
+            try:
+                answer = child.compile(form, outputs)
+            except _ChildEndedError as error:
+                logger.warning("a form of kind %s: %s", form.kind, error)
+                if error.is_by_form:
+                    return self._too_costly(form), True
+                continue
+            self._children.append(child)
+            return answer, True
+        return self._too_costly(form), False
+
+    def _new_child(self) -> _Child:
+        return _Child(self._load_json(), self._eos_token_ids, self._cpu_s)
+
+    def _too_costly(self, form: StructuredOutput) -> str:
+        memory, stack = MEMORY_BYTES >> 20, STACK_BYTES >> 20
+        return (
+            f"sampling.structured_output.{form.kind} cannot be compiled within {self._cpu_s:g} s of a processor, "
+            f"{memory} MiB of memory and {stack} MiB of stack: simplify it"
+        )
+
+    def _keep(self, form: StructuredOutput, answer: int | str) -> None:
+        self._kept[form] = answer
+        self._num_kept_bytes += _size(form)
+        while self._num_kept_bytes > MAX_KEPT_BYTES:
+            self._num_kept_bytes -= _size(self._kept.popitem(last=False)[0])
+
+
+def _size(form: StructuredOutput) -> int:
+    """Return the bytes that a kept form counts as: those of its text, and what the rest takes."""
+    texts = [form.json or "", form.regex or "", form.grammar or "", *form.choice]
+    return 1024 + 4 * sum(map(len, texts))
