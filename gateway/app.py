@@ -5,6 +5,7 @@ that leaves cancels its request, before the first token as well.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
@@ -23,8 +24,10 @@ from gateway.answers import Chats, Completions, Head, Object, Writer, line
 from gateway.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from gateway.chat_answers import ParsedChats
 from gateway.console.routes import Console
+from gateway.door.access import Access
+from gateway.door.json_bodies import BodyRoute
+from gateway.door.middleware import BodyLimit, RequestCounts
 from gateway.errors import error_body, error_headers, status_of
-from gateway.middleware import BodyLimit, RequestCounts
 from gateway.openapi import ERRORS, STREAMED, describe
 from gateway.reading import Asked, Reader
 from gateway.responses.routes import Responses
@@ -33,6 +36,8 @@ from gateway.streaming import EventStream, caller_of, read_body, request_id_of, 
 from gateway.upstream import Answers, Upstream
 
 _DONE = b"data: [DONE]\n\n"
+_FAULT = "the HTTP process failed at this request: its log has the traceback"
+logger = logging.getLogger(__name__)
 
 
 class Gateway:
@@ -51,6 +56,8 @@ class Gateway:
     def app(self) -> FastAPI:
         """Return the application, with all routes."""
         app = FastAPI(title="Baton", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS)
+        app.router.route_class = BodyRoute
+        app.state.admit = Access(self._upstream).admit
         app.add_middleware(BodyLimit)
         app.add_middleware(RequestCounts, registry=self._registry)
         app.get("/v1/models")(self.models)
@@ -70,6 +77,7 @@ class Gateway:
         app.exception_handler(BatonError)(self._refused)
         app.exception_handler(RequestValidationError)(self._malformed)
         app.exception_handler(HTTPException)(self._not_there)
+        app.exception_handler(Exception)(self._failed)
         describe(app)
         return app
 
@@ -162,6 +170,10 @@ class Gateway:
         body = error_body(error, getattr(request.state, "fields", ()))
         return JSONResponse(body, status_of(error), headers=error_headers(error))
 
+    async def _failed(self, request: Request, error: Exception) -> Response:
+        """Answer a request that met a fault of this program, which is logged by whoever serves the application."""
+        return JSONResponse(error_body(BatonError(_FAULT)), 500)
+
     async def _malformed(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError), error
         first = error.errors()[0]
@@ -207,6 +219,10 @@ async def _chunks(
                 yield written
     except BatonError as error:  # the status is sent: the error is the last thing that the client sees
         yield line(error_body(error))
+        return
+    except Exception:
+        logger.exception("a stream failed")
+        yield line(error_body(BatonError(_FAULT)))
         return
     if asked.includes_usage:
         yield line(writer.usage_chunk(answers.usages))

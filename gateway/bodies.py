@@ -5,12 +5,60 @@ unknown are ignored, as clients of many servers expect. Those that are known and
 `gateway.reading`, unless they have the value that asks for nothing.
 """
 
-from typing import Any, Literal
+from collections.abc import Sized
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
+
+from baton.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from baton.structured_output import MAX_CHOICE_TEXTS
 
 MAX_PROMPTS = 64
 """Prompts of one body, at most: each becomes a request of its own."""
+MAX_MESSAGES = 4096
+"""Messages of a chat, and items of a conversation, at most."""
+MAX_PARTS = 1024
+"""Parts of a message's content, at most."""
+MAX_TOOLS = 128
+"""Functions that the model may call, and calls in a message, at most."""
+T = TypeVar("T")
+
+
+def at_most(most: int) -> BeforeValidator:
+    """Return what refuses a map of more entries before any of them is checked; lists have `max_length`."""
+
+    def check(value: T) -> T:
+        if isinstance(value, Sized) and len(value) > most:
+            raise ValueError(f"has {len(value)} entries: use at most {most}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _prompt(value: object) -> object:
+    """Return one prompt or several. Checked by hand: a list of a million ids is, too."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        kinds = set(map(type, value))
+        if kinds <= {int} or kinds <= {str}:
+            return value
+        if kinds == {list} and len(value) <= MAX_PROMPTS and all(set(map(type, each)) <= {int} for each in value):
+            return value
+    raise ValueError(f"is neither text nor token ids, nor a list of at most {MAX_PROMPTS} of either")
+
+
+_IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer"}}
+_PROMPT: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string"},
+        _IDS,
+        {"type": "array", "items": {"type": "string"}, "maxItems": MAX_PROMPTS},
+        {"type": "array", "items": _IDS, "maxItems": MAX_PROMPTS},
+    ]
+}
+PromptField = Annotated[str | list[int] | list[str] | list[list[int]], PlainValidator(_prompt), WithJsonSchema(_PROMPT)]
+"""One prompt or several, as text or as token ids."""
 
 
 class StreamOptions(BaseModel):
@@ -30,12 +78,12 @@ class SamplingBody(BaseModel):
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: Annotated[dict[int, float] | None, at_most(MAX_LOGIT_BIASES)] = None
     seed: int | None = None
     """Any integer; it counts modulo 2^64."""
     user: str | None = None
@@ -45,7 +93,7 @@ class SamplingBody(BaseModel):
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     response_format: dict[str, Any] | None = None
     """Form of the output: text, json_object, or json_schema with its schema."""
@@ -54,7 +102,7 @@ class SamplingBody(BaseModel):
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Annotated[list[str], Field(max_length=MAX_CHOICE_TEXTS, fail_fast=True)] | None = None
     priority: Literal["interactive", "standard", "batch"] | None = None
     """How urgent the request is while it waits."""
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
@@ -64,7 +112,7 @@ class SamplingBody(BaseModel):
 class CompletionBody(SamplingBody):
     """Body of POST /v1/completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: PromptField
     """One prompt or several, as text or as token ids."""
     max_tokens: int | None = 16
     logprobs: int | None = None
@@ -81,6 +129,9 @@ class Part(BaseModel):
 
     type: str
     text: str | None = None
+
+
+Parts = Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class CalledFunction(BaseModel):
@@ -107,14 +158,17 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     role: str
-    content: str | list[Part] | None = None
-    tool_calls: list[ToolCall] | None = None
+    content: str | Parts | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     """Calls in an answer of the assistant."""
     tool_call_id: str | None = None
     """In a message of role `tool`: the call that it answers."""
     name: str | None = None
     reasoning_content: str | None = None
     """Reasoning in an answer of the assistant, for templates that take it."""
+
+
+Messages = Annotated[list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class Function(BaseModel):
@@ -133,6 +187,9 @@ class Tool(BaseModel):
 
     type: Literal["function"]
     function: Function
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class FunctionName(BaseModel):
@@ -154,19 +211,19 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 class ChatBody(SamplingBody):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[Message]
+    messages: Messages
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     """Output tokens, at most; without it, as many as the model has room for. `max_tokens` is its former name."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
+    tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     """False: the first call of an answer alone is returned."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the model's chat template, such as enable_thinking."""
-    functions: list[Any] | None = None
+    functions: Annotated[list[Any], Field(max_length=MAX_TOOLS)] | None = None
 
 
 class TokenizeBody(BaseModel):
@@ -176,8 +233,8 @@ class TokenizeBody(BaseModel):
 
     model: str = ""
     prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -187,4 +244,4 @@ class DetokenizeBody(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     model: str = ""
-    tokens: list[int] = Field(max_length=2**20)
+    tokens: Annotated[list[int], Field(max_length=2**19, fail_fast=True)]

@@ -4,14 +4,14 @@ Prompts are tokenized here, so that the room that they leave is known: OpenAI's 
 the model's. Blocks while long prompts are tokenized, so it is called in a thread.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from baton.errors import InvalidArgumentError, NotFoundError
 from baton.results.completion import ModelInfo
 from baton.sampling_params import SamplingOptions
-from gateway.bodies import MAX_PROMPTS, ChatBody, CompletionBody, SamplingBody, TokenizeBody
+from gateway.bodies import MAX_PROMPTS, ChatBody, CompletionBody, Message, SamplingBody, TokenizeBody
 from gateway.conversations import ChatRenderer
 from gateway.errors import PromptTooLongError
 from gateway.parsing.output import PLAIN, OutputRules
@@ -87,8 +87,8 @@ class Reader:
             raise InvalidArgumentError("top_logprobs needs logprobs = true: set both, or neither")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         tools = offered(body.tools, body.tool_choice)
-        rendered = self._renderer.render(body.messages, tools, body.chat_template_kwargs or {})
-        prompt = Prompt(self.tokenizer.encode_rendered(rendered))
+        rendered = self._rendered(body.messages, tools, body.chat_template_kwargs)
+        prompt = Prompt(self._encoded("messages", rendered, self.tokenizer.encode_rendered))
         most_calls = 1 if body.parallel_tool_calls is False else None
         form = obliged_form(tools, body.tool_choice, most_calls=most_calls)
         rules = self._renderer.rules(rendered, tools, most_calls=most_calls, is_obliged=form is not None)
@@ -107,11 +107,11 @@ class Reader:
         InvalidArgumentError, and NotFoundError for another model."""
         self.check_model(body.model)
         if body.prompt is not None and body.messages is None:
-            return self.tokenizer.encode(body.prompt)
+            return self._encoded("prompt", body.prompt, self.tokenizer.encode)
         if body.prompt is None and body.messages is not None:
             tools = offered(body.tools, None)
-            rendered = self._renderer.render(body.messages, tools, body.chat_template_kwargs or {})
-            return self.tokenizer.encode_rendered(rendered)
+            rendered = self._rendered(body.messages, tools, body.chat_template_kwargs)
+            return self._encoded("messages", rendered, self.tokenizer.encode_rendered)
         raise InvalidArgumentError("prompt and messages: give one of them")
 
     def check_model(self, name: str) -> None:
@@ -137,12 +137,22 @@ class Reader:
             logprobs=logprobs,
         )
 
-    def _check_fits(self, field: str, num_tokens: int) -> None:
+    def _rendered(self, messages: Sequence[Message], tools: Any, kwargs: dict[str, Any] | None) -> str:
+        """Return a chat as its template renders it. Each message takes a token at least: too many are not rendered."""
+        self._check_fits("messages", len(messages))
+        return self._renderer.render(messages, tools, kwargs or {})
+
+    def _encoded(self, field: str, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        """Return the token ids of a text. One that is too long for the model by its length alone is not tokenized."""
+        self._check_fits(field, self.tokenizer.min_tokens(text), least=" at least")
+        return encode(text)
+
+    def _check_fits(self, field: str, num_tokens: int, least: str = "") -> None:
         limit = self.model.max_tokens - 1
         if num_tokens > limit:
             raise PromptTooLongError(
-                f"{field} has {num_tokens} tokens, the prompt is too long: the model takes at most {limit}, and one "
-                "of output; shorten it"
+                f"{field} has {num_tokens} tokens{least}, the prompt is too long: the model takes at most {limit}, and "
+                "one of output; shorten it"
             )
 
     def _with_room(self, options: SamplingOptions, prompt: Prompt) -> SamplingOptions:
@@ -159,7 +169,7 @@ class Reader:
 
     def _prompt(self, given: str | list[int], *, echo: bool) -> Prompt:
         if isinstance(given, str):
-            return Prompt(self.tokenizer.encode(given), given if echo else "")
+            return Prompt(self._encoded("prompt", given, self.tokenizer.encode), given if echo else "")
         if any(not 0 <= token_id < self.model.vocab_size for token_id in given):
             raise InvalidArgumentError(f"prompt holds no token id of the model: use 0 to {self.model.vocab_size - 1}")
         return Prompt(given, self.tokenizer.decode(given) if echo else "")

@@ -17,6 +17,7 @@ from baton.clock import SystemClock
 from baton.errors import ConfigError
 from gateway.app import Gateway
 from gateway.console.routes import Console
+from gateway.door.bounded_http import BoundedProtocol, allow_connections
 from gateway.reading import Reader
 from gateway.responses.store import DEFAULT_LIMITS, ResponseStore, StoreLimits
 from gateway.upstream import Upstream
@@ -63,12 +64,13 @@ class HttpServer:
         stays its owner's. `limits` bound the responses that are kept. `spans` makes a span of each request, and
         stays its owner's; None: there are none. `has_console` says whether the web console is served, too. Raises
         ConfigError when the certificate cannot be read; the socket is closed then."""
+        allow_connections()
         clock = SystemClock()
         console = Console(upstream, reader, clock) if has_console else None
         app = Gateway(upstream, reader, ResponseStore(limits, clock), console).app()
         config = uvicorn.Config(
             app if spans is None else _traced(app, spans),
-            http="httptools",
+            http=BoundedProtocol,
             log_config=None,
             access_log=False,
             lifespan="off",

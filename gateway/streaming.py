@@ -60,10 +60,11 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-def caller_of(request: Request) -> Mapping[str, str]:
-    """Return who asks, as metadata of a call, and in which trace, unless there is a span here: the call is in that."""
+def caller_of(request: Request, *, traces: bool = True) -> Mapping[str, str]:
+    """Return who asks, as metadata of a call, and with `traces` in which trace, unless there is a span here: the call
+    is in that."""
     has_span = get_current_span().get_span_context().is_valid
-    names = _CALLER if has_span else _CALLER + _TRACE
+    names = _CALLER if has_span or not traces else _CALLER + _TRACE
     return {name: request.headers[name] for name in names if name in request.headers}
 
 

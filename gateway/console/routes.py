@@ -21,6 +21,7 @@ from gateway.console.feed import Feed
 from gateway.console.pages import load_pages
 from gateway.console.tokens import begun, check_single, ended, token
 from gateway.console.views import snapshot
+from gateway.door.json_bodies import BodyRoute
 from gateway.errors import error_body
 from gateway.reading import Asked, Reader
 from gateway.streaming import EventStream, caller_of, read_body, request_id_of, unless_gone
@@ -44,7 +45,7 @@ class Console:
 
     def router(self) -> APIRouter:
         """Return the routes of the console, which are no part of the API that the gateway documents."""
-        router = APIRouter(include_in_schema=False)
+        router = APIRouter(include_in_schema=False, route_class=BodyRoute)
         router.get("/")(self.root)
         router.get("/console")(self.console)
         router.get("/console/")(self.index)

@@ -1,10 +1,14 @@
 """Bodies of POST /v1/responses, with the names and defaults of OpenAI's API; unknown fields are ignored."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from gateway.bodies import Function, Part, SamplingBody
+from gateway.bodies import MAX_MESSAGES, MAX_TOOLS, Function, Parts, SamplingBody, at_most
+
+MAX_INCLUDED = 16
+MAX_METADATA = 64
+"""Entries of a response's metadata, at most; OpenAI's API takes 16."""
 
 
 class Item(BaseModel):
@@ -17,12 +21,12 @@ class Item(BaseModel):
     """Name of the item, by which lists are paged."""
     status: Literal["in_progress", "completed", "incomplete"] | None = None
     role: str | None = None
-    content: str | list[Part] | None = None
+    content: str | Parts | None = None
     call_id: str | None = None
     """Name of the call, in the call itself and in its answer."""
     name: str | None = None
     arguments: str | None = None
-    output: str | list[Part] | None = None
+    output: str | Parts | None = None
     """Answer of the function that was called."""
 
 
@@ -58,7 +62,7 @@ class TextConfig(BaseModel):
 class ResponsesBody(SamplingBody):
     """Body of POST /v1/responses."""
 
-    input: str | list[Item]
+    input: str | Annotated[list[Item], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     """What the user says, or the conversation's next items."""
     instructions: str | None = None
     """The system's message of this answer alone: an answer that goes on from it has its own."""
@@ -67,14 +71,14 @@ class ResponsesBody(SamplingBody):
     store: bool | None = None
     """Whether the response is kept; unless false, it is."""
     max_output_tokens: int | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
-    include: list[str] | None = None
+    include: Annotated[list[str], Field(max_length=MAX_INCLUDED, fail_fast=True)] | None = None
     """`message.output_text.logprobs` asks for logprobs."""
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, at_most(MAX_METADATA)] = None
     """Kept with the response, and sent back."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the model's chat template, such as enable_thinking."""

@@ -104,6 +104,8 @@ class ScriptedOrchestrator(orchestrator_pb2_grpc.OrchestratorServicer):
     """Metadata of each question about the state or the requests."""
     refuses: BatonError | None = None
     """What such a question gets instead."""
+    refuses_callers: BatonError | None = None
+    """What who asks for the model gets instead."""
     hanging: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -158,6 +160,8 @@ class ScriptedOrchestrator(orchestrator_pb2_grpc.OrchestratorServicer):
 
     async def GetModel(self, request: orchestrator_pb2.GetModelRequest, context: Context) -> orchestrator_pb2.Model:
         """The scripted model."""
+        if self.refuses_callers is not None:
+            raise self.refuses_callers
         return MODEL
 
     async def GetClusterState(

@@ -1,6 +1,7 @@
 """A cluster on Ray, as users bring it up: bounds that hold, what operators ask of it, and lost processes, killed or
 stopped, that are replaced while streams run and end as if nothing had been."""
 
+import itertools
 import os
 import re
 import signal
@@ -263,21 +264,25 @@ def _collect(one_host: ServedCluster, streams: list[Stream]) -> list[Completion]
 def test_a_stream_survives_a_lost_worker(
     one_host: ServedCluster, client: Client, role: str, with_signal: signal.Signals
 ) -> None:
-    num_told = len(one_host.stderr)
-    prompts = [prompt(3000 + each, seed=with_signal) for each in range(NUM_SLOTS)]  # of which no prefix is cached
-    victims = [listener(group.endpoints[-1]) for group in client.cluster_state().groups if group.role == role]
-    streams = [client.generate(token_ids=each, params=LONG) for each in prompts]
-    if role == "generate":
-        next(streams[0])
-    else:
-        until(lambda: num_jobs(endpoints(client.cluster_state(), role)[-1], secret_of(one_host.cache)) > 0)
-    for victim in victims:
-        os.kill(victim, with_signal)
-    with ThreadPoolExecutor(len(streams)) as pool:
-        got = list(pool.map(Stream.collect, streams))
-    for token_ids, each in zip(prompts, got, strict=True):
-        check_answer(one_host, token_ids, each, LONG)
-    assert any(each.usage is not None and each.usage.num_attempts >= 2 for each in got)
+    num_told, victims = len(one_host.stderr), list[int]()
+    for seed in itertools.count(with_signal):
+        # of which no prefix is cached
+        prompts = [prompt(3000 + each, seed=seed) for each in range(NUM_SLOTS)]
+        victims = [listener(group.endpoints[-1]) for group in client.cluster_state().groups if group.role == role]
+        streams = [client.generate(token_ids=each, params=LONG) for each in prompts]
+        if role == "generate":
+            next(streams[0])
+        else:
+            until(lambda: num_jobs(endpoints(client.cluster_state(), role)[-1], secret_of(one_host.cache)) > 0)
+        for victim in victims:
+            os.kill(victim, with_signal)
+        with ThreadPoolExecutor(len(streams)) as pool:
+            got = list(pool.map(Stream.collect, streams))
+        for token_ids, each in zip(prompts, got, strict=True):
+            check_answer(one_host, token_ids, each, LONG)
+        if any(each.usage is not None and each.usage.num_attempts >= 2 for each in got):
+            break
+        until_settled(one_host, client)  # this process was held up, and all streams ended before it struck: once more
     until_settled(one_host, client)
     assert not any(process_start(victim) for victim in victims)
     told = rf"^{role}-0\S* ended with \w+(: replacing it|, 2 times in a row: )"

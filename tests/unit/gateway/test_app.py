@@ -21,8 +21,8 @@ from baton.errors import (
     UnauthenticatedError,
 )
 from baton.proto_types import model_from_proto
+from gateway.door.middleware import MAX_BODY_BYTES
 from gateway.listening import open_socket
-from gateway.middleware import MAX_BODY_BYTES
 from gateway.reading import Reader
 from gateway.server import Certificate, HttpServer
 from gateway.upstream import Upstream

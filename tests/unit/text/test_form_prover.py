@@ -1,6 +1,7 @@
 """Forms are compiled in child processes: what exceeds a limit is refused, and no process ends but a child."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -53,9 +54,10 @@ def children() -> list[int]:
     """Process ids of this process's children that compile forms."""
     found = []
     for task in Path("/proc/self/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            if b"text.form_child" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.append(int(pid))
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread or a child that has just ended
+            for pid in (task / "children").read_text().split():
+                if b"text.form_child" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(int(pid))
     return found
 
 

@@ -147,6 +147,16 @@ async def test_what_is_kept_is_found_and_forgotten_by_its_owner_alone(tmp_path: 
             await http.openai.responses.retrieve(unkept.id)
 
 
+async def test_a_caller_in_another_trace_is_the_same_owner(tmp_path: Path) -> None:
+    async with answering(tmp_path, "Yes") as (http, _):
+        traces = [{"traceparent": f"00-{'0af7651916cd43dd' * 2}-{number:016x}-01"} for number in (1, 2)]
+        made = await http.openai.responses.create(**ASKED, extra_headers=traces[0])
+        found = await http.openai.responses.retrieve(made.id, extra_headers=traces[1])
+        assert found.id == made.id
+        more = await http.openai.responses.create(**ASKED, previous_response_id=made.id, extra_headers=traces[1])
+        assert more.previous_response_id == made.id
+
+
 async def test_an_answer_that_is_cut_off_is_incomplete(tmp_path: Path) -> None:
     async with answering(tmp_path, "Hello") as (http, _):
         events = await events_of(http, max_output_tokens=2)

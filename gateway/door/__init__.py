@@ -1,0 +1,1 @@
+"""How requests come in: bounds on connections, headers and bodies, and who may call."""

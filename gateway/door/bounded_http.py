@@ -1,0 +1,158 @@
+"""uvicorn's HTTP protocol with bounds on what a connection may hold, and for how long without progress. On the loop.
+
+A client that is cut off meets a closed connection: it had its time, and its request is cancelled as if it had left.
+"""
+
+import asyncio
+import json
+import resource
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from baton.errors import BatonError, InvalidArgumentError, UnavailableError
+from gateway.errors import error_body
+
+MAX_HEADER_BYTES = 16 * 1024
+"""Bytes of a request's line and headers, at most."""
+MAX_CONNECTIONS = 4096
+"""Open connections, at most."""
+HEADERS_S = 10.0
+"""Seconds from a request's first byte, or a connection's begin, to the end of its headers."""
+BODY_S = 30.0
+"""Seconds in which something of a body must come."""
+WRITE_S = 60.0
+"""Seconds in which the client must take something of what waits for it."""
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. `uvicorn` makes it and calls it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._is_in_head = True
+        self._num_head_bytes = 0
+        """Bytes of a request's line and headers that came, before its end is known, and those of whole headers."""
+        self._reading: asyncio.TimerHandle | None = None
+        self._writing: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for headers, unless there are too many connections."""
+        super().connection_made(transport)
+        self._await(HEADERS_S)
+        if len(self.connections) > MAX_CONNECTIONS:
+            self._refuse(503, UnavailableError(f"{MAX_CONNECTIONS} connections are open: close some, or try again"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop waiting for what will not come."""
+        self._stop_waiting()
+        self._stop_watching()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Read what came, at most as many bytes of headers as are allowed, and one piece."""
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        if self._is_in_head:
+            self._num_head_bytes += len(data)
+            self._check_head()
+
+    def on_message_begin(self) -> None:
+        """Begin to count and to wait for headers."""
+        super().on_message_begin()
+        self._is_in_head, self._num_head_bytes = True, 0
+        self._await(HEADERS_S)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header, if there is room for it."""
+        self._num_head_bytes += len(name) + len(value)
+        self._check_head()
+        if not self.transport.is_closing():
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Begin to wait for the body."""
+        self._is_in_head = False
+        if not self.transport.is_closing():
+            self._await(BODY_S)
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of the body, and wait for the next."""
+        if not self.transport.is_closing():
+            self._await(BODY_S)
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Wait no longer: what is next is the answer."""
+        if not self.transport.is_closing():
+            self._stop_waiting()
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Wait no longer for the rest of a body that was answered before its end."""
+        self._stop_waiting()
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        """Begin to watch whether the client takes what waits for it."""
+        super().pause_writing()
+        self._watch(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        """Watch the client no longer."""
+        self._stop_watching()
+        super().resume_writing()
+
+    def _await(self, seconds: float) -> None:
+        self._stop_waiting()
+        self._reading = self.loop.call_later(seconds, self._late, seconds)
+
+    def _late(self, seconds: float) -> None:
+        """Cut off a client that is awaited, unless what it sends is not being read."""
+        if self.flow.read_paused:
+            self._await(seconds)
+        else:
+            self.transport.abort()
+
+    def _stop_waiting(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+
+    def _watch(self, num_waiting: int) -> None:
+        self._writing = self.loop.call_later(WRITE_S, self._look, num_waiting)
+
+    def _look(self, num_waiting: int) -> None:
+        """Cut off a client that has taken nothing since the last look."""
+        left = self.transport.get_write_buffer_size()
+        if left >= num_waiting:
+            self.transport.abort()
+        else:
+            self._watch(left)
+
+    def _stop_watching(self) -> None:
+        if self._writing is not None:
+            self._writing.cancel()
+            self._writing = None
+
+    def _check_head(self) -> None:
+        if self._num_head_bytes > MAX_HEADER_BYTES:
+            text = f"the headers have more than {MAX_HEADER_BYTES} bytes: send fewer, or a shorter key"
+            self._refuse(431, InvalidArgumentError(text))
+
+    def _refuse(self, status: int, error: BatonError) -> None:
+        """Answer with an error in OpenAI's shape, and close the connection."""
+        if self.transport.is_closing():
+            return
+        body = json.dumps(error_body(error)).encode()
+        head = f"HTTP/1.1 {status} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
+        self.transport.close()
+
+
+def allow_connections() -> None:
+    """Let this process have as many open files as it may: a connection is one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

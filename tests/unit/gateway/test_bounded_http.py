@@ -1,0 +1,116 @@
+"""A connection has bounds on headers and on time without progress, and there are so many at most; others are served."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx2
+import pytest
+
+from gateway.door import bounded_http
+from gateway.door.bounded_http import MAX_HEADER_BYTES
+from tests.support.clusters.scripted_orchestrator import MODEL
+from tests.support.wire.http_gateway import HOST, Http, scripted_gateway
+
+pytestmark = pytest.mark.integration
+
+WITHIN_S = 60.0
+BODY = json.dumps({"model": MODEL.name, "prompt": "Hi", "max_tokens": 3}).encode()
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+@asynccontextmanager
+async def connection(http: Http) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection(HOST, http.port)
+    yield reader, writer
+    writer.close()
+
+
+async def is_served(client: httpx2.AsyncClient) -> bool:
+    return (await client.post("/v1/completions", content=BODY, headers={"content-type": "application/json"})).is_success
+
+
+async def ended(reader: asyncio.StreamReader) -> bytes:
+    """What came before the connection was closed."""
+    try:
+        return await asyncio.wait_for(reader.read(), WITHIN_S)
+    except ConnectionResetError:
+        return b""
+
+
+async def test_headers_of_many_bytes_are_refused_whatever_their_shape() -> None:
+    many = b"".join(b"x-%d: y\r\n" % number for number in range(20_000))
+    long = b"authorization: Bearer " + b"k" * (MAX_HEADER_BYTES + 1) + b"\r\n"
+    path = b"GET /" + b"a" * 2 * MAX_HEADER_BYTES + b" HTTP/1.1\r\n"
+    async with scripted_gateway() as (service, http, client):
+        for head in (HEAD + many, HEAD + long, HEAD + b"x: " + b"y" * 10**6, path):
+            async with connection(http) as (reader, writer):
+                writer.write(head)
+                answer = await ended(reader)
+                # what the server has not read when it closes the connection resets it, before the answer is read
+                assert answer.startswith(b"HTTP/1.1 431 ") or (not answer and len(head) > 2**16), answer[:80]
+                assert not answer or b"the headers have more than 16384 bytes" in answer
+        assert not service.requests
+        assert await is_served(client)
+
+
+async def test_headers_without_end_take_no_memory() -> None:
+    async with scripted_gateway() as (_, http, client):
+        async with connection(http) as (reader, writer):
+            answer = asyncio.create_task(ended(reader))
+            sent = 0
+            while not answer.done() and sent < 64 * 2**20:
+                writer.write(b"x: y\r\n" * 1000 if sent else HEAD)
+                sent += 6000
+                try:
+                    await writer.drain()
+                except ConnectionError:
+                    break
+            await answer
+        assert sent < 8 * 2**20  # what sockets hold
+        assert await is_served(client)
+
+
+@pytest.mark.parametrize(
+    ("name", "sent"),
+    [
+        ("HEADERS_S", b""),
+        ("HEADERS_S", HEAD),
+        ("BODY_S", HEAD + b"content-length: 90\r\n\r\n"),
+        ("BODY_S", HEAD + b"content-length: 90\r\n\r\n" + BODY[:20]),
+    ],
+)
+async def test_who_sends_nothing_more_is_cut_off(name: str, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_http, name, 0.2)
+    async with scripted_gateway() as (service, http, client):
+        async with connection(http) as (reader, writer):
+            writer.write(sent)
+            assert await ended(reader) == b""
+        assert not service.requests
+        assert await is_served(client)
+
+
+async def test_who_takes_nothing_of_a_stream_is_cut_off_and_its_request_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bounded_http, "WRITE_S", 0.2)
+    async with scripted_gateway() as (service, http, client):
+        body = json.dumps({"model": MODEL.name, "prompt": "Hi", "max_tokens": 10**5, "stream": True}).encode()
+        async with connection(http) as (_, writer):
+            writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+            await asyncio.wait_for(service.cancelled.wait(), WITHIN_S)
+        assert await is_served(client)
+
+
+async def test_more_connections_than_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_http, "MAX_CONNECTIONS", 2)
+    async with (
+        scripted_gateway() as (_, http, _client),
+        connection(http),
+        connection(http),
+        connection(http) as (reader, _writer),
+    ):
+        answer = await ended(reader)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"2 connections are open" in answer
