@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from multiprocessing import Pipe
 from weakref import WeakValueDictionary
 
-from baton.errors import InvalidArgumentError, ResourceExhaustedError
+from baton.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
 from baton.structured_output import StructuredOutput
 from text.form_child import MEMORY_BYTES
 from text.grammars import STACK_BYTES
@@ -48,22 +48,32 @@ class _ChildEndedError(Exception):
 
 
 class _Child:
-    """A child process. Used by one thread at a time; all block."""
+    """A child process. Used by one thread at a time."""
 
-    def __init__(self, tokenizer: str, eos_token_ids: Sequence[int], cpu_s: float) -> None:
-        """Start one and wait until it is ready. Raises _ChildEndedError when it does not come to be."""
+    def __init__(self) -> None:
+        """Start one, which is to be readied."""
         self._connection, theirs = Pipe()
         with theirs:
             command = [sys.executable, "-m", "text.form_child", str(theirs.fileno())]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        self._ask((tokenizer, list(eos_token_ids), cpu_s))
+        self._is_ready = False
+
+    def ready(self, load_json: Callable[[], str], eos_token_ids: Sequence[int], cpu_s: float) -> None:
+        """Give it the model's tokenizer, unless it has that. Blocks. Raises _ChildEndedError."""
+        if not self._is_ready:
+            self._ask((load_json(), list(eos_token_ids), cpu_s))
+            self._is_ready = True
 
     def compile(self, form: StructuredOutput, outputs: Sequence[Sequence[int]]) -> int | str:
-        """Return the bytes that the form takes, or why it is refused. Raises _ChildEndedError."""
+        """Return the bytes that the form takes, or why it is refused. Blocks. Raises _ChildEndedError."""
         fields = {name: value for name, value in asdict(form).items() if value and name != "compiled_bytes"}
         answer = json.loads(self._ask((fields, [list(output_ids) for output_ids in outputs])))
         found: int | str = answer["error"] if "error" in answer else answer["bytes"]
         return found
+
+    def end(self) -> None:
+        """End the process; the thread that waits for its answer gets _ChildEndedError. Any thread."""
+        self._process.kill()
 
     def close(self) -> None:
         """End the process. Idempotent."""
@@ -95,6 +105,8 @@ class FormProver:
         self._threads = ThreadPoolExecutor(MAX_CHILDREN, "form-prover")
         self._children: list[_Child] = []
         """Children that no thread uses."""
+        self._busy = set[_Child]()
+        self._is_closed = False
         self._kept: OrderedDict[StructuredOutput, int | str] = OrderedDict()
         self._num_kept_bytes = 0
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -127,7 +139,10 @@ class FormProver:
         return replace(form, compiled_bytes=answer)
 
     async def close(self) -> None:
-        """End the children. Proofs that run are over when their child is. Idempotent."""
+        """End the children, and with them the proofs that run. Idempotent."""
+        self._is_closed = True
+        for child in list(self._busy):
+            child.end()
         await asyncio.gather(*self._proofs, return_exceptions=True)
         await asyncio.to_thread(self._threads.shutdown)
         while self._children:
@@ -147,20 +162,23 @@ class FormProver:
     def _compile(self, form: StructuredOutput, outputs: Sequence[Sequence[int]]) -> tuple[int | str, bool]:
         """Return the answer of a child, and whether it would answer so again. In a thread."""
         for _ in range(2):
-            child = self._children.pop() if self._children else self._new_child()
+            if self._is_closed:
+                raise UnavailableError("forms are not compiled any more: ask another server")
+            child = self._children.pop() if self._children else _Child()
+            self._busy.add(child)
             try:
+                child.ready(self._load_json, self._eos_token_ids, self._cpu_s)
                 answer = child.compile(form, outputs)
             except _ChildEndedError as error:
                 logger.warning("a form of kind %s: %s", form.kind, error)
                 if error.is_by_form:
                     return self._too_costly(form), True
                 continue
+            finally:
+                self._busy.discard(child)
             self._children.append(child)
             return answer, True
         return self._too_costly(form), False
-
-    def _new_child(self) -> _Child:
-        return _Child(self._load_json(), self._eos_token_ids, self._cpu_s)
 
     def _too_costly(self, form: StructuredOutput) -> str:
         memory, stack = MEMORY_BYTES >> 20, STACK_BYTES >> 20

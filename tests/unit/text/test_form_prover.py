@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import InvalidArgumentError, ResourceExhaustedError
+from baton.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
 from baton.structured_output import StructuredOutput
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import EOS_ID, ids_of, letter_tokenizer
@@ -147,6 +147,17 @@ async def test_kept_answers_are_bounded(prover: FormProver, monkeypatch: pytest.
     for letter in "abcd":
         await prover.prove(StructuredOutput(regex=letter))
     assert [form.regex for form in prover._kept] == ["c", "d"]
+
+
+async def test_closing_ends_the_proofs_that_run() -> None:
+    made = FormProver(letter_tokenizer().to_json, (EOS_ID,), cpu_s=3600.0)
+    running = asyncio.create_task(made.prove(SLOW))
+    await eventually(lambda: _number_of(children), lambda number: number == 1)
+    os.kill(children()[0], signal.SIGSTOP)
+    await asyncio.wait_for(made.close(), 30)
+    with pytest.raises(UnavailableError, match="are not compiled any more"):
+        await running
+    assert children() == []
 
 
 async def test_a_model_without_an_end_is_refused() -> None:
