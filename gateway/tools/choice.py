@@ -10,16 +10,13 @@ from typing import Any
 from baton.errors import InvalidArgumentError
 from baton.structured_output import StructuredOutput, structured_from_option
 from gateway.bodies import NamedTool, Tool
-
-MAX_TOOLS = 128
+from gateway.tools.references import rebased
 
 
 def offered(tools: Sequence[Tool] | None, choice: str | NamedTool | None) -> tuple[Tool, ...]:
     """Return the tools that the model may call. Raises InvalidArgumentError for names that are there twice, and for a
     choice of what is not there."""
     given = tuple(tools or ())
-    if len(given) > MAX_TOOLS:
-        raise InvalidArgumentError(f"tools has {len(given)} entries: use at most {MAX_TOOLS}")
     names = [tool.function.name for tool in given]
     for name in names:
         if names.count(name) > 1:
@@ -42,19 +39,24 @@ def obliged_form(
         called = list(tools)
     else:
         return None
-    calls: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": [_call(tool) for tool in called]}}
+    calls: dict[str, Any] = {
+        "type": "array",
+        "minItems": 1,
+        "items": {"anyOf": list(map(_call, called, range(len(called))))},
+    }
     if most_calls is not None:
         calls["maxItems"] = most_calls
     return structured_from_option({"json": calls})
 
 
-def _call(tool: Tool) -> dict[str, Any]:
-    """Return the JSON schema of a call."""
+def _call(tool: Tool, place: int) -> dict[str, Any]:
+    """Return the JSON schema of a call, which is at that place of those that are allowed."""
+    parameters = tool.function.parameters or {"type": "object", "additionalProperties": False}
     return {
         "type": "object",
         "properties": {
             "name": {"const": tool.function.name},
-            "arguments": tool.function.parameters or {"type": "object", "additionalProperties": False},
+            "arguments": rebased(parameters, f"#/items/anyOf/{place}/properties/arguments"),
         },
         "required": ["name", "arguments"],
         "additionalProperties": False,
