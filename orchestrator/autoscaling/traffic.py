@@ -65,6 +65,11 @@ class _ClassWindow:
         self.guesses: deque[int] = deque(maxlen=_KEPT_LENGTHS)
         """Lengths of answers that are assumed as long as none is known."""
 
+    def arrived(self, now_s: float) -> None:
+        """Record an arrival, and forget those of which no forecast will know, whether one is ever made or not."""
+        self.arrivals_s.append(now_s)
+        self._begin_at(now_s - LONG_S)
+
     def rate(self, now_s: float, ahead_s: float, scatter: float) -> float:
         """Return the rate `ahead_s` from now; `scatter` is the variance of counts by their mean."""
         self._shorten(now_s, scatter)
@@ -90,7 +95,11 @@ class _ClassWindow:
             if abs(num_recent - expected) > _SURPRISE * math.sqrt(scatter * (expected + 1) * (1 + part)):
                 self.begin_s = recent_s
                 break
-        self.begin_s = max(self.begin_s, now_s - LONG_S)
+        self._begin_at(now_s - LONG_S)
+
+    def _begin_at(self, earliest_s: float) -> None:
+        """Let the window begin then at the earliest."""
+        self.begin_s = max(self.begin_s, earliest_s)
         while self.arrivals_s and self.arrivals_s[0] <= self.begin_s:
             self.arrivals_s.popleft()
 
@@ -122,7 +131,7 @@ class TrafficWindow:
             self._gaps.append(now_s - self._latest_s)
         self._latest_s = now_s
         window = self._class(num_prompt_tokens)
-        window.arrivals_s.append(now_s)
+        window.arrived(now_s)
         window.prompts.append(num_prompt_tokens)
         window.guesses.append(max(min(most_output_tokens, _GUESSED_OUTPUT), 1))
 

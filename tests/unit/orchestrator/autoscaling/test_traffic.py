@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from orchestrator.autoscaling.traffic import TrafficWindow
+from orchestrator.autoscaling.traffic import LONG_S, TrafficWindow
 
 
 @pytest.fixture
@@ -75,3 +75,10 @@ def test_unknown_answers_are_as_long_as_they_may_be(window: TrafficWindow) -> No
     assert window.longest_output(100) == 8
     window.ended(100, 3)
     assert window.longest_output(100) == 3
+
+
+def test_arrivals_that_no_forecast_needs_are_forgotten(window: TrafficWindow) -> None:
+    for request in range(10_000):
+        window.arrived(request * 0.1, 200)
+    assert sum(len(each.arrivals_s) for each in window._classes.values()) <= 10 * LONG_S
+    assert window.forecast(1000.0).rate == pytest.approx(10.0, rel=0.02)
