@@ -285,7 +285,7 @@ def test_a_stream_survives_a_lost_worker(
         until_settled(one_host, client)  # this process was held up, and all streams ended before it struck: once more
     until_settled(one_host, client)
     assert not any(process_start(victim) for victim in victims)
-    told = rf"^{role}-0\S* ended with \w+(: replacing it|, 2 times in a row: )"
+    told = rf"^{role}-0\S* ended with \w+(: replacing it|, \d+ times in a row: )"
     until(lambda: bool(re.search(told, one_host.stderr[num_told:], re.MULTILINE)))
 
 
