@@ -38,7 +38,7 @@ from prefill_workers.job import Job, JobReport, KvOutlet
 from prefill_workers.relay import Relay
 
 _MASKS = -1
-"""What a job needs, in place of a layer's rows, that can sample once its form is compiled."""
+"""Value in place of a layer's number, for a job that samples as soon as its form is compiled."""
 _OVERHEAD_TOKENS = 32
 """Rough fixed cost of a turn (mostly reading the weights), as the number of tokens that take as long to compute."""
 

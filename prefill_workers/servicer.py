@@ -210,7 +210,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
 
     def _masks(self, job: Job, form: StructuredOutput) -> "Future[list[TokenMasks]] | None":
         """Begin to compute the masks of the job's first token and return their future; None on other ranks than the
-        last. Raises InvalidArgumentError where there are no grammars."""
+        last. Raises InvalidArgumentError without grammars."""
         if self.engine.rank != job.ranks[-1]:
             return None
         if self._grammars is None:

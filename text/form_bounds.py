@@ -1,4 +1,4 @@
-"""What is refused of a form before it is compiled: what takes much time or stack, however short the form is."""
+"""Bounds on forms that are checked before compiling: on constructs that cost much time or stack in few bytes."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def check_bounds(form: StructuredOutput) -> None:
         try:
             schema = json.loads(form.json)
         except (ValueError, RecursionError):
-            return  # whoever compiles it says what is wrong
+            return  # the compiler reports the error
         _check_schema(schema)
 
 

@@ -21,12 +21,13 @@ from typing import Any
 
 from baton.errors import InvalidArgumentError
 from baton.structured_output import StructuredOutput
-from text.grammars import STACK_BYTES, Grammar, Grammars
+from text.form_bounds import check_bounds
+from text.grammars import STACK_BYTES, Grammars
 
 MEMORY_BYTES = 256 * 2**20
-"""Memory of one form, beside what the process takes when it is ready and the stack."""
+"""Memory limit of one form, in addition to the stack and to the size of the process when it is ready."""
 _NICE = 5
-"""So that streams on the same cores go first."""
+"""Niceness of the process: streams on the same cores have priority."""
 
 
 class _Allocated(ctypes.Structure):
@@ -68,7 +69,9 @@ def _answer(answer: dict[str, Any], grammars: Grammars, fields: dict[str, Any], 
     allocated = _allocated_bytes()
     before = allocated()
     try:
-        grammar: Grammar = grammars.compile(StructuredOutput(**{**fields, "choice": tuple(fields.get("choice", ()))}))
+        form = StructuredOutput(**{**fields, "choice": tuple(fields.get("choice", ()))})
+        check_bounds(form)
+        grammar = grammars.compile(form)
         answer["bytes"] = max(0, allocated() - before)
         for output_ids in outputs:
             grammar.matcher().consume(output_ids)

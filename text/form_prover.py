@@ -25,9 +25,9 @@ from text.grammars import STACK_BYTES
 CPU_S = 2.0
 """Processor seconds of one form."""
 MAX_CHILDREN = 2
-"""Forms that are compiled at a time; children start when they are needed."""
+"""Number of child processes; they start when they are needed."""
 MAX_PROOFS = 64
-"""Forms that are compiled or wait for it; further ones are refused until later."""
+"""Number of different forms that are compiled or wait for it; further ones are refused with RESOURCE_EXHAUSTED."""
 MAX_KEPT_BYTES = 64 * 2**20
 """Bytes of forms whose answers are kept, those asked for least recently being dropped first."""
 _RETRY_S = 1.0
@@ -35,6 +35,9 @@ _PATIENCE_S = 60.0
 """Seconds after which a child that has not answered is ended: it has fewer of the processor, unless it was stopped."""
 _MEANT = frozenset((signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGTRAP))
 """Signals by which a form ends a child. Others came from elsewhere, and say nothing of the form."""
+
+_Outputs = tuple[tuple[int, ...], ...]
+"""Tokens of each choice of a request that is resumed."""
 
 logger = logging.getLogger(__name__)
 
@@ -64,10 +67,10 @@ class _Child:
             self._ask((load_json(), list(eos_token_ids), cpu_s))
             self._is_ready = True
 
-    def compile(self, form: StructuredOutput, outputs: Sequence[Sequence[int]]) -> int | str:
+    def compile(self, form: StructuredOutput, begun: _Outputs) -> int | str:
         """Return the bytes that the form takes, or why it is refused. Blocks. Raises _ChildEndedError."""
         fields = {name: value for name, value in asdict(form).items() if value and name != "compiled_bytes"}
-        answer = json.loads(self._ask((fields, [list(output_ids) for output_ids in outputs])))
+        answer = json.loads(self._ask((fields, begun)))
         found: int | str = answer["error"] if "error" in answer else answer["bytes"]
         return found
 
@@ -111,7 +114,8 @@ class FormProver:
         self._num_kept_bytes = 0
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Held while a form of an owner is compiled."""
-        self._proofs = set[asyncio.Task[int | str]]()
+        self._proofs = dict[object, asyncio.Task[int | str]]()
+        """Running proofs, by form and outputs: equal requests share one."""
 
     async def prove(
         self, form: StructuredOutput, outputs: Sequence[Sequence[int]] = (), owner: str = ""
@@ -121,17 +125,11 @@ class FormProver:
         Raises InvalidArgumentError for a form that cannot be compiled within the limits, and for outputs that are not
         of the form; ResourceExhaustedError when too many wait.
         """
-        answer = None if any(outputs) else self._kept.get(form)
+        begun = tuple(map(tuple, outputs)) if any(outputs) else ()
+        answer = None if begun else self._kept.get(form)
         if answer is None:
-            if len(self._proofs) >= MAX_PROOFS:
-                raise ResourceExhaustedError(
-                    f"{len(self._proofs)} forms of outputs are being compiled: try again in {_RETRY_S:g} s",
-                    retry_after_s=_RETRY_S,
-                )
-            proof = asyncio.create_task(self._prove(form, outputs, owner))
-            self._proofs.add(proof)
-            proof.add_done_callback(self._proofs.discard)
-            answer = await asyncio.shield(proof)  # a client that leaves does not give its owner's turn away
+            proof = self._proofs.get((form, begun)) or self._begin(form, begun, owner)
+            answer = await asyncio.shield(proof)  # a client that leaves does not end what others wait for
         else:
             self._kept.move_to_end(form)
         if isinstance(answer, str):
@@ -143,23 +141,33 @@ class FormProver:
         self._is_closed = True
         for child in list(self._busy):
             child.end()
-        await asyncio.gather(*self._proofs, return_exceptions=True)
+        await asyncio.gather(*self._proofs.values(), return_exceptions=True)
         await asyncio.to_thread(self._threads.shutdown)
         while self._children:
             self._children.pop().close()
 
-    async def _prove(self, form: StructuredOutput, outputs: Sequence[Sequence[int]], owner: str) -> int | str:
+    def _begin(self, form: StructuredOutput, begun: _Outputs, owner: str) -> asyncio.Task[int | str]:
+        """Start a proof and return its task. Raises ResourceExhaustedError when too many run."""
+        if len(self._proofs) >= MAX_PROOFS:
+            raise ResourceExhaustedError(
+                f"{len(self._proofs)} forms of structured output are being compiled: try again in {_RETRY_S:g} s",
+                retry_after_s=_RETRY_S,
+            )
+        key = form, begun
+        proof = self._proofs[key] = asyncio.create_task(self._prove(form, begun, owner))
+        proof.add_done_callback(lambda _: self._proofs.pop(key))
+        return proof
+
+    async def _prove(self, form: StructuredOutput, begun: _Outputs, owner: str) -> int | str:
         turn = self._turns.setdefault(owner, asyncio.Lock())
         async with turn:
-            if not any(outputs) and form in self._kept:
-                return self._kept[form]
             loop = asyncio.get_running_loop()
-            answer, is_final = await loop.run_in_executor(self._threads, self._compile, form, outputs)
-        if is_final and not any(outputs):
+            answer, is_final = await loop.run_in_executor(self._threads, self._compile, form, begun)
+        if is_final and not begun:
             self._keep(form, answer)
         return answer
 
-    def _compile(self, form: StructuredOutput, outputs: Sequence[Sequence[int]]) -> tuple[int | str, bool]:
+    def _compile(self, form: StructuredOutput, begun: _Outputs) -> tuple[int | str, bool]:
         """Return the answer of a child, and whether it would answer so again. In a thread."""
         for _ in range(2):
             if self._is_closed:
@@ -168,12 +176,15 @@ class FormProver:
             self._busy.add(child)
             try:
                 child.ready(self._load_json, self._eos_token_ids, self._cpu_s)
-                answer = child.compile(form, outputs)
+                answer = child.compile(form, begun)
             except _ChildEndedError as error:
                 logger.warning("a form of kind %s: %s", form.kind, error)
                 if error.is_by_form:
                     return self._too_costly(form), True
                 continue
+            except BaseException:
+                child.close()
+                raise
             finally:
                 self._busy.discard(child)
             self._children.append(child)

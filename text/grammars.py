@@ -19,7 +19,6 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from baton.errors import InvalidArgumentError
 from baton.structured_output import StructuredOutput
-from text.form_bounds import check_bounds
 from text.json_schemas import schema_grammar
 from text.token_masks import Matcher, TokenMasks
 
@@ -99,7 +98,6 @@ class Grammars:
             if grammar is not None:
                 self._compiled.move_to_end(form)
                 return grammar
-        check_bounds(form)
         tokenizer, num_bytes = self.load(), max(form.compiled_bytes, _LEAST_BYTES)
         ends = frozenset(self._eos_token_ids)
         grammar = Grammar(_compile(form, tokenizer), tokenizer.vocab_size, ends, num_bytes)

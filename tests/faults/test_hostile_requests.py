@@ -121,7 +121,7 @@ async def attack_by_lists(target: str) -> None:
 
 
 async def attack_by_forms(target: str) -> None:
-    """Forms that end or outgrow whoever compiles them, two at a time."""
+    """Forms that exceed the limits of their compiler: all are refused."""
     async with AsyncClient(target, reconnect=NEVER) as client:
         streams = [client.generate("a", max_tokens=4, structured_output=form) for form in FORMS]
         for ended in await asyncio.gather(*(stream.collect() for stream in streams), return_exceptions=True):

@@ -115,8 +115,11 @@ async def test_outputs_that_have_begun_must_be_of_the_form(prover: FormProver) -
 async def test_an_owner_s_forms_take_turns_and_another_s_does_not_wait_for_them(prover: FormProver) -> None:
     mine = [asyncio.create_task(prover.prove(form, owner="mine")) for form in (SLOW, LARGE)]
     await eventually(lambda: _number_of(children), lambda number: number == 1)
+    (held,) = children()
+    os.kill(held, signal.SIGSTOP)
     assert (await prover.prove(SIMPLE, owner="other")).compiled_bytes > 0
-    assert not mine[1].done()
+    assert not any(each.done() for each in mine)
+    os.kill(held, signal.SIGCONT)
     assert {type(end) for end in await asyncio.gather(*mine, return_exceptions=True)} == {InvalidArgumentError}
 
 
@@ -132,11 +135,17 @@ async def test_a_client_that_leaves_does_not_give_the_turn_away(prover: FormProv
     assert children() == before, "it was compiled for the client that left"
 
 
+async def test_equal_forms_of_a_burst_are_compiled_once(prover: FormProver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(form_prover, "MAX_PROOFS", 1)
+    proven = await asyncio.gather(*(prover.prove(SIMPLE, owner=f"tenant-{number}") for number in range(200)))
+    assert len({form.compiled_bytes for form in proven}) == 1
+
+
 async def test_a_full_queue_is_said_with_a_delay(prover: FormProver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(form_prover, "MAX_PROOFS", 1)
     first = asyncio.create_task(prover.prove(SIMPLE))
     await asyncio.sleep(0)
-    with pytest.raises(ResourceExhaustedError, match="1 forms of outputs are being compiled") as full:
+    with pytest.raises(ResourceExhaustedError, match="1 forms of structured output are being compiled") as full:
         await prover.prove(StructuredOutput(regex="c"))
     assert full.value.retry_after_s == 1.0
     await first
