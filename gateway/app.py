@@ -5,7 +5,6 @@ that leaves cancels its request, before the first token as well.
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
@@ -32,12 +31,10 @@ from gateway.openapi import ERRORS, STREAMED, describe
 from gateway.reading import Asked, Reader
 from gateway.responses.routes import Responses
 from gateway.responses.store import ResponseStore
-from gateway.streaming import EventStream, caller_of, read_body, request_id_of, unless_gone
+from gateway.streaming import FAULT, EventStream, caller_of, error_of, read_body, request_id_of, unless_gone
 from gateway.upstream import Answers, Upstream
 
 _DONE = b"data: [DONE]\n\n"
-_FAULT = "the HTTP process failed at this request: its log has the traceback"
-logger = logging.getLogger(__name__)
 
 
 class Gateway:
@@ -110,7 +107,7 @@ class Gateway:
         """Return the text of token ids."""
         self._reader.check_model(body.model)
         most = self._reader.model.vocab_size
-        if any(not 0 <= token_id < most for token_id in body.tokens):
+        if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < most:
             raise InvalidArgumentError(f"tokens holds no token id of the model: use 0 to {most - 1}")
         return {"prompt": await asyncio.to_thread(self._reader.tokenizer.decode, body.tokens)}
 
@@ -171,8 +168,8 @@ class Gateway:
         return JSONResponse(body, status_of(error), headers=error_headers(error))
 
     async def _failed(self, request: Request, error: Exception) -> Response:
-        """Answer a request that met a fault of this program, which is logged by whoever serves the application."""
-        return JSONResponse(error_body(BatonError(_FAULT)), 500)
+        """Answer a request that failed by a fault of this process. uvicorn logs the fault."""
+        return JSONResponse(error_body(BatonError(FAULT)), 500)
 
     async def _malformed(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError), error
@@ -217,12 +214,8 @@ async def _chunks(
         async for prompt, event in events:
             if written := writer.lines(prompt, event):
                 yield written
-    except BatonError as error:  # the status is sent: the error is the last thing that the client sees
-        yield line(error_body(error))
-        return
-    except Exception:
-        logger.exception("a stream failed")
-        yield line(error_body(BatonError(_FAULT)))
+    except Exception as error:  # noqa: BLE001 - the status is sent: the error is the last thing that the client sees
+        yield line(error_body(error_of(error)))
         return
     if asked.includes_usage:
         yield line(writer.usage_chunk(answers.usages))

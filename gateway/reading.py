@@ -139,7 +139,7 @@ class Reader:
 
     def _rendered(self, messages: Sequence[Message], tools: Any, kwargs: dict[str, Any] | None) -> str:
         """Return a chat as its template renders it. Each message takes a token at least: too many are not rendered."""
-        self._check_fits("messages", len(messages))
+        self._check_fits("messages", len(messages), least=" at least")
         return self._renderer.render(messages, tools, kwargs or {})
 
     def _encoded(self, field: str, text: str, encode: Callable[[str], list[int]]) -> list[int]:

@@ -1,6 +1,7 @@
 """What routes share: who asks, clients that leave, and answers as server-sent events. On the loop."""
 
 import asyncio
+import logging
 import re
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -12,9 +13,10 @@ from fastapi.responses import StreamingResponse
 from opentelemetry.trace import get_current_span
 from starlette.types import Receive, Scope, Send
 
-from baton.errors import RequestCancelledError
+from baton.errors import BatonError, RequestCancelledError
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 _LONG_BYTES = 1024
 """Bytes of a body from which on it is read in a thread, as its prompt may take long to tokenize."""
@@ -23,6 +25,7 @@ _CALLER = ("authorization", "baton-tenant")
 _TRACE = ("traceparent", "tracestate")
 """Headers that say in which trace."""
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+FAULT = "the HTTP process failed at this request: see its log"
 _SSE = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -37,6 +40,15 @@ class EventStream(StreamingResponse):
         """Send the answer."""
         async with self._stack:
             await super().__call__(scope, receive, send)
+
+
+def error_of(failure: Exception) -> BatonError:
+    """Return the error to tell the client of a stream that failed after its status was sent. A failure that is not
+    Baton's own is a fault of this process: it is logged."""
+    if isinstance(failure, BatonError):
+        return failure
+    logger.error("a stream failed", exc_info=failure)
+    return BatonError(FAULT)
 
 
 async def read_body(request: Request, read: Callable[[], T]) -> T:

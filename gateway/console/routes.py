@@ -13,7 +13,6 @@ from fastapi.responses import JSONResponse, RedirectResponse, Response
 from starlette.exceptions import HTTPException
 
 from baton.clock import Clock
-from baton.errors import BatonError
 from baton.types import TokenEvent
 from gateway.answers import Object, line
 from gateway.bodies import ChatBody, CompletionBody
@@ -24,7 +23,7 @@ from gateway.console.views import snapshot
 from gateway.door.json_bodies import BodyRoute
 from gateway.errors import error_body
 from gateway.reading import Asked, Reader
-from gateway.streaming import EventStream, caller_of, read_body, request_id_of, unless_gone
+from gateway.streaming import EventStream, caller_of, error_of, read_body, request_id_of, unless_gone
 from gateway.upstream import Answers, Upstream
 
 NUM_ENDED = 48
@@ -118,8 +117,8 @@ class Console:
             yield line(self._token(first), "token")
             async for _, event in events:
                 yield line(self._token(event), "token")
-        except BatonError as error:
-            yield line(error_body(error), "error")
+        except Exception as error:  # noqa: BLE001 - the status is sent: the error is the last thing that is shown
+            yield line(error_body(error_of(error)), "error")
             return
         yield line(ended(answers.outputs[0]), "end")
 

@@ -11,7 +11,6 @@ _VALID_S = 1.0
 """Seconds for which an answer holds: a key that was revoked is refused after as many."""
 _MAX_KEPT = 1024
 """Callers whose answer is kept."""
-_WHO = ("authorization", "baton-tenant")
 
 
 class Access:
@@ -19,16 +18,16 @@ class Access:
 
     def __init__(self, upstream: Upstream, now_s: Callable[[], float] = time.monotonic) -> None:
         self._upstream, self._now_s = upstream, now_s
-        self._until_s: OrderedDict[tuple[str, ...], float] = OrderedDict()
+        self._until_s: OrderedDict[frozenset[tuple[str, str]], float] = OrderedDict()
 
     async def admit(self, caller: Mapping[str, str]) -> None:
-        """Raise what the server refuses the caller with. While it does not answer every caller is admitted: the
-        request itself waits for it, as far as it may."""
-        who = tuple(caller.get(name, "") for name in _WHO)
+        """Raise the error with which the server refuses the caller: its key and tenant, as metadata of a call. While
+        the server does not answer, every caller is admitted, and the request itself waits for it."""
+        who = frozenset(caller.items())
         if self._until_s.get(who, 0.0) > self._now_s():
             return
         try:
-            await self._upstream.model({name: caller[name] for name in _WHO if name in caller})
+            await self._upstream.model(caller)
         except (UnavailableError, DeadlineExceededError):
             return
         self._until_s[who] = self._now_s() + _VALID_S

@@ -32,7 +32,9 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(*args, **options)
         self._is_in_head = True
         self._num_head_bytes = 0
-        """Bytes of a request's line and headers that came, before its end is known, and those of whole headers."""
+        """Bytes received of the present request's line and headers, as long as their end has not come."""
+        self._num_parsed_bytes = 0
+        """Bytes of the URL and the whole headers among them: all that counts where one piece holds the end, too."""
         self._reading: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
 
@@ -56,18 +58,25 @@ class BoundedProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._is_in_head:
             self._num_head_bytes += len(data)
-            self._check_head()
+            self._check_head(self._num_head_bytes)
 
     def on_message_begin(self) -> None:
         """Begin to count and to wait for headers."""
         super().on_message_begin()
-        self._is_in_head, self._num_head_bytes = True, 0
+        self._is_in_head, self._num_head_bytes, self._num_parsed_bytes = True, 0, 0
         self._await(HEADERS_S)
+
+    def on_url(self, url: bytes) -> None:
+        """Take a part of the URL, if there is room for it."""
+        self._num_parsed_bytes += len(url)
+        self._check_head(self._num_parsed_bytes)
+        if not self.transport.is_closing():
+            super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header, if there is room for it."""
-        self._num_head_bytes += len(name) + len(value)
-        self._check_head()
+        self._num_parsed_bytes += len(name) + len(value)
+        self._check_head(self._num_parsed_bytes)
         if not self.transport.is_closing():
             super().on_header(name, value)
 
@@ -137,8 +146,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._writing.cancel()
             self._writing = None
 
-    def _check_head(self) -> None:
-        if self._num_head_bytes > MAX_HEADER_BYTES:
+    def _check_head(self, num_bytes: int) -> None:
+        if num_bytes > MAX_HEADER_BYTES:
             text = f"the headers have more than {MAX_HEADER_BYTES} bytes: send fewer, or a shorter key"
             self._refuse(431, InvalidArgumentError(text))
 

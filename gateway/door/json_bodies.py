@@ -22,6 +22,8 @@ from gateway.streaming import caller_of
 
 MAX_VALUES = 2**19
 """Values of a body, at most: as many commas."""
+MAX_TEXTS = 2**17
+"""Texts of a body, keys of objects included, at most."""
 MAX_OBJECTS = 2**14
 """Lists and objects of a body, at most."""
 _LONG_BYTES = 16 * 1024
@@ -74,8 +76,8 @@ class _Read(Request):
 def parse(body: bytes) -> object:
     """Return the value of a body in JSON. Blocks for long ones.
 
-    Raises BodyTooLargeError for one of too many values, and InvalidArgumentError for one that is no JSON, or holds what
-    cannot be sent: half of a surrogate pair, or a number that is none.
+    Raises BodyTooLargeError for too many values, and InvalidArgumentError for invalid JSON, half of a surrogate pair
+    or a number that is not finite.
     """
     _check_size(body)
     try:
@@ -88,9 +90,9 @@ def parse(body: bytes) -> object:
             "body is nested too deeply: send fewer lists and objects within each other"
         ) from error
     except json.JSONDecodeError as error:
-        raise InvalidArgumentError(f"body is no JSON: {error.msg} at character {error.pos}") from error
+        raise InvalidArgumentError(f"body is not valid JSON: {error.msg} at character {error.pos}") from error
     except ValueError as error:  # a whole number of thousands of digits
-        raise InvalidArgumentError(f"body is no JSON: {error}") from error
+        raise InvalidArgumentError(f"body is not valid JSON: {error}") from error
     if "\\u" in text and _HALF.search(text):
         _check_characters(value)
     return value
@@ -107,12 +109,12 @@ def _read(body: bytes, model: TypeAdapter[Any]) -> object:
 
 
 def _check_size(body: bytes) -> None:
-    """Refuse a body of too many values before any is made. Takes 0.1 s for the longest body of the worst kind."""
-    if _num_values(body) <= MAX_VALUES and _num_objects(body) <= MAX_OBJECTS:
+    """Refuse a body of too many values before any is made. Takes 0.2 s of a Zen 3 core for 16 MiB of the worst kind."""
+    if _num_values(body) <= MAX_VALUES and _num_texts(body) <= MAX_TEXTS and _num_objects(body) <= MAX_OBJECTS:
         return  # marks within texts included
     marks = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _OTHERS)
-    if (num_texts := marks.count(b'"') // 2) > MAX_VALUES:
-        raise BodyTooLargeError(f"body has {num_texts} texts: the limit is {MAX_VALUES}; send fewer")
+    if (number := _num_texts(marks)) > MAX_TEXTS:
+        raise BodyTooLargeError(f"body has {number} texts and keys: the limit is {MAX_TEXTS}; send fewer")
     # nothing but marks is left: two quotes in a row are a text without marks, for between texts there is one
     marks = _TEXT.sub(b"", marks.replace(b'""', b""))
     if (number := _num_values(marks)) > MAX_VALUES:
@@ -123,6 +125,10 @@ def _check_size(body: bytes) -> None:
 
 def _num_values(body: bytes) -> int:
     return body.count(b",")
+
+
+def _num_texts(body: bytes) -> int:
+    return body.count(b'"') // 2
 
 
 def _num_objects(body: bytes) -> int:
@@ -143,7 +149,7 @@ def _finite(number: str) -> float:
 
 
 def _refuse(name: str) -> None:
-    raise InvalidArgumentError(f"body holds {name}, which is no JSON: send a number, or null")
+    raise InvalidArgumentError(f"body holds {name}, which is not valid JSON: send a number, or null")
 
 
 def _is_json(request: Request) -> bool:

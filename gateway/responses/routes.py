@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
-from baton.errors import BatonError, InvalidArgumentError
+from baton.errors import InvalidArgumentError
 from baton.results.completion import Usage
 from baton.types import TokenEvent
 from gateway.answers import Object, line
@@ -26,7 +26,7 @@ from gateway.responses.items import Page, named
 from gateway.responses.objects import ResponseHead
 from gateway.responses.reading import chat_of, items_of, renamed
 from gateway.responses.store import Kept, ResponseStore
-from gateway.streaming import EventStream, caller_of, read_body, request_id_of, unless_gone
+from gateway.streaming import EventStream, caller_of, error_of, read_body, request_id_of, unless_gone
 from gateway.upstream import Answers, Upstream
 
 
@@ -149,8 +149,8 @@ async def _lines(
         async for _, event in tokens:
             for each in events.take(event):
                 yield line(each, each["type"])
-    except BatonError as error:  # the status is sent: the error is the last thing that the client sees
-        for each in events.fail(str(error)):
+    except Exception as error:  # noqa: BLE001 - the status is sent: the error is the last thing that the client sees
+        for each in events.fail(str(error_of(error))):
             yield line(each, each["type"])
         return
     for each in events.end(_usage(answers)):

@@ -42,7 +42,7 @@ def obliged_form(
     calls: dict[str, Any] = {
         "type": "array",
         "minItems": 1,
-        "items": {"anyOf": list(map(_call, called, range(len(called))))},
+        "items": {"anyOf": [_call(tool, place) for place, tool in enumerate(called)]},
     }
     if most_calls is not None:
         calls["maxItems"] = most_calls
@@ -50,7 +50,7 @@ def obliged_form(
 
 
 def _call(tool: Tool, place: int) -> dict[str, Any]:
-    """Return the JSON schema of a call, which is at that place of those that are allowed."""
+    """Return the JSON schema of a call, which is number `place` of the allowed ones."""
     parameters = tool.function.parameters or {"type": "object", "additionalProperties": False}
     return {
         "type": "object",

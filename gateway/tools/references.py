@@ -1,18 +1,18 @@
-"""References of a JSON schema that is put into another document: they lead from its new place on. Pure."""
+"""Rewrites the references of a JSON schema that is embedded in another document. Pure."""
 
 from typing import Any
 
 from baton.errors import InvalidArgumentError
 
 _LITERALS = ("const", "enum", "default", "examples")
-"""Keywords whose values are no schemas."""
+"""Keywords whose values are literals, and not schemas."""
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords whose value has schemas by names, which are no keywords."""
+"""Keywords whose value maps names to schemas; the names are not keywords."""
 
 
 def rebased(schema: Any, pointer: str) -> Any:
-    """Return a schema whose references to itself lead to where `pointer` says that it is from now on. A part with an
-    `$id` is a document of its own, and stays as it is. Raises InvalidArgumentError for too deep nesting."""
+    """Return a schema with its references into itself rewritten for its new place, `pointer`. A part with an `$id` is a
+    document of its own and is left unchanged. Raises InvalidArgumentError for too deep nesting."""
     try:
         return _rebased(schema, pointer)
     except RecursionError as error:

@@ -105,7 +105,7 @@ class ScriptedOrchestrator(orchestrator_pb2_grpc.OrchestratorServicer):
     refuses: BatonError | None = None
     """What such a question gets instead."""
     refuses_callers: BatonError | None = None
-    """What who asks for the model gets instead."""
+    """Error that GetModel raises; None: it answers."""
     hanging: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -25,6 +25,7 @@ from gateway.door.middleware import MAX_BODY_BYTES
 from gateway.listening import open_socket
 from gateway.reading import Reader
 from gateway.server import Certificate, HttpServer
+from gateway.streaming import FAULT
 from gateway.upstream import Upstream
 from tests.support.clusters.scripted_orchestrator import MODEL, Fault, ScriptedOrchestrator, serving, text_of
 from tests.support.eventually import eventually
@@ -77,6 +78,38 @@ async def test_an_error_after_the_first_token_ends_the_stream_and_is_said_in_it(
         lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
         assert [json.loads(line)["choices"][0]["text"] for line in lines[:-1]] == ["0 ", "1 "]
         assert json.loads(lines[-1])["error"]["message"] == "a bug"
+
+
+@pytest.mark.parametrize(
+    ("path", "patched"),
+    [
+        ("/v1/completions", "gateway.answers.Completions.lines"),
+        ("/console/api/completion", "gateway.console.routes.token"),
+    ],
+)
+async def test_a_fault_of_this_process_ends_a_stream_with_an_error_event(
+    path: str, patched: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    async with scripted_gateway() as (_, _http, client):
+        monkeypatch.setattr(patched, fail)
+        answer = await client.post(path, json=BODY | {"stream": True})
+    assert answer.status_code == 200
+    last = json.loads(answer.text.strip().split("\n")[-1].removeprefix("data: "))
+    assert last["error"]["message"] == FAULT
+
+
+async def test_a_fault_before_the_first_token_is_a_500_in_openais_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    async with scripted_gateway() as (_, _http, client):
+        monkeypatch.setattr("gateway.answers.Completions.whole", fail)
+        answer = await client.post("/v1/completions", json=BODY)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+        assert "a bug" not in answer.text
 
 
 async def test_streams_end_as_clients_expect() -> None:

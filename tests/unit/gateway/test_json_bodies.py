@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidArgumentError, UnauthenticatedError
-from gateway.door.json_bodies import MAX_OBJECTS, MAX_VALUES, parse
+from gateway.door.json_bodies import MAX_OBJECTS, MAX_TEXTS, MAX_VALUES, parse
 from gateway.door.middleware import MAX_BODY_BYTES
 from gateway.errors import BodyTooLargeError
 from tests.support.wire.held_loop import watching_loop
@@ -25,15 +25,16 @@ MOST_BYTES = 200 * 2**20
 
 
 @pytest.mark.parametrize(
-    "body",
-    [b"[" + b"0," * MAX_VALUES + b"0]", b"[" + b'"",' * MAX_VALUES + b"0]", b"[" + b'",",' * MAX_VALUES + b"0]"],
-    ids=["numbers", "texts", "texts of commas"],
+    ("element", "most"),
+    [(b"0", MAX_VALUES + 1), (b'""', MAX_TEXTS), (b'","', MAX_TEXTS), (b'"\\""', MAX_TEXTS)],
+    ids=["numbers", "texts", "texts of commas", "texts of quotes"],
 )
-def test_as_many_values_as_the_limit_are_read_and_one_more_is_refused(body: bytes) -> None:
-    value = parse(body)
-    assert isinstance(value, list) and len(value) == MAX_VALUES + 1
+def test_as_many_values_as_the_limit_are_read_and_one_more_is_refused(element: bytes, most: int) -> None:
+    elements = [element] * most
+    value = parse(b"[" + b",".join(elements) + b"]")
+    assert isinstance(value, list) and len(value) == most
     with pytest.raises(BodyTooLargeError, match="the limit is"):
-        parse(body[:-2] + b"0,0]")
+        parse(b"[" + b",".join([*elements, element]) + b"]")
 
 
 @pytest.mark.parametrize("element", [b"[]", b"{}"])
@@ -59,9 +60,9 @@ def test_marks_in_a_text_do_not_count(text: str) -> None:
         (b'{"a": 1e999}', "body holds 1e999, which is too large"),
         (b'{"a": "\xff"}', "not UTF-8 at byte 7"),
         (b'{"a": "\xed\xa0\xbd"}', "not UTF-8 at byte 7"),
-        (b'{"a": }', "no JSON: Expecting value at character 6"),
+        (b'{"a": }', "not valid JSON: Expecting value at character 6"),
         (b"[" * 15_000, "nested too deeply"),
-        (b"1" * 5000, "no JSON: Exceeds the limit"),
+        (b"1" * 5000, "not valid JSON: Exceeds the limit"),
     ],
 )
 def test_what_could_not_be_sent_on_is_refused_as_it_is_read(body: bytes, reason: str) -> None:
@@ -141,7 +142,8 @@ async def check_fields(one_of_each_route: bool) -> None:
                 continue
             seen.add(path)
             for element in elements:
-                for num_bytes in (MAX_BODY_BYTES - 4096, MAX_OBJECTS * (len(element) + 1) - 4096):
+                for most in (MAX_OBJECTS, MAX_TEXTS, MAX_VALUES, MAX_BODY_BYTES):
+                    num_bytes = min(most * (len(element) + 1), MAX_BODY_BYTES) - 4096
                     body = full(field, others, element, num_bytes)
                     await check_body(http.port, path, body, f"{path} {field} full of {element}, {len(body)} bytes")
         assert {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"} <= seen

@@ -10,6 +10,7 @@ import pytest
 from openai.types.responses import Response
 
 from baton.errors import BatonError, PermissionDeniedError
+from gateway.streaming import FAULT
 from tests.support.clusters.scripted_orchestrator import MODEL, Fault, ScriptedOrchestrator, serving, text_of
 from tests.support.models.tool_templates import HERMES, MAY_THINK, letters, tool_tokenizer
 from tests.support.wire.http_gateway import Http, http_gateway
@@ -176,6 +177,20 @@ async def test_an_error_before_the_first_token_has_its_status_and_a_later_one_it
         events = await events_of(http)
         assert events[-1].type == "response.failed" and events[-1].response.error.message == "a bug"
         assert events[-1].response.output_text == "0 1 "
+
+
+async def test_a_fault_of_this_process_ends_the_stream_with_its_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("gateway.responses.events.ResponseEvents.take", fail)
+    async with answering(tmp_path, "Yes") as (http, _):
+        events = [event async for event in await http.openai.responses.create(**ASKED, stream=True)]
+    last = events[-1]
+    assert last.type == "response.failed"
+    assert last.response.error is not None and last.response.error.message == FAULT
 
 
 async def test_an_empty_answer_is_an_empty_message(tmp_path: Path) -> None:
