@@ -8,11 +8,12 @@ Models of real shapes with random weights in bf16 (benchmarks.device), rates mea
     offload   steps of residencies `host` and `infinigen`, whose KV is at home, beside those of `device`, and beside
               their bytes at the link's rate (`link`)
     chain     a prompt by two processes that share the device, beside one process (`single`)
-    overheads launches, replays and pinned memory, beside an operator of torch (`torch`)
-    kernels   attention, products and drawing of one layer, beside the device's rates and torch's attention; a GPU only
-    served    an engine in process under closed loops of users: its steps, first tokens and gaps beside the least times
-              of their bytes and operations (`floor`), and where the time of a loaded engine goes; `--log FOLDER` keeps
-              each step, each compilation and a trace
+    overheads launches, replays and pinned memory, compared with an operator of torch (`torch`)
+    kernels   attention, products and sampling of one layer, compared with the device's rates and torch's attention;
+              needs a GPU
+    served    an engine in process under closed loops of users: its steps, first tokens and gaps, compared with the
+              least times of their bytes and operations (`floor`), and where the time of a loaded engine goes;
+              `--log FOLDER` keeps each step, each compilation and a trace
 
 `--bars`: steps reach 0.8 of the roofline, a prefill 0.6 of the product's rate. On other devices, which serve as a
 smoke test, steps need Triton's interpreter: TRITON_INTERPRET=1 in the environment.

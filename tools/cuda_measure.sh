@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Tests and measures Baton on a machine with a GPU and little else, in less than ten minutes, and leaves JSON. Needs no
+# Tests and measures Baton on a machine with a GPU and little else, in 14 minutes at most, and leaves JSON. Needs no
 # network, installs nothing but what the part `serve` needs, and writes to $OUT and the cache folders of Baton and
 # Triton alone. Each part has a time limit of its own and leaves its results as they come.
 #

@@ -1,4 +1,4 @@
-"""Prints all that tools/cuda_measure.sh measured in one table, each number beside its floor or its comparison.
+"""Prints all that tools/cuda_measure.sh measured in one table, with the number that each is compared with.
 
 `python -m tools.cuda_table FOLDER` reads the rows of `benchmarks.cuda` in the folder's files.
 """
@@ -16,7 +16,7 @@ _NUMBERS = ("value", "baseline_value", "ratio")
 
 def rows_of(folder: Path) -> list[dict[str, object]]:
     """Return the rows in a folder's files, in the order in which the files were written. A line that is cut off, as a
-    time limit may leave it, is no row."""
+    time limit may leave it, is skipped."""
     found = []
     for file in sorted(folder.glob(_ROWS), key=lambda each: each.stat().st_mtime):
         for line in file.read_text().splitlines():
@@ -31,7 +31,7 @@ def rows_of(folder: Path) -> list[dict[str, object]]:
 
 def main(folder: str) -> int:
     """Print the table of a folder; return the exit status."""
-    table = Table(Column("case", overflow="fold"), "metric", "value", "beside", "its value", "ratio")
+    table = Table(Column("case", overflow="fold"), "metric", "value", "compared with", "its value", "ratio")
     for row in rows_of(Path(folder)):
         numbers = ["-" if row[name] is None else f"{row[name]:.4g}" for name in _NUMBERS]
         table.add_row(str(row["case"]), str(row["metric"]), numbers[0], str(row["baseline"]), *numbers[1:])

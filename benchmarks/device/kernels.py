@@ -1,4 +1,4 @@
-"""Kernels of one layer on a GPU: our attention beside torch's and beside the device's rates, products, and drawing.
+"""Measures kernels of one layer on a GPU: attention (ours and torch's), matrix products, and sampling.
 
 KV is random and lies in pages, as a server's does. A prompt's pages lie in as many runs as the case says: in a server's
 steady state a prompt of 1,024 tokens lies in 8 to 12, one of 8,192 in some 28.
@@ -44,7 +44,7 @@ _REPEATS = 5
 
 @dataclass(frozen=True)
 class Measured:
-    """A kernel's time beside another's, or beside the least that the device's rates allow."""
+    """Time of a kernel, and the time that it is compared with: another kernel's, or the least by the device's rates."""
 
     case: Mapping[str, object]
     metric: str
@@ -55,14 +55,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class Rates:
-    """What the device reaches: bytes read and written in a second by a copy, operations in a second by a product."""
+    """Rates of the device: bytes per second, read and written, of a copy; operations per second of a large product."""
 
     memory: float
     product: float
 
 
 def prefills(shape: Shape, device: Device, rates: Rates) -> Iterator[Measured]:
-    """Yield our prefill attention of one layer beside its operations and beside torch's, for keys in one run."""
+    """Yield the prefill attention of one layer, compared with the time of its operations and with torch's kernels."""
     for num_queries, num_before, num_runs in PREFILLS:
         q_TNH, k_SGH, v_SGH = _random_heads(shape, device, num_queries, num_before + num_queries)
         segments = _runs(k_SGH, v_SGH, num_runs)
@@ -78,7 +78,7 @@ def prefills(shape: Shape, device: Device, rates: Rates) -> Iterator[Measured]:
 
 
 def decodes(shape: Shape, device: Device, rates: Rates) -> Iterator[Measured]:
-    """Yield our decode attention of one layer, replayed from a graph, beside the bytes of its keys and values."""
+    """Yield the decode attention of one layer, replayed from a graph, compared with the time of reading its KV."""
     for batch, context in DECODES:
         row_pages = -(-context // PAGE_TOKENS)
         pages = _COPIES, batch * row_pages, PAGE_TOKENS, 2, shape.num_kv_heads, shape.head_dim
@@ -104,8 +104,8 @@ def decodes(shape: Shape, device: Device, rates: Rates) -> Iterator[Measured]:
 
 
 def products(shape: Shape, device: Device, rates: Rates) -> Iterator[Measured]:
-    """Yield torch's products with weights of the model's shapes, beside their bytes or their operations, whichever take
-    longer."""
+    """Yield torch's products with weights of the model's shapes, compared with the time of their bytes or of their
+    operations, whichever is longer."""
     hidden, heads = shape.hidden_size, shape.num_heads + 2 * shape.num_kv_heads
     shapes = {
         "qkv": (heads * shape.head_dim, hidden),
@@ -130,7 +130,7 @@ def products(shape: Shape, device: Device, rates: Rates) -> Iterator[Measured]:
 
 
 def draws(device: Device, rates: Rates) -> Iterator[Measured]:
-    """Yield the drawing of tokens from fp32 logits, by kind, beside the bytes of the logits."""
+    """Yield the sampling of tokens from fp32 logits, by kind, compared with the time of reading the logits."""
     for batch, vocab_size in DRAWN:
         logits_BV = torch.randn(batch, vocab_size, device=device.torch_device)
         row = RowDraw(key=7, top_k=50, floor=-math.inf, top_p=0.95, temperature=0.8)

@@ -1,4 +1,4 @@
-"""The loads that an engine on a device has to bear, and what is reported of them: times beside their least times.
+"""Defines the loads of an engine on a device, and reports their times compared with the least times.
 
 A step's least time is the longer one of the bytes that it reads, at the rate of a copy, and the operations of the
 prompts in it, at the rate of a large product.
@@ -104,8 +104,8 @@ def _load_times(case: dict[str, object], served: Served, shape: Shape, rates: Ra
 
 
 def _profile(setting: Setting, engine: LoggedEngine, *, is_gpu: bool, folder: Path | None) -> Iterator[Measured]:
-    """Yield the most frequent functions on the engine's stack, and the kernels that took the GPU longest, beside the
-    whole of their windows."""
+    """Yield the most frequent functions on the engine's stack, and the kernels that took the GPU longest, compared with
+    the length of the window."""
     assert setting.profiled is not None
     name, stacks, kernels = setting.name, dict[str, int](), dict[str, float]()
 

@@ -1,4 +1,4 @@
-"""What a device costs before any byte is read: launches from the host, replays of graphs, pinned memory.
+"""Measures fixed costs of a device: launches from the host, replays of CUDA graphs, allocation of pinned memory.
 
 Times of launches are the host's: it does not wait for the device in between. On other devices than a GPU only torch's
 own launches are measured.
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.device.rates import synchronize
+from benchmarks.device.rates import synchronize, times_s
 from modeling.device.port import Device
 from modeling.kernels.triton.pointwise import rms_norm
 
@@ -29,7 +29,7 @@ def launches_us(device: Device) -> dict[str, float]:
     if x_TD.is_cuda:
         weight_D = torch.ones(256, device=device.torch_device)
         found["Triton kernel"] = _us(device, lambda: rms_norm(x_TD, weight_D, 1e-5))
-        found["node of a graph"] = _graph_us(x_TD) / _NODES
+        found["node of a graph"] = _graph_us(device, x_TD) / _NODES
     return found
 
 
@@ -52,17 +52,10 @@ def _us(device: Device, launch: Callable[[], object]) -> float:
     return statistics.median(found)
 
 
-def _graph_us(x_TD: Tensor) -> float:
+def _graph_us(device: Device, x_TD: Tensor) -> float:
     """Return the microseconds of a graph of `_NODES` tiny kernels, from its launch to its end."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(_NODES):
             x_TD.add_(1.0)
-    found = []
-    for _ in range(_ROUNDS):
-        torch.cuda.synchronize(x_TD.device)
-        began_s = time.perf_counter()
-        graph.replay()
-        torch.cuda.synchronize(x_TD.device)
-        found.append(1e6 * (time.perf_counter() - began_s))
-    return statistics.median(found)
+    return 1e6 * statistics.median(times_s(device, graph.replay))

@@ -1,4 +1,4 @@
-"""What is seen of an engine under load: samples of its stack, the GPU's kernels, what Triton compiles."""
+"""Observes an engine under load: samples of its stack, kernels of the GPU, compilations by Triton."""
 
 import sys
 import threading
@@ -26,7 +26,7 @@ class Compilation(NamedTuple):
     """When it was there, on the clock of `time.perf_counter`."""
     took_s: float
     was_cached: bool
-    """Whether it was loaded from Triton's cache."""
+    """True if the kernel was loaded from Triton's cache."""
 
 
 @contextmanager

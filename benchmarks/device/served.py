@@ -80,7 +80,7 @@ class Step:
 
 @dataclass
 class Served:
-    """What came of a load."""
+    """Result of a load."""
 
     load: Load
     began_s: float = field(default_factory=time.perf_counter)
@@ -165,20 +165,20 @@ def running_engine(decoder: Decoder, config: EngineConfig) -> Iterator[LoggedEng
         engine.close()
 
 
-def serve(engine: LoggedEngine, load: Load, limit_s: float, beside: Callable[[], None] | None = None) -> Served:
-    """Bear a load for `limit_s` seconds at most, and return what came of it; `beside` is called in a thread meanwhile.
+def serve(engine: LoggedEngine, load: Load, limit_s: float, observe: Callable[[], None] | None = None) -> Served:
+    """Bear a load for `limit_s` seconds at most, and return what came of it; `observe` is called in a thread meanwhile.
     Blocks."""
     served = Served(load)
     engine.log.clear()
     with contextlib.suppress(TimeoutError):
-        asyncio.run(_bear(engine, load, served, limit_s, beside))
+        asyncio.run(_bear(engine, load, served, limit_s, observe))
     served.took_s = time.perf_counter() - served.began_s
     served.steps = [replace(step, at_s=step.at_s - served.began_s) for step in engine.log]
     return served
 
 
 async def _bear(
-    engine: LoggedEngine, load: Load, served: Served, limit_s: float, beside: Callable[[], None] | None
+    engine: LoggedEngine, load: Load, served: Served, limit_s: float, observe: Callable[[], None] | None
 ) -> None:
     streams = OpenStreams(engine)
     reader: SharedReader[tuple[StreamNumber, float, TokenEvent | Filled | BatonError | None]]
@@ -202,7 +202,7 @@ async def _bear(
 
     for _ in range(load.users):
         ask()
-    watching = asyncio.create_task(asyncio.to_thread(beside or (lambda: None)))
+    watching = asyncio.create_task(asyncio.to_thread(observe or (lambda: None)))
     try:
         async with asyncio.timeout(limit_s), contextlib.aclosing(reader.batches()) as batches:
             async for batch in batches:

@@ -317,7 +317,7 @@ def sampled_next(
 
 
 def reference_ids(decoder: Decoder, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
-    """What a request's output must be: every token from a whole forward, no KV kept, no batch, no engine. Where
+    """Expected output of a request: every token from a whole forward, no KV kept, no batch, no engine. Where
     an equal request was computed before, one forward confirms its output."""
     key = (tuple(prompt_ids), params.temperature, params.seed)
     likely = _LIKELY.get(key, [])[: params.max_tokens - 1]
