@@ -4,7 +4,6 @@ A stream's answer begins with its first token, so that a request that is refused
 that leaves cancels its request, before the first token as well.
 """
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
@@ -33,6 +32,7 @@ from gateway.responses.routes import Responses
 from gateway.responses.store import ResponseStore
 from gateway.streaming import FAULT, EventStream, caller_of, error_of, read_body, request_id_of, unless_gone
 from gateway.upstream import Answers, Upstream
+from text.bounded_reading import BoundedReading
 
 _DONE = b"data: [DONE]\n\n"
 
@@ -55,6 +55,7 @@ class Gateway:
         app = FastAPI(title="Baton", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS)
         app.router.route_class = BodyRoute
         app.state.admit = Access(self._upstream).admit
+        app.state.reading = BoundedReading()
         app.add_middleware(BodyLimit)
         app.add_middleware(RequestCounts, registry=self._registry)
         app.get("/v1/models")(self.models)
@@ -98,18 +99,18 @@ class Gateway:
         read = partial(self._reader.completion, body)
         return await self._answer(request, read, lambda head, asked: Completions(head), "cmpl-")
 
-    async def tokenize(self, body: TokenizeBody) -> Object:
+    async def tokenize(self, body: TokenizeBody, request: Request) -> Object:
         """Return the token ids of a text or of a chat, as a request with it would have them."""
-        tokens = await asyncio.to_thread(self._reader.tokenize, body)
+        tokens = await read_body(request, partial(self._reader.tokenize, body))
         return {"count": len(tokens), "max_model_len": self._reader.model.max_tokens, "tokens": tokens}
 
-    async def detokenize(self, body: DetokenizeBody) -> Object:
+    async def detokenize(self, body: DetokenizeBody, request: Request) -> Object:
         """Return the text of token ids."""
         self._reader.check_model(body.model)
         most = self._reader.model.vocab_size
         if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < most:
             raise InvalidArgumentError(f"tokens holds no token id of the model: use 0 to {most - 1}")
-        return {"prompt": await asyncio.to_thread(self._reader.tokenizer.decode, body.tokens)}
+        return {"prompt": await read_body(request, partial(self._reader.tokenizer.decode, body.tokens))}
 
     async def health(self) -> Response:
         """Say that this process lives."""

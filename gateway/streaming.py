@@ -14,6 +14,7 @@ from opentelemetry.trace import get_current_span
 from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError, RequestCancelledError
+from text.bounded_reading import BoundedReading
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -52,9 +53,11 @@ def error_of(failure: Exception) -> BatonError:
 
 
 async def read_body(request: Request, read: Callable[[], T]) -> T:
-    """Return the result of `read`, called in a thread if the request's body is long."""
-    is_long = int(request.headers.get("content-length", _LONG_BYTES)) >= _LONG_BYTES
-    return await asyncio.to_thread(read) if is_long else read()
+    """Return the result of `read`, called in a thread if the request's body is long. Raises what it raises, and
+    ResourceExhaustedError when too many bytes are being read."""
+    num_bytes = len(await request.body())
+    reading: BoundedReading = request.app.state.reading
+    return await reading.run(num_bytes, read) if num_bytes >= _LONG_BYTES else read()
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:

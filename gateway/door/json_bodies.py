@@ -4,11 +4,11 @@
 bodies are parsed and checked in a thread.
 """
 
-import asyncio
 import json
 import math
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from baton.errors import InvalidArgumentError
 from gateway.errors import BodyTooLargeError
 from gateway.streaming import caller_of
+from text.bounded_reading import BoundedReading
 
 MAX_VALUES = 2**19
 """Values of a body, at most: as many commas."""
@@ -54,8 +55,9 @@ class BodyRoute(APIRoute):
             body = await request.body()
             if not _is_json(request):
                 return await answer(request)
-            is_long = len(body) >= _LONG_BYTES
-            value = await asyncio.to_thread(_read, body, model) if is_long else _read(body, model)
+            read = partial(_read, body, model)
+            reading: BoundedReading = request.app.state.reading
+            value = await reading.run(len(body), read) if len(body) >= _LONG_BYTES else read()
             return await answer(_Read(request, body, value))
 
         return read_and_answer

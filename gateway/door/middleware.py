@@ -8,17 +8,23 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.channel_options import MAX_MESSAGE_BYTES
-from gateway.errors import BodyTooLargeError, error_body, status_of
+from baton.errors import BatonError, ResourceExhaustedError
+from gateway.errors import BodyTooLargeError, error_body, error_headers, status_of
 
 MAX_BODY_BYTES = MAX_MESSAGE_BYTES
 """Bytes of a body, at most: as many as a request over gRPC may have."""
+MAX_BODIES_BYTES = 256 * 2**20
+"""Bytes of the bodies of all requests that came in part, wait or are being answered, at most."""
+_RETRY_S = 1.0
 
 
 class BodyLimit:
-    """Refuses a body with status 413 as soon as its length is known, and cuts off one that does not say its length."""
+    """Bounds the bytes of each body and of all together. Refuses a body that is too long as soon as its length is
+    known, and cuts off one that does not say its length."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._num_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -27,25 +33,39 @@ class BodyLimit:
             return
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if length.isdigit() and int(length) > MAX_BODY_BYTES:
-            await _refuse(int(length), scope, receive, send)
+            await _refuse(_too_large(int(length)), scope, receive, send)
             return
-        num_bytes = 0
+        num_bytes, refusal = 0, None
 
         async def counted() -> Message:
-            nonlocal num_bytes
+            nonlocal num_bytes, refusal
             message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > MAX_BODY_BYTES:
-                raise BodyTooLargeError("too long")
+            num_new = len(message.get("body", b""))
+            num_bytes += num_new
+            self._num_bytes += num_new
+            if num_new and (refusal := self._refusal(num_bytes)) is not None:
+                raise refusal
             return message
 
         async def guarded(message: Message) -> None:
-            if num_bytes <= MAX_BODY_BYTES:
+            if refusal is None:
                 await send(message)
-            elif message["type"] == "http.response.start":  # whatever the application makes of the cut
-                await _refuse(num_bytes, scope, receive, send)
+            elif message["type"] == "http.response.start":  # any answer of the application to the cut
+                await _refuse(refusal, scope, receive, send)
 
-        await self._app(scope, counted, guarded)
+        try:
+            await self._app(scope, counted, guarded)
+        finally:
+            self._num_bytes -= num_bytes
+
+    def _refusal(self, num_bytes: int) -> BatonError | None:
+        """Return why a request must not go on with a body of so many bytes."""
+        if num_bytes > MAX_BODY_BYTES:
+            return _too_large(num_bytes)
+        if self._num_bytes > MAX_BODIES_BYTES:
+            text = f"the bodies of all requests have over {MAX_BODIES_BYTES} bytes: try again in {_RETRY_S:.0f} s"
+            return ResourceExhaustedError(text, retry_after_s=_RETRY_S)
+        return None
 
 
 class RequestCounts:
@@ -74,6 +94,10 @@ class RequestCounts:
             await self._app(scope, receive, noted)
 
 
-async def _refuse(num_bytes: int, scope: Scope, receive: Receive, send: Send) -> None:
-    error = BodyTooLargeError(f"body has {num_bytes} bytes or more: the limit is {MAX_BODY_BYTES}; send less text")
-    await JSONResponse(error_body(error), status_of(error))(scope, receive, send)
+def _too_large(num_bytes: int) -> BatonError:
+    return BodyTooLargeError(f"body has {num_bytes} bytes or more: the limit is {MAX_BODY_BYTES}; send less text")
+
+
+async def _refuse(error: BatonError, scope: Scope, receive: Receive, send: Send) -> None:
+    answer = JSONResponse(error_body(error), status_of(error), headers=error_headers(error))
+    await answer(scope, receive, send)

@@ -1,46 +1,33 @@
 """Reads a client's message into a `Request`: checks every field, and turns the prompt into token ids.
 
 Used by `orchestrator.api.frontend` and `orchestrator.api.gateway`; `orchestrator.api.checks` has the checks. Tokenizing
-a long prompt takes a while, so long requests are read in threads (`off_the_loop`), and the bytes that wait for these
-threads are bounded.
+a long prompt takes a while, so long requests are read in threads (`off_the_loop`).
 """
 
-import asyncio
 import secrets
-import threading
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 import grpc
 
 from baton.clock import Clock
-from baton.errors import InvalidArgumentError, RequestCancelledError, ResourceExhaustedError
+from baton.errors import InvalidArgumentError
 from baton.ids import RequestId
-from baton.process.memory import free_bytes
 from baton.proto_types import params_from_proto, priority_from_proto
 from baton.sampling_params import SamplingParams
 from baton.v1 import orchestrator_pb2 as pb
 from orchestrator.api.checks import Intake
 from orchestrator.requests.request import Request
 from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
+from text.bounded_reading import BoundedReading
 
 Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
 
-MAX_READING_BYTES = 32 * 2**20
-"""Largest number of bytes of requests that are being read or wait for a thread: four of the longest prompts, and a
-multiple of what admission holds. Fewer where that is much of the memory (`reading_bytes`)."""
-_MEMORY_OF_BYTE = 160
-"""Bytes of memory that one byte of text takes while it is tokenized, measured on text that takes much."""
-_MEMORY_SHARE = 0.25
-"""Part of the free memory that reading may take."""
 _SHORT_BYTES = 256
 """Largest request, in bytes, that is read on the loop: that takes 0.2 ms, about as long as handing it to a thread."""
-_RETRY_S = 0.1
-"""Retry delay of a refused request, in seconds: ten thousand tokens are read in about that time."""
 _MARGIN_S = 0.1
 """Most seconds by which a request ends before the client's deadline, so that its usage still arrives."""
 
@@ -50,10 +37,9 @@ class RequestReader:
 
     def __init__(self, intake: Intake, max_bytes: int | None = None) -> None:
         """`max_bytes` bounds the requests that are read off the loop at a time; None: as many bytes as the free memory
-        allows. A longer request is read when no other is."""
+        allows."""
         self._intake = intake
-        self._max_bytes = reading_bytes(free_bytes()) if max_bytes is None else max_bytes
-        self._num_bytes = 0  # of requests that are being read off the loop
+        self._reading = BoundedReading(max_bytes)
 
     def read(
         self,
@@ -99,35 +85,10 @@ class RequestReader:
         )
 
     async def off_the_loop(self, message: pb.GenerateRequest, read: Callable[[], T]) -> T:
-        """Return the result of `read`, called in a thread unless the request is short; raises what it raises, and
+        """Return the result of `read`, called in a thread unless the request is short. Raises what it raises, and
         ResourceExhaustedError at once when too many bytes are being read."""
         num_bytes = message.ByteSize()
-        if num_bytes <= _SHORT_BYTES:
-            return read()
-        self._take(num_bytes)
-        given_up = threading.Event()
-        reading = asyncio.get_running_loop().run_in_executor(None, _unless, given_up, read)
-        reading.add_done_callback(partial(self._give_back, num_bytes))
-        try:
-            await asyncio.wait((reading,))  # a cancelled wait leaves the read running, and counted until it ends
-            return reading.result()
-        finally:
-            given_up.set()
-            del reading  # else the error's traceback and the future would keep each other alive
-
-    def _take(self, num_bytes: int) -> None:
-        if self._num_bytes and self._num_bytes + num_bytes > self._max_bytes:
-            raise ResourceExhaustedError(
-                f"{self._num_bytes} bytes of prompts are being read, and {num_bytes} more exceed the limit of "
-                f"{self._max_bytes}: try again in {_RETRY_S:.1f} s",
-                retry_after_s=_RETRY_S,
-            )
-        self._num_bytes += num_bytes
-
-    def _give_back(self, num_bytes: int, reading: asyncio.Future[Any]) -> None:
-        self._num_bytes -= num_bytes
-        if not reading.cancelled():
-            reading.exception()  # else asyncio logs an error whose call has gone
+        return read() if num_bytes <= _SHORT_BYTES else await self._reading.run(num_bytes, read)
 
     def _prompt_ids(self, message: pb.GenerateRequest) -> tuple[int, ...]:
         match message.WhichOneof("input"):
@@ -143,17 +104,6 @@ class RequestReader:
 
     def _prompt_text(self, message: pb.GenerateRequest, prompt_ids: tuple[int, ...]) -> str:
         return message.prompt.decode() if message.HasField("prompt") else self._intake.decode(prompt_ids)
-
-
-def reading_bytes(num_bytes_free: int) -> int:
-    """Return how many bytes of requests may be read at a time in a process that finds so much memory free."""
-    return min(MAX_READING_BYTES, int(_MEMORY_SHARE * num_bytes_free) // _MEMORY_OF_BYTE)
-
-
-def _unless(given_up: threading.Event, read: Callable[[], T]) -> T:
-    if given_up.is_set():
-        raise RequestCancelledError("the client went away before its request was read")
-    return read()
 
 
 def deadline_s(message: pb.GenerateRequest, context: Context, clock: Clock) -> float | None:

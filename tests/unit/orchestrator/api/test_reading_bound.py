@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import openai
 import pytest
 
 from baton import AsyncClient
@@ -18,18 +19,21 @@ from baton.errors import InvalidArgumentError, ResourceExhaustedError
 from baton.results.completion import ModelInfo
 from baton.types import MAX_PROMPT_BYTES
 from baton.v1 import orchestrator_pb2 as pb
+from gateway import app
 from orchestrator.api import frontend, gateway
-from orchestrator.api import reading as request_reader
 from orchestrator.api.checks import Intake
 from orchestrator.api.frontend import OrchestratorServicer
 from orchestrator.api.gateway import Gateway, ask_model
-from orchestrator.api.reading import MAX_READING_BYTES, RequestReader, reading_bytes
+from orchestrator.api.reading import RequestReader
 from orchestrator.controller import Controller
 from orchestrator.requests.tenants import Tenants
 from tests.support.clusters.scripted_orchestrator import ScriptedOrchestrator, serving
 from tests.support.eventually import eventually
 from tests.support.manual_clock import ManualClock
 from tests.support.models.tiny_tokenizer import letter_tokenizer, write_letters
+from tests.support.wire.http_gateway import http_gateway
+from text import bounded_reading
+from text.bounded_reading import MAX_READING_BYTES, BoundedReading, reading_bytes
 from text.form_prover import FormProver
 from text.tokenizer import Tokenizer
 from transport.channel import make_channel
@@ -206,6 +210,26 @@ async def test_a_gateway_refuses_what_exceeds_the_bound(
     assert len(service.requests) == 1
 
 
+async def test_an_http_gateway_refuses_what_exceeds_the_bound(
+    held: HeldTokenizer, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "BoundedReading", partial(BoundedReading, 2000))
+    async with serving(ScriptedOrchestrator()) as target, http_gateway(target, held) as http:
+
+        async def ask() -> str:
+            return (await http.openai.completions.create(model="scripted", prompt=LONG * 3, max_tokens=1)).id
+
+        first = asyncio.create_task(ask())
+        try:
+            assert await asyncio.to_thread(gate.begun.wait, WAIT_S)
+            with pytest.raises(openai.RateLimitError, match="exceed the limit of 2000") as caught:
+                await ask()
+            assert caught.value.response.headers["retry-after"] == "1"
+        finally:
+            gate.let.set()
+        assert await first and await ask()
+
+
 async def test_an_orchestrator_refuses_what_exceeds_the_bound(
     held: HeldTokenizer, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,5 +266,5 @@ def test_what_is_read_at_a_time_fits_into_memory() -> None:
 
 
 def test_a_reader_takes_what_the_machine_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_reader, "free_bytes", lambda: 640_000)
-    assert RequestReader(Intake(letter_tokenizer(), MODEL, ()))._max_bytes == 1000
+    monkeypatch.setattr(bounded_reading, "free_bytes", lambda: 640_000)
+    assert BoundedReading()._max_bytes == 1000
