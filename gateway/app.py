@@ -144,7 +144,7 @@ class Gateway:
             int(time.time()),
             asked.model,
             asked.num_choices,
-            self._token_text,
+            self._reader.tokenizer.token_text,
             tuple(prompt.echo for prompt in asked.prompts),
             has_logprobs=asked.logprobs is not None,
         )
@@ -159,9 +159,6 @@ class Gateway:
             first = await unless_gone(request, anext(events))
             chunks = _chunks(writer, asked, answers, first, events)
             return EventStream(chunks, stack.pop_all(), headers)  # the streams are the answer's from here on
-
-    def _token_text(self, token_id: int) -> str:
-        return self._reader.tokenizer.decode([token_id])
 
     async def _refused(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, BatonError), error

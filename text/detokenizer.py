@@ -6,19 +6,33 @@ from the token ids alone.
 A character may be split over tokens: the text of an unfinished character ends in U+FFFD, and the next token decides
 what it becomes. So trailing U+FFFD are held back. How a token is spelled may depend on the token before it (a leading
 space is dropped at the start of a text). So new tokens are decoded together with the tokens that made the last returned
-text, and the difference is the new text: the tokenizer's decoder stays a black box.
+text, first with the prompt's last tokens, and the difference is the new text: the tokenizer's decoder stays a black
+box.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 _BROKEN = "\ufffd"
 _MAX_PENDING_TOKENS = 32
 _TAIL_TOKENS = 4
-"""Number of last pending tokens that `_cut` keeps: an unfinished character has fewer, so only broken ones are split."""
+"""Number of last pending tokens that `_cut` keeps: an unfinished character has fewer, so only broken ones are split.
+A character has no more tokens, so as many of a prompt spell its last character."""
+
+
+def text_after(
+    decode: Callable[[Sequence[int]], str], context_ids: Sequence[int], context: str, ids: Sequence[int]
+) -> str:
+    """Return the text of `ids` where they follow `context_ids`, whose text is `context`."""
+    text = decode([*context_ids, *ids])
+    if text.startswith(context):
+        return text[len(context) :]
+    return decode(ids)  # the new tokens have changed the context's text: a run of byte tokens broke, or was completed
 
 
 class Detokenizer:
-    """Incremental `decode`: the texts that `push` returns, and then the text of `flush`, add up to `decode(ids)`.
+    """Incremental `decode`: the texts that `push` returns, and then the text of `flush`, add up to the text that the
+    pushed ids have after the prompt; to `decode(ids)` without one.
 
     There is one exception. Byte-fallback decoders turn a run of byte tokens that is not valid UTF-8 as a whole into
     U+FFFD throughout, even its valid characters. Valid characters of such a run that a `push` has already returned stay
@@ -26,16 +40,23 @@ class Detokenizer:
     would.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], is_silent: Callable[[int], bool]) -> None:
-        """`decode` makes text of token ids and skips the ids for which `is_silent` returns True."""
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        is_silent: Callable[[int], bool],
+        prompt_ids: Sequence[int] = (),
+    ) -> None:
+        """`decode` makes text of token ids and skips the ids for which `is_silent` returns True. `prompt_ids` are the
+        tokens before the first pushed one; empty: the pushed tokens begin a text."""
         self._decode = decode
         self._is_silent = is_silent
         self._context_ids: list[int] = []
         self._context = ""
-        """The text of `_context_ids`: whole characters, all of which have been returned."""
+        """The text of `_context_ids`: the prompt's last characters, or whole ones that have been returned."""
         self._pending_ids: list[int] = []
         self._num_sent = 0
         """Number of characters of the pending ids' text that have been returned."""
+        self._keep(self._last_character(prompt_ids), [])
 
     def push(self, token_id: int) -> str:
         """Take the next token and return the text that became certain with it, or "" when none did."""
@@ -57,11 +78,16 @@ class Detokenizer:
         self._keep([], [])
         return text
 
+    def _last_character(self, prompt_ids: Sequence[int]) -> list[int]:
+        """Return the fewest last tokens of a prompt whose text is whole. A context that begins inside a character would
+        spoil the byte tokens of the characters after it."""
+        audible = (token_id for token_id in reversed(prompt_ids) if not self._is_silent(token_id))
+        tail = list(islice(audible, _TAIL_TOKENS))[::-1]
+        tails = (tail[-length:] for length in range(1, len(tail) + 1))
+        return next((ids for ids in tails if _BROKEN not in self._decode(ids)), tail)
+
     def _pending_text(self) -> str:
-        text = self._decode(self._context_ids + self._pending_ids)
-        if text.startswith(self._context):
-            return text[len(self._context) :]
-        return self._decode(self._pending_ids)  # a broken run of byte tokens has changed text that was returned before
+        return text_after(self._decode, self._context_ids, self._context, self._pending_ids)
 
     def _send(self, fresh: str, end: int) -> str:
         start, self._num_sent = self._num_sent, max(self._num_sent, end)

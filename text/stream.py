@@ -13,15 +13,18 @@ from text.tokenizer import Tokenizer
 class TextStream:
     """Turns one stream's token ids into the text that its client may see. Owned by the stream's row in the engine."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: StopStrings) -> None:
-        """`stop` holds the strings that end the stream; they are not part of its text."""
-        self._detokenizer = tokenizer.detokenizer()
+    def __init__(self, tokenizer: Tokenizer, stop: StopStrings, prompt_ids: Sequence[int]) -> None:
+        """`stop` holds the strings that end the stream; they are not part of its text. `prompt_ids` are the tokens that
+        the stream continues."""
+        self._detokenizer = tokenizer.detokenizer(prompt_ids)
         self._checker = StopChecker(stop)
 
     @classmethod
-    def rebuild(cls, tokenizer: Tokenizer, stop: StopStrings, output_ids: Sequence[int]) -> Self:
+    def rebuild(
+        cls, tokenizer: Tokenizer, stop: StopStrings, prompt_ids: Sequence[int], output_ids: Sequence[int]
+    ) -> Self:
         """Return a stream in its state after `output_ids`, so that it continues as the original stream would have."""
-        stream = cls(tokenizer, stop)
+        stream = cls(tokenizer, stop, prompt_ids)
         for token_id in output_ids:
             stream.push(token_id)
         return stream

@@ -19,7 +19,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from baton.errors import InvalidArgumentError, ModelError
-from text.detokenizer import Detokenizer
+from text.detokenizer import Detokenizer, text_after
 from text.token_bounds import token_bound
 
 _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -146,9 +146,20 @@ class Tokenizer:
         """Return the text of token ids. Special tokens and unknown ids add no text; broken UTF-8 becomes U+FFFD."""
         return self._core.decode(ids, skip_special_tokens=True)
 
-    def detokenizer(self) -> Detokenizer:
-        """Return a new Detokenizer, which decodes the tokens of one stream incrementally."""
-        return Detokenizer(self.decode, self._is_silent)
+    def token_text(self, token_id: int) -> str:
+        """Return the text that one token has within a text, with the leading space that `decode` drops at the start of
+        a text. Special tokens and unknown ids have none; a part of a character is U+FFFD."""
+        return text_after(self.decode, *self._within, [token_id])
+
+    def detokenizer(self, prompt_ids: Sequence[int] = ()) -> Detokenizer:
+        """Return a new Detokenizer, which decodes the tokens of one stream, those after `prompt_ids`, incrementally."""
+        return Detokenizer(self.decode, self._is_silent, prompt_ids)
+
+    @cached_property
+    def _within(self) -> tuple[list[int], str]:
+        """Token ids of a letter, and their text: tokens after them are within a text."""
+        ids = self._encode("a", "text", add_special_tokens=False)
+        return ids, self.decode(ids)
 
     def _is_silent(self, token_id: int) -> bool:
         return token_id in self._special_ids or self._core.id_to_token(token_id) is None

@@ -123,5 +123,5 @@ class Console:
         yield line(ended(answers.outputs[0]), "end")
 
     def _token(self, event: TokenEvent) -> Object:
-        own_text = "" if event.token is None else self._reader.tokenizer.decode([event.token.token_id])
+        own_text = "" if event.token is None else self._reader.tokenizer.token_text(event.token.token_id)
         return token(event, own_text)

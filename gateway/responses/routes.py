@@ -54,7 +54,8 @@ class Responses:
         items = (*before, *named(items_of(body), {item.id for item in before}))
         asked = await read_body(request, partial(self._read, body, items))
         head = ResponseHead(f"resp_{uuid.uuid4().hex}", int(time.time()), asked.model, body)
-        events = ResponseEvents(head, asked.output, self._token_text, has_logprobs=asked.logprobs is not None)
+        token_text = self._reader.tokenizer.token_text
+        events = ResponseEvents(head, asked.output, token_text, has_logprobs=asked.logprobs is not None)
         request_id = request_id_of(request, "resp_")
         headers = {"x-request-id": request_id}
         keep = partial(self._keep, body, _owner(request), items)
@@ -119,9 +120,6 @@ class Responses:
         if body.store is not False:
             output = tuple(Item.model_validate(item) for item in response["output"])
             self._store.put(owner, response, (*items, *output))
-
-    def _token_text(self, token_id: int) -> str:
-        return self._reader.tokenizer.decode([token_id])
 
 
 async def _whole(events: ResponseEvents, answers: Answers, tokens: AsyncIterator[tuple[int, TokenEvent]]) -> Object:

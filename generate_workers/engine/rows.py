@@ -164,7 +164,7 @@ class Row:
         """Rows of the other choices, until they get a copy of this row's KV and a token of their own."""
         self._prompt = [SampledToken(request.prompt_ids[0])] if request.wants_prompt_scores and choice == 0 else []
         """Tokens of the prompt scored so far; empty when scores were not asked for."""
-        self._text = TextStream.rebuild(tokenizer, stream.stop, request.output_ids)
+        self._text = TextStream.rebuild(tokenizer, stream.stop, request.prompt_ids, request.output_ids)
         self._vocab_size = config.vocab_size
         self._max_tokens = min(self.capacity_tokens, config.max_position)
 

@@ -106,20 +106,22 @@ class Intake:
         """Return the text of token ids."""
         return self._tokenizer.decode(token_ids)
 
-    def end_of(self, output_ids: Sequence[int], params: SamplingParams) -> FinishReason | None:
+    def end_of(
+        self, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams
+    ) -> FinishReason | None:
         """Return why a choice with these output tokens is complete; None when more tokens may come."""
         if not output_ids:
             return None
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
         is_stop = output_ids[-1] in ends and len(output_ids) > params.min_tokens
-        if is_stop or self._has_stop_string(output_ids, params):
+        if is_stop or self._has_stop_string(prompt_ids, output_ids, params):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(output_ids) == params.max_tokens else None
 
-    def _has_stop_string(self, output_ids: Sequence[int], params: SamplingParams) -> bool:
+    def _has_stop_string(self, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams) -> bool:
         if not params.stop:
             return False
-        stream = TextStream(self._tokenizer, StopStrings(params.stop))
+        stream = TextStream(self._tokenizer, StopStrings(params.stop), prompt_ids)
         return any(stream.push(token_id).stopped for token_id in output_ids)
 
     def _check_bytes(self, field: str, num_bytes: int) -> None:

@@ -73,7 +73,7 @@ class RequestReader:
             prompt_ids=prompt_ids,
             params=params if is_seeded else replace(params, seed=secrets.randbits(64)),
             outputs=outputs,
-            ended=tuple(intake.end_of(output, params) for output in outputs),
+            ended=tuple(intake.end_of(prompt_ids, output, params) for output in outputs),
             deadline_s=end_s,
             echo=self._prompt_text(message, prompt_ids) if message.echo else "",
             priority=priority_from_proto(message.priority),

@@ -1,7 +1,9 @@
 """text.detokenizer: the texts of all pushes make what decoding everything at once makes."""
 
 import random
+from collections.abc import Sequence
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -13,8 +15,8 @@ BYTE_0 = 3
 """The sample sentencepiece vocabulary's token for byte 0."""
 
 
-def stream(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    detokenizer = tokenizer.detokenizer()
+def stream(tokenizer: Tokenizer, ids: list[int], prompt_ids: Sequence[int] = ()) -> list[str]:
+    detokenizer = tokenizer.detokenizer(prompt_ids)
     return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.flush()]
 
 
@@ -87,6 +89,30 @@ def test_sentencepiece_broken_runs_leave_the_words_between_alone(
         start = text.find(word.replace("\u2581", "").strip())
         assert start >= 0
         text = text[start + 1 :]
+
+
+@pytest.mark.parametrize("name", ["smollm", "sentencepiece"])
+@given(text=st.text(st.characters(codec="utf-8", exclude_characters="\ufffd")), place=st.integers(0, 300))
+@example(text="hello hello", place=2)
+@example(text="hello  a", place=3)
+@example(text="\U0001f308\u65e5\U0001f308 hello", place=8)
+def test_after_a_prompt_text_goes_on_as_the_whole_text_does(
+    request: pytest.FixtureRequest, name: str, text: str, place: int
+) -> None:
+    """The sentencepiece tokenizer drops a space at the start of a text, and spells characters by runs of bytes."""
+    tokenizer: Tokenizer = request.getfixturevalue(name)
+    ids = tokenizer.encode(text)
+    prompt_ids, output_ids = ids[:place], ids[place:]
+    prompt = tokenizer.decode(prompt_ids)
+    if not prompt.endswith("\ufffd"):
+        assert prompt + "".join(stream(tokenizer, output_ids, [*prompt_ids, 2])) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("token", "text"), [("\u2581hello", " hello"), ("hello", "hello"), ("</s>", ""), ("<0xE6>", "\ufffd")]
+)
+def test_a_token_s_text_is_that_within_a_text(sentencepiece: Tokenizer, token: str, text: str) -> None:
+    assert sentencepiece.token_text(sentencepiece_tokens().index(token)) == text
 
 
 def test_valid_characters_that_were_returned_stand_when_their_run_breaks(sentencepiece: Tokenizer) -> None:

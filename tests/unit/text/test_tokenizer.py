@@ -35,7 +35,8 @@ from text.tokenizer import Tokenizer
 gguf = Path(sys.argv[1])
 write_tokenizer(gguf, gguf.parent)
 tokenizer = Tokenizer.load(gguf.parent)
-stream = TextStream.rebuild(tokenizer, StopStrings(["x"]), tokenizer.encode_chat([{"role": "user", "content": "hi"}]))
+ids = tokenizer.encode_chat([{"role": "user", "content": "hi"}])
+stream = TextStream.rebuild(tokenizer, StopStrings(["x"]), ids, ids)
 stream.flush()
 sys.exit("torch was imported" if "torch" in sys.modules else 0)
 """

@@ -28,8 +28,10 @@ def make_row(
     capacity: int = 64,
     tokenizer: Tokenizer | None = None,
     config: ModelConfig = CONFIG,
+    *,
+    prompt: tuple[int, ...] = (1, 2, 3),
 ) -> Row:
-    request = GenerationRequest(RequestId("r"), (1, 2, 3), output, params)
+    request = GenerationRequest(RequestId("r"), prompt, output, params)
     [promise] = make_memory(max_slot_tokens=capacity).promise([SlotId(0)], request.num_tokens, capacity)
     seat = Seat(LeaseRef(SlotId(0), Stamp(1)), promise.row, None)
     stream = EngineStream(Ticket(1), request, lambda event: None, StopStrings(params.stop))
@@ -151,6 +153,21 @@ def test_a_split_character_survives_a_resume(tmp_path: Path, num_done: int) -> N
     row = make_row(SamplingParams(), output=token_ids[:num_done], tokenizer=tokenizer, config=config)
     assert "".join(whole) == "\N{GRINNING FACE}hello"
     assert texts(feed(row, token_ids[num_done:])) == whole[num_done:]
+
+
+@pytest.mark.parametrize("num_done", range(4))
+def test_the_first_token_goes_on_with_the_prompt_s_text(tmp_path: Path, num_done: int) -> None:
+    """A Llama 2 style tokenizer drops a space at the start of a text; the output is not one. A stop string is found in
+    the same text, by the first attempt and by those after it."""
+    tokenizer = Tokenizer.load(write_folder(tmp_path, sentencepiece_core()))
+    config = dataclasses.replace(CONFIG, vocab_size=len(sentencepiece_tokens()))
+    hello, a = map(sentencepiece_tokens().index, ("\u2581hello", "\u2581a"))
+    output = (hello, hello, a, hello)
+    params = SamplingParams(stop=(" hello a h",))
+    row = make_row(params, output[:num_done], tokenizer=tokenizer, config=config, prompt=(1, hello))
+    events = feed(row, output[num_done:])
+    assert (events[-1].finish, len(events)) == (FinishReason.STOP, 4 - num_done)
+    assert num_done or "".join(texts(events)) == " hello"
 
 
 def check(max_slot_tokens: int = 20, **fields: object) -> None:

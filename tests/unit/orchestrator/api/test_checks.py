@@ -95,4 +95,4 @@ def test_a_list_that_is_too_long_is_refused_by_its_length(intake: Intake) -> Non
 def test_a_stream_that_is_complete_is_recognised(
     intake: Intake, output_ids: tuple[int, ...], params: SamplingParams, end: FinishReason | None
 ) -> None:
-    assert intake.end_of(output_ids, params) is end
+    assert intake.end_of((1,), output_ids, params) is end
