@@ -12,6 +12,9 @@ from typing import Any, ClassVar
 
 from baton.results.completion import Choice, Completion, Usage
 from baton.types import FinishReason, SampledToken, TokenEvent
+from gateway.reading import Prompt
+from text.detokenizer import Detokenizer
+from text.tokenizer import Tokenizer
 
 Object = dict[str, Any]
 
@@ -33,10 +36,8 @@ class Head:
     model: str
     num_choices: int
     """Choices of each prompt."""
-    token_text: Callable[[int], str]
-    """Text of one token by its id."""
-    echoes: Sequence[str]
-    """Text with which the choices of each prompt begin."""
+    tokenizer: Tokenizer
+    prompts: Sequence[Prompt]
     has_logprobs: bool = False
 
     def number(self, prompt: int, choice: int) -> int:
@@ -54,8 +55,8 @@ class Writer(ABC):
 
     def __init__(self, head: Head) -> None:
         self.head = head
-        self._offsets: dict[int, int] = {}
-        """Characters of each choice's text so far."""
+        self._begun: set[int] = set()
+        """Numbers of the choices that have a chunk."""
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         """Bytes before and after the text in each choice's lines, which differ in their text alone."""
 
@@ -73,26 +74,24 @@ class Writer(ABC):
         """Return the chunks for one event of a prompt's stream, as server-sent events."""
         number = self.head.number(prompt, event.choice)
         has_text_alone = event.text and event.finish is None and not self.head.has_logprobs
-        if number not in self._offsets or not has_text_alone:
+        if number not in self._begun or not has_text_alone:
             return b"".join(map(line, self.chunks(prompt, event)))
         if number not in self._frames:
             self._frames[number] = _frame(self._chunk(self._delta(number, _TEXT, None, None)))
         before, after = self._frames[number]
-        self._offsets[number] += len(event.text)
         return before + _ENCODER.encode(event.text).encode() + after
 
     def chunks(self, prompt: int, event: TokenEvent) -> Iterator[Object]:
         """Yield the chunks for one event of a prompt's stream."""
         number = self.head.number(prompt, event.choice)
-        if number not in self._offsets:
-            self._offsets[number] = 0
+        if number not in self._begun:
+            self._begun.add(number)
             if (first := self._first(prompt, number)) is not None:
                 yield self._chunk(first)
         finish = FINISHES.get(event.finish)
-        logprobs = self._logprobs(number, event)
+        logprobs = self._logprobs(prompt, event)
         if event.text or logprobs is not None or finish is not None:
             yield self._chunk(self._delta(number, event.text, logprobs, finish))
-        self._offsets[number] += len(event.text)
 
     def usage_chunk(self, found: Sequence[Usage]) -> Object:
         """Return the chunk before the end, which has no choice."""
@@ -115,8 +114,8 @@ class Writer(ABC):
     def _delta(self, number: int, text: str, logprobs: Object | None, finish: str | None) -> Object: ...
 
     @abstractmethod
-    def _logprobs(self, number: int, event: TokenEvent) -> Object | None:
-        """Return the logprobs of the event's token, if they are asked for."""
+    def _logprobs(self, prompt: int, event: TokenEvent) -> Object | None:
+        """Return the logprobs that an event of a prompt's stream brings, if they are asked for."""
 
 
 class Chats(Writer):
@@ -141,13 +140,13 @@ class Chats(Writer):
         delta = {"content": text} if text or logprobs is not None else {}
         return {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
-    def _logprobs(self, number: int, event: TokenEvent) -> Object | None:
+    def _logprobs(self, prompt: int, event: TokenEvent) -> Object | None:
         return None if event.token is None else self._scored((event.token,))
 
     def _scored(self, tokens: Sequence[SampledToken]) -> Object | None:
         if not self.head.has_logprobs:
             return None
-        return {"content": [scored_token(each, self.head.token_text) for each in tokens], "refusal": None}
+        return {"content": [scored_token(each, self.head.tokenizer.token_text) for each in tokens], "refusal": None}
 
 
 @dataclass
@@ -160,50 +159,84 @@ class _Scores:
     text_offset: list[int] = field(default_factory=list)
 
 
+class _Offsets:
+    """Offsets at which consecutive tokens begin in a text, in characters."""
+
+    def __init__(self, detokenizer: Detokenizer, start: int) -> None:
+        """`start` is the offset of the first token."""
+        self._detokenizer = detokenizer
+        self._next = start
+
+    def take(self, token_id: int) -> int:
+        """Return the offset of the next token. Each part of a split character has the character's."""
+        offset = self._next
+        self._next += len(self._detokenizer.push(token_id))
+        return offset
+
+
 class Completions(Writer):
     """Writes the answer to a completion."""
 
     name = "text_completion"
     chunk_name = "text_completion"
 
+    def __init__(self, head: Head) -> None:
+        super().__init__(head)
+        self._offsets: dict[int, _Offsets] = {}
+        """Offsets of the output tokens of each choice that has logprobs."""
+        self._scored: dict[int, Sequence[SampledToken]] = {}
+        """Tokens of each prompt with their logprobs, which the stream brings once, for all choices."""
+
     def _whole_choice(self, prompt: int, completion: Completion, choice: Choice) -> Object:
-        echo = self._echo(prompt)
-        tokens = (*completion.prompt, *choice.tokens)
-        return self._delta(
-            self.head.number(prompt, choice.index),
-            echo + choice.text,
-            self._scores(tokens, 0 if completion.prompt else len(echo)),
-            FINISHES.get(choice.finish),
-        )
+        number = self.head.number(prompt, choice.index)
+        self._scored[prompt] = completion.prompt
+        text = self.head.prompts[prompt].echo + choice.text
+        return self._delta(number, text, self._scores(prompt, number, choice.tokens), FINISHES.get(choice.finish))
 
     def _first(self, prompt: int, number: int) -> Object | None:
-        echo = self._echo(prompt)
-        self._offsets[number] = len(echo)
+        echo = self.head.prompts[prompt].echo
         return self._delta(number, echo, None, None) if echo else None
 
     def _delta(self, number: int, text: str, logprobs: Object | None, finish: str | None) -> Object:
         return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
-    def _logprobs(self, number: int, event: TokenEvent) -> Object | None:
-        tokens = (*event.prompt, *(() if event.token is None else (event.token,)))
-        return self._scores(tokens, 0 if event.prompt else self._offsets[number]) if tokens else None
+    def _logprobs(self, prompt: int, event: TokenEvent) -> Object | None:
+        if event.prompt:
+            self._scored[prompt] = event.prompt
+        tokens = () if event.token is None else (event.token,)
+        scores = self._scores(prompt, self.head.number(prompt, event.choice), tokens)
+        return scores if scores and scores["tokens"] else None
 
-    def _echo(self, prompt: int) -> str:
-        return self.head.echoes[prompt]
-
-    def _scores(self, tokens: Sequence[SampledToken], offset: int) -> Object | None:
+    def _scores(self, prompt: int, number: int, tokens: Sequence[SampledToken]) -> Object | None:
+        """Return the logprobs of a choice's next tokens, after those of its prompt at the choice's first."""
         if not self.head.has_logprobs:
             return None
         scores = _Scores()
+        if number not in self._offsets:
+            given = self.head.prompts[prompt]
+            self._add(scores, self._scored.get(prompt, ()), _Offsets(self.head.tokenizer.detokenizer(), 0))
+            self._offsets[number] = _Offsets(self.head.tokenizer.detokenizer(given.token_ids), len(given.echo))
+        self._add(scores, tokens, self._offsets[number])
+        return vars(scores)
+
+    def _add(self, scores: _Scores, tokens: Sequence[SampledToken], offsets: _Offsets) -> None:
         for token in tokens:
-            text = self.head.token_text(token.token_id)
+            text = self.head.tokenizer.token_text(token.token_id)
             scores.tokens.append(text)
             scores.token_logprobs.append(token.logprob)
-            top = {self.head.token_text(each.token_id): each.logprob for each in token.top}
-            scores.top_logprobs.append(top or None)
-            scores.text_offset.append(offset)
-            offset += len(text)
-        return vars(scores)
+            scores.top_logprobs.append(self._top(token, text))
+            scores.text_offset.append(offsets.take(token.token_id))
+
+    def _top(self, token: SampledToken, text: str) -> dict[str, float] | None:
+        """Return the logprobs of the most likely tokens, and of the token itself, by their texts: of tokens that have
+        one text, the logprob of the most likely. The first token of a prompt has none."""
+        if token.logprob is None:
+            return None
+        top: dict[str, float] = {}
+        for each in token.top:
+            top.setdefault(self.head.tokenizer.token_text(each.token_id), each.logprob)
+        top.setdefault(text, token.logprob)
+        return top
 
 
 def scored_token(token: SampledToken, text_of: Callable[[int], str]) -> Object:

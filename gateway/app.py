@@ -144,8 +144,8 @@ class Gateway:
             int(time.time()),
             asked.model,
             asked.num_choices,
-            self._reader.tokenizer.token_text,
-            tuple(prompt.echo for prompt in asked.prompts),
+            self._reader.tokenizer,
+            asked.prompts,
             has_logprobs=asked.logprobs is not None,
         )
         writer = writes(head, asked)

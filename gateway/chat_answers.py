@@ -29,7 +29,7 @@ class ParsedChats(Chats):
         number = self.head.number(prompt, event.choice)
         if number not in self._parsers:
             yield self._chunk(self._first(prompt, number))
-        logprobs = self._logprobs(number, event)
+        logprobs = self._logprobs(prompt, event)
         for piece in self._take(number, event):
             yield self._chunk(_choice(number, _delta_of(piece), logprobs))
             logprobs = None

@@ -2,20 +2,29 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 
-from baton.types import FinishReason, SampledToken, TokenEvent
+from baton.results.completion import Choice, Completion
+from baton.types import FinishReason, SampledToken, TokenEvent, TokenLogprob
 from gateway.answers import Chats, Completions, Head, Object, Writer
 from gateway.chat_answers import ParsedChats
 from gateway.parsing.output import OutputRules
+from gateway.reading import Prompt
+from tests.support.models.tiny_tokenizer import ids_of, letter_tokenizer
+from tests.support.models.tokenizers import sentencepiece_core, sentencepiece_tokens, write_folder
+from text.stop_strings import StopStrings
+from text.stream import TextStream
+from text.tokenizer import Tokenizer
 
 TEXTS = ("Once", "", ' "quoted" \\ and\n', "\u00e9\u4e16\U0001f600", "\u2028\x00", "text")
 
 
 def head(echo: str = "", *, has_logprobs: bool = False) -> Head:
     """The head of an answer to two prompts, whose client named it by what frames are cut at."""
-    return Head('cmpl-"text"', 1, 'a "text" model', 2, lambda token_id: f"<{token_id}>", (echo, echo), has_logprobs)
+    prompts = (Prompt((1, 2), echo), Prompt((3,), echo))
+    return Head('cmpl-"text"', 1, 'a "text" model', 2, letter_tokenizer(), prompts, has_logprobs)
 
 
 def events() -> Sequence[tuple[int, TokenEvent]]:
@@ -48,3 +57,77 @@ def test_lines_of_parsed_chats_are_the_chunks() -> None:
     by_lines, by_chunks = (ParsedChats(head(), OutputRules()) for _ in range(2))
     for prompt, event in events():
         assert by_lines.lines(prompt, event) == as_lines(by_chunks.chunks(prompt, event))
+
+
+@pytest.fixture(scope="module")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_folder(tmp_path_factory.mktemp("sentencepiece"), sentencepiece_core()))
+
+
+def bytes_of(char: str) -> list[int]:
+    return [sentencepiece_tokens().index(f"<0x{byte:02X}>") for byte in char.encode()]
+
+
+def scored(token_ids: Sequence[int]) -> tuple[SampledToken, ...]:
+    return tuple(SampledToken(token_id, -0.5 - place) for place, token_id in enumerate(token_ids))
+
+
+def streamed(head: Head, prompt: tuple[SampledToken, ...], tokens: Sequence[SampledToken], stop: str) -> list[Object]:
+    """The logprobs and text of each choice of a stream whose choices have the same tokens, by turns."""
+    writer, found = Completions(head), [{"text": "", "logprobs": {}} for _ in range(head.num_choices)]
+    text = TextStream(head.tokenizer, StopStrings([stop] if stop else []), head.prompts[0].token_ids)
+    for index, token in enumerate(tokens):
+        pushed = text.push(token.token_id).text
+        for choice in range(head.num_choices):
+            event = TokenEvent(index, token, pushed, 0, choice=choice, prompt=() if index or choice else prompt)
+            for chunk in writer.chunks(0, event):
+                (part,) = chunk["choices"]
+                gathered: Any = found[part["index"]]
+                gathered["text"] += part["text"]
+                for name, values in (part["logprobs"] or {}).items():
+                    gathered["logprobs"].setdefault(name, []).extend(values)
+    return found
+
+
+LETTERS = "ABCDEFGHIJKLMNOPQRS"
+
+
+@pytest.mark.parametrize("has_echo", [False, True])
+def test_a_stream_s_logprobs_are_those_of_the_whole_answer(sentencepiece: Tokenizer, has_echo: bool) -> None:
+    """Each choice has its prompt's logprobs, whose event is the first choice's; offsets count characters of the
+    tokens' text, also where characters have several tokens, and where text is held back for a stop string."""
+    hello, a, b, c = map(sentencepiece_tokens().index, ("\u2581hello", "a", "b", "c"))
+    split = [a, *bytes_of("\U0001f600"), b, *bytes_of("\u65e5"), c, hello]
+    for tokenizer, prompt_ids, echo, output_ids, offsets in (
+        (sentencepiece, (1, hello), "hello", split, [0, 1, 1, 1, 1, 2, 3, 3, 3, 4, 5]),
+        (letter_tokenizer(), ids_of("Answer."), "Answer.", ids_of(LETTERS), list(range(len(LETTERS)))),
+    ):
+        prompt = scored(prompt_ids) if has_echo else ()
+        head = Head("id", 1, "m", 2, tokenizer, (Prompt(prompt_ids, echo if has_echo else ""),), has_logprobs=True)
+        tokens = scored(output_ids)
+        found = streamed(head, prompt, tokens, "CDEFGHIJKX")
+        choices = tuple(Choice(index, tokenizer.decode(output_ids), tokens, None) for index in range(2))
+        whole = Completions(head).whole([Completion("id", choices, prompt, "m", 1, True, 2, None, None, 0)])
+        assert found == [{name: each[name] for name in ("text", "logprobs")} for each in whole["choices"]]
+        start = len(prompt) and len(echo)
+        assert found[1]["logprobs"]["text_offset"][len(prompt) :] == [start + each for each in offsets]
+
+
+@pytest.mark.parametrize(
+    ("sampled", "top", "expected"),
+    [
+        (("b", -3.0), (("a", -0.5), ("c", -1.0)), {"a": -0.5, "c": -1.0, "b": -3.0}),
+        (("a", -0.5), (("a", -0.5), ("c", -1.0)), {"a": -0.5, "c": -1.0}),
+        (("<0xE6>", -0.4), (("<0xE6>", -0.4), ("a", -1.0), ("<0x97>", -5.8)), {"\ufffd": -0.4, "a": -1.0}),
+        (("b", -3.0), (), {"b": -3.0}),
+    ],
+)
+def test_the_sampled_token_and_the_likeliest_of_equal_texts_are_told(
+    sentencepiece: Tokenizer, sampled: tuple[str, float], top: Any, expected: dict[str, float]
+) -> None:
+    index = sentencepiece_tokens().index
+    likeliest = tuple(TokenLogprob(index(token), logprob) for token, logprob in top)
+    event = TokenEvent(0, SampledToken(index(sampled[0]), sampled[1], likeliest), "", 0)
+    writer = Completions(Head("id", 1, "m", 1, sentencepiece, (Prompt((1,)),), has_logprobs=True))
+    (chunk,) = writer.chunks(0, event)
+    assert chunk["choices"][0]["logprobs"]["top_logprobs"] == [expected]
