@@ -54,6 +54,8 @@ class Asked:
     """How many most likely tokens are reported with each token; None: no logprobs."""
     output: OutputRules = PLAIN
     """How the output is read."""
+    has_output: bool = True
+    """False: the answer is the prompt alone, and the one token that the server makes is left out."""
 
 
 class Reader:
@@ -77,7 +79,10 @@ class Reader:
             options["max_tokens"] = body.max_tokens
         if body.echo and body.logprobs is not None:
             options["prompt_logprobs"] = body.logprobs
-        return self._asked(body, prompts, options, body.logprobs)
+        has_output = not (body.echo and body.max_tokens == 0)
+        if not has_output:
+            options["max_tokens"] = 1
+        return replace(self._asked(body, prompts, options, body.logprobs), has_output=has_output)
 
     def chat(self, body: ChatBody) -> Asked:
         """Return what a chat asks for. Raises InvalidArgumentError for what is not supported, or wrong, and

@@ -115,6 +115,35 @@ async def test_logprobs_are_those_of_batons_client(tokenizer: Tokenizer) -> None
 
 
 @pytest.mark.parametrize("streamed", [False, True])
+async def test_a_prompt_is_scored_without_output(streamed: bool, tokenizer: Tokenizer) -> None:
+    """The letters' first output token may be anything, an end included."""
+    async with served(tokenizer) as (http, direct, name):
+        asked: dict[str, Any] = {"model": name, "prompt": [PROMPT, "The sea"], "max_tokens": 0, "n": 2, "logprobs": 1}
+        scored = [await direct.generate(each, max_tokens=1, prompt_logprobs=1).collect() for each in asked["prompt"]]
+        found: list[Any] = [{"text": "", "logprobs": [], "finish": None} for _ in range(4)]
+        if streamed:
+            more: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+            chunks = [each async for each in await http.openai.completions.create(**asked, **more, echo=True)]
+        else:
+            chunks = [await http.openai.completions.create(**asked, echo=True)]
+        for choice in (each for chunk in chunks for each in chunk.choices):
+            part = found[choice.index]
+            part["text"] += choice.text
+            part["logprobs"] += choice.logprobs.token_logprobs if choice.logprobs else []
+            part["finish"] = choice.finish_reason or part["finish"]
+        expected = [
+            {"text": prompt, "logprobs": [each.logprob for each in one.prompt], "finish": "length"}
+            for prompt, one in zip(asked["prompt"], scored, strict=True)
+            for _ in range(2)
+        ]
+        assert found == expected
+        usage = chunks[-1].usage
+        assert usage is not None and usage.completion_tokens == 0
+        with pytest.raises(openai.BadRequestError, match="max_tokens"):
+            await http.openai.completions.create(**asked)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
 async def test_several_prompts_are_answered_in_their_order(streamed: bool, tokenizer: Tokenizer) -> None:
     async with served(tokenizer) as (http, direct, name):
         prompts = [PROMPT, "The sea"]
