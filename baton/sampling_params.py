@@ -48,7 +48,8 @@ class SamplingParams:
     max_tokens: int = 256
     """Output tokens, at most (>= 1)."""
     min_tokens: int = 0
-    """Output tokens before which neither an end-of-sequence token nor a stop token id may be sampled."""
+    """Output tokens before which neither an end-of-sequence token nor a stop token id may be sampled, and in whose text
+    no stop string ends the stream."""
     temperature: float = 0.0
     """Number that logits are divided by before sampling (<= 100); 0 is greedy."""
     top_k: int = 0
@@ -68,9 +69,11 @@ class SamplingParams:
     seed: int = 0
     """Unsigned 64 bits. The sampling noise is a function of (seed, output position, token id) alone."""
     stop: tuple[str, ...] = ()
-    """Strings that end the stream; they are not part of its text. At most 16, each of 1 to 1,024 characters."""
+    """Strings that end the stream. At most 16, each of 1 to 1,024 characters."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the stream, besides the model's end-of-sequence tokens. At most 1,024, each named once."""
+    include_stop_str_in_output: bool = False
+    """Whether the stop string, or the stop token's text, that ends the stream is part of its text."""
     ignore_eos: bool = False
     """Whether to go on past the model's end-of-sequence tokens."""
     logprobs: int | None = None
@@ -158,6 +161,7 @@ class SamplingOptions(TypedDict, total=False):
     seed: int
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
+    include_stop_str_in_output: bool
     ignore_eos: bool
     logprobs: int | None
     prompt_logprobs: int | None

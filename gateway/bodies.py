@@ -94,6 +94,7 @@ class SamplingBody(BaseModel):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     response_format: dict[str, Any] | None = None
     """Form of the output: text, json_object, or json_schema with its schema."""

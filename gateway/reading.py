@@ -21,7 +21,7 @@ from text.tokenizer import Tokenizer
 
 _OPTIONS = (
     "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "min_p", "repetition_penalty",
-    "min_tokens", "stop", "stop_token_ids", "ignore_eos",
+    "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
 )  # fmt: skip
 """Fields that bodies and sampling options name and mean alike."""
 

@@ -1,4 +1,4 @@
-"""Cuts a stream's text where its first stop string is complete.
+"""Cuts a stream's text where its first stop string is complete: before it, or after it where the request includes it.
 
 Used by `text.stream`, after the detokenizer, in the process that samples the tokens, so that generation stops at the
 token that completes a stop string.
@@ -11,6 +11,9 @@ costs amortized constant time per stop string, and the longest partial match is 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
+
+from baton.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -24,15 +27,24 @@ class StopResult:
 class StopStrings:
     """Stop strings with their matching tables. Immutable: all choices of a request share one object, in any thread."""
 
-    def __init__(self, stop: Sequence[str]) -> None:
-        """`stop` holds non-empty strings. Building the tables takes 2 ms for a request's longest list."""
+    def __init__(self, stop: Sequence[str], min_tokens: int = 0, *, is_included: bool = False) -> None:
+        """`stop` holds non-empty strings. Building the tables takes 2 ms for a request's longest list. One that is
+        complete within the text of the first `min_tokens` tokens ends nothing. `is_included`: the text ends after the
+        stop string, not before it, and no text is held back."""
         assert all(stop), "empty stop string"
+        self.min_tokens = min_tokens
+        self.is_included = is_included
         self.tables = tuple((pattern, _borders(pattern)) for pattern in dict.fromkeys(stop))
         """Pairs of a distinct stop string and, for each of its prefixes, the length of that prefix's longest border."""
 
+    @classmethod
+    def of(cls, params: SamplingParams) -> Self:
+        """Return the stop strings of a request."""
+        return cls(params.stop, params.min_tokens, is_included=params.include_stop_str_in_output)
+
 
 class _Matcher:
-    """Tracks the longest prefix of `pattern` with which the text fed so far ends; it has `length` characters."""
+    """Tracks the longest proper prefix of `pattern` with which the text fed so far ends; it has `length` characters."""
 
     def __init__(self, pattern: str, borders: Sequence[int]) -> None:
         self.pattern = pattern
@@ -40,12 +52,15 @@ class _Matcher:
         self._borders = borders
 
     def feed(self, char: str) -> bool:
-        """Take one character; return whether the whole pattern ends here. Not to be called after True."""
+        """Take one character; return whether the whole pattern ends here."""
         while self.length and self.pattern[self.length] != char:
             self.length = self._borders[self.length - 1]
         if self.pattern[self.length] == char:
             self.length += 1
-        return self.length == len(self.pattern)
+        if self.length < len(self.pattern):
+            return False
+        self.length = self._borders[-1]
+        return True
 
 
 def _borders(pattern: str) -> tuple[int, ...]:
@@ -67,11 +82,13 @@ class StopChecker:
     def __init__(self, stop: StopStrings) -> None:
         """`stop` holds the stream's stop strings. With none, no text is ever held back."""
         self._matchers = [_Matcher(pattern, borders) for pattern, borders in stop.tables]
+        self._is_included = stop.is_included
         self._held = ""
         self._stopped = False
 
-    def push(self, text: str) -> StopResult:
-        """Take the next text and return what may be shown of it. After the stop, all text is dropped."""
+    def push(self, text: str, *, may_stop: bool = True) -> StopResult:
+        """Take the next text and return what may be shown of it. After the stop, all text is dropped. Without
+        `may_stop`, a stop string that this text completes is text like any other."""
         if self._stopped:
             return StopResult("", True)
         if not self._matchers:
@@ -79,10 +96,11 @@ class StopChecker:
         buffer = self._held + text
         for end, char in enumerate(text, start=len(self._held) + 1):
             ending = [len(matcher.pattern) for matcher in self._matchers if matcher.feed(char)]
-            if ending:
+            if ending and may_stop:
                 self._stopped, self._held = True, ""
-                return StopResult(buffer[: end - max(ending)], True)
-        num_certain = len(buffer) - max(matcher.length for matcher in self._matchers)
+                return StopResult(buffer[: end if self._is_included else end - max(ending)], True)
+        num_held = 0 if self._is_included else max(matcher.length for matcher in self._matchers)
+        num_certain = len(buffer) - num_held
         self._held = buffer[num_certain:]
         return StopResult(buffer[:num_certain], False)
 

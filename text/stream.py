@@ -14,10 +14,11 @@ class TextStream:
     """Turns one stream's token ids into the text that its client may see. Owned by the stream's row in the engine."""
 
     def __init__(self, tokenizer: Tokenizer, stop: StopStrings, prompt_ids: Sequence[int]) -> None:
-        """`stop` holds the strings that end the stream; they are not part of its text. `prompt_ids` are the tokens that
-        the stream continues."""
+        """`stop` holds the strings that end the stream. `prompt_ids` are the tokens that the stream continues."""
         self._detokenizer = tokenizer.detokenizer(prompt_ids)
         self._checker = StopChecker(stop)
+        self._num_tokens = 0
+        self._min_tokens = stop.min_tokens
 
     @classmethod
     def rebuild(
@@ -31,8 +32,12 @@ class TextStream:
 
     def push(self, token_id: int) -> StopResult:
         """Take the next token; return the text that became certain, and whether a stop string is complete."""
-        return self._checker.push(self._detokenizer.push(token_id))
+        self._num_tokens += 1
+        return self._check(self._detokenizer.push(token_id))
 
     def flush(self) -> str:
         """Return the text held back, at the end of the stream; "" if a stop string ended it. To be called once."""
-        return self._checker.push(self._detokenizer.flush()).text + self._checker.flush()
+        return self._check(self._detokenizer.flush()).text + self._checker.flush()
+
+    def _check(self, text: str) -> StopResult:
+        return self._checker.push(text, may_stop=self._num_tokens > self._min_tokens)

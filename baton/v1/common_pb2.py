@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/common.proto\x12\x08\x62\x61ton.v1\"(\n\nTokenRange\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\"\xf8\x04\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x12\n\x05top_p\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x01\x12;\n\nlogit_bias\x18\n \x03(\x0b\x32\'.baton.v1.SamplingParams.LogitBiasEntry\x12\x0c\n\x04seed\x18\x0b \x01(\x06\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x02\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\rH\x03\x88\x01\x01\x12\x0e\n\x01n\x18\x11 \x01(\rH\x04\x88\x01\x01\x12\x17\n\nnum_drafts\x18\x12 \x01(\rH\x05\x88\x01\x01\x12\x35\n\x11structured_output\x18\x13 \x01(\x0b\x32\x1a.baton.v1.StructuredOutput\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x04\n\x02_nB\r\n\x0b_num_drafts\"\xa5\x01\n\x10StructuredOutput\x12\x0e\n\x04json\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x04 \x01(\tH\x00\x12&\n\x06\x63hoice\x18\x05 \x01(\x0b\x32\x14.baton.v1.TextChoiceH\x00\x12\x16\n\x0e\x63ompiled_bytes\x18\x06 \x01(\x03\x42\x06\n\x04\x66orm\"\x1b\n\nTextChoice\x12\r\n\x05texts\x18\x01 \x03(\t\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"g\n\x0cSampledToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12#\n\x03top\x18\x03 \x03(\x0b\x32\x16.baton.v1.TokenLogprobB\n\n\x08_logprob\"]\n\x07History\x12\x12\n\nprompt_ids\x18\x01 \x03(\r\x12\x12\n\noutput_ids\x18\x02 \x03(\r\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.baton.v1.SamplingParams\"\x1b\n\x06Output\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\'\n\x08LeaseRef\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\r\n\x05stamp\x18\x02 \x01(\x06\"\x9e\x01\n\x05Lease\x12\x1f\n\x03ref\x18\x01 \x01(\x0b\x32\x12.baton.v1.LeaseRef\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x10\n\x08\x65ndpoint\x18\x05 \x01(\t\x12\r\n\x05ttl_s\x18\x06 \x01(\x01\x12\x1a\n\x12num_present_tokens\x18\x07 \x01(\r\"l\n\x0cKernelChoice\x12\x11\n\tprocessor\x18\x01 \x01(\t\x12\x11\n\tattention\x18\x02 \x01(\t\x12\x0e\n\x06panels\x18\x03 \x01(\t\x12\x17\n\ntorch_rows\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_torch_rows\"\x95\x02\n\x11PrefixStoreStatus\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x13\n\x0blimit_bytes\x18\x04 \x01(\x04\x12\x16\n\x0enum_bytes_read\x18\x05 \x01(\x04\x12\x18\n\x10num_bytes_stored\x18\x06 \x01(\x04\x12\x1b\n\x13num_disk_bytes_read\x18\x07 \x01(\x04\x12\x19\n\x11num_bytes_fetched\x18\x08 \x01(\x04\x12\x16\n\x0enum_bytes_sent\x18\t \x01(\x04\x12\x16\n\x0enum_disk_bytes\x18\n \x01(\x04\x12\x18\n\x10limit_disk_bytes\x18\x0b \x01(\x04\"\x19\n\x17ListPrefixBlocksRequest\"\'\n\x15ListPrefixBlocksReply\x12\x0e\n\x06\x62locks\x18\x01 \x03(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/common.proto\x12\x08\x62\x61ton.v1\"(\n\nTokenRange\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\"\x9c\x05\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x12\n\x05top_p\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x01H\x01\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x01\x12;\n\nlogit_bias\x18\n \x03(\x0b\x32\'.baton.v1.SamplingParams.LogitBiasEntry\x12\x0c\n\x04seed\x18\x0b \x01(\x06\x12\x0c\n\x04stop\x18\x0c \x03(\t\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x02\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\rH\x03\x88\x01\x01\x12\x0e\n\x01n\x18\x11 \x01(\rH\x04\x88\x01\x01\x12\x17\n\nnum_drafts\x18\x12 \x01(\rH\x05\x88\x01\x01\x12\x35\n\x11structured_output\x18\x13 \x01(\x0b\x32\x1a.baton.v1.StructuredOutput\x12\"\n\x1ainclude_stop_str_in_output\x18\x14 \x01(\x08\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x04\n\x02_nB\r\n\x0b_num_drafts\"\xa5\x01\n\x10StructuredOutput\x12\x0e\n\x04json\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x02 \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x04 \x01(\tH\x00\x12&\n\x06\x63hoice\x18\x05 \x01(\x0b\x32\x14.baton.v1.TextChoiceH\x00\x12\x16\n\x0e\x63ompiled_bytes\x18\x06 \x01(\x03\x42\x06\n\x04\x66orm\"\x1b\n\nTextChoice\x12\r\n\x05texts\x18\x01 \x03(\t\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"g\n\x0cSampledToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12#\n\x03top\x18\x03 \x03(\x0b\x32\x16.baton.v1.TokenLogprobB\n\n\x08_logprob\"]\n\x07History\x12\x12\n\nprompt_ids\x18\x01 \x03(\r\x12\x12\n\noutput_ids\x18\x02 \x03(\r\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.baton.v1.SamplingParams\"\x1b\n\x06Output\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\'\n\x08LeaseRef\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\r\n\x05stamp\x18\x02 \x01(\x06\"\x9e\x01\n\x05Lease\x12\x1f\n\x03ref\x18\x01 \x01(\x0b\x32\x12.baton.v1.LeaseRef\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x10\n\x08\x65ndpoint\x18\x05 \x01(\t\x12\r\n\x05ttl_s\x18\x06 \x01(\x01\x12\x1a\n\x12num_present_tokens\x18\x07 \x01(\r\"l\n\x0cKernelChoice\x12\x11\n\tprocessor\x18\x01 \x01(\t\x12\x11\n\tattention\x18\x02 \x01(\t\x12\x0e\n\x06panels\x18\x03 \x01(\t\x12\x17\n\ntorch_rows\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_torch_rows\"\x95\x02\n\x11PrefixStoreStatus\x12\x10\n\x08identity\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x13\n\x0blimit_bytes\x18\x04 \x01(\x04\x12\x16\n\x0enum_bytes_read\x18\x05 \x01(\x04\x12\x18\n\x10num_bytes_stored\x18\x06 \x01(\x04\x12\x1b\n\x13num_disk_bytes_read\x18\x07 \x01(\x04\x12\x19\n\x11num_bytes_fetched\x18\x08 \x01(\x04\x12\x16\n\x0enum_bytes_sent\x18\t \x01(\x04\x12\x16\n\x0enum_disk_bytes\x18\n \x01(\x04\x12\x18\n\x10limit_disk_bytes\x18\x0b \x01(\x04\"\x19\n\x17ListPrefixBlocksRequest\"\'\n\x15ListPrefixBlocksReply\x12\x0e\n\x06\x62locks\x18\x01 \x03(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,31 +36,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENRANGE']._serialized_start=35
   _globals['_TOKENRANGE']._serialized_end=75
   _globals['_SAMPLINGPARAMS']._serialized_start=78
-  _globals['_SAMPLINGPARAMS']._serialized_end=710
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=575
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=623
-  _globals['_STRUCTUREDOUTPUT']._serialized_start=713
-  _globals['_STRUCTUREDOUTPUT']._serialized_end=878
-  _globals['_TEXTCHOICE']._serialized_start=880
-  _globals['_TEXTCHOICE']._serialized_end=907
-  _globals['_TOKENLOGPROB']._serialized_start=909
-  _globals['_TOKENLOGPROB']._serialized_end=958
-  _globals['_SAMPLEDTOKEN']._serialized_start=960
-  _globals['_SAMPLEDTOKEN']._serialized_end=1063
-  _globals['_HISTORY']._serialized_start=1065
-  _globals['_HISTORY']._serialized_end=1158
-  _globals['_OUTPUT']._serialized_start=1160
-  _globals['_OUTPUT']._serialized_end=1187
-  _globals['_LEASEREF']._serialized_start=1189
-  _globals['_LEASEREF']._serialized_end=1228
-  _globals['_LEASE']._serialized_start=1231
-  _globals['_LEASE']._serialized_end=1389
-  _globals['_KERNELCHOICE']._serialized_start=1391
-  _globals['_KERNELCHOICE']._serialized_end=1499
-  _globals['_PREFIXSTORESTATUS']._serialized_start=1502
-  _globals['_PREFIXSTORESTATUS']._serialized_end=1779
-  _globals['_LISTPREFIXBLOCKSREQUEST']._serialized_start=1781
-  _globals['_LISTPREFIXBLOCKSREQUEST']._serialized_end=1806
-  _globals['_LISTPREFIXBLOCKSREPLY']._serialized_start=1808
-  _globals['_LISTPREFIXBLOCKSREPLY']._serialized_end=1847
+  _globals['_SAMPLINGPARAMS']._serialized_end=746
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=611
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=659
+  _globals['_STRUCTUREDOUTPUT']._serialized_start=749
+  _globals['_STRUCTUREDOUTPUT']._serialized_end=914
+  _globals['_TEXTCHOICE']._serialized_start=916
+  _globals['_TEXTCHOICE']._serialized_end=943
+  _globals['_TOKENLOGPROB']._serialized_start=945
+  _globals['_TOKENLOGPROB']._serialized_end=994
+  _globals['_SAMPLEDTOKEN']._serialized_start=996
+  _globals['_SAMPLEDTOKEN']._serialized_end=1099
+  _globals['_HISTORY']._serialized_start=1101
+  _globals['_HISTORY']._serialized_end=1194
+  _globals['_OUTPUT']._serialized_start=1196
+  _globals['_OUTPUT']._serialized_end=1223
+  _globals['_LEASEREF']._serialized_start=1225
+  _globals['_LEASEREF']._serialized_end=1264
+  _globals['_LEASE']._serialized_start=1267
+  _globals['_LEASE']._serialized_end=1425
+  _globals['_KERNELCHOICE']._serialized_start=1427
+  _globals['_KERNELCHOICE']._serialized_end=1535
+  _globals['_PREFIXSTORESTATUS']._serialized_start=1538
+  _globals['_PREFIXSTORESTATUS']._serialized_end=1815
+  _globals['_LISTPREFIXBLOCKSREQUEST']._serialized_start=1817
+  _globals['_LISTPREFIXBLOCKSREQUEST']._serialized_end=1842
+  _globals['_LISTPREFIXBLOCKSREPLY']._serialized_start=1844
+  _globals['_LISTPREFIXBLOCKSREPLY']._serialized_end=1883
 # @@protoc_insertion_point(module_scope)

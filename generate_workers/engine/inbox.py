@@ -50,7 +50,7 @@ class StreamBook:
         """Add a stream. `prepare` begins to prepare the masks of its choices, if its output is constrained; the engine
         gets the stream when they are there. Raises UnavailableError once closed, InvalidArgumentError for a lease that
         has a stream already, ResourceExhaustedError when too many choices wait for a slot."""
-        stop = StopStrings(request.params.stop)  # before the lock, which the engine's thread takes in every step
+        stop = StopStrings.of(request.params)  # before the lock, which the engine's thread takes in every step
         with self._condition:
             self.check_open()
             ticket = Ticket(self._next_ticket)

@@ -233,7 +233,7 @@ class Row:
         return finish
 
     def _advance_text(self, token_id: int, finish: FinishReason | None) -> tuple[str, FinishReason | None]:
-        if finish is FinishReason.STOP:  # the text of a stop token is not part of the output
+        if finish is FinishReason.STOP and not self.stream.stop.is_included:  # a stop token's text is no output
             return self._text.flush(), finish
         result = self._text.push(token_id)
         if result.stopped:

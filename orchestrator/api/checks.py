@@ -121,7 +121,7 @@ class Intake:
     def _has_stop_string(self, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams) -> bool:
         if not params.stop:
             return False
-        stream = TextStream(self._tokenizer, StopStrings(params.stop), prompt_ids)
+        stream = TextStream(self._tokenizer, StopStrings.of(params), prompt_ids)
         return any(stream.push(token_id).stopped for token_id in output_ids)
 
     def _check_bytes(self, field: str, num_bytes: int) -> None:

@@ -82,7 +82,7 @@ FIELDS = {
     baton.SampledToken: "token_id logprob top",
     baton.Reconnect: "num_connects num_resumes first_delay_s max_delay_s",
     baton.SamplingParams: "max_tokens min_tokens temperature top_k top_p min_p repetition_penalty presence_penalty"
-    " frequency_penalty logit_bias seed stop stop_token_ids ignore_eos logprobs"
+    " frequency_penalty logit_bias seed stop stop_token_ids include_stop_str_in_output ignore_eos logprobs"
     " prompt_logprobs n num_drafts structured_output",
 }
 

@@ -245,6 +245,16 @@ async def test_a_body_that_cannot_be_read_is_refused_in_the_same_shape(body: Any
         assert error["param"] == param
 
 
+async def test_fields_of_vllm_reach_the_server() -> None:
+    asked = {"top_k": 5, "min_p": 0.5, "repetition_penalty": 1.5, "min_tokens": 2, "stop_token_ids": [7]}
+    asked |= {"include_stop_str_in_output": True, "ignore_eos": True}
+    async with scripted_gateway() as (service, _http, client):
+        for path, body in (("completions", BODY), ("responses", {"input": "Hi"})):
+            await client.post(f"/v1/{path}", json=body | asked)
+            sampling = service.requests[-1].sampling
+            assert {name: getattr(sampling, name) for name in asked} == asked
+
+
 async def test_a_path_that_is_not_there_is_said_in_the_same_shape() -> None:
     async with scripted_gateway() as (_, _http, client):
         answer = await client.get("/v1/nothing")

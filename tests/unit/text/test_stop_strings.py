@@ -1,7 +1,7 @@
 """text.stop_strings against a brute-force definition, for any text, any stop strings, cut anywhere."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from text.stop_strings import StopChecker, StopStrings
@@ -11,18 +11,18 @@ stops = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)
 pieces = st.lists(letters, max_size=8)
 
 
-def cut(text: str, stop: list[str]) -> tuple[str, bool]:
-    """The definition: at the first end of any stop string, before the longest one that ends there."""
-    for end in range(len(text) + 1):
+def cut(text: str, stop: list[str], start: int = 0, *, is_included: bool = False) -> tuple[str, bool]:
+    """The definition: at the first end of any stop string behind `start`, before the longest one that ends there."""
+    for end in range(start + 1, len(text) + 1):
         lengths = [len(pattern) for pattern in stop if text[:end].endswith(pattern)]
         if lengths:
-            return text[: end - max(lengths)], True
+            return text[: end if is_included else end - max(lengths)], True
     return text, False
 
 
-def run(parts: list[str], stop: list[str]) -> tuple[str, bool]:
-    checker = StopChecker(StopStrings(stop))
-    results = [checker.push(part) for part in parts]
+def run(parts: list[str], stop: list[str], num_exempt: int = 0, *, is_included: bool = False) -> tuple[str, bool]:
+    checker = StopChecker(StopStrings(stop, is_included=is_included))
+    results = [checker.push(part, may_stop=place >= num_exempt) for place, part in enumerate(parts)]
     text = "".join(result.text for result in results) + checker.flush()
     return text, any(result.stopped for result in results)
 
@@ -30,6 +30,17 @@ def run(parts: list[str], stop: list[str]) -> tuple[str, bool]:
 @given(parts=pieces, stop=stops)
 def test_text_is_cut_where_the_definition_says(parts: list[str], stop: list[str]) -> None:
     assert run(parts, stop) == cut("".join(parts), stop)
+
+
+@given(parts=pieces, stop=stops, num_exempt=st.integers(0, 8), is_included=st.booleans())
+@example(parts=["aa", "b"], stop=["aab"], num_exempt=1, is_included=False)
+def test_text_that_may_not_stop_begins_a_stop_at_most(
+    parts: list[str], stop: list[str], num_exempt: int, is_included: bool
+) -> None:
+    start = len("".join(parts[:num_exempt]))
+    assert run(parts, stop, num_exempt, is_included=is_included) == cut(
+        "".join(parts), stop, start, is_included=is_included
+    )
 
 
 @given(parts=st.lists(st.text()), stop=st.lists(st.text(min_size=1)))
@@ -77,8 +88,9 @@ def test_after_the_stop_everything_is_swallowed() -> None:
     assert checker.flush() == ""
 
 
-def test_without_stop_strings_nothing_is_held() -> None:
-    checker = StopChecker(StopStrings([]))
+@pytest.mark.parametrize("stop", [StopStrings([]), StopStrings(["abcd"], is_included=True)])
+def test_without_stop_strings_to_leave_out_nothing_is_held(stop: StopStrings) -> None:
+    checker = StopChecker(stop)
     assert checker.push("abc").text == "abc"
     assert checker.flush() == ""
 

@@ -35,6 +35,7 @@ params = st.builds(
     seed=st.integers(0, 2**64 - 1),
     stop=st.lists(st.text(min_size=1), max_size=3).map(tuple),
     stop_token_ids=st.lists(token_ids, max_size=3, unique=True).map(tuple),
+    include_stop_str_in_output=st.booleans(),
     ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(0, 20),
     num_drafts=st.none() | st.integers(0, 8),

@@ -34,7 +34,7 @@ def make_row(
     request = GenerationRequest(RequestId("r"), prompt, output, params)
     [promise] = make_memory(max_slot_tokens=capacity).promise([SlotId(0)], request.num_tokens, capacity)
     seat = Seat(LeaseRef(SlotId(0), Stamp(1)), promise.row, None)
-    stream = EngineStream(Ticket(1), request, lambda event: None, StopStrings(params.stop))
+    stream = EngineStream(Ticket(1), request, lambda event: None, StopStrings.of(params))
     return Row(stream, 0, seat, tokenizer or letter_tokenizer(), config)
 
 
@@ -102,6 +102,27 @@ def test_a_stop_string_ends_at_its_last_token_and_is_not_emitted() -> None:
 def test_held_back_text_comes_once_it_cannot_stop_any_more() -> None:
     events = feed(make_row(SamplingParams(stop=("END",))), ids_of("EN E"))
     assert texts(events) == ["", "", "EN ", ""]
+
+
+@pytest.mark.parametrize("num_done", [0, 4])
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        (SamplingParams(min_tokens=10, stop=(",",)), " 8, 9, 10,"),  # commas are tokens 10 and 11
+        (SamplingParams(min_tokens=8, stop=(", 10",)), " 8, 9"),
+        (SamplingParams(max_tokens=9, min_tokens=9, stop=(", 10",)), " 8, 9, 10"),
+        (SamplingParams(min_tokens=4, stop=(", 9",), include_stop_str_in_output=True), " 8, 9"),
+        (SamplingParams(stop_token_ids=ids_of("9"), include_stop_str_in_output=True), " 8, 9"),
+        (SamplingParams(include_stop_str_in_output=True), " 8, 9, 10,, 12"),
+    ],
+)
+def test_where_a_stop_counts_and_what_is_shown_of_it(params: SamplingParams, text: str, num_done: int) -> None:
+    """Also where an earlier attempt emitted the first tokens."""
+    token_ids = (*ids_of(" 8, 9, 10,, 12"), EOS_ID)
+    events = feed(make_row(params, token_ids[:num_done]), token_ids[num_done:])
+    before = "".join(texts(feed(make_row(params), token_ids[:num_done])))
+    assert before + "".join(texts(events)) == text
+    assert events[-1].finish is not None
 
 
 @pytest.mark.parametrize("params", [SamplingParams(max_tokens=2, stop=("END",)), SamplingParams(stop=("END",))])

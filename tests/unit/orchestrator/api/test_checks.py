@@ -90,6 +90,7 @@ def test_a_list_that_is_too_long_is_refused_by_its_length(intake: Intake) -> Non
         ((1, 7), SamplingParams(stop_token_ids=(7,)), FinishReason.STOP),
         (ids_of("abcd"), SamplingParams(stop=("cd",)), FinishReason.STOP),
         (ids_of("abc"), SamplingParams(stop=("cd",)), None),
+        (ids_of("abcd"), SamplingParams(stop=("cd",), min_tokens=4), None),
     ],
 )
 def test_a_stream_that_is_complete_is_recognised(
