@@ -1,6 +1,7 @@
-"""Loops that must not end while their owner lives: supervision, heartbeats, and other watches over processes.
+"""Work that must not end while its owner lives: supervision, heartbeats, other watches over processes, and steps that
+are tried until they succeed.
 
-When a turn of such a loop fails, the failure is logged and reported, and the next follows after a pause. Runs on the
+When a turn or a step fails, the failure is logged and reported, and the next try follows after a pause. Runs on the
 owner's loop.
 """
 
@@ -8,12 +9,13 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from baton.errors import BatonError
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Report = Callable[[str], None]
 """A callable that shows one line of text to the user."""
 
@@ -33,14 +35,19 @@ class Pauses:
 async def repeat(
     what: str, turn: Callable[[], Awaitable[None]], pauses: Pauses, report: Report | None = None
 ) -> NoReturn:
-    """Run `turn` again and again until this task is cancelled. A failed turn is logged, with a traceback unless it
-    raised a BatonError, reported in one line that names `what`, and followed by a pause."""
+    """Run `turn` again and again until this task is cancelled. A failed turn is handled as by `until_done`."""
+    while True:
+        await until_done(what, turn, pauses, report)
+
+
+async def until_done(what: str, step: Callable[[], Awaitable[T]], pauses: Pauses, report: Report | None = None) -> T:
+    """Run `step` until it succeeds, and return its result. A failure is logged, with a traceback unless it is a
+    BatonError, reported in one line that names `what`, and followed by a pause. Only a cancellation of this task is
+    raised."""
     num_failures = 0
     while True:
         try:
-            await turn()
-            num_failures = 0
-            continue
+            return await step()
         except asyncio.CancelledError as error:
             if is_task_cancelled():
                 raise

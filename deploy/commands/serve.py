@@ -1,13 +1,15 @@
 """The launcher of `baton serve`: starts Ray and the supervisor, waits for the end, and leaves nothing behind.
 
 The launcher only watches: it shows what the supervisor reports, and kills a silent supervisor, which Ray then restarts.
-Runs on the launcher's main thread. `ray` is imported after its environment is prepared.
+Once the cluster serves, no failure of the launcher's own ends it. Runs on the launcher's main thread. `ray` is imported
+after its environment is prepared.
 """
 
 import argparse
 import contextlib
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -19,6 +21,7 @@ from typing import Any
 from rich.console import Console
 
 from baton.errors import BatonError, ConfigError, UnavailableError
+from baton.process.endless import tell_failure
 from baton.settings.place import LOOPBACK
 from baton.types import KernelChoice
 from deploy.commands.cluster_secrets import keep_secrets
@@ -66,21 +69,24 @@ def serve(args: argparse.Namespace) -> int:
     if why:
         console.print(f"arrangement for {why}; set prefill.num_ranks or others to choose yourself", markup=False)
     stopping = threading.Event()
-
-    def report(line: str) -> None:
-        console.print(line, markup=False, soft_wrap=True)
-
     # Set twice: before, because a half-started Ray could not be ended; and after, because Ray sets handlers of its own.
     with (
-        http_door(config, folder, report) as door,
+        http_door(config, folder, _report) as door,
         _interrupts(stopping),
-        _ray(config, console) as found,
+        _ray(config) as found,
         _interrupts(stopping),
     ):
         record, secret = found
-        _Launch(config, folder, kernels, record, console, secret=secret, door=door).run(stopping)
-    console.print(f"cluster {config.name} is gone")
+        _Launch(config, folder, kernels, record, secret=secret, door=door).run(stopping)
+    _report(f"cluster {config.name} is gone")
     return 0
+
+
+def _report(line: str) -> None:
+    """Show a line to the user. A line that cannot be shown, as on a full disk or a closed pipe, is lost: the cluster
+    serves on."""
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
 
 
 class _Launch:
@@ -92,7 +98,6 @@ class _Launch:
         folder: Path,
         kernels: tuple[KernelChoice, ...],
         record: ClusterRecord,
-        console: Console,
         *,
         secret: ClusterSecret,
         door: HttpDoor | None,
@@ -103,7 +108,10 @@ class _Launch:
         self._folder = folder
         self._kernels = kernels
         self._record = record
-        self._console = console
+        self._endpoint = ""
+        """Where the orchestrator serves, as was last announced; empty before it serves."""
+        self._fails_since_s: float | None = None
+        """When Ray's errors began, on the monotonic clock; None while there are none."""
         self._ray_age_s = _age_s()
         self._num_shown = 0
         self._pid = 0
@@ -111,17 +119,24 @@ class _Launch:
 
     def run(self, stopping: threading.Event) -> None:
         """Run the cluster until `stopping` is set, then end all of it. Raises the supervisor's reason when the
-        supervisor gave up."""
+        supervisor gave up, and UnavailableError when Ray is gone: then what serves on another node is left alone."""
         from deploy.ray_cluster.supervisor_state import end_supervisor
 
+        is_ray_gone = False
         try:
             if not stopping.is_set():
                 self._watch(self._make(), stopping)
+        except _RayGoneError:
+            is_ray_gone = True
+            raise
         finally:
-            self._console.print("stopping")
-            if self._door is not None:
-                self._door.close()
-            end_supervisor(self._config.name)
+            _report("stopping")
+            try:
+                if self._door is not None:
+                    self._door.close()
+            finally:
+                if not is_ray_gone:
+                    end_supervisor(self._config.name)
 
     def _make(self) -> Any:
         import ray
@@ -151,30 +166,56 @@ class _Launch:
             ) from error
 
     def _watch(self, supervisor: Any, stopping: threading.Event) -> None:
-        import ray
-        from ray.exceptions import GetTimeoutError, RayActorError, RayError
-
-        from deploy.ray_cluster.spawner import kill_process
+        from ray.exceptions import RayError
 
         while not stopping.is_set():
             try:
-                self._show(ray.get(supervisor.state.remote(), timeout=self._config.supervision.dead_after_s))
-            except GetTimeoutError:
-                if self._pid:  # without a pid, the supervisor starts for the first time or again
-                    self._console.print("the supervisor is silent: killing it; Ray restarts it")
-                    try:
-                        kill_process(self._pid, self._node_id)
-                    except OSError as error:  # it may still answer; the cluster serves without it
-                        self._console.print(f"the supervisor cannot be killed ({error}): trying again")
-                    else:
-                        self._pid = 0
-            except RayActorError:
-                self._pid = 0  # Ray restarts it
+                self._look(supervisor)
+                self._fails_since_s = None
             except RayError as error:
-                raise UnavailableError(
-                    f"Ray is gone ({type(error).__name__}): see {self._record.ray_folder}"
-                ) from error
-            stopping.wait(self._config.supervision.heartbeat_s if self._record.endpoint else _START_POLL_S)
+                self._wait_for_ray(error)
+            except _Failed:
+                raise
+            except Exception as error:
+                if not self._endpoint:
+                    raise
+                tell_failure("the launcher's watch over the supervisor failed; it goes on", error, _report)
+            stopping.wait(self._config.supervision.heartbeat_s if self._endpoint else _START_POLL_S)
+
+    def _look(self, supervisor: Any) -> None:
+        """Ask the supervisor for its state and show it; kill a silent supervisor."""
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError
+
+        from deploy.ray_cluster.spawner import kill_process
+
+        try:
+            self._show(ray.get(supervisor.state.remote(), timeout=self._config.supervision.dead_after_s))
+        except GetTimeoutError:
+            if self._pid:  # without a pid, the supervisor starts for the first time or again
+                _report("the supervisor is silent: killing it; Ray restarts it")
+                try:
+                    kill_process(self._pid, self._node_id)
+                except OSError as error:  # it may still answer; the cluster serves without it
+                    _report(f"the supervisor cannot be killed ({error}): trying again")
+                else:
+                    self._pid = 0
+        except RayActorError:
+            self._pid = 0  # Ray restarts it
+
+    def _wait_for_ray(self, error: Exception) -> None:
+        """Take note of an error of Ray's. Raises UnavailableError if the cluster has never served, or if there have
+        been only errors for `ray.head_wait_s`."""
+        where, wait_s, now_s = self._record.ray_folder, self._config.ray.head_wait_s, time.monotonic()
+        reason = type(error).__name__
+        if not self._endpoint:
+            raise UnavailableError(f"Ray is gone ({reason}): see {where or self._record.ray_address}") from error
+        if self._fails_since_s is None:
+            self._fails_since_s = now_s
+            _report(f"Ray does not answer ({reason}): trying again for {wait_s:g} s (ray.head_wait_s)")
+        if now_s - self._fails_since_s >= wait_s:
+            remedy = f"see {where}" if where else f"`baton stop {self._config.name}` ends what serves on"
+            raise _RayGoneError(f"Ray has not answered for {wait_s:g} s ({reason}): {remedy}") from error
 
     def _show(self, state: Any) -> None:
         """Print the supervisor's new reports. Raises the error that the supervisor failed with."""
@@ -182,22 +223,36 @@ class _Launch:
             self._pid, self._node_id, self._num_shown = state.pid, state.node_id, 0
         fresh = state.num_reports - self._num_shown
         for line in state.reports[-fresh:] if fresh else ():
-            self._console.print(line)
+            _report(line)
         self._num_shown = state.num_reports
         if state.phase == "failed":
             raise _Failed(state.error)
         if state.phase in ("stopping", "stopped"):
             raise _Failed(f"cluster {self._config.name} was stopped by `baton stop --address`")
         if state.phase == "running" and state.endpoint != self._record.endpoint:
-            age_s = _age_s()
-            took = f" ({age_s:.1f} s after the start, {age_s - self._ray_age_s:.1f} s after Ray)"
-            has_moved = bool(self._record.endpoint)
-            self._record = self._record.serving(state.endpoint, "" if self._door is None else self._door.url)
-            self._record.save()
-            text = f"ready: clients may connect to {state.endpoint}; Ctrl-C ends the cluster"
-            self._console.print(text if has_moved else text + took)
-            if self._door is not None:
-                self._door.serve(state.endpoint, state.model)
+            self._serves(state)
+
+    def _serves(self, state: Any) -> None:
+        """Record where the orchestrator serves now, and announce it once. A record that cannot be saved is saved by a
+        later call."""
+        is_new, has_moved = state.endpoint != self._endpoint, bool(self._endpoint)
+        self._endpoint = state.endpoint
+        record = self._record.serving(state.endpoint, "" if self._door is None else self._door.url)
+        try:
+            record.save()
+        except OSError as error:
+            if is_new:
+                _report(f"the cluster's record cannot be saved ({error}): trying again; `baton status` needs it")
+        else:
+            self._record = record
+        if not is_new:
+            return
+        age_s = _age_s()
+        took = f" ({age_s:.1f} s after the start, {age_s - self._ray_age_s:.1f} s after Ray)"
+        text = f"ready: clients may connect to {state.endpoint}; Ctrl-C ends the cluster"
+        _report(text if has_moved else text + took)
+        if self._door is not None:
+            self._door.serve(state.endpoint, state.model)
 
 
 def _age_s() -> float:
@@ -210,14 +265,19 @@ class _Failed(BatonError):
     """The supervisor gave up; the error's text is the supervisor's reason."""
 
 
+class _RayGoneError(UnavailableError):
+    """Ray does not answer any more, after the cluster has served."""
+
+
 @contextlib.contextmanager
-def _ray(config: ClusterConfig, console: Console) -> Iterator[tuple[ClusterRecord, ClusterSecret]]:
+def _ray(config: ClusterConfig) -> Iterator[tuple[ClusterRecord, ClusterSecret]]:
     """Connect to Ray, record the cluster and make its secrets. At the end remove all of them, and a Ray that was
-    started here."""
+    started here; they are left for `baton stop` when a Ray that was joined is gone."""
     folder = "" if config.ray.address else tempfile.mkdtemp(prefix="baton-ray-")
     pid = os.getpid()
     record = ClusterRecord(config.name, pid, process_start(pid), config.ray.address, folder)
     record.save()  # saved before there is anything to end
+    is_over = True
     try:
         secret = ClusterSecret.new()
         token = keep_secrets(record_path(config.name), secret)
@@ -227,18 +287,22 @@ def _ray(config: ClusterConfig, console: Console) -> Iterator[tuple[ClusterRecor
             prepare_to_join(config.ray.address)
         import ray
 
-        console.print("starting Ray" if folder else f"joining Ray at {config.ray.address}")
+        _report("starting Ray" if folder else f"joining Ray at {config.ray.address}")
         record = ClusterRecord(config.name, pid, record.launcher_started, _connect(config, folder), folder)
         record.save()
-        console.print(f"Ray is up, {_age_s():.1f} s after the start")
+        _report(f"Ray is up, {_age_s():.1f} s after the start")
         yield record, secret
+    except _RayGoneError:
+        is_over = bool(folder)
+        raise
     finally:
         import ray
 
         ray.shutdown()
         if folder:
             kill_ray(folder)  # shutdown only leaves a Ray that `ray.init` has not started
-        record.remove()
+        if is_over:
+            record.remove()
 
 
 def _connect(config: ClusterConfig, folder: str) -> str:

@@ -249,6 +249,8 @@ class RaySection:
     """Object store of a Ray that is started here, in MiB. Baton puts nothing large into it."""
     node_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Seconds that a group may wait for a node with room for it, which Ray's autoscaler may start; 0: none."""
+    head_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0
+    """Seconds that the launcher tries again when Ray does not answer, as while its head is restarted; then it ends."""
 
 
 def _hashes(api_keys: tuple[ApiKey, ...]) -> tuple[str, ...]:

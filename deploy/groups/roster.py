@@ -19,7 +19,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from baton.errors import BatonError, UnavailableError
+from baton.errors import BatonError
+from baton.process.endless import describe
 from deploy.groups.cluster import Cluster
 from deploy.groups.group import WorkerGroup
 from deploy.groups.restarts import Restarts
@@ -59,17 +60,15 @@ class Roster:
         """Groups without workers, by name."""
         return tuple(self._absent[name] for name in sorted(self._absent))
 
-    async def adopt(self, orders: Orders) -> None:
-        """Take over in a supervisor's second life: find the groups that should be there, and end what is left of the
-        others. A group that does not come up is tried again later. Raises UnavailableError when none comes up."""
+    async def adopt(self, orders: Orders, within_s: float | None = None) -> None:
+        """Take over in a later life of a supervisor: find the groups that should be there, and end what is left of the
+        others. Return when that is done, or after `within_s` seconds, when it goes on (None: there is no limit). A
+        group that does not come up is absent, and `follow` tries it again."""
         back = [name for name in orders.lent if name in orders.leaving and self._returns(name, orders)]
         self._orders = orders.without(back)  # their workers belong to their own groups again
         for name in self._known:
-            self._move(self._end(self._leftover(name)) if name in orders.leaving else self._start(name), name)
-        await asyncio.gather(*self._moves.values())
-        errors = [f"{group.name}: {group.error}" for group in self.absent if group.error]
-        if errors and not self._cluster.groups:
-            raise UnavailableError(f"no group could be started again: {'; '.join(errors)}")
+            self._move(self._end_leftover(name) if name in orders.leaving else self._start(name), name)
+        await asyncio.wait(self._moves.values(), timeout=within_s)
 
     def follow(self, orders: Orders) -> None:
         """Carry out the orders: give workers to groups that are configured or stand in, except those that are to leave.
@@ -108,10 +107,6 @@ class Roster:
             return False
         return name not in self._restarts or self._restarts[name].is_due
 
-    def _leftover(self, name: str) -> WorkerGroup:
-        """Return a group that is only to be closed, whatever its model was."""
-        return self._make(name, replace(self._orders, models={}))
-
     def _send_away(self, name: str, group: WorkerGroup | None) -> None:
         self._restarts.pop(name, None)
         if group is None and name in self._absent and not self._absent[name].starts:
@@ -121,7 +116,7 @@ class Roster:
         elif self._returns(name, self._orders):
             self._move(self._return(name, group), name, self._orders.lender(name))
         else:  # without a group its end or start failed: workers may be left
-            self._move(self._end(group or self._leftover(name)), name)
+            self._move(self._end_leftover(name) if group is None else self._end(group), name)
 
     def _returns(self, name: str, orders: Orders) -> bool:
         """Return whether the group has borrowed a worker from a group that is to have workers."""
@@ -226,9 +221,13 @@ class Roster:
     def _failed(self, name: str, error: Exception) -> None:
         # Not at once: the operator who ordered this start hears of its failure first, and may order another model.
         restarts = self._restarts.setdefault(name, Restarts(self._around.backoff, self._around.clock, num_at_once=0))
-        text = str(error) if isinstance(error, BatonError) else repr(error)
+        text = describe(error)
         self._around.report(f"{name} could not be started ({text}): next try in {restarts.ended():g} s")
         self._set_absent(AbsentGroup(name, role_of(name), starts=True, error=text))
+
+    async def _end_leftover(self, name: str) -> None:
+        """End what is left of a group, whatever its model was."""
+        await self._end(self._make(name, replace(self._orders, models={})))
 
     async def _end(self, group: WorkerGroup) -> None:
         try:

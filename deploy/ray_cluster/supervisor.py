@@ -2,13 +2,15 @@
 
 It outlives its launcher and is restarted by Ray, on another node when its own is lost. A new life adopts what the last
 one left, ends groups that operators had sent away, links the chains anew, and gives the orchestrator a place beside it.
-Its loop has a thread of its own, started with the actor, so that a restart needs no call.
+What fails in a new life is tried again: only `stop` ends the cluster then. The supervisor's loop has a thread of its
+own, started with the actor, so that a restart needs no call.
 """
 
 import asyncio
 import logging
 import os
 import threading
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +19,7 @@ import ray
 
 from baton.clock import SystemClock
 from baton.errors import BatonError
-from baton.process.endless import tell_failure
+from baton.process.endless import Pauses, T, tell_failure, until_done
 from baton.results.completion import ModelInfo
 from baton.settings.place import LOOPBACK
 from baton.types import KernelChoice
@@ -25,7 +27,6 @@ from deploy.config.cluster import ClusterConfig
 from deploy.groups.cluster import Cluster, group_of
 from deploy.groups.group import WorkerGroup
 from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
-from deploy.groups.restarts import Restarts
 from deploy.groups.roster import Roster
 from deploy.groups.spawner import WorkerHandle
 from deploy.groups.surroundings import Heartbeat, Surroundings
@@ -146,49 +147,60 @@ class SupervisorActor:
                 await self._room.release(name)
 
     async def _serve(self) -> None:
-        before = load_memory(self._config.name)
-        if before is not None:
-            self._memory = before
-        elif self._config.ray.address:
+        """Make the cluster serve. Raises the first failure of the cluster's first life. In later lives, whose workers
+        serve already, each step is tried until it succeeds."""
+        before = await self._until_done("reading the cluster's memory", self._load_memory)
+        if before is None:
+            await self._serve_first()
+            return
+        self._memory = before
+        self._set_needs()
+        await self._roster.adopt(before.orders, self._config.supervision.dead_after_s)  # others join later
+        await self._until_done("saving the cluster's memory", self._save_layout)
+        keeper, model = await self._until_done("starting the orchestrator", self._find_orchestrator)
+        await self._until_done("saving the orchestrator's address", partial(self._serves, keeper, model))
+
+    async def _serve_first(self) -> None:
+        if self._config.ray.address:
             folder = await asyncio.to_thread(self._folder_here, "")
             asked = await asyncio.to_thread(worker_bytes, self._config, folder)
             self._memory = replace(self._memory, worker_bytes=asked)
+        self._set_needs()
+        process = await self._start_all()
+        await self._save_layout()
+        await self._serves(*await self._start_orchestrator(process))
+
+    async def _until_done(self, what: str, step: Callable[[], Awaitable[T]]) -> T:
+        heartbeat = self._around.heartbeat
+        return await until_done(what, step, Pauses(heartbeat.interval_s, heartbeat.dead_after_s), self._report)
+
+    async def _load_memory(self) -> Memory | None:
+        return load_memory(self._config.name)
+
+    def _set_needs(self) -> None:
         self._room.needs = needs_of(self._config.node_labels, self._memory.worker_bytes, self._config.gpu_shares)
-        process = None
-        if before is None:
-            process = await self._start_all()
-        else:
-            await self._adopt(before.orders)
+
+    async def _save_layout(self) -> None:
         if self._cluster.groups:  # if all groups have left, what the former life was told still holds
             self._memory = replace(self._memory, layout_fingerprint=self._cluster.groups[0].layout_fingerprint)
         self._memory.save(self._config.name)
-        await self._start_orchestrator(process)
 
-    async def _start_orchestrator(self, process: WorkerHandle | None) -> None:
-        """Let the orchestrator serve in the process that a cluster's first life has started for it, and raise its error
-        when it cannot. In later lives (None) it is found or started; the workers serve already, and the start is tried
-        again until it succeeds."""
-        restarts = Restarts(self._around.backoff, self._around.clock, num_at_once=0)
-        while True:
-            try:
-                if process is None:
-                    await self._find_files()
-                plan = self._plan()
-                self._keeper = keeper = OrchestratorKeeper(plan, self._view, self._around)
-                keeper.orders, keeper.follow = self._memory.orders, self._follow
-                await keeper.start(process)
-            except BatonError as error:
-                if process is not None:
-                    raise
-                pause_s = restarts.ended()
-                self._report(f"the orchestrator could not be started ({error}): next try in {pause_s:g} s")
-                await asyncio.sleep(pause_s)
-            else:
-                self._serves(keeper, plan.model)
-                return
+    async def _find_orchestrator(self) -> tuple[OrchestratorKeeper, ModelInfo]:
+        """Find the orchestrator that an earlier life left, or start one."""
+        await self._find_files()
+        return await self._start_orchestrator(None)
 
-    def _serves(self, keeper: OrchestratorKeeper, model: ModelInfo) -> None:
-        """Keep and report where the orchestrator serves now, and what."""
+    async def _start_orchestrator(self, process: WorkerHandle | None) -> tuple[OrchestratorKeeper, ModelInfo]:
+        """Let the orchestrator serve: in the process that a cluster's first life has started for it, or (None) in one
+        that is found or started. Return its keeper, and the model that it serves. Raises its error when it cannot."""
+        plan = self._plan()
+        self._keeper = keeper = OrchestratorKeeper(plan, self._view, self._around)
+        keeper.orders, keeper.follow = self._memory.orders, self._follow
+        await keeper.start(process)
+        return keeper, plan.model
+
+    async def _serves(self, keeper: OrchestratorKeeper, model: ModelInfo) -> None:
+        """Save and report where the orchestrator serves now, and what."""
         endpoint = f"{client_host(self._config.orchestrator.host)}:{keeper.ports[0]}"
         self._memory = replace(self._memory, address=Address(endpoint, self._state.node_id, keeper.ports))
         self._memory.save(self._config.name)
@@ -204,19 +216,6 @@ class SupervisorActor:
         """Find the model's folder and measurements on this node. Raises ModelError."""
         self._here = await asyncio.to_thread(self._folder_here, "")
         await asyncio.to_thread(self._share_measurements)
-
-    async def _adopt(self, orders: Orders) -> None:
-        """Find the groups that an earlier life left. Groups that take long, because their node was lost as well, join
-        later, and do not keep the others from serving."""
-        adopting = asyncio.create_task(self._roster.adopt(orders))
-        try:
-            await asyncio.wait_for(asyncio.shield(adopting), self._config.supervision.dead_after_s)
-        except TimeoutError:
-            adopting.add_done_callback(self._tell_adopted)
-
-    def _tell_adopted(self, adopting: "asyncio.Task[None]") -> None:
-        if not adopting.cancelled() and (error := adopting.exception()) is not None:
-            tell_failure("groups are still missing", error, self._report)
 
     async def _start_all(self) -> WorkerHandle:
         """Start the cluster's first life: all groups or none. Meanwhile start the orchestrator's process, and return

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from baton.errors import UnavailableError
-from baton.process.endless import Pauses, repeat, tell_end
+from baton.process.endless import Pauses, repeat, tell_end, until_done
 
 QUICK = Pauses(0.001, 0.002)
 
@@ -54,6 +54,19 @@ async def test_a_cancellation_that_nobody_asked_for_is_a_failure_of_its_turn() -
     reports: list[str] = []
     await run(Turns(asyncio.CancelledError()), reports)
     assert reports == ["the watch failed; it goes on in 0.001 s (CancelledError: )"]
+
+
+async def test_a_step_is_tried_until_it_succeeds() -> None:
+    failures: list[BaseException] = [OSError(28, "No space left on device"), UnavailableError("not now")]
+
+    async def step() -> int:
+        if failures:
+            raise failures.pop(0)
+        return 7
+
+    reports: list[str] = []
+    assert await until_done("the step", step, QUICK, reports.append) == 7
+    assert len(reports) == 2
 
 
 async def test_a_report_that_fails_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:

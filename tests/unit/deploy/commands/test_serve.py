@@ -1,9 +1,23 @@
-"""What a Ray that `baton serve` starts declares: what is there and asked for, and no invented number."""
+"""What a Ray that `baton serve` starts declares, and what the launcher outlives once its cluster serves."""
+
+import errno
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import ray
+from ray.exceptions import ActorUnavailableError, RaySystemError
 
-from deploy.commands.serve import declared_pools
+from baton.errors import UnavailableError
+from deploy.commands.record import ClusterRecord
+from deploy.commands.serve import _Launch, declared_pools
 from deploy.config.file import load_config
+from deploy.ray_cluster import supervisor_state
+from deploy.ray_cluster.supervisor_state import SupervisorState
+from transport.identity import ClusterSecret
 
 
 @pytest.mark.parametrize(
@@ -22,3 +36,95 @@ def test_pools_are_as_large_as_the_cores_and_the_configuration_make_them(
 ) -> None:
     config = load_config(None, settings)
     assert declared_pools(config, num_cores) == dict(zip(("baton_prefill", "baton_generate"), pools, strict=True))
+
+
+class Scene:
+    """A launcher whose Ray gives the supervisor's answers as listed; then the user ends the launcher."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *answers: object, head_wait_s: float = 60
+    ) -> None:
+        self.answers = list(answers)
+        self.stopping = threading.Event()
+        self.saved: list[str] = []
+        """Endpoints of the records that were saved."""
+        self.failures_to_save: list[OSError] = []
+        self.ended: list[bool] = []
+        """For each end of the supervisor, whether the user had asked for it."""
+        settings = ("supervision.heartbeat_s=0.01", f"ray.head_wait_s={head_wait_s}")
+        record = ClusterRecord("baton", 1, "1", "127.0.0.1:6379", "")
+        config = load_config(None, settings)
+        self.launch = _Launch(config, tmp_path, (), record, secret=ClusterSecret.new(), door=None)
+        supervisor = SimpleNamespace(state=SimpleNamespace(remote=lambda: None))
+        monkeypatch.setattr(self.launch, "_make", lambda: supervisor)
+        monkeypatch.setattr(ray, "get", lambda reference, timeout: self._answer())
+        monkeypatch.setattr(ClusterRecord, "save", lambda made: self._save(made))
+        monkeypatch.setattr(supervisor_state, "end_supervisor", lambda name: self.ended.append(self.stopping.is_set()))
+
+    def _answer(self) -> object:
+        answer = self.answers.pop(0)
+        if not self.answers:
+            self.stopping.set()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _save(self, record: ClusterRecord) -> None:
+        if self.failures_to_save:
+            raise self.failures_to_save.pop(0)
+        self.saved.append(record.endpoint)
+
+
+SERVES = SupervisorState(1, "node", phase="running", endpoint="127.0.0.1:50051", reports=("x",), num_reports=1)
+RAY_ERROR = RaySystemError("the GCS does not answer")  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("error", [RAY_ERROR, RuntimeError("a bug"), KeyError("pid"), ActorUnavailableError("x", None)])
+def test_a_failing_launcher_ends_no_cluster_that_serves(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scene = Scene(monkeypatch, tmp_path, SERVES, error, error, replace(SERVES, endpoint="127.0.0.1:50052"))
+    scene.launch.run(scene.stopping)
+    assert scene.saved == ["127.0.0.1:50051", "127.0.0.1:50052"]
+    assert scene.ended == [True]
+
+
+def test_a_record_that_cannot_be_saved_is_told_once_and_saved_later(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scene = Scene(monkeypatch, tmp_path, *[SERVES] * 4)
+    scene.failures_to_save = [OSError(errno.ENOSPC, "No space left on device")] * 2
+    scene.launch.run(scene.stopping)
+    assert scene.saved == ["127.0.0.1:50051"] and scene.ended == [True]
+    told = capsys.readouterr().err
+    assert told.count("record cannot be saved ([Errno 28] No space left on device)") == told.count("ready: ") == 1
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(errno.EPIPE, "Broken pipe"), ValueError("I/O on a closed file")])
+def test_lines_that_cannot_be_printed_end_nothing(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(text: str) -> int:
+        raise error
+
+    scene = Scene(monkeypatch, tmp_path, SERVES, replace(SERVES, num_reports=2))
+    monkeypatch.setattr(sys.stderr, "write", fail)
+    scene.launch.run(scene.stopping)
+    assert scene.ended == [True]
+
+
+@pytest.mark.parametrize("serves", [False, True])
+def test_without_ray_the_launcher_ends_and_leaves_alone_what_served(
+    serves: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scene = Scene(monkeypatch, tmp_path, *[SERVES] * serves, RAY_ERROR, SERVES, head_wait_s=0)
+    with pytest.raises(UnavailableError, match="Ray has not answered for 0 s" if serves else "Ray is gone"):
+        scene.launch.run(scene.stopping)
+    assert scene.ended == ([] if serves else [False])
+
+
+def test_an_unforeseen_failure_of_a_start_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    scene = Scene(monkeypatch, tmp_path, RuntimeError("a bug"), SERVES)
+    with pytest.raises(RuntimeError, match="a bug"):
+        scene.launch.run(scene.stopping)
+    assert scene.ended == [False]

@@ -1,10 +1,14 @@
 """Groups leave and come back one by one while the others serve, as orders say, and whatever fails on the way."""
 
 import asyncio
+import errno
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
 from baton.errors import ModelError, UnavailableError
+from deploy.groups.group import WorkerGroup
 from orchestrator.membership.members import Members
 from orchestrator.membership.view import AbsentGroup, GenerationGroup, Orders
 from tests.support.clusters.supervision import NUM_RANKS, SupervisedCluster, supervised
@@ -140,20 +144,40 @@ async def test_the_next_supervisor_finds_those_that_stay_and_ends_what_is_left_o
         assert "generate-1" not in made.room.taken
 
 
-async def test_a_next_life_goes_on_with_what_comes_up_and_gives_up_when_nothing_does() -> None:
+async def test_a_next_life_goes_on_with_what_comes_up_and_tries_the_others_again() -> None:
     made = SupervisedCluster()
     made.spawner.failures = [ModelError("first")]
     async with made.adopting(away("prefill-0")):
         assert [group.name for group in made.cluster.groups] == ["generate-1"]
         assert made.roster.absent[0] == AbsentGroup("generate-0", "generate", starts=True, error="first")
-        supervising = asyncio.create_task(made.supervise())
-        await until(made, AbsentGroup("prefill-0", "prefill"))
-        supervising.cancel()
-    made.begin_life()
+        async with supervising(made):
+            await until(made, AbsentGroup("prefill-0", "prefill"))
+
+
+async def test_a_next_life_for_which_nothing_comes_up_tries_all_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = SupervisedCluster()
     made.spawner.failures = [ModelError("first"), ModelError("second")]
-    with pytest.raises(UnavailableError, match="no group could be started again: generate-0: first; generate-1: sec"):
-        await made.roster.adopt(away("prefill-0"))
-    await made.close()
+    make = made.make
+
+    def fail(name: str, orders: Orders) -> WorkerGroup:
+        monkeypatch.setattr(made.roster, "_make", make)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(made.roster, "_make", fail)  # what is left of prefill-0 cannot be found
+    async with made.adopting(away("prefill-0")):
+        assert not made.cluster.groups
+        assert [group.error for group in made.roster.absent] == ["first", "second"]
+        async with supervising(made):
+            await until(made, AbsentGroup("prefill-0", "prefill"))
+        assert [group.name for group in made.cluster.groups] == ["generate-0", "generate-1"]
+
+
+@asynccontextmanager
+async def supervising(made: SupervisedCluster) -> AsyncIterator[None]:
+    """The supervisor exchanges heartbeats with the orchestrator meanwhile."""
+    task = asyncio.create_task(made.supervise())
+    yield
+    task.cancel()
 
 
 def away(name: str) -> Orders:
