@@ -5,6 +5,7 @@ Reads the parts of `orchestrator.controller`, which owns it. Put on gRPC by `orc
 `orchestrator.api.admin`; scraped by `orchestrator.observability.metrics_server`. On the loop.
 """
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -23,6 +24,8 @@ from orchestrator.workers.census import Census
 
 logger = logging.getLogger(__name__)
 
+_FRESH_S = 0.25
+"""Seconds for which workers' answers serve every caller that asks for the cluster's state."""
 _POLL_S = 0.5
 """Longest pause in seconds between two looks at a group that drains or starts; a change ends it early."""
 
@@ -51,14 +54,24 @@ class Overview:
         self._chooser = chooser
         self._clock = clock
         self._leaks_count_from_s = clock.now_s() + lease_ttl_s
+        self._asking = asyncio.Lock()
+        """Held while workers are asked for a caller of `state`."""
+        self._answered: tuple[frozenset[str], float] = frozenset(), -_FRESH_S
+        """Endpoints of the workers that were last asked for a caller of `state`, and when all had answered."""
         self.scaling: Callable[[], Scaling | None] = lambda: None
         """Returns the autoscaler's latest decision; set once, by the controller."""
         self.metrics_endpoint = ""
         """host:port of the metrics; empty without them. Set once, by `orchestrator.api.frontend`."""
 
     async def state(self) -> ClusterState:
-        """Return the state of groups, queue and slots, after asking all workers, which takes at most about a second."""
-        await self._census.ask()
+        """Return the state of groups, queue and slots, after asking all workers, which takes at most about a second.
+        Calls share one question at a time, whose answers serve for 0.25 s, or until workers come or go."""
+        async with self._asking:
+            answered, answered_s = self._answered
+            endpoints = self._members.present.endpoints
+            if answered != endpoints or self._clock.now_s() - answered_s >= _FRESH_S:
+                await self._census.ask()
+                self._answered = endpoints, self._clock.now_s()
         return self.last_state()
 
     def last_state(self) -> ClusterState:
