@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -24,6 +25,8 @@ from modeling.prefix_store.folder import node_folder, remove_left, sweep
 from transport.identity import ClusterSecret
 
 _POLL_S = 0.05
+_OF_RAY = re.compile(rb"ray::|([^\0]*\0(-[^\0]*\0)*)?[^\0]*/(site|dist)-packages/ray/")
+"""Command line of a process of Ray's: a worker's title, or a program or script of the package."""
 
 
 @dataclass(frozen=True)
@@ -157,11 +160,14 @@ def _processes_of(folder: str) -> set[int]:
 
 
 def _is_of(pid: int, folder: str) -> bool:
-    """Return whether the process belongs to the Ray in that folder. Ray's own processes have the folder in their
-    command line; workers, which rename themselves, have files in it open: their logs."""
+    """Return whether the process is one of Ray's and belongs to the Ray in that folder. Ray's servers have the folder
+    in their command line; workers, which rename themselves, have files in it open: their logs."""
     process = Path("/proc") / str(pid)
     with contextlib.suppress(OSError):
-        if f"{folder}/".encode() in (process / "cmdline").read_bytes():
+        command = (process / "cmdline").read_bytes()
+        if not _OF_RAY.match(command):
+            return False
+        if f"{folder}/".encode() in command:
             return True
         return any(str(file.readlink()).startswith(f"{folder}/") for file in (process / "fd").iterdir())
     return False

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,16 +61,29 @@ def test_an_ended_process_has_no_start() -> None:
     assert process_start(child.pid) == ""
 
 
-def test_what_holds_a_file_of_that_ray_is_killed_and_nothing_else(record: ClusterRecord, tmp_path: Path) -> None:
+@pytest.mark.parametrize("doomed", ["worker", "script"])
+def test_processes_of_that_ray_are_killed_and_nothing_else(doomed: str, record: ClusterRecord, tmp_path: Path) -> None:
     ours, other = Path(record.ray_folder) / "log", tmp_path / "ray-of-another"
-    command = [sys.executable, "-c", HOLD]
-    with (
-        subprocess.Popen([*command, str(other)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as spared,
-        subprocess.Popen([*command, str(ours)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as doomed,
-    ):
-        for child in (spared, doomed):
-            assert child.stdout is not None
-            assert child.stdout.readline() == b"open\n"
+    script = tmp_path / "site-packages" / "ray" / "agent.py"
+    script.parent.mkdir(parents=True)
+    script.write_text(HOLD)
+    worker, pager = ["ray::Worker", "-c", HOLD], [sys.executable, "-c", HOLD]
+    with ExitStack() as stack:
+        spared = [stack.enter_context(holding(command, path)) for command, path in ((worker, other), (pager, ours))]
+        command = worker if doomed == "worker" else [sys.executable, "-u", str(script)]
+        ended = stack.enter_context(holding(command, ours))
         assert kill_ray(record.ray_folder) == 1
-        assert doomed.wait() == -9
-        assert spared.poll() is None
+        assert ended.wait() == -9
+        assert [each.poll() for each in spared] == [None, None]
+
+
+@contextmanager
+def holding(command: list[str], path: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """A process with this command line that has the file open."""
+    given = [*command, str(path)]
+    with subprocess.Popen(
+        given, executable=sys.executable, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"open\n"
+        yield process
