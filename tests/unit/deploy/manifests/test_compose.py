@@ -42,6 +42,13 @@ def test_only_the_gateway_is_reached_from_outside() -> None:
     assert [name for name, service in compose["services"].items() if "ports" in service] == ["gateway"]
 
 
+def test_the_gateway_writes_to_no_volume_that_workers_read() -> None:
+    (compose,) = documents(PATH)
+    mounts = {name: service["volumes"] for name, service in compose["services"].items()}
+    assert all(each.get("read_only") for each in mounts["gateway"])
+    assert any(each["source"] == "cache" for each in mounts["generate"])
+
+
 def complaints(path: Path) -> str:
     """What the schema's check says; empty when it passes. Merge keys are resolved first, as Compose does."""
     resolved = json.dumps(documents(path)[0])
