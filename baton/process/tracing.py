@@ -40,7 +40,8 @@ def provider_of(export: "TraceExport", about: Mapping[str, str]) -> "TracerProvi
     from baton import __version__
 
     resource = Resource.create({"service.name": "baton", "service.version": __version__, **about})
-    sampler = ParentBased(TraceIdRatioBased(export.trace_share))
+    share = TraceIdRatioBased(export.trace_share)
+    sampler = ParentBased(share, remote_parent_sampled=share)  # a caller may trace less, not more
     provider = TracerProvider(resource=resource, sampler=sampler, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=export.otlp_endpoint)))
     return provider

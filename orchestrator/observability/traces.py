@@ -33,16 +33,19 @@ class Traces:
         """`provider` makes the spans, and is shut down with this object; None: nothing is exported."""
         self._provider = provider
         self._tracer: Tracer | None = None if provider is None else provider.get_tracer("baton", __version__)
-        self._latest: OrderedDict[str, Trace] = OrderedDict()
+        self._latest: OrderedDict[tuple[str, str], Trace] = OrderedDict()
+        """By tenant and request id: callers choose the ids."""
 
     def get(self, request_id: str) -> Trace | None:
-        """Return the request of that id if it is among the latest that have ended."""
-        return self._latest.get(request_id)
+        """Return the request of that id if it is among the latest that have ended: the one that ended first, if
+        several tenants have used the id."""
+        return next((trace for (_, each), trace in self._latest.items() if each == request_id), None)
 
     def ended(self, trace: Trace, request: Request) -> None:
         """Keep what is known of a request that has ended, and export its spans."""
-        self._latest[trace.request_id] = trace
-        self._latest.move_to_end(trace.request_id)
+        key = request.tenant.name, trace.request_id
+        self._latest[key] = trace
+        self._latest.move_to_end(key)
         while len(self._latest) > NUM_KEPT:
             self._latest.popitem(last=False)
         if self._tracer is not None:

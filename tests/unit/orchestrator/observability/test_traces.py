@@ -25,6 +25,7 @@ from orchestrator.observability.stages import Trace
 from orchestrator.observability.traces import NUM_KEPT, Traces
 from orchestrator.requests.record import FailedAttempt
 from orchestrator.requests.request import Request
+from orchestrator.requests.tenants import Tenant
 from tests.support.clusters.cluster import HASTY, BareCluster, cluster
 from tests.support.engines.generation import prompt
 from tests.support.eventually import eventually
@@ -81,13 +82,14 @@ async def test_a_chain_s_request_is_one_trace_with_every_stage() -> None:
         assert sum(chunks) == 40
 
 
-async def test_a_caller_that_does_not_trace_decides_it_and_others_by_their_share() -> None:
+@pytest.mark.parametrize(("share", "traced"), [(0.0, []), (1.0, [11, 12])])
+async def test_a_caller_may_trace_less_than_the_share_and_not_more(share: float, traced: list[int]) -> None:
     async with collector() as found:
-        async with cluster(config=replace(HASTY, otlp_endpoint=found.endpoint, trace_share=0.0)) as made:
+        async with cluster(config=replace(HASTY, otlp_endpoint=found.endpoint, trace_share=share)) as made:
             await ask(made, 10, UNTRACED)
             await ask(made, 11)
             await ask(made, 12, TRACED)
-        assert [values(span.attributes)["gen_ai.usage.input_tokens"] for span in found.named("generate")] == [12]
+        assert [values(span.attributes)["gen_ai.usage.input_tokens"] for span in found.named("generate")] == traced
 
 
 async def test_a_request_that_fails_says_which_attempts_did() -> None:
@@ -160,6 +162,16 @@ def test_only_the_latest_are_kept() -> None:
     for number in range(NUM_KEPT + 1):
         traces.ended(ended(Timings(1, 2, 3, 4, 5), str(number)), request)
     assert traces.get("0") is None and traces.get("1") is not None and traces.get(str(NUM_KEPT)) is not None
+
+
+def test_a_tenant_does_not_replace_the_request_of_another_by_its_id() -> None:
+    traces, request = Traces(), Request("r", (1,), PARAMS)  # type: ignore[arg-type]
+    first, second = ended(Timings(1, 2, 3, 4, 5)), ended(Timings(6, 7, 8, 9, 10))
+    traces.ended(first, replace(request, tenant=Tenant("a")))
+    traces.ended(second, replace(request, tenant=Tenant("b")))
+    assert traces.get("r") is first
+    traces.ended(second, replace(request, tenant=Tenant("a")))  # its own, as when it was resumed
+    assert traces.get("r") is second
 
 
 def test_a_collector_s_address_is_a_url() -> None:
