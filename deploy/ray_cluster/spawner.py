@@ -95,12 +95,20 @@ class RayWorker:
 class RaySpawner:
     """Makes workers as Ray actors, or finds those that still live. Implements Spawner."""
 
-    def __init__(self, namespace: str, start_timeout_s: float, places: Mapping[str, PlacementGroup]) -> None:
+    def __init__(
+        self,
+        namespace: str,
+        start_timeout_s: float,
+        places: Mapping[str, PlacementGroup],
+        dead_after_s: float = CLOSE_GRACE_S,
+    ) -> None:
         """Make a spawner for the cluster of that namespace. `places` has the placement group of each group by name; a
-        rank gets the bundle of its number."""
+        rank gets the bundle of its number. A worker that was left counts as stopped when it has not answered for
+        `dead_after_s` seconds."""
         self._namespace = namespace
         self._timeout_s = start_timeout_s
         self._places = places
+        self._dead_after_s = dead_after_s
 
     async def start(self, config: WorkerConfig) -> RayWorker:
         """Return the living actor in the worker's place if its configuration equals `config`, or is that of another
@@ -122,7 +130,7 @@ class RaySpawner:
         if actor is None:
             return None
         try:
-            found: WorkerConfig = await asyncio.wait_for(answer(actor.config.remote()), CLOSE_GRACE_S)
+            found: WorkerConfig = await asyncio.wait_for(answer(actor.config.remote()), self._dead_after_s)
             if found == config or found.role != config.role:
                 return actor
         except (RayError, TimeoutError) as error:

@@ -81,9 +81,10 @@ class SupervisorActor:
             across_nodes=config.prefill.across_nodes,
             report=self._report,
         )
+        limits = config.supervision
         self._around = Surroundings(
-            RaySpawner(config.name, config.supervision.start_timeout_s, self._room.places),
-            Heartbeat(config.supervision.heartbeat_s, config.supervision.dead_after_s),
+            RaySpawner(config.name, limits.start_timeout_s, self._room.places, limits.dead_after_s),
+            Heartbeat(limits.heartbeat_s, limits.dead_after_s),
             SystemClock(),
             self._report,
             self._changed,
