@@ -179,8 +179,9 @@ async def test_every_list_and_map_may_be_full_of_anything() -> None:
     await check_fields(one_of_each_route=False)
 
 
-async def test_a_caller_who_is_not_known_has_nothing_read() -> None:
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", "/tokenize", "/detokenize", "/console/api/chat"])
+async def test_a_caller_who_is_not_known_has_nothing_read(path: str) -> None:
     async with scripted_gateway() as (service, _http, client):
         service.refuses_callers = UnauthenticatedError("send a key")
-        answer = await client.post("/v1/completions", content=b"no JSON", headers={"content-type": "application/json"})
+        answer = await client.post(path, content=b"no JSON", headers={"content-type": "application/json"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
