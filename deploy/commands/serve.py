@@ -166,20 +166,21 @@ class _Launch:
             ) from error
 
     def _watch(self, supervisor: Any, stopping: threading.Event) -> None:
-        from ray.exceptions import RayError
+        from ray.exceptions import RayError, RayTaskError
 
         while not stopping.is_set():
             try:
                 self._look(supervisor)
                 self._fails_since_s = None
-            except RayError as error:
-                self._wait_for_ray(error)
             except _Failed:
                 raise
             except Exception as error:
-                if not self._endpoint:
+                if isinstance(error, RayError) and not isinstance(error, RayTaskError):
+                    self._wait_for_ray(error)
+                elif self._endpoint:
+                    tell_failure("the launcher's watch over the supervisor failed; it goes on", error, _report)
+                else:
                     raise
-                tell_failure("the launcher's watch over the supervisor failed; it goes on", error, _report)
             stopping.wait(self._config.supervision.heartbeat_s if self._endpoint else _START_POLL_S)
 
     def _look(self, supervisor: Any) -> None:

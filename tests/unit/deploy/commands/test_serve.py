@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import ray
-from ray.exceptions import ActorUnavailableError, RaySystemError
+from ray.exceptions import ActorUnavailableError, RaySystemError, RayTaskError
 
 from baton.errors import UnavailableError
 from deploy.commands.record import ClusterRecord
@@ -79,11 +79,17 @@ SERVES = SupervisorState(1, "node", phase="running", endpoint="127.0.0.1:50051",
 RAY_ERROR = RaySystemError("the GCS does not answer")  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.parametrize("error", [RAY_ERROR, RuntimeError("a bug"), KeyError("pid"), ActorUnavailableError("x", None)])
+OF_SUPERVISOR = RayTaskError("state", "its traceback", ValueError("a bug"))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize(
+    "error", [RAY_ERROR, OF_SUPERVISOR, RuntimeError("a bug"), KeyError("pid"), ActorUnavailableError("x", None)]
+)
 def test_a_failing_launcher_ends_no_cluster_that_serves(
     error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    scene = Scene(monkeypatch, tmp_path, SERVES, error, error, replace(SERVES, endpoint="127.0.0.1:50052"))
+    moved, head_wait_s = replace(SERVES, endpoint="127.0.0.1:50052"), 60 if error is RAY_ERROR else 0
+    scene = Scene(monkeypatch, tmp_path, SERVES, error, error, moved, head_wait_s=head_wait_s)
     scene.launch.run(scene.stopping)
     assert scene.saved == ["127.0.0.1:50051", "127.0.0.1:50052"]
     assert scene.ended == [True]
