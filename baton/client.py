@@ -86,11 +86,11 @@ class _BaseClient(ABC, Generic[StreamT]):
         0. Without a seed the server draws one (`stream.output.seed`). `request_id` names the request in logs; unset,
         one is made. `model`, if given, must be the served model's name. With `echo`, each choice's text begins with the
         prompt's. The request ends by itself after `deadline_s` seconds from now; a server that expects the first token
-        later refuses it. `priority` is interactive, standard or batch: a waiting request is served only when no more
-        urgent one can be. `metadata` is sent as gRPC metadata, and so is the caller's current span, if it traces with
-        OpenTelemetry. With `exact`, only groups that attend to all tokens may serve the request
-        (`stream.output.exact`); where there is none, it is refused. Only requests of the same `cache_salt` use each
-        other's cached KV.
+        later refuses it. `priority` is interactive, standard or batch: of a tenant's waiting
+        requests the most urgent ones are served first. `metadata` is sent as gRPC metadata, and so is the caller's
+        current span, if it traces with OpenTelemetry. With `exact`, only groups that attend to all tokens may serve the
+        request (`stream.output.exact`); where there is none, it is refused. Only requests of the same `cache_salt` use
+        each other's cached KV.
 
         Raises InvalidArgumentError for a request that cannot be sent, and RequestCancelledError after `close`. The
         stream raises what the server refuses.

@@ -120,13 +120,13 @@ class SampledToken:
 
 
 class Priority(IntEnum):
-    """How urgent a request is, by the wire's numbers: a request is served only when none of a lower number can be."""
+    """Urgency of a request, by the wire's numbers: of a tenant's waiting requests, lower numbers are served first."""
 
     INTERACTIVE = 1
     """A person waits for the answer."""
     STANDARD = 2
     BATCH = 3
-    """Work without haste: it gets the capacity that others leave."""
+    """Work without haste: it gets the capacity that the tenant's other requests leave."""
 
 
 class FinishReason(Enum):

@@ -77,7 +77,7 @@ class GenerateRequest(_message.Message):
     echo: _builtins.bool
     """Whether the text of each choice begins with the prompt's."""
     priority: Global___Priority.ValueType
-    """A waiting request is served only when no more urgent one can be. Unset: PRIORITY_STANDARD."""
+    """Of a tenant's waiting requests the most urgent ones are served first. Unset: PRIORITY_STANDARD."""
     exact: _builtins.bool
     """Only groups that attend to all tokens may generate; the request is refused where there is none. False: any may."""
     cache_salt: _builtins.str

@@ -29,7 +29,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="the server")
     parser.add_argument("--deadline", type=float, metavar="SECONDS", help="end the request after this time")
     parser.add_argument(
-        "--priority", choices=("interactive", "standard", "batch"), default="standard", help="while requests wait"
+        "--priority",
+        choices=("interactive", "standard", "batch"),
+        default="standard",
+        help="urgency among the waiting requests of the same tenant",
     )
     parser.add_argument("--tenant", metavar="NAME", help="who asks, for a server that trusts its callers")
     parser.add_argument(

@@ -4,9 +4,10 @@ Called by `orchestrator.controller`, which passes in the policy that says which 
 (`orchestrator.admission.queue_policy`). This module counts the slots in use, and refuses at once, with a time after
 which to retry, a request that has no place or no chance: when the queue is full, in all or for its tenant, and when its
 deadline would pass before the first token (`orchestrator.admission.forecast`). A full queue gives a place to a request
-of a more urgent class, or of a tenant that has less waiting for its weight; the one with the worst claim is refused.
+of a tenant that has less waiting for its weight, or to a more urgent one of the same tenant; the one with the worst
+claim is refused.
 
-When the next request needs more slots than are free, no request of the same or a less urgent class passes it, while the
+When the next request needs more slots than are free, no later request of its tenant or of others passes it, while the
 free slots stay idle: all running requests end, so it waits for these and for none that comes later. If smaller ones
 passed it, it would never find its slots under load. Only a tenant that has reached its own bound is passed over.
 

@@ -27,9 +27,9 @@ class Waiter:
     """Number in the order of arrival, from 1; given by the policy."""
 
     @property
-    def turn(self) -> tuple[float, int]:
-        """Return the sort key by which a tenant's requests of a class are served."""
-        return self.due_s, self.number
+    def turn(self) -> tuple[Priority, float, int]:
+        """Return the sort key by which a tenant's requests are served."""
+        return self.priority, self.due_s, self.number
 
 
 WaiterT = TypeVar("WaiterT", bound=Waiter)

@@ -57,12 +57,12 @@ def test_of_a_tenants_requests_the_one_due_first_comes_first_then_the_one_that_c
     assert served(queue, 9) == [waiters[3], waiters[0], waiters[2], waiters[1]]
 
 
-def test_a_more_urgent_class_is_served_whatever_waits_in_others(queue: Queue) -> None:
-    batch = add(queue, A, 10, 10, priority=Priority.BATCH)
-    standard = add(queue, A, 5000)
-    assert served(queue, 1) == standard
-    interactive = add(queue, B, 9000, priority=Priority.INTERACTIVE)
-    assert served(queue, 9) == [*interactive, *batch]
+def test_a_more_urgent_class_is_served_first_within_its_tenant_alone(queue: Queue) -> None:
+    batch = add(queue, A, QUANTUM_TOKENS, QUANTUM_TOKENS, priority=Priority.BATCH)
+    standard = add(queue, A, QUANTUM_TOKENS)
+    urgent = add(queue, C, *[10] * 3, priority=Priority.INTERACTIVE)  # c has a tenth of a's weight
+    interactive = add(queue, A, QUANTUM_TOKENS, priority=Priority.INTERACTIVE)
+    assert served(queue, 9) == [*interactive, urgent[0], *standard, urgent[1], batch[0], urgent[2], batch[1]]
 
 
 def test_a_light_tenant_is_not_behind_a_heavy_ones_backlog(queue: Queue) -> None:
@@ -121,29 +121,35 @@ def test_less_urgent_requests_of_a_tenant_wait_with_its_urgent_one_that_may_not_
     assert served(queue, 9) == [urgent, later]
 
 
-def test_the_worst_claim_is_the_least_urgent_class_then_most_tokens_for_the_weight_then_due_last(queue: Queue) -> None:
-    light, _, heavy = [*add(queue, B, 900), *add(queue, A, 200, 200)]  # b has a weight of 3
-    assert queue.last(light) is heavy
-    batch = add(queue, B, 1, priority=Priority.BATCH)
+def test_the_worst_claim_is_of_the_tenant_with_most_tokens_for_its_weight_then_least_urgent_then_due_last(
+    queue: Queue,
+) -> None:
+    batch = add(queue, B, 500, priority=Priority.BATCH)  # b has a weight of 3
+    first, last = add(queue, A, 100, 100, priority=Priority.INTERACTIVE)
+    assert queue.last(batch[0]) is last
+    queue.remove(last)
+    [light] = add(queue, B, 400)
     assert queue.last(light) is batch[0]
     queue.remove(batch[0])
-    queue.remove(heavy)
-    [newcomer] = add(queue, Tenant("d"), 300)
-    assert queue.last(newcomer) is newcomer  # has 300 for its weight, as b has: equals would displace each other
+    queue.remove(light)
+    [newcomer] = add(queue, Tenant("d"), 100)
+    assert queue.last(newcomer) is newcomer  # has 100 for its weight, as a has: equals would displace each other
+    assert queue.last(first) is first
 
 
 def test_who_is_before_a_newcomer_by_hand(queue: Queue) -> None:
     for waiter in (
-        Waiter(100, num_slots=2, tenant=A, priority=Priority.INTERACTIVE),
+        Waiter(100, num_slots=2, tenant=A, priority=Priority.INTERACTIVE, due_s=3.0),
         Waiter(100, num_slots=4, tenant=A, due_s=1.0),
         Waiter(100, num_slots=8, tenant=A, due_s=3.0),
+        Waiter(100, num_slots=16, tenant=A, priority=Priority.BATCH),
         Waiter(3000, num_slots=10, tenant=B),
-        Waiter(7, num_slots=100, tenant=B, priority=Priority.BATCH),
+        Waiter(600, num_slots=14, tenant=B, priority=Priority.INTERACTIVE),
     ):
         queue.add(waiter)
     before = queue.before(Waiter(400, tenant=A, due_s=2.0))
-    # 2 of a more urgent class, 4 due before; while a gets 500 tokens b, of weight 3, gets 1,500 of its 3,000
-    assert before.num_slots == pytest.approx(2 + 4 + 5)
+    # 2 of a more urgent class, 4 due before; while a gets 600 tokens b, of weight 3, gets 1,800 of its 3,600
+    assert before.num_slots == pytest.approx(2 + 4 + 12)
     assert before.num_own_slots == 6
 
 
@@ -161,47 +167,42 @@ class Reference:
     """The same order, by lists: sorted anew each time, turns passed on one by one."""
 
     waiting: list[Waiter] = field(default_factory=list)
-    rings: dict[Priority, list[str]] = field(default_factory=lambda: {priority: [] for priority in Priority})
-    deficits: dict[tuple[Priority, str], int] = field(default_factory=dict)
+    ring: list[str] = field(default_factory=list)
+    deficits: dict[str, int] = field(default_factory=dict)
 
-    def flow(self, priority: Priority, name: str) -> list[Waiter]:
-        own = [each for each in self.waiting if (each.priority, each.tenant.name) == (priority, name)]
-        return sorted(own, key=lambda each: (each.due_s, each.number))
+    def flow(self, name: str) -> list[Waiter]:
+        own = [each for each in self.waiting if each.tenant.name == name]
+        return sorted(own, key=lambda each: (each.priority, each.due_s, each.number))
 
     def add(self, waiter: Waiter) -> None:
         self.waiting.append(waiter)
-        if waiter.tenant.name not in self.rings[waiter.priority]:
-            self.rings[waiter.priority].append(waiter.tenant.name)
-            self.deficits[waiter.priority, waiter.tenant.name] = quantum(waiter.tenant)
+        if waiter.tenant.name not in self.ring:
+            self.ring.append(waiter.tenant.name)
+            self.deficits[waiter.tenant.name] = quantum(waiter.tenant)
 
     def remove(self, waiter: Waiter) -> None:
         self.waiting.remove(waiter)
-        if not self.flow(waiter.priority, waiter.tenant.name):
-            self.rings[waiter.priority].remove(waiter.tenant.name)
+        if not self.flow(waiter.tenant.name):
+            self.ring.remove(waiter.tenant.name)
 
     def head(self, stopped: Stopped) -> Waiter | None:
-        blocked: set[str] = set()
-        for priority, ring in self.rings.items():
-            able = {name for name in ring if name not in blocked and (priority, name) not in stopped}
-            while able:
-                name = ring[0]
-                head = self.flow(priority, name)[0]
-                if name in able:
-                    if head.num_tokens <= self.deficits[priority, name]:
-                        return head
-                    self.deficits[priority, name] += quantum(head.tenant)
-                ring.append(ring.pop(0))
-            blocked.update(ring)
+        heads = {name: self.flow(name)[0] for name in self.ring}
+        able = {name for name, head in heads.items() if (head.priority, name) not in stopped}
+        while able:
+            name = self.ring[0]
+            if name in able:
+                if heads[name].num_tokens <= self.deficits[name]:
+                    return heads[name]
+                self.deficits[name] += quantum(heads[name].tenant)
+            self.ring.append(self.ring.pop(0))
         return None
 
     def last(self, newcomer: Waiter) -> Waiter:
-        priority = max(each.priority for each in self.waiting)
-
         def claim(name: str) -> tuple[float, bool]:
-            flow = self.flow(priority, name)
+            flow = self.flow(name)
             return sum(each.num_tokens for each in flow) / quantum(flow[0].tenant), name == newcomer.tenant.name
 
-        return self.flow(priority, max(self.rings[priority], key=claim))[-1]
+        return self.flow(max(self.ring, key=claim))[-1]
 
 
 def quantum(tenant: Tenant) -> int:
@@ -246,7 +247,7 @@ class Walk(RuleBasedStateMachine):
         if head is None or not is_taken:
             return
         self.queue.remove(head, is_served=True)
-        self.reference.deficits[head.priority, head.tenant.name] -= head.num_tokens
+        self.reference.deficits[head.tenant.name] -= head.num_tokens
         self.reference.remove(head)
 
 

@@ -12,6 +12,7 @@ from statistics import mean
 import pytest
 
 from baton.errors import ResourceExhaustedError
+from baton.types import Priority
 from orchestrator.admission.fair_queue import FairQueue
 from orchestrator.admission.gate import Admission, Entry
 from orchestrator.requests.config import OrchestratorConfig
@@ -65,11 +66,13 @@ class Server:
         self._numbers = itertools.count()
         self._waiting: list[Asked] = []
 
-    def load(self, rate: float, tenant: Tenant, patience_s: float | None) -> None:
+    def load(
+        self, rate: float, tenant: Tenant, patience_s: float | None, priority: Priority = Priority.STANDARD
+    ) -> None:
         """Poisson arrivals for all of the time."""
         at_s = self.clock.now_s()
         while (at_s := at_s + self.rng.expovariate(rate)) < 1000.0 + SECONDS:
-            self._at(at_s, partial(self._ask, tenant, patience_s))
+            self._at(at_s, partial(self._ask, tenant, patience_s, priority))
 
     def run(self) -> None:
         """To the end of the last request."""
@@ -88,11 +91,11 @@ class Server:
     def _at(self, at_s: float, happen: Callable[[], None]) -> None:
         heapq.heappush(self._events, (at_s, next(self._numbers), happen))
 
-    def _ask(self, tenant: Tenant, patience_s: float | None) -> None:
+    def _ask(self, tenant: Tenant, patience_s: float | None, priority: Priority) -> None:
         now_s = self.clock.now_s()
         deadline_s = None if patience_s is None else now_s + patience_s
         try:
-            entry = self.admission.join(asking(100, tenant=tenant, deadline_s=deadline_s), SERVICE_S)
+            entry = self.admission.join(asking(100, tenant=tenant, deadline_s=deadline_s, priority=priority), SERVICE_S)
         except ResourceExhaustedError:
             self.refused[tenant.name] += 1
             return
@@ -164,3 +167,14 @@ def test_beside_a_tenant_that_is_bounded_a_light_one_hardly_waits(service: str) 
     server.run()
     assert mean(each.wait_s for each in server.asked_by(LIGHT)) < 0.5 / CAPACITY
     assert served_part(server) >= 0.7
+
+
+def test_a_flood_of_urgent_requests_of_a_light_tenant_takes_no_share_of_a_heavy_one() -> None:
+    server = overloaded("alike", max_queued_requests=round(3 * CAPACITY))
+    heavy, flood = Tenant("heavy", weight=10.0), Tenant("flood", weight=1.0)
+    server.load(0.6 * CAPACITY, heavy, patience_s=None)
+    server.load(5 * CAPACITY, flood, patience_s=None, priority=Priority.INTERACTIVE)
+    server.run()
+    assert heavy.name not in server.refused
+    assert mean(each.wait_s for each in server.asked_by(heavy)) < SERVICE_S
+    assert served_part(server) >= 0.9  # the flood has the rest
