@@ -22,6 +22,8 @@ from transport.channel import make_channel
 _SERVICE = "baton.v1.Orchestrator"
 _ANSWER_S = 5.0
 """Seconds that the server has to tell its health, its state or its requests."""
+_MAX_PENDING_EVENTS = 64
+"""Events of a body's prompts that may wait for its reader; beyond, no stream is read, so that the server holds back."""
 
 
 class Upstream:
@@ -111,22 +113,24 @@ class Answers:
             async for event in self._streams[0]:
                 yield 0, event
             return
-        events = asyncio.Queue[tuple[int, TokenEvent] | None]()
+        failures: list[Exception] = []
+        events = asyncio.Queue[tuple[int, TokenEvent] | None](_MAX_PENDING_EVENTS)
 
         async def pass_on(number: int, stream: AsyncStream) -> None:
             try:
                 async for event in stream:
-                    events.put_nowait((number, event))
-            finally:
-                events.put_nowait(None)
+                    await events.put((number, event))
+            except Exception as error:  # noqa: BLE001 - raised below, once the other streams have ended
+                failures.append(error)
+            await events.put(None)
 
         tasks = [asyncio.create_task(pass_on(number, stream)) for number, stream in enumerate(self._streams)]
         try:
             for _ in tasks:
                 while (item := await events.get()) is not None:
                     yield item
-            for task in tasks:
-                await task
+            if failures:
+                raise failures[0]
         finally:
             for task in tasks:
                 task.cancel()
