@@ -8,7 +8,7 @@ it, and the deadline holds all the same. On the loop.
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from orchestrator.actuation.scaler import Scaler
 from orchestrator.admission.fair_queue import FairQueue
 from orchestrator.admission.forecast import ChainForecast, Forecast
 from orchestrator.admission.gate import Admission, Entry
+from orchestrator.admission.undelivered import Outbox, Outboxes
 from orchestrator.dispatch.attempt import Dispatcher
 from orchestrator.dispatch.streaming import Emit
 from orchestrator.membership.breakers import Breakers, RetryBudget, tells_of_the_group
@@ -59,8 +60,8 @@ class _Run:
     """Its place in the queue, or among the running requests."""
     forecast: Forecast | None
     """The forecast of its first token, made when it came; None for a resumed stream."""
-    events: "asyncio.Queue[Event]" = field(default_factory=asyncio.Queue)
-    """Events for its stream: at most `max_tokens` per choice, and two more."""
+    outbox: Outbox
+    """Events for its stream."""
 
 
 class Controller:
@@ -88,6 +89,7 @@ class Controller:
         self._config = config or OrchestratorConfig()
         self._on_failure = on_failure
         self._members = members
+        self._outboxes = Outboxes()
         self._admission = Admission(self._config, clock, FairQueue())
         self._clients = Clients(secret)
         self._dispatcher = Dispatcher(members, self._clients, planner, clock, self._config)
@@ -149,19 +151,21 @@ class Controller:
                 yield event
             return
         run = self._join(record)
-        for event in first:
-            run.events.put_nowait(event)
         SERVED_REQUEST.set(request.request_id)
         task = asyncio.create_task(self._complete(run))
+        run.outbox.on_give_up = task.cancel
+        for event in first:
+            run.outbox.put(event)
         self._tasks.add(task)
         task.add_done_callback(partial(self._settle, run))
         try:
             finished = False
             while not finished:
-                event = await run.events.get()
+                event = await run.outbox.take()
                 finished = isinstance(event, Finished)
                 yield event
         finally:
+            run.outbox.close()
             await _cancel(task)
 
     def _join(self, record: RequestRecord) -> _Run:
@@ -175,7 +179,7 @@ class Controller:
         self._budget.earn()
         self._scaler.arrived(record)
         self._journal.joined(record)
-        return _Run(record, entry, forecast)
+        return _Run(record, entry, forecast, self._outboxes.open(record.request.tenant))
 
     def _check_choices(self, num_choices: int) -> None:
         """Refuse more choices than any generation group has slots, because a request's choices share a group."""
@@ -189,7 +193,7 @@ class Controller:
             run.record.see_token(self._clock.unix_ns())
             if echo and event.index == 0:
                 event = replace(event, text=echo + event.text)
-        run.events.put_nowait(event)
+        run.outbox.put(event)
 
     def _salt(self, request: Request) -> str:
         """Return what separates the request's cached prompt from others': its tenant, where tenants are isolated, and
@@ -248,17 +252,21 @@ class Controller:
         record = run.record
         self._tasks.discard(task)
         self._admission.leave(run.entry)
-        finished = self._interrupted(record) if task.cancelled() else task.result()
-        run.events.put_nowait(finished)  # first, so that the client's stream ends even if the rest fails
+        finished = self._interrupted(run) if task.cancelled() else task.result()
+        run.outbox.put(finished)  # first, so that the client's stream ends even if the rest fails
         self._scaler.ended(record)
         if run.forecast is not None:
             self._forecast.ended(record, run.forecast, finished.timings.finished_ns)
         self._journal.ended(record, finished)
 
-    def _interrupted(self, record: RequestRecord) -> Finished:
-        """Return the end of a request that its client or `close` has cancelled, perhaps after its last token."""
+    def _interrupted(self, run: _Run) -> Finished:
+        """Return the end of a request that its client, its outbox or `close` has cancelled, perhaps after its last
+        token."""
+        record, refusal = run.record, run.outbox.refusal
         if record.is_complete:
             return record.finish(self._clock.unix_ns())
+        if refusal is not None:
+            return record.finish(self._clock.unix_ns(), FinishReason.ERROR, refusal)
         if self._closing:
             return record.finish(self._clock.unix_ns(), FinishReason.ERROR, UnavailableError(_CLOSING))
         gone = RequestCancelledError(f"request {record.request_id} was cancelled")

@@ -4,6 +4,8 @@ Servers made by `transport.channel.make_server` carry StatusInterceptor, so that
 callers wrap a call in `translate_rpc_errors` and catch the same class that was raised on the other side. On the loop.
 """
 
+import asyncio
+import contextlib
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
@@ -28,6 +30,8 @@ Check = Callable[[str, Iterable[tuple[str, str | bytes]]], None]
 logger = logging.getLogger(__name__)
 
 
+_ABORT_S = 5.0
+"""Seconds that a handler waits until its status has left: a caller that does not read holds the status back."""
 FAILED_WRITE = "Internal error from Core"
 """Details of the status that grpc.aio makes of a failed write."""
 
@@ -158,7 +162,8 @@ async def _abort(context: Context, error: Exception, name: str) -> NoReturn:
     if not isinstance(error, BatonError):
         logger.error("%s failed", name, exc_info=error)
     error.__traceback__ = None  # grpc keeps it in a cycle, and with it all that the method held
-    if isinstance(error, BatonError):
-        await context.abort(*encode_error(error))
-    await context.abort(StatusCode.INTERNAL, f"internal error in {name}: the server's log has the traceback")
-    raise AssertionError("abort returned")
+    status = StatusCode.INTERNAL, f"internal error in {name}: the server's log has the traceback"
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_ABORT_S):
+            await context.abort(*(encode_error(error) if isinstance(error, BatonError) else status))
+    raise asyncio.CancelledError  # gRPC sends the status once the caller reads on; the handler need not wait for that

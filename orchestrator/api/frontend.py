@@ -6,7 +6,7 @@ included, in the interceptor that `transport.channel.make_server` installs.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -34,6 +34,7 @@ from orchestrator.api import planning as planning_service
 from orchestrator.api.access import Doorkeeper
 from orchestrator.api.admin import AdminServicer
 from orchestrator.api.checks import Intake
+from orchestrator.api.delivery import deliver
 from orchestrator.api.planning import PlanningServicer
 from orchestrator.api.reading import RequestReader, deadline_s
 from orchestrator.controller import Controller
@@ -85,14 +86,24 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
         self._clock = clock
         self._tenants = tenants
 
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateEvent]:
+    async def Generate(  # type: ignore[override]  # writes to the context, which gRPC takes as well
+        self, request: pb.GenerateRequest, context: Context
+    ) -> None:
         """Stream a request's events up to its one end: Finished, or the status of its error; both at a deadline."""
+        end_s = deadline_s(request, context, self._clock)
+        left_s = None if end_s is None else end_s - self._clock.now_s()
+        async with aclosing(self._messages(request, context, end_s)) as messages:
+            await deliver(context, messages, left_s)
+
+    async def _messages(
+        self, request: pb.GenerateRequest, context: Context, end_s: float | None
+    ) -> AsyncGenerator[pb.GenerateEvent, None]:
         metadata = context.invocation_metadata() or ()
         read = partial(
             self._reader.read,
             request,
             tenant=self._tenants.of(metadata),
-            end_s=deadline_s(request, context, self._clock),
+            end_s=end_s,
             by_chain=BY_CHAIN in metadata,
             trace_context=tuple((key, str(value)) for key, value in metadata if key in _TRACE_CONTEXT),
         )

@@ -10,7 +10,8 @@ prompts are tokenized in threads.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from contextlib import aclosing
 from functools import partial
 from typing import Any, Self
 
@@ -26,6 +27,7 @@ from baton.proto_types import model_from_proto
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from orchestrator.api.checks import Intake
+from orchestrator.api.delivery import deliver
 from orchestrator.api.reading import RequestReader, deadline_s
 from text.tokenizer import Tokenizer
 from transport.channel import bind, make_server
@@ -80,9 +82,16 @@ class GatewayServicer:
             methods[name] = grpc.unary_unary_rpc_method_handler(partial(self._pass_on, name))
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
-    async def generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[bytes]:
+    async def generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Read a request, send it to the orchestrator as token ids, and stream the orchestrator's events."""
         end_s = deadline_s(request, context, self._clock)
+        left_s = None if end_s is None else end_s - self._clock.now_s()
+        async with aclosing(self._answer(request, context, end_s)) as messages:
+            await deliver(context, messages, left_s)
+
+    async def _answer(
+        self, request: pb.GenerateRequest, context: Context, end_s: float | None
+    ) -> AsyncGenerator[bytes, None]:
         passed, echo = await self._reader.off_the_loop(request, partial(self._read, request))
         if end_s is not None:
             passed.deadline_ms = round(min(max((end_s - self._clock.now_s()) * 1000, 1.0), _MOST_MS))

@@ -10,6 +10,7 @@ from baton.channel_options import USER_AGENT
 from baton.errors import BatonError, DeadlineExceededError, RequestCancelledError, StaleStampError, UnavailableError
 from baton.status import MAX_TEXT_CHARS, STATUS_OF, encode_error
 from tests.support.wire.rpc import STREAM, UPLOAD, Context, Service, call_unary, connected, serving_methods
+from transport import status
 from transport.channel import make_channel
 from transport.status import VERSIONED, SentStatus, from_rpc_error, translate_rpc_errors
 
@@ -128,6 +129,19 @@ async def test_servicer_may_abort_by_itself(caplog: pytest.LogCaptureFixture) ->
         with pytest.raises(StaleStampError, match="mine"), translate_rpc_errors():
             await call_unary(channel)
     assert "failed" not in caplog.text
+
+
+async def test_a_handler_does_not_wait_for_a_caller_that_holds_its_status_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        async def abort(self, *status: object) -> None:
+            await asyncio.Event().wait()
+
+    async def failing(request: bytes, context: object) -> bytes:
+        raise StaleStampError("not read")
+
+    monkeypatch.setattr(status, "_ABORT_S", 0.0)
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(status._guard(failing, "/test.Service/Unary")(b"", Full()), 60)
 
 
 async def test_streaming_servicer_is_closed_when_its_client_cancels() -> None:

@@ -241,8 +241,7 @@ async def test_an_orchestrator_refuses_what_exceeds_the_bound(
     request = pb.GenerateRequest(prompt=LONG.encode() * 2)  # longer than the model takes
 
     async def ask() -> None:
-        async for _ in servicer.Generate(request, context):
-            pass
+        await servicer.Generate(request, context)
 
     first = asyncio.create_task(ask())
     try:
