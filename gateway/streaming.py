@@ -14,6 +14,7 @@ from opentelemetry.trace import get_current_span
 from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError, RequestCancelledError
+from baton.types import MAX_REQUEST_ID_CHARS
 from text.bounded_reading import BoundedReading
 
 T = TypeVar("T")
@@ -25,7 +26,7 @@ _CALLER = ("authorization", "baton-tenant")
 """Headers that say who asks, which the server judges."""
 _TRACE = ("traceparent", "tracestate")
 """Headers that say in which trace."""
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARS}}}")
 FAULT = "the HTTP process failed at this request: see its log"
 _SSE = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 

@@ -15,7 +15,7 @@ from baton.errors import BatonError
 from baton.request_list import RequestList
 from baton.results.completion import Completion, ModelInfo, Usage
 from baton.status import translate_rpc_errors
-from baton.types import FinishReason, TokenEvent
+from baton.types import MAX_REQUEST_ID_CHARS, FinishReason, TokenEvent
 from gateway.reading import Asked
 from transport.channel import make_channel
 
@@ -76,7 +76,7 @@ class Upstream:
             for number, (prompt, options) in enumerate(zip(asked.prompts, asked.options, strict=True)):
                 stream = self._client.generate(
                     token_ids=prompt.token_ids,
-                    request_id=request_id if len(asked.prompts) == 1 else f"{request_id}-{number}",
+                    request_id=request_id if len(asked.prompts) == 1 else _numbered(request_id, number),
                     model=asked.model,
                     priority=asked.priority,
                     cache_salt=asked.cache_salt,
@@ -161,3 +161,9 @@ def _without_output(found: Completion) -> Completion:
     choices = tuple(replace(each, text="", tokens=(), finish=FinishReason.LENGTH) for each in found.choices)
     usage = None if found.usage is None else replace(found.usage, num_output_tokens=0)
     return replace(found, choices=choices, usage=usage)
+
+
+def _numbered(request_id: str, number: int) -> str:
+    """Return the id of one prompt's request. An id of the greatest length loses its last characters to the number."""
+    suffix = f"-{number}"
+    return request_id[: MAX_REQUEST_ID_CHARS - len(suffix)] + suffix

@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from baton.errors import InvalidArgumentError
 from baton.results.completion import ModelInfo
 from baton.sampling_params import SamplingParams
-from baton.types import MAX_PROMPT_BYTES, FinishReason
+from baton.types import MAX_PROMPT_BYTES, MAX_REQUEST_ID_CHARS, FinishReason
 from text.stop_strings import StopStrings
 from text.stream import TextStream
 from text.tokenizer import Tokenizer
 
-MAX_REQUEST_ID_CHARS = 128
 MAX_CACHE_SALT_CHARS = 256
 
 

@@ -21,6 +21,7 @@ from baton.errors import (
     UnauthenticatedError,
 )
 from baton.proto_types import model_from_proto
+from baton.types import MAX_REQUEST_ID_CHARS
 from gateway.door import middleware
 from gateway.door.middleware import MAX_BODY_BYTES
 from gateway.listening import open_socket
@@ -197,6 +198,17 @@ async def test_who_asks_and_the_requests_name_go_on_to_the_server() -> None:
         )
         odd = await client.post("/v1/completions", json=BODY, headers={"x-request-id": "a b"})
         assert odd.headers["x-request-id"].startswith("cmpl-")
+
+
+@pytest.mark.parametrize("num_chars", [1, MAX_REQUEST_ID_CHARS])
+async def test_a_requests_name_of_any_length_is_that_of_each_of_its_prompts(num_chars: int) -> None:
+    async with scripted_gateway() as (service, _http, client):
+        name = "x" * num_chars
+        sent = BODY | {"prompt": ["Hi"] * 11}
+        answer = await client.post("/v1/completions", json=sent, headers={"x-request-id": name})
+        assert answer.status_code == 200 and answer.headers["x-request-id"] == name
+        ids = {each.request_id for each in service.requests}
+        assert len(ids) == 11 and all(len(each) <= MAX_REQUEST_ID_CHARS for each in ids)
 
 
 @pytest.mark.parametrize("says_length", [True, False])

@@ -8,8 +8,8 @@ import pytest
 from baton.errors import InvalidArgumentError
 from baton.results.completion import ModelInfo
 from baton.sampling_params import SamplingParams
-from baton.types import FinishReason
-from orchestrator.api.checks import MAX_REQUEST_ID_CHARS, Intake
+from baton.types import MAX_REQUEST_ID_CHARS, FinishReason
+from orchestrator.api.checks import Intake
 from tests.support.models.tiny_tokenizer import EOS_ID, VOCAB_SIZE, ids_of, letter_tokenizer
 
 MODEL = ModelInfo("letters", 20, VOCAB_SIZE, "float32", False, "layout")
