@@ -45,7 +45,7 @@ class CallParser:
         self._most_calls = most_calls
         self._mode = _Mode.START if format_.is_bare else _Mode.TEXT
         self._held = ""  # text that is not decided yet
-        self._raw = ""  # all since the marker, or since the call before
+        self._raw = ""  # all since the marker, white space before it included, or since the call before
         self._tail = ""  # the part of it that is a closing marker or a name
         self._reader = CallReader()
         self._is_told = False  # whether the call that is being read has begun for the client
@@ -67,8 +67,12 @@ class CallParser:
                 yield from self._read_char(char)
 
     def end(self) -> Iterator[Piece]:
-        """Yield what was held back, when the model has ended."""
-        if self._mode is _Mode.NAME or (self._mode is _Mode.CALL and not self._is_told):
+        """Yield what was held back, when the model has ended. A call that is cut before its name is known is text, unless
+        the output's form leaves room for calls alone."""
+        if self._format.is_all:
+            return
+        is_marker_alone = self._mode is _Mode.BETWEEN and not self.num_calls and self._raw.strip() == self._format.begin
+        if is_marker_alone or self._mode is _Mode.NAME or (self._mode is _Mode.CALL and not self._is_told):
             yield from self._give_back()
         elif self._mode in (_Mode.START, _Mode.TEXT):
             yield from self._text(self._held.rstrip() if self.num_calls else self._held)
@@ -86,8 +90,10 @@ class CallParser:
         begin = self._format.begin
         before, found, after = self._held.partition(begin)
         if found:
-            yield from self._text(before.rstrip())
-            self._mode, self._held, self._raw, self._tail, self._is_marked = _Mode.BETWEEN, after, begin, "", True
+            text = before.rstrip()
+            yield from self._text(text)
+            self._mode, self._held, self._tail, self._is_marked = _Mode.BETWEEN, after, "", True
+            self._raw = before[len(text) :] + begin
             return
         num_open = next((n for n in range(len(begin) - 1, 0, -1) if before.endswith(begin[:n])), 0)
         sent = before[: len(before) - num_open].rstrip()

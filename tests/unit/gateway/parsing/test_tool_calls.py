@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.parsing.call_formats import FORMATS, HERMES, LLAMA3, MISTRAL, SMOLLM2, CallFormat
+from gateway.parsing.call_formats import FORMATS, HERMES, LLAMA3, MISTRAL, OBLIGED, SMOLLM2, CallFormat
 from gateway.parsing.gathered import Gathered
 from gateway.parsing.output import OutputRules
 from gateway.parsing.pieces import Arguments, CallBegun, Text
@@ -54,6 +54,9 @@ CASES: list[tuple[CallFormat, str, str, Calls]] = [
     (HERMES, '<tool_call>{"na', '<tool_call>{"na', []),
     (HERMES, '<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
     (HERMES, " no <tool> at all \n", " no <tool> at all \n", []),
+    (HERMES, "Use <tool_call> to call.", "Use <tool_call> to call.", []),
+    (HERMES, "One\n\n<tool_call>{}</tool_call>\n", "One\n\n<tool_call>{}</tool_call>\n", []),
+    (SMOLLM2, "Use <tool_call> to call.", "Use <tool_call> to call.", []),
     (SMOLLM2, '<tool_call>[{"name": "f", "arguments": {}}]</tool_call>', "", [("f", "{}")]),
     (
         SMOLLM2,
@@ -70,6 +73,7 @@ CASES: list[tuple[CallFormat, str, str, Calls]] = [
         "",
         [("f", "{}"), ("g", "{}")],
     ),
+    (LLAMA3, "Use <|python_tag|> to call.", "Use <|python_tag|> to call.", []),
     (LLAMA3, '{"name": "Bob", "id": 3}', '{"name": "Bob", "id": 3}', []),
     (LLAMA3, '{"answer": 42}', '{"answer": 42}', []),
     (LLAMA3, 'As {"name": "f"}', 'As {"name": "f"}', []),
@@ -82,7 +86,11 @@ CASES: list[tuple[CallFormat, str, str, Calls]] = [
     ),
     (MISTRAL, '[TOOL_CALLS]f[ARGS]{"a": {}}[TOOL_CALLS]g{}', "", [("f", '{"a": {}}'), ("g", "{}")]),
     (MISTRAL, '[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{"a": 1}', "", [("f", '{"a": 1}')]),
+    (MISTRAL, "Use\n\n[TOOL_CALLS]", "Use\n\n[TOOL_CALLS]", []),
     (MISTRAL, "See [TOOL] and [this]", "See [TOOL] and [this]", []),
+    (OBLIGED, '[\n{\n    "name": "', "", []),
+    (OBLIGED, '[{"name": "f", "arguments": {"a": 1}}, {\n    "', "", [("f", '{"a": 1}')]),
+    (OBLIGED, '[{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),
 ]
 
 
