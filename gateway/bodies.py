@@ -124,12 +124,13 @@ class CompletionBody(SamplingBody):
 
 
 class Part(BaseModel):
-    """A part of a message's content; text alone is supported."""
+    """A part of a message's content; text and the assistant's refusals alone are supported."""
 
     model_config = ConfigDict(extra="ignore")
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 Parts = Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)]
@@ -160,6 +161,8 @@ class Message(BaseModel):
 
     role: str
     content: str | Parts | None = None
+    refusal: str | None = None
+    """Refusal of the assistant, which is its content if there is no other."""
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     """Calls in an answer of the assistant."""
     tool_call_id: str | None = None

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from baton.errors import InvalidArgumentError
-from gateway.bodies import Message, Tool, ToolCall
+from gateway.bodies import Message, Part, Tool, ToolCall
 from gateway.parsing.call_formats import OBLIGED, CallFormat, format_of
 from gateway.parsing.output import OutputRules
 from gateway.parsing.reasoning import BEGIN, END
@@ -20,6 +20,8 @@ from gateway.tools.prompt import prompted
 from text.tokenizer import Tokenizer
 
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
+_TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of parts that are text, in chats and in responses."""
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
@@ -72,15 +74,30 @@ class ChatRenderer:
 
 
 def messages_of(messages: Sequence[Message], format_: CallFormat | None) -> list[dict[str, Any]]:
-    """Return a chat as chat templates take it: `developer` is the new name of `system`, parts of a content are joined,
-    and arguments of calls are objects. Raises InvalidArgumentError for what is no text, and for calls of tools where
-    there is no format for them."""
+    """Return a chat as chat templates take it: `developer` is the new name of `system`, parts of a content are joined
+    by line breaks, and arguments of calls are objects. Raises InvalidArgumentError for what is no text, and for calls
+    of tools where there is no format for them."""
     return [_message(f"messages[{index}]", each, format_) for index, each in enumerate(messages)]
+
+
+def text_of(where: str, content: str | Sequence[Part]) -> str:
+    """Return a content as text: its parts, with a line break between each two. Raises InvalidArgumentError for a part
+    that is no text; `where` names the content."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content:
+        text = part.refusal if part.type == "refusal" else part.text if part.type in _TEXT_PARTS else None
+        if text is None:
+            raise InvalidArgumentError(f"{where} has a part of type {part.type!r:.40}: send text")
+        texts.append(text)
+    return "\n".join(texts)
 
 
 def _message(where: str, message: Message, format_: CallFormat | None) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
-    made: dict[str, Any] = {"role": role, "content": _content(where, message)}
+    content = text_of(f"{where}.content", message.refusal or "" if message.content is None else message.content)
+    made: dict[str, Any] = {"role": role, "content": content}
     if (message.tool_calls or role == "tool") and format_ is None:
         raise InvalidArgumentError(f"{where}: the model's chat template takes no tools: send text alone")
     is_short = format_ is not None and format_.has_short_ids
@@ -115,15 +132,6 @@ def _id(given: str, *, is_short: bool) -> str:
     if not is_short or _SHORT_ID.fullmatch(given):
         return given
     return hashlib.blake2b(given.encode(errors="replace"), digest_size=5).hexdigest()[:9]
-
-
-def _content(where: str, message: Message) -> str:
-    if isinstance(message.content, str) or message.content is None:
-        return message.content or ""
-    for part in message.content:
-        if part.type not in ("text", "input_text", "output_text") or part.text is None:
-            raise InvalidArgumentError(f"{where}.content has a part of type {part.type!r:.40}: send text")
-    return "".join(part.text or "" for part in message.content)
 
 
 def _described(tool: Tool) -> dict[str, Any]:

@@ -74,6 +74,11 @@ def _listed(item: Item) -> Object:
 
 
 def _parts(content: str | Sequence[Part] | None, kind: str) -> list[Object]:
-    texts = [content] if isinstance(content, str) else [part.text or "" for part in content or ()]
+    parts = [Part(type=kind, text=content)] if isinstance(content, str) else content or ()
     more: Object = {"annotations": [], "logprobs": []} if kind == "output_text" else {}
-    return [{"type": kind, "text": text} | more for text in texts]
+    return [
+        {"type": "refusal", "refusal": part.refusal or ""}
+        if part.type == "refusal"
+        else {"type": kind, "text": part.text or ""} | more
+        for part in parts
+    ]

@@ -16,9 +16,9 @@ from gateway.bodies import (
     Tool,
     ToolCall,
 )
+from gateway.conversations import text_of
 from gateway.responses.bodies import Item, NamedFunction, ResponsesBody
 
-_TEXT_PARTS = ("input_text", "output_text", "text")
 LOGPROBS = "message.output_text.logprobs"
 _CHAT_NAMES = (("response_format", "text.format"), ("messages", "input"))
 """Fields of a chat, and those of a response that they are read from."""
@@ -104,16 +104,7 @@ def _message(where: str, item: Item) -> Message:
         raise InvalidArgumentError(f"{where}.role is missing: use user, assistant, system or developer")
     if item.content is None:
         raise InvalidArgumentError(f"{where}.content is missing: send text")
-    return Message(role=item.role, content=_text(f"{where}.content", item.content))
-
-
-def _text(where: str, content: str | list[Part]) -> str:
-    if isinstance(content, str):
-        return content
-    for part in content:
-        if part.type not in _TEXT_PARTS or part.text is None:
-            raise InvalidArgumentError(f"{where} has a part of type {part.type!r:.40}: send text")
-    return "".join(part.text or "" for part in content)
+    return Message(role=item.role, content=text_of(f"{where}.content", item.content))
 
 
 def _call(where: str, item: Item) -> Message:
@@ -126,7 +117,7 @@ def _call(where: str, item: Item) -> Message:
 def _call_output(where: str, item: Item) -> Message:
     if not item.call_id or item.output is None:
         raise InvalidArgumentError(f"{where} lacks call_id or output: name the call and send its answer")
-    return Message(role="tool", tool_call_id=item.call_id, content=_text(f"{where}.output", item.output))
+    return Message(role="tool", tool_call_id=item.call_id, content=text_of(f"{where}.output", item.output))
 
 
 def _reasoning(where: str, item: Item) -> Message:

@@ -7,8 +7,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from baton.errors import ConfigError, InvalidArgumentError
-from gateway.bodies import ChatBody, Tool
-from gateway.conversations import ChatRenderer
+from gateway.bodies import ChatBody, Message, Tool
+from gateway.conversations import ChatRenderer, messages_of
 from gateway.parsing.call_formats import FORMATS
 from gateway.tools.choice import offered
 from tests.support.models.tokenizers import CHAT_TEMPLATE
@@ -114,6 +114,22 @@ def test_tokens_that_mark_calls_and_have_no_text_are_known(tmp_path: Path) -> No
     tool = Tool.model_validate(WEATHER)
     assert renderer.rules("", (tool,)).markers == {97 + SPECIAL.index("[TOOL_CALLS]"): "[TOOL_CALLS]"}
     assert renderer.rules("", ()).markers == {}
+
+
+CONTENTS: list[tuple[dict[str, Any], str]] = [
+    ({"content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]}, "Be\nbrief."),
+    ({"content": [{"type": "text", "text": "Well"}, {"type": "refusal", "refusal": "no"}]}, "Well\nno"),
+    ({"content": [{"type": "refusal", "refusal": "no"}]}, "no"),
+    ({"content": None, "refusal": "no"}, "no"),
+    ({"content": "yes", "refusal": None}, "yes"),
+    ({"content": None}, ""),
+]
+
+
+@pytest.mark.parametrize(("fields", "text"), CONTENTS)
+def test_parts_are_lines_and_refusals_are_text(fields: dict[str, Any], text: str) -> None:
+    (made,) = messages_of([Message.model_validate({"role": "assistant"} | fields)], None)
+    assert made == {"role": "assistant", "content": text}
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [

@@ -85,7 +85,7 @@ async def test_a_chat_has_room_to_the_models_limit_and_developers_speak_as_syste
         assert (
             answer.choices[0].finish_reason == "stop" or answer.usage.total_tokens == (await direct.model()).max_tokens
         )
-        parts: Any = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
+        parts: Any = [{"type": "text", "text": "Be brief."}]
         in_parts: list[Any] = [{"role": "system", "content": parts}, CHAT[1]]
         again = await http.openai.chat.completions.create(model=name, messages=in_parts, temperature=0, max_tokens=3)
         assert again.choices[0].message.content == expected.text[:3]

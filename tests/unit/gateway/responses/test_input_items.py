@@ -57,6 +57,16 @@ async def test_all_that_an_answer_was_made_from_is_listed(tmp_path: Path) -> Non
         assert (items[3].call_id, items[3].output, items[3].status) == (call.call_id, "21 degrees", "completed")
 
 
+async def test_a_refusal_goes_back_as_it_came(tmp_path: Path) -> None:
+    async with answering(tmp_path, "Yes") as client:
+        refusal = {"type": "refusal", "refusal": "no"}
+        text = {"type": "output_text", "text": "Hm.", "annotations": [], "logprobs": []}
+        said: Any = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": [text, refusal]}]
+        made = await client.responses.create(model=MODEL.name, input=said)
+        last, _ = await listed(client, made.id)
+        assert [part.to_dict() for part in last.content] == [text, refusal]
+
+
 @pytest.mark.parametrize(("limit", "num_pages"), [(1, 5), (2, 3), (5, 1), (100, 1)])
 @pytest.mark.parametrize("order", ["asc", "desc"])
 async def test_pages_follow_each_other_in_either_order(limit: int, num_pages: int, order: str, tmp_path: Path) -> None:
