@@ -7,7 +7,7 @@ spaces comes to an end.
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard
 
 from llguidance import LLMatcher
@@ -20,6 +20,18 @@ _MAPS = ("$defs", "definitions", "properties", "patternProperties", "dependentSc
 referred to."""
 _LISTS = ("prefixItems", "items", "allOf", "anyOf", "oneOf")
 _SINGLES = ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains")
+_SAYS_NOTHING: dict[str, tuple[object, ...]] = {
+    "uniqueItems": (False,),
+    "not": (False,),
+    "propertyNames": (True, {}),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "unevaluatedItems": (True, {}),
+    "unevaluatedProperties": (True, {}),
+}
+"""Keywords that are not supported, with the values by which they allow everything."""
+_LITERALS = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+"""JSON types of literals, by their types in Python."""
 _LOCATING_S = 0.2
 """Processor seconds in which a fault is looked for: then the place found so far is named."""
 
@@ -57,10 +69,66 @@ def _parse(text: str) -> Schema:
 
 
 def _grammar(schema: Schema) -> str:
+    text = json.dumps(schema, ensure_ascii=False)
+    if "/oneOf/" not in text:  # a reference into a list that would have another name
+        text = json.dumps(_simplified(schema), ensure_ascii=False)
     return LLMatcher.grammar_from_json_schema(
-        json.dumps(schema, ensure_ascii=False),
+        text,
         overrides={"lenient": False, "coerce_one_of": False, "whitespace_pattern": _WHITESPACE},
     )
+
+
+def _simplified(schema: Schema) -> Schema:
+    """Return a schema that allows the same values, without keywords that say nothing; a `oneOf` of which no two parts
+    can hold is an `anyOf`."""
+    found: Schema = {}
+    for name, value in schema.items():
+        if value in _SAYS_NOTHING.get(name, ()):
+            continue
+        if name == "oneOf" and "anyOf" not in schema and isinstance(value, list) and _exclude_each_other(value):
+            name = "anyOf"
+        if isinstance(value, dict) and name in _MAPS:
+            value = {key: _simplified(each) if _is_schema(each) else each for key, each in value.items()}
+        elif isinstance(value, list) and name in _LISTS:
+            value = [_simplified(each) if _is_schema(each) else each for each in value]
+        elif name in _SINGLES and _is_schema(value):
+            value = _simplified(value)
+        found[name] = value
+    return found
+
+
+def _exclude_each_other(schemas: Sequence[object]) -> bool:
+    """Return whether no value can satisfy two of the schemas, by their constants, enumerations and types alone."""
+    values, types = list[tuple[str, object]](), list[str]()
+    for each in schemas:
+        schema = each if isinstance(each, dict) else {}
+        found = _values(schema)
+        values += found
+        types += () if found else _types(schema)
+    of_values = {type_ for type_, _ in values}
+    return len(set(values)) == len(values) and len(set(types)) == len(types) and of_values.isdisjoint(types)
+
+
+def _values(schema: Schema) -> set[tuple[str, object]]:
+    """Return the values that a schema names as all that it allows, each with its type; none if one is no literal."""
+    named = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(named, list) or not all(type(each) in _LITERALS for each in named):
+        return set()
+    return {(_type_of(each), each) for each in named}
+
+
+def _types(schema: Schema) -> set[str]:
+    """Return the types that a schema allows: all, unless it names some."""
+    named = schema.get("type")
+    listed = named if isinstance(named, list) else [named]
+    if not all(isinstance(each, str) for each in listed):
+        return {*_LITERALS.values(), "array", "object"}
+    return {*listed, *(["integer"] if "number" in listed else ())}
+
+
+def _type_of(literal: object) -> str:
+    """Return the JSON type of a literal; a number without a fraction is an integer."""
+    return "integer" if isinstance(literal, float) and literal.is_integer() else _LITERALS[type(literal)]
 
 
 def _fault(schema: Schema) -> str:
