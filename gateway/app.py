@@ -49,6 +49,7 @@ class Gateway:
         self._reader = reader
         self._responses = Responses(upstream, reader, store)
         self._registry = CollectorRegistry()
+        self._started_s = int(time.time())
 
     def app(self) -> FastAPI:
         """Return the application, with all routes."""
@@ -105,12 +106,13 @@ class Gateway:
         return {"count": len(tokens), "max_model_len": self._reader.model.max_tokens, "tokens": tokens}
 
     async def detokenize(self, body: DetokenizeBody, request: Request) -> Object:
-        """Return the text of token ids."""
+        """Return the text of token ids, special tokens included."""
         self._reader.check_model(body.model)
         most = self._reader.model.vocab_size
         if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < most:
             raise InvalidArgumentError(f"tokens holds no token id of the model: use 0 to {most - 1}")
-        return {"prompt": await read_body(request, partial(self._reader.tokenizer.decode, body.tokens))}
+        decode = partial(self._reader.tokenizer.decode, with_special=True)
+        return {"prompt": await read_body(request, partial(decode, body.tokens))}
 
     async def health(self) -> Response:
         """Say that this process lives."""
@@ -129,7 +131,7 @@ class Gateway:
         return {
             "id": served.name,
             "object": "model",
-            "created": 0,
+            "created": self._started_s,
             "owned_by": "baton",
             "max_model_len": served.max_tokens,
         }

@@ -71,7 +71,7 @@ class Reader:
     def completion(self, body: CompletionBody) -> Asked:
         """Return what a completion asks for. Raises InvalidArgumentError for what is not supported, or wrong, and
         NotFoundError for another model."""
-        _refuse("suffix", body.suffix, "Baton completes a text at its end only")
+        _refuse("suffix", body.suffix or None, "Baton completes a text at its end only")
         _refuse("best_of", body.best_of, "all choices are returned", allowed=(1, body.n))
         prompts = self._prompts(body)
         options = _sampling(body) | SamplingOptions(logprobs=body.logprobs)
@@ -177,13 +177,15 @@ class Reader:
             return Prompt(self._encoded("prompt", given, self.tokenizer.encode), given if echo else "")
         if any(not 0 <= token_id < self.model.vocab_size for token_id in given):
             raise InvalidArgumentError(f"prompt holds no token id of the model: use 0 to {self.model.vocab_size - 1}")
-        return Prompt(given, self.tokenizer.decode(given) if echo else "")
+        return Prompt(given, self.tokenizer.decode(given, with_special=True) if echo else "")
 
 
 def _sampling(body: SamplingBody) -> SamplingOptions:
     """Return the sampling options of a body. OpenAI's temperature is 1 unless given."""
     given = {name: getattr(body, name) for name in _OPTIONS if getattr(body, name) is not None}
     options = cast(SamplingOptions, {"temperature": 1.0} | given)
+    if body.stop_token_ids is not None:
+        options["stop_token_ids"] = list(dict.fromkeys(body.stop_token_ids))  # each may be named several times
     if body.seed is not None:
         options["seed"] = body.seed % 2**64
     if body.top_k is not None:

@@ -142,9 +142,10 @@ class Tokenizer:
         """Return the token ids of a rendered conversation, with no special token added. Raises InvalidArgumentError."""
         return self._encode(text, "messages", add_special_tokens=False)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids. Special tokens and unknown ids add no text; broken UTF-8 becomes U+FFFD."""
-        return self._core.decode(ids, skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, with_special: bool = False) -> str:
+        """Return the text of token ids. Special tokens add no text, unless `with_special`; nor do unknown ids; broken
+        UTF-8 becomes U+FFFD."""
+        return self._core.decode(ids, skip_special_tokens=not with_special)
 
     def token_text(self, token_id: int) -> str:
         """Return the text that one token has within a text, with the leading space that `decode` drops at the start of

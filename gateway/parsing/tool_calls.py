@@ -67,8 +67,8 @@ class CallParser:
                 yield from self._read_char(char)
 
     def end(self) -> Iterator[Piece]:
-        """Yield what was held back, when the model has ended. A call that is cut before its name is known is text, unless
-        the output's form leaves room for calls alone."""
+        """Yield what was held back, when the model has ended. A call that is cut before its name is known is text,
+        unless the output's form leaves room for calls alone."""
         if self._format.is_all:
             return
         is_marker_alone = self._mode is _Mode.BETWEEN and not self.num_calls and self._raw.strip() == self._format.begin

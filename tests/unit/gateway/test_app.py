@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -278,9 +279,27 @@ async def test_text_becomes_token_ids_and_back() -> None:
     async with scripted_gateway() as (_, _http, client):
         found = (await client.post("/tokenize", json={"prompt": "Hi"})).json()
         assert found == {"count": 2, "max_model_len": MODEL.max_tokens, "tokens": list(ids_of("Hi"))}
-        assert (await client.post("/detokenize", json={"tokens": found["tokens"]})).json() == {"prompt": "Hi"}
+        for text in ("Hi", "<s>Hi</s>"):
+            tokens = (await client.post("/tokenize", json={"prompt": text})).json()["tokens"]
+            assert (await client.post("/detokenize", json={"tokens": tokens})).json() == {"prompt": text}
+            answer = await client.post("/v1/completions", json=BODY | {"prompt": tokens, "echo": True})
+            assert answer.json()["choices"][0]["text"] == text + text_of(3)
         assert (await client.post("/detokenize", json={"tokens": [-1]})).status_code == 400
         assert (await client.post("/tokenize", json={})).status_code == 400
+
+
+async def test_what_asks_for_nothing_is_taken() -> None:
+    async with scripted_gateway() as (service, _http, client):
+        sent = BODY | {"suffix": "", "best_of": 1, "stop_token_ids": [28, 28]}
+        assert (await client.post("/v1/completions", json=sent)).status_code == 200
+        assert list(service.requests[0].sampling.stop_token_ids) == [28]
+
+
+async def test_a_model_is_as_old_as_its_gateway() -> None:
+    began = int(time.time())
+    async with scripted_gateway() as (_, _http, client):
+        (model,) = (await client.get("/v1/models")).json()["data"]
+        assert began <= model["created"] <= time.time()
 
 
 async def test_operators_see_whether_it_serves_and_what_it_answered() -> None:
