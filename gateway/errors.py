@@ -16,6 +16,10 @@ class BodyTooLargeError(errors.InvalidArgumentError):
     """The body of a request has more bytes than any request may have."""
 
 
+class UnreadableBodyError(errors.InvalidArgumentError):
+    """The body of a request is not JSON as it is, by what its headers say."""
+
+
 class PromptTooLongError(errors.InvalidArgumentError):
     """A prompt has more tokens than the model takes: clients know it by its code, and may shorten the conversation."""
 
@@ -26,6 +30,7 @@ class UnknownResponseError(errors.NotFoundError):
 
 _STATUSES: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
     (BodyTooLargeError, 413, "invalid_request_error", None),
+    (UnreadableBodyError, 415, "invalid_request_error", None),
     (PromptTooLongError, 400, "invalid_request_error", "context_length_exceeded"),
     (errors.InvalidArgumentError, 400, "invalid_request_error", None),
     (errors.UnauthenticatedError, 401, "authentication_error", "invalid_api_key"),

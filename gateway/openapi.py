@@ -31,6 +31,7 @@ _MEANINGS = {
     404: "Another model, or a response that is not kept.",
     408: "The request's deadline has passed.",
     413: "The body is too long.",
+    415: "The body is not JSON, or compressed.",
     429: "The queue is full; `retry-after` says when there may be room.",
     500: "A defect of the server.",
     503: "The server is away.",

@@ -17,7 +17,7 @@ from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 
 from baton.errors import InvalidArgumentError
-from gateway.errors import BodyTooLargeError
+from gateway.errors import BodyTooLargeError, UnreadableBodyError
 from gateway.streaming import caller_of
 from text.bounded_reading import BoundedReading
 
@@ -52,9 +52,8 @@ class BodyRoute(APIRoute):
         async def read_and_answer(request: Request) -> Response:
             admit: Admit = request.app.state.admit
             await admit(caller_of(request, traces=False))
+            _check_headers(request)
             body = await request.body()
-            if not _is_json(request):
-                return await answer(request)
             read = partial(_read, body, model)
             reading: BoundedReading = request.app.state.reading
             value = await reading.run(len(body), read) if len(body) >= _LONG_BYTES else read()
@@ -154,7 +153,12 @@ def _refuse(name: str) -> None:
     raise InvalidArgumentError(f"body holds {name}, which is not valid JSON: send a number, or null")
 
 
-def _is_json(request: Request) -> bool:
-    """Return whether the body is said to be JSON; else the route refuses it."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+def _check_headers(request: Request) -> None:
+    """Raise UnreadableBodyError unless the body is said to be JSON, and not to be compressed."""
+    given = request.headers.get("content-type", "")
+    kind = given.partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise UnreadableBodyError(f"content-type is {given!r:.80}: send JSON, with the header application/json")
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise UnreadableBodyError(f"content-encoding is {encoding!r:.80}: send the body as it is, not compressed")

@@ -268,6 +268,21 @@ async def test_fields_of_vllm_reach_the_server() -> None:
             assert {name: getattr(sampling, name) for name in asked} == asked
 
 
+@pytest.mark.parametrize(
+    ("headers", "named"),
+    [
+        ({"content-type": "application/x-www-form-urlencoded"}, "content-type is 'application/x-www-form-urlencoded'"),
+        ({}, "content-type is ''"),
+        ({"content-type": "application/json", "content-encoding": "gzip"}, "content-encoding is 'gzip'"),
+    ],
+)
+async def test_a_body_that_is_not_json_by_its_headers_is_refused(headers: dict[str, str], named: str) -> None:
+    async with scripted_gateway() as (_, _http, client):
+        content = json.dumps(BODY).encode()
+        answer = await client.post("/v1/completions", content=content, headers=headers)
+        assert answer.status_code == 415 and answer.json()["error"]["message"].startswith(named)
+
+
 async def test_a_path_that_is_not_there_is_said_in_the_same_shape() -> None:
     async with scripted_gateway() as (_, _http, client):
         answer = await client.get("/v1/nothing")
