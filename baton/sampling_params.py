@@ -96,7 +96,8 @@ class SamplingParams:
             value = getattr(self, name)
             is_off = value is None and name.endswith(("logprobs", "drafts"))
             _require(is_off or least <= value <= most, name, value, remedy)
-        _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"max_tokens is {self.max_tokens}")
+        limit = f"sampling.max_tokens is {self.max_tokens}"
+        _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, limit)
         for token_id, bias in self.logit_bias.items():
             _require(token_id >= 0, "logit_bias", token_id, "keys are token ids")
             _require(-100 <= bias <= 100, "logit_bias", bias, "use values in [-100, 100]")
@@ -128,8 +129,8 @@ class SamplingParams:
         for name in ("ignore_eos", "min_tokens"):
             if self.structured_output is not None and getattr(self, name):
                 raise InvalidArgumentError(
-                    f"sampling.{name} = {getattr(self, name)} with structured_output is out of range: the output ends "
-                    f"where its form is complete; leave {name} out"
+                    f"sampling.{name} = {getattr(self, name)} with sampling.structured_output is out of range: the "
+                    f"output ends where its form is complete; leave {name} out"
                 )
 
 

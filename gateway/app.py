@@ -25,7 +25,8 @@ from gateway.console.routes import Console
 from gateway.door.access import Access
 from gateway.door.json_bodies import BodyRoute
 from gateway.door.middleware import BodyLimit, RequestCounts
-from gateway.errors import error_body, error_headers, status_of
+from gateway.errors import NO_FIELDS, FieldNames, error_body, error_headers, status_of
+from gateway.field_names import chat_names, completion_names, tokenize_names
 from gateway.openapi import ERRORS, STREAMED, describe
 from gateway.reading import Asked, Reader
 from gateway.responses.routes import Responses
@@ -91,22 +92,24 @@ class Gateway:
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Answer a chat, whole or as a stream."""
-        request.state.fields = tuple(ChatBody.model_fields)
+        request.state.fields = chat_names(body)
         return await self._answer(request, partial(self._reader.chat, body), _chat_writer, "chatcmpl-")
 
     async def completion(self, body: CompletionBody, request: Request) -> Response:
         """Complete one prompt, or several."""
-        request.state.fields = tuple(CompletionBody.model_fields)
+        request.state.fields = completion_names(body)
         read = partial(self._reader.completion, body)
         return await self._answer(request, read, lambda head, asked: Completions(head), "cmpl-")
 
     async def tokenize(self, body: TokenizeBody, request: Request) -> Object:
         """Return the token ids of a text or of a chat, as a request with it would have them."""
+        request.state.fields = tokenize_names(body)
         tokens = await read_body(request, partial(self._reader.tokenize, body))
         return {"count": len(tokens), "max_model_len": self._reader.model.max_tokens, "tokens": tokens}
 
     async def detokenize(self, body: DetokenizeBody, request: Request) -> Object:
         """Return the text of token ids, special tokens included."""
+        request.state.fields = FieldNames(("model", "tokens"))
         self._reader.check_model(body.model)
         most = self._reader.model.vocab_size
         if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < most:
@@ -164,7 +167,7 @@ class Gateway:
 
     async def _refused(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, BatonError), error
-        body = error_body(error, getattr(request.state, "fields", ()))
+        body = error_body(error, getattr(request.state, "fields", NO_FIELDS))
         return JSONResponse(body, status_of(error), headers=error_headers(error))
 
     async def _failed(self, request: Request, error: Exception) -> Response:
@@ -177,7 +180,7 @@ class Gateway:
         where = [str(each) for each in first["loc"]]
         fields = where[1:] if first["type"] != "json_invalid" else []
         found = InvalidArgumentError(f"{'.'.join(fields) or where[0]}: {first['msg']}")
-        return JSONResponse(error_body(found, fields[:1]), 400)
+        return JSONResponse(error_body(found, FieldNames(fields[:1])), 400)
 
     async def _not_there(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException), error

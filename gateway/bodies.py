@@ -1,8 +1,7 @@
 """Bodies of requests, with the names, defaults and limits of OpenAI's API.
 
-Fields that OpenAI's API does not have are those of vLLM and other servers of the field, and `priority`. Fields that are
-unknown are ignored, as clients of many servers expect. Those that are known and not supported are refused by
-`gateway.reading`, unless they have the value that asks for nothing.
+Fields that OpenAI's API does not have are those of vLLM and other servers of the field, and `priority`. Others are
+ignored, as clients of many servers expect, but for those of `gateway.unsupported`.
 """
 
 from collections.abc import Sized
@@ -71,7 +70,7 @@ class StreamOptions(BaseModel):
 class SamplingBody(BaseModel):
     """What both kinds of request have in common."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="allow")
 
     model: str = ""
     """Name of the served model; empty: whatever is served."""
@@ -120,7 +119,7 @@ class CompletionBody(SamplingBody):
     """How many of the most likely tokens are reported with each token."""
     echo: bool | None = None
     best_of: int | None = None
-    suffix: str | None = None
+    """Accepted if it is 1 or `n`: all choices are returned."""
 
 
 class Part(BaseModel):
@@ -227,13 +226,12 @@ class ChatBody(SamplingBody):
     """False: the first call of an answer alone is returned."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the model's chat template, such as enable_thinking."""
-    functions: Annotated[list[Any], Field(max_length=MAX_TOOLS)] | None = None
 
 
 class TokenizeBody(BaseModel):
     """Body of POST /tokenize: a text, or a chat as its template renders it."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="allow")
 
     model: str = ""
     prompt: str | None = None

@@ -2,7 +2,9 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from baton import errors
@@ -20,8 +22,9 @@ class UnreadableBodyError(errors.InvalidArgumentError):
     """The body of a request is not JSON as it is, by what its headers say."""
 
 
-class PromptTooLongError(errors.InvalidArgumentError):
-    """A prompt has more tokens than the model takes: clients know it by its code, and may shorten the conversation."""
+class ContextTooLongError(errors.InvalidArgumentError):
+    """A prompt, alone or with the output that is asked for, has more tokens than the model takes. Clients know this
+    error by its code, and may shorten the conversation."""
 
 
 class UnknownResponseError(errors.NotFoundError):
@@ -31,7 +34,7 @@ class UnknownResponseError(errors.NotFoundError):
 _STATUSES: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
     (BodyTooLargeError, 413, "invalid_request_error", None),
     (UnreadableBodyError, 415, "invalid_request_error", None),
-    (PromptTooLongError, 400, "invalid_request_error", "context_length_exceeded"),
+    (ContextTooLongError, 400, "invalid_request_error", "context_length_exceeded"),
     (errors.InvalidArgumentError, 400, "invalid_request_error", None),
     (errors.UnauthenticatedError, 401, "authentication_error", "invalid_api_key"),
     (errors.PermissionDeniedError, 403, "permission_error", None),
@@ -44,7 +47,26 @@ _STATUSES: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
     (errors.BatonError, 500, "server_error", None),
 )
 """Class, status, type and code; the first class that an error belongs to counts."""
-_FIELD = re.compile(r"(?:sampling\.)?([a-z_]+)")
+_FIELD = re.compile(r"[a-z_]+")
+
+
+@dataclass(frozen=True)
+class FieldNames:
+    """The fields that a request may have, by the names that its client knows."""
+
+    fields: Collection[str] = ()
+    """Fields that an error may name as `param`."""
+    renamed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Names that errors begin with, or that follow `sampling.`, and what the client calls these fields."""
+
+    def text(self, error: BatonError) -> str:
+        """Return an error's text with the client's names."""
+        known = "|".join(map(re.escape, sorted(self.renamed, key=len, reverse=True)))
+        ours = rf"(?:^(?:sampling\.)?|(?<![\w/'\"])sampling\.)(?:({known})(?!\w))?"
+        return re.sub(ours, lambda found: self.renamed.get(found[1] or "", ""), str(error))
+
+
+NO_FIELDS = FieldNames()
 
 
 def status_of(error: BatonError) -> int:
@@ -52,13 +74,14 @@ def status_of(error: BatonError) -> int:
     return next(status for kind, status, _, _ in _STATUSES if isinstance(error, kind))
 
 
-def error_body(error: BatonError, fields: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the body that says what went wrong. `fields` are those that a request's body may have: the one with which
-    the error's text begins is named as `param`."""
+def error_body(error: BatonError, names: FieldNames = NO_FIELDS) -> dict[str, Any]:
+    """Return the body that says what went wrong, with the names that the client has for the request's fields. The one
+    with which the error's text begins is its `param`."""
     type_, code = next((type_, code) for kind, _, type_, code in _STATUSES if isinstance(error, kind))
-    begun = _FIELD.match(str(error))
-    param = begun[1] if begun is not None and begun[1] in fields else None
-    return {"error": {"message": str(error), "type": type_, "param": param, "code": code}}
+    text = names.text(error)
+    begun = _FIELD.match(text)
+    param = begun[0] if begun is not None and begun[0] in names.fields else None
+    return {"error": {"message": text, "type": type_, "param": param, "code": code}}
 
 
 def error_headers(error: BatonError) -> dict[str, str]:

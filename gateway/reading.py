@@ -11,12 +11,13 @@ from typing import Any, cast
 from baton.errors import InvalidArgumentError, NotFoundError
 from baton.results.completion import ModelInfo
 from baton.sampling_params import SamplingOptions
-from gateway.bodies import MAX_PROMPTS, ChatBody, CompletionBody, Message, SamplingBody, TokenizeBody
+from gateway.bodies import MAX_PROMPTS, ChatBody, CompletionBody, Message, SamplingBody, TokenizeBody, Tool
 from gateway.conversations import ChatRenderer
-from gateway.errors import PromptTooLongError
+from gateway.errors import ContextTooLongError
 from gateway.parsing.output import PLAIN, OutputRules
 from gateway.structured import structured_of
 from gateway.tools.choice import obliged_form, offered
+from gateway.unsupported import refuse_unsupported
 from text.tokenizer import Tokenizer
 
 _OPTIONS = (
@@ -71,8 +72,9 @@ class Reader:
     def completion(self, body: CompletionBody) -> Asked:
         """Return what a completion asks for. Raises InvalidArgumentError for what is not supported, or wrong, and
         NotFoundError for another model."""
-        _refuse("suffix", body.suffix or None, "Baton completes a text at its end only")
-        _refuse("best_of", body.best_of, "all choices are returned", allowed=(1, body.n))
+        refuse_unsupported(body, adds_special_tokens=True)
+        if body.best_of not in (None, 1, body.n):
+            raise InvalidArgumentError("best_of is not supported: all choices are returned; leave it out")
         prompts = self._prompts(body)
         options = _sampling(body) | SamplingOptions(logprobs=body.logprobs)
         if body.max_tokens is not None:
@@ -87,12 +89,12 @@ class Reader:
     def chat(self, body: ChatBody) -> Asked:
         """Return what a chat asks for. Raises InvalidArgumentError for what is not supported, or wrong, and
         NotFoundError for another model."""
-        _refuse("functions", body.functions or None, "tools is their new name")
+        refuse_unsupported(body, adds_special_tokens=False)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidArgumentError("top_logprobs needs logprobs = true: set both, or neither")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         tools = offered(body.tools, body.tool_choice)
-        rendered = self._rendered(body.messages, tools, body.chat_template_kwargs)
+        rendered = self._rendered(body, body.messages, tools)
         prompt = Prompt(self._encoded("messages", rendered, self.tokenizer.encode_rendered))
         most_calls = 1 if body.parallel_tool_calls is False else None
         form = obliged_form(tools, body.tool_choice, most_calls=most_calls)
@@ -111,11 +113,12 @@ class Reader:
         """Return the token ids of a text or of a chat, as a request with it would have them. Raises
         InvalidArgumentError, and NotFoundError for another model."""
         self.check_model(body.model)
+        refuse_unsupported(body, adds_special_tokens=body.prompt is not None)
         if body.prompt is not None and body.messages is None:
             return self._encoded("prompt", body.prompt, self.tokenizer.encode)
         if body.prompt is None and body.messages is not None:
             tools = offered(body.tools, None)
-            rendered = self._rendered(body.messages, tools, body.chat_template_kwargs)
+            rendered = self._rendered(body, body.messages, tools)
             return self._encoded("messages", rendered, self.tokenizer.encode_rendered)
         raise InvalidArgumentError("prompt and messages: give one of them")
 
@@ -142,10 +145,10 @@ class Reader:
             logprobs=logprobs,
         )
 
-    def _rendered(self, messages: Sequence[Message], tools: Any, kwargs: dict[str, Any] | None) -> str:
+    def _rendered(self, body: ChatBody | TokenizeBody, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         """Return a chat as its template renders it. Each message takes a token at least: too many are not rendered."""
         self._check_fits("messages", len(messages), least=" at least")
-        return self._renderer.render(messages, tools, kwargs or {})
+        return self._renderer.render(messages, tools, body.chat_template_kwargs or {})
 
     def _encoded(self, field: str, text: str, encode: Callable[[str], list[int]]) -> list[int]:
         """Return the token ids of a text. One that is too long for the model by its length alone is not tokenized."""
@@ -155,16 +158,23 @@ class Reader:
     def _check_fits(self, field: str, num_tokens: int, least: str = "") -> None:
         limit = self.model.max_tokens - 1
         if num_tokens > limit:
-            raise PromptTooLongError(
+            raise ContextTooLongError(
                 f"{field} has {num_tokens} tokens{least}, the prompt is too long: the model takes at most {limit}, and "
                 "one of output; shorten it"
             )
 
     def _with_room(self, options: SamplingOptions, prompt: Prompt) -> SamplingOptions:
-        """Return the options, with as many output tokens as the prompt leaves room for if none are asked for."""
-        if "max_tokens" in options:
-            return options
-        return options | SamplingOptions(max_tokens=max(1, self.model.max_tokens - len(prompt.token_ids)))
+        """Return the options, with as many output tokens as the prompt leaves room for if none are asked for. Raises
+        ContextTooLongError if more are."""
+        num_tokens = len(prompt.token_ids)
+        room = self.model.max_tokens - num_tokens
+        most = options.get("max_tokens", room)
+        if most > room:
+            raise ContextTooLongError(
+                f"max_tokens = {most} is out of range: after a prompt of {num_tokens} tokens there is room for {room}, "
+                f"for the model's limit is {self.model.max_tokens}; ask for fewer, or shorten the prompt"
+            )
+        return options | SamplingOptions(max_tokens=most)
 
     def _prompts(self, body: CompletionBody) -> tuple[Prompt, ...]:
         given: list[Any] = [body.prompt] if isinstance(body.prompt, str) or _is_ids(body.prompt) else [*body.prompt]
@@ -193,12 +203,6 @@ def _sampling(body: SamplingBody) -> SamplingOptions:
     if (form := structured_of(body)) is not None:
         options["structured_output"] = form
     return options
-
-
-def _refuse(name: str, value: object, why: str, allowed: Sequence[object] = ()) -> None:
-    """Raise InvalidArgumentError if a field that is not supported has a value that asks for something."""
-    if value is not None and value not in allowed:
-        raise InvalidArgumentError(f"{name} is not supported: {why}; leave it out")
 
 
 def _is_ids(prompt: Sequence[object]) -> bool:

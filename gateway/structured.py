@@ -17,8 +17,8 @@ _IGNORED = ("disable_fallback", "disable_any_whitespace", "disable_additional_pr
 
 
 def structured_of(body: SamplingBody) -> StructuredOutput | None:
-    """Return the form that a body asks its output to have, if any. Raises InvalidArgumentError that names the field,
-    also for a body that asks for two forms."""
+    """Return the form that a body asks its output to have, if any. Raises InvalidArgumentError, also for a body that
+    asks for two forms."""
     given = {f"guided_{name}": {name: getattr(body, f"guided_{name}")} for name in _GUIDED}
     asked = {name: form for name, form in given.items() if None not in form.values()}
     if body.structured_outputs is not None:
@@ -28,12 +28,17 @@ def structured_of(body: SamplingBody) -> StructuredOutput | None:
         asked["response_format"] = form_
     if len(asked) > 1:
         raise InvalidArgumentError(f"{' and '.join(asked)} both constrain the output: send one of them")
-    for name, form in asked.items():
-        try:
-            return structured_from_option(form)
-        except InvalidArgumentError as error:
-            raise InvalidArgumentError(f"{name}: {error}") from error
-    return None
+    return structured_from_option(next(iter(asked.values()), None))
+
+
+def form_names(body: SamplingBody) -> dict[str, str]:
+    """Return how errors name the form that `structured_of` returns, and the field that it was read from."""
+    for name in (f"guided_{each}" for each in _GUIDED):
+        if getattr(body, name) is not None:
+            return {f"structured_output.{name.removeprefix('guided_')}": name, "structured_output": name}
+    if body.structured_outputs is not None:
+        return {"structured_output": "structured_outputs"}
+    return {"structured_output.json": "response_format.json_schema.schema", "structured_output": "response_format"}
 
 
 def _response_form(format_: Mapping[str, Any] | None) -> dict[str, Any] | None:

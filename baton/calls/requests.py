@@ -7,13 +7,14 @@ import math
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from baton.channel_options import MAX_MESSAGE_BYTES
 from baton.errors import InvalidArgumentError
 from baton.proto_types import params_to_proto
 from baton.sampling_params import SamplingOptions, SamplingParams, params_from_options
 from baton.types import Priority
-from baton.v1 import orchestrator_pb2
+from baton.v1 import common_pb2, orchestrator_pb2
 
 MAX_DEADLINE_S = 2**32 / 1000 - 1
 BY_CHAIN = ("baton-prefill", "chain")
@@ -64,10 +65,13 @@ def make_request(
         exact=exact,
         cache_salt=cache_salt,
     )
+    params = params or params_from_options(options)
     try:
-        request.sampling.CopyFrom(params_to_proto(params or params_from_options(options)))
+        request.sampling.CopyFrom(params_to_proto(params))
     except ValueError as error:
-        raise InvalidArgumentError(f"sampling: {error}: use integers below 2**32") from error
+        raise InvalidArgumentError(
+            f"sampling.{_unsendable(params)}: {error}: use integers below 2**32 and whole characters"
+        ) from error
     _add_source(request, source)
     if request.ByteSize() > MAX_MESSAGE_BYTES:
         raise InvalidArgumentError(
@@ -90,6 +94,17 @@ def call_metadata(api_key: str | None, tenant: str | None) -> tuple[tuple[str, s
             raise InvalidArgumentError(f"{name} cannot be sent: use printable ASCII characters")
     keyed = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
     return keyed if tenant is None else (*keyed, ("baton-tenant", tenant))
+
+
+def _unsendable(params: SamplingParams) -> str:
+    """Return the name of the first field that the message cannot carry."""
+    for name, value in vars(params).items():
+        try:
+            field: dict[str, Any] = {name: None if name == "structured_output" else value}
+            common_pb2.SamplingParams(**field)
+        except ValueError:
+            return name
+    return "structured_output"
 
 
 def _priority(name: str) -> Priority:

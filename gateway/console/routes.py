@@ -22,6 +22,7 @@ from gateway.console.tokens import begun, check_single, ended, token
 from gateway.console.views import snapshot
 from gateway.door.json_bodies import BodyRoute
 from gateway.errors import error_body
+from gateway.field_names import chat_names, completion_names
 from gateway.reading import Asked, Reader
 from gateway.streaming import EventStream, caller_of, error_of, read_body, request_id_of, unless_gone
 from gateway.upstream import Answers, Upstream
@@ -81,12 +82,12 @@ class Console:
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Answer a chat as a stream of tokens with their origins."""
-        request.state.fields = tuple(ChatBody.model_fields)
+        request.state.fields = chat_names(body)
         return await self._stream(request, partial(self._reader.chat, body))
 
     async def completion(self, body: CompletionBody, request: Request) -> Response:
         """Complete a prompt as a stream of tokens with their origins."""
-        request.state.fields = tuple(CompletionBody.model_fields)
+        request.state.fields = completion_names(body)
         return await self._stream(request, partial(self._reader.completion, body))
 
     async def _ask(self, caller: Mapping[str, str]) -> Object:

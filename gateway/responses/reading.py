@@ -17,15 +17,34 @@ from gateway.bodies import (
     ToolCall,
 )
 from gateway.conversations import text_of
+from gateway.errors import FieldNames
 from gateway.responses.bodies import Item, NamedFunction, ResponsesBody
+from gateway.structured import form_names
+from gateway.tools.choice import parameter_names
+from gateway.unsupported import UNSUPPORTED, refuse_unsupported
 
 LOGPROBS = "message.output_text.logprobs"
-_CHAT_NAMES = (("response_format", "text.format"), ("messages", "input"))
-"""Fields of a chat, and those of a response that they are read from."""
+_NAMES = {
+    "logprobs": "top_logprobs",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "prompt_ids": "input",
+    "response_format.json_schema": "text.format",
+    "response_format.type": "text.format.type",
+    "token_ids": "input",
+}
+"""Fields of a chat and of Baton's own API, and those of a response that they are read from."""
+_PLACES = (
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+    ("function.parameters", "parameters"),
+)
+"""Places in a chat's fields, and where a response has them."""
 _REFUSED = (
     ("background", "the answer comes while the client waits"),
     ("conversation", "use previous_response_id"),
     ("prompt", "use instructions and input"),
+    ("response_format", "use text.format"),
 )
 
 
@@ -37,9 +56,12 @@ def items_of(body: ResponsesBody) -> list[Item]:
 def chat_of(body: ResponsesBody, items: Sequence[Item]) -> ChatBody:
     """Return the chat that the body asks for; `items` are its whole conversation. Raises InvalidArgumentError for what
     is not supported, or wrong."""
+    refuse_unsupported(body, adds_special_tokens=False)
     for name, why in _REFUSED:
         if getattr(body, name):
             raise InvalidArgumentError(f"{name} is not supported: {why}; leave it out")
+    if body.truncation == "auto":
+        raise InvalidArgumentError("truncation = 'auto' is not supported: nothing is dropped; send a shorter input")
     if body.n not in (None, 1):
         raise InvalidArgumentError("n is not supported: a response is one answer; ask again for another")
     messages = messages_of(items)
@@ -60,13 +82,13 @@ def chat_of(body: ResponsesBody, items: Sequence[Item]) -> ChatBody:
     )
 
 
-def renamed(error: InvalidArgumentError) -> InvalidArgumentError:
-    """Return an error about a chat as one about the response that asked for it."""
-    text = str(error)
-    for ours, theirs in _CHAT_NAMES:
-        if text.startswith(ours):
-            return type(error)(theirs + text[len(ours) :])
-    return error
+def response_names(body: ResponsesBody) -> FieldNames:
+    """Return the names of a response's fields."""
+    tools, choice = [_tool(each) for each in body.tools or ()], _choice(body.tool_choice)
+    form = parameter_names(tools, choice) or form_names(body)
+    for of_chat, own in _PLACES:
+        form = {ours: theirs.replace(of_chat, own) for ours, theirs in form.items()}
+    return FieldNames({*ResponsesBody.model_fields, *UNSUPPORTED}, _NAMES | form)
 
 
 def messages_of(items: Sequence[Item]) -> list[Message]:

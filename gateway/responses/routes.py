@@ -17,14 +17,14 @@ from baton.results.completion import Usage
 from baton.types import TokenEvent
 from gateway.answers import Object, line
 from gateway.door.json_bodies import BodyRoute
-from gateway.errors import UnknownResponseError
+from gateway.errors import FieldNames, UnknownResponseError
 from gateway.openapi import STREAMED
 from gateway.reading import Asked, Reader
 from gateway.responses.bodies import Item, ResponsesBody
 from gateway.responses.events import ResponseEvents
 from gateway.responses.items import Page, named
 from gateway.responses.objects import ResponseHead
-from gateway.responses.reading import chat_of, items_of, renamed
+from gateway.responses.reading import chat_of, items_of, response_names
 from gateway.responses.store import Kept, ResponseStore
 from gateway.streaming import EventStream, caller_of, error_of, read_body, request_id_of, unless_gone
 from gateway.upstream import Answers, Upstream
@@ -49,7 +49,7 @@ class Responses:
 
     async def create(self, body: ResponsesBody, request: Request) -> Response:
         """Answer the next turn of a conversation, whole or as a stream of events."""
-        request.state.fields = tuple(ResponsesBody.model_fields)
+        request.state.fields = response_names(body)
         before = self._before(body, request)
         items = (*before, *named(items_of(body), {item.id for item in before}))
         asked = await read_body(request, partial(self._read, body, items))
@@ -83,7 +83,7 @@ class Responses:
         after: str | None = None,
     ) -> Object:
         """List the items that a kept response was made from, those of the conversation before it included."""
-        request.state.fields = ("after",)
+        request.state.fields = FieldNames(("after",))
         return Page(limit, order, after).of(self._kept(response_id, request).input)
 
     async def delete(self, response_id: str, request: Request) -> Object:
@@ -111,10 +111,7 @@ class Responses:
         return kept.items
 
     def _read(self, body: ResponsesBody, items: tuple[Item, ...]) -> Asked:
-        try:
-            return self._reader.chat(chat_of(body, items))
-        except InvalidArgumentError as error:
-            raise renamed(error) from error
+        return self._reader.chat(chat_of(body, items))
 
     def _keep(self, body: ResponsesBody, owner: str, items: tuple[Item, ...], response: Object) -> None:
         if body.store is not False:

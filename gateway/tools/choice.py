@@ -33,20 +33,42 @@ def obliged_form(
 ) -> StructuredOutput | None:
     """Return the form of an output that calls tools as it must: some of the offered ones, or the named one, once; None
     when it need not. Raises InvalidArgumentError for parameters that are too long."""
-    if isinstance(choice, NamedTool):
-        called, most_calls = [tool for tool in tools if tool.function.name == choice.function.name], 1
-    elif choice == "required":
-        called = list(tools)
-    else:
+    called = _called(tools, choice)
+    if not called:
         return None
+    if isinstance(choice, NamedTool):
+        most_calls = 1
     calls: dict[str, Any] = {
         "type": "array",
         "minItems": 1,
-        "items": {"anyOf": [_call(tool, place) for place, tool in enumerate(called)]},
+        "items": {"anyOf": [_call(tools[number], place) for place, number in enumerate(called)]},
     }
     if most_calls is not None:
         calls["maxItems"] = most_calls
     return structured_from_option({"json": calls})
+
+
+def parameter_names(tools: Sequence[Tool], choice: str | NamedTool | None) -> dict[str, str]:
+    """Return how errors name the form of an output that must call tools, and the fields that it is made of; nothing
+    when it need not."""
+    called = _called(tools, choice)
+    places = {
+        f"structured_output.json is not supported at {_place(place)}": f"tools[{number}].function.parameters is not "
+        "supported at #"
+        for place, number in enumerate(called)
+    }
+    return places | {"structured_output.json": "tools", "structured_output": "tools"} if called else {}
+
+
+def _called(tools: Sequence[Tool], choice: str | NamedTool | None) -> list[int]:
+    """Return the numbers of the tools of which one must be called."""
+    name = choice.function.name if isinstance(choice, NamedTool) else None
+    return [n for n, tool in enumerate(tools) if choice == "required" or tool.function.name == name]
+
+
+def _place(place: int) -> str:
+    """Return where in the form the arguments of a call are, which is number `place` of the allowed ones."""
+    return f"#/items/anyOf/{place}/properties/arguments"
 
 
 def _call(tool: Tool, place: int) -> dict[str, Any]:
@@ -56,7 +78,7 @@ def _call(tool: Tool, place: int) -> dict[str, Any]:
         "type": "object",
         "properties": {
             "name": {"const": tool.function.name},
-            "arguments": rebased(parameters, f"#/items/anyOf/{place}/properties/arguments"),
+            "arguments": rebased(parameters, _place(place)),
         },
         "required": ["name", "arguments"],
         "additionalProperties": False,

@@ -109,7 +109,7 @@ async def test_who_takes_nothing_of_a_stream_is_cut_off_and_its_request_cancelle
 ) -> None:
     monkeypatch.setattr(bounded_http, "WRITE_S", 0.2)
     async with scripted_gateway() as (service, http, client):
-        body = json.dumps({"model": MODEL.name, "prompt": "Hi", "max_tokens": 10**5, "stream": True}).encode()
+        body = json.dumps({"model": MODEL.name, "prompt": ["Hi"] * 25, "max_tokens": 4000, "stream": True}).encode()
         async with connection(http) as (_, writer):
             writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
             await asyncio.wait_for(service.cancelled.wait(), WITHIN_S)

@@ -187,6 +187,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -1}, "temperature"),
     ({"temperature": "warm"}, "temperature"),
     ({"max_tokens": 10_000}, "max_tokens"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"max_completion_tokens": 10_000}, "max_completion_tokens"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"extra_body": {"top_k": 2**40}}, "top_k"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}}}},
+        "response_format",
+    ),
     ({"stop": [""]}, "stop"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ({"functions": [{"name": "f"}]}, "functions"),
@@ -203,3 +211,5 @@ async def test_what_is_wrong_is_named(tokenizer: Tokenizer) -> None:
             with pytest.raises(openai.BadRequestError) as refused:
                 await http.openai.chat.completions.create(**asked | wrong)
             assert (refused.value.param, refused.value.type) == (param, "invalid_request_error"), str(refused.value)
+            assert "sampling" not in str(refused.value)
+            assert refused.value.code == ("context_length_exceeded" if 10_000 in wrong.values() else None)

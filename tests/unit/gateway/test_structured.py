@@ -1,5 +1,6 @@
 """What of a body constrains its output, and what is refused with the field's name."""
 
+import re
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from baton.errors import InvalidArgumentError
 from baton.structured_output import StructuredOutput
 from gateway.bodies import CompletionBody
+from gateway.field_names import completion_names
 from gateway.structured import structured_of
 
 
@@ -41,11 +43,13 @@ def test_a_form_is_read(fields: dict[str, Any], form: StructuredOutput | None) -
         ({"response_format": {"type": "xml"}}, "response_format.type is 'xml'"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema is missing"),
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex and response_format both"),
-        ({"structured_outputs": {}}, "structured_outputs: sampling.structured_output sets nothing"),
-        ({"structured_outputs": {"xml": "a"}}, "structured_outputs: sampling.structured_output.xml is unknown"),
-        ({"structured_outputs": {"choice": "ab"}}, "structured_output.choice is 'ab': use a list of strings"),
+        ({"structured_outputs": {}}, "^structured_outputs sets nothing: set one of json"),
+        ({"structured_outputs": {"xml": "a"}}, "^structured_outputs.xml is unknown"),
+        ({"structured_outputs": {"choice": "ab"}}, "^structured_outputs.choice is 'ab': use a list of strings"),
     ],
 )
 def test_what_is_wrong_is_refused(fields: dict[str, Any], reason: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=reason):
-        form_of(**fields)
+    body = CompletionBody(prompt="Hi", **fields)
+    with pytest.raises(InvalidArgumentError) as refused:
+        structured_of(body)
+    assert re.search(reason, completion_names(body).text(refused.value))

@@ -43,7 +43,10 @@ def test_what_the_message_cannot_carry_is_named(source: Source, named: str) -> N
     [
         ("temperature", -1.0, "sampling.temperature = -1.0"),
         ("max_tokens", 0, "sampling.max_tokens = 0"),
-        ("max_tokens", 2**40, "sampling: "),
+        ("max_tokens", 2**40, "sampling.max_tokens: .* use integers below"),
+        ("stop_token_ids", [1, 2**32], "sampling.stop_token_ids: "),
+        ("logit_bias", {2**32: 1.0}, "sampling.logit_bias: "),
+        ("stop", "\ud83d", "sampling.stop: "),
     ],
 )
 def test_bad_sampling_is_named(option: str, value: Any, named: str) -> None:

@@ -223,6 +223,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"top_logprobs": 21}, "top_logprobs"),
     ({"temperature": -1}, "temperature"),
     ({"n": 2}, "n"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"regex": "a+"}, "regex"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"max_output_tokens": 10_000}, "max_output_tokens"),
+    ({"text": {"format": {"type": "xml"}}}, "text"),
 ]
 
 

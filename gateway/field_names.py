@@ -1,0 +1,30 @@
+"""The names that clients have for fields that errors name otherwise: those of Baton's own API, or of a chat. Pure."""
+
+from gateway.bodies import ChatBody, CompletionBody, SamplingBody, TokenizeBody
+from gateway.errors import FieldNames
+from gateway.structured import form_names
+from gateway.tools.choice import parameter_names
+from gateway.unsupported import UNSUPPORTED
+
+
+def completion_names(body: CompletionBody) -> FieldNames:
+    """Return the names of a completion's fields."""
+    renamed = {"token_ids": "prompt", "prompt_ids": "prompt", "prompt_logprobs": "logprobs"}
+    return _names(body, renamed | form_names(body))
+
+
+def chat_names(body: ChatBody) -> FieldNames:
+    """Return the names of a chat's fields."""
+    most = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    renamed = {"token_ids": "messages", "prompt_ids": "messages", "logprobs": "top_logprobs", "max_tokens": most}
+    form = parameter_names(body.tools or (), body.tool_choice) or form_names(body)
+    return _names(body, renamed | form)
+
+
+def tokenize_names(body: TokenizeBody) -> FieldNames:
+    """Return the names of the fields of a text or a chat that is tokenized."""
+    return _names(body, {})
+
+
+def _names(body: SamplingBody | TokenizeBody, renamed: dict[str, str]) -> FieldNames:
+    return FieldNames({*type(body).model_fields, *UNSUPPORTED}, renamed)
