@@ -226,6 +226,11 @@ class ChatBody(SamplingBody):
     """False: the first call of an answer alone is returned."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the model's chat template, such as enable_thinking."""
+    add_generation_prompt: bool | None = None
+    """Whether the prompt ends with the beginning of the assistant's turn; unless given, it does, or the last message is
+    continued."""
+    continue_final_message: bool | None = None
+    """Whether the answer goes on with the text of the last message."""
 
 
 class TokenizeBody(BaseModel):
@@ -238,6 +243,8 @@ class TokenizeBody(BaseModel):
     messages: Messages | None = None
     tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
 class DetokenizeBody(BaseModel):

@@ -17,7 +17,7 @@ from gateway.parsing.call_formats import OBLIGED, CallFormat, format_of
 from gateway.parsing.output import OutputRules
 from gateway.parsing.reasoning import BEGIN, END
 from gateway.tools.prompt import prompted
-from text.tokenizer import Tokenizer
+from text.tokenizer import Ending, Tokenizer
 
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -42,8 +42,14 @@ class ChatRenderer:
     def _has_short_ids(self) -> bool:
         return self.format is not None and self.format.has_short_ids
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool], options: Mapping[str, Any]) -> str:
-        """Return the chat as text, ready for the assistant's turn. Raises InvalidArgumentError for what the model's
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        options: Mapping[str, Any],
+        ending: Ending = Ending.TURN,
+    ) -> str:
+        """Return the chat as text, which ends as `ending` says. Raises InvalidArgumentError for what the model's
         template does not take."""
         if tools and self.format is None:
             raise InvalidArgumentError(
@@ -52,14 +58,20 @@ class ChatRenderer:
         chat = messages_of(messages, self.format)
         described = [_described(tool) for tool in tools]
         if self.format is not None and self.format.is_prompted:
-            return self._tokenizer.render_chat(prompted(chat, described), options=options)
-        return self._tokenizer.render_chat(chat, described or None, options)
+            return self._tokenizer.render_chat(prompted(chat, described), options=options, ending=ending)
+        return self._tokenizer.render_chat(chat, described or None, options, ending)
 
     def rules(
-        self, rendered: str, tools: Sequence[Tool], *, most_calls: int | None = None, is_obliged: bool = False
+        self,
+        rendered: str,
+        tools: Sequence[Tool],
+        *,
+        continued: str = "",
+        most_calls: int | None = None,
+        is_obliged: bool = False,
     ) -> OutputRules:
-        """Return how the model's output is to be read after a chat that was rendered as this text. `is_obliged`: its
-        form is that of `gateway.tools.choice.obliged_form`."""
+        """Return how the model's output is to be read after a chat that was rendered as this text, and goes on with the
+        text `continued`. `is_obliged`: its form is that of `gateway.tools.choice.obliged_form`."""
         names = frozenset(tool.function.name for tool in tools)
         if is_obliged:
             return OutputRules(replace(OBLIGED, has_short_ids=self._has_short_ids), names, most_calls)
@@ -68,7 +80,7 @@ class ChatRenderer:
             names,
             most_calls,
             has_reasoning=self._has_reasoning,
-            is_reasoning_open=rendered.rstrip().endswith(BEGIN),
+            is_reasoning_open=rendered.rstrip().endswith(BEGIN) or BEGIN in continued.rpartition(END)[2],
             markers=self._of_reasoning | (self._of_calls if tools else {}),
         )
 

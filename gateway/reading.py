@@ -12,13 +12,13 @@ from baton.errors import InvalidArgumentError, NotFoundError
 from baton.results.completion import ModelInfo
 from baton.sampling_params import SamplingOptions
 from gateway.bodies import MAX_PROMPTS, ChatBody, CompletionBody, Message, SamplingBody, TokenizeBody, Tool
-from gateway.conversations import ChatRenderer
+from gateway.conversations import ChatRenderer, text_of
 from gateway.errors import ContextTooLongError
 from gateway.parsing.output import PLAIN, OutputRules
 from gateway.structured import structured_of
 from gateway.tools.choice import obliged_form, offered
 from gateway.unsupported import refuse_unsupported
-from text.tokenizer import Tokenizer
+from text.tokenizer import Ending, Tokenizer
 
 _OPTIONS = (
     "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "min_p", "repetition_penalty",
@@ -98,7 +98,10 @@ class Reader:
         prompt = Prompt(self._encoded("messages", rendered, self.tokenizer.encode_rendered))
         most_calls = 1 if body.parallel_tool_calls is False else None
         form = obliged_form(tools, body.tool_choice, most_calls=most_calls)
-        rules = self._renderer.rules(rendered, tools, most_calls=most_calls, is_obliged=form is not None)
+        continued = text_of("messages", body.messages[-1].content or "") if _ending(body) is Ending.OPEN else ""
+        rules = self._renderer.rules(
+            rendered, tools, continued=continued, most_calls=most_calls, is_obliged=form is not None
+        )
         options = _sampling(body) | SamplingOptions(logprobs=logprobs)
         if form is not None:
             if "structured_output" in options:
@@ -148,7 +151,7 @@ class Reader:
     def _rendered(self, body: ChatBody | TokenizeBody, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
         """Return a chat as its template renders it. Each message takes a token at least: too many are not rendered."""
         self._check_fits("messages", len(messages), least=" at least")
-        return self._renderer.render(messages, tools, body.chat_template_kwargs or {})
+        return self._renderer.render(messages, tools, body.chat_template_kwargs or {}, _ending(body))
 
     def _encoded(self, field: str, text: str, encode: Callable[[str], list[int]]) -> list[int]:
         """Return the token ids of a text. One that is too long for the model by its length alone is not tokenized."""
@@ -203,6 +206,15 @@ def _sampling(body: SamplingBody) -> SamplingOptions:
     if (form := structured_of(body)) is not None:
         options["structured_output"] = form
     return options
+
+
+def _ending(body: ChatBody | TokenizeBody) -> Ending:
+    """Return how a chat's prompt ends. Raises InvalidArgumentError for two ways at once."""
+    if not body.continue_final_message:
+        return Ending.MESSAGE if body.add_generation_prompt is False else Ending.TURN
+    if body.add_generation_prompt:
+        raise InvalidArgumentError("continue_final_message contradicts add_generation_prompt: set one of them")
+    return Ending.OPEN
 
 
 def _is_ids(prompt: Sequence[object]) -> bool:

@@ -9,6 +9,7 @@ A Tokenizer is read-only after `load`, so any thread may use it; while one threa
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from enum import Enum, auto
 from functools import cached_property
 from inspect import signature
 from pathlib import Path
@@ -32,6 +33,17 @@ _TOOL_FIELDS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 """Fields that a message may have besides: calls of tools, their answers, and how the model came to it."""
 _OWN_OPTIONS = frozenset(signature(TokenizersBackend.apply_chat_template).parameters) | {"messages"}
 """Names that a template's options may not have: they are what renders it."""
+
+
+class Ending(Enum):
+    """How the prompt of a conversation ends."""
+
+    TURN = auto()
+    """With the beginning of the assistant's turn."""
+    MESSAGE = auto()
+    """With the end of the last message."""
+    OPEN = auto()
+    """Within the last message, behind its text: the model goes on with it."""
 
 
 class Tokenizer:
@@ -120,8 +132,9 @@ class Tokenizer:
         messages: Messages,
         tools: Sequence[Mapping[str, Any]] | None = None,
         options: Mapping[str, Any] = NO_OPTIONS,
+        ending: Ending = Ending.TURN,
     ) -> str:
-        """Return a conversation as text in the model's chat template, ready for the assistant's turn.
+        """Return a conversation as text in the model's chat template, which ends as `ending` says.
 
         `tools` are functions that the model may call, as OpenAI's API describes them; `options` are further variables
         of the template, such as enable_thinking. The template writes all special tokens itself. Raises
@@ -136,7 +149,11 @@ class Tokenizer:
                 f"messages: the model in {self._folder} has no chat template: send a text prompt or token ids instead"
             )
         given: list[Any] | None = [dict(tool) for tool in tools] if tools else None
-        return self._render([dict(message) for message in messages], given, options)
+        last = messages[-1]
+        if ending is Ending.OPEN and (not last["content"].strip() or last.get("tool_calls")):
+            raise InvalidArgumentError("messages: only a last message of text can be continued: end with one")
+        how = {"add_generation_prompt": ending is Ending.TURN, "continue_final_message": ending is Ending.OPEN}
+        return self._render([dict(message) for message in messages], given, {**options, **how})
 
     def encode_rendered(self, text: str) -> list[int]:
         """Return the token ids of a rendered conversation, with no special token added. Raises InvalidArgumentError."""
@@ -167,9 +184,7 @@ class Tokenizer:
 
     def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None, options: Mapping[str, Any]) -> str:
         try:
-            text = self._hf.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=True, **options
-            )
+            text = self._hf.apply_chat_template(messages, tools=tools, tokenize=False, **options)
         except TemplateSyntaxError as error:
             raise ModelError(
                 f"the chat template in {self._folder} is broken: {_one_line(error)}; correct its chat_template"

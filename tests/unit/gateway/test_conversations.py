@@ -7,9 +7,11 @@ import pytest
 from transformers import AutoTokenizer
 
 from baton.errors import ConfigError, InvalidArgumentError
-from gateway.bodies import ChatBody, Message, Tool
+from baton.results.completion import ModelInfo
+from gateway.bodies import ChatBody, Message, TokenizeBody, Tool
 from gateway.conversations import ChatRenderer, messages_of
 from gateway.parsing.call_formats import FORMATS
+from gateway.reading import Reader
 from gateway.tools.choice import offered
 from tests.support.models.tokenizers import CHAT_TEMPLATE
 from tests.support.models.tool_templates import MAY_THINK, SPECIAL, TEMPLATES, THINKING, tool_tokenizer
@@ -130,6 +132,57 @@ CONTENTS: list[tuple[dict[str, Any], str]] = [
 def test_parts_are_lines_and_refusals_are_text(fields: dict[str, Any], text: str) -> None:
     (made,) = messages_of([Message.model_validate({"role": "assistant"} | fields)], None)
     assert made == {"role": "assistant", "content": text}
+
+
+CONTINUED: dict[str, Any] = {"continue_final_message": True}
+
+
+def reader_of(folder: Path, template: str) -> Reader:
+    tokenizer = tool_tokenizer(folder, template)
+    return Reader(tokenizer, ModelInfo("chats", 500, tokenizer.vocab_size, "float32", True, "layout"))
+
+
+@pytest.mark.parametrize("family", ["hermes", "smollm2"])
+@pytest.mark.parametrize(
+    ("fields", "end"),
+    [
+        ({}, "<|im_start|>assistant\nIt is <|im_end|>\n<|im_start|>assistant\n"),
+        ({"add_generation_prompt": False}, "<|im_start|>assistant\nIt is <|im_end|>\n"),
+        (CONTINUED, "<|im_start|>assistant\nIt is "),
+        (CONTINUED | {"add_generation_prompt": False}, "<|im_start|>assistant\nIt is "),
+    ],
+)
+def test_a_prompt_ends_as_it_is_asked_to(family: str, fields: dict[str, Any], end: str, tmp_path: Path) -> None:
+    reader = reader_of(tmp_path, TEMPLATES[family])
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "It is "}]
+    ids = reader.tokenize(TokenizeBody.model_validate({"messages": said} | fields))
+    assert reader.tokenizer.decode(ids, with_special=True).endswith(end)
+    assert reader.chat(ChatBody.model_validate({"messages": said} | fields)).prompts[0].token_ids == ids
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open"), [("<think>\nHm", True), ("<think>\nHm</think>\nYes", False), ("Yes", False)]
+)
+def test_reasoning_that_is_continued_is_open(text: str, is_open: bool, tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}]
+    asked = reader_of(tmp_path, MAY_THINK).chat(ChatBody.model_validate({"messages": said} | CONTINUED))
+    assert asked.output.is_reasoning_open is is_open
+
+
+@pytest.mark.parametrize(
+    ("last", "fields", "message"),
+    [
+        ({"content": "It is"}, {"add_generation_prompt": True}, "continue_final_message contradicts add_generation"),
+        ({"content": " "}, {}, "only a last message of text can be continued"),
+        ({"content": "a", "tool_calls": [{"function": {"name": "f"}}]}, {}, "only a last message of text"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(
+    last: dict[str, Any], fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    body = ChatBody.model_validate({"messages": [{"role": "assistant"} | last]} | CONTINUED | fields)
+    with pytest.raises(InvalidArgumentError, match=message):
+        reader_of(tmp_path, TEMPLATES["hermes"]).chat(body)
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
