@@ -41,6 +41,7 @@ from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Event, Finished, RequestRecord, Started
 from orchestrator.requests.request import Request
 from orchestrator.requests.states import RequestMove
+from orchestrator.requests.tenants import DEFAULT_TENANT
 from orchestrator.workers.census import Census
 from orchestrator.workers.client import Clients
 from planning.planner import ChainPlanner
@@ -197,8 +198,10 @@ class Controller:
 
     def _salt(self, request: Request) -> str:
         """Return what separates the request's cached prompt from others': its tenant, where tenants are isolated, and
-        what the client gave."""
-        tenant = request.tenant.name if self._config.prefix_isolation else ""
+        what the client gave. The default tenant's blocks have no tenant, so that isolation costs a cluster without
+        tenants none of its cached prompts."""
+        is_apart = self._config.prefix_isolation and request.tenant.name != DEFAULT_TENANT.name
+        tenant = request.tenant.name if is_apart else ""
         return f"{tenant}\0{request.prefix_salt}" if request.prefix_salt else tenant
 
     def _check_exact(self, wanted: bool) -> bool:

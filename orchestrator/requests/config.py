@@ -19,8 +19,8 @@ class PrefixRules:
 
     block_tokens: Count = 128
     """Tokens of a block, the unit in which prompts share KV; smaller blocks share more, and cost more."""
-    prefix_isolation: bool = False
-    """Whether tenants share no KV; if shared, a fast answer reveals that another tenant has sent the same prompt."""
+    prefix_isolation: bool = True
+    """Whether tenants share no cached KV; if shared, a fast answer reveals that another tenant sent the same prompt."""
 
 
 @settings

@@ -97,7 +97,8 @@ async def test_a_spoiled_block_costs_a_recompute_and_is_replaced(folder: Path) -
 
 @pytest.mark.parametrize("isolated", [True, False])
 async def test_isolated_tenants_share_nothing(folder: Path, isolated: bool) -> None:
-    config = replace(CONFIG, prefix_isolation=isolated)
+    """They are isolated unless the operator says otherwise."""
+    config = CONFIG if isolated else replace(CONFIG, prefix_isolation=False)
     cached: list[int] = []
     async with cluster(config=config, folders={"prefill": folder}) as made:
         for tenant in ("a", "b", "b", "a"):
@@ -105,6 +106,15 @@ async def test_isolated_tenants_share_nothing(folder: Path, isolated: bool) -> N
             cached.append((await generate(made, asked)).usage.num_cached_tokens)
         assert cached == ([0, 0, 96, 96] if isolated else [0, 96, 96, 96])
         assert len(blocks_in(folder)) == (12 if isolated else 6)
+
+
+async def test_isolation_leaves_the_blocks_of_calls_without_a_tenant_as_they_are(folder: Path) -> None:
+    names: list[set[str]] = []
+    for config in (replace(CONFIG, prefix_isolation=False), CONFIG):
+        async with cluster(config=config, folders={"prefill": folder}) as made:
+            await answer(made, SHARED)
+            names.append(set(blocks_in(folder)))
+    assert names[0] == names[1] and len(names[0]) == 6
 
 
 async def test_only_requests_of_one_salt_share_a_prefix(folder: Path) -> None:
