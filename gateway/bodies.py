@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 
 def at_most(most: int) -> BeforeValidator:
-    """Return what refuses a map of more entries before any of them is checked; lists have `max_length`."""
+    """Return what refuses a map or list of more entries before any of them is checked; texts have any length."""
 
     def check(value: T) -> T:
-        if isinstance(value, Sized) and len(value) > most:
+        if isinstance(value, Sized) and not isinstance(value, str) and len(value) > most:
             raise ValueError(f"has {len(value)} entries: use at most {most}")
         return value
 

@@ -53,10 +53,10 @@ def error_of(failure: Exception) -> BatonError:
     return BatonError(FAULT)
 
 
-async def read_body(request: Request, read: Callable[[], T]) -> T:
-    """Return the result of `read`, called in a thread if the request's body is long. Raises what it raises, and
-    ResourceExhaustedError when too many bytes are being read."""
-    num_bytes = len(await request.body())
+async def read_body(request: Request, read: Callable[[], T], num_more_bytes: int = 0) -> T:
+    """Return the result of `read`, called in a thread if the request's body, with the bytes that are read in addition
+    to it, is long. Raises what it raises, and ResourceExhaustedError when too many bytes are being read."""
+    num_bytes = len(await request.body()) + num_more_bytes
     reading: BoundedReading = request.app.state.reading
     return await reading.run(num_bytes, read) if num_bytes >= _LONG_BYTES else read()
 

@@ -210,7 +210,7 @@ class HttpSection:
     max_responses: Annotated[int, Field(ge=0)] = 4096
     """Responses of /v1/responses that are kept, for others to go on from, at most; 0: none."""
     max_responses_bytes: Bytes = 64 * 2**20
-    """Bytes of kept responses with their conversations, at most, like "64MiB"."""
+    """Bytes of memory of kept responses with their conversations, at most, like "64MiB"."""
     keep_responses_s: Seconds = 24 * 3600.0
     """Seconds after which a response is forgotten."""
 

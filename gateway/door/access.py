@@ -20,15 +20,18 @@ class Access:
         self._upstream, self._now_s = upstream, now_s
         self._until_s: OrderedDict[frozenset[tuple[str, str]], float] = OrderedDict()
 
-    async def admit(self, caller: Mapping[str, str]) -> None:
+    async def admit(self, caller: Mapping[str, str], *, must_answer: bool = False) -> None:
         """Raise the error with which the server refuses the caller: its key and tenant, as metadata of a call. While
-        the server does not answer, every caller is admitted, and the request itself waits for it."""
+        the server does not answer, every caller is admitted, because the request itself waits for the server;
+        with `must_answer`, UnavailableError or DeadlineExceededError is raised instead."""
         who = frozenset(caller.items())
         if self._until_s.get(who, 0.0) > self._now_s():
             return
         try:
             await self._upstream.model(caller)
         except (UnavailableError, DeadlineExceededError):
+            if must_answer:
+                raise
             return
         self._until_s[who] = self._now_s() + _VALID_S
         self._until_s.move_to_end(who)

@@ -4,9 +4,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from gateway.bodies import MAX_MESSAGES, MAX_TOOLS, Function, Parts, SamplingBody, at_most
+from gateway.bodies import MAX_TOOLS, Function, Parts, SamplingBody, at_most
 
 MAX_INCLUDED = 16
+MAX_ITEMS = 1024
+"""Items of a conversation, at most, those of earlier responses included."""
 MAX_METADATA = 64
 """Entries of a response's metadata, at most; OpenAI's API takes 16."""
 
@@ -62,7 +64,7 @@ class TextConfig(BaseModel):
 class ResponsesBody(SamplingBody):
     """Body of POST /v1/responses."""
 
-    input: str | Annotated[list[Item], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+    input: Annotated[str | Annotated[list[Item], Field(max_length=MAX_ITEMS, fail_fast=True)], at_most(MAX_ITEMS)]
     """What the user says, or the conversation's next items."""
     instructions: str | None = None
     """The system's message of this answer alone: an answer that goes on from it has its own."""

@@ -1,16 +1,18 @@
 """Routes of the Responses API. On the loop."""
 
+import asyncio
 import hashlib
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi import APIRouter, Depends, Query, Request
+from fastapi.responses import Response
+from pydantic_core import to_json
 
 from baton.errors import InvalidArgumentError
 from baton.results.completion import Usage
@@ -20,12 +22,12 @@ from gateway.door.json_bodies import BodyRoute
 from gateway.errors import FieldNames, UnknownResponseError
 from gateway.openapi import STREAMED
 from gateway.reading import Asked, Reader
-from gateway.responses.bodies import Item, ResponsesBody
+from gateway.responses.bodies import MAX_ITEMS, Item, ResponsesBody
 from gateway.responses.events import ResponseEvents
 from gateway.responses.items import Page, named
 from gateway.responses.objects import ResponseHead
 from gateway.responses.reading import chat_of, items_of, response_names
-from gateway.responses.store import Kept, ResponseStore
+from gateway.responses.store import Kept, ResponseStore, written
 from gateway.streaming import EventStream, caller_of, error_of, read_body, request_id_of, unless_gone
 from gateway.upstream import Answers, Upstream
 
@@ -42,37 +44,37 @@ class Responses:
         """Return the routes of this API."""
         router = APIRouter(route_class=BodyRoute)
         router.post("/v1/responses", response_model=None, responses=STREAMED)(self.create)
-        router.get("/v1/responses/{response_id}")(self.find)
-        router.get("/v1/responses/{response_id}/input_items")(self.find_input)
-        router.delete("/v1/responses/{response_id}")(self.delete)
+        known = [Depends(_check_caller)]
+        router.get("/v1/responses/{response_id}", response_model=Object, dependencies=known)(self.find)
+        router.get("/v1/responses/{response_id}/input_items", dependencies=known)(self.find_input)
+        router.delete("/v1/responses/{response_id}", dependencies=known)(self.delete)
         return router
 
     async def create(self, body: ResponsesBody, request: Request) -> Response:
         """Answer the next turn of a conversation, whole or as a stream of events."""
         request.state.fields = response_names(body)
         before = self._before(body, request)
-        items = (*before, *named(items_of(body), {item.id for item in before}))
-        asked = await read_body(request, partial(self._read, body, items))
+        read = partial(self._read, body, before)
+        asked, conversation = await read_body(request, read, 0 if before is None else before.num_bytes)
         head = ResponseHead(f"resp_{uuid.uuid4().hex}", int(time.time()), asked.model, body)
         token_text = self._reader.tokenizer.token_text
         events = ResponseEvents(head, asked.output, token_text, has_logprobs=asked.logprobs is not None)
         request_id = request_id_of(request, "resp_")
         headers = {"x-request-id": request_id}
-        keep = partial(self._keep, body, _owner(request), items)
+        keep = partial(self._keep, _owner(request), conversation)
         async with AsyncExitStack() as stack:
             answers = await stack.enter_async_context(self._upstream.answers(asked, request_id, caller_of(request)))
             tokens = answers.events()
             stack.push_async_callback(tokens.aclose)
             if not asked.is_streamed:
                 response = await unless_gone(request, _whole(events, answers, tokens))
-                keep(response)
-                return JSONResponse(response, headers=headers)
+                return _json(await keep(response), headers)
             _, first = await unless_gone(request, anext(tokens))
             return EventStream(_lines(events, answers, first, tokens, keep), stack.pop_all(), headers)
 
-    async def find(self, response_id: str, request: Request) -> Object:
+    async def find(self, response_id: str, request: Request) -> Response:
         """Return a response that is kept."""
-        return self._kept(response_id, request).response
+        return _json(self._kept(response_id, request).response)
 
     async def find_input(
         self,
@@ -84,7 +86,7 @@ class Responses:
     ) -> Object:
         """List the items that a kept response was made from, those of the conversation before it included."""
         request.state.fields = FieldNames(("after",))
-        return Page(limit, order, after).of(self._kept(response_id, request).input)
+        return Page(limit, order, after).of(await asyncio.to_thread(self._kept(response_id, request).read_input))
 
     async def delete(self, response_id: str, request: Request) -> Object:
         """Forget a response that is kept."""
@@ -98,25 +100,36 @@ class Responses:
             raise _unknown(response_id)
         return kept
 
-    def _before(self, body: ResponsesBody, request: Request) -> tuple[Item, ...]:
-        """Return the conversation that the body goes on with."""
+    def _before(self, body: ResponsesBody, request: Request) -> Kept | None:
+        """Return the kept response that the body goes on from, if it names one."""
         if body.previous_response_id is None:
-            return ()
+            return None
         kept = self._store.get(_owner(request), body.previous_response_id)
         if kept is None:
             raise InvalidArgumentError(
                 f"previous_response_id = {body.previous_response_id!r:.80} is not kept here, or not any longer: send "
                 "the conversation as input"
             )
-        return kept.items
+        return kept
 
-    def _read(self, body: ResponsesBody, items: tuple[Item, ...]) -> Asked:
-        return self._reader.chat(chat_of(body, items))
+    def _read(self, body: ResponsesBody, before: Kept | None) -> tuple[Asked, bytes | None]:
+        """Return what is asked for, and the conversation to be kept as JSON, if it is to be. Blocks for long ones."""
+        earlier: tuple[Item, ...] = () if before is None else before.read_items()
+        items = (*earlier, *named(items_of(body), {item.id for item in earlier}))
+        if len(items) > MAX_ITEMS:
+            raise InvalidArgumentError(
+                f"input: the conversation has {len(items)} items, those of earlier responses included: use at most "
+                f"{MAX_ITEMS}; send a shorter one without previous_response_id"
+            )
+        asked = self._reader.chat(chat_of(body, items))
+        return asked, None if body.store is False else written(items)
 
-    def _keep(self, body: ResponsesBody, owner: str, items: tuple[Item, ...], response: Object) -> None:
-        if body.store is not False:
-            output = tuple(Item.model_validate(item) for item in response["output"])
-            self._store.put(owner, response, (*items, *output))
+    async def _keep(self, owner: str, conversation: bytes | None, response: Object) -> bytes:
+        """Keep a response unless its conversation is None; return it as JSON."""
+        content = await asyncio.to_thread(to_json, response)
+        if conversation is not None:
+            self._store.put(owner, response["id"], content, conversation)
+        return content
 
 
 async def _whole(events: ResponseEvents, answers: Answers, tokens: AsyncIterator[tuple[int, TokenEvent]]) -> Object:
@@ -134,7 +147,7 @@ async def _lines(
     answers: Answers,
     first: TokenEvent,
     tokens: AsyncIterator[tuple[int, TokenEvent]],
-    keep: Callable[[Object], None],
+    keep: Callable[[Object], Awaitable[object]],
 ) -> AsyncIterator[bytes]:
     """Yield a stream's lines, to its end or to the error that ended it. A complete response is kept before its last
     line is sent, so that the client may go on from it at once."""
@@ -150,8 +163,17 @@ async def _lines(
         return
     for each in events.end(_usage(answers)):
         if "response" in each:
-            keep(each["response"])
+            await keep(each["response"])
         yield line(each, each["type"])
+
+
+async def _check_caller(request: Request) -> None:
+    """Raise the error with which the server refuses the caller, also while it does not answer."""
+    await request.app.state.admit(caller_of(request, traces=False), must_answer=True)
+
+
+def _json(content: bytes, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(content, headers=headers, media_type="application/json")
 
 
 def _usage(answers: Answers) -> Usage | None:

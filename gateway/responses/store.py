@@ -5,11 +5,17 @@ Owned by one gateway, on its loop: another gateway does not know them, nor does 
 
 import json
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from baton.clock import Clock
 from gateway.responses.bodies import Item
+
+_ITEMS = TypeAdapter(tuple[Item, ...])
+_ENTRY_BYTES = 512
+"""Bytes that a response takes in addition to its texts."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +24,7 @@ class StoreLimits:
 
     max_responses: int = 4096
     max_bytes: int = 64 * 2**20
-    """Bytes of all conversations and responses, as JSON."""
+    """Bytes of memory of all conversations and responses."""
     keep_s: float = 24 * 3600.0
     """Seconds after which a response is forgotten."""
 
@@ -26,23 +32,29 @@ class StoreLimits:
 DEFAULT_LIMITS = StoreLimits()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Kept:
-    """A response, with its conversation."""
+    """A response and the conversation that it was made from, each as JSON, which takes less memory than objects."""
 
     owner: str
     """Caller that asked for it: others do not find it."""
-    response: dict[str, Any]
-    items: tuple[Item, ...]
-    """The whole conversation, the response's own items included."""
-    num_bytes: int
+    response: bytes
+    input: bytes
     until_s: float
     """When it is forgotten, on the clock."""
 
     @property
-    def input(self) -> tuple[Item, ...]:
-        """The items that the response was made from: the conversation before it."""
-        return self.items[: len(self.items) - len(self.response["output"])]
+    def num_bytes(self) -> int:
+        """Return the bytes of memory that it is counted as."""
+        return len(self.response) + len(self.input) + _ENTRY_BYTES
+
+    def read_input(self) -> tuple[Item, ...]:
+        """Return the items that the response was made from. Takes 0.1 s for 16 MiB."""
+        return _ITEMS.validate_json(self.input)
+
+    def read_items(self) -> tuple[Item, ...]:
+        """Return the whole conversation, the response's own items included. Takes 0.1 s for 16 MiB."""
+        return (*self.read_input(), *map(Item.model_validate, json.loads(self.response)["output"]))
 
 
 class ResponseStore:
@@ -57,15 +69,14 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def put(self, owner: str, response: dict[str, Any], items: tuple[Item, ...]) -> None:
-        """Keep a response. One that is larger than all that may be kept is not."""
-        conversation = [item.model_dump(exclude_none=True) for item in items]
-        num_bytes = len(json.dumps([response, conversation]))
-        if num_bytes > self._limits.max_bytes or not self._limits.max_responses:
+    def put(self, owner: str, id_: str, response: bytes, conversation: bytes) -> None:
+        """Keep a response in JSON, with the conversation before it as `written` returns it. One that is larger than all
+        that may be kept is not."""
+        kept = Kept(owner, response, conversation, self._clock.now_s() + self._limits.keep_s)
+        if kept.num_bytes > self._limits.max_bytes or not self._limits.max_responses:
             return
-        until_s = self._clock.now_s() + self._limits.keep_s
-        self._kept[response["id"]] = Kept(owner, response, items, num_bytes, until_s)
-        self.num_bytes += num_bytes
+        self._kept[id_] = kept
+        self.num_bytes += kept.num_bytes
         self._forget_old()
         while len(self._kept) > self._limits.max_responses or self.num_bytes > self._limits.max_bytes:
             self._drop(next(iter(self._kept)))
@@ -90,3 +101,8 @@ class ResponseStore:
 
     def _drop(self, id_: str) -> None:
         self.num_bytes -= self._kept.pop(id_).num_bytes
+
+
+def written(items: Sequence[Item]) -> bytes:
+    """Return items as JSON. Takes 0.1 s for 16 MiB."""
+    return _ITEMS.dump_json(tuple(items), exclude_none=True)

@@ -9,7 +9,8 @@ import openai
 import pytest
 from openai.types.responses import Response
 
-from baton.errors import BatonError, PermissionDeniedError
+from baton.errors import BatonError, PermissionDeniedError, UnauthenticatedError, UnavailableError
+from gateway.responses.bodies import MAX_ITEMS
 from gateway.streaming import FAULT
 from tests.support.clusters.scripted_orchestrator import MODEL, Fault, ScriptedOrchestrator, serving, text_of
 from tests.support.models.tool_templates import HERMES, MAY_THINK, letters, tool_tokenizer
@@ -146,6 +147,37 @@ async def test_what_is_kept_is_found_and_forgotten_by_its_owner_alone(tmp_path: 
         unkept = await http.openai.responses.create(**ASKED, store=False)
         with pytest.raises(openai.NotFoundError):
             await http.openai.responses.retrieve(unkept.id)
+
+
+async def test_a_key_that_was_revoked_finds_nothing_that_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.door.access._VALID_S", 0.0)
+    async with answering(tmp_path, "Yes") as (http, service):
+        made = await http.openai.responses.create(**ASKED)
+        for error, expected in (
+            (UnauthenticatedError("no such key"), openai.AuthenticationError),
+            (UnavailableError("the server restarts"), openai.InternalServerError),
+        ):
+            service.refuses_callers = error
+            with pytest.raises(expected):
+                await http.openai.responses.retrieve(made.id)
+            with pytest.raises(expected):
+                await http.openai.responses.input_items.list(made.id)
+            with pytest.raises(expected):
+                await http.openai.responses.delete(made.id)
+        service.refuses_callers = None
+        assert (await http.openai.responses.retrieve(made.id)).id == made.id
+
+
+async def test_a_conversation_has_a_bounded_number_of_items(tmp_path: Path) -> None:
+    async with answering(tmp_path, "Yes") as (http, _):
+        items: Any = [{"type": "reasoning", "summary": []}] * (MAX_ITEMS - 2)
+        made = await http.openai.responses.create(**ASKED | {"input": [{"role": "user", "content": "Hi"}, *items]})
+        for more in ({"previous_response_id": made.id}, {"input": items * 2}):
+            with pytest.raises(openai.BadRequestError, match=f"at most {MAX_ITEMS}") as refused:
+                await http.openai.responses.create(**ASKED | more)
+            assert refused.value.param == "input"
 
 
 async def test_a_caller_in_another_trace_is_the_same_owner(tmp_path: Path) -> None:
