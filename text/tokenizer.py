@@ -8,6 +8,7 @@ A Tokenizer is read-only after `load`, so any thread may use it; while one threa
 """
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from functools import cached_property
@@ -17,9 +18,12 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from jinja2 import TemplateError, TemplateSyntaxError
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Core
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from baton.errors import InvalidArgumentError, ModelError
+from text.control_tokens import ControlTokens, cut, min_parts
 from text.detokenizer import Detokenizer, text_after
 from text.token_bounds import token_bound
 
@@ -31,6 +35,7 @@ NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 _MESSAGE_FIELDS = ("role", "content")
 _TOOL_FIELDS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 """Fields that a message may have besides: calls of tools, their answers, and how the model came to it."""
+_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 _OWN_OPTIONS = frozenset(signature(TokenizersBackend.apply_chat_template).parameters) | {"messages"}
 """Names that a template's options may not have: they are what renders it."""
 
@@ -49,27 +54,30 @@ class Ending(Enum):
 class Tokenizer:
     """Turns text into token ids and back, for one model. Make one with `load`."""
 
-    def __init__(self, backend: TokenizersBackend, folder: Path) -> None:
+    def __init__(self, backend: TokenizersBackend, folder: Path, *, control_tokens_in_text: bool = False) -> None:
         self._hf = backend
         self._folder = folder
         self._core = backend.backend_tokenizer
         self._core.no_truncation()  # a tokenizer.json may carry the limits of its training, which would cut prompts
         self._core.no_padding()
-        self._special_ids = frozenset(
-            token_id for token_id, token in self._core.get_added_tokens_decoder().items() if token.special
-        )
+        added = self._core.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._control = None if control_tokens_in_text else ControlTokens(added.values(), str(backend.chat_template))
+        """None: control tokens in texts of chats are control tokens."""
+        self._guard = next((token.content for token in added.values() if _is_guard(self._core, token)), "")
         self._vocab_size = 1 + max(self._core.get_vocab(with_added_tokens=True).values())
         self._bound = token_bound(self._core)
 
     @classmethod
-    def load(cls, folder: Path) -> Self:
+    def load(cls, folder: Path, *, control_tokens_in_text: bool = False) -> Self:
         """Read tokenizer.json, tokenizer_config.json and the chat template, without network or code from the folder.
+        `control_tokens_in_text`: whether control tokens that are spelled out in the texts of a chat are control tokens.
         Blocks for a second at the first call. Raises ModelError for missing or bad files."""
         if not (folder / "tokenizer.json").is_file():
             raise ModelError(f"no tokenizer.json in {folder}: {_remedy(folder)}")
         try:
             backend = TokenizersBackend.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            return cls(backend, folder)
+            return cls(backend, folder, control_tokens_in_text=control_tokens_in_text)
         except Exception as error:  # the tokenizers library raises bare Exceptions
             raise ModelError(
                 f"cannot read the tokenizer in {folder}: {_one_line(error)}; fetch its tokenizer files again"
@@ -115,7 +123,7 @@ class Tokenizer:
     def min_tokens(self, text: str) -> int:
         """Return a lower bound on the number of tokens of `text`, within milliseconds for megabytes. Returns 0 for a
         tokenizer that is not known to keep every byte of a text (`text.token_bounds`)."""
-        return self._bound.min_tokens(text) if self._bound is not None else 0
+        return max(self._bound.min_tokens(text), min_parts(text)) if self._bound is not None else 0
 
     def encode(self, text: str) -> list[int]:
         """Return a prompt's token ids. They begin with a beginning-of-sequence token iff the tokenizer's own
@@ -137,11 +145,11 @@ class Tokenizer:
         """Return a conversation as text in the model's chat template, which ends as `ending` says.
 
         `tools` are functions that the model may call, as OpenAI's API describes them; `options` are further variables
-        of the template, such as enable_thinking. The template writes all special tokens itself. Raises
-        InvalidArgumentError for bad messages or options and for a model without a template, and ModelError for a broken
-        template.
+        of the template, such as enable_thinking. The template writes all special tokens itself: those that the
+        arguments spell out are marked, so that `encode_rendered` encodes them as text. Raises InvalidArgumentError for
+        bad messages or options and for a model without a template, and ModelError for a broken template.
         """
-        _check_messages(messages)
+        _check_messages(messages, self._control)
         if own := _OWN_OPTIONS & options.keys():
             raise InvalidArgumentError(f"chat_template_kwargs: {min(own)} is no variable of a template: drop it")
         if not self.has_chat_template:
@@ -157,7 +165,16 @@ class Tokenizer:
 
     def encode_rendered(self, text: str) -> list[int]:
         """Return the token ids of a rendered conversation, with no special token added. Raises InvalidArgumentError."""
-        return self._encode(text, "messages", add_special_tokens=False)
+        first, *others = [text] if self._control is None else cut(text)
+        ids = self._encode(first, "messages", add_special_tokens=False)
+        if others:
+            different = list(dict.fromkeys(others))
+            # behind a token that tokenizers cut a text at, a part has no mark of a text's beginning
+            found = self._encode_all([self._guard + part for part in different], add_special_tokens=False)
+            ids_of = dict(zip(different, found, strict=True))
+            for part in others:
+                ids += ids_of[part][bool(self._guard) :]
+        return ids
 
     def decode(self, ids: Sequence[int], *, with_special: bool = False) -> str:
         """Return the text of token ids. Special tokens add no text, unless `with_special`; nor do unknown ids; broken
@@ -184,6 +201,8 @@ class Tokenizer:
 
     def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None, options: Mapping[str, Any]) -> str:
         try:
+            if self._control is not None:
+                messages, tools, options = (self._control.mark(each) for each in (messages, tools, options))
             text = self._hf.apply_chat_template(messages, tools=tools, tokenize=False, **options)
         except TemplateSyntaxError as error:
             raise ModelError(
@@ -203,12 +222,22 @@ class Tokenizer:
             raise InvalidArgumentError(
                 f"{field}: not Unicode text: lone surrogate at character {error.start}; send valid UTF-8"
             ) from error
+        (ids,) = self._encode_all([text], add_special_tokens=add_special_tokens)
+        return ids
+
+    def _encode_all(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
         # `encode` would hold the GIL, and so block the process's asyncio loop, until it returns.
-        (encoding,) = self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return encoding.ids
+        return [each.ids for each in self._core.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
 
 
-def _check_messages(messages: Messages) -> None:
+def _is_guard(core: Core, token: AddedToken) -> bool:
+    """Return whether what follows the token in a text is encoded as it would be in a text's middle, behind one id."""
+    if not token.special or token.lstrip or token.rstrip or token.single_word or token.normalized:
+        return False
+    return core.encode(token.content + "a", add_special_tokens=False).ids[:1] == [core.token_to_id(token.content)]
+
+
+def _check_messages(messages: Messages, control: ControlTokens | None) -> None:
     if not messages:
         raise InvalidArgumentError("messages is empty: send at least one message")
     for index, message in enumerate(messages):
@@ -217,6 +246,15 @@ def _check_messages(messages: Messages) -> None:
                 raise InvalidArgumentError(f"messages[{index}].{name} is {message.get(name)!r:.40}: use a string")
         if not message["role"]:
             raise InvalidArgumentError(f"messages[{index}].role is empty: use a role such as 'user'")
+        if _ROLE.fullmatch(message["role"]) is None:
+            raise InvalidArgumentError(
+                f"messages[{index}].role is {message['role']!r:.40}: use a role such as 'user', at most 64 letters, "
+                "digits, '_', '.' and '-'"
+            )
+        if control is not None and control.is_part(message["role"]):
+            raise InvalidArgumentError(
+                f"messages[{index}].role is {message['role']!r}, part of a control token: use a role such as 'user'"
+            )
         for name in message:
             if name not in _MESSAGE_FIELDS + _TOOL_FIELDS:
                 raise InvalidArgumentError(

@@ -48,6 +48,8 @@ class HttpPlan(LogLines, TraceExport):
     socket: int = field(kw_only=True)
     """File descriptor of the bound socket, which the process inherits."""
     section: HttpSection = field(kw_only=True)
+    control_tokens_in_text: bool = False
+    """Whether control tokens spelled out in a chat's texts act as such."""
 
 
 @settings
@@ -75,6 +77,7 @@ class HttpDoor:
             folder=folder,
             socket=self._socket.fileno(),
             section=section,
+            control_tokens_in_text=config.orchestrator.control_tokens_in_text,
         )
         self._report = report
         self._lock = threading.Lock()

@@ -89,7 +89,8 @@ async def _serve(args: argparse.Namespace) -> int:
         model = await upstream.ask_model(caller)
         named = args.model or model.name
         folder = await asyncio.to_thread(resolve_folder, named, args.cache, console, weights=False)
-        tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
+        allowed = args.control_tokens_in_text
+        tokenizer = await asyncio.to_thread(Tokenizer.load, folder, control_tokens_in_text=allowed)
         gateway = await Gateway.start(
             upstream.channel, tokenizer, model, clock=SystemClock(), host=args.host, port=args.port, caller=caller
         )

@@ -107,7 +107,8 @@ async def _serve(args: argparse.Namespace) -> int:
             raise UnavailableError(f"no server answers at {args.target}: {error}; check --target") from error
         named = args.model or model.name
         folder = await asyncio.to_thread(resolve_folder, named, args.cache, console, weights=False)
-        tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
+        allowed = args.control_tokens_in_text
+        tokenizer = await asyncio.to_thread(Tokenizer.load, folder, control_tokens_in_text=allowed)
         if model.tokenizer_fingerprint not in ("", tokenizer.fingerprint):
             raise ConfigError(
                 f"the served model, {model.name}, has another tokenizer or chat template: name it by --model"

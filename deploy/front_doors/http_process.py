@@ -45,7 +45,8 @@ async def _serve(plan: HttpPlan, answers: TextIO) -> None:
     section = plan.section
     certificate = Certificate(Path(section.certificate), Path(section.private_key)) if section.certificate else None
     limits = StoreLimits(section.max_responses, section.max_responses_bytes, section.keep_responses_s)
-    tokenizer = await asyncio.to_thread(Tokenizer.load, plan.folder)
+    allowed = plan.control_tokens_in_text
+    tokenizer = await asyncio.to_thread(Tokenizer.load, plan.folder, control_tokens_in_text=allowed)
     line = await asyncio.to_thread(sys.stdin.readline)
     if not line:  # the launcher ended before the cluster served
         return

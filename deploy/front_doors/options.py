@@ -22,6 +22,11 @@ def add_front_door(parser: argparse.ArgumentParser, *, port: int) -> None:
     )
     parser.add_argument("--cache", type=Path, default=cache_folder(), help="folder for converted models")
     parser.add_argument(
+        "--control-tokens-in-text",
+        action="store_true",
+        help="let control tokens spelled out in a chat's texts act as such (default: they are text)",
+    )
+    parser.add_argument(
         "--grace", type=float, default=30.0, metavar="SECONDS", help="for running streams, at the end (default: 30)"
     )
     parser.add_argument(

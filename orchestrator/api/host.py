@@ -62,7 +62,9 @@ class OrchestratorHost(keeping_pb2_grpc.KeepingServicer):
         """Load the tokenizer, then serve the supervisor on any free port. Raises ModelError for a bad tokenizer, and
         ConfigError when the host cannot listen."""
         pin(self._cores)
-        self._tokenizer = await asyncio.to_thread(Tokenizer.load, self._folder)
+        self._tokenizer = await asyncio.to_thread(
+            Tokenizer.load, self._folder, control_tokens_in_text=self._config.control_tokens_in_text
+        )
         self.port = bind(self._keeping, self._host)
         keeping_pb2_grpc.add_KeepingServicer_to_server(self, self._keeping)
         await self._keeping.start()

@@ -53,6 +53,8 @@ class OrchestratorLimits(TraceExport):
     """Delay that shorter, later prompts may cause a prompt by overtaking it, as a fraction of its predicted time."""
     disaggregation: Disaggregation = "auto"
     """What prefills: a chain (always), the generation group (never), or the one predicted to be sooner (auto)."""
+    control_tokens_in_text: bool = False
+    """Whether control tokens spelled out in a chat's texts act as such, so that clients can write turns themselves."""
 
 
 def _absolute(path: Path) -> Path:

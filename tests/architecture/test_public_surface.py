@@ -110,11 +110,12 @@ COMMANDS = {
     "evaluate": "model --alpha --budget --cache --context --device --dtype --json --link --mass --needles --plot"
     " --policies --pool --quantization --rows --selection --steps --text --threads",
     "flip": "group name --api-key-env --target --timeout --undo",
-    "gateway": "--address --api-key-env --cache --cluster --grace --host --log-format --model --orchestrator --port",
+    "gateway": "--address --api-key-env --cache --cluster --control-tokens-in-text --grace --host --log-format --model"
+    " --orchestrator --port",
     "generate": "prompt --api-key-env --chat --deadline --echo --exact --n --no-usage --priority --target --tenant"
     f" {SAMPLING}",
-    "http": "--api-key-env --cache --certificate --grace --host --keep-responses --log-format --max-responses --model"
-    " --no-console --otlp-endpoint --port --private-key --target --tool-format --trace-share",
+    "http": "--api-key-env --cache --certificate --control-tokens-in-text --grace --host --keep-responses --log-format"
+    " --max-responses --model --no-console --otlp-endpoint --port --private-key --target --tool-format --trace-share",
     "local": "prompt --cache --chat --colocated --dtype --model --no-timeline --quantization --ranks --threads"
     f" {CONFIGURATION} {SAMPLING}",
     "plan": "model --acceptance --batch --chips --context --draft-keys --draft-model --drafts --dtype --engines"
