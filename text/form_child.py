@@ -26,6 +26,8 @@ from text.grammars import STACK_BYTES, Grammars
 
 MEMORY_BYTES = 256 * 2**20
 """Memory limit of one form, in addition to the stack and to the size of the process when it is ready."""
+_ARENA_MAX = -8
+"""Parameter of glibc's `mallopt`: number of arenas, each of which takes 64 MiB of addresses."""
 _NICE = 5
 """Niceness of the process: streams on the same cores have priority."""
 
@@ -42,6 +44,7 @@ def main(fd: int) -> None:
     """Answer until the other side closes the socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the parent
     os.nice(_NICE)
+    _use_one_arena()
     connection = Connection(fd)
     with contextlib.suppress(EOFError):
         tokenizer, eos_token_ids, cpu_s = json.loads(connection.recv_bytes())
@@ -79,6 +82,14 @@ def _answer(answer: dict[str, Any], grammars: Grammars, fields: dict[str, Any], 
         answer["error"] = str(error)
     except MemoryError:
         os.abort()  # as where the compiler has no memory
+
+
+def _use_one_arena() -> None:
+    """Let all threads allocate in the same addresses: the arenas of one thread after the other would reach the limit
+    of memory after some tens of forms, whatever they take."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(_ARENA_MAX, 1)
 
 
 def _limit_memory() -> None:

@@ -1,0 +1,88 @@
+"""Forms of any kind, random and mutated: each is refused or compiled within its limits, and ends no process but its
+child."""
+
+import asyncio
+import json
+import os
+import resource
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from baton.errors import InvalidArgumentError
+from baton.structured_output import StructuredOutput
+from tests.support.hostile_forms import random_form
+from tests.support.models.tiny_tokenizer import EOS_ID, letter_tokenizer
+from text.form_child import MEMORY_BYTES
+from text.form_prover import FormProver
+from text.grammars import MAX_COMPILED_BYTES
+
+pytestmark = pytest.mark.integration
+
+SEED = 1
+MOST_S = 3.0
+"""Processor seconds of one form, with what its child does besides."""
+MOST_GROWTH_BYTES = 64 * 2**20
+NUM_FIRST = 100
+"""Forms after which the process has loaded all that it uses."""
+NUM_PREPARED = 200
+
+
+def pids_of(prover: FormProver) -> list[int]:
+    return [child._process.pid for child in prover._children]
+
+
+def used_s(prover: FormProver) -> float:
+    """Processor seconds of the prover's children, those that have ended included."""
+    ended, ticks = resource.getrusage(resource.RUSAGE_CHILDREN), 0
+    for pid in pids_of(prover):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ended.ru_utime + ended.ru_stime + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def memory_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(200, marks=pytest.mark.ci, id="few"),
+        pytest.param(10_000, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)], id="many"),
+    ],
+)
+async def test_no_form_costs_more_than_its_child(number: int) -> None:
+    rng, prover, accepted = Random(SEED), FormProver(letter_tokenizer().to_json, (EOS_ID,)), list[StructuredOutput]()
+    first_bytes = 0
+    try:
+        for index in range(number):
+            if index == NUM_FIRST:
+                first_bytes = memory_bytes()
+            if not prover._children:
+                await prover.prove(StructuredOutput(regex=f"start{index}"))  # starts a child, which takes a while
+            form, pids, before_s = random_form(rng), pids_of(prover), used_s(prover)
+            is_costly = False
+            try:
+                accepted.append(await prover.prove(form))
+            except InvalidArgumentError as error:
+                is_costly = "cannot be compiled within" in str(error)
+            assert pids_of(prover) == ([] if is_costly else pids), f"{index}: a child ended, but not by its form"
+            assert used_s(prover) - before_s < MOST_S, f"{index}: {form}"
+        assert memory_bytes() - first_bytes < MOST_GROWTH_BYTES
+    finally:
+        await prover.close()
+    assert len(accepted) > number // 5
+    sample = [asdict(form) for form in rng.sample(accepted, min(len(accepted), NUM_PREPARED))]
+    command = [sys.executable, "-m", "tests.support.hostile_forms"]
+    prepared = await asyncio.to_thread(
+        subprocess.run, command, input=json.dumps(sample), capture_output=True, text=True, check=False
+    )
+    assert prepared.returncode == 0, prepared.stderr
+    most_s, most_bytes = json.loads(prepared.stdout)
+    assert most_s < MOST_S
+    assert most_bytes < MEMORY_BYTES + MAX_COMPILED_BYTES
