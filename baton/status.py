@@ -3,6 +3,7 @@
 Used by servers (transport.status) and by both kinds of client, synchronous and asyncio. Pure.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -72,6 +73,8 @@ _CLASS_OF_STATUS: Mapping[StatusCode, type[BatonError]] = MappingProxyType(
     }
 )
 """The error class for each status that gRPC makes by itself; any other is a BatonError, which is not retried."""
+_TOO_LARGE = re.compile("message larger than max|metadata size exceeds")
+"""Texts with which gRPC refuses a message or metadata for its size, as RESOURCE_EXHAUSTED: no retry succeeds."""
 
 
 def table_class(error: BatonError) -> type[BatonError]:
@@ -111,7 +114,10 @@ def from_rpc_error(error: grpc.RpcError) -> BatonError:
     text = status.details() or "no details"
     named = _CLASS_OF_NAME.get(str(metadata.get(ERROR_KEY)))
     if named is None:
-        named, text = _CLASS_OF_STATUS.get(status.code(), BatonError), f"{status.code().name}: {text}"
+        named = (
+            errors.InvalidArgumentError if _TOO_LARGE.search(text) else _CLASS_OF_STATUS.get(status.code(), BatonError)
+        )
+        text = f"{status.code().name}: {text}"
     if named is ResourceExhaustedError:
         return ResourceExhaustedError(text, _retry_after_s(metadata.get(DETAILS_KEY, b"")))
     return named(text)

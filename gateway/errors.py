@@ -27,6 +27,10 @@ class ContextTooLongError(errors.InvalidArgumentError):
     error by its code, and may shorten the conversation."""
 
 
+class HeadersTooLongError(errors.InvalidArgumentError):
+    """The request's line and headers, or those that say who calls, have more bytes than are taken."""
+
+
 class UnknownResponseError(errors.NotFoundError):
     """The response that is asked for is not kept."""
 
@@ -34,6 +38,7 @@ class UnknownResponseError(errors.NotFoundError):
 _STATUSES: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
     (BodyTooLargeError, 413, "invalid_request_error", None),
     (UnreadableBodyError, 415, "invalid_request_error", None),
+    (HeadersTooLongError, 431, "invalid_request_error", None),
     (ContextTooLongError, 400, "invalid_request_error", "context_length_exceeded"),
     (errors.InvalidArgumentError, 400, "invalid_request_error", None),
     (errors.UnauthenticatedError, 401, "authentication_error", "invalid_api_key"),

@@ -33,6 +33,7 @@ _MEANINGS = {
     413: "The body is too long.",
     415: "The body is not JSON, or compressed.",
     429: "The queue is full; `retry-after` says when there may be room.",
+    431: "The headers are too long.",
     500: "A defect of the server.",
     503: "The server is away.",
 }

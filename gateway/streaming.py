@@ -4,7 +4,7 @@ import asyncio
 import logging
 import re
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import TypeVar
 
@@ -13,8 +13,9 @@ from fastapi.responses import StreamingResponse
 from opentelemetry.trace import get_current_span
 from starlette.types import Receive, Scope, Send
 
-from baton.errors import BatonError, RequestCancelledError
+from baton.errors import BatonError, InvalidArgumentError, RequestCancelledError, UnauthenticatedError
 from baton.types import MAX_REQUEST_ID_CHARS
+from gateway.errors import HeadersTooLongError
 from text.bounded_reading import BoundedReading
 
 T = TypeVar("T")
@@ -22,11 +23,18 @@ logger = logging.getLogger(__name__)
 
 _LONG_BYTES = 1024
 """Bytes of a body from which on it is read in a thread, as its prompt may take long to tokenize."""
+MAX_CALLER_BYTES = 6 * 1024
+"""Bytes of the headers that say who asks, at most: with what gRPC adds they stay below the 8 KiB from which on gRPC
+refuses calls at random."""
 _CALLER = ("authorization", "baton-tenant")
 """Headers that say who asks, which the server judges."""
 _TRACE = ("traceparent", "tracestate")
 """Headers that say in which trace."""
 _REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARS}}}")
+_METADATA = re.compile(r"[\x20-\x7e]*")
+"""Text that gRPC takes as metadata."""
+_TRACE_VALUE = re.compile(r"[\x20-\x7e]{0,512}")
+"""The same, of at most as many bytes as W3C's Trace Context asks to pass on."""
 FAULT = "the HTTP process failed at this request: see its log"
 _SSE = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -78,16 +86,34 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 def caller_of(request: Request, *, traces: bool = True) -> Mapping[str, str]:
     """Return who asks, as metadata of a call, and with `traces` in which trace, unless there is a span here: the call
-    is in that."""
-    has_span = get_current_span().get_span_context().is_valid
-    names = _CALLER if has_span or not traces else _CALLER + _TRACE
-    return {name: request.headers[name] for name in names if name in request.headers}
+    is in that.
+
+    Raises UnauthenticatedError for a key, and InvalidArgumentError for a tenant, that gRPC cannot send, and
+    HeadersTooLongError for more than MAX_CALLER_BYTES of them. A trace that gRPC cannot send is left out.
+    """
+    caller = _sent(request, _CALLER)
+    for name, value in caller.items():
+        if not _METADATA.fullmatch(value):
+            kind = UnauthenticatedError if name == "authorization" else InvalidArgumentError
+            raise kind(f"header {name} has a character that is not printable ASCII: send it without")
+    if (num_bytes := sum(map(len, caller.values()))) > MAX_CALLER_BYTES:
+        raise HeadersTooLongError(
+            f"{' and '.join(caller)}: {num_bytes} bytes exceed the limit of {MAX_CALLER_BYTES}; send a shorter key"
+        )
+    if traces and not get_current_span().get_span_context().is_valid:
+        trace = _sent(request, _TRACE)
+        caller |= {name: value for name, value in trace.items() if _TRACE_VALUE.fullmatch(value)}
+    return caller
 
 
 def request_id_of(request: Request, prefix: str) -> str:
     """Return the request's name: the one that the client gave it, or a new one that begins with the prefix."""
     named = request.headers.get("x-request-id", "")
     return named if _REQUEST_ID.fullmatch(named) else prefix + uuid.uuid4().hex
+
+
+def _sent(request: Request, names: Sequence[str]) -> dict[str, str]:
+    return {name: request.headers[name] for name in names if name in request.headers}
 
 
 async def _until_gone(request: Request) -> None:

@@ -29,8 +29,6 @@ from gateway.upstream import Answers, Upstream
 
 NUM_ENDED = 48
 """Requests that have ended that the console shows, at most."""
-_WHO = ("authorization", "baton-tenant")
-"""Headers that say who asks."""
 _UNCACHED = {"cache-control": "no-store"}
 
 
@@ -77,8 +75,7 @@ class Console:
 
     async def state(self, request: Request) -> Response:
         """Return what the console shows of the cluster, at most a second old."""
-        caller = {name: request.headers[name] for name in _WHO if name in request.headers}
-        return JSONResponse(await self._feed.latest(caller), headers=_UNCACHED)
+        return JSONResponse(await self._feed.latest(caller_of(request, traces=False)), headers=_UNCACHED)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Answer a chat as a stream of tokens with their origins."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from baton.errors import BatonError, InvalidArgumentError, UnavailableError
-from gateway.errors import error_body
+from baton.errors import BatonError, UnavailableError
+from gateway.errors import HeadersTooLongError, error_body, status_of
 
 MAX_HEADER_BYTES = 16 * 1024
 """Bytes of a request's line and headers, at most."""
@@ -43,7 +43,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._await(HEADERS_S)
         if len(self.connections) > MAX_CONNECTIONS:
-            self._refuse(503, UnavailableError(f"{MAX_CONNECTIONS} connections are open: close some, or try again"))
+            self._refuse(UnavailableError(f"{MAX_CONNECTIONS} connections are open: close some, or try again"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop waiting for what will not come."""
@@ -149,14 +149,14 @@ class BoundedProtocol(HttpToolsProtocol):
     def _check_head(self, num_bytes: int) -> None:
         if num_bytes > MAX_HEADER_BYTES:
             text = f"the headers have more than {MAX_HEADER_BYTES} bytes: send fewer, or a shorter key"
-            self._refuse(431, InvalidArgumentError(text))
+            self._refuse(HeadersTooLongError(text))
 
-    def _refuse(self, status: int, error: BatonError) -> None:
+    def _refuse(self, error: BatonError) -> None:
         """Answer with an error in OpenAI's shape, and close the connection."""
         if self.transport.is_closing():
             return
         body = json.dumps(error_body(error)).encode()
-        head = f"HTTP/1.1 {status} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        head = f"HTTP/1.1 {status_of(error)} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
         self.transport.close()
 

@@ -4,7 +4,7 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from baton.errors import BatonError, ResourceExhaustedError, UnavailableError
+from baton.errors import BatonError, InvalidArgumentError, ResourceExhaustedError, UnavailableError
 from baton.status import DETAILS_KEY, encode_error, from_rpc_error
 
 FULL = ResourceExhaustedError("queue is full: try again in 2.5 s", 2.5)
@@ -16,10 +16,10 @@ def crossed(error: BatonError) -> BatonError:
     return from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*metadata), text))
 
 
-def received(metadata: tuple[tuple[str, str | bytes], ...]) -> BatonError:
-    """What a refusal with such trailing metadata is understood as."""
+def received(metadata: tuple[tuple[str, str | bytes], ...] = (), text: str = "full") -> BatonError:
+    """What a refusal with such trailing metadata and text is understood as."""
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
-    return from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*metadata), "full"))
+    return from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*metadata), text))
 
 
 def test_retry_delay_crosses_the_wire() -> None:
@@ -51,3 +51,15 @@ def test_other_errors_carry_their_class_only() -> None:
 def test_details_of_others_are_passed_over(details: bytes) -> None:
     error = received(((DETAILS_KEY, details),))
     assert isinstance(error, ResourceExhaustedError) and error.retry_after_s is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "received metadata size exceeds soft limit (9236 vs. 8192); :method:size = 43",
+        "CLIENT: Sent message larger than max (17000000 vs. 16777216)",
+        "SERVER: Received message larger than max (17000000 vs. 16777216)",
+    ],
+)
+def test_what_grpc_refuses_for_its_size_is_no_full_queue(text: str) -> None:
+    assert type(received(text=text)) is InvalidArgumentError
