@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from baton import __version__
 from baton.errors import BatonError, InvalidArgumentError
@@ -23,8 +24,10 @@ from gateway.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBod
 from gateway.chat_answers import ParsedChats
 from gateway.console.routes import Console
 from gateway.door.access import Access
+from gateway.door.hosts import HostCheck
 from gateway.door.json_bodies import BodyRoute
 from gateway.door.middleware import BodyLimit, RequestCounts
+from gateway.door.rules import DEFAULT_RULES, HttpRules
 from gateway.errors import NO_FIELDS, FieldNames, error_body, error_headers, status_of
 from gateway.field_names import chat_names, completion_names, tokenize_names
 from gateway.openapi import ERRORS, STREAMED, describe
@@ -42,10 +45,20 @@ class Gateway:
     """Answers requests by one upstream server."""
 
     def __init__(
-        self, upstream: Upstream, reader: Reader, store: ResponseStore, console: Console | None = None
+        self,
+        upstream: Upstream,
+        reader: Reader,
+        store: ResponseStore,
+        console: Console | None = None,
+        *,
+        rules: HttpRules = DEFAULT_RULES,
+        is_loopback: bool = True,
     ) -> None:
-        """`console` is served beside the API; None: there is none."""
+        """`console` is served in addition to the API; None: there is none. `is_loopback` says whether only processes
+        of this machine reach the gateway."""
         self._console = console
+        self._rules = rules
+        self._is_loopback = is_loopback
         self._upstream = upstream
         self._reader = reader
         self._responses = Responses(upstream, reader, store)
@@ -56,9 +69,19 @@ class Gateway:
         """Return the application, with all routes."""
         app = FastAPI(title="Baton", version=__version__, docs_url=None, redoc_url=None, responses=ERRORS)
         app.router.route_class = BodyRoute
-        app.state.admit = Access(self._upstream).admit
+        access = Access(self._upstream)
+        app.state.admit = access.admit
         app.state.reading = BoundedReading()
         app.add_middleware(BodyLimit)
+        if self._rules.allow_origins:
+            app.add_middleware(
+                CORSMiddleware,
+                allow_origins=self._rules.allow_origins,
+                allow_methods=("GET", "POST", "DELETE"),
+                allow_headers=("*",),
+                expose_headers=("x-request-id", "retry-after"),
+            )
+        app.add_middleware(HostCheck, rules=self._rules, access=access, is_loopback=self._is_loopback)
         app.add_middleware(RequestCounts, registry=self._registry)
         app.get("/v1/models")(self.models)
         app.get("/v1/models/{name:path}")(self.model)

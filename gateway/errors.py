@@ -31,6 +31,10 @@ class HeadersTooLongError(errors.InvalidArgumentError):
     """The request's line and headers, or those that say who calls, have more bytes than are taken."""
 
 
+class WrongHostError(errors.PermissionDeniedError):
+    """The request names a host that the gateway does not answer for."""
+
+
 class UnknownResponseError(errors.NotFoundError):
     """The response that is asked for is not kept."""
 
@@ -42,6 +46,7 @@ _STATUSES: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
     (ContextTooLongError, 400, "invalid_request_error", "context_length_exceeded"),
     (errors.InvalidArgumentError, 400, "invalid_request_error", None),
     (errors.UnauthenticatedError, 401, "authentication_error", "invalid_api_key"),
+    (WrongHostError, 421, "invalid_request_error", None),
     (errors.PermissionDeniedError, 403, "permission_error", None),
     (UnknownResponseError, 404, "invalid_request_error", None),
     (errors.NotFoundError, 404, "not_found_error", "model_not_found"),

@@ -32,6 +32,7 @@ _MEANINGS = {
     408: "The request's deadline has passed.",
     413: "The body is too long.",
     415: "The body is not JSON, or compressed.",
+    421: "The request names a host that is not allowed.",
     429: "The queue is full; `retry-after` says when there may be room.",
     431: "The headers are too long.",
     500: "A defect of the server.",

@@ -18,6 +18,8 @@ from baton.errors import ConfigError
 from gateway.app import Gateway
 from gateway.console.routes import Console
 from gateway.door.bounded_http import BoundedProtocol, allow_connections
+from gateway.door.hosts import is_loopback
+from gateway.door.rules import DEFAULT_RULES, HttpRules
 from gateway.reading import Reader
 from gateway.responses.store import DEFAULT_LIMITS, ResponseStore, StoreLimits
 from gateway.upstream import Upstream
@@ -55,19 +57,22 @@ class HttpServer:
         reader: Reader,
         listening: socket.socket,
         *,
+        rules: HttpRules = DEFAULT_RULES,
         certificate: Certificate | None = None,
         limits: StoreLimits = DEFAULT_LIMITS,
         spans: TracerProvider | None = None,
         has_console: bool = True,
     ) -> Self:
         """Serve on a bound socket, which is the server's from here on; return once requests are answered. The upstream
-        stays its owner's. `limits` bound the responses that are kept. `spans` makes a span of each request, and
-        stays its owner's; None: there are none. `has_console` says whether the web console is served, too. Raises
-        ConfigError when the certificate cannot be read; the socket is closed then."""
+        stays its owner's. `rules` say who is answered. `limits` bound the responses that are kept. `spans` makes a span
+        of each request, and stays its owner's; None: there are none. `has_console` says whether the web console is
+        served, too. Raises ConfigError when the certificate cannot be read; the socket is closed then."""
         allow_connections()
         clock = SystemClock()
         console = Console(upstream, reader, clock) if has_console else None
-        app = Gateway(upstream, reader, ResponseStore(limits, clock), console).app()
+        host, port, *_ = listening.getsockname()
+        store, is_local = ResponseStore(limits, clock), is_loopback(host)
+        app = Gateway(upstream, reader, store, console, rules=rules, is_loopback=is_local).app()
         config = uvicorn.Config(
             app if spans is None else _traced(app, spans),
             http=BoundedProtocol,
@@ -84,7 +89,7 @@ class HttpServer:
             listening.close()
             raise ConfigError(f"the certificate cannot be read ({error}): name its chain and key, in PEM") from error
         server = _Server(config)
-        made = cls(server, listening, listening.getsockname()[1])
+        made = cls(server, listening, port)
         began = asyncio.create_task(server.began.wait())
         await asyncio.wait((began, made._serving), return_when=asyncio.FIRST_COMPLETED)
         began.cancel()

@@ -19,6 +19,7 @@ from baton.settings.paths import cache_folder
 from baton.settings.place import LOOPBACK, Cores, EmulatedLink, ModelFormats, PrefixRoom
 from baton.types import DeviceName
 from deploy.config.environment import DEFAULT_MODEL, read_variable
+from gateway.door.rules import HttpRules
 from generate_workers.config import EngineConfig
 from orchestrator.requests.config import OrchestratorLimits, PrefixRules
 from orchestrator.requests.tenants import Tenant, TenantLimits, TenantName, Tenants, hash_key
@@ -192,7 +193,7 @@ class OrchestratorSection(OrchestratorLimits):
 
 
 @settings
-class HttpSection:
+class HttpSection(HttpRules):
     """OpenAI's API over HTTP, which `baton serve` serves by a process of its own (docs/http.md)."""
 
     host: Annotated[str, Field(min_length=1)] = LOOPBACK

@@ -4,12 +4,16 @@ them may share one server."""
 import argparse
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from baton.channel_options import DEFAULT_TARGET
 from baton.errors import ConfigError, DeadlineExceededError, InvalidArgumentError, UnavailableError
 from deploy.commands.admin_channel import given_key
 from deploy.front_doors.options import add_front_door, check_front_door, stopped_by_signals
 from deploy.options.command import add_command
+
+if TYPE_CHECKING:
+    from gateway.door.rules import HttpRules
 
 _ANSWER_S = 10.0
 _DESCRIPTION = """\
@@ -56,6 +60,21 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--keep-responses", type=float, default=86400.0, metavar="SECONDS", help="for how long (default: a day)"
     )
+    parser.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="host name that requests may name, besides loopback ones; may be given again (default: any, but on a "
+        "loopback interface without API keys none)",
+    )
+    parser.add_argument(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="origin whose web pages may call, like https://chat.example.com, or *; may be given again",
+    )
     parser.add_argument("--no-console", action="store_true", help="serve no web console at /console")
     parser.set_defaults(run=run)
 
@@ -70,12 +89,14 @@ def run(args: argparse.Namespace) -> int:
     if args.max_responses < 0:
         raise InvalidArgumentError(f"--max-responses {args.max_responses} is out of range: use 0 (none) or more")
     # Imported here, because it imports grpc, tokenizers and uvicorn: --help and mistyped options are answered at once.
+    from gateway.door.rules import HttpRules
     from gateway.server import run_on_own_loop
 
-    return run_on_own_loop(_serve(args))
+    rules = HttpRules(tuple(args.allowed_host), tuple(args.allow_origin))
+    return run_on_own_loop(_serve(args, rules))
 
 
-async def _serve(args: argparse.Namespace) -> int:
+async def _serve(args: argparse.Namespace, rules: "HttpRules") -> int:
     import asyncio
 
     from rich.console import Console
@@ -122,6 +143,7 @@ async def _serve(args: argparse.Namespace) -> int:
                 upstream,
                 reader,
                 listening,
+                rules=rules,
                 certificate=certificate,
                 limits=limits,
                 spans=spans,

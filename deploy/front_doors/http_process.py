@@ -57,6 +57,7 @@ async def _serve(plan: HttpPlan, answers: TextIO) -> None:
             upstream,
             reader,
             socket.socket(fileno=plan.socket),
+            rules=section,
             certificate=certificate,
             limits=limits,
             spans=spans,

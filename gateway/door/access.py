@@ -4,7 +4,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
-from baton.errors import DeadlineExceededError, UnavailableError
+from baton.errors import BatonError, DeadlineExceededError, UnauthenticatedError, UnavailableError
 from gateway.upstream import Upstream
 
 _VALID_S = 1.0
@@ -37,3 +37,13 @@ class Access:
         self._until_s.move_to_end(who)
         while len(self._until_s) > _MAX_KEPT:
             self._until_s.popitem(last=False)
+
+    async def requires_key(self) -> bool:
+        """Return whether the server refuses callers without a key; no, while it does not answer."""
+        try:
+            await self.admit({})
+        except UnauthenticatedError:
+            return True
+        except BatonError:
+            return False
+        return False

@@ -9,6 +9,7 @@ from openai import AsyncOpenAI
 from opentelemetry.trace import TracerProvider
 
 from baton.client import AsyncClient
+from gateway.door.rules import DEFAULT_RULES, HttpRules
 from gateway.listening import open_socket
 from gateway.reading import Reader
 from gateway.server import HttpServer
@@ -34,13 +35,18 @@ class Http:
 
 @asynccontextmanager
 async def http_gateway(
-    target: str, tokenizer: Tokenizer, api_key: str = "any", spans: TracerProvider | None = None
+    target: str,
+    tokenizer: Tokenizer,
+    api_key: str = "any",
+    spans: TracerProvider | None = None,
+    rules: HttpRules = DEFAULT_RULES,
 ) -> AsyncIterator[Http]:
     """Serves until left; the client makes no attempt of its own after a failure."""
     async with AsyncClient(target, api_key=api_key) as client:
         model = await client.model()
     async with Upstream(target) as upstream:
-        server = await HttpServer.start(upstream, Reader(tokenizer, model), open_socket(HOST, 0), spans=spans)
+        reader, listening = Reader(tokenizer, model), open_socket(HOST, 0)
+        server = await HttpServer.start(upstream, reader, listening, rules=rules, spans=spans)
         url = f"http://{HOST}:{server.port}"
         try:
             async with AsyncOpenAI(base_url=f"{url}/v1", api_key=api_key, max_retries=0, timeout=30) as openai:
@@ -50,12 +56,14 @@ async def http_gateway(
 
 
 @asynccontextmanager
-async def scripted_gateway(*faults: Fault) -> AsyncIterator[tuple[ScriptedOrchestrator, Http, httpx2.AsyncClient]]:
+async def scripted_gateway(
+    *faults: Fault, rules: HttpRules = DEFAULT_RULES
+) -> AsyncIterator[tuple[ScriptedOrchestrator, Http, httpx2.AsyncClient]]:
     """Serve a scripted orchestrator, and the letters' tokenizer, through a gateway; with a plain HTTP client of it."""
     service = ScriptedOrchestrator(faults)
     async with (
         serving(service) as target,
-        http_gateway(target, letter_tokenizer()) as http,
+        http_gateway(target, letter_tokenizer(), rules=rules) as http,
         httpx2.AsyncClient(base_url=http.url) as client,
     ):
         yield service, http, client

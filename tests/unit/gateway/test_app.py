@@ -25,6 +25,7 @@ from baton.proto_types import model_from_proto
 from baton.types import MAX_REQUEST_ID_CHARS
 from gateway.door import middleware
 from gateway.door.middleware import MAX_BODY_BYTES
+from gateway.door.rules import HttpRules
 from gateway.listening import open_socket
 from gateway.reading import Reader
 from gateway.server import Certificate, HttpServer
@@ -39,6 +40,7 @@ pytestmark = pytest.mark.integration
 
 OF_ROUTE = ("baton_http_requests_total", ("route", "/v1/completions"))
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+PAGE = "https://chat.example.com"
 BODY: dict[str, Any] = {"model": MODEL.name, "prompt": "Hi", "max_tokens": 3}
 
 
@@ -288,6 +290,25 @@ async def test_a_path_that_is_not_there_is_said_in_the_same_shape() -> None:
         answer = await client.get("/v1/nothing")
         assert answer.status_code == 404 and answer.json()["error"]["type"] == "not_found_error"
         assert (await client.get("/v1/completions")).status_code == 405
+
+
+async def test_a_page_of_another_site_is_refused_unless_its_origin_is_allowed() -> None:
+    asks = {"origin": PAGE, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    async with scripted_gateway() as (service, _http, client):
+        for path in ("/v1/models", "/console/", "/console/api/state"):
+            assert (await client.get(path, headers={"host": "attacker.example"})).status_code == 421
+        for headers in ({"host": "attacker.example", "origin": "http://attacker.example"}, {"origin": PAGE}):
+            answer = await client.post("/v1/completions", json=BODY, headers=headers)
+            assert answer.json()["error"]["type"] in ("invalid_request_error", "permission_error")
+        refused = await client.options("/v1/completions", headers=asks)
+        assert refused.status_code == 403 and "access-control-allow-origin" not in refused.headers
+        assert not service.requests and not service.looks
+    async with scripted_gateway(rules=HttpRules(allow_origins=(PAGE,))) as (_, _http, client):
+        allowed = await client.options("/v1/completions", headers=asks)
+        assert allowed.status_code == 200 and allowed.headers["access-control-allow-headers"] == "authorization"
+        for body, status in ((BODY, 200), ({}, 400)):
+            answer = await client.post("/v1/completions", json=body, headers={"origin": PAGE})
+            assert answer.status_code == status and answer.headers["access-control-allow-origin"] == PAGE
 
 
 async def test_text_becomes_token_ids_and_back() -> None:

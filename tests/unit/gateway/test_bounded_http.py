@@ -17,7 +17,7 @@ pytestmark = pytest.mark.integration
 
 WITHIN_S = 60.0
 BODY = json.dumps({"model": MODEL.name, "prompt": "Hi", "max_tokens": 3}).encode()
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
 @asynccontextmanager

@@ -1,0 +1,58 @@
+"""Refuses requests that a web page of another site had its reader's browser send, by the headers Host and Origin.
+
+A name that its owner points at 127.0.0.1 (DNS rebinding) makes such a page and this server one site for the browser,
+so that only Host tells them apart. Where the server requires API keys, no page has one, and nothing is refused.
+"""
+
+from ipaddress import ip_address
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from baton.errors import BatonError, PermissionDeniedError
+from gateway.door.access import Access
+from gateway.door.rules import HttpRules, name_of
+from gateway.errors import WrongHostError, error_body, status_of
+
+_OPEN = ("/health", "/ready", "/metrics")
+"""Paths that probes ask for by whatever address they have."""
+
+
+class HostCheck:
+    """Answers 421 for a Host that is not allowed, and 403 for an Origin that is neither the host nor allowed.
+
+    With `allowed_hosts` these are always checked; without, where the server listens on loopback and requires no key.
+    """
+
+    def __init__(self, app: ASGIApp, rules: HttpRules, access: Access, *, is_loopback: bool) -> None:
+        self._app, self._rules, self._access = app, rules, access
+        self._is_checking = is_loopback or bool(rules.allowed_hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] == "http" and self._is_checking and scope["path"] not in _OPEN:
+            error = self._refusal(Headers(scope=scope))
+            if error is not None and (self._rules.allowed_hosts or not await self._access.requires_key()):
+                await JSONResponse(error_body(error), status_of(error))(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, headers: Headers) -> BatonError | None:
+        hosts = headers.getlist("host")  # browsers always send one
+        for host in hosts:
+            if not (is_loopback(name_of(host)) or name_of(host) in self._rules.allowed_hosts):
+                return WrongHostError(f"host {host!r:.80} is not allowed: use localhost, or set http.allowed_hosts")
+        for origin in headers.getlist("origin"):
+            is_own = origin.lower().partition("://")[2] in [host.lower() for host in hosts]
+            if not is_own and not {origin.lower(), "*"} & set(self._rules.allow_origins):
+                return PermissionDeniedError(f"origin {origin!r:.80} is not allowed: set http.allow_origins")
+        return None
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host's name or address is one of this machine alone."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
