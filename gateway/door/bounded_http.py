@@ -8,7 +8,7 @@ import json
 import resource
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from baton.errors import BatonError, UnavailableError
 from gateway.errors import HeadersTooLongError, error_body, status_of
@@ -86,6 +86,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self.transport.is_closing():
             self._await(BODY_S)
             super().on_headers_complete()
+            if self.scope["http_version"] == "1.0":
+                _leave_unchunked(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         """Take a part of the body, and wait for the next."""
@@ -159,6 +161,22 @@ class BoundedProtocol(HttpToolsProtocol):
         head = f"HTTP/1.1 {status_of(error)} \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         self.transport.write(f"{head}connection: close\r\n\r\n".encode() + body)
         self.transport.close()
+
+
+def _leave_unchunked(cycle: RequestResponseCycle) -> None:
+    """Let an answer of unknown length end with its connection: clients of HTTP/1.0 do not know chunks."""
+    send, has_length = cycle.send, False
+
+    async def send_unchunked(message: Any) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            cycle.chunked_encoding = None if has_length else False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))  # uvicorn checks that no more comes
+        await send(message)
+
+    cycle.send = send_unchunked  # type: ignore[method-assign]
 
 
 def allow_connections() -> None:
