@@ -79,6 +79,7 @@ class HttpServer:
             log_config=None,
             access_log=False,
             lifespan="off",
+            timeout_keep_alive=rules.keep_alive_s,  # type: ignore[arg-type]  # any number of seconds
             server_header=False,
             ssl_certfile=None if certificate is None else certificate.chain,
             ssl_keyfile=None if certificate is None else certificate.key,

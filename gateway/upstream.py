@@ -29,9 +29,10 @@ _MAX_PENDING_EVENTS = 64
 class Upstream:
     """Connections to one server. Make it on the loop that uses it, and close it."""
 
-    def __init__(self, target: str) -> None:
-        """`target` is the server's host:port; nothing is sent yet."""
+    def __init__(self, target: str, deadline_s: float = 0.0) -> None:
+        """`target` is the server's host:port; nothing is sent yet. Requests end after `deadline_s`; 0: never."""
         self.target = target
+        self._deadline_s = deadline_s or None
         self._client = AsyncClient(target)
         self._health = make_channel(target)
 
@@ -80,6 +81,7 @@ class Upstream:
                     model=asked.model,
                     priority=asked.priority,
                     cache_salt=asked.cache_salt,
+                    deadline_s=self._deadline_s,
                     metadata=metadata,
                     **options,
                 )

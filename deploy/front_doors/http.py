@@ -60,6 +60,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--keep-responses", type=float, default=86400.0, metavar="SECONDS", help="for how long (default: a day)"
     )
+    _add_rules(parser)
+    parser.add_argument("--no-console", action="store_true", help="serve no web console at /console")
+    parser.set_defaults(run=run)
+
+
+def _add_rules(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allowed-host",
         action="append",
@@ -75,8 +81,20 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="ORIGIN",
         help="origin whose web pages may call, like https://chat.example.com, or *; may be given again",
     )
-    parser.add_argument("--no-console", action="store_true", help="serve no web console at /console")
-    parser.set_defaults(run=run)
+    parser.add_argument(
+        "--default-deadline",
+        type=float,
+        default=3600.0,
+        metavar="SECONDS",
+        help="time after which a request ends; 0: never (default: an hour)",
+    )
+    parser.add_argument(
+        "--keep-alive",
+        type=float,
+        default=75.0,
+        metavar="SECONDS",
+        help="time for which a connection without a request stays open (default: %(default)g)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     from gateway.door.rules import HttpRules
     from gateway.server import run_on_own_loop
 
-    rules = HttpRules(tuple(args.allowed_host), tuple(args.allow_origin))
+    rules = HttpRules(tuple(args.allowed_host), tuple(args.allow_origin), args.default_deadline, args.keep_alive)
     return run_on_own_loop(_serve(args, rules))
 
 
@@ -121,7 +139,7 @@ async def _serve(args: argparse.Namespace, rules: "HttpRules") -> int:
     console = Console(stderr=True, highlight=False)
     stopping = stopped_by_signals()
     certificate = None if args.certificate is None else Certificate(args.certificate, args.private_key)
-    async with Upstream(args.target) as upstream, make_channel(args.target) as channel:
+    async with Upstream(args.target, rules.default_deadline_s) as upstream, make_channel(args.target) as channel:
         try:
             model = await ask_model(channel, _ANSWER_S, call_metadata(given_key(args), None))
         except (UnavailableError, DeadlineExceededError) as error:

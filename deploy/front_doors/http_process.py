@@ -52,7 +52,10 @@ async def _serve(plan: HttpPlan, answers: TextIO) -> None:
         return
     target = from_json(HttpTarget, line)
     reader, attributes = Reader(tokenizer, target.model, section.tool_format), {"baton.model": target.model.name}
-    async with exported_spans(plan, attributes) as spans, Upstream(target.address) as upstream:
+    async with (
+        exported_spans(plan, attributes) as spans,
+        Upstream(target.address, section.default_deadline_s) as upstream,
+    ):
         server = await HttpServer.start(
             upstream,
             reader,

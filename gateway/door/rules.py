@@ -1,11 +1,11 @@
-"""Settings of the HTTP gateway: for which hosts and web pages it answers. Pure."""
+"""Settings of the HTTP gateway: for which hosts and web pages it answers, and for how long. Pure."""
 
 import re
 from typing import Annotated
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
-from baton.settings.base import settings
+from baton.settings.base import Seconds, settings
 
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 
@@ -36,12 +36,16 @@ Origins = tuple[Annotated[str, AfterValidator(_origin)], ...]
 
 @settings
 class HttpRules:
-    """Callers that an HTTP gateway answers."""
+    """Callers that an HTTP gateway answers, and how long requests and connections last."""
 
     allowed_hosts: Hosts = ()
     """Host names that requests may name besides loopback ones; empty: any, if not on loopback without API keys."""
     allow_origins: Origins = ()
     """Origins whose web pages may call, like https://chat.example.com, or * for all; empty: only its own pages."""
+    default_deadline_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 3600.0
+    """Seconds after which a request over HTTP ends; 0: never."""
+    keep_alive_s: Seconds = 75.0
+    """Seconds for which a connection without a request stays open; longer than a load balancer keeps it."""
 
 
 DEFAULT_RULES = HttpRules()

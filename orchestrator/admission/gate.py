@@ -39,7 +39,7 @@ _SCATTER = 1.5
 its deadline: without this allowance half of them would be late, and their work wasted
 (docs/decisions/0011-admission.md)."""
 _PATIENCE_S = 60.0
-"""Seconds until a request without a deadline counts as due, so that those with deadlines do not always pass it."""
+"""Seconds after which each request counts as due, so that those with near deadlines do not always pass the others."""
 
 
 class Claim(Protocol):
@@ -70,7 +70,8 @@ class Entry(Waiter):
     """One request's place, in the queue or among the running requests."""
 
     def __init__(self, request: Claim, now_s: float) -> None:
-        due_s = now_s + _PATIENCE_S if request.deadline_s is None else request.deadline_s
+        patience_end_s = now_s + _PATIENCE_S
+        due_s = patience_end_s if request.deadline_s is None else min(patience_end_s, request.deadline_s)
         super().__init__(request.num_tokens, request.num_slots, request.tenant, request.priority, due_s)
         self.started_s: float | None = None
         """Time when the request left the queue to run; None while it waits."""

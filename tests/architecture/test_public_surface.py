@@ -114,9 +114,9 @@ COMMANDS = {
     " --orchestrator --port",
     "generate": "prompt --api-key-env --chat --deadline --echo --exact --n --no-usage --priority --target --tenant"
     f" {SAMPLING}",
-    "http": "--allow-origin --allowed-host --api-key-env --cache --certificate --control-tokens-in-text --grace --host"
-    " --keep-responses --log-format --max-responses --model --no-console --otlp-endpoint --port --private-key --target"
-    " --tool-format --trace-share",
+    "http": "--allow-origin --allowed-host --api-key-env --cache --certificate --control-tokens-in-text"
+    " --default-deadline --grace --host --keep-alive --keep-responses --log-format --max-responses --model --no-console"
+    " --otlp-endpoint --port --private-key --target --tool-format --trace-share",
     "local": "prompt --cache --chat --colocated --dtype --model --no-timeline --quantization --ranks --threads"
     f" {CONFIGURATION} {SAMPLING}",
     "plan": "model --acceptance --batch --chips --context --draft-keys --draft-model --drafts --dtype --engines"

@@ -44,7 +44,7 @@ async def http_gateway(
     """Serves until left; the client makes no attempt of its own after a failure."""
     async with AsyncClient(target, api_key=api_key) as client:
         model = await client.model()
-    async with Upstream(target) as upstream:
+    async with Upstream(target, rules.default_deadline_s) as upstream:
         reader, listening = Reader(tokenizer, model), open_socket(HOST, 0)
         server = await HttpServer.start(upstream, reader, listening, rules=rules, spans=spans)
         url = f"http://{HOST}:{server.port}"

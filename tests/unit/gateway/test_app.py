@@ -183,6 +183,19 @@ async def metrics(client: httpx2.AsyncClient) -> dict[tuple[Any, ...], float]:
     return {(each.name, *sorted(each.labels.items())): each.value for one in families for each in one.samples}
 
 
+@pytest.mark.parametrize(("rules", "deadline_ms"), [(HttpRules(), 3_600_000), (HttpRules(default_deadline_s=0), 0)])
+async def test_a_request_has_the_configured_deadline(rules: HttpRules, deadline_ms: int) -> None:
+    async with scripted_gateway(rules=rules) as (service, _http, client):
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+        assert deadline_ms - 60_000 < service.requests[0].deadline_ms <= deadline_ms
+
+
+async def test_a_request_whose_deadline_passes_is_ended() -> None:
+    rules = HttpRules(default_deadline_s=0.1)
+    async with scripted_gateway(Fault(after=0, hang=True), rules=rules) as (_, _http, client):
+        assert (await client.post("/v1/completions", json=BODY, timeout=60)).status_code == 408
+
+
 async def test_who_asks_and_the_requests_name_go_on_to_the_server() -> None:
     async with scripted_gateway() as (service, _http, client):
         sent = {"authorization": "Bearer mine", "x-request-id": "name-1", "baton-tenant": "we", "traceparent": TRACE}

@@ -10,6 +10,7 @@ import pytest
 
 from gateway.door import bounded_http
 from gateway.door.bounded_http import MAX_HEADER_BYTES
+from gateway.door.rules import HttpRules
 from tests.support.clusters.scripted_orchestrator import MODEL
 from tests.support.wire.http_gateway import HOST, Http, scripted_gateway
 
@@ -127,3 +128,25 @@ async def test_more_connections_than_the_limit_are_refused(monkeypatch: pytest.M
         answer = await ended(reader)
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"2 connections are open" in answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_clients_of_http_1_0_get_an_answer_without_chunks(stream: bool) -> None:
+    body = json.dumps({"model": MODEL.name, "prompt": "Hi", "max_tokens": 3, "stream": stream}).encode()
+    old = HEAD.replace(b"HTTP/1.1", b"HTTP/1.0")
+    async with scripted_gateway() as (_, http, _client), connection(http) as (reader, writer):
+        writer.write(old + b"connection: keep-alive\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        head, _, answer = (await ended(reader)).partition(b"\r\n\r\n")
+    assert b"chunked" not in head and b"connection: close" in head
+    if stream:
+        events = answer.decode().strip().split("\n\n")
+        assert all(event.startswith("data: ") for event in events) and events[-1] == "data: [DONE]"
+    else:
+        assert len(json.loads(answer)["choices"]) == 1
+
+
+async def test_a_connection_without_a_request_is_closed_after_the_configured_time() -> None:
+    rules = HttpRules(keep_alive_s=0.2)
+    async with scripted_gateway(rules=rules) as (_, http, _client), connection(http) as (reader, writer):
+        writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert (await ended(reader)).startswith(b"HTTP/1.1 200 ")

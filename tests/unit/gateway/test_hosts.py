@@ -110,4 +110,4 @@ async def test_probes_are_answered_for_any_host(path: str) -> None:
 )
 def test_what_names_no_host_or_origin_is_refused(field: str, value: str) -> None:
     with pytest.raises(ConfigError, match=field):
-        HttpRules(**{field: (value,)})
+        HttpRules(**{field: (value,)})  # type: ignore[arg-type]

@@ -277,9 +277,12 @@ def test_due_earlier_is_served_earlier_and_so_predicted(clock: ManualClock) -> N
     assert running(hasty, patient) == [True, False]
 
 
-def test_without_a_deadline_a_request_is_not_put_off_for_ever(clock: ManualClock) -> None:
+@pytest.mark.parametrize("deadline_s", [None, 4600.0])
+def test_without_a_near_deadline_a_request_is_not_put_off_for_ever(
+    clock: ManualClock, deadline_s: float | None
+) -> None:
     queue = admission(clock, max_running=1)
-    running_now, patient = queue.join(ONE), queue.join(ONE)
+    running_now, patient = queue.join(ONE), queue.join(asking(1, deadline_s=deadline_s))
     for _ in range(100):
         later = queue.join(asking(1, deadline_s=clock.now_s() + 20))
         queue.leave(running_now)
