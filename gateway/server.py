@@ -18,6 +18,7 @@ from baton.errors import ConfigError
 from gateway.app import Gateway
 from gateway.console.routes import Console
 from gateway.door.bounded_http import BoundedProtocol, allow_connections
+from gateway.door.drain import Drain
 from gateway.door.hosts import is_loopback
 from gateway.door.rules import DEFAULT_RULES, HttpRules
 from gateway.reading import Reader
@@ -25,6 +26,8 @@ from gateway.responses.store import DEFAULT_LIMITS, ResponseStore, StoreLimits
 from gateway.upstream import Upstream
 
 T = TypeVar("T")
+_CUT_S = 5
+"""Seconds that uvicorn waits for answers whose streams have been ended."""
 
 
 def run_on_own_loop(serving: Coroutine[Any, Any, T]) -> T:
@@ -45,9 +48,11 @@ class Certificate:
 class HttpServer:
     """A listening server. Make one with `start`."""
 
-    def __init__(self, server: uvicorn.Server, listening: socket.socket, port: int) -> None:
+    def __init__(
+        self, server: uvicorn.Server, listening: socket.socket, port: int, drain: Drain, upstream: Upstream
+    ) -> None:
         self.port = port
-        self._server = server
+        self._server, self._drain, self._upstream = server, drain, upstream
         self._serving = asyncio.create_task(server.serve(sockets=[listening]))
 
     @classmethod
@@ -63,18 +68,20 @@ class HttpServer:
         spans: TracerProvider | None = None,
         has_console: bool = True,
     ) -> Self:
-        """Serve on a bound socket, which is the server's from here on; return once requests are answered. The upstream
-        stays its owner's. `rules` say who is answered. `limits` bound the responses that are kept. `spans` makes a span
-        of each request, and stays its owner's; None: there are none. `has_console` says whether the web console is
-        served, too. Raises ConfigError when the certificate cannot be read; the socket is closed then."""
+        """Serve on a bound socket, which is the server's from here on; return once requests are answered. `upstream`
+        stays its owner's, but `stop` closes it. `rules` say who is answered. `limits` bound the responses that are
+        kept. `spans` makes a span of each request, and stays its owner's; None: there are none. `has_console` says
+        whether the web console is served, too. Raises ConfigError when the certificate cannot be read; the socket is
+        closed then."""
         allow_connections()
         clock = SystemClock()
         console = Console(upstream, reader, clock) if has_console else None
         host, port, *_ = listening.getsockname()
         store, is_local = ResponseStore(limits, clock), is_loopback(host)
         app = Gateway(upstream, reader, store, console, rules=rules, is_loopback=is_local).app()
+        drain = Drain(app if spans is None else _traced(app, spans))
         config = uvicorn.Config(
-            app if spans is None else _traced(app, spans),
+            drain,
             http=BoundedProtocol,
             log_config=None,
             access_log=False,
@@ -90,7 +97,7 @@ class HttpServer:
             listening.close()
             raise ConfigError(f"the certificate cannot be read ({error}): name its chain and key, in PEM") from error
         server = _Server(config)
-        made = cls(server, listening, port)
+        made = cls(server, listening, port, drain, upstream)
         began = asyncio.create_task(server.began.wait())
         await asyncio.wait((began, made._serving), return_when=asyncio.FIRST_COMPLETED)
         began.cancel()
@@ -99,9 +106,12 @@ class HttpServer:
         return made
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Refuse new connections, give running requests `grace_s` seconds, one at least, and cancel the rest.
-        Idempotent."""
-        self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))
+        """Refuse new requests with status 503, give running ones `grace_s` seconds, and end the rest: whole answers
+        with status 503, streams with an error event. Closes the upstream. A further call ends them after its own time.
+        """
+        await self._drain.end(grace_s)
+        await self._upstream.close()
+        self._server.config.timeout_graceful_shutdown = _CUT_S
         self._server.should_exit = True
         await self._serving
 

@@ -1,8 +1,8 @@
 """The server behind the gateway, asked over gRPC: its model, its health, and streams of tokens. On the loop."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Self
 
@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.calls.streams import AsyncStream
 from baton.client import AsyncClient
 from baton.cluster_state import ClusterState
-from baton.errors import BatonError
+from baton.errors import BatonError, RequestCancelledError, UnavailableError
 from baton.request_list import RequestList
 from baton.results.completion import Completion, ModelInfo, Usage
 from baton.status import translate_rpc_errors
@@ -33,11 +33,13 @@ class Upstream:
         """`target` is the server's host:port; nothing is sent yet. Requests end after `deadline_s`; 0: never."""
         self.target = target
         self._deadline_s = deadline_s or None
+        self._is_closed = False
         self._client = AsyncClient(target)
         self._health = make_channel(target)
 
     async def close(self) -> None:
-        """Cancel all streams and close the connections."""
+        """End all calls and streams, with UnavailableError, and close the connections. Idempotent."""
+        self._is_closed = True
         await self._client.close()
         await self._health.close()
 
@@ -49,15 +51,28 @@ class Upstream:
 
     async def model(self, metadata: Mapping[str, str]) -> ModelInfo:
         """Return the model that is served. Raises what the server refuses, and UnavailableError without an answer."""
-        return await self._client.model(metadata=metadata)
+        with self.unless_closed():
+            return await self._client.model(metadata=metadata)
 
     async def state(self, metadata: Mapping[str, str]) -> ClusterState:
         """Return the cluster's state. Raises what the server refuses, and UnavailableError without an answer."""
-        return await self._client.cluster_state(_ANSWER_S, metadata=metadata)
+        with self.unless_closed():
+            return await self._client.cluster_state(_ANSWER_S, metadata=metadata)
 
     async def requests(self, num_ended: int, metadata: Mapping[str, str]) -> RequestList:
         """Return the requests that wait or run, and the latest `num_ended` that have ended. Raises as `state` does."""
-        return await self._client.requests(_ANSWER_S, num_ended=num_ended, metadata=metadata)
+        with self.unless_closed():
+            return await self._client.requests(_ANSWER_S, num_ended=num_ended, metadata=metadata)
+
+    @contextmanager
+    def unless_closed(self) -> Iterator[None]:
+        """Raise UnavailableError for what is cancelled because the upstream was closed."""
+        try:
+            yield
+        except RequestCancelledError as error:
+            if not self._is_closed:
+                raise
+            raise UnavailableError("the HTTP gateway is ending: try again, on a new connection") from error
 
     async def is_serving(self) -> bool:
         """Return whether the server says that it serves."""
@@ -73,6 +88,7 @@ class Upstream:
     async def answers(self, asked: Asked, request_id: str, metadata: Mapping[str, str]) -> AsyncIterator["Answers"]:
         """Send one request for each prompt; those that still run are cancelled in the end."""
         async with AsyncExitStack() as stack:
+            stack.enter_context(self.unless_closed())
             streams = []
             for number, (prompt, options) in enumerate(zip(asked.prompts, asked.options, strict=True)):
                 stream = self._client.generate(
@@ -86,14 +102,14 @@ class Upstream:
                     **options,
                 )
                 streams.append(await stack.enter_async_context(stream))
-            yield Answers(streams) if asked.has_output else PromptAnswers(streams)
+            yield (Answers if asked.has_output else PromptAnswers)(streams, self)
 
 
 class Answers:
     """The streams of one body's prompts."""
 
-    def __init__(self, streams: Sequence[AsyncStream]) -> None:
-        self._streams = streams
+    def __init__(self, streams: Sequence[AsyncStream], upstream: Upstream) -> None:
+        self._streams, self._upstream = streams, upstream
 
     @property
     def usages(self) -> list[Usage]:
@@ -111,10 +127,16 @@ class Answers:
 
     async def events(self) -> AsyncGenerator[tuple[int, TokenEvent], None]:
         """Yield the events of all streams as they come, each with the number of its prompt. Raises the first error."""
-        if len(self._streams) == 1:
-            async for event in self._streams[0]:
-                yield 0, event
-            return
+        with self._upstream.unless_closed():
+            if len(self._streams) == 1:
+                async for event in self._streams[0]:
+                    yield 0, event
+                return
+            async with aclosing(self._mixed()) as mixed:
+                async for item in mixed:
+                    yield item
+
+    async def _mixed(self) -> AsyncGenerator[tuple[int, TokenEvent], None]:
         failures: list[Exception] = []
         events = asyncio.Queue[tuple[int, TokenEvent] | None](_MAX_PENDING_EVENTS)
 

@@ -4,12 +4,14 @@ The launcher owns the socket: the address is bound before anything else starts a
 and go, and connections that arrive between two processes wait for the next one. The process
 (`deploy.front_doors.http_process`) is started with the door and reads two lines of JSON: an HttpPlan, by which it loads
 all that it needs while the cluster starts, and an HttpTarget once the cluster serves. It answers with one line when it
-serves itself. It ends with its standard input, so that a killed launcher takes it along. A thread of the launcher,
-`http-door`, waits for its end.
+serves itself, and with an empty one each heartbeat. It ends with its standard input, so that a killed launcher takes it
+along. A thread of the launcher, `http-door`, waits for its end, and kills it when it is silent.
 """
 
 import contextlib
 import json
+import os
+import selectors
 import ssl
 import subprocess
 import sys
@@ -21,7 +23,7 @@ from pathlib import Path
 from baton.clock import SystemClock
 from baton.errors import ConfigError
 from baton.results.completion import ModelInfo
-from baton.settings.base import settings, to_json, values_of
+from baton.settings.base import Seconds, settings, to_json, values_of
 from baton.settings.place import LogLines
 from baton.settings.tracing import TraceExport
 from deploy.config.cluster import ClusterConfig
@@ -32,8 +34,8 @@ from gateway.listening import open_socket
 _MODULE = "deploy.front_doors.http_process"
 _START_S = 120.0
 """Seconds in which the process must serve: it loads a tokenizer, on a machine that may be busy."""
-_END_S = 5.0
-"""Seconds that the process has to end by itself."""
+_END_S = 10.0
+"""Seconds that the process has to end by itself, beyond the grace of its requests."""
 _EXAMPLE = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 48}'
 _LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 """Addresses that stand for all interfaces of a machine, and the one that reaches them from there."""
@@ -50,6 +52,8 @@ class HttpPlan(LogLines, TraceExport):
     section: HttpSection = field(kw_only=True)
     control_tokens_in_text: bool = False
     """Whether control tokens spelled out in a chat's texts act as such."""
+    heartbeat_s: Seconds = 1.0
+    """Seconds between two signs of life."""
 
 
 @settings
@@ -78,8 +82,10 @@ class HttpDoor:
             socket=self._socket.fileno(),
             section=section,
             control_tokens_in_text=config.orchestrator.control_tokens_in_text,
+            heartbeat_s=config.supervision.heartbeat_s,
         )
-        self._report = report
+        self._dead_after_s = config.supervision.dead_after_s
+        self._print = report
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._decided = threading.Event()
@@ -109,7 +115,8 @@ class HttpDoor:
         self._decided.set()
 
     def close(self) -> None:
-        """End the process, with the answers that it is giving, and give the address back. Idempotent."""
+        """End the process, once its answers have ended or their grace has passed, and give the address back.
+        Idempotent."""
         self._closing.set()
         with self._lock:
             process = self._process
@@ -117,7 +124,7 @@ class HttpDoor:
                 process.kill()
         self._decided.set()
         if process is not None:
-            _end(process)
+            _end(process, self._section.grace_s)
         self._thread.join()
         self._socket.close()
 
@@ -150,13 +157,19 @@ class HttpDoor:
         if "port" in answer:
             restarts.began()
             self._tell_ready()
+            why = _until_end(process, self._dead_after_s)
         else:
             process.kill()  # unless it has ended
-        process.wait()
+            why = f"status {process.wait()}"
         _close_pipes(process)
         with self._lock:
             self._process = None
-        return target, str(answer.get("error") or f"status {process.returncode}")
+        return target, str(answer.get("error") or why)
+
+    def _report(self, line: str) -> None:
+        """Show a line to the user, if that is possible: HTTP is served on without."""
+        with contextlib.suppress(OSError, ValueError):  # ValueError: of a stream that was closed
+            self._print(line)
 
     def _tell_ready(self) -> None:
         if self._has_served:
@@ -230,6 +243,20 @@ def _first_answer(process: "subprocess.Popen[str]") -> dict[str, object]:
     return found
 
 
+def _until_end(process: "subprocess.Popen[str]", dead_after_s: float) -> str:
+    """Wait for the end of a process that gives signs of life; kill it without one for `dead_after_s` seconds. Return
+    why it ended."""
+    assert process.stdout is not None
+    with selectors.DefaultSelector() as signs:
+        signs.register(process.stdout, selectors.EVENT_READ)
+        while signs.select(dead_after_s):
+            if not os.read(process.stdout.fileno(), 4096):  # its end
+                return f"status {process.wait()}"
+    process.kill()
+    process.wait()
+    return f"it gave no sign of life for {dead_after_s:g} s, and was killed"
+
+
 def _ask_to_end(process: "subprocess.Popen[str]") -> None:
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it has ended already
@@ -243,9 +270,9 @@ def _close_pipes(process: "subprocess.Popen[str]") -> None:
     process.stdout.close()
 
 
-def _end(process: "subprocess.Popen[str]") -> None:
-    _ask_to_end(process)
+def _end(process: "subprocess.Popen[str]", grace_s: float) -> None:
+    process.terminate()
     try:
-        process.wait(_END_S)
+        process.wait(grace_s + _END_S)
     except subprocess.TimeoutExpired:
         process.kill()

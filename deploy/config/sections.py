@@ -204,6 +204,8 @@ class HttpSection(HttpRules):
     """File with a chain of certificates in PEM, by which HTTPS is served; empty: plain HTTP."""
     private_key: AbsolutePath = ""
     """File with the private key of the certificate, in PEM."""
+    grace_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
+    """Seconds that running requests have to end by themselves when the gateway ends; new ones get status 503."""
     console: bool = True
     """Whether the gateway also serves the web console, at /console."""
     tool_format: Literal["auto", "hermes", "llama3", "mistral", "smollm2", "none"] = "auto"

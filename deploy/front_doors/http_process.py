@@ -1,13 +1,15 @@
 """The process of OpenAI's API that `baton serve` starts: `python -m deploy.front_doors.http_process`.
 
 Reads its HttpPlan and then its HttpTarget (`deploy.commands.http_door`), each a line of standard input. Serves on the
-socket that it inherits, and answers with its port. Ends when standard input does, or with SIGTERM. One loop owns all of
-it.
+socket that it inherits, answers with its port, and then with an empty line each heartbeat. SIGTERM gives running
+requests `grace_s` seconds; the end of standard input ends them at once. One loop owns all of it.
 """
 
 import asyncio
+import contextlib
 import json
 import logging
+import os
 import signal
 import socket
 import sys
@@ -68,8 +70,9 @@ async def _serve(plan: HttpPlan, answers: TextIO) -> None:
         )
         collect_rarely()
         _answer(answers, {"port": server.port})
-        await _until_told_to_end()
-        await server.stop()
+        beating = asyncio.create_task(_beat(answers.fileno(), plan.heartbeat_s))
+        await _serve_until_told(server, section.grace_s)
+        beating.cancel()
 
 
 def _answer(answers: TextIO, message: dict[str, object]) -> None:
@@ -77,13 +80,29 @@ def _answer(answers: TextIO, message: dict[str, object]) -> None:
     answers.flush()
 
 
-async def _until_told_to_end() -> None:
-    """Wait for the end of standard input, or SIGTERM."""
-    reader = asyncio.StreamReader()
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, reader.feed_eof)
+async def _beat(answers: int, every_s: float) -> None:
+    """Tell the launcher that the loop runs, until cancelled. A launcher that does not read is not waited for."""
+    os.set_blocking(answers, False)
+    while True:
+        with contextlib.suppress(OSError):
+            os.write(answers, b"\n")
+        await asyncio.sleep(every_s)
+
+
+async def _serve_until_told(server: HttpServer, grace_s: float) -> None:
+    """Serve until SIGTERM and for `grace_s` seconds of running requests, or to the end of standard input."""
+    loop, told, reader = asyncio.get_running_loop(), asyncio.Event(), asyncio.StreamReader()
+    loop.add_signal_handler(signal.SIGTERM, told.set)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    await reader.read()
+    launcher = asyncio.create_task(reader.read())
+    signalled = asyncio.create_task(told.wait())
+    await asyncio.wait((launcher, signalled), return_when=asyncio.FIRST_COMPLETED)
+    ending = asyncio.create_task(server.stop(0.0 if launcher.done() else grace_s))
+    await asyncio.wait((launcher, ending), return_when=asyncio.FIRST_COMPLETED)
+    await server.stop()
+    await ending
+    for task in (launcher, signalled):
+        task.cancel()
 
 
 if __name__ == "__main__":

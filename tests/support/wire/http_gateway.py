@@ -25,8 +25,12 @@ HOST = "127.0.0.1"
 class Http:
     """The running gateway."""
 
-    port: int
+    server: HttpServer
     openai: AsyncOpenAI
+
+    @property
+    def port(self) -> int:
+        return self.server.port
 
     @property
     def url(self) -> str:
@@ -50,7 +54,7 @@ async def http_gateway(
         url = f"http://{HOST}:{server.port}"
         try:
             async with AsyncOpenAI(base_url=f"{url}/v1", api_key=api_key, max_retries=0, timeout=30) as openai:
-                yield Http(server.port, openai)
+                yield Http(server, openai)
         finally:
             await server.stop()
 

@@ -7,7 +7,7 @@ import signal
 import socket
 import ssl
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from baton.proto_types import model_from_proto
 from deploy.commands.http_door import HttpDoor, http_door
 from deploy.config.cluster import ClusterConfig
 from deploy.config.sections import HttpSection, OrchestratorSection
-from tests.support.clusters.scripted_orchestrator import MODEL, ScriptedOrchestrator, serving, text_of
+from tests.support.clusters.scripted_orchestrator import MODEL, Fault, ScriptedOrchestrator, serving, text_of
 from tests.support.eventually import eventually
 from tests.support.folders import ROOT
 from tests.support.models.tiny_tokenizer import chat_letters
@@ -42,13 +42,23 @@ class Lines(list[str]):
         return (await eventually(found, lambda lines: len(lines) >= times, within_s=60))[-1]
 
 
+class Unprintable(Lines):
+    """Lines that the user's terminal does not take."""
+
+    def append(self, line: str) -> None:
+        super().append(line)
+        raise OSError(28, "No space left on device")
+
+
 @asynccontextmanager
-async def opened(folder: Path, section: HttpSection, collected: str = "") -> AsyncIterator[tuple[HttpDoor, Lines, str]]:
+async def opened(
+    folder: Path, section: HttpSection, collected: str = "", *, lines: Lines | None = None, faults: Sequence[Fault] = ()
+) -> AsyncIterator[tuple[HttpDoor, Lines, str]]:
     """A door that serves, what it reports, and the address of a server that it may be moved to. `collected` is the
     address of a collector of spans."""
     chat_letters(folder)
-    lines = Lines()
-    async with serving(ScriptedOrchestrator()) as first, serving(ScriptedOrchestrator()) as second:
+    lines = Lines() if lines is None else lines
+    async with serving(ScriptedOrchestrator(faults)) as first, serving(ScriptedOrchestrator()) as second:
         config = ClusterConfig(http=section, orchestrator=OrchestratorSection(otlp_endpoint=collected))
         door = HttpDoor(config, folder, lines.append)
         try:
@@ -117,6 +127,33 @@ async def test_its_process_starts_before_the_cluster_serves_and(tmp_path: Path, 
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
     assert dies or not lines
+
+
+async def test_a_process_that_hangs_is_replaced_also_where_that_cannot_be_printed(tmp_path: Path) -> None:
+    lines = Unprintable()
+    async with (
+        opened(tmp_path, HttpSection(port=0), lines=lines) as (door, _, _other),
+        httpx2.AsyncClient(base_url=door.url, timeout=60, headers={"connection": "close"}) as client,
+    ):
+        os.kill(processes(door)[0], signal.SIGSTOP)
+        answer = await client.post("/v1/completions", json=BODY)  # waits for the next process
+        assert answer.json()["choices"][0]["text"] == text_of(3)
+        assert "gave no sign of life for 5 s" in await lines.until("has ended")
+
+
+async def test_running_requests_have_a_grace_when_the_door_closes(tmp_path: Path) -> None:
+    hangs = [Fault(after=1, hang=True)]
+    async with (
+        opened(tmp_path, HttpSection(port=0, grace_s=0.2), faults=hangs) as (door, _, _other),
+        httpx2.AsyncClient(base_url=door.url, timeout=60) as client,
+    ):
+        async with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            closing = asyncio.create_task(asyncio.to_thread(door.close))
+            last = [line async for line in lines if line][-1]
+        await closing
+    assert "the HTTP gateway is ending" in last
 
 
 async def test_it_ends_with_the_door(tmp_path: Path) -> None:
