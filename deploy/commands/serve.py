@@ -317,7 +317,10 @@ def _connect(config: ClusterConfig, folder: str) -> str:
     except AuthenticationError as error:
         where = config.ray.address or "this machine"
         raise UnavailableError(f"Ray at {where} asks for its token: set RAY_AUTH_TOKEN_PATH to its file") from error
-    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+    except Exception as error:
+        # Ray raises a bare Exception when its processes do not come up in time
+        if type(error) is not Exception and not isinstance(error, OSError | RuntimeError | ValueError):
+            raise
         where = config.ray.address or "this machine"
         reason = str(error).strip().splitlines()[0]
         raise UnavailableError(f"Ray on {where} cannot be reached: {reason}: check ray.address") from error

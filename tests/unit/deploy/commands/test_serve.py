@@ -6,12 +6,14 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
 from ray.exceptions import ActorUnavailableError, RaySystemError, RayTaskError
 
 from baton.errors import UnavailableError
+from deploy.commands import serve
 from deploy.commands.record import ClusterRecord
 from deploy.commands.serve import _Launch, declared_pools
 from deploy.config.file import load_config
@@ -77,8 +79,6 @@ class Scene:
 
 SERVES = SupervisorState(1, "node", phase="running", endpoint="127.0.0.1:50051", reports=("x",), num_reports=1)
 RAY_ERROR = RaySystemError("the GCS does not answer")  # type: ignore[no-untyped-call]
-
-
 OF_SUPERVISOR = RayTaskError("state", "its traceback", ValueError("a bug"))  # type: ignore[no-untyped-call]
 
 
@@ -134,3 +134,12 @@ def test_an_unforeseen_failure_of_a_start_ends_it(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RuntimeError, match="a bug"):
         scene.launch.run(scene.stopping)
     assert scene.ended == [False]
+
+
+def test_a_ray_that_does_not_come_up_in_time_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*_: Any) -> str:
+        raise Exception("The current node timed out during startup.\nThis could happen because ...")  # as Ray does
+
+    monkeypatch.setattr(serve, "_start_ray", late)
+    with pytest.raises(UnavailableError, match="^Ray on this machine cannot be reached: The current node timed out"):
+        serve._connect(load_config(None), "/tmp")
