@@ -6,6 +6,7 @@ A launcher that keeps the socket keeps its address over the lives of the server.
 import socket
 
 from baton.errors import ConfigError
+from baton.settings.addresses import join_address
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -15,12 +16,13 @@ def open_socket(host: str, port: int) -> socket.socket:
         return _bound(host, port)
     except OSError as error:
         raise ConfigError(
-            f"cannot listen on {host}:{port} ({error.strerror}): choose another, or port 0 for any free one"
+            f"cannot listen on {join_address(host, port)} ({error.strerror}): "
+            "choose another, or port 0 for any free one"
         ) from error
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
     opened = socket.socket(family, kind)
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -22,6 +22,7 @@ from baton.ids import StreamNumber
 from baton.prefix_blocks import BlockNaming
 from baton.process.own_thread import in_own_thread
 from baton.proto_types import event_to_proto, read, scalars
+from baton.settings.addresses import join_address
 from baton.status import MAX_TEXT_CHARS, name_of
 from baton.types import KvLayout, TokenEvent
 from baton.v1 import common_pb2, generate_pb2, generate_pb2_grpc
@@ -225,7 +226,7 @@ class GenerationServer:
         memory = make_memory(decoder, config, num_engines, draft_model=draft_model)
         server = make_server(check=secret.check)
         bound = bind(server, host, port)
-        slots = SlotTable(memory, clock, endpoint=f"{host}:{bound}")
+        slots = SlotTable(memory, clock, endpoint=join_address(host, bound))
         # may refuse: nothing of the store is open yet
         speculation = make_speculation(decoder, slots, config, clock, cost, draft_model=draft_model)
         decode_steps = await asyncio.to_thread(make_device_steps, decoder, memory.residency, config, clock)

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from baton.errors import ChainError, LinkBrokenError
 from baton.ids import JobId, Rank
+from baton.settings.addresses import host_of
 from prefill_workers.edges import Edge, EdgeBackend, Group, GroupEdge, Meeting, gloo_group, meet_edges
 from prefill_workers.links import HEADER_BYTES, LinkHandler, LinkHeader, LinkStatus, Payload, join_all
 
@@ -70,7 +71,7 @@ def make_group(meeting: Meeting, store: dist.Store | None = None) -> Group:
 
 
 def _epoch_store(meeting: Meeting) -> dist.Store:
-    host, port = meeting.store.rsplit(":", 1)
+    host, port = host_of(meeting.store), meeting.store.rpartition(":")[2]
     timeout = timedelta(seconds=meeting.timeout_s)
     store = dist.TCPStore(host, int(port), None, False, timeout=timeout, wait_for_workers=False)
     return dist.PrefixStore(f"epoch-{meeting.epoch}", store)

@@ -10,6 +10,7 @@ from baton.channel_options import MAX_MESSAGE_BYTES as MAX_MESSAGE_BYTES
 from baton.channel_options import Keepalive as Keepalive
 from baton.channel_options import channel_options, common_options
 from baton.errors import ConfigError
+from baton.settings.addresses import join_address
 from transport.identified import IdentifiedChannel
 from transport.identity import ClusterSecret
 from transport.status import Check, StatusInterceptor
@@ -43,10 +44,10 @@ def make_server(keepalive: Keepalive | None = None, *, check: Check | None = Non
 def bind(server: grpc.aio.Server, host: str, port: int = 0) -> int:
     """Open host:port for the server and return the port; port 0: any free one. Raises ConfigError when it cannot."""
     try:
-        return server.add_insecure_port(f"{host}:{port}")
+        return server.add_insecure_port(join_address(host, port))
     except RuntimeError as error:
         raise ConfigError(
-            f"cannot listen on {host}:{port}: the port is in use or the address is not this machine's; "
+            f"cannot listen on {join_address(host, port)}: the port is in use or the address is not this machine's; "
             "choose another, or port 0 for any free one"
         ) from error
 

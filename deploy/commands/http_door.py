@@ -23,6 +23,7 @@ from pathlib import Path
 from baton.clock import SystemClock
 from baton.errors import ConfigError
 from baton.results.completion import ModelInfo
+from baton.settings.addresses import join_address
 from baton.settings.base import Seconds, settings, to_json, values_of
 from baton.settings.place import LogLines
 from baton.settings.tracing import TraceExport
@@ -37,7 +38,7 @@ _START_S = 120.0
 _END_S = 10.0
 """Seconds that the process has to end by itself, beyond the grace of its requests."""
 _EXAMPLE = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 48}'
-_LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+_LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Addresses that stand for all interfaces of a machine, and the one that reaches them from there."""
 
 
@@ -101,9 +102,9 @@ class HttpDoor:
     @property
     def url(self) -> str:
         """URL of the gateway on this machine, without a path."""
-        given = self._section.host
-        host = _LOOPBACKS.get(given, f"[{given}]" if ":" in given else given)
-        return f"{'https' if self._section.certificate else 'http'}://{host}:{self._socket.getsockname()[1]}"
+        host = _LOOPBACKS.get(self._section.host, self._section.host)
+        address = join_address(host, self._socket.getsockname()[1])
+        return f"{'https' if self._section.certificate else 'http'}://{address}"
 
     def serve(self, target: str, model: ModelInfo) -> None:
         """Serve this model by the orchestrator at `target` from now on, in a new life of a process that was told

@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 
 from baton.errors import ConfigError, UnavailableError
+from baton.settings.addresses import host_of
 from deploy.commands.record import ray_token_of
 from deploy.config.environment import prepare_ray_environment, ray_auth_mode
 
@@ -33,14 +34,14 @@ def prepare_to_join(address: str) -> None:
             f"Ray at {address} asks for a token, and RAY_AUTH_MODE is {mode}: unset it, or set it to token"
         )
     token = ray_token_of(address)
-    is_local = token is not None and is_loopback(address.rpartition(":")[0])
+    is_local = token is not None and is_loopback(host_of(address))
     prepare_ray_environment(asks_token=is_asked, token=token, is_local=is_local)
 
 
 def require_reachable(address: str) -> None:
     """Raise UnavailableError when nothing listens on `address`, host:port. Ray itself would try for minutes."""
-    host, _, port = address.rpartition(":")
     try:
+        host, port = host_of(address), address.rpartition(":")[2]
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
     except (OSError, ValueError) as error:
         raise UnavailableError(f"Ray at {address} cannot be reached ({error}): check ray.address, host:port") from error

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from baton.channel_options import DEFAULT_TARGET
 from baton.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
+from baton.settings.addresses import join_address
 from deploy.commands.admin_channel import given_key
 from deploy.front_doors.options import add_front_door, check_front_door, stopped_by_signals
 from deploy.options.command import add_command
@@ -96,7 +97,7 @@ async def _serve(args: argparse.Namespace) -> int:
         )
         following = [] if finder is None else [asyncio.create_task(upstream.follow(finder, gateway))]
         collect_rarely()
-        serving = f"serving on {args.host}:{gateway.port}"
+        serving = f"serving on {join_address(args.host, gateway.port)}"
         console.print(f"gateway of {model.name} at {upstream.target}: {serving}", soft_wrap=True)
         await stopping.wait()
         for task in following:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from baton.channel_options import DEFAULT_TARGET
 from baton.errors import ConfigError, DeadlineExceededError, InvalidArgumentError, UnavailableError
+from baton.settings.addresses import join_address
 from deploy.commands.admin_channel import given_key
 from deploy.front_doors.options import add_front_door, check_front_door, stopped_by_signals
 from deploy.options.command import add_command
@@ -168,7 +169,7 @@ async def _serve(args: argparse.Namespace, rules: "HttpRules") -> int:
                 has_console=not args.no_console,
             )
             collect_rarely()
-            url = f"{'http' if certificate is None else 'https'}://{args.host}:{server.port}"
+            url = f"{'http' if certificate is None else 'https'}://{join_address(args.host, server.port)}"
             console.print(f"{model.name} at {args.target}: serving on {url}", soft_wrap=True)
             await stopping.wait()
             await server.stop(args.grace)

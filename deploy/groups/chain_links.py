@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from baton.errors import UnavailableError
 from baton.ids import MAX_EPOCH, Epoch
+from baton.settings.addresses import join_address
 from baton.v1 import prefill_pb2
 from deploy.groups.worker import Worker
 
@@ -53,7 +54,7 @@ class ChainLinks:
             epoch=self.epoch,
             rank=rank,
             num_ranks=num_ranks,
-            store=f"{self._host}:{port}",
+            store=join_address(self._host, port),
             timeout_s=self._timeout_s,
         )
         await worker.prefill.StartEpoch(request, timeout=2 * self._timeout_s)

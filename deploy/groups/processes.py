@@ -16,6 +16,7 @@ import sys
 from dataclasses import dataclass
 
 from baton.errors import BatonError, UnavailableError
+from baton.settings.addresses import join_address
 from baton.settings.base import to_json
 from deploy.config.worker import WorkerConfig
 
@@ -53,7 +54,7 @@ class WorkerProcess:
         """Serve with this configuration from now on. Raises WorkerStartError or UnavailableError; then the process has
         ended."""
         port = await _served(self.process, config, self.start_timeout_s)
-        self.config, self.endpoint = config, f"{config.place.host}:{port}"
+        self.config, self.endpoint = config, join_address(config.place.host, port)
 
     def kill(self) -> None:
         """Send SIGKILL, which also ends a stopped process; harmless when the process has ended."""
@@ -89,7 +90,7 @@ class ProcessSpawner:
             sys.executable, "-m", self._module, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
         )
         port = await _served(process, config, self._timeout_s)
-        return WorkerProcess(config, f"{config.place.host}:{port}", process, self._timeout_s)
+        return WorkerProcess(config, join_address(config.place.host, port), process, self._timeout_s)
 
 
 async def _served(process: asyncio.subprocess.Process, config: WorkerConfig, timeout_s: float) -> int:

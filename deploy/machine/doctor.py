@@ -19,6 +19,7 @@ from pathlib import Path
 
 from baton import __version__
 from baton.errors import BatonError, ConfigError, ModelError
+from baton.settings.addresses import join_address
 from baton.types import DTYPE_BYTES
 from deploy.config.cluster import ClusterConfig
 from deploy.config.environment import use_threads
@@ -244,15 +245,16 @@ def check_port(config: ClusterConfig) -> Finding:
         host, port = getattr(config, section).host, getattr(getattr(config, section), field)
         if (why := _why_taken(host, port)) is not None:
             remedy = f"set {section}.host and {section}.{field}; port 0 takes any free one"
-            return Finding("port", Verdict.FAILED, f"{host}:{port} cannot be listened on ({why}): {remedy}")
-        found.append(f"{host}:{port}")
+            text = f"{join_address(host, port)} cannot be listened on ({why}): {remedy}"
+            return Finding("port", Verdict.FAILED, text)
+        found.append(join_address(host, port))
     return Finding("port", Verdict.OK, f"{' and '.join(found)} {'is' if len(found) == 1 else 'are'} free")
 
 
 def _why_taken(host: str, port: int) -> str | None:
     """Return why the address cannot be listened on; None when it can."""
     try:
-        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         with socket.socket(address[0], socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: a closed port is free
             probe.bind(address[4])

@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from baton.errors import UnavailableError
 from baton.process.endless import describe, tell_failure
+from baton.settings.addresses import join_address
 from deploy.config.worker import WorkerConfig
 from deploy.groups.processes import CLOSE_GRACE_S, WorkerStartError
 from deploy.ray_cluster.worker import Served, WorkerActor
@@ -39,7 +40,7 @@ class RayWorker:
 
     def __init__(self, config: WorkerConfig, actor: "ActorHandle[Any]", served: Served, timeout_s: float) -> None:
         self.config = config
-        self.endpoint = f"{served.host}:{served.port}"
+        self.endpoint = join_address(served.host, served.port)
         self.pid = served.pid
         self._timeout_s = timeout_s
         self._node_id = served.node_id
@@ -59,7 +60,7 @@ class RayWorker:
         """Serve with this configuration from now on. Raises WorkerStartError or UnavailableError; then the actor has
         ended, or is about to."""
         served = await _serve(self._actor, config, self._timeout_s)
-        self.config, self.endpoint = config, f"{served.host}:{served.port}"
+        self.config, self.endpoint = config, join_address(served.host, served.port)
 
     def kill(self) -> None:
         """Send SIGKILL on the worker's node, which also ends a stopped process; then tell Ray not to restart it."""

@@ -21,6 +21,7 @@ from baton.clock import SystemClock
 from baton.errors import BatonError
 from baton.process.endless import Pauses, T, tell_failure, until_done
 from baton.results.completion import ModelInfo
+from baton.settings.addresses import join_address
 from baton.settings.place import LOOPBACK
 from baton.types import KernelChoice
 from deploy.config.cluster import ClusterConfig
@@ -202,7 +203,7 @@ class SupervisorActor:
 
     async def _serves(self, keeper: OrchestratorKeeper, model: ModelInfo) -> None:
         """Save and report where the orchestrator serves now, and what."""
-        endpoint = f"{client_host(self._config.orchestrator.host)}:{keeper.ports[0]}"
+        endpoint = join_address(client_host(self._config.orchestrator.host), keeper.ports[0])
         self._memory = replace(self._memory, address=Address(endpoint, self._state.node_id, keeper.ports))
         self._memory.save(self._config.name)
         self._report(f"orchestrator serves on {endpoint}")

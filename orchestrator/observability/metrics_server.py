@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from baton.cluster_state import ClusterState
 from baton.errors import ConfigError
+from baton.settings.addresses import join_address
 from orchestrator.observability.cluster_metrics import StateCollector
 
 _ANSWER_S = 5.0
@@ -27,7 +28,7 @@ class MetricsServer:
 
     def __init__(self, server: WSGIServer, thread: threading.Thread, host: str) -> None:
         self.port: int = server.server_port
-        self.endpoint = f"{host}:{self.port}"
+        self.endpoint = join_address(host, self.port)
         self._server = server
         self._thread = thread
 
@@ -49,11 +50,11 @@ class MetricsServer:
 
         registry.register(StateCollector(read_anywhere))
         try:
-            server, thread = await asyncio.to_thread(start_http_server, port, host, registry)
+            server, thread = await asyncio.to_thread(start_http_server, port, host.strip("[]"), registry)
         except OSError as error:
             raise ConfigError(
-                f"cannot listen on {host}:{port} for metrics ({error}): choose another metrics_port, 0 for any free "
-                "one, or -1 for none"
+                f"cannot listen on {join_address(host, port)} for metrics ({error}): choose another metrics_port, "
+                "0 for any free one, or -1 for none"
             ) from error
         return cls(server, thread, host)
 

@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
-from baton.errors import ConfigError, ResourceExhaustedError, UnavailableError
+from baton.errors import ConfigError, InvalidArgumentError, UnavailableError
 from tests.support.wire.rpc import STREAM, UNARY, Context, Service, call_unary, connected, served
 from transport.channel import MAX_MESSAGE_BYTES, Keepalive, bind, make_channel, make_server
 from transport.status import translate_rpc_errors
@@ -48,6 +48,13 @@ async def test_port_0_takes_a_free_port() -> None:
         assert await call_unary(channel, b"hello") == b"hello"
 
 
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+async def test_an_ipv6_address_is_served_with_and_without_brackets(host: str) -> None:
+    server = make_server()
+    assert bind(server, host) > 0
+    await server.stop(None)
+
+
 async def test_port_in_use_is_one_clear_line() -> None:
     async with served(Service()) as port:
         with pytest.raises(ConfigError, match=rf"^cannot listen on 127\.0\.0\.1:{port}: .* choose another[^\n]*$"):
@@ -68,7 +75,7 @@ async def test_message_up_to_the_limit_passes() -> None:
 async def test_message_over_the_limit_is_refused_by_the_server() -> None:
     unlimited = (("grpc.max_send_message_length", -1),)
     async with served(Service()) as port, grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=unlimited) as channel:
-        with pytest.raises(ResourceExhaustedError), translate_rpc_errors():
+        with pytest.raises(InvalidArgumentError), translate_rpc_errors():
             await call_unary(channel, bytes(MAX_MESSAGE_BYTES + 1))
 
 

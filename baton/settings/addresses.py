@@ -1,0 +1,11 @@
+"""Addresses of servers as text: host:port. Pure."""
+
+
+def join_address(host: str, port: int) -> str:
+    """Return host:port, with brackets around an IPv6 address, which may have them already."""
+    return f"[{host.strip('[]')}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def host_of(address: str) -> str:
+    """Return the host of an address, host:port, without brackets."""
+    return address.rpartition(":")[0].strip("[]")
