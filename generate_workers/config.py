@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
-from baton.settings.base import AbsolutePath, Bytes, Count, settings
+from baton.settings.base import AbsolutePath, Bytes, Count, Seconds, settings
 from generate_workers.residency.traits import POLICIES, POOLED
 
 
@@ -69,6 +69,8 @@ class EngineConfig:
     """Whether steps that decode are replayed from CUDA graphs on device cuda, with Triton; to measure without them."""
     growth_tokens: Count = 256
     """Output tokens for which a row gets memory when it starts; fewer fit more rows, and preempt more often."""
+    watchdog_floor_s: Seconds = 10.0
+    """Shortest time without work, in seconds, after which a step counts as stalled and the engine is replaced."""
 
     @model_validator(mode="after")
     def _a_pool_evicts(self) -> Self:

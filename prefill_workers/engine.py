@@ -4,7 +4,7 @@ Each step settles the jobs that are over, gives one job one turn, or, when no jo
 call, or a watchdog's deadline changes that. All other work runs on other threads and is short: the servicer's calls
 register jobs and cancellations; link threads receive messages, and pass on what is ready (`prefill_workers.relay`).
 They only set state; the engine's thread alone computes, calls outlets, and resolves futures. A second thread checks
-periodically whether the first still works (`prefill_workers.turn_watch`). One lock guards all bookkeeping; no thread
+periodically whether the first still works (`baton.process.turn_watch`). One lock guards all bookkeeping; no thread
 computes, sends or receives while holding it.
 
 Called by `prefill_workers.servicer`; runs jobs as `prefill_workers.chain`, within an epoch of `prefill_workers.epoch`.
@@ -31,6 +31,7 @@ from baton.errors import (
     UnavailableError,
 )
 from baton.ids import Epoch, JobId, Rank
+from baton.process.turn_watch import TurnWatch
 from baton.types import TokenRange
 from modeling.forward.decoder import Decoder
 from modeling.kv.buffers import OUT_OF_MEMORY, LayerBuffers, MakeBuffer, byte_view
@@ -40,7 +41,6 @@ from prefill_workers.epoch import EpochLife, Tally
 from prefill_workers.job import Job, JobReport, KvOutlet
 from prefill_workers.links import ConnectLinks
 from prefill_workers.relay import Relay, device_bytes
-from prefill_workers.turn_watch import TurnWatch, cpu_clock
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class PrefillEngine:
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="prefill-engine")
         self._thread.start()  # uses only the lock until a job comes, so the rest may be set up after it
-        self._turns = TurnWatch(clock, cpu_clock(self._thread), watchdog_floor_s)
+        self._turns = TurnWatch.over(self._thread, clock, watchdog_floor_s)
         self._has_left = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="prefill-watch")
         self._watcher.start()

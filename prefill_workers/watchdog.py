@@ -3,7 +3,7 @@
 A dead peer breaks its links at once; a stopped peer is only silent. A peer is overdue when it has shown no sign of life
 for longer than the limit, while a message to it has not left or a job can only wait for it. A sign of life is a message
 that came from the peer, or one that it took. A rank whose turn takes long sends ALIVE to the ranks that wait, while it
-sees itself work (`prefill_workers.turn_watch`), and to all ranks while it prepares a job (`prefill_workers.epoch`). So
+sees itself work (`baton.process.turn_watch`), and to all ranks while it prepares a job (`prefill_workers.epoch`). So
 silence does mean trouble, even where the prediction behind the limit was wrong, or is for another job than the one that
 occupies the peer.
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from baton.clock import Clock
 from baton.ids import Rank
-from prefill_workers.turn_watch import limit_s
+from baton.process.turn_watch import limit_s
 
 
 @dataclass(frozen=True, order=True)

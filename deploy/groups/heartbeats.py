@@ -45,10 +45,10 @@ class Heartbeats:
                 await self._kill(worker, f"has been silent for {silent_s:.1f} s ({error.code()})")
             return False
         worker.silence.end()
-        if not isinstance(status, prefill_pb2.PrefillStatus):
-            return False
         if status.stall:
             await self._kill(worker, f"hangs ({status.stall})")
+            return False
+        if not isinstance(status, prefill_pb2.PrefillStatus):
             return False
         has_moved = await self._has_moved(worker, status.epoch)
         return bool(status.epoch_error) or has_moved

@@ -6,7 +6,7 @@ has one token to run, a row that prefills has many, so a batch may mix them. `de
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.ids import SlotId
@@ -57,6 +57,8 @@ class StepPlan:
     """Rows that run exactly their last known token, and what they attend to."""
     prefill_work: float = 0.0
     """Work of the prefill spans, in units of PrefillWork."""
+    expected_s: float = field(default=0.0, compare=False)
+    """Rough prediction of the step's seconds, after which an engine may be thought to hang; 0 while unknown."""
 
     def __bool__(self) -> bool:
         return bool(self.spans)

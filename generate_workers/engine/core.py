@@ -21,6 +21,7 @@ from functools import partial
 
 from baton.clock import Clock
 from baton.errors import InvalidArgumentError, LeaseError, ResourceExhaustedError
+from baton.process.turn_watch import TurnWatch
 from baton.types import DraftRound, FinishReason, SampledToken, TokenEvent
 from generate_workers.config import EngineConfig
 from generate_workers.engine.batcher import Batcher, StepPlan
@@ -83,6 +84,7 @@ class GenerationEngine:
         self._last_step: StepStats | None = None
 
         self._thread = threading.Thread(target=self._run, name="generate-engine", daemon=True)
+        self._watch = TurnWatch.over(self._thread, clock, config.watchdog_floor_s)
 
     def start(self) -> None:
         """Start the engine's thread. Call once."""
@@ -132,23 +134,34 @@ class GenerationEngine:
         self._book.cancel(ticket)
 
     def status(self) -> EngineStatus:
-        """Return what the engine holds and does now. Any thread. Raises UnavailableError once it failed or closed."""
+        """Return what the engine holds and does now, and whether it hangs: each call looks. Any thread. Raises
+        UnavailableError once it failed or closed."""
         self._book.check_open()
+        self._watch.look()
         return EngineStatus.of(
             *(self._slots, self._book, self._running),
             num_steps=self._num_steps,
             last_step=self._last_step,
             device=self._decoder.device.name,
+            stall=self._watch.stall,
         )
 
     def step(self) -> None:
         """Take messages, end what has expired, let rows join; then plan, run and accept the rows' next tokens."""
-        started_s = self._clock.now_s()
+        try:
+            self._watched_step()
+        finally:
+            self._watch.end()
+
+    def _watched_step(self) -> None:
+        started_s, name = self._clock.now_s(), f"step {self._num_steps + 1}"
+        self._watch.begin(name, 0.0)
         self._take_messages()
         self._slots.expire()
         self._join_committed()
         self._join_waiting()
         plan = self._running.plan(self._reclaim)
+        self._watch.begin(name, plan.expected_s)
         if plan and self._run_plan(plan):
             drafted = None if self._speculation is None else self._speculation.stats
             self._last_step = self._runner.stats(plan, self._clock.now_s() - started_s, drafted)
@@ -162,6 +175,7 @@ class GenerationEngine:
             logger.exception("the generation engine failed")
             self._book.close(f"the generation engine failed: {_one_line(error)}: restart the worker")
         finally:
+            self._book.close("the thread of the generation engine has ended: restart the worker")
             self._end_all()
 
     def _await_work(self) -> bool:

@@ -63,7 +63,8 @@ class DecodeFirst:
             if num_tokens:
                 end = row.num_cached + num_tokens
                 spans.append(RowSpan(slot, TokenRange(row.num_cached, end), end == row.num_known))
-        return StepPlan(tuple(spans), budget.num_taken, decoding, budget.work_taken)
+        expected_s = self._bound.expected_s(decoding, budget.work_taken)
+        return StepPlan(tuple(spans), budget.num_taken, decoding, budget.work_taken, expected_s)
 
     def _most_tokens(self, rows: Mapping[SlotId, Progress], decoding: Decoding) -> int:
         """Return how many tokens the next step may prefill."""

@@ -62,6 +62,8 @@ class EngineStatus:
     """Drafts of speculative decoding; None where it is off."""
     device: str = ""
     """Name of the device that the engine computes on."""
+    stall: str = ""
+    """Why the engine is thought to hang, so that its worker must be replaced; empty while it works."""
 
     @classmethod
     def of(
@@ -73,6 +75,7 @@ class EngineStatus:
         num_steps: int,
         last_step: StepStats | None,
         device: str,
+        stall: str = "",
     ) -> Self:
         """Count what an engine with these slots, streams and rows holds now."""
         return cls(
@@ -85,4 +88,5 @@ class EngineStatus:
             last_step=last_step,
             speculation=None if running.speculation is None else running.speculation.stats,
             device=device,
+            stall=stall,
         )

@@ -141,6 +141,12 @@ class StepBound:
         """Return the predicted seconds that so much prefill adds to a step; None before a step has prefilled."""
         return None if self._rate_s is None else work * self._rate_s
 
+    def expected_s(self, decoding: Decoding, work: float) -> float:
+        """Return roughly the seconds of a step, without a fit: as the latest with as many rows, and the prefill beside
+        it; 0 while nothing is known."""
+        alike = self._decoded.get(decoding.num_rows)
+        return (alike[-1][1] if alike else 0.0) + (self.prefill_s(work) or 0.0)
+
     def max_work(self, decoding: Decoding, waiting: float = math.inf) -> float:
         """Return the units of prefill that the next step may take, whose drafts are not planned yet: infinity where no
         row decodes, without a bound, and with bursts where no row streams yet or the `waiting` units, which are those

@@ -30,7 +30,6 @@ ABSENT = [
     ("GPUs", PACKAGES, r"cudaHostRegister"),
     ("TLS", PACKAGES, r"add_secure_port|ssl_server_credentials|ssl_channel_credentials"),
     ("HTTP", PACKAGES, r"^\s*(import|from) (fastapi|starlette|uvicorn)"),
-    ("A watch on generation engines", "generate_workers", r"TurnWatch|\bstall="),
 ]
 """A page of docs/gaps.md, and what packages that close it would contain: then the page has to go."""
 

@@ -1,32 +1,39 @@
-"""A worker process whose prefill rank ends, stops or hangs at a step of its work that a test has picked.
+"""A worker process whose engine ends, stops, hangs or is slow at a step of its work that a test has picked.
 
-The product's worker, with the model and the outlet of its jobs wrapped. Before each step it looks for a doom laid down
-for it in the model's folder; one that is struck is taken away, so that the next life is whole. `python -m
-tests.support.clusters.doomed_worker`, for deploy.groups.processes.
+The product's worker, with the model wrapped, and a rank's outlet, or an engine's sampling and copies. Before each step
+it looks for a doom laid down for it in the model's folder; one that is struck is taken away, so that the next life is
+whole. `python -m tests.support.clusters.doomed_worker`, for deploy.groups.processes.
 """
 
 import enum
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from baton.clock import SystemClock
+from baton.settings.place import WorkerPlace
 from baton.types import SampledToken, TokenRange
 from deploy.config.worker import WorkerConfig
 from deploy.groups import worker_process as worker
 from deploy.groups.hosting import Server, start_server
+from generate_workers.engine import verified
+from generate_workers.servicer import GenerationServer
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.attention import Attention
 from modeling.forward.decoder import Decoder, Step
+from modeling.forward.sampling import sample
 from modeling.hosting import LoadedModel
 from prefill_workers.config import PrefillConfig
 from prefill_workers.engine import PrefillEngine
@@ -34,9 +41,13 @@ from prefill_workers.job import Job, JobReport, KvOutlet
 from tests.support.clusters.rank_servers import serve_rank
 from transport.identity import ClusterSecret
 
+_SLOW_S = 12.0
+"""Seconds that an engine is slow, or compiles: several times as long as tests let a thread stand still."""
+
 
 class Moment(enum.StrEnum):
-    """Steps of a rank's work on a job. All but the last are taken once a layer."""
+    """Steps of a rank's work on a job, of which all but FINISH are taken once a layer; then those of a generation
+    engine's step, whose layer is 0."""
 
     PROJECT = "project"
     """A layer begins."""
@@ -48,6 +59,12 @@ class Moment(enum.StrEnum):
     """All earlier rows have come and were attended to."""
     FINISH = "finish"
     """All is computed and pushed; the slot is about to be committed. The layer is 0."""
+    FORWARD = "forward"
+    """A step's forward begins."""
+    SAMPLE = "sample"
+    """The logits are made; tokens are about to be sampled."""
+    COPY = "copy"
+    """A prompt is computed; its KV is about to be copied to another choice."""
 
 
 class End(enum.StrEnum):
@@ -59,6 +76,10 @@ class End(enum.StrEnum):
     """All its threads stand still."""
     HANG = "hang"
     """The engine's thread stands still; heartbeats are answered."""
+    SLOW = "slow"
+    """The engine's thread gets a fifth of a core, for several times as long as it may do nothing."""
+    COMPILE = "compile"
+    """The engine's thread waits as long for a process that it has started."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +134,7 @@ class Fate:
             return
         self._num_left -= 1
         if self._num_left < 0:
+            self._doom = None
             self._path.unlink()
             _end(doom.end)
 
@@ -120,7 +142,20 @@ class Fate:
 def _end(end: End) -> None:
     if end is End.HANG:
         threading.Event().wait()
-    os.kill(os.getpid(), signal.SIGKILL if end is End.KILL else signal.SIGSTOP)
+    if end is End.SLOW:
+        _work_slowly(time.thread_time() + _SLOW_S / 5)
+    elif end is End.COMPILE:
+        subprocess.run(["sleep", str(_SLOW_S)], check=True)
+    else:
+        os.kill(os.getpid(), signal.SIGKILL if end is End.KILL else signal.SIGSTOP)
+
+
+def _work_slowly(until_s: float) -> None:
+    """Work until the thread has used so much processor time, and rest for four times as long."""
+    while (began_s := time.thread_time()) < until_s:
+        while (worked_s := time.thread_time() - began_s) < 0.01:
+            pass
+        time.sleep(4 * worked_s)
 
 
 class DoomedDecoder(Decoder):
@@ -141,6 +176,21 @@ class DoomedDecoder(Decoder):
     def complete(self, layer: int, hidden_TD: Tensor, attended_TNH: Tensor) -> Tensor:
         self._fate.step(Moment.COMPLETE, layer)
         return super().complete(layer, hidden_TD, attended_TNH)
+
+    def forward(self, *args: Any, **options: Any) -> Tensor:
+        self._fate.step(Moment.FORWARD, 0)
+        return super().forward(*args, **options)
+
+
+class DoomedModel(LoadedModel):
+    """Loads models that tell a fate of their steps."""
+
+    def __init__(self, fate: Fate) -> None:
+        super().__init__()
+        self._fate = fate
+
+    def load(self, place: WorkerPlace) -> Decoder:
+        return DoomedDecoder(super().load(place), self._fate)
 
 
 @dataclass(frozen=True)
@@ -181,15 +231,31 @@ class DoomedEngine(PrefillEngine):
 
 
 async def start_doomed(config: WorkerConfig, model: LoadedModel | None) -> Server:
-    """A prefill rank with a fate; generation engines have none."""
+    """A prefill rank or a generation engine with a fate."""
     place, section = config.place, config.section
-    if not isinstance(section, PrefillConfig):
-        return await start_server(config, model)
-    torch.set_num_threads(place.num_threads or 1)
     fate = Fate(place.model_folder, config.name)
+    if not isinstance(section, PrefillConfig):
+        return await _start_engine(config, fate)
+    torch.set_num_threads(place.num_threads or 1)
     decoder = DoomedDecoder(load_decoder(place.model_folder, dtype=place.dtype), fate)
     engine = DoomedEngine(decoder, fate, section.watchdog_floor_s)
     return await serve_rank(engine, place.host, ClusterSecret(place.secret))
+
+
+async def _start_engine(config: WorkerConfig, fate: Fate) -> Server:
+    def doomed(moment: Moment, call: Callable[..., Any]) -> Callable[..., Any]:
+        def told(*args: Any, **options: Any) -> Any:
+            fate.step(moment, 0)
+            return call(*args, **options)
+
+        return told
+
+    vars(verified)["sample"] = doomed(Moment.SAMPLE, sample)
+    server = await start_server(config, DoomedModel(fate))
+    assert isinstance(server, GenerationServer)
+    residency = server.engine.residency
+    residency.copy = doomed(Moment.COPY, residency.copy)  # type: ignore[method-assign]
+    return server
 
 
 if __name__ == "__main__":

@@ -1,0 +1,126 @@
+"""Finds out whether an engine's thread still works, or hangs in a turn: a rank's turn, or a generation engine's step.
+
+A process that stands still does not answer heartbeats. A thread that hangs (a kernel that waits for ever, a deadlock)
+goes unnoticed otherwise: its process answers. So `prefill_workers.engine` and `generate_workers.engine.core` time their
+own turns with this watch, and their status says when a turn has stalled; the supervisor then kills the process.
+
+A prediction of how long a turn may take is for an idle machine, and a first turn may have none. What tells slow from
+stuck is processor time: a thread that computes uses a core, however small its share on a crowded machine; a thread that
+hangs uses none. So the limit counts time in which the thread uses nearly no processor time, and starts over when it
+does:
+
+    idle    the limit: max(floor, 4 x the expected turn). A prediction that is ten times too short costs nothing here.
+    in all  30 times as long: an endless loop works too, and no turn is 30 times slower than four times expected.
+
+A thread whose child process runs is not idle either: a first turn may compile kernels, and wait for the compiler.
+
+Between two looks at most two periods count: a watch that was not scheduled itself cannot blame the engine.
+
+On CUDA the host's thread spins while it waits for the device (the runtime's default), which counts as work.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+from baton.clock import Clock
+
+EXPECTED_TURNS = 4
+"""The limit in expected turns: an engine that takes longer is thought to have stopped."""
+_LOOKS = 4
+"""Number of looks within the shortest limit."""
+_ENDLESS = 30
+"""Number of limits that a turn may take in all, even if it works all the time."""
+_WORK = 0.01
+"""Least part of the time for which a computing thread gets a core."""
+
+
+def limit_s(floor_s: float, turn_s: float) -> float:
+    """Return the limit of seconds without a sign of life or work, where a turn is expected to take `turn_s`."""
+    return max(floor_s, EXPECTED_TURNS * turn_s)
+
+
+def cpu_s(thread: threading.Thread) -> float:
+    """Return the seconds of processor time that a thread has used; 0 unless it runs."""
+    if thread.native_id is None:
+        return 0.0
+    try:  # the number that pthread_getcpuclockid makes, which must not be asked about a thread that has ended
+        return time.clock_gettime(~thread.native_id << 3 | 6)
+    except OSError:
+        return 0.0
+
+
+def has_child(thread: threading.Thread) -> bool:
+    """Return whether a process exists that the thread has started; False where the system does not list them."""
+    try:
+        return bool(Path(f"/proc/self/task/{thread.native_id}/children").read_bytes())
+    except OSError:
+        return False
+
+
+class TurnWatch:
+    """Times one engine's turns. The engine's thread begins and ends them, which takes no lock and reads no clock; any
+    thread looks. Pure, with its clocks passed in. `floor_s` is the shortest limit, in seconds. `cpu_s` reads the
+    processor time that the engine's thread has used, and `has_child` returns whether a process exists that the thread
+    has started."""
+
+    def __init__(
+        self, clock: Clock, cpu_s: Callable[[], float], floor_s: float, has_child: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.stall = ""
+        """Why the engine is thought to hang; empty while it works, or has no turn."""
+        self.period_s = floor_s / _LOOKS
+        """Seconds between two calls of `look`."""
+        self._clock, self._cpu_s, self._has_child, self._floor_s = clock, cpu_s, has_child, floor_s
+        self._begun = self._ended = ("", 0.0)
+        """The latest turn that has begun, and the latest that has ended: name and expected seconds."""
+        self._looking = threading.Lock()
+        self._seen, self._was_busy = self._begun, False
+        """The latest turn at the last look, and whether it was under way."""
+        self._idle_s = self._total_s = self._looked_s = self._used_s = 0.0
+
+    @classmethod
+    def over(cls, thread: threading.Thread, clock: Clock, floor_s: float) -> Self:
+        """Return a watch for the turns that this thread takes once it has started."""
+        return cls(clock, partial(cpu_s, thread), floor_s, partial(has_child, thread))
+
+    def begin(self, name: str, turn_s: float) -> None:
+        """Note that a turn begins, which is expected to take `turn_s` seconds; 0 when unknown."""
+        self._begun = name, turn_s
+
+    def end(self) -> None:
+        """Note that the turn has ended, and clear `stall`."""
+        self._ended = self._begun
+        self.stall = ""
+
+    def look(self) -> bool:
+        """Update `stall`, and return whether the engine has worked since the last look, as far as is known. A turn is
+        timed from the first look at it. To be called every `period_s` seconds, or more often."""
+        with self._looking:
+            turn, was_busy = self._begun, self._was_busy
+            is_new, is_busy = turn is not self._seen, turn is not self._ended
+            self._seen, self._was_busy = turn, is_busy
+            self.stall = self._count(*turn, is_new=is_new) if is_busy else ""
+            return (is_new or was_busy) and not self.stall
+
+    def _count(self, name: str, turn_s: float, *, is_new: bool) -> str:
+        """Count the time since the last look; return why the turn has stalled, or an empty string."""
+        now_s, used_s = self._clock.now_s(), self._cpu_s()
+        passed_s = min(now_s - self._looked_s, 2 * self.period_s)
+        has_worked = used_s - self._used_s > _WORK * passed_s or self._has_child()
+        self._looked_s, self._used_s = now_s, used_s
+        if is_new:
+            self._idle_s = self._total_s = 0.0
+            return ""
+        most_s = limit_s(self._floor_s, turn_s)
+        self._idle_s = 0.0 if has_worked else self._idle_s + passed_s
+        self._total_s += passed_s
+        if self._idle_s <= most_s and self._total_s <= _ENDLESS * most_s:
+            return ""
+        return (
+            f"{name} has been in one turn for {self._total_s:.1f} s, the last {self._idle_s:.1f} s without work; "
+            f"{most_s:.1f} s are allowed"
+        )
