@@ -121,6 +121,13 @@ class ChainError(BatonError):
     retryable = True
 
 
+class NotFiniteError(BatonError):
+    """The logits of a sequence are NaN or infinite, so that it has no next token: weights or KV are damaged, or the
+    model overflows."""
+
+    retryable = True
+
+
 class LinkBrokenError(ChainError):
     """A neighbour's connection broke; the epoch is over."""
 

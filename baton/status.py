@@ -51,6 +51,7 @@ STATUS_OF: Mapping[type[BatonError], StatusCode] = MappingProxyType(
         errors.RangeError: StatusCode.OUT_OF_RANGE,
         errors.IncompletePushError: StatusCode.ABORTED,
         errors.ChainError: StatusCode.ABORTED,
+        errors.NotFiniteError: StatusCode.ABORTED,
         errors.LinkBrokenError: StatusCode.ABORTED,
         errors.LinkStalledError: StatusCode.ABORTED,
         errors.EpochEndedError: StatusCode.ABORTED,

@@ -28,9 +28,11 @@ from concurrent.futures import Future
 from torch import Tensor
 
 from baton.clock import Clock
+from baton.errors import NotFiniteError
 from baton.results.prefill_trace import Interval
 from baton.types import SampledToken
 from modeling.forward.decoder import Decoder
+from modeling.forward.drawing import NO_TOKEN
 from modeling.forward.sampling import SamplerState, sample
 from modeling.kv.buffers import KvBuffer, KvRows
 from prefill_workers.device_kv import kv_of
@@ -193,4 +195,10 @@ class ChainJob:
         states = [
             SamplerState(params, job.prompt_ids, job.output_ids, eos_token_ids, masks=masks) for params in choices
         ]
-        return tuple(sample(self._decoder.logits(hidden_TD[-1:]).repeat(len(states), 1), states))
+        tokens = sample(self._decoder.logits(hidden_TD[-1:]).repeat(len(states), 1), states)
+        if any(token.token_id == NO_TOKEN for token in tokens):
+            raise NotFiniteError(
+                f"job {job.number}: the logits behind its {len(job.token_ids)} tokens are not finite: nothing is kept; "
+                "see whether this rank's model or its cached KV is damaged"
+            )
+        return tuple(tokens)

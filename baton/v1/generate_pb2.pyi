@@ -417,6 +417,7 @@ class GenerationStatus(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     NUM_DEVICE_BYTES_FIELD_NUMBER: _builtins.int
     STALL_FIELD_NUMBER: _builtins.int
+    NUM_NOT_FINITE_FIELD_NUMBER: _builtins.int
     num_slots: _builtins.int
     """Slots, and how many of them are in each state: together all."""
     num_free: _builtins.int
@@ -443,6 +444,8 @@ class GenerationStatus(_message.Message):
     """Bytes of KV that rows have on the device; the same bytes as num_bytes_held where home memory is the device's own."""
     stall: _builtins.str
     """Why the engine is thought to hang, so that the worker must be replaced; empty while it is well."""
+    num_not_finite: _builtins.int
+    """Sequences so far that ended because their logits were NaN or infinite."""
     @_builtins.property
     def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptStream]:
         """Streams that have outlived their call; not part of what operators see."""
@@ -490,10 +493,11 @@ class GenerationStatus(_message.Message):
         device: _builtins.str = ...,
         num_device_bytes: _builtins.int = ...,
         stall: _builtins.str = ...,
+        num_not_finite: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kernels", b"kernels", "kv", b"kv", "last_step", b"last_step", "prefix_store", b"prefix_store", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "imbalance", b"imbalance", "is_approximate", b"is_approximate", "kept", b"kept", "kernels", b"kernels", "kv", b"kv", "last_step", b"last_step", "layout_fingerprint", b"layout_fingerprint", "num_active", b"num_active", "num_bytes_held", b"num_bytes_held", "num_device_bytes", b"num_device_bytes", "num_free", b"num_free", "num_leased", b"num_leased", "num_preemptions", b"num_preemptions", "num_quarantined", b"num_quarantined", "num_slots", b"num_slots", "num_steps", b"num_steps", "prefix_store", b"prefix_store", "residency", b"residency", "speculation", b"speculation", "stall", b"stall", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "imbalance", b"imbalance", "is_approximate", b"is_approximate", "kept", b"kept", "kernels", b"kernels", "kv", b"kv", "last_step", b"last_step", "layout_fingerprint", b"layout_fingerprint", "num_active", b"num_active", "num_bytes_held", b"num_bytes_held", "num_device_bytes", b"num_device_bytes", "num_free", b"num_free", "num_leased", b"num_leased", "num_not_finite", b"num_not_finite", "num_preemptions", b"num_preemptions", "num_quarantined", b"num_quarantined", "num_slots", b"num_slots", "num_steps", b"num_steps", "prefix_store", b"prefix_store", "residency", b"residency", "speculation", b"speculation", "stall", b"stall", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from baton.clock import Clock
-from baton.errors import InvalidArgumentError, LeaseError, ResourceExhaustedError
+from baton.errors import InvalidArgumentError, LeaseError, NotFiniteError, ResourceExhaustedError
 from baton.process.turn_watch import TurnWatch
 from baton.types import DraftRound, FinishReason, SampledToken, TokenEvent
 from generate_workers.config import EngineConfig
@@ -35,6 +35,7 @@ from generate_workers.residency.port import Residency, RowError
 from generate_workers.slots.leases import Seat
 from generate_workers.slots.table import SlotTable
 from modeling.forward.decoder import Decoder
+from modeling.forward.drawing import NO_TOKEN
 from text.grammars import Grammars
 from text.token_masks import TokenMasks
 from text.tokenizer import Tokenizer
@@ -81,6 +82,7 @@ class GenerationEngine:
         self._waiting: deque[EngineStream] = deque()
         self._leased: dict[Ticket, EngineStream] = {}
         self._num_steps = 0
+        self._num_not_finite = 0
         self._last_step: StepStats | None = None
 
         self._thread = threading.Thread(target=self._run, name="generate-engine", daemon=True)
@@ -144,6 +146,7 @@ class GenerationEngine:
             last_step=self._last_step,
             device=self._decoder.device.name,
             stall=self._watch.stall,
+            num_not_finite=self._num_not_finite,
         )
 
     def step(self) -> None:
@@ -288,6 +291,7 @@ class GenerationEngine:
                 self._speculation.observe(plan, drafts, verified)
         except Exception as error:
             logger.exception("a step of %d rows failed", len(plan.spans))
+            self._num_not_finite += isinstance(error.__cause__, NotFiniteError)
             failed = [error.slot] if isinstance(error, RowError) else [span.slot for span in plan.spans]
             for stream in {running.rows[slot].stream: None for slot in failed if slot in running.rows}:
                 self._end(stream, FinishReason.ERROR, _one_line(error))
@@ -298,6 +302,11 @@ class GenerationEngine:
         """Take a row's next token and emit its event. If it is the last, the slot is freed or handed over first."""
         stream = row.stream
         if row not in stream.rows:  # the stream has ended with another of its choices' failure
+            return
+        if token.token_id == NO_TOKEN:
+            self._num_not_finite += 1
+            broken = NotFiniteError(f"the logits behind {row.num_known} tokens are not finite: is the model damaged?")
+            self._end(stream, FinishReason.ERROR, _one_line(broken))
             return
         try:
             event = row.accept(token, self._clock.unix_ns(), drafts, goes_on=goes_on)

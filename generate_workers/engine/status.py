@@ -64,6 +64,8 @@ class EngineStatus:
     """Name of the device that the engine computes on."""
     stall: str = ""
     """Why the engine is thought to hang, so that its worker must be replaced; empty while it works."""
+    num_not_finite: int = 0
+    """Sequences so far that ended because their logits were NaN or infinite."""
 
     @classmethod
     def of(
@@ -76,6 +78,7 @@ class EngineStatus:
         last_step: StepStats | None,
         device: str,
         stall: str = "",
+        num_not_finite: int = 0,
     ) -> Self:
         """Count what an engine with these slots, streams and rows holds now."""
         return cls(
@@ -89,4 +92,5 @@ class EngineStatus:
             speculation=None if running.speculation is None else running.speculation.stats,
             device=device,
             stall=stall,
+            num_not_finite=num_not_finite,
         )

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from baton.errors import InvalidArgumentError
+from baton.errors import InvalidArgumentError, NotFiniteError
 from baton.ids import SlotId
 from baton.types import TokenRange
 from generate_workers.engine.batcher import StepPlan
@@ -37,8 +37,8 @@ class DecodeSteps(Protocol):
     """Steps that run whole where the rows' KV lies, for rows that each decode one token and draw the next."""
 
     def run(self, rows: Sequence[DecodeRow]) -> list[int]:
-        """Write the KV of the rows' latest tokens to their pages, and return the tokens that follow; blocks. Serves as
-        many rows as there are slots."""
+        """Write the KV of the rows' latest tokens to their pages, and return the tokens that follow, or NO_TOKEN;
+        blocks. Serves as many rows as there are slots."""
         ...
 
 
@@ -127,13 +127,17 @@ class StepRunner:
         return Verified(self._decoder.logits(hidden_TD[places]) if places else hidden_TD[:0], sampling)
 
     def _score(self, row: Row, tokens: TokenRange, hidden_TD: Tensor) -> None:
-        """Score the prompt's tokens if the row asks for it; `hidden_TD` begins with the hidden states of `tokens`."""
+        """Score the prompt's tokens if the row asks for it; `hidden_TD` begins with the hidden states of `tokens`.
+        Raises RowError where they cannot be scored."""
         for part in row.unscored(tokens).split(_SCORED_TOKENS):
             rows = slice(part.start - tokens.start, part.end - tokens.start)
             num_top = row.sampler.params.prompt_logprobs
             assert num_top is not None
             successors = row.token_ids[part.start + 1 : part.end + 1]
-            row.add_scores(score(self._decoder.logits(hidden_TD[rows]), successors, num_top))
+            try:
+                row.add_scores(score(self._decoder.logits(hidden_TD[rows]), successors, num_top))
+            except NotFiniteError as error:
+                raise RowError(row.slot, str(error)) from error
 
 
 def _settle(plan: StepPlan, rows: Mapping[SlotId, Row], drafts: Drafts) -> None:

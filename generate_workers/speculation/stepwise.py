@@ -13,6 +13,7 @@ from torch import Tensor
 from generate_workers.engine.rows import Row
 from generate_workers.engine.verified import Draft
 from generate_workers.speculation.port import DraftWish
+from modeling.forward.drawing import NO_TOKEN
 from modeling.forward.sampling import choose, probabilities
 
 Going = Sequence[tuple[Row, Draft]]
@@ -39,12 +40,15 @@ def draft_by_steps(wishes: Sequence[DraftWish], run: RunStep, *, keeps: bool) ->
 
 
 def _extend(going: Going, logits_RV: Tensor) -> None:
-    """Add the next token to each draft, unless its row's output cannot be followed: verification says so."""
+    """Add the next token to each draft, unless its row's output cannot be followed, or has no token: verification says
+    so."""
     able = [place for place, (row, _) in enumerate(going) if row.sampler.follow()]
     if len(able) < len(going):
         going, logits_RV = [going[place] for place in able], logits_RV[able]
     token_ids = choose(logits_RV, [row.sampler for row, _ in going])
     for (row, draft), token_id, logits_V in zip(going, token_ids, logits_RV, strict=True):
+        if token_id == NO_TOKEN:
+            continue
         draft.token_ids.append(token_id)
         if draft.drafted_V is not None:
             draft.drafted_V.append(probabilities(logits_V, row.sampler.params))

@@ -24,6 +24,8 @@ from torch import Tensor
 from baton.sampling_params import SamplingParams
 from modeling.kernels import native
 
+NO_TOKEN = -1
+"""Stands for the token of a row that has none, because its largest logit is NaN or infinity."""
 _GREEDY_BELOW = 1e-5
 _ALL = 2**62
 """A top_k that is no bound."""
@@ -103,9 +105,9 @@ def is_greedy(params: SamplingParams) -> bool:
 def choose_tokens(logits_BV: Tensor, draws: Draws, kind: DrawKind) -> Tensor:
     """Return each row's next token `[B]`, int64, without a wait for the device. `kind`: the highest of the rows'.
 
-    Rows whose largest logit is not finite have no distribution: they get the largest, as greedy rows do.
+    Rows whose largest logit is not finite have no distribution: they get what greedy rows do.
     """
-    greedy_B = logits_BV.argmax(-1)
+    greedy_B = largest_tokens(logits_BV)
     if kind is DrawKind.GREEDY:
         return greedy_B
     largest_B1, temperature_B1 = logits_BV.amax(-1, keepdim=True), draws.temperature_B.unsqueeze(1)
@@ -117,6 +119,14 @@ def choose_tokens(logits_BV: Tensor, draws: Draws, kind: DrawKind) -> Tensor:
     else:
         drawn_B = _draw_sorted(scaled_BV, draws)
     return torch.where(is_drawn_B1.squeeze(1), drawn_B, greedy_B)
+
+
+def largest_tokens(logits_BV: Tensor) -> Tensor:
+    """Return each row's first token with the largest logit `[B]`, int64, also where every token is forbidden; NO_TOKEN
+    where one of the logits is NaN or infinity. Does not wait for the device."""
+    found_B = logits_BV.argmax(-1)
+    is_token_B = logits_BV.gather(-1, found_B.unsqueeze(-1)).squeeze(-1) < math.inf
+    return found_B.masked_fill_(~is_token_B, NO_TOKEN)
 
 
 def _draw_sorted(scaled_BV: Tensor, draws: Draws) -> Tensor:
@@ -131,7 +141,8 @@ def _draw_sorted(scaled_BV: Tensor, draws: Draws) -> Tensor:
 
 
 def choose_by_rows(logits_BV: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> list[int]:
-    """Return each row's next token, drawn row by row; `rows` have their parameters and the token's output position.
+    """Return each row's next token, drawn row by row, or NO_TOKEN; `rows` have their parameters and the token's output
+    position.
 
     A row fits a CPU's cache, and is computed alike alone and in a batch. The kernel in C++ draws it, where there is one
     (modeling/kernels/sampling/draws.cpp); torch's operations take up to ten times as long.
@@ -140,7 +151,7 @@ def choose_by_rows(logits_BV: Tensor, rows: Sequence[tuple[SamplingParams, int]]
     token_ids: list[int] = [0] * len(rows)
     is_native = has_native_draws(logits_BV)
     if len(drawing) < len(rows):
-        token_ids = (native.operators().largest_tokens(logits_BV) if is_native else logits_BV.argmax(-1)).tolist()
+        token_ids = (native.operators().largest_tokens if is_native else largest_tokens)(logits_BV).tolist()
     if not drawing:
         return token_ids
     if not is_native:
@@ -151,7 +162,7 @@ def choose_by_rows(logits_BV: Tensor, rows: Sequence[tuple[SamplingParams, int]]
     draws = Draws.of([RowDraw.of(*rows[row]) for row in drawing], logits_BV.device)
     found: list[int] = native.operators().draw_tokens(logits_BV, torch.tensor(drawing), draws).tolist()
     for row, token_id in zip(drawing, found, strict=True):
-        token_ids[row] = token_id if token_id >= 0 else int(logits_BV[row].argmax())  # -1: there is no distribution
+        token_ids[row] = token_id if token_id >= 0 else int(largest_tokens(logits_BV[row]))  # there is no distribution
     return token_ids
 
 
@@ -162,10 +173,10 @@ def has_native_draws(logits_BV: Tensor) -> bool:
 
 
 def draw_row(logits_V: Tensor, params: SamplingParams, key: int) -> int:
-    """Return one row's next token by torch's operations; the row is not greedy."""
+    """Return one row's next token by torch's operations, or NO_TOKEN; the row is not greedy."""
     largest = logits_V.amax()
     if not math.isfinite(largest):  # every token is forbidden, or the logits are NaN: there is no distribution
-        return int(logits_V.argmax())
+        return int(largest_tokens(logits_V))
     scaled_V = (logits_V - largest) / params.temperature
     if not filters(params, len(logits_V)):
         ids_V = torch.arange(len(logits_V), device=logits_V.device)

@@ -25,10 +25,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton.errors import InvalidArgumentError
+from baton.errors import InvalidArgumentError, NotFiniteError
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, SampledToken, TokenLogprob
 from modeling.forward.drawing import (
+    NO_TOKEN,
     Draws,
     RowDraw,
     choose_by_rows,
@@ -37,6 +38,7 @@ from modeling.forward.drawing import (
     is_greedy,
     kept_ids,
     largest_ids,
+    largest_tokens,
 )
 
 
@@ -228,7 +230,8 @@ class _SeenTokens:
 
 
 def sample(logits_BV: Tensor, states: Sequence[SamplerState]) -> list[SampledToken]:
-    """Choose each row's next token; `states` are not changed, `logits_BV` (fp32) is.
+    """Choose each row's next token; `states` are not changed, `logits_BV` (fp32) is. The token is NO_TOKEN, without
+    logprobs, where a logit is NaN or infinity.
 
     A row's token and logprobs do not depend on the other rows. A batch of greedy rows costs one argmax.
     """
@@ -239,7 +242,8 @@ def sample(logits_BV: Tensor, states: Sequence[SamplerState]) -> list[SampledTok
 
 
 def choose(logits_BV: Tensor, states: Sequence[SamplerState]) -> list[int]:
-    """Choose each row's next token, as `sample` does, and return its id; `logits_BV` (fp32) are adjusted in place."""
+    """Choose each row's next token, as `sample` does, and return its id or NO_TOKEN; `logits_BV` (fp32) are adjusted in
+    place."""
     for logits_V, state in zip(logits_BV, states, strict=True):
         state.adjust(logits_V)
     if not logits_BV.is_cuda:
@@ -251,8 +255,11 @@ def choose(logits_BV: Tensor, states: Sequence[SamplerState]) -> list[int]:
 
 
 def score(logits_BV: Tensor, token_ids: Sequence[int], num_top: int) -> list[SampledToken]:
-    """Return each row's given token and the `num_top` most likely, with logprobs that know no penalties or bias."""
+    """Return each row's given token and the `num_top` most likely, with logprobs that know no penalties or bias. Raises
+    NotFiniteError where a logit is NaN or infinity."""
     assert logits_BV.dtype == torch.float32 and logits_BV.shape[0] == len(token_ids)
+    if NO_TOKEN in largest_tokens(logits_BV).tolist():
+        raise NotFiniteError("the logits of a prompt are not finite: see whether the model is damaged, or try again")
     return [_report(logits_V, token_id, num_top) for logits_V, token_id in zip(logits_BV, token_ids, strict=True)]
 
 
@@ -277,11 +284,12 @@ def probabilities(logits_V: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _report(logits_V: Tensor, token_id: int, num_top: int | None) -> SampledToken:
-    if num_top is None:
+    if num_top is None or token_id == NO_TOKEN:
         return SampledToken(token_id)
     total = logits_V.double().logsumexp(0)
     top_ids = largest_ids(logits_V, min(num_top, len(logits_V)))
     ids = torch.cat((top_ids.new_tensor([token_id]), top_ids))
     chosen, *top = (logits_V[ids].double() - total).tolist()
+    chosen = 0.0 if math.isnan(chosen) else chosen  # every token is forbidden: this one was taken for certain
     possible = sum(map(math.isfinite, top))  # forbidden tokens are none of the most likely, whose number may be less
     return SampledToken(token_id, chosen, tuple(map(TokenLogprob, top_ids[:possible].tolist(), top)))

@@ -11,7 +11,7 @@ V vocabulary.
 from torch import Tensor
 
 from baton.types import SampledToken
-from modeling.forward.drawing import draw, noise_key, uniform
+from modeling.forward.drawing import NO_TOKEN, draw, largest_tokens, noise_key, uniform
 from modeling.forward.sampling import SamplerState, probabilities, report
 
 _ACCEPT = 0xACCE97
@@ -23,8 +23,11 @@ def verify_draft(
     logits_V: Tensor, state: SamplerState, draft_id: int, drafted_V: Tensor | None
 ) -> tuple[SampledToken, bool]:
     """Return a row's next token, and whether it is the accepted draft. `drafted_V` is the distribution that the draft
-    was drawn from; None: it was certain. `logits_V` (fp32) are adjusted in place."""
+    was drawn from; None: it was certain. `logits_V` (fp32) are adjusted in place. The token is NO_TOKEN where one of
+    them is NaN or infinity."""
     state.adjust(logits_V)
+    if int(largest_tokens(logits_V)) == NO_TOKEN:
+        return SampledToken(NO_TOKEN), False
     p_V = probabilities(logits_V, state.params)
     key = noise_key(state.params.seed, state.position)
     q = 1.0 if drafted_V is None else float(drafted_V[draft_id])

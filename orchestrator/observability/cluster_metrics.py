@@ -104,6 +104,9 @@ def _of_generation_groups(groups: Mapping[str, GenerationStatus]) -> Iterator[Me
     yield _gauge("baton_ledger_imbalance", "1 where slots or bytes do not add up", unbalanced, "group")
     preemptions = of_each(lambda status: status.num_preemptions)
     yield _counter("baton_preemptions", "Rows that gave their memory to older ones", preemptions, "group")
+    not_finite = of_each(lambda status: status.num_not_finite)
+    text = "Sequences that ended because their logits were not finite"
+    yield _counter("baton_not_finite_sequences", text, not_finite, "group")
     drafting = {name: status.speculation for name, status in groups.items() if status.HasField("speculation")}
     sources = [(name, source.counts) for name, each in drafting.items() for source in each.sources]
     drafts = [

@@ -89,7 +89,7 @@ FIELDS = {
 STATUSES: dict[type[Message], str] = {
     GenerationStatus: "num_slots num_free num_leased num_active num_quarantined num_bytes_held num_steps"
     " layout_fingerprint version kept kv num_preemptions imbalance last_step residency is_approximate kernels"
-    " prefix_store speculation device num_device_bytes stall",
+    " prefix_store speculation device num_device_bytes stall num_not_finite",
     PrefillStatus: "epoch epoch_error num_jobs progress num_jobs_done layout_fingerprint version stall kernels"
     " prefix_store",
 }

@@ -164,7 +164,7 @@ class Operators(SparseOperators):
         return o_TNH, lse_TN
 
     def largest_tokens(self, logits_BV: Tensor) -> Tensor:
-        """Return the first token with the largest logit of each row, `[B]`; the first NaN where there is one."""
+        """Return the first token with the largest logit of each row, `[B]`; -1 where one is NaN or infinity."""
         B, V = _logits(logits_BV)
         tokens_B = torch.empty(B, dtype=torch.int64)
         self._largest_tokens(logits_BV.data_ptr(), B, V, logits_BV.stride(0), tokens_B.data_ptr(), get_num_threads())

@@ -127,16 +127,17 @@ int64_t token_of(const float* logits, int64_t V, uint64_t key, float temperature
   return filters_none ? drawn(row) : drawn_among(row, keeper.kept(row.scaled, V, filters));
 }
 
-// Returns the first token with the largest logit; the first NaN where there is one.
+// Returns the first token with the largest logit; -1 where a logit is NaN or infinity.
 int64_t largest_token(const float* logits, int64_t V) {
   const float largest = largest_of(logits, V);
-  if (std::isnan(largest)) return std::find_if(logits, logits + V, [](float each) { return std::isnan(each); }) - logits;
+  if (!(largest < std::numeric_limits<float>::infinity())) return -1;
   return std::find(logits, logits + V, largest) - logits;
 }
 
 }  // namespace
 
-// Writes the first token with the largest of each row of logits [B][V]; rows are `stride` numbers apart.
+// Writes the first token with the largest of each row of logits [B][V], which are `stride` numbers apart; a token is -1
+// where its row has a logit that is NaN or infinity.
 BATON_ENTRY const char* baton_largest_tokens(const float* logits, int64_t B, int64_t V, int64_t stride, int64_t* tokens,
                                              int num_threads) {
   return guarded([&] {

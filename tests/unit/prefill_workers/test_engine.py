@@ -12,6 +12,7 @@ from baton.errors import (
     ChainError,
     InvalidArgumentError,
     JobAbortedError,
+    NotFiniteError,
     RequestCancelledError,
     ResourceExhaustedError,
     StaleStampError,
@@ -35,6 +36,7 @@ from tests.support.engines.chains import (
     submit_shuffled,
 )
 from tests.support.links.link_groups import in_process_connects, torch_connects
+from tests.support.models.damaged import DAMAGED, DamagedDecoder
 from tests.support.models.tiny_models import random_decoder
 from tests.support.models.tiny_tokenizer import ids_of, letter_grammars
 from text.token_masks import TokenMasks
@@ -99,6 +101,20 @@ def cancel_at_some_push(group: ChainGroup, run: Run, rng: random.Random) -> None
             group.engines[victim].cancel(run.job.number)
 
     run.outlets[trigger] = KeepingOutlet(cancel)
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.7, seed=2, logprobs=1, n=2)])
+def test_prompt_whose_logits_are_not_finite_fails_alone(decoder: Decoder, params: SamplingParams) -> None:
+    with ChainGroup(DamagedDecoder(decoder.config, decoder.weights), 2) as group:
+        chunks = [TokenRange(0, 12), TokenRange(12, 24)]
+        broken = group.prepare([*range(20), DAMAGED, *range(3)], chunks, params=params)
+        sound = group.prepare(list(range(24)), chunks)
+        submit_shuffled(group, [broken, sound], random.Random(1))
+        assert_right(group, sound)
+        last = Rank(1)
+        error = broken.futures[last].exception(WAIT_S)
+        assert isinstance(error, NotFiniteError) and "behind its 24 tokens are not finite" in str(error)
+        assert (broken.outlets[last].finishes, broken.outlets[last].aborts) == ([], [error])
 
 
 def assert_resolved(run: Run) -> None:

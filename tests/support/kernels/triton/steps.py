@@ -15,6 +15,7 @@ from modeling.device.cpu import CpuDevice
 from modeling.device.port import Device
 from modeling.forward.attention import plain_kernel
 from modeling.forward.decoder import Decoder
+from modeling.forward.drawing import NO_TOKEN
 from modeling.forward.sampling import SamplerState, sample
 from modeling.forward.step_graphs import DecodeRow, StepGraphs
 from modeling.kv.buffers import BlockTable, BufferSpan, KvBuffer
@@ -55,6 +56,7 @@ def _check(cpu: Decoder, there: Decoder, captures: bool) -> None:
     assert torch.equal(pages_LPS2GH.isnan(), is_unwritten), "padding wrote KV"
     expected = [_drawn(cpu, *each) for each in zip(prompts, buffers, PARAMS, strict=True)]
     states = [SamplerState(params, ids) for params, ids in zip(PARAMS, prompts, strict=True)]
+    rows: list[DecodeRow] = []
     for num_rows, num_steps in ((3, NUM_STEPS // 2), (2, NUM_STEPS - NUM_STEPS // 2)):
         for _ in range(num_steps):
             rows = []
@@ -65,6 +67,8 @@ def _check(cpu: Decoder, there: Decoder, captures: bool) -> None:
             for state, token_id in zip(states, graphs.run(rows), strict=False):
                 state.append(token_id)
     assert [state.output_ids for state in states] == [*expected[:2], expected[2][: NUM_STEPS // 2]]
+    pages_LPS2GH[-1, int(table_BC[0, 0])] = torch.nan
+    assert graphs.run(rows) == [NO_TOKEN, expected[1][-1]], "the last step again, with damaged KV in one row"
 
 
 def _pages(

@@ -1,5 +1,6 @@
 """modeling.forward.drawing: rows that a batch draws at once get the tokens that each gets alone, by the host."""
 
+import math
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from baton.sampling_params import SamplingParams
-from modeling.forward.drawing import DrawKind, Draws, RowDraw, choose_by_rows, choose_tokens
+from modeling.forward.drawing import NO_TOKEN, DrawKind, Draws, RowDraw, choose_by_rows, choose_tokens, draw_row
 from tests.support.models.sampling import DRAWN, make, normal_logits
 
 SAMPLED: list[dict[str, Any]] = [{"temperature": 0.0, "top_k": 2}, {"temperature": 1e-300}, *DRAWN]
@@ -50,6 +51,19 @@ def test_a_row_whose_every_token_is_forbidden_still_gets_one() -> None:
     logits_BV = torch.full((2, 50), -torch.inf)
     rows = [(params_of({"top_p": 0.5}, 1), 0), (params_of({}, 1), 0)]
     assert together(logits_BV, rows) == [0, 0]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0.0}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.1}])
+def test_a_row_with_a_logit_that_is_not_finite_gets_no_token(fields: dict[str, Any], value: float) -> None:
+    logits_BV = torch.stack([normal_logits(300, row) for row in range(3)])
+    rows = [(params_of(fields, seed), 1) for seed in range(3)]
+    whole = together(logits_BV, rows)
+    assert choose_by_rows(logits_BV, rows) == whole
+    logits_BV[1, 77] = value
+    broken = [whole[0], NO_TOKEN, whole[2]]
+    assert (together(logits_BV, rows), choose_by_rows(logits_BV, rows)) == (broken, broken)
+    assert fields.get("temperature") == 0.0 or draw_row(logits_BV[1], rows[1][0], 5) == NO_TOKEN
 
 
 def test_kinds_of_draws() -> None:

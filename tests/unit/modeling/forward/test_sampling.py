@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.errors import NotFiniteError
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, SampledToken
-from modeling.forward.drawing import kept_ids
-from modeling.forward.sampling import SamplerState, sample
+from modeling.forward.drawing import NO_TOKEN, kept_ids
+from modeling.forward.sampling import SamplerState, sample, score
 from tests.support.models.sampling import (
     EOS,
     LOGITS,
@@ -155,8 +156,21 @@ def test_ignore_eos_forbids_no_end_token() -> None:
 
 @pytest.mark.parametrize("fields", [{}, {"top_k": 1}, {"top_p": 0.5}, {"min_p": 0.1}, {"temperature": 0.0}])
 def test_a_row_with_every_token_forbidden_still_gets_a_token(fields: dict[str, Any]) -> None:
-    state = make(min_tokens=9, stop_token_ids=(0, 1, 2), **fields)
-    assert ids_of(draw([state], [1.0, 2.0, 3.0]))[0] in (0, 1, 2)
+    state = make(min_tokens=9, stop_token_ids=(0, 1, 2), logprobs=2, **fields)
+    (token,) = draw([state], [1.0, 2.0, 3.0])
+    assert token.token_id in (0, 1, 2)
+    assert (token.logprob, token.top) == (0.0, ())
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0.0}, {"repetition_penalty": 2.0}, {"logit_bias": {0: 1.0}}])
+def test_a_row_whose_logits_are_not_finite_has_neither_token_nor_logprobs(fields: dict[str, Any]) -> None:
+    for value in (math.nan, math.inf):
+        assert draw([make(logprobs=2, **fields)], [*LOGITS[:4], value, *LOGITS[5:]]) == [SampledToken(NO_TOKEN)]
+
+
+def test_a_prompt_whose_logits_are_not_finite_has_no_scores() -> None:
+    with pytest.raises(NotFiniteError, match="logits of a prompt are not finite"):
+        score(torch.tensor([[1.0, 2.0], [math.nan, 0.0]]), [0, 1], 1)
 
 
 # Filters

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from baton.sampling_params import SamplingParams
+from baton.types import SampledToken
+from modeling.forward.drawing import NO_TOKEN
 from modeling.forward.sampling import SamplerState, choose, probabilities
 from modeling.forward.speculative_sampling import verify_draft
 from tests.support.models.sampling import p_value
@@ -82,3 +84,12 @@ def test_a_greedy_row_accepts_its_own_choice_and_no_other() -> None:
     for draft_id in range(VOCAB):
         token, is_accepted = verify_draft(logits(0), state_of(greedy, 1), draft_id, None)
         assert (token.token_id, is_accepted) == (best, draft_id == best)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_draft_behind_logits_that_are_not_finite_is_not_accepted(kind: str) -> None:
+    params = PARAMS["plain"]
+    draft_id, drafted_V = drafted(kind, params, 1)
+    broken_V = logits(0)
+    broken_V[draft_id - 1] = float("nan")
+    assert verify_draft(broken_V, state_of(params, 1), draft_id, drafted_V) == (SampledToken(NO_TOKEN), False)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from baton.sampling_params import SamplingParams
-from modeling.forward.drawing import Draws, RowDraw, draw_row, noise_key
+from modeling.forward.drawing import NO_TOKEN, Draws, RowDraw, draw_row, largest_tokens, noise_key
 from modeling.kernels import native
 from modeling.kernels.calls.operators import Operators
 from tests.support.kernels.paths import require, sets
@@ -56,7 +56,9 @@ def test_the_largest_are_those_of_torch(operators: Operators, vocab_size: int) -
     logits_BV[2], logits_BV[3, vocab_size // 2] = -math.inf, math.inf
     logits_BV[4, vocab_size // 3 :: 2] = math.nan
     logits_BV[5, -1], logits_BV[6, 0] = 99.0, 99.0
-    assert torch.equal(operators.largest_tokens(logits_BV), logits_BV.argmax(-1))
+    found_B = operators.largest_tokens(logits_BV)
+    assert torch.equal(found_B, largest_tokens(logits_BV))
+    assert (found_B == NO_TOKEN).nonzero().flatten().tolist() == [3, 4]
     with pytest.raises(RuntimeError, match=r"logits must be \[B, V\], float32"):
         operators.largest_tokens(logits_BV.double())
 
