@@ -75,8 +75,9 @@ class GroupPrefixes:
         clock: Clock,
         disk: DiskPlace | None = None,
     ) -> None:
-        """`secret` is sent to workers of other nodes. Raises ConfigError when a folder cannot be made."""
-        self._node = NodeStore(folder, slots.layout, limit_bytes=limit_bytes, clock=clock, disk=disk)
+        """`secret` is sent to workers of other nodes, and is the key of the folders. Raises ConfigError when a folder
+        cannot be made."""
+        self._node = NodeStore(folder, slots.layout, limit_bytes=limit_bytes, clock=clock, disk=disk, key=secret.text)
         self.store = self._node.blocks
         self.loader = PrefixLoader(slots, self.store)
         self.saver = AnswerSaver(slots, self.store)

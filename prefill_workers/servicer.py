@@ -271,7 +271,9 @@ class PrefillServer:
         store = None
         if prefix_folder is not None:
             layout = decoder.layout
-            store = NodeStore(prefix_folder, layout, limit_bytes=prefix_bytes, clock=clock, disk=prefix_disk)
+            store = NodeStore(
+                prefix_folder, layout, limit_bytes=prefix_bytes, clock=clock, disk=prefix_disk, key=secret.text
+            )
         engine = PrefillEngine(decoder, clock, watchdog_floor_s=watchdog_floor_s, room=room)
         exchange = None
         if store is not None:

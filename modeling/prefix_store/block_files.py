@@ -3,6 +3,7 @@
     magic, with the format's version     16 bytes
     layout fingerprint, ASCII            16 bytes       of model, layers, kv heads, head dim, dtype
     tokens, bytes of KV                  2 x int64
+    the block's name, ASCII             128 bytes       padded with zeros
     (zeros up to HEADER_BYTES)
     KV `[L, S, 2, G, H]`                 L layers, S tokens, G kv heads, H head dim
 
@@ -27,15 +28,16 @@ logger = logging.getLogger(__name__)
 HEADER_BYTES = 4096
 UNSEALED = ".unsealed-"
 """Prefix of the names of files that are being written."""
-_MAGIC = b"Baton prefix v2\n"
-_FORMAT = struct.Struct("<16s16sqq")
+_MAGIC = b"Baton prefix v3\n"
+_FORMAT = struct.Struct("<16s16sqq128s")
 NUM_KNOWN_BYTES = _FORMAT.size
 """Bytes at a header's beginning whose values are known."""
 
 
-def header_of(layout: KvLayout, num_tokens: int) -> bytes:
+def header_of(name: str, layout: KvLayout, num_tokens: int) -> bytes:
     """Return the beginning of a block's header."""
-    return _FORMAT.pack(_MAGIC, layout.fingerprint.encode(), num_tokens, num_tokens * layout.token_bytes)
+    num_bytes = num_tokens * layout.token_bytes
+    return _FORMAT.pack(_MAGIC, layout.fingerprint.encode(), num_tokens, num_bytes, name.encode())
 
 
 class BlockWriter:
@@ -69,7 +71,7 @@ class BlockWriter:
         except OSError as error:
             logger.warning("block %s is not kept, as there is no memory: %s", self.name, error)
             return False
-        mapping[:NUM_KNOWN_BYTES] = header_of(self._layout, len(self.tokens))
+        mapping[:NUM_KNOWN_BYTES] = header_of(self.name, self._layout, len(self.tokens))
         self._kv = KvBuffer.over(self._layout, self.tokens, memoryview(mapping)[HEADER_BYTES:])
         return True
 

@@ -3,19 +3,24 @@
 `node` holds a folder for each worker. A user holds a shared lock on the folder for as long as it lives, and the kernel
 releases the lock however that life ends. So a process that gets the exclusive lock knows that the folder has no users:
 the last user removes it, and a worker that starts removes the folders that killed clusters left on its node. A folder
-whose name is used again is taken over as it is: each file's name says what the file holds.
+whose name is used again is taken over as it is: each file's name says what the file holds. In a file system that all
+users share, another user may have taken a folder's name: such a folder is never used, and workers that have the same
+key take the same other name.
 
 Knows nothing of the files in the folder. Any process of the node; blocks only while another process removes a folder.
 """
 
 import contextlib
+import errno
 import fcntl
+import hashlib
 import logging
 import os
 import resource
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from baton.errors import ConfigError
@@ -29,6 +34,8 @@ MEMORY = Path("/dev/shm")
 _KIND = "baton-prefixes"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _POLL_S = 0.05
+_MOST_NAMES = 8
+"""Names that are tried for a folder, one after the other."""
 _REMEDY = "make room for it, or set prefill.prefix_share to 0"
 
 
@@ -37,7 +44,7 @@ def node_folder(cluster: str, parent: Path | None = None) -> Path:
 
     It lies in memory, or below `parent`. Below `parent` each boot has its own, as files that a crash cut look whole.
     """
-    name = f"{_KIND}-{os.getuid()}-{cluster}"
+    name = f"{_KIND}-{os.geteuid()}-{cluster}"
     return MEMORY / name if parent is None else parent / f"{name}-{boot_id()}"
 
 
@@ -64,15 +71,21 @@ def allow_files() -> None:
 
 
 class StoreFolder:
-    """One user's hold on the folder `path`, which is made if need be. Not thread-safe."""
+    """One process's hold on a folder of this user's, which is made if need be. Not thread-safe."""
 
-    def __init__(self, path: Path) -> None:
-        """Raise ConfigError when no folder can be made there."""
-        self.path = path
-        try:
-            self._file = _lock_shared(path)
-        except OSError as error:
-            raise ConfigError(f"prefix store: {path} cannot be used ({error.strerror}): {_REMEDY}") from error
+    def __init__(self, path: Path, key: str = "") -> None:
+        """Hold the folder `path`. Where another user has taken that name, hold one whose name only those know who have
+        the same `key`. Raises ConfigError when no folder can be made."""
+        first: OSError | None = None
+        for self.path in _names(path, key):
+            try:
+                self._file = _lock_shared(self.path)
+            except OSError as error:
+                first = first or error
+            else:
+                return
+        assert first is not None
+        raise ConfigError(f"prefix store: {path} cannot be used ({first.strerror}): {_REMEDY}") from first
 
     def close(self) -> None:
         """Let go of the folder; its last user removes it. Call once."""
@@ -88,8 +101,8 @@ class StoreFolder:
 
 
 def sweep(parent: Path = MEMORY) -> None:
-    """Remove this user's folders in `parent` that no process uses."""
-    for path in parent.glob(f"{_KIND}-{os.getuid()}-*"):
+    """Remove this user's folders in `parent` that no process uses. Others, and those that cannot be removed, stay."""
+    for path in parent.glob(f"{_KIND}-{os.geteuid()}-*"):
         _remove_unused(path)
 
 
@@ -102,10 +115,11 @@ def remove_left(path: Path, within_s: float = 5.0) -> None:
 
 
 def _remove_unused(path: Path) -> bool:
-    """Remove the folder if no process uses it. Return whether it is gone."""
+    """Remove the folder if it is this user's and no process uses it. Return False while a process uses it."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
+        file = _open(path)
+    except OSError as error:
+        logger.debug("%s is not removed: %s", path, error)
         return True
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -115,21 +129,41 @@ def _remove_unused(path: Path) -> bool:
         return False
     except FileNotFoundError:
         logger.debug("another process removed %s", path)
+    except OSError as error:
+        logger.warning("%s could not be removed: %s", path, error)
     finally:
         os.close(file)
     return True
 
 
+def _names(path: Path, key: str) -> Iterator[Path]:
+    """Yield the paths to try for a folder: the path itself, then others that need the key to be foreseen."""
+    yield path
+    for number in range(1, _MOST_NAMES):
+        suffix = hashlib.blake2b(f"{path.name} {number}".encode(), key=key.encode(), digest_size=8).hexdigest()
+        yield path.with_name(f"{path.name}-{suffix}")
+
+
 def _lock_shared(path: Path) -> int:
-    """Return a descriptor of the folder, with the shared lock; make the folder if need be."""
+    """Return a descriptor of the folder, with the shared lock; make the folder if need be. Raises OSError."""
     while True:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            file = _open(path)
         except FileNotFoundError:
             continue  # removed by its last user, just now
         fcntl.flock(file, fcntl.LOCK_SH)
         with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file), path.stat()):
+            if os.path.samestat(os.fstat(file), path.stat(follow_symlinks=False)):
                 return file
         os.close(file)
+
+
+def _open(path: Path) -> int:
+    """Return a descriptor of a folder that is this user's alone. Raises OSError, PermissionError for any other one."""
+    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    stat = os.fstat(file)
+    if stat.st_uid == os.geteuid() and not stat.st_mode & 0o077:
+        return file
+    os.close(file)
+    raise PermissionError(errno.EPERM, "it is not a folder of this user's alone", str(path))

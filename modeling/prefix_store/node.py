@@ -24,15 +24,23 @@ class NodeStore:
     """The prefix store of a node, and this worker's hold on its folders. Blocks while it is made and closed."""
 
     def __init__(
-        self, folder: Path, layout: KvLayout, *, limit_bytes: int, clock: Clock, disk: DiskPlace | None = None
+        self,
+        folder: Path,
+        layout: KvLayout,
+        *,
+        limit_bytes: int,
+        clock: Clock,
+        disk: DiskPlace | None = None,
+        key: str = "",
     ) -> None:
-        """Raise ConfigError when a folder cannot be made."""
-        self._folders = [StoreFolder(folder)]
+        """`key`: the secret of those who share the store (see StoreFolder). Raises ConfigError when a folder cannot be
+        made."""
+        self._folders = [StoreFolder(folder, key)]
         below = None
         if disk is not None:
-            self._folders.append(StoreFolder(disk.folder))
-            below = PrefixStore(disk.folder, layout, limit_bytes=disk.limit_bytes, clock=clock)
-        self.blocks = PrefixStore(folder, layout, limit_bytes=limit_bytes, clock=clock, below=below)
+            self._folders.append(StoreFolder(disk.folder, key))
+            below = PrefixStore(self._folders[1].path, layout, limit_bytes=disk.limit_bytes, clock=clock)
+        self.blocks = PrefixStore(self._folders[0].path, layout, limit_bytes=limit_bytes, clock=clock, below=below)
 
     def close(self) -> None:
         """Let go of the folders. Call once."""

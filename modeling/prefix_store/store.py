@@ -308,7 +308,7 @@ class PrefixStore:
             raise StalePrefixError(f"block {name} has been removed: prefill without it")
         num_bytes = num_tokens * self.layout.token_bytes
         header = os.pread(file, NUM_KNOWN_BYTES, 0)
-        if header != header_of(self.layout, num_tokens) or stat.st_size != HEADER_BYTES + num_bytes:
+        if header != header_of(name, self.layout, num_tokens) or stat.st_size != HEADER_BYTES + num_bytes:
             wanted = f"{num_tokens} tokens in layout {self.layout.fingerprint}"
             logger.warning("block %s in %s is not of %s: removing it", name, self._folder, wanted)
             self._path(name).unlink(missing_ok=True)

@@ -1,10 +1,13 @@
-"""A node's folder is there while anybody uses it, and no longer, however its users end."""
+"""A node's folder exists while anybody uses it, however its users end. A folder of another user is never used."""
 
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -35,7 +38,7 @@ def test_the_last_user_removes_it(parent: Path) -> None:
 
 def test_a_folder_in_use_is_not_swept_and_one_that_was_left_is(parent: Path) -> None:
     used, left, stranger = StoreFolder(node_folder("used")), node_folder("left"), parent / "baton-of-others"
-    left.mkdir()
+    left.mkdir(0o700)
     (left / "block").write_text("kv")
     stranger.mkdir()
     sweep(parent)
@@ -86,11 +89,80 @@ ctypes.CDLL(None).pthread_exit(None)  # ends this thread alone
 
 def test_what_is_left_under_a_name_is_taken_over(parent: Path) -> None:
     path = node_folder("c")
-    path.mkdir()
+    path.mkdir(0o700)
     (path / "block").write_text("kv")
     folder = StoreFolder(path)
     assert (path / "block").exists()
     folder.close()
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file system of all users, as /dev/shm is."""
+    with TemporaryDirectory(dir="/dev/shm", prefix="baton-test-") as made:
+        Path(made).chmod(0o1777)
+        monkeypatch.setattr(store_folder, "MEMORY", Path(made))
+        yield Path(made)
+
+
+@contextmanager
+def user(uid: int) -> Iterator[None]:
+    """Act as another user."""
+    os.seteuid(uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def plant(path: Path, kind: str) -> None:
+    """Take the name of a folder, as its owner would not."""
+    if kind == "link":
+        target = path.with_name("target")
+        target.mkdir(0o700)
+        path.symlink_to(target)
+    elif kind == "file":
+        path.touch()
+    else:
+        path.mkdir()
+        path.chmod(int(kind, 8))
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+OTHERS = [pytest.param((1, kind), marks=needs_root, id=f"another user's, {kind}") for kind in ("700", "777", "link")]
+OPEN = [pytest.param((0, kind), id=f"this user's, {kind}") for kind in ("777", "710", "link", "file")]
+
+
+@pytest.mark.parametrize("taken", [*OTHERS, *OPEN])
+def test_a_folder_that_is_not_the_user_s_alone_is_not_used(shared: Path, taken: tuple[int, str]) -> None:
+    by, kind = taken
+    path = node_folder("c")
+    with user(54321) if by else nullcontext():
+        plant(path, kind)
+    before = path.lstat()
+    with user(54322) if by else nullcontext():
+        first, second, other = (StoreFolder(path, key) for key in ("secret", "secret", "another"))
+        assert path not in (first.path, other.path) and first.path == second.path != other.path
+        assert (first.path.stat().st_uid, first.path.stat().st_mode & 0o777) == (os.geteuid(), 0o700)
+        for folder in (first, second, other):
+            folder.close()
+        assert not first.path.exists()
+    assert path.lstat() == before
+
+
+@pytest.mark.parametrize("kind", ["700", "777"])
+@needs_root
+def test_sweeping_passes_over_what_others_own(shared: Path, kind: str) -> None:
+    """Workers sweep as they start, and `baton stop` does at its end."""
+    paths = [shared / f"baton-prefixes-54322-{name}" for name in "abc"]
+    with user(54321):
+        plant(paths[1], kind)
+    with user(54322):
+        for path in (paths[0], paths[2]):
+            path.mkdir(0o700)
+        sweep(shared)
+        remove_left(paths[1], within_s=60.0)  # does not wait for it
+    assert list(shared.iterdir()) == [paths[1]]
 
 
 def test_a_folder_that_cannot_be_made_is_said(parent: Path) -> None:
@@ -113,7 +185,7 @@ def test_what_another_boot_left_on_disk_is_not_taken_over(
 ) -> None:
     assert node_folder("c", parent) == node_folder("c", parent)
     left = node_folder("c", parent)
-    left.mkdir()
+    left.mkdir(0o700)
     (left / "block").write_text("perhaps zeros")
     boot = tmp_path / "boot_id"
     boot.write_text("another\n")

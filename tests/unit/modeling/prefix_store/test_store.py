@@ -167,12 +167,14 @@ def spoil(folder: Path, change: str) -> None:
         content[32:40] = struct.pack("<q", -5)
     elif change == "bytes":
         content[40:48] = struct.pack("<q", 2**62)
+    elif change == "another block":
+        content[48:49] = b"q"
     else:
         content.clear()
     path.write_bytes(content)
 
 
-CHANGES = ("cut", "longer", "tokens", "bytes", "cut to a part of its header", "magic", "empty")
+CHANGES = ("cut", "longer", "tokens", "bytes", "cut to a part of its header", "magic", "another block", "empty")
 
 
 @pytest.mark.parametrize("change", CHANGES)
