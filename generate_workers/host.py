@@ -20,7 +20,8 @@ from generate_workers.config import EngineConfig
 from generate_workers.servicer import GenerationServer
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder
-from modeling.hosting import LoadedModel, prefix_options, sweep_node
+from modeling.hosting import LoadedModel, prefix_options
+from modeling.prefix_store.folder import sweep
 from planning.step_times import load_kept
 from planning.work_cost import WorkCost
 from text.tokenizer import Tokenizer
@@ -49,7 +50,7 @@ async def start_engine(place: WorkerPlace, config: EngineConfig, model: LoadedMo
     )
     if place.cores:  # no other process shares them: what pushes take of them would delay tokens
         give_way_to(server.engine.thread_id)
-    await asyncio.to_thread(sweep_node, place)
+    await asyncio.to_thread(sweep)  # now that its own folder is in use
     collect_rarely()
     return server
 

@@ -151,7 +151,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
         self, request: common_pb2.ListPrefixBlocksRequest, context: Context
     ) -> common_pb2.ListPrefixBlocksReply:
         """Return the names of all blocks in the node's store."""
-        blocks = await asyncio.to_thread(self.prefixes.store.names) if self.prefixes is not None else []
+        blocks = await in_own_thread(self.prefixes.store.names) if self.prefixes is not None else []
         return common_pb2.ListPrefixBlocksReply(blocks=blocks)
 
     def close(self) -> None:

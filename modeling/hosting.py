@@ -23,7 +23,7 @@ from modeling.forward.decoder import Decoder
 from modeling.kernels import native
 from modeling.kernels.process_kernels import KERNELS
 from modeling.kernels.triton.prefill import compile_prefills
-from modeling.prefix_store.folder import allow_files, node_folder, share_bytes, sweep
+from modeling.prefix_store.folder import allow_files, node_folder, share_bytes
 from modeling.prefix_store.node import DiskPlace
 
 
@@ -103,14 +103,6 @@ def prefix_options(place: WorkerPlace) -> PrefixOptions:
         "prefix_bytes": share_bytes(place.prefix_share),
         "prefix_disk": _disk(place),
     }
-
-
-def sweep_node(place: WorkerPlace) -> None:
-    """Remove what killed clusters left on this node. To be called once this cluster's own folders are in use."""
-    sweep()
-    disk = _disk(place)
-    if disk is not None:
-        sweep(disk.folder.parent)
 
 
 def _disk(place: WorkerPlace) -> DiskPlace | None:

@@ -1,8 +1,8 @@
 """The threads on which a prefill rank opens, writes and sinks its node's cached blocks.
 
-This work may wait for locks and disks. Used by `prefill_workers.servicer`. Separate from the asyncio loop's default
-pool, which serves heartbeats and new epochs: those never wait for blocks. All methods but `close` are called on the
-loop.
+This work may wait for locks, and seconds for a disk that does not answer (`modeling.prefix_store.disk_tier`). Used by
+`prefill_workers.servicer`. Separate from the asyncio loop's default pool, which serves heartbeats and new epochs: those
+never wait for blocks. All methods but `close` are called on the loop.
 """
 
 import asyncio

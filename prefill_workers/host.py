@@ -10,7 +10,8 @@ from functools import partial
 from baton.clock import SystemClock
 from baton.process.own_thread import in_own_thread
 from baton.settings.place import WorkerPlace
-from modeling.hosting import LoadedModel, prefix_options, sweep_node
+from modeling.hosting import LoadedModel, prefix_options
+from modeling.prefix_store.folder import sweep
 from prefill_workers.config import PrefillConfig
 from prefill_workers.servicer import PrefillServer
 from text.grammars import Grammars
@@ -33,5 +34,5 @@ async def start_rank(place: WorkerPlace, config: PrefillConfig, model: LoadedMod
         grammars=Grammars.of_folder(place.model_folder, decoder.config.eos_token_ids),
         **prefix_options(place),
     )
-    await asyncio.to_thread(sweep_node, place)
+    await asyncio.to_thread(sweep)  # now that its own folder is in use
     return server

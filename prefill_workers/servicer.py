@@ -169,7 +169,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         self, request: common_pb2.ListPrefixBlocksRequest, context: Context
     ) -> common_pb2.ListPrefixBlocksReply:
         """Return the names of all blocks in the node's prefix store; none when the node has no store."""
-        blocks = await asyncio.to_thread(self.prefixes.names) if self.prefixes is not None else []
+        blocks = await in_own_thread(self.prefixes.names) if self.prefixes is not None else []
         return common_pb2.ListPrefixBlocksReply(blocks=blocks)
 
     async def close(self) -> None:

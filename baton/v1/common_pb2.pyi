@@ -492,6 +492,7 @@ class PrefixStoreStatus(_message.Message):
     NUM_BYTES_SENT_FIELD_NUMBER: _builtins.int
     NUM_DISK_BYTES_FIELD_NUMBER: _builtins.int
     LIMIT_DISK_BYTES_FIELD_NUMBER: _builtins.int
+    DISK_FAULT_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
     """Equal for workers of either role that share the store, and different for all others."""
     num_blocks: _builtins.int
@@ -509,8 +510,12 @@ class PrefixStoreStatus(_message.Message):
     """
     num_bytes_sent: _builtins.int
     num_disk_bytes: _builtins.int
-    """Bytes that the node's store holds on disk, counted within the last half minute, and may hold there; 0 without one."""
+    """Bytes that the node's store held on disk when they were counted last, each half minute while the disk answers, and
+    may hold there; 0 without one.
+    """
     limit_disk_bytes: _builtins.int
+    disk_fault: _builtins.str
+    """Why this worker does not use the store on disk, in one line; empty while it does."""
     def __init__(
         self,
         *,
@@ -525,10 +530,11 @@ class PrefixStoreStatus(_message.Message):
         num_bytes_sent: _builtins.int = ...,
         num_disk_bytes: _builtins.int = ...,
         limit_disk_bytes: _builtins.int = ...,
+        disk_fault: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "limit_bytes", b"limit_bytes", "limit_disk_bytes", b"limit_disk_bytes", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "num_bytes_fetched", b"num_bytes_fetched", "num_bytes_read", b"num_bytes_read", "num_bytes_sent", b"num_bytes_sent", "num_bytes_stored", b"num_bytes_stored", "num_disk_bytes", b"num_disk_bytes", "num_disk_bytes_read", b"num_disk_bytes_read"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_fault", b"disk_fault", "identity", b"identity", "limit_bytes", b"limit_bytes", "limit_disk_bytes", b"limit_disk_bytes", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "num_bytes_fetched", b"num_bytes_fetched", "num_bytes_read", b"num_bytes_read", "num_bytes_sent", b"num_bytes_sent", "num_bytes_stored", b"num_bytes_stored", "num_disk_bytes", b"num_disk_bytes", "num_disk_bytes_read", b"num_disk_bytes_read"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

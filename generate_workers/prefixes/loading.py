@@ -2,8 +2,9 @@
 
 A transport.kv_sink.KvPrefixes, called by `transport.kv_receiver`; it leases from `slots.table`. Blocks are opened, and
 so locked, before the lease says that they are present. They are copied while the prefill runs, by one more writer of
-the slot, which commit waits for as for any other. Opening and copying have threads of their own: heartbeats go to the
-loop's pool and never wait for disks. The engine's thread has no part in either.
+the slot, which commit waits for as for any other. Opening and copying have threads of their own, which wait for a disk
+for seconds at most (`modeling.prefix_store.disk_tier`). The engine's thread has no part in either, nor have heartbeats:
+they use the loop's pool and tell the disk's last count.
 """
 
 import asyncio

@@ -44,13 +44,17 @@ class BlockWriter:
     """A block that is being written: made under the folder's lock, then to be allocated. `drop` may be called on any
     thread, all other methods on one at a time."""
 
-    def __init__(self, path: Path, layout: KvLayout, tokens: TokenRange, used_ns: int) -> None:
-        """Claim the block's bytes. Raises ConfigError when no file can be made there."""
+    def __init__(
+        self, path: Path, layout: KvLayout, tokens: TokenRange, used_ns: int, *, in_memory: bool = True
+    ) -> None:
+        """Claim the block's bytes, in a file that is memory or on disk. Raises ConfigError when no file can be made
+        there."""
         self.name = path.name
         self.tokens = tokens
         self._path = path
         self._layout = layout
         self._used_ns = used_ns
+        self._in_memory = in_memory
         self._num_missing = layout.num_layers * len(tokens)
         self._num_bytes = HEADER_BYTES + len(tokens) * layout.token_bytes
         self._over = True
@@ -67,18 +71,26 @@ class BlockWriter:
         """Allocate the block's memory, so that no write runs out of it; return whether there was enough."""
         try:
             os.posix_fallocate(self._file, 0, self._num_bytes)
-            mapping = mmap.mmap(self._file, self._num_bytes)
+            # a write to a mapped file on disk would hold the GIL for as long as the disk takes
+            mapping = mmap.mmap(self._file if self._in_memory else -1, self._num_bytes)
         except OSError as error:
             logger.warning("block %s is not kept, as there is no memory: %s", self.name, error)
             return False
         mapping[:NUM_KNOWN_BYTES] = header_of(self.name, self._layout, len(self.tokens))
-        self._kv = KvBuffer.over(self._layout, self.tokens, memoryview(mapping)[HEADER_BYTES:])
+        self._content = memoryview(mapping)
+        self._kv = KvBuffer.over(self._layout, self.tokens, self._content[HEADER_BYTES:])
         return True
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Copy the rows of `tokens`, all of them the block's, in `layer` into place. Each row must be written once."""
+        """Copy the rows of `tokens`, all of them the block's, in `layer` into place. Each row must be written once.
+        With its last row a block on disk is written to its file: raises OSError, and blocks as long as that takes."""
         self._kv.write(layer, tokens, data)
         self._num_missing -= len(tokens)
+        if not self._num_missing and not self._in_memory:
+            num_written = 0
+            while num_written < self._num_bytes:
+                num_written += os.pwrite(self._file, self._content[num_written:], num_written)
+            del self._kv, self._content
 
     def seal(self) -> None:
         """Give the file its block's name, after all rows were written. Call under the folder's lock, so that the file

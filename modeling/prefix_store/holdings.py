@@ -14,5 +14,7 @@ class Holdings:
     num_bytes: int
     limit_bytes: int
     num_disk_bytes: int = 0
-    """Bytes of the store below, on disk, counted within the last COUNTED_S; 0 without one."""
+    """Bytes of the store below, on disk, when they were counted last; 0 without one. Counted each COUNTED_S."""
     limit_disk_bytes: int = 0
+    disk_fault: str = ""
+    """Why the store below is not used, in one line; empty while it is."""

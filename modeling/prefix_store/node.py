@@ -1,14 +1,19 @@
 """One worker's use of its node's prefix store: the folder in memory, the one on disk, if any, and their blocks.
 
 Both worker roles make one at their start and close it at their end. The folders' last user removes them (`folder`).
+Neither waits for a disk that does not answer (`disk_tier`).
 """
 
+import threading
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from baton.clock import Clock
+from baton.errors import ConfigError
 from baton.types import KvLayout
-from modeling.prefix_store.folder import StoreFolder
+from modeling.prefix_store.disk_tier import ANSWER_S, FOLDER_S, DiskTier
+from modeling.prefix_store.folder import StoreFolder, sweep
 from modeling.prefix_store.store import PrefixStore
 
 
@@ -18,6 +23,8 @@ class DiskPlace:
 
     folder: Path
     limit_bytes: int
+    answer_s: float = ANSWER_S
+    """Seconds without an answer after which the disk is not used until it answers."""
 
 
 class NodeStore:
@@ -33,16 +40,38 @@ class NodeStore:
         disk: DiskPlace | None = None,
         key: str = "",
     ) -> None:
-        """`key`: the secret of those who share the store (see StoreFolder). Raises ConfigError when a folder cannot be
-        made."""
-        self._folders = [StoreFolder(folder, key)]
-        below = None
+        """`key`: the secret of those who share the store (see StoreFolder). Raises ConfigError when no folder can be
+        made in memory."""
+        self._key = key
+        self._lock = threading.Lock()
+        """Guards `_disk_folder` and `_is_closed`."""
+        self._disk_folder: StoreFolder | None = None
+        self._is_closed = False
+        self._folder = StoreFolder(folder, key)
+        self._below = None
         if disk is not None:
-            self._folders.append(StoreFolder(disk.folder, key))
-            below = PrefixStore(self._folders[1].path, layout, limit_bytes=disk.limit_bytes, clock=clock)
-        self.blocks = PrefixStore(self._folders[0].path, layout, limit_bytes=limit_bytes, clock=clock, below=below)
+            opening = partial(self._open_disk, disk, layout, clock)
+            self._below = DiskTier(opening, disk.folder, disk.limit_bytes, clock=clock, answer_s=disk.answer_s)
+        self.blocks = PrefixStore(self._folder.path, layout, limit_bytes=limit_bytes, clock=clock, below=self._below)
 
     def close(self) -> None:
         """Let go of the folders. Call once."""
-        for folder in self._folders:
+        self._folder.close()
+        with self._lock:
+            self._is_closed = True
+            on_disk = self._disk_folder
+        if self._below is not None and on_disk is not None:
+            self._below.ask(lambda _: on_disk.close(), None, FOLDER_S)
+
+    def _open_disk(self, disk: DiskPlace, layout: KvLayout, clock: Clock) -> PrefixStore:
+        """Hold the folder on disk and return its store; remove what killed clusters left next to it meanwhile."""
+        folder = StoreFolder(disk.folder, self._key)
+        with self._lock:
+            is_late = self._is_closed
+            self._disk_folder = None if is_late else folder
+        if is_late:
             folder.close()
+            raise ConfigError(f"prefix store: {disk.folder} answered when its worker had ended")
+        store = PrefixStore(folder.path, layout, limit_bytes=disk.limit_bytes, clock=clock)
+        threading.Thread(target=sweep, args=(disk.folder.parent,), name="prefix-sweep", daemon=True).start()
+        return store

@@ -14,7 +14,8 @@ What holds at any moment, even when processes die:
               name, and it never changes again. A killed writer's file has no lock: the next `take` removes it
 
 A store may have another one below it, on disk, with a folder and a bound of its own. Blocks are copied there after they
-are sealed, when no request waits for it, and not when they are evicted, when one does. Readers get copies from there.
+are sealed, when no request waits for it, and not when they are evicted, when one does. Readers get copies from there. A
+disk that does not answer counts as empty (`disk_tier`).
 
 So locks die with their process, and no process keeps a list of readers. Files are mapped copy-on-write: readers share
 their pages and cannot spoil them. No state but the files: any thread, any process of the node, of either role.
@@ -23,11 +24,12 @@ their pages and cannot spoil them. No state but the files: any thread, any proce
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from baton.clock import Clock
@@ -45,6 +47,7 @@ from modeling.prefix_store.block_files import (
     is_there,
     kv_of,
 )
+from modeling.prefix_store.disk_tier import FOLDER_S, DiskTier
 from modeling.prefix_store.folder import MEMORY, boot_id
 from modeling.prefix_store.holdings import COUNTED_S, Holdings
 from modeling.prefix_store.shelf import LOCK, Shelf, files_in
@@ -120,7 +123,13 @@ class PrefixStore:
     unix time orders blocks by last use. Raises ConfigError when there is no such folder."""
 
     def __init__(
-        self, folder: Path, layout: KvLayout, *, limit_bytes: int, clock: Clock, below: "PrefixStore | None" = None
+        self,
+        folder: Path,
+        layout: KvLayout,
+        *,
+        limit_bytes: int,
+        clock: Clock,
+        below: "DiskTier[PrefixStore] | None" = None,
     ) -> None:
         """`below`: a store on disk, with a bound of its own, in which blocks are looked up when they are gone here."""
         if not folder.is_dir():
@@ -134,37 +143,50 @@ class PrefixStore:
         stat = folder.stat()
         self.identity = f"{boot_id()}:{stat.st_dev}:{stat.st_ino}"
         """Id of the folder: equal for all processes that share it, different for every other or later folder."""
-        self._disk_count = 0, -COUNTED_S
-        """Bytes of the store below when they were counted last, and the instant."""
+        self._num_disk_bytes = 0
+        """Bytes of the store below when they were counted last."""
+        self._counted_s = -math.inf
+        """Time when a count of them was last begun."""
 
     def holdings(self) -> Holdings:
         """Return what the store holds now: nothing where the folder is gone. Files of killed writers count until a
-        process takes room. While others write, a block and its successor may both count."""
+        process takes room. While others write, a block and its successor may both count. Does not wait for a disk: of
+        the store below it returns the last count, and begins another each COUNTED_S."""
         sizes = [stat.st_size for _, stat in files_in(self._folder)]
-        limit_disk_bytes = 0 if self.below is None else self.below.limit_bytes
-        return Holdings(len(sizes), sum(sizes), self.limit_bytes, self._num_disk_bytes(), limit_disk_bytes)
-
-    def _num_disk_bytes(self) -> int:
-        """Return the bytes of the store below, which are seldom counted: a disk may hold very many files."""
+        held = Holdings(len(sizes), sum(sizes), self.limit_bytes)
         if self.below is None:
-            return 0
-        num_bytes, counted_s = self._disk_count
+            return held
         now_s = self._clock.now_s()
-        if now_s - counted_s >= COUNTED_S:
-            num_bytes = sum(stat.st_size for _, stat in files_in(self.below._folder))
-            self._disk_count = num_bytes, now_s
-        return num_bytes
+        if now_s - self._counted_s >= COUNTED_S:
+            self._counted_s = now_s
+            self.below.begin(self._count)
+        limit_bytes, fault = self.below.limit_bytes, self.below.fault
+        return replace(held, num_disk_bytes=self._num_disk_bytes, limit_disk_bytes=limit_bytes, disk_fault=fault)
 
     def names(self) -> list[str]:
         """Return the names of all sealed blocks: those below first, then those here, from the one used longest ago."""
-        files = files_in(self._folder)
-        sealed = sorted((stat.st_mtime_ns, name) for name, stat in files if not name.startswith(UNSEALED))
-        below = self.below.names() if self.below is not None else []
-        return list(dict.fromkeys([*below, *(name for _, name in sealed)]))
+        below = self.below.ask(self._files_below, []) if self.below is not None else []
+        return list(dict.fromkeys([*_sealed(below), *_sealed(files_in(self._folder))]))
 
     def has(self, name: str) -> bool:
         """Return whether the block is stored here or below, now."""
-        return has_file(self._path(name)) or (self.below is not None and self.below.has(name))
+        return has_file(self._path(name)) or (
+            self.below is not None and self.below.ask(lambda below: below.has(name), False)
+        )
+
+    def _files_below(self, below: "PrefixStore") -> list[tuple[str, os.stat_result]]:
+        assert self.below is not None
+        files = []
+        for file in files_in(below._folder):
+            self.below.answered()
+            files.append(file)
+        return files
+
+    def _count(self, below: "PrefixStore") -> None:
+        try:
+            self._num_disk_bytes = sum(stat.st_size for _, stat in self._files_below(below))
+        except OSError as error:
+            logger.warning("prefix store: the files on disk cannot be counted: %s", error)
 
     def sink(self, names: Sequence[str], tokens: TokenRange, block_tokens: int) -> list[str]:
         """Copy consecutive blocks of a prompt, which together are `tokens`, to the store below, if there is one. Return
@@ -175,7 +197,13 @@ class PrefixStore:
         """
         if self.below is None or not names:
             return []
-        room = self.below.take(names, tokens, block_tokens)
+        gone = self.below.ask(lambda below: self._sink(below, names, tokens, block_tokens), [], FOLDER_S)
+        return [name for name in gone if not has_file(self._path(name))]
+
+    def _sink(self, below: "PrefixStore", names: Sequence[str], tokens: TokenRange, block_tokens: int) -> list[str]:
+        """Copy blocks to the store below, and return the names of those that are no longer there."""
+        assert self.below is not None
+        room = below.take(names, tokens, block_tokens)
         try:
             for index, writer in enumerate(room.writers):
                 try:
@@ -186,10 +214,11 @@ class PrefixStore:
                     break
                 for layer in range(self.layout.num_layers):
                     writer.write(layer, writer.tokens, block.export(layer, writer.tokens))
+                self.below.answered()
             room.seal()
         finally:
             room.drop()
-        return [name for name in room.evicted if not self.has(name)]
+        return [name for name in room.evicted if not below.has(name)]
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -249,8 +278,9 @@ class PrefixStore:
             with self.locked():
                 self._claim(room, paths, tokens.split(block_tokens), spared)
             room.allocate()
-            if self.below is not None:
-                room.evicted = [name for name in room.evicted if not self.below.has(name)]
+            if self.below is not None and room.evicted:
+                gone = room.evicted
+                room.evicted = self.below.ask(lambda below: [name for name in gone if not below.has(name)], gone)
         except BaseException:
             room.drop()
             raise
@@ -273,7 +303,7 @@ class PrefixStore:
             shelf.num_bytes += size
             if shelf.num_bytes > min(self.limit_bytes, left_bytes):
                 break
-            room.writers.append(BlockWriter(path, self.layout, part, now_ns - index))
+            room.writers.append(BlockWriter(path, self.layout, part, now_ns - index, in_memory=self._in_memory))
 
     def _open(self, name: str, tokens: TokenRange, used_ns: int) -> tuple[KvBuffer, int]:
         try:
@@ -281,8 +311,10 @@ class PrefixStore:
         except StalePrefixError:
             if self.below is None:
                 raise
-            block = self.below._open_here(name, tokens, used_ns)
-            return block, block.num_bytes
+        block = self.below.ask(lambda below: below._open_here(name, tokens, used_ns), None)
+        if block is None:
+            raise StalePrefixError(f"block {name} is not in memory, and the disk does not answer: prefill without it")
+        return block, block.num_bytes
 
     def _open_here(self, name: str, tokens: TokenRange, used_ns: int) -> KvBuffer:
         path = self._path(name)
@@ -318,3 +350,10 @@ class PrefixStore:
         if not _NAME.fullmatch(name):
             raise InvalidArgumentError(f"block {name!r} is no name: use up to 128 letters, digits, - or _")
         return self._folder / name
+
+
+def _sealed(files: Iterable[tuple[str, os.stat_result]]) -> list[str]:
+    """Return the names of the sealed blocks among a folder's files, the one used longest ago first."""
+    return [
+        name for _, name in sorted((stat.st_mtime_ns, name) for name, stat in files if not name.startswith(UNSEALED))
+    ]

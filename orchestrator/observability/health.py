@@ -27,8 +27,8 @@ def why_not_serving(
 def why_degraded(
     groups: Sequence[GroupState], absent: Sequence[AbsentGroup] = (), surplus: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Return a line for each group that gets no work, and for the consequence; none while all groups get work, but for
-    those of which there are enough (`surplus`, by name)."""
+    """Return a line for each group that gets no work, for the consequence, and for each group that cannot use its
+    node's disk. Returns none for groups of which there are enough (`surplus`, by name)."""
     idle = [group for group in groups if not group.is_ready and group.name not in surplus]
     reasons = [f"{group.name} {_absence(group)}" for group in idle]
     lent = {group.lender: group.name for group in groups if group.lender}
@@ -37,6 +37,9 @@ def why_degraded(
     roles = {*(group.role for group in groups), *(group.role for group in absent)}
     if "prefill" in roles and not any(group.is_ready for group in groups if group.role == "prefill"):
         reasons.append("no prefill group is ready: generation groups prefill by themselves")
+    for group in groups:
+        faults = {status.prefix_store.disk_fault for status in group.statuses} - {""}
+        reasons += [f"{group.name} keeps no prefixes on disk: {fault}" for fault in sorted(faults)]
     return tuple(reasons)
 
 

@@ -4,6 +4,9 @@ import asyncio
 import dataclasses
 import itertools
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -23,8 +26,10 @@ from baton.types import FinishReason, SampledToken
 from baton.v1 import generate_pb2
 from generate_workers.config import EngineConfig
 from generate_workers.servicer import GenerationServer
+from modeling.prefix_store.node import DiskPlace
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.engines.generation_servers import SHORT, Client, ids_in, read, serving
+from tests.support.engines.prefixes import PLENTY, hung, prefix_folder
 from tests.support.engines.slot_tables import page_bytes
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import letter_tokenizer, text_of
@@ -84,6 +89,19 @@ async def test_scores_that_fit_into_no_message_end_their_own_stream(
         await read(scored)
     assert ids_in(await read(other)) == reference_ids(client.decoder, prompt(12), SHORT)
     await eventually(client.num_streams, lambda number: number == 0)
+
+
+async def test_a_disk_that_never_answers_delays_neither_start_nor_streams_nor_heartbeats(tmp_path: Path) -> None:
+    disk = DiskPlace(tmp_path / "disk", PLENTY, answer_s=0.01)
+    with prefix_folder() as folder:
+        with hung(disk.folder):
+            async with serving(CONFIG, prefix_folder=folder, prefix_disk=disk) as client:
+                asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+                events = await read(client.open(prompt(40)))
+                assert ids_in(events) == reference_ids(client.decoder, prompt(40), SHORT)
+                for _ in range(10):
+                    assert "does not answer" in (await client.status()).prefix_store.disk_fault
+        await eventually(partial(asyncio.to_thread, disk.folder.exists), lambda exists: not exists)
 
 
 async def test_streams_of_many_clients_do_not_mix(client: Client) -> None:

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import grpc
 import torch
@@ -17,8 +18,10 @@ from generate_workers.config import EngineConfig
 from generate_workers.servicer import GenerationServer
 from modeling.forward.decoder import Decoder
 from modeling.kv.buffers import KvBuffer
+from modeling.prefix_store.node import DiskPlace
 from orchestrator.workers.streams import SharedStreams, StreamPart
 from tests.support.engines.generation import eos_decoder, prefilled, sampled_next
+from tests.support.engines.prefixes import PLENTY
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import letter_tokenizer
 from tests.support.wire.secret import SECRET
@@ -112,13 +115,26 @@ def ids_in(events: list[TokenEvent]) -> list[int]:
 
 @asynccontextmanager
 async def serving(
-    config: EngineConfig, decoder: Decoder | None = None, tokenizer: Tokenizer | None = None
+    config: EngineConfig,
+    decoder: Decoder | None = None,
+    tokenizer: Tokenizer | None = None,
+    *,
+    prefix_folder: Path | None = None,
+    prefix_disk: DiskPlace | None = None,
 ) -> AsyncIterator[Client]:
     """A tiny model's server, unless a decoder is given."""
     torch.set_num_threads(1)
     decoder, tokenizer = decoder or eos_decoder(), tokenizer or letter_tokenizer()
     server = await GenerationServer.start(
-        decoder, tokenizer, config, clock=SystemClock(), host="127.0.0.1", secret=SECRET
+        decoder,
+        tokenizer,
+        config,
+        clock=SystemClock(),
+        host="127.0.0.1",
+        secret=SECRET,
+        prefix_folder=prefix_folder,
+        prefix_bytes=PLENTY,
+        prefix_disk=prefix_disk,
     )
     try:
         async with make_channel(f"127.0.0.1:{server.port}", secret=SECRET) as channel:

@@ -1,5 +1,7 @@
 """Prefix stores for tests: a folder in memory that must be left clean, and blocks to put there."""
 
+import fcntl
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +13,7 @@ from baton.clock import Clock
 from baton.types import KvLayout, TokenRange
 from modeling.kv.buffers import KvBuffer
 from modeling.prefix_store.block_files import HEADER_BYTES
+from modeling.prefix_store.disk_tier import DiskTier
 from modeling.prefix_store.store import BlockRoom, PrefixStore
 from tests.support.engines.chains import until
 from tests.support.manual_clock import ManualClock
@@ -41,6 +44,23 @@ def prefix_folder() -> Iterator[Path]:
 def store_in(folder: Path, layout: KvLayout, *, limit_bytes: int = PLENTY, clock: Clock | None = None) -> PrefixStore:
     """A store whose clock stands still, unless it is given one."""
     return PrefixStore(folder, layout, limit_bytes=limit_bytes, clock=clock or ManualClock(1e9))
+
+
+def on_disk(store: PrefixStore) -> DiskTier[PrefixStore]:
+    """The store as one below another, whose clock stands still."""
+    return DiskTier(lambda: store, Path("the disk"), store.limit_bytes, clock=ManualClock(1e9))
+
+
+@contextmanager
+def hung(folder: Path) -> Iterator[None]:
+    """A folder that can be neither opened nor closed: who asks for its lock gets no answer."""
+    folder.mkdir(0o700)
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
 
 
 def file_bytes(layout: KvLayout, block_tokens: int) -> int:

@@ -10,7 +10,7 @@ from baton.types import KvLayout, TokenRange
 from modeling.kv.buffers import KvBuffer
 from modeling.prefix_store.store import Filled, PrefixStore
 from prefill_workers.prefix_filling import PrefixFilling
-from tests.support.engines.prefixes import PLENTY, blocks_in, file_bytes, keep, store_in
+from tests.support.engines.prefixes import PLENTY, blocks_in, file_bytes, keep, on_disk, store_in
 from tests.support.manual_clock import ManualClock
 
 LAYOUT = KvLayout("model", 2, 1, 4, "float32")
@@ -131,7 +131,7 @@ def test_a_disk_that_fails_takes_nothing_from_what_is_in_memory(
     disk = tmp_path / "disk"
     disk.mkdir()
     below = store_in(disk, LAYOUT)
-    store = PrefixStore(folder, LAYOUT, limit_bytes=PLENTY, clock=ManualClock(1e9), below=below)
+    store = PrefixStore(folder, LAYOUT, limit_bytes=PLENTY, clock=ManualClock(1e9), below=on_disk(below))
     disk.rmdir()
     filled = filling(store)
     compute(filled, kv, START)

@@ -12,11 +12,11 @@ import pytest
 from baton.errors import BatonError, InvalidArgumentError, StalePrefixError
 from baton.ids import Stamp
 from baton.types import LeaseRef
-from baton.v1 import prefill_pb2
+from baton.v1 import common_pb2, prefill_pb2
 from modeling.prefix_store.node import DiskPlace
 from tests.support.engines.chains import cached_prefix
 from tests.support.engines.prefill_servers import CHUNKS, IDS, TIMEOUT_S, Ranks, two_ranks
-from tests.support.engines.prefixes import PLENTY, blocks_in, file_bytes, keep, mapped, prefix_folder, store_in
+from tests.support.engines.prefixes import PLENTY, blocks_in, file_bytes, hung, keep, mapped, prefix_folder, store_in
 from tests.support.eventually import eventually
 from tests.support.manual_clock import ManualClock
 from tests.support.models.tiny_models import random_decoder
@@ -155,6 +155,27 @@ async def test_heartbeats_do_not_wait_for_blocks(ranks: Ranks, folder: Path) -> 
             assert (await ranks.status(1)).num_jobs == 0
     last, _ = await asyncio.gather(*running)
     assert tuple(last.stored_blocks) == NAMES
+
+
+async def test_a_disk_that_never_answers_delays_neither_start_nor_prompts_nor_heartbeats(tmp_path: Path) -> None:
+    disk = DiskPlace(tmp_path / "disk", PLENTY, answer_s=0.01)
+    with prefix_folder() as folder:
+        with hung(disk.folder):
+            async with two_ranks(folder, disk) as ranks:
+                await ranks.start_epoch()
+                asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+                lease = await ranks.lease()
+                job = behind(ranks.job(lease), 0)
+                _, last = await asyncio.gather(ranks.run(0, job), ranks.run(1, job))
+                ranks.check_slot(lease)
+                assert tuple(last.stored_blocks) == NAMES
+                listed = await ranks.stubs[1].ListPrefixBlocks(common_pb2.ListPrefixBlocksRequest(), timeout=TIMEOUT_S)
+                assert set(listed.blocks) == set(NAMES)
+                for _ in range(10):
+                    store = (await ranks.status(1)).prefix_store
+                    assert (store.num_blocks, store.num_disk_bytes) == (7, 0)
+                    assert store.disk_fault.startswith(f"{disk.folder} does not answer")
+        await eventually(partial(asyncio.to_thread, disk.folder.exists), lambda exists: not exists, TIMEOUT_S)
 
 
 async def test_rank_that_waits_long_for_blocks_fails_no_job_and_no_epoch() -> None:

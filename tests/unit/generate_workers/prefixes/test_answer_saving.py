@@ -23,7 +23,7 @@ from generate_workers.streams.open_streams import OpenStreams
 from modeling.prefix_store.store import Filled, PrefixStore
 from tests.support.engines.chains import until
 from tests.support.engines.generation import WAIT_S, Collector, Harness, eos_decoder, harness, prefilled, prompt
-from tests.support.engines.prefixes import PLENTY, blocks_in, file_bytes, store_in
+from tests.support.engines.prefixes import PLENTY, blocks_in, file_bytes, on_disk, store_in
 from tests.support.engines.slot_tables import is_empty, page_bytes
 
 BLOCK = 8
@@ -220,7 +220,7 @@ def test_a_saver_outlives_unexpected_errors(folder: Path, tmp_path: Path, monkey
 
     below = store_in(tmp_path, DECODER.layout)
     store = store_in(folder, DECODER.layout)
-    store.below = below
+    store.below = on_disk(below)
     monkeypatch.setattr(store, "sink", fail)
     with harness(decoder=DECODER, store=store) as made:
         for _ in range(2):
@@ -231,7 +231,7 @@ def test_a_saver_outlives_unexpected_errors(folder: Path, tmp_path: Path, monkey
 
 def test_the_disk_delays_no_slot(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, store = threading.Event(), store_in(folder, DECODER.layout)
-    store.below = store_in(tmp_path, DECODER.layout)
+    store.below = on_disk(store_in(tmp_path, DECODER.layout))
     monkeypatch.setattr(store, "sink", lambda *_: opened.wait(2 * WAIT_S))
     with harness(decoder=DECODER, store=store) as made:
         try:

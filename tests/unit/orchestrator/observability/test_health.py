@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from grpc_health.v1 import health_pb2
 
-from baton.cluster_state import GenerationStatus, GroupState
+from baton.cluster_state import GenerationStatus, GroupState, PrefillStatus
+from baton.v1.common_pb2 import PrefixStoreStatus
 from generate_workers.slots.leases import SlotState
 from orchestrator.membership.view import AbsentGroup
 from orchestrator.observability.health import why_degraded, why_not_serving
@@ -71,6 +72,13 @@ def test_a_group_that_has_lent_its_workers_is_not_said_to_have_left() -> None:
     absent = [AbsentGroup("g", "generate")]
     reasons = why_degraded([replace(CHAIN, name="q", lender="g"), replace(GROUP, name="h")], absent)
     assert reasons == ("g has lent its workers: `baton flip q --undo` returns that of q",)
+
+
+def test_a_disk_that_is_not_used_is_said_once_for_each_group() -> None:
+    store = PrefixStoreStatus(disk_fault="/disk does not answer")
+    chain = replace(CHAIN, ranks={rank: PrefillStatus(prefix_store=store) for rank in (0, 1)})
+    group = replace(GROUP, generation=GenerationStatus(prefix_store=PrefixStoreStatus()))
+    assert why_degraded([group, chain]) == ("p keeps no prefixes on disk: /disk does not answer",)
 
 
 def test_without_chains_configured_nothing_is_degraded() -> None:

@@ -1,0 +1,147 @@
+"""A store on a disk that may never answer: a file server that is away, a disk that dies.
+
+A call of such a disk cannot be interrupted, so no start, request or heartbeat may wait for it. Each call, opening
+included, runs on a thread of its own, a daemon. Its caller waits for ANSWER_S at most after the disk's last answer.
+From then on, until the call returns, the tier counts as empty: no other call is made, and `fault` says why.
+
+Used by `modeling.prefix_store.store`, below which it lies. Any thread.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from baton.clock import Clock
+from baton.errors import BatonError
+
+logger = logging.getLogger(__name__)
+
+ANSWER_S = 2.0
+"""Seconds after which a disk that has not answered counts as hung. Most blocks are computed in less."""
+
+FOLDER_S = 30.0
+"""The same while a whole folder is listed or removed, for which no request waits."""
+
+Store = TypeVar("Store")
+Result = TypeVar("Result")
+Other = TypeVar("Other")
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call of the disk that has not returned."""
+
+    within_s: float
+    """Seconds that it has after each answer."""
+    due_s: float
+    """Time from which the disk counts as hung, unless it answers before."""
+    num_answers: int = 0
+
+
+class DiskTier(Generic[Store]):
+    """The store in a folder on disk, which `open_store` makes; `limit_bytes` is its bound."""
+
+    def __init__(
+        self,
+        open_store: Callable[[], Store],
+        folder: Path,
+        limit_bytes: int,
+        *,
+        clock: Clock,
+        answer_s: float = ANSWER_S,
+    ) -> None:
+        """Open the store, and return after `answer_s` seconds if that takes longer. A store that cannot be opened is no
+        error: `fault` says so."""
+        self.limit_bytes = limit_bytes
+        self._folder, self._clock, self._answer_s = folder, clock, answer_s
+        self._store: Store | None = None
+        self._error = ""
+        self._lock = threading.Lock()
+        """Guards `_calls` and their fields."""
+        self._calls: dict[threading.Thread, _Call] = {}
+        self._ask(partial(self._open, open_store), None, answer_s)
+
+    @property
+    def fault(self) -> str:
+        """Return why the disk is not used now, in one line; empty while it is used."""
+        with self._lock:
+            is_hung = any(self._clock.now_s() >= call.due_s for call in self._calls.values())
+        if is_hung:
+            return (
+                f"{self._folder} does not answer: check the disk; nothing is read from it or kept there until it does"
+            )
+        return self._error
+
+    def ask(self, work: Callable[[Store], Result], otherwise: Other, within_s: float | None = None) -> Result | Other:
+        """Return what `work` returns for the store, or `otherwise` when the store is not open or does not answer: at
+        once when that is known, else after `within_s` seconds (by default the tier's) without an answer. `work` then
+        goes on by itself, and what it returns is lost. Raises what `work` raises."""
+        store = self._store
+        if store is None or self.fault:
+            return otherwise
+        return self._ask(partial(work, store), otherwise, within_s or self._answer_s)
+
+    def begin(self, work: Callable[[Store], None]) -> None:
+        """Begin `work`, which must raise nothing, and do not wait for it. Does nothing when the store is not open or
+        does not answer."""
+        store = self._store
+        if store is not None and not self.fault:
+            self._begin(partial(work, store), self._answer_s)
+
+    def answered(self) -> None:
+        """Note, from within `work`, that the disk has answered: `work` has all its seconds again."""
+        with self._lock:
+            call = self._calls[threading.current_thread()]
+            call.num_answers += 1
+            call.due_s = self._clock.now_s() + call.within_s
+
+    def _open(self, open_store: Callable[[], Store]) -> None:
+        try:
+            self._store = open_store()
+        except (BatonError, OSError) as error:  # memory's tier works without it
+            self._error = f"{error}; nothing is kept on disk until the worker starts again"
+            logger.warning("%s", self._error)
+
+    def _ask(self, work: Callable[[], Result], otherwise: Other, within_s: float) -> Result | Other:
+        call, running = self._begin(work, within_s)
+        num_seen = -1
+        while num_seen < call.num_answers:
+            num_seen = call.num_answers
+            if wait([running], within_s).done:
+                try:
+                    return running.result()
+                finally:
+                    del running  # its error's traceback has this frame
+        with self._lock:
+            call.due_s = self._clock.now_s()
+        logger.warning("prefix store: %s", self.fault or f"{self._folder} answers late")
+        return otherwise
+
+    def _begin(self, work: Callable[[], Result], within_s: float) -> "tuple[_Call, Future[Result]]":
+        call, running = _Call(within_s, self._clock.now_s() + within_s), Future[Result]()
+        thread = threading.Thread(target=self._run, args=(work, running), name="prefix-disk", daemon=True)
+        with self._lock:
+            self._calls[thread] = call
+        thread.start()
+        return call, running
+
+    def _run(self, work: Callable[[], Result], running: "Future[Result]") -> None:
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001 - it is raised where the call is waited for
+            self._end()
+            running.set_exception(error)
+        else:
+            self._end()
+            running.set_result(result)
+        finally:
+            del work, running  # an error's traceback has this frame
+
+    def _end(self) -> None:
+        with self._lock:
+            del self._calls[threading.current_thread()]
