@@ -14,6 +14,19 @@ class Clock(Protocol):
         """Return wall-clock time in unix nanoseconds, for timestamps that leave the process."""
 
 
+class SteadyTime:
+    """Unix time that is read once and moved on by the monotonic clock: its differences are durations, whatever steps
+    the wall clock makes."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._unix_ns, self._at_s = clock.unix_ns(), clock.now_s()
+
+    def unix_ns(self) -> int:
+        """Return the present time, in unix nanoseconds."""
+        return self._unix_ns + round((self._clock.now_s() - self._at_s) * 1e9)
+
+
 class SystemClock:
     """The clock of the machine that this process runs on."""
 

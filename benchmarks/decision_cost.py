@@ -115,7 +115,8 @@ def chooser_ms(planner: RecallingPlanner, num_groups: int, num_calls: int, *, is
 
 def _busy(chooser: Chooser, members: Members, work: ExitStack) -> None:
     """Give all groups work, and an eighth of the stores the first blocks of the prompt."""
-    now_s, num_groups = time.time(), len(members.present.prefill)
+    clock = SystemClock()
+    now_s, num_groups = clock.now_s(), len(members.present.prefill)
     blocks = PromptBlocks.of(tuple(range(PROMPT)), OrchestratorConfig().block_tokens, "")
     for number in range(0, num_groups, max(num_groups // 8, 1)):
         chooser.prefixes.use(members.present.prefill[number].prefix_store, blocks.names[: 1 + number % 5])
@@ -126,8 +127,8 @@ def _busy(chooser: Chooser, members: Members, work: ExitStack) -> None:
     for number, row in ((each, row) for each in range(num_groups) for row in range(8 + each % 5)):
         prompt = (number, *range(100 + (70 * number + 50 * row) % 900))
         record = RequestRecord.of(Request(RequestId(f"{number}.{row}"), prompt, SamplingParams(max_tokens=200)), 1)
-        record.admit(1)
-        record.place(1)
+        record.admit(clock)
+        record.place(clock)
         generation = members.present.generation[number]
         work.enter_context(members.hold(generation.name, 1))
         chooser.occupancy.place(record, generation.life)

@@ -191,7 +191,7 @@ class Controller:
     def _emit(self, run: _Run, event: TokenEvent) -> None:
         echo = run.record.request.echo
         if event.token is not None:
-            run.record.see_token(self._clock.unix_ns())
+            run.record.see_token(self._clock.now_s())
             if echo and event.index == 0:
                 event = replace(event, text=echo + event.text)
         run.outbox.put(event)
@@ -234,7 +234,7 @@ class Controller:
         try:
             async with asyncio.timeout(left_s):
                 await run.entry.admitted()
-                record.admit(self._clock.unix_ns())
+                record.admit(self._clock)
                 await self._attempts(record, emit, record.request.is_resumed)
         except TimeoutError:
             if not record.is_complete:  # else only timings came late
@@ -259,7 +259,7 @@ class Controller:
         run.outbox.put(finished)  # first, so that the client's stream ends even if the rest fails
         self._scaler.ended(record)
         if run.forecast is not None:
-            self._forecast.ended(record, run.forecast, finished.timings.finished_ns)
+            self._forecast.ended(record, run.forecast, self._clock.now_s())
         self._journal.ended(record, finished)
 
     def _interrupted(self, run: _Run) -> Finished:

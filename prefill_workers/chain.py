@@ -27,7 +27,7 @@ from concurrent.futures import Future
 
 from torch import Tensor
 
-from baton.clock import Clock
+from baton.clock import Clock, SteadyTime
 from baton.errors import NotFiniteError
 from baton.results.prefill_trace import Interval
 from baton.types import SampledToken
@@ -149,9 +149,9 @@ class ChainJob:
         decoder, relay = self._decoder, self.relay
         step = decoder.begin([self._kv.span])
         hidden_TD = decoder.embed(self._token_ids, step)
-        last_layer = decoder.config.num_layers - 1
+        last_layer, time = decoder.config.num_layers - 1, SteadyTime(self._clock)
         for layer in range(last_layer + 1):
-            start_ns = self._clock.unix_ns()
+            start_ns = time.unix_ns()
             q_TNH = decoder.project(layer, hidden_TD, step)
             own = self._kv.own_rows(layer)
             self._push(layer)
@@ -162,7 +162,7 @@ class ChainJob:
                 hidden_TD = yield from self._attend(layer, q_TNH[-1:], hidden_TD[-1:], own)
             else:
                 self._kv.leave(layer)
-            self._layer_spans.append(Interval(start_ns, self._clock.unix_ns()))
+            self._layer_spans.append(Interval(start_ns, time.unix_ns()))
         if relay.target is None and self.job.masks is not None and not self.job.masks.done():
             yield _MASKS
         self.outlet.finish(self._sample(hidden_TD) if relay.target is None else ())

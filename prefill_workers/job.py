@@ -45,7 +45,8 @@ class Job:
     """Consecutive pieces of cached KV that together have at least the tokens [0, chunks[0].start). Never written; all
     ranks of a node read them from the same memory. Empty when no prefix is cached."""
     due_s: float = 0.0
-    """Unix seconds. A rank serves the runnable job due first, and of equals the one with the lower number."""
+    """Seconds on the orchestrator's clock. A rank serves the runnable job due first, and of equals the one with the
+    lower number."""
     layer_s: float = 0.0
     """Predicted seconds of the longest layer on any of the job's ranks; 0 when unknown."""
     masks: "Future[list[TokenMasks]] | None" = None
@@ -54,7 +55,7 @@ class Job:
 
     def __post_init__(self) -> None:
         ranks, chunks = self.ranks, self.chunks
-        self._require(isfinite(self.due_s), "due_s", "use a time in unix seconds")
+        self._require(isfinite(self.due_s), "due_s", "use a time in seconds")
         self._require(0 <= self.layer_s < inf, "layer_s", "use a time, or 0 when it is unknown")
         self._require(bool(ranks) and list(ranks) == sorted(set(ranks)), "ranks", "name ranks once each, ascending")
         self._require(len(chunks) == len(ranks), "chunks", f"give one for each of {len(ranks)} ranks")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import grpc
 import xxhash
 
-from baton.clock import Clock, SystemClock
+from baton.clock import Clock, SteadyTime, SystemClock
 from baton.errors import ByteCountError, RequestCancelledError
 from baton.proto_types import range_to_proto
 from baton.types import KvLayout, Lease, LeaseRef, TokenRange
@@ -77,7 +77,7 @@ class PushSession:
     def __init__(self, open_route: OpenRoute, ref: LeaseRef, layout: KvLayout, clock: Clock) -> None:
         self._ref = ref
         self._layout = layout
-        self._clock = clock
+        self._time = SteadyTime(clock)
         self._loop = asyncio.get_running_loop()
         self._offers: deque[tuple[int, TokenRange, memoryview]] = deque()
         self._wake = asyncio.Event()
@@ -103,7 +103,7 @@ class PushSession:
         if self._ended:
             return
         if self._first_unix_ns is None:
-            self._first_unix_ns = self._clock.unix_ns()
+            self._first_unix_ns = self._time.unix_ns()
         self._offers.append((layer, tokens, data))
         self._wake_up()
 
@@ -174,7 +174,7 @@ class PushSession:
             raise self._miscount("fewer, and ended the push")
         if (reply.num_bytes, reply.num_pieces) != (self._num_bytes, self._num_pieces) or not self._finished:
             raise self._miscount(f"{reply.num_pieces} of {reply.num_bytes}")
-        now_ns = self._clock.unix_ns()
+        now_ns = self._time.unix_ns()
         return PushSummary(
             self._num_bytes,
             self._num_pieces,

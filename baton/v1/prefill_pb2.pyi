@@ -90,7 +90,7 @@ class PrefillJob(_message.Message):
     request_id: _builtins.str
     attempt: _builtins.int
     due_s: _builtins.float
-    """Unix seconds, the same on all ranks. Of two jobs that could go on, the one due earlier does; of two due at once,
+    """Seconds on the orchestrator's monotonic clock, the same on all ranks. Of two jobs that could go on, the one due earlier does; of two due at once,
     the one with the lower number. A job that is late has no disadvantage.
     """
     layer_s: _builtins.float

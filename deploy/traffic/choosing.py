@@ -54,14 +54,13 @@ class WholeChooser:
             tuple(each.prefill_view for each in prefill.values()),
             tuple(each.generation_view for each in generation.values()),
         )
-        now_ns = self._clock.unix_ns()
-        record, held = RequestRecord.of(_request(asked), now_ns), ExitStack()
-        record.admit(now_ns)
+        record, held = RequestRecord.of(_request(asked), self._clock.unix_ns()), ExitStack()
+        record.admit(self._clock)
         plan = self._chooser.plan_now(record, held) if prefill else None
         if plan is None or plan.way is None:
             held.close()
             return None
-        record.place(now_ns, placement=plan.placement)
+        record.place(self._clock, placement=plan.placement)
         self._placed[asked.number] = _Placed(record, held)
         if asked.blocks:
             self._chooser.prefixes.use(plan.way.group.prefix_store, plan.blocks.names)
@@ -73,7 +72,7 @@ class WholeChooser:
         """Record that a request's first token has been sent."""
         record = self._placed[number].record
         record.advance(RequestMove.TOKEN)
-        record.see_token(self._clock.unix_ns())
+        record.see_token(self._clock.now_s())
 
     def ended(self, number: int) -> None:
         """Record that a request has ended, and give back what it held."""

@@ -102,7 +102,7 @@ class Placing:
             return None
         by_name = {member.generation_view.name: member for member in roomy}
         chains: dict[int, PromptChains] = {}
-        blocks, now_s = asked.blocks, self._clock.unix_ns() / 1e9
+        blocks, now_s = asked.blocks, self._clock.now_s()
         names = [str(block) for block in blocks] if self._max_blocks else []
         if not len(prefill[0].chain):
             del prefill[1:]  # none is free sooner than an idle group

@@ -64,7 +64,7 @@ class LiveFleet:
 
     def _left_s(self) -> list[float]:
         """Return, for each prefill group that may get work, the seconds for which its jobs keep it busy."""
-        now_s, members = self._clock.unix_ns() / 1e9, self._members
+        now_s, members = self._clock.now_s(), self._members
         return [
             sum(sum(job.left_s.values()) for job in members.backlogs.pending(group.life, now_s)) / len(group.endpoints)
             for group in members.view.prefill

@@ -26,6 +26,9 @@ _ONE_IN_FORTY = 1.960
 _MOST_LATE = 3.0
 """Largest delay that counts, in corrected predictions: a request that hung says little about the next one."""
 
+_MOST_SLOW = 32.0
+"""Largest factor by which one request may count as slower than predicted: one that hung is no measure of the others."""
+
 
 class Turnover:
     """Measures how fast slots come free while a request waits for one.
@@ -89,6 +92,7 @@ class Correction:
 
     def observe(self, predicted_s: float, measured_s: float) -> None:
         """Record a request's measured seconds from leaving the queue to its first token, or to its end without one."""
+        measured_s = min(measured_s, _MOST_SLOW * predicted_s)
         corrected_s = self.factor * predicted_s
         delay_s = min(max(measured_s - corrected_s, 0.0), _MOST_LATE * corrected_s)
         self._squares = _KEPT * self._squares + predicted_s**2
@@ -129,14 +133,15 @@ class ChainForecast:
         predicted_s = self._chooser.predict_s(record)
         return Forecast(predicted_s, predicted_s * self._correction.cautious_factor)
 
-    def ended(self, record: RequestRecord, forecast: Forecast, finished_ns: int) -> None:
-        """Correct later predictions by a request that has ended, and for which this was the forecast.
+    def ended(self, record: RequestRecord, forecast: Forecast, finished_s: float) -> None:
+        """Correct later predictions by a request that ended at `finished_s`, and for which this was the forecast.
 
         Counts only a request that was predicted, got its slots and had one attempt. One that ended without a token
         would have taken longer, so it counts only if it had already taken longer than predicted.
         """
-        if not forecast.predicted_s or not record.attempt.leased_ns or record.attempt.number > 1:
+        if not forecast.predicted_s or record.attempt.leased_s is None or record.attempt.number > 1:
             return
-        took_s = ((record.first_seen_ns or finished_ns) - record.admitted_ns) / 1e9
-        if record.first_seen_ns or took_s > forecast.predicted_s * self._correction.factor:
+        has_token = record.first_seen_s is not None
+        took_s = (finished_s if record.first_seen_s is None else record.first_seen_s) - record.admitted_s
+        if has_token or took_s > forecast.predicted_s * self._correction.factor:
             self._correction.observe(forecast.predicted_s, took_s)

@@ -149,7 +149,7 @@ class Dispatcher:
             number = StreamNumber(next(self._numbers))
             async with self._ending(home, number, home.worker.take_over(record, number)) as stream:
                 event = await stream.read()
-                record.place(self._clock.unix_ns(), generation.residency, generation=generation.name)
+                record.place(self._clock, generation.residency, generation=generation.name)
                 logger.info("taken over request=%s group=%s", record.request_id, generation.name)
                 await follow(record, stream, event, emit, self._origins(home))
 
@@ -200,7 +200,7 @@ class Dispatcher:
         record, way = home.record, plan.way
         num_present = 0 if lease is None else lease.num_present_tokens
         record.place(
-            self._clock.unix_ns(),
+            self._clock,
             home.group.residency,
             placement=plan.placement,
             width=None if way is None else way.chain.choice,

@@ -69,7 +69,7 @@ class ChainRunner:
     @contextlib.contextmanager
     def _booked(self, job: PrefillJob) -> Iterator[None]:
         group, chain, record = job.group, job.chain, job.record
-        self._members.backlogs.add(group.life, job.number, chain.job, self._unix_s())
+        self._members.backlogs.add(group.life, job.number, chain.job, self._clock.now_s())
         logger.info(
             "prefill request=%s attempt=%d group=%s ranks=%s cached_tokens=%d: %s",
             *(record.request_id, record.attempt.number, group.name, ",".join(map(str, chain.ranks))),
@@ -81,10 +81,7 @@ class ChainRunner:
             self._release(job, chain.ranks)
 
     def _release(self, job: PrefillJob, ranks: Sequence[Rank]) -> None:
-        self._members.backlogs.release(job.group.life, job.number, ranks, self._unix_s())
-
-    def _unix_s(self) -> float:
-        return self._clock.unix_ns() / 1e9
+        self._members.backlogs.release(job.group.life, job.number, ranks, self._clock.now_s())
 
     async def _run(self, job: PrefillJob, owner: WorkerClient) -> tuple[RankTiming, ...]:
         """Run the job on all its ranks, renewing the lease; the first failure cancels the others and is raised."""

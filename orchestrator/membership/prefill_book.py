@@ -18,9 +18,9 @@ class Pending:
     """One job in flight, with the work that its ranks still have to do."""
 
     due_s: float
-    """Unix seconds that decide the order: of two jobs that could go on, a rank serves the one due earlier."""
+    """Time that decides the order: of two jobs that could go on, a rank serves the one due earlier."""
     latest_s: float
-    """Unix seconds by which this job must still be done if a job that comes later is to be served before it."""
+    """Time by which this job must still be done if a job that comes later is to be served before it."""
     left_s: Mapping[Rank, float]
     """Predicted seconds of computation left on each rank that has not done its part."""
     tenant: Tenant = DEFAULT_TENANT
@@ -28,7 +28,7 @@ class Pending:
 
 
 class Backlog:
-    """The jobs of one group's ranks. Times are unix seconds, `now_s` never far in the past."""
+    """The jobs of one group's ranks. Times are those of the orchestrator's monotonic clock."""
 
     def __init__(self) -> None:
         self._jobs: dict[JobId, tuple[Pending, dict[Rank, float]]] = {}

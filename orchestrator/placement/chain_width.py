@@ -106,8 +106,8 @@ class PromptChains:
         """Predicted seconds of the longest layer of any rank, by width, as far as chains were planned."""
 
     def plan(self, num_ranks: int, pending: Sequence[Pending], now_s: float) -> ChainPlan:
-        """Return the chain for a group of `num_ranks` with these jobs in flight, in serving order. `now_s` is in unix
-        seconds. Deterministic."""
+        """Return the chain for a group of `num_ranks` with these jobs in flight, in serving order. `now_s` is on the
+        orchestrator's monotonic clock. Deterministic."""
         elastic = self._policy.elastic
         most = min(num_ranks, len(self._tokens), self._planner.max_ranks)
         spaced = spaced_widths(most) if elastic else {most}

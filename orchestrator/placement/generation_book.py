@@ -24,7 +24,8 @@ class _Guest:
     record: RequestRecord
     attempt: int
     ends_s: float | None = None
-    """Time when the attempt's local prefill is predicted to be done, in unix seconds; None when a chain prefills."""
+    """Time on the clock's now_s() when the attempt's local prefill is predicted to be done; None when a chain
+    prefills."""
     nominal_s: float = 0.0
     """Predicted seconds of the attempt's local prefill alone, not scaled by the durations of earlier ones."""
     queued_s: float | None = None
@@ -38,9 +39,8 @@ class _Guest:
     @property
     def took_s(self) -> float | None:
         """Return the seconds from slots to first token, by one clock; None if another attempt brought it."""
-        leased_ns = self.record.attempt.leased_ns
-        took_ns = self.record.first_seen_ns - leased_ns
-        return took_ns / 1e9 if leased_ns and took_ns >= 0 else None
+        leased_s, seen_s = self.record.attempt.leased_s, self.record.first_seen_s
+        return None if leased_s is None or seen_s is None or seen_s < leased_s else seen_s - leased_s
 
     @property
     def has_token(self) -> bool:

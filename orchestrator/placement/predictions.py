@@ -42,8 +42,8 @@ class Outlook:
 
     @property
     def now_s(self) -> float:
-        """Return the present time, in unix seconds."""
-        return self.clock.unix_ns() / 1e9
+        """Return the present time, on the monotonic clock."""
+        return self.clock.now_s()
 
 
 class Prompt:

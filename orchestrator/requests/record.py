@@ -3,10 +3,12 @@
 Made by `orchestrator.controller`; changed by it and `orchestrator.dispatch`; read by `orchestrator.placement`. Pure.
 """
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+from baton.clock import Clock
 from baton.errors import BatonError
 from baton.ids import RequestId
 from baton.results.completion import Usage
@@ -85,6 +87,8 @@ class Attempt:
     number: int = 1
     leased_ns: int = 0
     """Time at which the attempt had a generation group and, if a chain prefills, its slots."""
+    leased_s: float | None = None
+    """The same time on the clock's now_s(), by which durations are measured; None before."""
     residency: str = ""
     """Name of the residency policy of the generation group."""
     placement: Placement | None = None
@@ -130,10 +134,12 @@ class RequestRecord:
     choices: tuple[ChoiceRecord, ...]
     received_ns: int
     admitted_ns: int = 0
+    admitted_s: float = 0.0
+    """Time of `admitted_ns` on the clock's now_s(), by which durations are measured."""
     first_token_ns: int = 0
     last_token_ns: int = 0
-    first_seen_ns: int = 0
-    """Time at which the request's first token was passed on, by the orchestrator's own clock; 0 before."""
+    first_seen_s: float | None = None
+    """Time at which the request's first token was passed on, on the clock's now_s(); None before."""
     state: RequestState = RequestState.QUEUED
     attempt: Attempt = Attempt()
     """The present attempt, or the last one."""
@@ -190,14 +196,14 @@ class RequestRecord:
         assert after is not None, f"request {self.request_id}: no {move.value} in state {self.state.value}"
         self.state = after
 
-    def admit(self, now_ns: int) -> None:
-        """Record that the request has left the queue."""
+    def admit(self, clock: Clock) -> None:
+        """Record that the request has left the queue now."""
         self.advance(RequestMove.ADMIT)
-        self.admitted_ns = now_ns
+        self.admitted_ns, self.admitted_s = clock.unix_ns(), clock.now_s()
 
     def place(
         self,
-        now_ns: int,
+        clock: Clock,
         residency: str = "",
         *,
         placement: Placement | None = None,
@@ -210,7 +216,11 @@ class RequestRecord:
         """Record where the attempt runs, now that it has a generation group and, if a chain prefills, its slots."""
         self.advance(RequestMove.PLACE)
         self.attempt = Attempt(
-            *(self.attempt.number, now_ns, residency, placement, width, num_cached_tokens, fetch),
+            *(self.attempt.number, clock.unix_ns(), clock.now_s(), residency),
+            placement=placement,
+            width=width,
+            num_cached_tokens=num_cached_tokens,
+            fetch=fetch,
             generation=generation,
             prefill=prefill,
         )
@@ -265,9 +275,9 @@ class RequestRecord:
         """End the choices that have not ended, and return the events that report it."""
         return [choice.end(reason, now_ns) for choice in self.choices if choice.finish is None]
 
-    def see_token(self, now_ns: int) -> None:
-        """Record that a token is passed on now, by the orchestrator's own clock."""
-        self.first_seen_ns = self.first_seen_ns or now_ns
+    def see_token(self, now_s: float) -> None:
+        """Record that a token is passed on now, on the clock's now_s()."""
+        self.first_seen_s = now_s if self.first_seen_s is None else self.first_seen_s
 
     def branches(self) -> "list[RequestRecord]":
         """Return a record for each choice that has not ended; from now on each is retried by itself."""
@@ -284,7 +294,7 @@ class RequestRecord:
 
     def merge(self, branches: "Sequence[RequestRecord]") -> None:
         """Take over attempts, the latest placement and token times from the records that `branches` returned."""
-        latest = max((each.attempt for each in (self, *branches)), key=lambda attempt: attempt.leased_ns)
+        latest = max((each.attempt for each in (self, *branches)), key=_leased_s)
         self.attempt = replace(latest, number=max(branch.attempt.number for branch in branches))
         first_ns = [each.first_token_ns for each in (self, *branches) if each.first_token_ns]
         self.first_token_ns = min(first_ns, default=0)
@@ -326,3 +336,7 @@ class RequestRecord:
                 found[source] = found.get(source, DraftCounts(source)) + counts
         num_steps = sum(choice.num_steps for choice in self.choices)
         return SpeculationTrace(num_steps, tuple(found.values())) if found else None
+
+
+def _leased_s(attempt: Attempt) -> float:
+    return -math.inf if attempt.leased_s is None else attempt.leased_s

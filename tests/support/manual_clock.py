@@ -2,18 +2,36 @@
 
 
 class ManualClock:
-    """A clock for tests that moves only by `advance`; both readings advance together."""
+    """A clock for tests that moves only by `advance`; both readings advance together, unless unix time steps."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
+        self._stepped_s = 0.0
 
     def now_s(self) -> float:
         return self._now_s
 
     def unix_ns(self) -> int:
-        return int(self._now_s * 1e9)
+        return int((self._now_s + self._stepped_s) * 1e9)
+
+    def step(self, seconds: float) -> None:
+        """Move unix time alone, forward or back, as an operator or NTP does."""
+        self._stepped_s += seconds
 
     def advance(self, seconds: float) -> None:
         """Move time forward by `seconds`, which must not be negative."""
         assert seconds >= 0
         self._now_s += seconds
+
+
+class StoppedClock:
+    """A clock whose unix time is `unix_ns`, and whose other reading is as many seconds."""
+
+    def __init__(self, unix_ns: int) -> None:
+        self._unix_ns = unix_ns
+
+    def now_s(self) -> float:
+        return self._unix_ns / 1e9
+
+    def unix_ns(self) -> int:
+        return self._unix_ns

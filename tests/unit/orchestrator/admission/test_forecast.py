@@ -1,14 +1,18 @@
 """Waits by hand, and chains as dispatch would place them."""
 
 import random
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 import pytest
 
+from baton.errors import ResourceExhaustedError
 from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.prefix_blocks import PromptBlocks
 from baton.sampling_params import SamplingParams
+from orchestrator.admission.fair_queue import FairQueue
 from orchestrator.admission.forecast import ChainForecast, Correction, Turnover, predict_wait_s
+from orchestrator.admission.gate import Admission
 from orchestrator.membership.members import Members
 from orchestrator.membership.prefill_book import Pending
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
@@ -131,16 +135,17 @@ class Cluster:
     config: OrchestratorConfig = STATIC
     prefill: tuple[PrefillGroup, ...] = (GROUP,)
     members: Members = field(default_factory=Members)
+    clock: ManualClock = field(default_factory=lambda: ManualClock(100.0))
 
     def __post_init__(self) -> None:
         self.members.update(ClusterView(self.prefill, (GenerationGroup("g", "h:9", "layout", 4, 8192),)))
-        self.chooser = Chooser(self.members, linear_planner(), ManualClock(100.0), self.config)
+        self.chooser = Chooser(self.members, linear_planner(), self.clock, self.config)
 
     def chain_s(self, record: RequestRecord) -> float:
         return ChainForecast(self.chooser).of(record).cautious_s
 
     def book(self, job: Pending) -> None:
-        self.members.backlogs.add(GROUP.life, JobId(1), job, 100.0)
+        self.members.backlogs.add(GROUP.life, JobId(1), job, self.clock.now_s())
 
 
 def test_a_chain_on_idle_ranks_and_behind_a_job() -> None:
@@ -191,10 +196,10 @@ def test_a_scored_prompt_takes_no_chain() -> None:
 
 def ended(record: RequestRecord, admitted_s: float, first_s: float | None) -> RequestRecord:
     """The request's turn came, and its first token, if it had any."""
-    record.admit(int(admitted_s * 1e9))
-    record.place(int(admitted_s * 1e9))
+    record.admit(ManualClock(admitted_s))
+    record.place(ManualClock(admitted_s))
     if first_s is not None:
-        record.see_token(int(first_s * 1e9))
+        record.see_token(first_s)
     return record
 
 
@@ -203,7 +208,7 @@ def test_predictions_are_corrected_by_what_requests_took() -> None:
     forecast = ChainForecast(cluster.chooser)
     made = forecast.of(record)
     alone_s = made.predicted_s
-    forecast.ended(ended(record, 5.0, 5.0 + 3 * alone_s), made, int(9e9))
+    forecast.ended(ended(record, 5.0, 5.0 + 3 * alone_s), made, 9.0)
     assert forecast.of(request(200)).cautious_s == pytest.approx(factor_after(alone_s, 3 * alone_s) * alone_s, rel=1e-6)
 
 
@@ -219,7 +224,7 @@ def test_a_request_without_a_token_tells_that_it_takes_longer(waited: float) -> 
     forecast = ChainForecast(cluster.chooser)
     made = forecast.of(record)
     alone_s = made.predicted_s
-    forecast.ended(ended(record, 5.0, None), made, int((5.0 + waited * alone_s) * 1e9))
+    forecast.ended(ended(record, 5.0, None), made, 5.0 + waited * alone_s)
     factor = factor_after(alone_s, waited * alone_s) if waited > 1 else 1.0
     assert forecast.of(request(200)).cautious_s == pytest.approx(factor * alone_s, rel=1e-6)
 
@@ -237,5 +242,69 @@ def test_what_tells_nothing_of_a_prediction_is_left_out(spoilt: str) -> None:
         record.replan()
     else:
         made = replace(made, predicted_s=0.0)
-    forecast.ended(record, made, int(60e9))
+    forecast.ended(record, made, 60.0)
     assert forecast.of(request(200)).cautious_s == pytest.approx(alone_s)
+
+
+@dataclass
+class Served:
+    """Requests with deadlines, each behind a job of random length, and what was predicted and decided for them."""
+
+    step_s: float
+    """Seconds by which the wall clock steps now and then."""
+    cluster: Cluster = field(default_factory=Cluster)
+    predicted_s: list[float] = field(default_factory=list)
+    refused: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.forecast = ChainForecast(self.cluster.chooser)
+        self._rng, self._step_rng = random.Random(5), random.Random(6)
+        self._admission = Admission(self.cluster.config, self.cluster.clock, FairQueue())
+        self._admission.resize(4)
+        self._admission.join(request(1).request)  # one that runs: a request that is alone is never refused
+        for number in range(200):
+            self._ask(number, request(self._rng.randint(50, 400)))
+
+    def _ask(self, number: int, record: RequestRecord) -> None:
+        clock, rng, backlogs = self.cluster.clock, self._rng, self.cluster.members.backlogs
+        clock.advance(rng.uniform(0.0, 0.5))
+        busy_s, now_s = rng.uniform(0.0, 0.5), clock.now_s()
+        ahead = Pending(now_s, now_s + 9.0, {Rank(0): busy_s, Rank(1): busy_s})
+        backlogs.add(GROUP.life, JobId(2 * number), ahead, now_s)
+        self._maybe_step()
+        made = self.forecast.of(record)
+        self.predicted_s.append(made.cautious_s)
+        asked = replace(record.request, deadline_s=clock.now_s() + rng.uniform(0.1, 1.5))
+        try:
+            self._admission.leave(self._admission.join(asked, made.cautious_s))
+        except ResourceExhaustedError:
+            self.refused.append(number)
+        record.admit(clock)
+        with ExitStack() as held:
+            plan = self.cluster.chooser.plan_now(record, held)
+            assert plan is not None and plan.way is not None
+            record.place(clock, placement=plan.placement)
+            backlogs.add(GROUP.life, JobId(2 * number + 1), plan.way.chain.job, clock.now_s())
+            self._maybe_step()
+            clock.advance(made.predicted_s * rng.uniform(0.5, 2.0))
+        record.see_token(clock.now_s())
+        for job in (2 * number, 2 * number + 1):
+            backlogs.release(GROUP.life, JobId(job), (Rank(0), Rank(1)), clock.now_s())
+        self.forecast.ended(record, made, clock.now_s())
+
+    def _maybe_step(self) -> None:
+        if self._step_rng.random() < 0.2:
+            self.cluster.clock.step(self._step_rng.choice((-1, 1)) * self.step_s)
+
+
+def test_steps_of_the_wall_clock_change_no_prediction_and_refuse_nobody() -> None:
+    steady, stepped = Served(0.0), Served(3600.0)
+    assert 20 < len(steady.refused) < 180
+    assert (stepped.predicted_s, stepped.refused) == (steady.predicted_s, steady.refused)
+
+
+def test_one_request_counts_as_32_times_slower_at_most() -> None:
+    hung, late = settled(), settled()
+    hung.observe(0.3, 3600.0)
+    late.observe(0.3, 0.3 * 32)
+    assert (hung.factor, hung.cautious_factor) == (late.factor, late.cautious_factor)

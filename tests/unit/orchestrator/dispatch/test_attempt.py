@@ -35,7 +35,7 @@ from tests.support.clusters.planners import linear_planner, planner_of
 from tests.support.clusters.turns import generate
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.eventually import eventually
-from tests.support.manual_clock import ManualClock
+from tests.support.manual_clock import ManualClock, StoppedClock
 from tests.support.wire.rpc import listening
 from tests.support.wire.secret import SECRET
 from transport.channel import make_server
@@ -106,7 +106,7 @@ async def test_a_slot_that_is_granted_after_its_request_left_is_given_back(recei
     members.update(ClusterView((PrefillGroup("p", ("127.0.0.1:1",), Epoch(1)),), (group,)))
     dispatcher = Dispatcher(members, clients, linear_planner(), SystemClock(), OrchestratorConfig())
     record = RequestRecord.of(Request(RequestId("r"), (1, 2, 3), PARAMS), received_ns=0)
-    record.admit(1)
+    record.admit(StoppedClock(1))
     attempt = asyncio.create_task(dispatcher.attempt(record, ignore))
     await held.asked.wait()
     assert len(members.backlogs) == 0  # what has no slot runs nowhere
@@ -191,7 +191,7 @@ async def test_requests_that_no_group_has_room_for_are_given_up_in_time() -> Non
 
 def occupy(made: BareCluster, left_s: dict[Rank, float]) -> Callable[[], None]:
     """Books a job that is served before all others; returns what takes it out again."""
-    (group,), now_s = made.view().prefill, CLOCK.unix_ns() / 1e9
+    (group,), now_s = made.view().prefill, CLOCK.now_s()
     made.members.backlogs.add(group.life, JobId(1), Pending(0.0, math.inf, left_s), now_s)
     return lambda: made.members.backlogs.release(group.life, JobId(1), list(left_s), now_s)
 
@@ -220,7 +220,7 @@ async def test_a_job_is_booked_on_each_rank_until_that_has_done_its_part() -> No
         await made.rank_gates[1].until_reached()
 
         async def ranks() -> list[set[Rank]]:
-            return [set(job.left_s) for job in made.members.backlogs.pending(group.life, CLOCK.unix_ns() / 1e9)]
+            return [set(job.left_s) for job in made.members.backlogs.pending(group.life, CLOCK.now_s())]
 
         await eventually(ranks, lambda booked: booked == [{Rank(1)}])
         made.rank_gates[1].open()

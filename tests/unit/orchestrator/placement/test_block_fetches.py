@@ -22,7 +22,7 @@ from planning.cost_model import CostModel, Link
 from planning.local_prefill import LocalPrefill
 from planning.planner import ChainPlanner
 from tests.support.clusters.planners import deciding_planner, planner_of
-from tests.support.manual_clock import ManualClock
+from tests.support.manual_clock import ManualClock, StoppedClock
 
 HERE = GenerationGroup("here", "h:1", "layout", num_slots=8, max_slot_tokens=10_000, prefix_store="here")
 FAR = replace(HERE, name="far", endpoint="f:1", num_slots=0, prefix_store="far")
@@ -48,7 +48,7 @@ def planner(bandwidth: float = 1e7) -> ChainPlanner:
 def request(params: SamplingParams = PARAMS) -> RequestRecord:
     """Of 100 tokens: three whole blocks, and four tokens."""
     record = RequestRecord.of(Request(RequestId("r"), tuple(range(100)), params), received_ns=0)
-    record.admit(1)
+    record.admit(StoppedClock(1))
     return record
 
 
@@ -206,7 +206,7 @@ async def test_others_are_served_during_a_fetch() -> None:
     for queue_s, left_s in ((0.005, 0.0), (1.0, 1.0 - FETCH_S)):
         cluster = Cluster({"far": 3}, config=replace(LOCAL, disaggregation="always"))
         job = Pending(0.0, 1e9, {Rank(0): queue_s})
-        cluster.members.backlogs.add(CHAIN.life, JobId(1), job, cluster.clock.unix_ns() / 1e9)
+        cluster.members.backlogs.add(CHAIN.life, JobId(1), job, cluster.clock.now_s())
         chain = (await cluster.plan()).placement.chain
         assert chain is not None and chain.queue_s == pytest.approx(left_s)
 

@@ -31,7 +31,7 @@ from planning.step_times import StepTimes
 from planning.work_cost import WorkCost
 from tests.support.all_pairs import AllPairs, PairWay, cost_s
 from tests.support.clusters.planners import deciding_planner, planner_of
-from tests.support.manual_clock import ManualClock
+from tests.support.manual_clock import ManualClock, StoppedClock
 
 BLOCK = 16
 LAYOUTS = ("old", "old", "old", "new")
@@ -86,10 +86,10 @@ class Cluster:
             record = asked(self.rng, f"r{number}")
             plan = self.chooser.plan_now(record, held)
             if plan is not None:
-                record.place(self.clock.unix_ns(), placement=plan.placement)
+                record.place(self.clock, placement=plan.placement)
                 if plan.way is not None:
                     job = plan.way.chain.job
-                    self.members.backlogs.add(plan.way.group.life, JobId(number), job, self.clock.unix_ns() / 1e9)
+                    self.members.backlogs.add(plan.way.group.life, JobId(number), job, self.clock.now_s())
             self.clock.advance(self.rng.choice((0.0, 0.001, 0.0173)))
 
     def _prefill(self, number: int) -> PrefillGroup:
@@ -146,7 +146,7 @@ def asked(rng: random.Random, name: str = "asked") -> RequestRecord:
     exact, by_chain = rng.random() < 0.2, rng.random() < 0.3
     request = Request(RequestId(name), prompt, params, exact=exact, by_chain=by_chain)
     record = RequestRecord.of(request, received_ns=0)
-    record.admit(1)
+    record.admit(StoppedClock(1))
     return record
 
 

@@ -14,6 +14,7 @@ from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.request import Request
 from orchestrator.requests.states import RequestMove
 from tests.support.clusters.planners import linear_planner
+from tests.support.manual_clock import ManualClock
 
 NOW_S = 1000.0
 TERMS = PlacementTerms(queue_s=0.0, prefill_s=2.0, steps_s=0.0, transfer_s=0.0, others_s=0.0)
@@ -22,15 +23,15 @@ TERMS = PlacementTerms(queue_s=0.0, prefill_s=2.0, steps_s=0.0, transfer_s=0.0, 
 def record(num_choices: int = 1) -> RequestRecord:
     """Admitted, and placed now."""
     made = RequestRecord.of(Request(RequestId("r"), (1, 2, 3), SamplingParams(n=num_choices)), int(NOW_S * 1e9))
-    made.admit(int(NOW_S * 1e9))
-    made.place(int(NOW_S * 1e9))
+    made.admit(ManualClock(NOW_S))
+    made.place(ManualClock(NOW_S))
     return made
 
 
 def token(made: RequestRecord, at_s: float, index: int = 0) -> None:
     """The worker's clock is an hour behind."""
     made.accept(TokenEvent(index, SampledToken(7), "a", int((at_s - 3600) * 1e9), None))
-    made.see_token(int(at_s * 1e9))
+    made.see_token(at_s)
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_a_retried_request_is_prefilled_until_it_goes_on(book: Occupancy) -> Non
     made = record()
     token(made, NOW_S + 1)
     made.retry()
-    made.place(int((NOW_S + 5) * 1e9))
+    made.place(ManualClock(NOW_S + 5))
     book.place(made, "life", TERMS, now_s=NOW_S + 5, has_room=True)
     assert book.queue_s("life", NOW_S + 5) == pytest.approx(2.0)
     token(made, NOW_S + 6, index=1)

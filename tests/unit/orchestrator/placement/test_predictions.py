@@ -27,7 +27,7 @@ from planning.cost_model import CostModel
 from planning.local_prefill import LocalPrefill
 from planning.planner import ChainPlanner
 from tests.support.clusters.planners import deciding_planner, planner_of
-from tests.support.manual_clock import ManualClock
+from tests.support.manual_clock import ManualClock, StoppedClock
 
 CHAIN = PrefillGroup("chain", ("h:1",), Epoch(1), prefix_store="ranks")
 GROUP = GenerationGroup("group", "h:2", "layout", num_slots=8, max_slot_tokens=10_000, prefix_store="group")
@@ -49,7 +49,7 @@ def planner_with_memory() -> ChainPlanner:
 def request(num_tokens: int, params: SamplingParams = PARAMS, first: int = 0) -> RequestRecord:
     asked = Request(RequestId(f"r{first}"), tuple(range(first, first + num_tokens)), params)
     record = RequestRecord.of(asked, received_ns=0)
-    record.admit(1)
+    record.admit(StoppedClock(1))
     return record
 
 
@@ -70,12 +70,12 @@ class Cluster:
     def see_token(self, record: RequestRecord) -> None:
         """The request's first, now."""
         record.accept(TokenEvent(0, SampledToken(5, 0.0, ()), "", self.clock.unix_ns(), None))
-        record.see_token(self.clock.unix_ns())
+        record.see_token(self.clock.now_s())
 
     def busy(self, seconds: float) -> None:
         """The chain's rank has so much before it, due before all else."""
         job = Pending(0.0, 1e9, {Rank(0): seconds})
-        self.members.backlogs.add(CHAIN.life, JobId(1), job, self.clock.unix_ns() / 1e9)
+        self.members.backlogs.add(CHAIN.life, JobId(1), job, self.clock.now_s())
 
     @contextlib.contextmanager
     def rows(self, num_rows: int) -> Iterator[None]:
@@ -94,7 +94,7 @@ class Cluster:
     async def begin(self, record: RequestRecord, seconds: float) -> Placement:
         """Place a request, which then runs for so long."""
         placement = await self.place(record)
-        record.place(self.clock.unix_ns())
+        record.place(self.clock)
         self.clock.advance(seconds)
         return placement
 

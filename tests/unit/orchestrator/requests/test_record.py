@@ -13,6 +13,7 @@ from baton.types import DraftRound, FinishReason, SampledToken, TokenEvent
 from orchestrator.requests.record import Attempt, RequestRecord
 from orchestrator.requests.request import Request
 from orchestrator.requests.states import TRANSITIONS, RequestMove, RequestState
+from tests.support.manual_clock import StoppedClock
 
 
 def record(output_ids: tuple[int, ...] = ()) -> RequestRecord:
@@ -25,8 +26,8 @@ def token(index: int, unix_ns: int = 50) -> TokenEvent:
 
 
 def placed(made: RequestRecord, residency: str = "", num_cached_tokens: int = 0) -> RequestRecord:
-    made.admit(10)
-    made.place(20, residency, num_cached_tokens=num_cached_tokens)
+    made.admit(StoppedClock(10))
+    made.place(StoppedClock(20), residency, num_cached_tokens=num_cached_tokens)
     return made
 
 
@@ -62,7 +63,7 @@ def test_an_attempt_that_is_planned_anew_is_not_another_one() -> None:
     made = placed(record())
     made.replan()
     assert (made.state, made.attempt.number) == (RequestState.PLACING, 1)
-    made.place(30)
+    made.place(StoppedClock(30))
 
 
 def test_usage_counts_cached_tokens_of_the_prompt() -> None:
@@ -95,7 +96,7 @@ def test_a_retry_goes_on_after_the_tokens_that_were_sent() -> None:
     made.retry()
     assert (made.state, made.attempt.number) == (RequestState.PLACING, 2)
     assert (made.num_tokens, made.request.capacity_tokens) == (4, 12)
-    made.place(80)
+    made.place(StoppedClock(80))
     made.accept(token(1, unix_ns=90))
     assert made.output_ids == [40, 41]
     assert made.finish(99, FinishReason.STOP).timings.first_token_ns == 50
@@ -147,7 +148,7 @@ def test_a_failed_attempt_of_several_choices_goes_on_choice_by_choice() -> None:
     assert [branch.request.params.seed for branch in (first, second)] == [7, 8]
     assert [branch.num_tokens for branch in (first, second)] == [3, 4]
     for branch in (first, second):
-        branch.place(30)
+        branch.place(StoppedClock(30))
     assert second.accept(token(1, unix_ns=90)) == replace(token(1, unix_ns=90), choice=1)
     second.retry()
     assert made.choices[1].output_ids == [40, 41]
@@ -182,7 +183,7 @@ def test_only_the_first_token_that_is_passed_on_is_timed() -> None:
     made = streaming()
     made.see_token(60)
     made.see_token(70)
-    assert made.first_seen_ns == 60
+    assert made.first_seen_s == 60
 
 
 def test_choices_that_were_complete_before_and_those_at_the_deadline_end_in_events() -> None:
@@ -217,7 +218,7 @@ def test_steps_and_drafts_are_counted_over_choices_and_attempts() -> None:
     made.retry()
     first, second = made.branches()
     for each in (first, second):
-        each.place(30)
+        each.place(StoppedClock(30))
     step(first, 4, 5, drafts=DraftRound("ngram", 4, 2, 2))
     second_round = DraftRound("streaming", 2, 0, 1)
     second.accept(replace(token(1), drafts=second_round))
