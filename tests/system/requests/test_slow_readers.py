@@ -41,7 +41,7 @@ MODEL = ModelInfo("m", 4096, 2000, "float32", False, "f")
 
 async def at_once(record: RequestRecord, emit: Emit) -> None:
     """An attempt of an engine that is done at once."""
-    record.place(1, generation="generate-0")
+    record.place(SystemClock(), generation="generate-0")
     for index in range(len(record.choices[0].output_ids), NUM_TOKENS):
         finish = FinishReason.LENGTH if index == NUM_TOKENS - 1 else None
         accepted = record.accept(TokenEvent(index, SampledToken(index), TEXT, 1, finish))

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from baton.calls.streams import AsyncStream
 from baton.errors import UnavailableError
 from baton.types import SampledToken, TokenEvent
-from gateway.upstream import Answers
+from gateway.upstream import Answers, Upstream
 
 NUM_STREAMS = 64
 
@@ -31,7 +33,8 @@ class Stream:
 
 
 def answers(streams: list[Stream]) -> Answers:
-    return Answers(cast(list[AsyncStream], streams))
+    upstream = cast(Upstream, SimpleNamespace(unless_closed=nullcontext))
+    return Answers(cast(list[AsyncStream], streams), upstream)
 
 
 async def test_what_a_slow_reader_has_not_taken_is_bounded_and_nothing_is_lost() -> None:
