@@ -36,6 +36,8 @@ _ENDLESS = 30
 """Number of limits that a turn may take in all, even if it works all the time."""
 _WORK = 0.01
 """Least part of the time for which a computing thread gets a core."""
+_LEAST_PERIOD = 0.1
+"""Least part of a period that is looked at: in a shorter time, microseconds of a waiting thread would count as work."""
 
 
 def limit_s(floor_s: float, turn_s: float) -> float:
@@ -45,7 +47,7 @@ def limit_s(floor_s: float, turn_s: float) -> float:
 
 def cpu_s(thread: threading.Thread) -> float:
     """Return the seconds of processor time that a thread has used; 0 unless it runs."""
-    if thread.native_id is None:
+    if thread.native_id is None or not thread.is_alive():
         return 0.0
     try:  # the number that pthread_getcpuclockid makes, which must not be asked about a thread that has ended
         return time.clock_gettime(~thread.native_id << 3 | 6)
@@ -109,6 +111,8 @@ class TurnWatch:
     def _count(self, name: str, turn_s: float, *, is_new: bool) -> str:
         """Count the time since the last look; return why the turn has stalled, or an empty string."""
         now_s, used_s = self._clock.now_s(), self._cpu_s()
+        if not is_new and now_s - self._looked_s < _LEAST_PERIOD * self.period_s:
+            return self.stall
         passed_s = min(now_s - self._looked_s, 2 * self.period_s)
         has_worked = used_s - self._used_s > _WORK * passed_s or self._has_child()
         self._looked_s, self._used_s = now_s, used_s

@@ -58,6 +58,15 @@ def test_turn_without_work_stalls_at_the_limit(bench: Bench, turn_s: float, limi
     assert bench.watch.stall.startswith("job 3 has been in one turn for ")
 
 
+def test_looks_in_quick_succession_take_no_microseconds_for_work(bench: Bench) -> None:
+    bench.watch.begin("job 3", 0.0)
+    for _ in range(10):
+        bench.live(bench.watch.period_s, share=0.0)
+        bench.used_s += 1e-5
+        bench.watch.look()
+    assert bench.watch.stall.startswith("job 3 has been in one turn for ")
+
+
 def test_crowded_turn_ten_times_as_long_as_expected_goes_on(bench: Bench) -> None:
     bench.watch.begin("job 3", 1.0)
     bench.live(40.0, share=0.02)
