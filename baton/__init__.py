@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from baton.client import AsyncClient, Client
     from baton.cluster_state import ClusterState, GenerationStatus, GroupState, PrefillStatus, Scaling, ScalingChange
     from baton.errors import BatonError
-    from baton.request_list import RequestList, RequestStatus
     from baton.results.completion import Choice, Completion, ModelInfo, Usage
     from baton.results.prefill_trace import (
         Placement,
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
         WidthChoice,
         WidthOption,
     )
+    from baton.results.request_list import RequestList, RequestStatus
     from baton.results.timings import DraftCounts, SpeculationTrace, Timings
     from baton.sampling_params import SamplingParams
     from baton.structured_output import StructuredOutput
@@ -76,7 +76,7 @@ _NAMES_IN = {
     "baton.client": "AsyncClient Client",
     "baton.cluster_state": "ClusterState GenerationStatus GroupState PrefillStatus Scaling ScalingChange",
     "baton.errors": "BatonError",
-    "baton.request_list": "RequestList RequestStatus",
+    "baton.results.request_list": "RequestList RequestStatus",
     "baton.results.completion": "Choice Completion ModelInfo Usage",
     "baton.results.prefill_trace": "Placement PlacementTerms PrefillTrace PrefixFetch RankTiming WidthChoice"
     " WidthOption",

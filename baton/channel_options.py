@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from baton import __version__
 from baton.errors import VersionMismatchError
+from baton.limits import MAX_MESSAGE_BYTES
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 """Default address, host:port, of a server on this machine."""
-MAX_MESSAGE_BYTES = 16 * 2**20
 
 USER_AGENT = f"baton/{__version__}"
 

@@ -14,7 +14,6 @@ from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from baton.errors import InvalidArgumentError, VersionMismatchError
-from baton.request_list import RequestList, RequestStatus
 from baton.results.completion import ModelInfo, Usage
 from baton.results.prefill_trace import (
     Interval,
@@ -26,6 +25,7 @@ from baton.results.prefill_trace import (
     WidthChoice,
     WidthOption,
 )
+from baton.results.request_list import RequestList, RequestStatus
 from baton.results.timings import DraftCounts, SpeculationTrace, Timings
 from baton.sampling_params import SamplingParams, check_list_lengths
 from baton.structured_output import StructuredOutput, check_choice_length

@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from baton.errors import InvalidArgumentError
+from baton.limits import (
+    MAX_CHOICES,
+    MAX_DRAFTS,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 from baton.structured_output import StructuredOption, StructuredOutput, structured_from_option
 
-MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 1024
-"""Characters of one stop string, at most: text that may become a stop string is held back, so clients wait for it."""
-MAX_STOP_TOKEN_IDS = 1024
-MAX_LOGIT_BIASES = 1024
-MAX_CHOICES = 64
-MAX_DRAFTS = 8
-"""Drafts of a choice that one step verifies, at most."""
 _ABOVE_ZERO = math.ulp(0.0)
 _RANGES = (
     ("max_tokens", 1, math.inf, "use at least 1"),

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.errors import InvalidArgumentError
+from baton.limits import MAX_FORM_BYTES, MAX_FORM_CHOICES
 
-MAX_STRUCTURED_BYTES = 256 * 1024
-"""UTF-8 bytes of a schema, regular expression or grammar, or of all choices together, at most."""
-MAX_CHOICE_TEXTS = 1024
 _FIELD = "sampling.structured_output"
 _KINDS = ("json", "json_object", "regex", "grammar", "choice")
 """Fields of which one is set."""
@@ -46,9 +44,9 @@ class StructuredOutput:
         if not all(texts):
             raise InvalidArgumentError(f"{_FIELD}.{given[0]} is empty: describe an output")
         num_bytes = sum(len(text.encode(errors="surrogatepass")) for text in texts)
-        if num_bytes > MAX_STRUCTURED_BYTES:
+        if num_bytes > MAX_FORM_BYTES:
             raise InvalidArgumentError(
-                f"{_FIELD}.{given[0]} has {num_bytes} bytes: the limit is {MAX_STRUCTURED_BYTES}; shorten it"
+                f"{_FIELD}.{given[0]} has {num_bytes} bytes: the limit is {MAX_FORM_BYTES}; shorten it"
             )
 
     @property
@@ -87,8 +85,8 @@ def structured_from_option(option: StructuredOption | None) -> StructuredOutput 
 
 def check_choice_length(num_choices: int) -> None:
     """Raise InvalidArgumentError for a list of texts that is too long, before it is copied."""
-    if num_choices > MAX_CHOICE_TEXTS:
-        raise InvalidArgumentError(f"{_FIELD}.choice has {num_choices} entries: use at most {MAX_CHOICE_TEXTS}")
+    if num_choices > MAX_FORM_CHOICES:
+        raise InvalidArgumentError(f"{_FIELD}.choice has {num_choices} entries: use at most {MAX_FORM_CHOICES}")
 
 
 def _as_json(schema: object) -> str:

@@ -21,10 +21,6 @@ DeviceName = Literal["auto", "cpu", "cuda", "emulated"]
 """Where a worker computes: the CPU, a GPU, or the CPU in the place of a GPU, with memory of its own behind a link."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one element, by the dtype's name on the wire."""
-MAX_PROMPT_BYTES = 8 * 2**20
-"""UTF-8 bytes of a prompt, or of a chat's messages together: more are refused before they are tokenized."""
-MAX_REQUEST_ID_CHARS = 128
-"""Characters of a request's id, at most."""
 
 
 @dataclass(frozen=True, order=True)

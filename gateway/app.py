@@ -29,7 +29,7 @@ from gateway.door.json_bodies import BodyRoute
 from gateway.door.middleware import BodyLimit, RequestCounts
 from gateway.door.rules import DEFAULT_RULES, HttpRules
 from gateway.errors import NO_FIELDS, FieldNames, error_body, error_headers, status_of
-from gateway.field_names import chat_names, completion_names, tokenize_names
+from gateway.fields.names import chat_names, completion_names, tokenize_names
 from gateway.openapi import ERRORS, STREAMED, describe
 from gateway.reading import Asked, Reader
 from gateway.responses.routes import Responses

@@ -1,7 +1,7 @@
 """Bodies of requests, with the names, defaults and limits of OpenAI's API.
 
 Fields that OpenAI's API does not have are those of vLLM and other servers of the field, and `priority`. Others are
-ignored, as clients of many servers expect, but for those of `gateway.unsupported`.
+ignored, as clients of many servers expect, but for those of `gateway.fields.unsupported`.
 """
 
 from collections.abc import Sized
@@ -9,17 +9,17 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
-from baton.sampling_params import MAX_LOGIT_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
-from baton.structured_output import MAX_CHOICE_TEXTS
+from baton.limits import (
+    MAX_FORM_CHOICES,
+    MAX_LOGIT_BIASES,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_PROMPTS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOOLS,
+)
 
-MAX_PROMPTS = 64
-"""Prompts of one body, at most: each becomes a request of its own."""
-MAX_MESSAGES = 4096
-"""Messages of a chat, and items of a conversation, at most."""
-MAX_PARTS = 1024
-"""Parts of a message's content, at most."""
-MAX_TOOLS = 128
-"""Functions that the model may call, and calls in a message, at most."""
 T = TypeVar("T")
 
 
@@ -102,7 +102,7 @@ class SamplingBody(BaseModel):
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None
-    guided_choice: Annotated[list[str], Field(max_length=MAX_CHOICE_TEXTS, fail_fast=True)] | None = None
+    guided_choice: Annotated[list[str], Field(max_length=MAX_FORM_CHOICES, fail_fast=True)] | None = None
     priority: Literal["interactive", "standard", "batch"] | None = None
     """How urgent the request is while it waits."""
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)

@@ -9,15 +9,16 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from baton.errors import InvalidArgumentError, NotFoundError
+from baton.limits import MAX_PROMPTS
 from baton.results.completion import ModelInfo
 from baton.sampling_params import SamplingOptions
-from gateway.bodies import MAX_PROMPTS, ChatBody, CompletionBody, Message, SamplingBody, TokenizeBody, Tool
+from gateway.bodies import ChatBody, CompletionBody, Message, SamplingBody, TokenizeBody, Tool
 from gateway.conversations import ChatRenderer, text_of
 from gateway.errors import ContextTooLongError
+from gateway.fields.structured import structured_of
+from gateway.fields.unsupported import refuse_unsupported
 from gateway.parsing.output import PLAIN, OutputRules
-from gateway.structured import structured_of
 from gateway.tools.choice import obliged_form, offered
-from gateway.unsupported import refuse_unsupported
 from text.tokenizer import Ending, Tokenizer
 
 _OPTIONS = (

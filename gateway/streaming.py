@@ -14,7 +14,7 @@ from opentelemetry.trace import get_current_span
 from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError, InvalidArgumentError, RequestCancelledError, UnauthenticatedError
-from baton.types import MAX_REQUEST_ID_CHARS
+from baton.limits import MAX_CALLER_BYTES, MAX_REQUEST_ID_CHARS
 from gateway.errors import HeadersTooLongError
 from text.bounded_reading import BoundedReading
 
@@ -23,9 +23,6 @@ logger = logging.getLogger(__name__)
 
 _LONG_BYTES = 1024
 """Bytes of a body from which on it is read in a thread, as its prompt may take long to tokenize."""
-MAX_CALLER_BYTES = 6 * 1024
-"""Bytes of the headers that say who asks, at most: with what gRPC adds they stay below the 8 KiB from which on gRPC
-refuses calls at random."""
 _CALLER = ("authorization", "baton-tenant")
 """Headers that say who asks, which the server judges."""
 _TRACE = ("traceparent", "tracestate")

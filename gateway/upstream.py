@@ -12,18 +12,17 @@ from baton.calls.streams import AsyncStream
 from baton.client import AsyncClient
 from baton.cluster_state import ClusterState
 from baton.errors import BatonError, RequestCancelledError, UnavailableError
-from baton.request_list import RequestList
+from baton.limits import MAX_PENDING_EVENTS, MAX_REQUEST_ID_CHARS
 from baton.results.completion import Completion, ModelInfo, Usage
+from baton.results.request_list import RequestList
 from baton.status import translate_rpc_errors
-from baton.types import MAX_REQUEST_ID_CHARS, FinishReason, TokenEvent
+from baton.types import FinishReason, TokenEvent
 from gateway.reading import Asked
 from transport.channel import make_channel
 
 _SERVICE = "baton.v1.Orchestrator"
 _ANSWER_S = 5.0
 """Seconds that the server has to tell its health, its state or its requests."""
-_MAX_PENDING_EVENTS = 64
-"""Events of a body's prompts that may wait for its reader; beyond, no stream is read, so that the server holds back."""
 
 
 class Upstream:
@@ -138,7 +137,7 @@ class Answers:
 
     async def _mixed(self) -> AsyncGenerator[tuple[int, TokenEvent], None]:
         failures: list[Exception] = []
-        events = asyncio.Queue[tuple[int, TokenEvent] | None](_MAX_PENDING_EVENTS)
+        events = asyncio.Queue[tuple[int, TokenEvent] | None](MAX_PENDING_EVENTS)
 
         async def pass_on(number: int, stream: AsyncStream) -> None:
             try:

@@ -15,10 +15,10 @@ from typing import Any, Self
 import grpc
 
 from baton import __version__
-from baton.channel_options import MAX_MESSAGE_BYTES
 from baton.clock import Clock
 from baton.errors import BatonError, InvalidArgumentError, ResourceExhaustedError
 from baton.ids import StreamNumber
+from baton.limits import MAX_MESSAGE_BYTES
 from baton.prefix_blocks import BlockNaming
 from baton.process.own_thread import in_own_thread
 from baton.proto_types import event_to_proto, read, scalars

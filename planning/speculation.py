@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.sampling_params import MAX_DRAFTS
+from baton.limits import MAX_DRAFTS
 from planning.work_cost import WorkCost
 
 MOST_DRAFTS = MAX_DRAFTS

@@ -10,13 +10,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from baton.errors import RequestCancelledError, ResourceExhaustedError
+from baton.limits import MAX_READING_BYTES
 from baton.process.memory import free_bytes
 
 T = TypeVar("T")
 
-MAX_READING_BYTES = 32 * 2**20
-"""Largest number of bytes of requests that are being read or wait for a thread: four of the longest prompts, and a
-multiple of what admission holds. Fewer where that is much of the memory (`reading_bytes`)."""
 _MEMORY_OF_BYTE = 160
 """Bytes of memory that one byte of text takes while it is tokenized, measured on text that takes much."""
 _MEMORY_SHARE = 0.25

@@ -6,14 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from baton.errors import InvalidArgumentError
+from baton.limits import MAX_MULTIPLE, MAX_REFERENCES, MAX_RULES
 from baton.structured_output import StructuredOutput
 
-MAX_RULES = 1000
-"""Rules and terminals of a grammar."""
-MAX_REFERENCES = 500
-"""References of a JSON schema that lead from one to the next."""
-MAX_MULTIPLE = 10_000
-"""Largest `multipleOf` of a JSON schema: a number is followed digit by digit, in as many states."""
 _RULE = re.compile(r"^[ \t]*[\w?!.<>-]{1,200}[ \t]*(?:\{[^}\n]{0,200}\}[ \t]*)?(?:::=|:)", re.MULTILINE)
 _FIELD = "sampling.structured_output"
 

@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from baton.errors import InvalidArgumentError
+from baton.limits import FORM_MEMORY_BYTES, FORM_STACK_BYTES
 from baton.structured_output import StructuredOutput
 from text.form_bounds import check_bounds
-from text.grammars import STACK_BYTES, Grammars
+from text.grammars import Grammars
 
-MEMORY_BYTES = 256 * 2**20
-"""Memory limit of one form, in addition to the stack and to the size of the process when it is ready."""
 _ARENA_MAX = -8
 """Parameter of glibc's `mallopt`: number of arenas, each of which takes 64 MiB of addresses."""
 _NICE = 5
@@ -52,7 +51,7 @@ def main(fd: int) -> None:
         with contextlib.suppress(InvalidArgumentError):
             grammars.load()  # a model without forms says so of each form
         _limit_memory()
-        threading.stack_size(STACK_BYTES)
+        threading.stack_size(FORM_STACK_BYTES)
         with Path(os.devnull).open("wb") as nowhere:  # the compiler tells of its end at length
             os.dup2(nowhere.fileno(), 2)
         connection.send_bytes(b"ready")
@@ -94,7 +93,7 @@ def _use_one_arena() -> None:
 
 def _limit_memory() -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + STACK_BYTES + MEMORY_BYTES
+    limit = pages * resource.getpagesize() + FORM_STACK_BYTES + FORM_MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 

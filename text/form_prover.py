@@ -18,16 +18,11 @@ from multiprocessing import Pipe
 from weakref import WeakValueDictionary
 
 from baton.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
+from baton.limits import FORM_CPU_S, FORM_MEMORY_BYTES, FORM_STACK_BYTES, MAX_PROOFS
 from baton.structured_output import StructuredOutput
-from text.form_child import MEMORY_BYTES
-from text.grammars import STACK_BYTES
 
-CPU_S = 2.0
-"""Processor seconds of one form."""
 MAX_CHILDREN = 2
 """Number of child processes; they start when they are needed."""
-MAX_PROOFS = 64
-"""Number of different forms that are compiled or wait for it; further ones are refused with RESOURCE_EXHAUSTED."""
 MAX_KEPT_BYTES = 64 * 2**20
 """Bytes of forms whose answers are kept, those asked for least recently being dropped first."""
 _RETRY_S = 1.0
@@ -100,7 +95,7 @@ class _Child:
 class FormProver:
     """Says of forms whether they can be compiled for one model. Close it."""
 
-    def __init__(self, load_json: Callable[[], str], eos_token_ids: Sequence[int], cpu_s: float = CPU_S) -> None:
+    def __init__(self, load_json: Callable[[], str], eos_token_ids: Sequence[int], cpu_s: float = FORM_CPU_S) -> None:
         """`load_json` returns the model's tokenizer as in tokenizer.json; it is called at the first form, in a thread.
         `cpu_s`: most processor seconds of a form."""
         self._load_json, self._cpu_s = load_json, cpu_s
@@ -192,7 +187,7 @@ class FormProver:
         return self._too_costly(form), False
 
     def _too_costly(self, form: StructuredOutput) -> str:
-        memory, stack = MEMORY_BYTES >> 20, STACK_BYTES >> 20
+        memory, stack = FORM_MEMORY_BYTES >> 20, FORM_STACK_BYTES >> 20
         return (
             f"sampling.structured_output.{form.kind} cannot be compiled within {self._cpu_s:g} s of a processor, "
             f"{memory} MiB of memory and {stack} MiB of stack: simplify it"

@@ -18,14 +18,11 @@ from typing import Self
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
 from baton.errors import InvalidArgumentError
+from baton.limits import FORM_STACK_BYTES, MAX_COMPILED_BYTES
 from baton.structured_output import StructuredOutput
 from text.json_schemas import schema_grammar
 from text.token_masks import Matcher, TokenMasks
 
-MAX_COMPILED_BYTES = 64 * 2**20
-"""Bytes of compiled grammars that are kept, those used least recently being dropped first."""
-STACK_BYTES = 64 * 2**20
-"""Stack of the threads that compile and follow forms, here and where forms are proven."""
 _LEAST_BYTES = 64 * 2**10
 """Bytes that a grammar counts as at least, and where they were not measured."""
 _STACKS = Lock()
@@ -156,7 +153,7 @@ def _deep_thread(name: str) -> ThreadPoolExecutor:
     """Return an executor of one thread, which has been started with the stack that forms need."""
     executor = ThreadPoolExecutor(1, name)
     with _STACKS:
-        before = threading.stack_size(STACK_BYTES)
+        before = threading.stack_size(FORM_STACK_BYTES)
         try:
             executor.submit(int)
         finally:

@@ -6,7 +6,6 @@ asyncio loop, which then owns the server or channel.
 
 import grpc
 
-from baton.channel_options import MAX_MESSAGE_BYTES as MAX_MESSAGE_BYTES
 from baton.channel_options import Keepalive as Keepalive
 from baton.channel_options import channel_options, common_options
 from baton.errors import ConfigError

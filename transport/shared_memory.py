@@ -18,8 +18,8 @@ import secrets
 import stat
 from pathlib import Path
 
-from baton.channel_options import MAX_MESSAGE_BYTES
 from baton.errors import InvalidArgumentError
+from baton.limits import MAX_MESSAGE_BYTES
 from baton.v1 import kv_pb2
 
 logger = logging.getLogger(__name__)

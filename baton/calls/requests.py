@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.channel_options import MAX_MESSAGE_BYTES
 from baton.errors import InvalidArgumentError
+from baton.limits import MAX_MESSAGE_BYTES
 from baton.proto_types import params_to_proto
 from baton.sampling_params import SamplingOptions, SamplingParams, params_from_options
 from baton.types import Priority

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from baton import Client
 from baton.errors import InvalidArgumentError, UnavailableError
-from baton.sampling_params import MAX_CHOICES, SamplingParams
+from baton.limits import MAX_CHOICES
+from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
 
 NUM_STEPS = 16

@@ -4,8 +4,8 @@ import argparse
 import sys
 
 from baton.errors import InvalidArgumentError
+from baton.limits import MAX_PROMPT_BYTES
 from baton.sampling_params import SamplingOptions
-from baton.types import MAX_PROMPT_BYTES
 
 
 def add_prompt(parser: argparse.ArgumentParser) -> None:

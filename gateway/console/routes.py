@@ -22,7 +22,7 @@ from gateway.console.tokens import begun, check_single, ended, token
 from gateway.console.views import snapshot
 from gateway.door.json_bodies import BodyRoute
 from gateway.errors import error_body
-from gateway.field_names import chat_names, completion_names
+from gateway.fields.names import chat_names, completion_names
 from gateway.reading import Asked, Reader
 from gateway.streaming import EventStream, caller_of, error_of, read_body, request_id_of, unless_gone
 from gateway.upstream import Answers, Upstream

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 from baton.cluster_state import ClusterState, GenerationStatus, GroupState, PrefillStatus
-from baton.request_list import RequestList, RequestStatus
 from baton.results.completion import ModelInfo
 from baton.results.prefill_trace import PlacementTerms
+from baton.results.request_list import RequestList, RequestStatus
 from baton.results.stages import stages_of
 from baton.results.timings import Timings
 from gateway.answers import Object

@@ -11,18 +11,8 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from baton.errors import BatonError, UnavailableError
+from baton.limits import BODY_S, HEADERS_S, MAX_CONNECTIONS, MAX_HEADER_BYTES, WRITE_S
 from gateway.errors import HeadersTooLongError, error_body, status_of
-
-MAX_HEADER_BYTES = 16 * 1024
-"""Bytes of a request's line and headers, at most."""
-MAX_CONNECTIONS = 4096
-"""Open connections, at most."""
-HEADERS_S = 10.0
-"""Seconds from a request's first byte, or a connection's begin, to the end of its headers."""
-BODY_S = 30.0
-"""Seconds in which something of a body must come."""
-WRITE_S = 60.0
-"""Seconds in which the client must take something of what waits for it."""
 
 
 class BoundedProtocol(HttpToolsProtocol):

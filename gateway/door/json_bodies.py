@@ -17,16 +17,11 @@ from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
 
 from baton.errors import InvalidArgumentError
+from baton.limits import MAX_OBJECTS, MAX_TEXTS, MAX_VALUES
 from gateway.errors import BodyTooLargeError, UnreadableBodyError
 from gateway.streaming import caller_of
 from text.bounded_reading import BoundedReading
 
-MAX_VALUES = 2**19
-"""Values of a body, at most: as many commas."""
-MAX_TEXTS = 2**17
-"""Texts of a body, keys of objects included, at most."""
-MAX_OBJECTS = 2**14
-"""Lists and objects of a body, at most."""
 _LONG_BYTES = 16 * 1024
 """Bytes of a body from which on it is parsed in a thread."""
 _OTHERS = bytes(byte for byte in range(256) if byte not in b'",:[{')

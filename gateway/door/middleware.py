@@ -7,14 +7,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from baton.channel_options import MAX_MESSAGE_BYTES
 from baton.errors import BatonError, ResourceExhaustedError
+from baton.limits import MAX_BODIES_BYTES, MAX_BODY_BYTES
 from gateway.errors import BodyTooLargeError, error_body, error_headers, status_of
 
-MAX_BODY_BYTES = MAX_MESSAGE_BYTES
-"""Bytes of a body, at most: as many as a request over gRPC may have."""
-MAX_BODIES_BYTES = 256 * 2**20
-"""Bytes of the bodies of all requests that came in part, wait or are being answered, at most."""
 _RETRY_S = 1.0
 
 

@@ -4,13 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from gateway.bodies import MAX_TOOLS, Function, Parts, SamplingBody, at_most
-
-MAX_INCLUDED = 16
-MAX_ITEMS = 1024
-"""Items of a conversation, at most, those of earlier responses included."""
-MAX_METADATA = 64
-"""Entries of a response's metadata, at most; OpenAI's API takes 16."""
+from baton.limits import MAX_INCLUDED, MAX_ITEMS, MAX_METADATA, MAX_TOOLS
+from gateway.bodies import Function, Parts, SamplingBody, at_most
 
 
 class Item(BaseModel):

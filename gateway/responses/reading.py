@@ -18,10 +18,10 @@ from gateway.bodies import (
 )
 from gateway.conversations import text_of
 from gateway.errors import FieldNames
+from gateway.fields.structured import form_names
+from gateway.fields.unsupported import UNSUPPORTED, refuse_unsupported
 from gateway.responses.bodies import Item, NamedFunction, ResponsesBody
-from gateway.structured import form_names
 from gateway.tools.choice import parameter_names
-from gateway.unsupported import UNSUPPORTED, refuse_unsupported
 
 LOGPROBS = "message.output_text.logprobs"
 _NAMES = {

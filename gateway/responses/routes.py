@@ -15,6 +15,7 @@ from fastapi.responses import Response
 from pydantic_core import to_json
 
 from baton.errors import InvalidArgumentError
+from baton.limits import MAX_ITEMS
 from baton.results.completion import Usage
 from baton.types import TokenEvent
 from gateway.answers import Object, line
@@ -22,7 +23,7 @@ from gateway.door.json_bodies import BodyRoute
 from gateway.errors import FieldNames, UnknownResponseError
 from gateway.openapi import STREAMED
 from gateway.reading import Asked, Reader
-from gateway.responses.bodies import MAX_ITEMS, Item, ResponsesBody
+from gateway.responses.bodies import Item, ResponsesBody
 from gateway.responses.events import ResponseEvents
 from gateway.responses.items import Page, named
 from gateway.responses.objects import ResponseHead

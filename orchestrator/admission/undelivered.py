@@ -14,13 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from baton.errors import ResourceExhaustedError
+from baton.limits import MAX_UNDELIVERED_BYTES
 from orchestrator.requests.record import Event, Finished, Started
 from orchestrator.requests.tenants import Tenant
 
 logger = logging.getLogger(__name__)
 
-MAX_UNDELIVERED_BYTES = 64 * 2**20
-"""Bytes that the undelivered events of all streams may take in memory: some 150,000 tokens without logprobs."""
 _EVENT_BYTES = 420
 _SCORE_BYTES = 160
 

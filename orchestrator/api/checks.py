@@ -7,14 +7,13 @@ limit. Read-only after it is made; tokenizing a long prompt takes a while, so it
 from collections.abc import Mapping, Sequence
 
 from baton.errors import InvalidArgumentError
+from baton.limits import MAX_CACHE_SALT_CHARS, MAX_PROMPT_BYTES, MAX_REQUEST_ID_CHARS
 from baton.results.completion import ModelInfo
 from baton.sampling_params import SamplingParams
-from baton.types import MAX_PROMPT_BYTES, MAX_REQUEST_ID_CHARS, FinishReason
+from baton.types import FinishReason
 from text.stop_strings import StopStrings
 from text.stream import TextStream
 from text.tokenizer import Tokenizer
-
-MAX_CACHE_SALT_CHARS = 256
 
 
 class Intake:

@@ -12,11 +12,7 @@ from typing import Any, Protocol
 import grpc
 
 from baton.errors import BatonError, DeadlineExceededError, ResourceExhaustedError
-
-STALLED_S = 60.0
-"""Seconds that a client has to take one message; its stream ends after that, and may be resumed."""
-GRACE_S = 1.0
-"""Seconds past the deadline that a client has for the last messages; `baton.calls.resume` listens no longer."""
+from baton.limits import DELIVERY_GRACE_S, STALLED_S
 
 
 class Writer(Protocol):
@@ -30,7 +26,7 @@ async def deliver(context: Writer, messages: AsyncIterator[Any], left_s: float |
     """Write each message to the client as it comes. `left_s`: seconds until the request's deadline; None without one.
 
     Raises ResourceExhaustedError once a write has taken `STALLED_S`, DeadlineExceededError when one still waits after
-    the deadline and `GRACE_S`, and what `messages` raises.
+    the deadline and `DELIVERY_GRACE_S`, and what `messages` raises.
     """
     watch = _Watch(left_s)
     try:
@@ -55,7 +51,7 @@ class _Watch:
         assert task is not None, "made in a task"
         self._task = task
         self._loop = asyncio.get_running_loop()
-        self._end_s = None if left_s is None else self._loop.time() + left_s + GRACE_S
+        self._end_s = None if left_s is None else self._loop.time() + left_s + DELIVERY_GRACE_S
         self._since_s: float | None = None
         """Time on the loop's clock at which the present write began; None between two writes."""
         self._error: BatonError | None = None
@@ -86,7 +82,7 @@ class _Watch:
         else:
             next_s = (now_s if since_s is None else since_s) + STALLED_S
             if self._end_s is not None:
-                next_s = min(next_s, max(self._end_s, now_s + GRACE_S))
+                next_s = min(next_s, max(self._end_s, now_s + DELIVERY_GRACE_S))
             self._timer = self._loop.call_at(next_s, self._look)
 
     def _give_up(self, error: BatonError) -> None:

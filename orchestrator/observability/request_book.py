@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from baton.clock import Clock
-from baton.request_list import RequestList, RequestStatus
+from baton.results.request_list import RequestList, RequestStatus
 from baton.results.timings import Timings
 from orchestrator.observability.traces import NUM_KEPT
 from orchestrator.requests.record import Finished, RequestRecord

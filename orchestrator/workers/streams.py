@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from baton.channel_options import MAX_MESSAGE_BYTES
 from baton.errors import BatonError, InvalidArgumentError, UnavailableError
+from baton.limits import MAX_MESSAGE_BYTES
 from baton.status import error_of_name, from_rpc_error
 from baton.v1 import generate_pb2 as pb
 from baton.v1.generate_pb2_grpc import GenerationGroupStub

@@ -14,12 +14,11 @@ from random import Random
 import pytest
 
 from baton.errors import InvalidArgumentError
+from baton.limits import FORM_MEMORY_BYTES, MAX_COMPILED_BYTES
 from baton.structured_output import StructuredOutput
-from tests.support.hostile_forms import random_form
 from tests.support.models.tiny_tokenizer import EOS_ID, letter_tokenizer
-from text.form_child import MEMORY_BYTES
+from tests.support.wire.hostile_forms import random_form
 from text.form_prover import FormProver
-from text.grammars import MAX_COMPILED_BYTES
 
 pytestmark = pytest.mark.integration
 
@@ -78,11 +77,11 @@ async def test_no_form_costs_more_than_its_child(number: int) -> None:
         await prover.close()
     assert len(accepted) > number // 5
     sample = [asdict(form) for form in rng.sample(accepted, min(len(accepted), NUM_PREPARED))]
-    command = [sys.executable, "-m", "tests.support.hostile_forms"]
+    command = [sys.executable, "-m", "tests.support.wire.hostile_forms"]
     prepared = await asyncio.to_thread(
         subprocess.run, command, input=json.dumps(sample), capture_output=True, text=True, check=False
     )
     assert prepared.returncode == 0, prepared.stderr
     most_s, most_bytes = json.loads(prepared.stdout)
     assert most_s < MOST_S
-    assert most_bytes < MEMORY_BYTES + MAX_COMPILED_BYTES
+    assert most_bytes < FORM_MEMORY_BYTES + MAX_COMPILED_BYTES

@@ -15,15 +15,9 @@ import pytest
 from baton import AsyncClient
 from baton.calls.resume import Reconnect
 from baton.calls.streams import AsyncStream
-from baton.channel_options import MAX_MESSAGE_BYTES
 from baton.errors import InvalidArgumentError, RequestCancelledError, ResourceExhaustedError
-from baton.sampling_params import (
-    MAX_LOGIT_BIASES,
-    MAX_STOP_CHARS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-    SamplingParams,
-)
+from baton.limits import MAX_LOGIT_BIASES, MAX_MESSAGE_BYTES, MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from baton.sampling_params import SamplingParams
 from baton.structured_output import StructuredOutput
 from baton.types import FinishReason
 from baton.v1 import common_pb2

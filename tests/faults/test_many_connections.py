@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from gateway.door.bounded_http import BODY_S, HEADERS_S, WRITE_S, allow_connections
+from baton.limits import BODY_S, HEADERS_S, WRITE_S
+from gateway.door.bounded_http import allow_connections
 from tests.support.clusters.scripted_orchestrator import MODEL
 from tests.support.wire.http_gateway import HOST, Http, scripted_gateway
 

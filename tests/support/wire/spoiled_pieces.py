@@ -12,9 +12,9 @@ from baton.errors import (
     RangeError,
     StaleStampError,
 )
+from baton.limits import MAX_MESSAGE_BYTES
 from baton.v1 import common_pb2, kv_pb2
 from tests.support.wire.kv_loopback import NUM_TOKENS
-from transport.channel import MAX_MESSAGE_BYTES
 
 Spoil = Callable[[kv_pb2.KvPiece], None]
 

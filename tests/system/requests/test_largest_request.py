@@ -14,13 +14,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from baton.errors import InvalidArgumentError
-from baton.sampling_params import (
-    MAX_LOGIT_BIASES,
-    MAX_STOP_CHARS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-    SamplingParams,
-)
+from baton.limits import MAX_LOGIT_BIASES, MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from baton.sampling_params import SamplingParams
 from baton.v1 import common_pb2
 from baton.v1 import orchestrator_pb2 as pb
 from tests.support.clusters.clients import Answer

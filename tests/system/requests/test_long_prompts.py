@@ -14,9 +14,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from baton.channel_options import MAX_MESSAGE_BYTES
 from baton.clock import SystemClock
 from baton.errors import InvalidArgumentError
+from baton.limits import MAX_MESSAGE_BYTES
 from baton.results.completion import ModelInfo
 from baton.v1 import orchestrator_pb2 as pb
 from orchestrator.api.frontend import SERVICE, OrchestratorServer

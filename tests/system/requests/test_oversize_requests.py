@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from baton.channel_options import MAX_MESSAGE_BYTES
 from baton.errors import InvalidArgumentError
+from baton.limits import MAX_MESSAGE_BYTES
 from baton.sampling_params import SamplingParams
 from baton.v1 import common_pb2
 from baton.v1 import orchestrator_pb2 as pb

@@ -13,7 +13,6 @@ from baton.proto_types import (
     timings_from_proto,
     timings_to_proto,
 )
-from baton.request_list import RequestList, RequestStatus
 from baton.results.completion import Usage
 from baton.results.prefill_trace import (
     Interval,
@@ -25,6 +24,7 @@ from baton.results.prefill_trace import (
     WidthChoice,
     WidthOption,
 )
+from baton.results.request_list import RequestList, RequestStatus
 from baton.results.timings import DraftCounts, SpeculationTrace, Timings
 from baton.types import FinishReason, Priority, SampledToken, TokenEvent, TokenOrigin, TokenRange
 from baton.v1 import orchestrator_pb2

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidArgumentError
+from baton.limits import MAX_FORM_BYTES, MAX_FORM_CHOICES
 from baton.proto_types import params_from_proto, params_to_proto
 from baton.sampling_params import SamplingParams, params_from_options
-from baton.structured_output import MAX_CHOICE_TEXTS, MAX_STRUCTURED_BYTES, StructuredOutput
+from baton.structured_output import StructuredOutput
 from baton.v1 import common_pb2
 
 FORMS = [
@@ -37,8 +38,8 @@ def test_the_kind_is_the_field_that_is_set(form: StructuredOutput) -> None:
         ({"json": "{}", "regex": "a"}, "sets json and regex"),
         ({"regex": ""}, "regex is empty"),
         ({"choice": ("a", "")}, "choice is empty"),
-        ({"regex": "a" * (MAX_STRUCTURED_BYTES + 1)}, f"the limit is {MAX_STRUCTURED_BYTES}"),
-        ({"choice": ("a",) * (MAX_CHOICE_TEXTS + 1)}, f"use at most {MAX_CHOICE_TEXTS}"),
+        ({"regex": "a" * (MAX_FORM_BYTES + 1)}, f"the limit is {MAX_FORM_BYTES}"),
+        ({"choice": ("a",) * (MAX_FORM_CHOICES + 1)}, f"use at most {MAX_FORM_CHOICES}"),
     ],
 )
 def test_a_form_out_of_its_limits_is_refused(fields: dict[str, Any], reason: str) -> None:
@@ -50,7 +51,7 @@ def test_a_message_without_a_form_or_with_too_many_texts_is_refused() -> None:
     empty = common_pb2.SamplingParams(max_tokens=1, structured_output=common_pb2.StructuredOutput())
     with pytest.raises(InvalidArgumentError, match="sets nothing"):
         params_from_proto(empty)
-    long = common_pb2.TextChoice(texts=["a"] * (MAX_CHOICE_TEXTS + 1))
+    long = common_pb2.TextChoice(texts=["a"] * (MAX_FORM_CHOICES + 1))
     many = common_pb2.SamplingParams(max_tokens=1, structured_output=common_pb2.StructuredOutput(choice=long))
     with pytest.raises(InvalidArgumentError, match="1025 entries"):
         params_from_proto(many)

@@ -21,10 +21,9 @@ from baton.errors import (
     ResourceExhaustedError,
     UnauthenticatedError,
 )
+from baton.limits import MAX_BODY_BYTES, MAX_REQUEST_ID_CHARS
 from baton.proto_types import model_from_proto
-from baton.types import MAX_REQUEST_ID_CHARS
 from gateway.door import middleware
-from gateway.door.middleware import MAX_BODY_BYTES
 from gateway.door.rules import HttpRules
 from gateway.listening import open_socket
 from gateway.reading import Reader

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 import httpx2
 import pytest
 
+from baton.limits import MAX_HEADER_BYTES
 from gateway.door import bounded_http
-from gateway.door.bounded_http import MAX_HEADER_BYTES
 from gateway.door.rules import HttpRules
 from tests.support.clusters.scripted_orchestrator import MODEL
 from tests.support.wire.http_gateway import HOST, Http, scripted_gateway

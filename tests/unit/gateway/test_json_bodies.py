@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidArgumentError, UnauthenticatedError
-from gateway.door.json_bodies import MAX_OBJECTS, MAX_TEXTS, MAX_VALUES, parse
-from gateway.door.middleware import MAX_BODY_BYTES
+from baton.limits import MAX_BODY_BYTES, MAX_OBJECTS, MAX_TEXTS, MAX_VALUES
+from gateway.door.json_bodies import parse
 from gateway.errors import BodyTooLargeError
 from tests.support.wire.held_loop import watching_loop
 from tests.support.wire.http_gateway import scripted_gateway

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from baton.errors import InvalidArgumentError
+from baton.limits import MAX_MULTIPLE, MAX_REFERENCES, MAX_RULES
 from baton.structured_output import StructuredOutput
-from text.form_bounds import MAX_MULTIPLE, MAX_REFERENCES, MAX_RULES, check_bounds
+from text.form_bounds import check_bounds
 
 
 def chain(length: int) -> StructuredOutput:

@@ -6,8 +6,9 @@ import grpc
 import pytest
 
 from baton.errors import ConfigError, InvalidArgumentError, UnavailableError
+from baton.limits import MAX_MESSAGE_BYTES
 from tests.support.wire.rpc import STREAM, UNARY, Context, Service, call_unary, connected, served
-from transport.channel import MAX_MESSAGE_BYTES, Keepalive, bind, make_channel, make_server
+from transport.channel import Keepalive, bind, make_channel, make_server
 from transport.status import translate_rpc_errors
 
 pytestmark = pytest.mark.integration

@@ -19,6 +19,7 @@ from baton.errors import (
     RangeError,
     ResourceExhaustedError,
 )
+from baton.limits import MAX_MESSAGE_BYTES
 from baton.types import LeaseRef, TokenRange
 from baton.v1 import common_pb2, kv_pb2
 from baton.v1.kv_pb2_grpc import KvReceiverStub
@@ -26,7 +27,7 @@ from tests.support.manual_clock import ManualClock
 from tests.support.wire.kv_loopback import FIRST, LAYOUT, NUM_TOKENS, WHOLE, Loopback, loopback, rows
 from tests.support.wire.shared_push import shared_push
 from tests.support.wire.spoiled_pieces import REFUSED, Spoil, flip_a_byte
-from transport.channel import MAX_MESSAGE_BYTES, make_channel
+from transport.channel import make_channel
 from transport.kv_receiver import KvReceiverServicer, _wait_s
 from transport.status import translate_rpc_errors
 
@@ -150,7 +151,7 @@ async def test_message_over_the_limit_is_refused(loop: Loopback) -> None:
     giant = loop.piece(lease.ref)
     giant.payload = bytes(MAX_MESSAGE_BYTES + 1)
     async with grpc.aio.insecure_channel(loop.endpoint, options=unlimited) as channel:
-        with pytest.raises(ResourceExhaustedError), translate_rpc_errors():
+        with pytest.raises(InvalidArgumentError, match="larger than max"), translate_rpc_errors():
             await KvReceiverStub(channel).Push(iter([loop.piece(lease.ref), giant]))
     await loop.sink.writers_become(lease.ref.slot, 0)
 

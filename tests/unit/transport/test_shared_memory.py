@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.channel_options import MAX_MESSAGE_BYTES
 from baton.errors import InvalidArgumentError
+from baton.limits import MAX_MESSAGE_BYTES
 from baton.v1 import kv_pb2
 from tests.support.wire.shared_push import files_in_memory, shared_files
 from transport.shared_memory import MAX_MAPPED_BYTES, CellPool, SharedCells, map_memory, payload_at

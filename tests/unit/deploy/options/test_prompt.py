@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from baton.errors import InvalidArgumentError
+from baton.limits import MAX_PROMPT_BYTES
 from baton.sampling_params import SamplingParams, params_from_options
-from baton.types import MAX_PROMPT_BYTES
 from deploy.options.prompt import add_prompt, add_sampling, read_prompt, sampling_options
 
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from baton.cluster_state import ClusterState, GroupState, Scaling
-from baton.request_list import RequestList, RequestStatus
 from baton.results.completion import ModelInfo, Usage
 from baton.results.prefill_trace import Placement, PlacementTerms, PrefillTrace, RankTiming
+from baton.results.request_list import RequestList, RequestStatus
 from baton.results.timings import DraftCounts, SpeculationTrace, Timings
 from baton.types import FinishReason, TokenRange
 from baton.v1 import common_pb2, generate_pb2, prefill_pb2

@@ -10,7 +10,7 @@ import pytest
 from openai.types.responses import Response
 
 from baton.errors import BatonError, PermissionDeniedError, UnauthenticatedError, UnavailableError
-from gateway.responses.bodies import MAX_ITEMS
+from baton.limits import MAX_ITEMS
 from gateway.streaming import FAULT
 from tests.support.clusters.scripted_orchestrator import MODEL, Fault, ScriptedOrchestrator, serving, text_of
 from tests.support.models.tool_templates import HERMES, MAY_THINK, letters, tool_tokenizer

@@ -5,9 +5,9 @@ import tracemalloc
 
 import pytest
 
+from baton.limits import MAX_BODY_BYTES, MAX_ITEMS
 from gateway.bodies import Part
-from gateway.door.middleware import MAX_BODY_BYTES
-from gateway.responses.bodies import MAX_ITEMS, Item
+from gateway.responses.bodies import Item
 from gateway.responses.items import named
 from gateway.responses.store import ResponseStore, StoreLimits, written
 from tests.support.manual_clock import ManualClock

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidArgumentError
+from baton.limits import MAX_REQUEST_ID_CHARS
 from baton.results.completion import ModelInfo
 from baton.sampling_params import SamplingParams
-from baton.types import MAX_REQUEST_ID_CHARS, FinishReason
+from baton.types import FinishReason
 from orchestrator.api.checks import Intake
 from tests.support.models.tiny_tokenizer import EOS_ID, VOCAB_SIZE, ids_of, letter_tokenizer
 

@@ -16,8 +16,8 @@ import pytest
 from baton import AsyncClient
 from baton.clock import SystemClock
 from baton.errors import InvalidArgumentError, ResourceExhaustedError
+from baton.limits import MAX_PROMPT_BYTES, MAX_READING_BYTES
 from baton.results.completion import ModelInfo
-from baton.types import MAX_PROMPT_BYTES
 from baton.v1 import orchestrator_pb2 as pb
 from gateway import app
 from orchestrator.api import frontend, gateway
@@ -33,7 +33,7 @@ from tests.support.manual_clock import ManualClock
 from tests.support.models.tiny_tokenizer import letter_tokenizer, write_letters
 from tests.support.wire.http_gateway import http_gateway
 from text import bounded_reading
-from text.bounded_reading import MAX_READING_BYTES, BoundedReading, reading_bytes
+from text.bounded_reading import BoundedReading, reading_bytes
 from text.form_prover import FormProver
 from text.tokenizer import Tokenizer
 from transport.channel import make_channel

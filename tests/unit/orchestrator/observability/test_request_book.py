@@ -8,7 +8,7 @@ from baton import AsyncClient, TokenOrigin
 from baton.clock import SystemClock
 from baton.errors import RequestCancelledError
 from baton.ids import RequestId
-from baton.request_list import RequestStatus
+from baton.results.request_list import RequestStatus
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason
 from orchestrator.observability.request_book import RequestBook

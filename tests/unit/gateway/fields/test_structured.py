@@ -8,8 +8,8 @@ import pytest
 from baton.errors import InvalidArgumentError
 from baton.structured_output import StructuredOutput
 from gateway.bodies import CompletionBody
-from gateway.field_names import completion_names
-from gateway.structured import structured_of
+from gateway.fields.names import completion_names
+from gateway.fields.structured import structured_of
 
 
 def form_of(**fields: Any) -> StructuredOutput | None:

@@ -8,7 +8,7 @@ from baton.errors import BatonError, InvalidArgumentError
 from baton.sampling_params import params_from_options
 from gateway.bodies import ChatBody, CompletionBody
 from gateway.errors import FieldNames, error_body
-from gateway.field_names import chat_names, completion_names
+from gateway.fields.names import chat_names, completion_names
 from gateway.responses.bodies import ResponsesBody
 from gateway.responses.reading import response_names
 

@@ -2,9 +2,9 @@
 
 from gateway.bodies import ChatBody, CompletionBody, SamplingBody, TokenizeBody
 from gateway.errors import FieldNames
-from gateway.structured import form_names
+from gateway.fields.structured import form_names
+from gateway.fields.unsupported import UNSUPPORTED
 from gateway.tools.choice import parameter_names
-from gateway.unsupported import UNSUPPORTED
 
 
 def completion_names(body: CompletionBody) -> FieldNames:

@@ -6,8 +6,8 @@ import pytest
 
 from baton.errors import InvalidArgumentError
 from gateway.bodies import ChatBody, CompletionBody, TokenizeBody
+from gateway.fields.unsupported import UNSUPPORTED, refuse_unsupported
 from gateway.responses.bodies import ResponsesBody
-from gateway.unsupported import UNSUPPORTED, refuse_unsupported
 
 NOTHING: list[tuple[str, Any]] = [
     *((name, None) for name in UNSUPPORTED),
