@@ -23,7 +23,7 @@ from baton.structured_output import StructuredOutput
 
 MAX_CHILDREN = 2
 """Number of child processes; they start when they are needed."""
-MAX_KEPT_BYTES = 64 * 2**20
+MAX_KEPT_BYTES = 32 * 2**20
 """Bytes of forms whose answers are kept, those asked for least recently being dropped first."""
 _RETRY_S = 1.0
 _PATIENCE_S = 60.0

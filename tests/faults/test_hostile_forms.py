@@ -48,6 +48,14 @@ def memory_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+def _draw(sample: list[StructuredOutput], num_before: int, form: StructuredOutput, rng: Random) -> None:
+    """Take the form into a sample of NUM_PREPARED, each form so far with the same probability."""
+    if len(sample) < NUM_PREPARED:
+        sample.append(form)
+    elif (place := rng.randrange(num_before + 1)) < NUM_PREPARED:
+        sample[place] = form
+
+
 @pytest.mark.parametrize(
     "number",
     [
@@ -56,8 +64,8 @@ def memory_bytes() -> int:
     ],
 )
 async def test_no_form_costs_more_than_its_child(number: int) -> None:
-    rng, prover, accepted = Random(SEED), FormProver(letter_tokenizer().to_json, (EOS_ID,)), list[StructuredOutput]()
-    first_bytes = 0
+    rng, prover = Random(SEED), FormProver(letter_tokenizer().to_json, (EOS_ID,))
+    sample, num_accepted, first_bytes = list[StructuredOutput](), 0, 0
     try:
         for index in range(number):
             if index == NUM_FIRST:
@@ -67,7 +75,8 @@ async def test_no_form_costs_more_than_its_child(number: int) -> None:
             form, pids, before_s = random_form(rng), pids_of(prover), used_s(prover)
             is_costly = False
             try:
-                accepted.append(await prover.prove(form))
+                _draw(sample, num_accepted, await prover.prove(form), rng)
+                num_accepted += 1
             except InvalidArgumentError as error:
                 is_costly = "cannot be compiled within" in str(error)
             assert pids_of(prover) == ([] if is_costly else pids), f"{index}: a child ended, but not by its form"
@@ -75,11 +84,10 @@ async def test_no_form_costs_more_than_its_child(number: int) -> None:
         assert memory_bytes() - first_bytes < MOST_GROWTH_BYTES
     finally:
         await prover.close()
-    assert len(accepted) > number // 5
-    sample = [asdict(form) for form in rng.sample(accepted, min(len(accepted), NUM_PREPARED))]
+    assert num_accepted > number // 5
     command = [sys.executable, "-m", "tests.support.wire.hostile_forms"]
     prepared = await asyncio.to_thread(
-        subprocess.run, command, input=json.dumps(sample), capture_output=True, text=True, check=False
+        subprocess.run, command, input=json.dumps([*map(asdict, sample)]), capture_output=True, text=True, check=False
     )
     assert prepared.returncode == 0, prepared.stderr
     most_s, most_bytes = json.loads(prepared.stdout)

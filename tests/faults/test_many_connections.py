@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.nightly, pytest.mark.timeout(
 NUM_CONNECTIONS = 2000
 NUM_HONEST = 10
 NUM_TOKENS = 64
-HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 IDLE = (b"", HEAD, HEAD + b"content-length: 90\r\n\r\n", HEAD + b"content-length: 90\r\n\r\n{")
 """Beginnings of requests that never go on."""
 
