@@ -15,8 +15,9 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
+from starlette.requests import ClientDisconnect
 
-from baton.errors import InvalidArgumentError
+from baton.errors import InvalidArgumentError, RequestCancelledError
 from baton.limits import MAX_OBJECTS, MAX_TEXTS, MAX_VALUES
 from gateway.errors import BodyTooLargeError, UnreadableBodyError
 from gateway.streaming import caller_of
@@ -48,7 +49,10 @@ class BodyRoute(APIRoute):
             admit: Admit = request.app.state.admit
             await admit(caller_of(request, traces=False))
             _check_headers(request)
-            body = await request.body()
+            try:
+                body = await request.body()
+            except ClientDisconnect as error:
+                raise RequestCancelledError("the client has gone") from error
             read = partial(_read, body, model)
             reading: BoundedReading = request.app.state.reading
             value = await reading.run(len(body), read) if len(body) >= _LONG_BYTES else read()

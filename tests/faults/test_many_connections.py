@@ -53,4 +53,5 @@ async def test_idle_connections_end_and_honest_streams_do_not_notice() -> None:
         limit_s = 10 * max(HEADERS_S, BODY_S, WRITE_S)
         assert set(await asyncio.wait_for(asyncio.gather(*idle), limit_s)) == {b""}
         is_over.set()
-        assert len(service.requests) == sum(await asyncio.gather(*streams))  # each was sent once
+        num_streams = sum(await asyncio.gather(*streams))
+        assert len(service.requests) == num_streams  # each was sent once

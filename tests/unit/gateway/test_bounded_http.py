@@ -94,7 +94,9 @@ async def test_headers_without_end_take_no_memory() -> None:
         ("BODY_S", HEAD + b"content-length: 90\r\n\r\n" + BODY[:20]),
     ],
 )
-async def test_who_sends_nothing_more_is_cut_off(name: str, sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_sends_nothing_more_is_cut_off(
+    name: str, sent: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     async with scripted_gateway() as (service, http, client):
         with monkeypatch.context() as short:
             short.setattr(bounded_http, name, 0.2)
@@ -103,6 +105,7 @@ async def test_who_sends_nothing_more_is_cut_off(name: str, sent: bytes, monkeyp
                 assert await ended(reader) == b""
         assert not service.requests
         assert await is_served(client)
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 async def test_who_takes_nothing_of_a_stream_is_cut_off_and_its_request_cancelled(
