@@ -73,7 +73,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the stream, besides the model's end-of-sequence tokens. At most 1,024, each named once."""
     include_stop_str_in_output: bool = False
-    """Whether the stop string, or the stop token's text, that ends the stream is part of its text."""
+    """True: the text ends with the stop string, or the text of the stop token, that ended the stream."""
     ignore_eos: bool = False
     """Whether to go on past the model's end-of-sequence tokens."""
     logprobs: int | None = None

@@ -1,7 +1,7 @@
 """Bodies of requests, with the names, defaults and limits of OpenAI's API.
 
 Fields that OpenAI's API does not have are those of vLLM and other servers of the field, and `priority`. Others are
-ignored, as clients of many servers expect, but for those of `gateway.fields.unsupported`.
+ignored, as clients of many servers expect, except those of `gateway.fields.unsupported`.
 """
 
 from collections.abc import Sized
@@ -161,7 +161,7 @@ class Message(BaseModel):
     role: str
     content: str | Parts | None = None
     refusal: str | None = None
-    """Refusal of the assistant, which is its content if there is no other."""
+    """Refusal of the assistant, used as the content of a message without content."""
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     """Calls in an answer of the assistant."""
     tool_call_id: str | None = None
@@ -227,10 +227,10 @@ class ChatBody(SamplingBody):
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the model's chat template, such as enable_thinking."""
     add_generation_prompt: bool | None = None
-    """Whether the prompt ends with the beginning of the assistant's turn; unless given, it does, or the last message is
+    """True: the prompt ends with the beginning of the assistant's turn. Default: true, unless the last message is
     continued."""
     continue_final_message: bool | None = None
-    """Whether the answer goes on with the text of the last message."""
+    """True: the answer continues the text of the last message."""
 
 
 class TokenizeBody(BaseModel):

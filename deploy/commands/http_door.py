@@ -52,7 +52,7 @@ class HttpPlan(LogLines, TraceExport):
     """File descriptor of the bound socket, which the process inherits."""
     section: HttpSection = field(kw_only=True)
     control_tokens_in_text: bool = False
-    """Whether control tokens spelled out in a chat's texts act as such."""
+    """True: control tokens that are spelled out in a chat's texts act as control tokens."""
     heartbeat_s: Seconds = 1.0
     """Seconds between two signs of life."""
 

@@ -62,7 +62,7 @@ class Roster:
 
     async def adopt(self, orders: Orders, within_s: float | None = None) -> None:
         """Take over in a later life of a supervisor: find the groups that should be there, and end what is left of the
-        others. Return when that is done, or after `within_s` seconds, when it goes on (None: there is no limit). A
+        others. Return when that is done, or after `within_s` seconds, while the work goes on (None: no limit). A
         group that does not come up is absent, and `follow` tries it again."""
         back = [name for name in orders.lent if name in orders.leaving and self._returns(name, orders)]
         self._orders = orders.without(back)  # their workers belong to their own groups again

@@ -20,7 +20,7 @@ class PrefixRules:
     block_tokens: Count = 128
     """Tokens of a block, the unit in which prompts share KV; smaller blocks share more, and cost more."""
     prefix_isolation: bool = True
-    """Whether tenants share no cached KV; if shared, a fast answer reveals that another tenant sent the same prompt."""
+    """True: tenants share no cached KV. If shared, a fast answer reveals that another tenant sent the same prompt."""
 
 
 @settings
@@ -54,7 +54,7 @@ class OrchestratorLimits(TraceExport):
     disaggregation: Disaggregation = "auto"
     """What prefills: a chain (always), the generation group (never), or the one predicted to be sooner (auto)."""
     control_tokens_in_text: bool = False
-    """Whether control tokens spelled out in a chat's texts act as such, so that clients can write turns themselves."""
+    """True: control tokens spelled out in a chat's texts act as such, so that clients can write turns themselves."""
 
 
 def _absolute(path: Path) -> Path:
