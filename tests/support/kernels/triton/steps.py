@@ -67,7 +67,7 @@ def _check(cpu: Decoder, there: Decoder, captures: bool) -> None:
             for state, token_id in zip(states, graphs.run(rows), strict=False):
                 state.append(token_id)
     assert [state.output_ids for state in states] == [*expected[:2], expected[2][: NUM_STEPS // 2]]
-    pages_LPS2GH[-1, int(table_BC[0, 0])] = torch.nan
+    pages_LPS2GH[-1, table_BC[0].to(pages_LPS2GH.device)] = torch.nan
     assert graphs.run(rows) == [NO_TOKEN, expected[1][-1]], "the last step again, with damaged KV in one row"
 
 
