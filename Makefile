@@ -54,7 +54,7 @@ $(KERNELS): $(RUNTIME) $(KERNEL_SOURCES) setup.py
 	@mkdir -p $(@D) && touch $@
 
 demo: runtime  ## a cluster comes up, streams a chat, a long passage and eight answers at once, and goes
-	$(BIN)/python -m deploy.demo.show tests/data/persuasion_2000.txt
+	$(BIN)/python -m baton_lab.demo.show tests/data/persuasion_2000.txt
 
 test: setup  ## what every change must pass: units, then servers and processes of this host, then clusters on Ray
 	$(BIN)/python -m pytest $(OPTIONS) --lane unit -n 2 $(BY_FILE)

@@ -19,14 +19,14 @@ from baton.clock import SystemClock
 from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.prefix_blocks import PromptBlocks
 from baton.sampling_params import SamplingParams
+from baton_lab.traffic.events import Timeline
+from baton_lab.traffic.fleet import Fleet, Role
+from baton_lab.traffic.gaps import GapHistogram
+from baton_lab.traffic.placing import Asked, Placing
+from baton_lab.traffic.service import GroupSizes, RecallingPlanner
+from baton_lab.traffic.work.batch import StepLines
 from deploy.options.numbers import counts
 from deploy.options.screen import number_table
-from deploy.traffic.events import Timeline
-from deploy.traffic.fleet import Fleet, Role
-from deploy.traffic.gaps import GapHistogram
-from deploy.traffic.placing import Asked, Placing
-from deploy.traffic.service import GroupSizes, RecallingPlanner
-from deploy.traffic.work.batch import StepLines
 from orchestrator.autoscaling.actions import FleetState, LeadTimes
 from orchestrator.autoscaling.autoscaler import Autoscaler
 from orchestrator.autoscaling.demand import Backlog, ServiceModel

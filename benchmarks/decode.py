@@ -27,6 +27,7 @@ import torch
 from rich.console import Console
 
 from baton.process.garbage import collect_rarely
+from baton_lab.study.roofline import ServedModel, served, step_time
 from benchmarks.sides.engine_rows import EngineRows, row_lengths
 from benchmarks.sides.vllm_peer import VllmPeer
 from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Bars, Pairs, Reporter, case, interleave, make_parser, resolve
@@ -40,8 +41,7 @@ from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder
 from modeling.hosting import use_cores
 from modeling.kv.buffers import TORCH_DTYPES
-from planning.study.chips import Chip
-from planning.study.roofline import ServedModel, served, step_time
+from planning.chips import Chip
 
 GRID = "1x192,16x192,32x192,16x1024,8x4096,16x4096"
 QUICK_GRID = "1x192,4x512"

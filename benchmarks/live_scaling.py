@@ -29,12 +29,12 @@ from typing import Any
 
 from rich.console import Console
 
+from baton_lab.traffic.generators import Lengths, Phase, bimodal, bursty, shifting
+from baton_lab.traffic.policies import AutoscalePolicy
+from baton_lab.traffic.results import Targets
+from baton_lab.traffic.trace import Trace
 from benchmarks.support.crowding import Crowding
 from benchmarks.support.harness import Bars, Pairs, Reporter, case
-from deploy.traffic.generators import Lengths, Phase, bimodal, bursty, shifting
-from deploy.traffic.policies import AutoscalePolicy
-from deploy.traffic.results import Targets
-from deploy.traffic.trace import Trace
 from orchestrator.autoscaling.actions import LeadTimes
 from orchestrator.autoscaling.demand import ServiceModel
 from orchestrator.requests.config import AutoscalingConfig

@@ -23,10 +23,10 @@ from rich.console import Console
 
 from baton.client import AsyncClient
 from baton.sampling_params import SamplingParams
+from baton_lab.served_child import own_cluster, until_signal
 from benchmarks.support.answers import Answer
 from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
 from benchmarks.support.open_loop import percentile
-from deploy.commands.served_child import own_cluster, until_signal
 from text.tokenizer import Tokenizer
 
 ROUNDS = 3

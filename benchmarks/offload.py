@@ -48,7 +48,7 @@ from benchmarks.support.harness import (
 )
 from benchmarks.support.policy_table import IDEAL, STREAMED, CellTimes, policy_table
 from benchmarks.support.step_parts import Breakdown, Part, PartClock, breakdown_table
-from deploy.quality.passages import Context, prefill
+from deploy.tuning.selection.passages import Context, prefill
 from modeling.checkpoints.weights import load_decoder
 from modeling.device.copying import LinkRate
 from modeling.hosting import use_cores

@@ -1,13 +1,13 @@
 """What does the autoscaler gain over fixed groups, over load regression without queueing, and over queue thresholds?
 
-A calculation: traces replayed by the traffic simulator (`deploy.traffic`), eight groups of Llama-3.1-8B on an A100 at
-nominal rates, cold start 30 s, role flip 2 s. Two kinds of request: 6,000 -> 64 tokens and 200 -> 512. What a division
-of the groups bears is the highest steady rate of which it serves 95 % within both targets, found by simulation; the
-best division's is the capacity for that kind. Traces at parts of these capacities: `shifting` changes the kind every
-300 s (10 cold starts), `steady` has one kind. All policies begin with four groups of each role. Rows: share of requests
-within both targets, and changes. `--bars`: on shifting traces at least 1.3 times the best fixed division's and 1.15
-times load regression's; on steady ones at least 0.97 times the best fixed division's; in each phase at most one change
-that takes back another.
+A calculation: traces replayed by the traffic simulator (`baton_lab.traffic`), eight groups of Llama-3.1-8B on an A100
+at nominal rates, cold start 30 s, role flip 2 s. Two kinds of request: 6,000 -> 64 tokens and 200 -> 512. What a
+division of the groups bears is the highest steady rate of which it serves 95 % within both targets, found by
+simulation; the best division's is the capacity for that kind. Traces at parts of these capacities: `shifting` changes
+the kind every 300 s (10 cold starts), `steady` has one kind. All policies begin with four groups of each role. Rows:
+share of requests within both targets, and changes. `--bars`: on shifting traces at least 1.3 times the best fixed
+division's and 1.15 times load regression's; on steady ones at least 0.97 times the best fixed division's; in each phase
+at most one change that takes back another.
 """
 
 import argparse
@@ -15,14 +15,14 @@ import statistics
 import sys
 from collections.abc import Iterable
 
+from baton_lab.traffic.comparing import Setting
+from baton_lab.traffic.generators import OUTPUT_HEAVY, PROMPT_HEAVY, Lengths, Phase, shifting, steady
+from baton_lab.traffic.results import Results, ScalerEvent
+from baton_lab.traffic.service import GroupSizes, RecallingPlanner
+from baton_lab.traffic.trace import Trace
 from benchmarks.support.harness import Bars
 from deploy.options.numbers import counts, positive
 from deploy.options.screen import number_table
-from deploy.traffic.comparing import Setting
-from deploy.traffic.generators import OUTPUT_HEAVY, PROMPT_HEAVY, Lengths, Phase, shifting, steady
-from deploy.traffic.results import Results, ScalerEvent
-from deploy.traffic.service import GroupSizes, RecallingPlanner
-from deploy.traffic.trace import Trace
 from orchestrator.requests.config import AutoscalingConfig
 from planning.calibration import nominal
 from planning.hardware import hardware_of

@@ -31,6 +31,7 @@ from rich.console import Console
 
 from baton.process.garbage import collect_rarely
 from baton.settings.base import part_of
+from baton_lab.served_child import until_signal
 from benchmarks.plots.served import draw
 from benchmarks.sides.engine import EngineSide, EngineSpec, engine_alone
 from benchmarks.sides.front_doors import BatonDoor
@@ -41,7 +42,6 @@ from benchmarks.support.harness import Bars, Pairs, Reporter, Row, case, make_pa
 from benchmarks.support.passages import Passages
 from benchmarks.support.processor_time import main_threads_used_s, share_of_a_core, until_quiet, used_s
 from benchmarks.support.streams import Load
-from deploy.commands.served_child import until_signal
 from deploy.config.file import read_sections
 from deploy.machine.arrangement import arrange
 from deploy.machine.doctor import inspect_machine

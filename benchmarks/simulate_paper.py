@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from baton_lab.study.peers import single, tsp
 from planning.chain.search import search
 from planning.chain.wavefront import chain_ttft
 from planning.cost_model import PAPER, PAPER_OVERLAPPED, CostModel, Kernel, Link, Protocol
 from planning.fit import fit_prefill
 from planning.hardware import Hardware, derive
 from planning.model_shape import SHAPES
-from planning.study.peers import single, tsp
 
 TABLES = Path(__file__).parents[1] / "tests" / "data" / "kv_runahead_tables.json"
 REFERENCE = "llama-7b"

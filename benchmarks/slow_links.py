@@ -20,6 +20,7 @@ from pathlib import Path
 from rich.console import Console
 
 from baton.types import TokenRange
+from baton_lab.study.peers import zigzag_ring
 from benchmarks.baselines.calibrating import LENGTHS as CALIBRATED
 from benchmarks.baselines.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
 from benchmarks.baselines.calibrating import at_pace, calibrated
@@ -35,7 +36,6 @@ from planning.chain.partition import as_ranges, even_partition
 from planning.chain.search import search
 from planning.chain.wavefront import chain_ttft
 from planning.cost_model import BATON, CostModel, Link
-from planning.study.peers import zigzag_ring
 
 LINKS = "200,100,50,20,10,5"
 QUICK_LINKS = "100,5"

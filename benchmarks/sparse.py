@@ -25,7 +25,7 @@ from rich.console import Console
 
 from benchmarks.sides.engine_rows import row_lengths
 from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Bars, Pairs, Reporter, case, interleave, make_parser, resolve
-from deploy.quality.passages import Context, Passage, PassageRows, StepScore, prefill, shape_for
+from deploy.tuning.selection.passages import Context, Passage, PassageRows, StepScore, prefill, shape_for
 from generate_workers.residency.policies import SelectionSource, make_residency
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder

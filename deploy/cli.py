@@ -5,46 +5,47 @@ import sys
 
 from baton import __version__
 from baton.errors import BatonError, ConfigError, InvalidArgumentError
-from deploy.bench import command as bench
-from deploy.calibration import prefill as calibrate
-from deploy.chaos import command as chaos
+from baton_lab import commands as lab
 from deploy.commands import drain, flip, generate, inspection, local, reload, scale, serving
-from deploy.forecasts import plan, simulate
 from deploy.front_doors import gateway, http
-from deploy.quality import evaluate, prepare
 from deploy.top import command as top
 from deploy.traces import command as trace
-from deploy.traffic import command as traffic
+from deploy.tuning.calibration import prefill as calibrate
+from deploy.tuning.selection import prepare
+
+GROUPS = {
+    "serve": ("serve", "local", "generate", "status", "stop", "gateway", "http"),
+    "operate": ("drain", "scale", "flip", "reload", "top", "trace", "doctor", "config"),
+    "plan": ("plan", "simulate", "simulate-traffic"),
+    "tune": ("calibrate", "prepare"),
+    "lab": ("evaluate", "chaos", "bench"),
+}
+"""Commands in the order in which the help shows them."""
+_MODULES = (
+    *(generate, local, serving, gateway, http, drain, flip, reload, scale, inspection, trace, top, calibrate),
+    *(prepare, *lab.COMMANDS),
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line; each command sets `run`."""
     parser = argparse.ArgumentParser(
-        prog="baton", description="Serves large language models with prefill and generation disaggregated."
+        prog="baton",
+        usage="baton [-h] [--version] COMMAND ...",
+        description="Serves large language models with prefill and generation disaggregated.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"baton {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    generate.add_parser(commands)
-    local.add_parser(commands)
-    serving.add_parser(commands)
-    gateway.add_parser(commands)
-    http.add_parser(commands)
-    drain.add_parser(commands)
-    flip.add_parser(commands)
-    reload.add_parser(commands)
-    scale.add_parser(commands)
-    inspection.add_parser(commands)
-    trace.add_parser(commands)
-    top.add_parser(commands)
-    bench.add_parser(commands)
-    calibrate.add_parser(commands)
-    chaos.add_parser(commands)
-    evaluate.add_parser(commands)
-    simulate.add_parser(commands)
-    traffic.add_parser(commands)
-    plan.add_parser(commands)
-    prepare.add_parser(commands)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", help=argparse.SUPPRESS)
+    for module in _MODULES:
+        module.add_parser(commands)
+    texts = {each.dest: each.help for each in commands._choices_actions}
+    parser.epilog = "\n".join(_listed(group, {name: texts[name] or "" for name in GROUPS[group]}) for group in GROUPS)
     return parser
+
+
+def _listed(group: str, texts: dict[str, str]) -> str:
+    return "\n".join([f"{group}:", *(f"  {name:<17} {text}" for name, text in texts.items()), ""])
 
 
 def main(argv: list[str] | None = None) -> int:

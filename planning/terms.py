@@ -1,7 +1,7 @@
 """The terms of each way to prefill a request: by a chain, whose KV is then pushed, or by its generation group itself.
 
 What is compared when a request is placed (`orchestrator.placement.predictions`), and on paper by `baton plan --explain`
-(`planning.study.break_even`): both are made here, of the planner's predictions. Pure.
+(`baton_lab.study.break_even`): both are made here, of the planner's predictions. Pure.
 """
 
 from baton.results.prefill_trace import PlacementTerms

@@ -24,6 +24,7 @@ FOLDERS = (
     "generate_workers",
     "gateway",
     "deploy",
+    "baton_lab",
     "benchmarks",
     "tools",
 )

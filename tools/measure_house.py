@@ -27,6 +27,7 @@ PACKAGES = (
     "orchestrator",
     "prefill_workers",
     "generate_workers",
+    "gateway",
     "deploy",
 )
 LONG_FILE_LINES = 330

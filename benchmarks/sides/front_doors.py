@@ -10,11 +10,11 @@ from time import time_ns
 
 from baton.client import AsyncClient
 from baton.sampling_params import SamplingParams
+from baton_lab.served_child import OwnCluster, own_cluster
 from benchmarks.support.answers import Answer, Answered, Ask
 from benchmarks.support.event_stream import EventStream
 from benchmarks.support.processor_time import command_of, with_descendants
 from deploy.commands.record import load_record
-from deploy.commands.served_child import OwnCluster, own_cluster
 
 HOST = "127.0.0.1"
 MODEL = "model"

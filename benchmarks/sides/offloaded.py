@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.sides.timed_steps import TimedDecoder, TimedDevice, TimedResidency
 from benchmarks.support.step_parts import Part, PartClock
-from deploy.quality.passages import Context, PassageRows, shape_for
+from deploy.tuning.selection.passages import Context, PassageRows, shape_for
 from generate_workers.residency.policies import SelectionSource, make_residency
 from modeling.device.copying import LinkRate
 from modeling.device.emulated import EmulatedDevice

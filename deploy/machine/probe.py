@@ -1,7 +1,7 @@
 """Measures the rates of this machine that bound a generation step (`baton plan --hardware here`, `baton doctor`).
 
 It measures the decoder itself: one of the model's shape with random weights, and just enough layers to exceed the
-caches. The rates that `planning.study.roofline` predicts other steps from follow from a few of its steps; no rate is
+caches. The rates that `baton_lab.study.roofline` predicts other steps from follow from a few of its steps; no rate is
 fitted to a step that is to be predicted. Blocks, and uses all configured threads; the machine should be idle.
 """
 
@@ -24,8 +24,8 @@ from generate_workers.engine.step_runner import bytes_per_step
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder
 from modeling.kv.buffers import TORCH_DTYPES, BufferSpan, KvBuffer
+from planning.chips import Chip
 from planning.model_shape import ModelShape
-from planning.study.chips import Chip
 
 _READ_BYTES = 2**28
 _OUT_OF_CACHE_BYTES = 2**28

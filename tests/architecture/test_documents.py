@@ -23,7 +23,9 @@ DOCUMENTS += sorted((ROOT / "docs").rglob("*.md")) + sorted((ROOT / "benchmarks/
 GAPS = ROOT / "docs/gaps.md"
 CAPABILITIES, BARS = "\n## Capabilities that are missing", "\n## Bars that are missed"
 PARTS = ("**Aim**", "**There**", "**Not there**", "**What would close it**")
-PACKAGES = "baton|benchmarks|deploy|generate_workers|modeling|orchestrator|planning|prefill_workers|text|transport"
+PACKAGES = (
+    "baton|baton_lab|benchmarks|deploy|generate_workers|modeling|orchestrator|planning|prefill_workers|text|transport"
+)
 SECTIONS: dict[str, Any] = {each.name: each.type for each in fields(ClusterConfig) if is_dataclass(each.type)}
 ABSENT = [
     ("Speculation", PACKAGES, r"(?i)pq_?cache"),

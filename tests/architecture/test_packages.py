@@ -66,14 +66,19 @@ def test_importing_all_of_a_package_leaves_torch_out() -> None:
 
 def test_what_starts_a_cluster_leaves_torch_and_transformers_to_its_workers() -> None:
     modules = ("deploy.commands.serve", "deploy.ray_cluster.supervisor", "deploy.ray_cluster.worker")
-    assert not {"torch", "transformers"} & loaded_after(*modules)
+    assert not {"torch", "transformers", "baton_lab"} & loaded_after(*modules)
+
+
+def test_what_serves_leaves_the_laboratory_out() -> None:
+    modules = ("gateway.app", "orchestrator.api.host", "prefill_workers.servicer", "generate_workers.servicer")
+    assert "baton_lab" not in loaded_after(*modules)
 
 
 def test_commands_that_ask_a_server_elsewhere_leave_torch_out() -> None:
     modules = [
-        f"deploy.{folder}.{path.stem}"
-        for folder in ("bench", "top")
-        for path in sorted((ROOT / "deploy" / folder).glob("[!_]*.py"))
+        f"{folder.replace('/', '.')}.{path.stem}"
+        for folder in ("baton_lab/bench", "deploy/top")
+        for path in sorted((ROOT / folder).glob("[!_]*.py"))
     ]
     loaded = loaded_after(*modules, "deploy.commands.record", "deploy.config.file")
     assert set(modules) <= loaded

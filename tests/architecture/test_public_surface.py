@@ -26,7 +26,7 @@ from baton.results.prefill_trace import (
     WidthOption,
 )
 from baton.results.timings import DraftCounts, SpeculationTrace, Timings
-from deploy.cli import build_parser
+from deploy.cli import GROUPS, build_parser
 
 pytestmark = pytest.mark.integration
 
@@ -184,6 +184,10 @@ def test_fields_of_what_clients_return(kind: type) -> None:
 @pytest.mark.parametrize("kind", STATUSES, ids=lambda kind: kind.__name__)
 def test_fields_of_what_workers_say(kind: type[Message]) -> None:
     assert set(STATUSES[kind].split()) <= set(kind.DESCRIPTOR.fields_by_name)
+
+
+def test_the_help_lists_every_command_in_one_group() -> None:
+    assert sorted(name for names in GROUPS.values() for name in names) == sorted(commands())
 
 
 def test_commands() -> None:

@@ -12,9 +12,9 @@ import pytest
 
 from baton.client import AsyncClient
 from baton.ids import RequestId
-from deploy.chaos.report import Outcome, Report
-from deploy.chaos.run import Bounds, ChaosRun
-from deploy.chaos.schedule import Schedule, Shape
+from baton_lab.chaos.report import Outcome, Report
+from baton_lab.chaos.run import Bounds, ChaosRun
+from baton_lab.chaos.schedule import Schedule, Shape
 from generate_workers.engine.step_runner import weight_bytes
 from modeling.device.emulated import EmulatedDevice
 from tests.support.clusters.chaos import chaos_cluster

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from baton.sampling_params import SamplingParams
-from deploy.chaos import network
-from deploy.chaos.faults import Fault
+from baton_lab.chaos import network
+from baton_lab.chaos.faults import Fault
 from deploy.groups.surroundings import Heartbeat
 from tests.support.clusters import supervision
 from tests.support.clusters.fault_plans import PickedPlan

@@ -9,8 +9,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.sampling_params import SamplingParams
-from deploy.chaos.faults import Fault
-from deploy.chaos.network import FaultyNetwork
+from baton_lab.chaos.faults import Fault
+from baton_lab.chaos.network import FaultyNetwork
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.workers.census import LEAK_S
 from tests.support.clusters.cluster import BareCluster, cluster

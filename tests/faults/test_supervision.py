@@ -18,7 +18,7 @@ from baton.ids import MAX_EPOCH
 from baton.results.completion import ModelInfo
 from baton.v1 import prefill_pb2
 from baton.v1.prefill_pb2 import PrefillStatus
-from deploy.chaos.network import NetworkedSpawner, NetworkedWorker
+from baton_lab.chaos.network import NetworkedSpawner, NetworkedWorker
 from deploy.groups.chain_links import ChainLinks
 from deploy.groups.group import WorkerGroup
 from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from baton_lab.traffic.generators import Lengths, bimodal, steady
 from deploy.cli import main
 from deploy.config.environment import SECRET_VARIABLE
-from deploy.traffic.generators import Lengths, bimodal, steady
 from tests.support.paced.cluster import PacedCluster, PacedPlan, paced_cluster
 from tests.support.paced.comparing import both_ways
 from tests.support.paced.hardware import PacedHardware, write_paced_model

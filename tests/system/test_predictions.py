@@ -11,8 +11,8 @@ import pytest
 from baton import Client
 from baton.results.timings import DraftCounts, SpeculationTrace
 from baton.sampling_params import SamplingParams
-from deploy.calibration.rounds import NUM_DRAFTS, Measured, measure_rounds
-from deploy.calibration.steps import NUM_STEPS, Grid, measure_steps
+from deploy.tuning.calibration.rounds import NUM_DRAFTS, Measured, measure_rounds
+from deploy.tuning.calibration.steps import NUM_STEPS, Grid, measure_steps
 from orchestrator.requests.config import OrchestratorConfig
 from planning.planner import ChainPlanner
 from tests.support.clusters.clients import HOST, Answer

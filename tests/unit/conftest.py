@@ -5,6 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from deploy.config.environment import SECRET_VARIABLE
+from tests.support.wire.commands import Baton
+from tests.support.wire.secret import SECRET
+
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
@@ -13,3 +17,23 @@ def folder() -> Iterator[Path]:
 
     with prefix_folder() as made:
         yield made
+
+
+@pytest.fixture
+def baton(capsys: pytest.CaptureFixture[str]) -> Baton:
+    return Baton(capsys)
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands know the secret of clusters that they are given the address of."""
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET.text)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder of the user's caches."""
+    made = tmp_path / "cache"
+    made.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(made))
+    return made

@@ -12,9 +12,9 @@ import torch
 
 from baton.results.completion import ModelInfo
 from baton.types import SampledToken
-from deploy.chaos.cluster import ChaosCluster, ChaosPlan
-from deploy.chaos.faults import SeededPlan
-from deploy.chaos.schedule import Ask
+from baton_lab.chaos.cluster import ChaosCluster, ChaosPlan
+from baton_lab.chaos.faults import SeededPlan
+from baton_lab.chaos.schedule import Ask
 from deploy.groups.keeper import OrchestratorPlan
 from generate_workers.config import EngineConfig
 from modeling.forward.decoder import Decoder

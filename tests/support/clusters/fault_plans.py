@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Mapping
 
-from deploy.chaos.faults import Fault, Strike
+from baton_lab.chaos.faults import Fault, Strike
 
 
 class PickedPlan:

@@ -3,7 +3,7 @@
 import functools
 from dataclasses import replace
 
-from deploy.traffic.service import RecallingPlanner
+from baton_lab.traffic.service import RecallingPlanner
 from planning.calibration import Calibration, nominal
 from planning.cost_model import CostModel, Kernel
 from planning.hardware import hardware_of

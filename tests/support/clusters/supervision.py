@@ -17,8 +17,8 @@ import torch
 from baton.errors import ConfigError
 from baton.sampling_params import SamplingParams
 from baton.v1 import prefill_pb2
-from deploy.chaos.faults import FaultPlan
-from deploy.chaos.network import NetworkedSpawner
+from baton_lab.chaos.faults import FaultPlan
+from baton_lab.chaos.network import NetworkedSpawner
 from deploy.config.worker import WorkerConfig
 from deploy.groups.cluster import Cluster, group_of
 from deploy.groups.group import WorkerGroup

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from baton.errors import UnavailableError
 from baton.settings.place import WorkerPlace
-from deploy.chaos.faults import FaultPlan
+from baton_lab.chaos.faults import FaultPlan
 from deploy.config.worker import Section, WorkerConfig
 from generate_workers.config import EngineConfig
 from generate_workers.servicer import GenerationServer

@@ -13,7 +13,7 @@ from typing import Self
 import numpy as np
 
 from baton.types import TokenRange
-from deploy.traffic.service import RecallingPlanner
+from baton_lab.traffic.service import RecallingPlanner
 from generate_workers.engine.model_shape import model_shape
 from modeling.checkpoints.weights import load_config
 from planning import calibration, step_times

@@ -19,9 +19,9 @@ from baton.v1 import orchestrator_pb2 as pb
 from baton.v1 import planning_pb2
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from baton.v1.planning_pb2_grpc import PlanningStub
-from deploy.traffic.gaps import GapHistogram
-from deploy.traffic.results import Results
-from deploy.traffic.trace import Trace
+from baton_lab.traffic.gaps import GapHistogram
+from baton_lab.traffic.results import Results
+from baton_lab.traffic.trace import Trace
 from planning import calibration
 from tests.support.models.tiny_tokenizer import NUM_LETTERS
 from tests.support.paced.hardware import PacedHardware

@@ -7,7 +7,7 @@ from baton.clock import Clock
 from baton.errors import ChainError, LinkBrokenError, TransferError
 from baton.ids import Epoch, Rank
 from baton.types import SampledToken, TokenRange
-from deploy.chaos.faults import Fault, FaultPlan
+from baton_lab.chaos.faults import Fault, FaultPlan
 from modeling.forward.decoder import Decoder
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport, KvOutlet

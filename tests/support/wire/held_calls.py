@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
-from deploy.chaos.network import Context, FaultyNetwork, Replies
+from baton_lab.chaos.network import Context, FaultyNetwork, Replies
 from tests.support.clusters.fault_plans import PickedPlan
 
 

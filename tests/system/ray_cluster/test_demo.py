@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from baton.sampling_params import SamplingParams
-from deploy.demo.requests import QUESTIONS
+from baton_lab.demo.requests import QUESTIONS
 from modeling.checkpoints.weights import load_decoder
 from tests.support.clusters.on_ray.ray_clusters import processes_of, share_measurements, shared_files
 from tests.support.folders import ROOT
@@ -36,7 +36,7 @@ def passage(smollm2: Path, tmp_path: Path) -> Path:
 @contextmanager
 def running(cache: Path, passage: Path, *assignments: str) -> Iterator["subprocess.Popen[str]"]:
     """The demo; it has ended afterwards, and has left nothing."""
-    command = [sys.executable, "-m", "deploy.demo.show", str(passage)]
+    command = [sys.executable, "-m", "baton_lab.demo.show", str(passage)]
     command += [part for each in ("model.dtype=float32", *assignments) for part in ("--set", each)]
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "COLUMNS": "120", "PYTHONUNBUFFERED": "1"}
     share_measurements(cache)

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.sparse import FittedHere, compare, contexts_of
-from deploy.quality.passages import prefill
+from deploy.tuning.selection.passages import prefill
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder
 from tests.support.models.letter_models import write_letter_model

@@ -11,7 +11,7 @@ from benchmarks.sides.offloaded import running
 from benchmarks.sides.timed_steps import TimedDecoder, TimedDevice, TimedResidency
 from benchmarks.sparse import FittedHere, contexts_of
 from benchmarks.support.step_parts import Part, PartClock
-from deploy.quality.passages import Context, PassageRows, prefill, shape_for
+from deploy.tuning.selection.passages import Context, PassageRows, prefill, shape_for
 from generate_workers.residency.policies import make_residency
 from modeling.checkpoints.weights import load_decoder
 from modeling.device.copying import LinkRate

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton_lab.study.peers import tsp
 from planning.chain.wavefront import chain_ttft, work_of
 from planning.cost_model import (
     BATON,
@@ -25,7 +26,6 @@ from planning.cost_model import (
     Protocol,
     Receive,
 )
-from planning.study.peers import tsp
 from tests.support.folders import DATA
 from tests.support.wavefront import reference
 

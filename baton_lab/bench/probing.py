@@ -1,0 +1,36 @@
+"""Asks a server twice before any load: it warms up, shows that it answers, and how it counts tokens. On the loop."""
+
+from collections.abc import Callable
+
+from baton.errors import UnavailableError
+from baton_lab.bench.passages import TOKENS_PER_WORD, Passages
+from baton_lab.bench.records import MessageLog, RequestFailedError
+from baton_lab.bench.server import Server
+
+_MOST_WORDS = 400
+_LEAST_WORDS = 8
+_ANSWER_TOKENS = 2
+
+
+async def probe(server: Server, passages: Passages, now_s: Callable[[], float]) -> None:
+    """Ask for a short and for a longer passage, and set how many tokens a word of them has by the server's count. The
+    difference of the two leaves out what a chat template adds. Raises UnavailableError when one is not answered.
+    """
+    most = _MOST_WORDS if server.about.context_tokens is None else server.about.context_tokens // 8
+    far = max(min(_MOST_WORDS, most), 2)
+    near = max(far // _LEAST_WORDS, 1)
+    counted = []
+    for num_words in (near, far):
+        text = passages.take(round(num_words * TOKENS_PER_WORD))
+        log = MessageLog(now_s)
+        try:
+            counts = await server.ask([("user", text)], _ANSWER_TOKENS, log)
+        except RequestFailedError as error:
+            raise UnavailableError(
+                f"{server.about.model} does not answer a prompt of {num_words} words ({error.kind}): {error}"
+            ) from error
+        if counts is not None:
+            counted.append((len(text.split()), counts.num_prompt))
+    if len(counted) == 2 and counted[1][1] > counted[0][1]:
+        (words, tokens), (more_words, more_tokens) = counted
+        passages.tokens_per_word = (more_tokens - tokens) / (more_words - words)

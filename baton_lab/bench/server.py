@@ -1,0 +1,54 @@
+"""The port through which a load asks a server, whatever it speaks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from baton_lab.bench.records import MessageLog, TokenCounts
+
+Message = tuple[str, str]
+"""Role and content of one message of a conversation."""
+SEPARATOR = "\n\n"
+"""Stands between the messages of a conversation that is sent as one text."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """How requests are sent: the same for all of a load."""
+
+    is_chat: bool = False
+    """Whether conversations are sent as chats; else as one text each."""
+    temperature: float = 0.0
+    ignores_eos: bool = True
+    """Whether answers run to their length, whatever the model says."""
+    timeout_s: float = 600.0
+    """Seconds after which a request counts as failed."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the bodies of HTTP requests."""
+
+
+@dataclass(frozen=True)
+class About:
+    """What a server says of itself."""
+
+    model: str
+    context_tokens: int | None
+    """Tokens of prompt and answer together that the model takes; None where the server does not say."""
+
+
+class Server(Protocol):
+    """A server under load. Used on one loop."""
+
+    about: About
+
+    async def ask(self, messages: list[Message], max_tokens: int, log: MessageLog) -> TokenCounts | None:
+        """Send one request, give each message of its answer to `log`, and return when the answer has ended. Return the
+        tokens as the server counted them, None where it did not.
+
+        Raises RequestFailedError when there is no whole answer.
+        """
+
+
+def as_text(messages: list[Message]) -> str:
+    """Return a conversation as one text, of which that of a longer conversation is a continuation."""
+    return SEPARATOR.join(content for _, content in messages)

@@ -1,0 +1,118 @@
+"""Sends the loads of one command to a server, one after the other, and shows what each comes to. On the loop."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from baton.clock import SystemClock
+from baton.process.garbage import collect_all, collect_rarely
+from baton_lab.bench import report
+from baton_lab.bench.conversations import Conversation, Shape, conversations, replayed
+from baton_lab.bench.loops import Arrivals, Generator, Load, Run, Users
+from baton_lab.bench.options import Loads, within
+from baton_lab.bench.passages import Passages
+from baton_lab.bench.probing import probe
+from baton_lab.bench.records import Record
+from baton_lab.bench.server import Server, Style
+from baton_lab.bench.statistics import Summary, doubts, summarize
+from deploy.options.screen import progress
+
+_REFRESH_S = 0.5
+"""Least seconds between two drawings of the bar, because each delays what is measured."""
+_TICKS_A_SECOND = 10
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the options of one command describe."""
+
+    style: Style
+    shape: Shape
+    loads: Loads
+    targets: Mapping[str, float]
+    """Targets of a good request in seconds, by metric."""
+    seed: int
+
+
+Runs = list[tuple[Run, Summary]]
+
+
+class Session:
+    """The loads of one command. Results go to `out`, all else to `err`."""
+
+    def __init__(self, asked: Asked, passages: Passages, out: Console, err: Console) -> None:
+        self._asked = asked
+        self._passages = passages
+        self._out = out
+        self._err = err
+        self._clock = SystemClock()
+
+    async def run(self, server: Server) -> Runs:
+        """Send all loads, show each when it has ended, and return them. Raises UnavailableError for a server that
+        answers no prompt, ConfigError when the text of the prompts is used up."""
+        await probe(server, self._passages, self._clock.now_s)
+        shape, found = within(self._asked.shape, server.about.context_tokens), Runs()
+        self._say(f"{server.about.model}: {self._passages.tokens_per_word:.2f} tokens a word, seed {self._asked.seed}")
+        for number, load in enumerate(self._asked.loads.loads):
+            run = await self._send(server, load, self._made(shape, number))
+            summary = summarize(run, self._asked.targets)
+            self._show(run, summary)
+            found.append((run, summary))
+        if len(found) > 1:
+            self._out.print(report.sweep_table([summary for _, summary in found]))
+        return found
+
+    async def _send(self, server: Server, load: Load, made: Iterator[Conversation]) -> Run:
+        collect_rarely()
+        try:
+            with self._shown(load) as ended:
+                return await Generator(server, self._clock, ended).run(load, made)
+        finally:
+            collect_all()
+
+    def _made(self, shape: Shape, number: int) -> Iterator[Conversation]:
+        """Return what the load of that number says."""
+        trace = self._asked.loads.trace
+        if trace is None:
+            return conversations(self._passages, shape, self._asked.seed)
+        return replayed(self._passages, trace, shape, number)
+
+    def _show(self, run: Run, summary: Summary) -> None:
+        self._out.print(report.latency_table(summary))
+        for line in report.lines(summary, self._asked.targets):
+            self._out.print(line, markup=False, highlight=False, soft_wrap=True)
+        for line in report.failures(run.records, run.num_unasked):
+            self._out.print(line, markup=False, highlight=False, soft_wrap=True)
+        for line in doubts(summary, may_end_early=not self._asked.style.ignores_eos):
+            self._say(f"warning: {line}")
+        self._out.print()
+
+    def _say(self, line: str) -> None:
+        self._err.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    @contextlib.contextmanager
+    def _shown(self, load: Load) -> Iterator[Callable[[Record], None]]:
+        """Show a bar of the load's requests or, where it is bounded by time alone, of its seconds. Yields what is to be
+        called with each record."""
+        num = len(load.at_s) if isinstance(load, Arrivals) else load.num_conversations
+        if num is not None:
+            total = num * self._asked.shape.num_turns
+        else:
+            assert isinstance(load, Users), "an open loop knows its arrivals"
+            total = round(load.seconds * _TICKS_A_SECOND)
+        num_ended = drawn = 0
+        drawn_s = self._clock.now_s()
+        with progress(self._err, load.name, total) as advance:
+
+            def ended(record: Record) -> None:
+                nonlocal num_ended, drawn, drawn_s
+                num_ended += 1
+                now_s = self._clock.now_s()
+                if now_s - drawn_s >= _REFRESH_S:
+                    done = int(record.end_s * _TICKS_A_SECOND) if num is None else num_ended
+                    advance(max(done - drawn, 0))
+                    drawn, drawn_s = max(done, drawn), now_s
+
+            yield ended

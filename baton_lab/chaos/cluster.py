@@ -1,0 +1,149 @@
+"""The cluster that a chaos test disturbs: supervised groups, each worker behind a faulty network, and an orchestrator
+in a child process behind another. Runs on the owner's loop; leaves nothing behind."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import grpc
+
+from baton.clock import Clock
+from baton.errors import UnavailableError
+from baton.v1 import prefill_pb2
+from baton_lab.chaos.faults import SeededPlan
+from baton_lab.chaos.network import HOST, FaultyNetwork, NetworkedSpawner
+from baton_lab.chaos.schedule import ORCHESTRATOR, Act, Blow
+from deploy.config.worker import WorkerConfig
+from deploy.groups.chain_links import ChainLinks
+from deploy.groups.cluster import Cluster
+from deploy.groups.group import WorkerGroup
+from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
+from deploy.groups.processes import ProcessSpawner
+from deploy.groups.restarts import Backoff
+from deploy.groups.spawner import Spawner
+from deploy.groups.surroundings import Heartbeat, Surroundings
+from orchestrator.membership.view import ClusterView
+
+_STATUS_S = 2.0
+_START_S = 60.0
+_BACKOFF = Backoff(0.2, 0.5)
+"""Short pauses: here workers are ended again and again, and none of them is broken."""
+
+
+@dataclass(frozen=True)
+class ChaosPlan:
+    """What the chaos cluster is made of."""
+
+    spawner: Spawner
+    """Spawner of the workers themselves, without networks."""
+    chain: Sequence[WorkerConfig]
+    """Configurations of the ranks of the one prefill group."""
+    engines: Sequence[WorkerConfig]
+    """Configurations of the engines; each is a generation group."""
+    orchestrator: Callable[[str], OrchestratorPlan]
+    """Makes the plan of the orchestrator, from the workers' KvLayout.fingerprint."""
+    faults: SeededPlan
+    """Fault plan for all calls of workers and clients."""
+    heartbeat: Heartbeat
+    num_slots: int
+    """Slots of each engine."""
+    max_tokens: int
+    """Tokens of one request, prompt and output."""
+
+
+class ChaosCluster:
+    """The running chaos cluster: an async context manager that is used once. Clients may connect once it is entered."""
+
+    def __init__(self, plan: ChaosPlan, clock: Clock, report: Callable[[str], None]) -> None:
+        """Make a cluster of the plan. `report` is called with a line for the user about each event."""
+        self.faults = plan.faults
+        self._plan = plan
+        self._spawner = NetworkedSpawner(plan.spawner, plan.faults)
+        self._around = Surroundings(
+            self._spawner, plan.heartbeat, clock, report, changed=self._changed, backoff=_BACKOFF
+        )
+        chain = WorkerGroup("prefill-0", plan.chain, self._around, ChainLinks(HOST, plan.heartbeat.dead_after_s))
+        engines = [WorkerGroup(config.name, [config], self._around) for config in plan.engines]
+        self._cluster = Cluster([chain], engines, self._around)
+        self._keeper: OrchestratorKeeper | None = None
+        self._front = FaultyNetwork(plan.faults)
+
+    @property
+    def endpoint(self) -> str:
+        """Address, host:port, for clients."""
+        return self._front.endpoint
+
+    @property
+    def victims(self) -> tuple[str, ...]:
+        """Names of the processes that may be struck."""
+        return (*(config.name for config in (*self._plan.chain, *self._plan.engines)), ORCHESTRATOR)
+
+    async def __aenter__(self) -> "ChaosCluster":
+        try:
+            await self._cluster.start()
+            keeper = await self._keep_orchestrator()
+            await self._front.open(f"{HOST}:{keeper.ports[0]}")
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._close()
+
+    def strike(self, blow: Blow) -> bool:
+        """Kill or stop the blow's victim. Return whether it was up: a process that has already ended is spared."""
+        if blow.victim == ORCHESTRATOR:
+            return self._strike_orchestrator(signal.SIGKILL if blow.act is Act.KILL else signal.SIGSTOP)
+        worker = self._spawner.workers[blow.victim]
+        if worker.ended:
+            return False
+        if blow.act is Act.KILL:
+            worker.kill()
+        else:
+            worker.stop()
+        return True
+
+    async def until_ready(self, timeout_s: float) -> None:
+        """Wait until all workers serve and the chain has links. Raises UnavailableError after `timeout_s` seconds."""
+        await self._cluster.until_ready(timeout_s)
+
+    async def num_jobs(self) -> int:
+        """Return the jobs in flight on the prefill ranks, in sum. Raises UnavailableError when a rank does not
+        answer."""
+        workers = [worker for group in self._cluster.prefill for worker in group.workers.values()]
+        try:
+            statuses = await asyncio.gather(*(worker.status(_STATUS_S) for worker in workers))
+        except grpc.aio.AioRpcError as error:
+            raise UnavailableError(f"a prefill rank does not answer ({error.code()})") from error
+        return sum(status.num_jobs for status in statuses if isinstance(status, prefill_pb2.PrefillStatus))
+
+    async def _keep_orchestrator(self) -> OrchestratorKeeper:
+        """Start the orchestrator in a process of its own, whatever the workers are."""
+        plan = self._plan.orchestrator(self._cluster.generation[0].layout_fingerprint)
+        around = replace(self._around, spawner=ProcessSpawner(_START_S))
+        self._keeper = OrchestratorKeeper(plan, self._view, around)
+        await self._keeper.start()
+        return self._keeper
+
+    def _strike_orchestrator(self, number: signal.Signals) -> bool:
+        if self._keeper is None or not self._keeper.pid:
+            return False
+        os.kill(self._keeper.pid, number)
+        self._changed()
+        return True
+
+    def _changed(self) -> None:
+        if self._keeper is not None:
+            self._keeper.tell()
+
+    def _view(self) -> ClusterView:
+        return self._cluster.view(self._plan.num_slots, self._plan.max_tokens)
+
+    async def _close(self) -> None:
+        await self._front.close()
+        if self._keeper is not None:
+            await self._keeper.close()
+        await self._cluster.close()

@@ -1,0 +1,73 @@
+"""`baton chaos`: the command line of the seeded chaos test (baton_lab.chaos.session) on child processes."""
+
+import argparse
+from pathlib import Path
+
+from baton.errors import InvalidArgumentError
+from baton.settings.paths import cache_folder
+from deploy.config.environment import DEFAULT_MODEL
+from deploy.options.command import add_command
+
+_DESCRIPTION = """\
+Brings up two prefill ranks, two generation engines and an orchestrator as processes of this machine, each behind a
+network of its own. For every seed it asks the same requests twice: once in peace, and once while it kills and stops
+processes (the orchestrator, too), delays, loses, drops and repeats calls, and lets clients leave.
+
+Every request must end once and within its bound, with the tokens that it had in peace; then nothing may be held, and
+all books must balance. What a seed does depends on the seed alone. Status 1 when something did not hold."""
+
+_EXAMPLES = """\
+examples:
+  baton chaos --seeds 10        ten schedules, one after the other
+  baton chaos --seed 7          the seventh again
+  baton chaos --set generate.speculation=streaming --set generate.residency=host
+  baton chaos --set prefill.device=emulated --set generate.device=emulated --set device.link=25GBps"""
+
+_SECTIONS = "generate", "device"
+_FIXED = "num_groups", "num_threads", "num_slots", "max_slot_tokens"
+"""Fields that are the schedules' own."""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the `chaos` command to the command line."""
+    text = "kill, stop and disturb a cluster of its own by seeded schedules, and check what must hold"
+    parser = add_command(commands, "chaos", text, _DESCRIPTION, _EXAMPLES)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--seeds", type=int, default=3, metavar="N", help="run schedules 1 to N (default: 3)")
+    which.add_argument("--seed", type=int, metavar="K", help="run schedule K only")
+    parser.add_argument("--requests", type=int, default=40, metavar="N", help="of each schedule (default: 40)")
+    parser.add_argument("--blows", type=int, default=4, metavar="N", help="at processes, likewise (default: 4)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.FIELD=VALUE",
+        help="a setting of the engines, or of devices; may be repeated; `baton config` lists all fields",
+    )
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="Hugging Face folder, GGUF file, or name")
+    parser.add_argument("--cache", type=Path, default=cache_folder(), help="folder for converted models")
+    parser.add_argument(
+        "--log", type=Path, default=Path("chaos.log"), help="what the processes say goes there (default: chaos.log)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run `baton chaos`; return the exit status."""
+    for name in ("seeds", "requests"):
+        if getattr(args, name) < 1:
+            raise InvalidArgumentError(f"--{name} {getattr(args, name)} is out of range: use at least 1")
+    if args.blows < 0:
+        raise InvalidArgumentError(f"--blows {args.blows} is out of range: use 0 or more")
+    for each in args.set:
+        name = each.partition("=")[0].strip()
+        section, _, field = name.partition(".")
+        if (section not in _SECTIONS and name != "prefill.device") or field in _FIXED:
+            raise InvalidArgumentError(
+                f"--set {each!r} cannot be set here: use fields of generate, but not {', '.join(_FIXED)},"
+                " those of device, or prefill.device"
+            )
+    # Imported here, because it imports torch: --help and mistyped options are answered at once.
+    from baton_lab.chaos.session import run_session
+
+    return run_session(args)

@@ -1,0 +1,259 @@
+"""A faulty network in front of one server, and a spawner that puts one in front of each worker.
+
+It is a gRPC server that passes every call on, unchanged or with a fault from a plan. Calls pass as bytes, with the
+caller's metadata, so that the server sees the cluster's secret only if the caller has it. The only message that it
+reads is the lease, whose endpoint it replaces by its own, so that pushes go through it as well. While it is frozen
+nothing passes in either direction, as if the worker's process were stopped. Connections stay up, so a dropped call
+ends after `DEAD_S`, in place of the keepalive that would have found the peer dead. Runs on the loop.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import grpc
+
+from baton.errors import UnavailableError
+from baton.v1 import common_pb2
+from baton_lab.chaos.faults import Fault, FaultPlan, Strike
+from deploy.config.worker import WorkerConfig
+from deploy.groups.spawner import Spawner, WorkerHandle
+from transport.channel import bind, make_channel, make_server
+from transport.status import FAILED_WRITE, SentStatus
+
+HOST = "127.0.0.1"
+DEAD_S = 0.7
+SLOW_S = 0.2
+"""Delay of a slow call in seconds, at most."""
+_MOST_REPLIES = 8
+"""Limit on the replies that pass before a stream is cut."""
+
+_ALWAYS = frozenset((Fault.SLOW, Fault.REFUSE, Fault.LOSE, Fault.DROP))
+_REPEATABLE = frozenset(("Reserve", "Renew", "Commit", "Abort", "Cancel", "Push"))
+"""Calls that the server may get twice. A repeat of any other call is sent under another number, and nothing on the way
+repeats it. A push is repeated as a whole; repeating pieces within a push is up to its sender."""
+_STREAMS = frozenset(("Streams", "Generate", "PushShared"))
+"""Calls that may be cut between two replies."""
+_OF_CONNECTION = ("grpc-", "user-agent")
+"""How keys of metadata begin that are about the connection itself, and are not passed on."""
+
+Context = grpc.aio.ServicerContext[bytes, bytes]
+Call = grpc.aio.StreamStreamCall[bytes, bytes]
+Replies = AsyncGenerator[bytes, None]
+
+
+class FaultyNetwork(grpc.GenericRpcHandler):
+    """Serves, on a port of its own, what the server at the target of `open` serves. Make and open it on the loop."""
+
+    def __init__(self, plan: FaultPlan) -> None:
+        self.endpoint = ""
+        """Address of this network, host:port, which the rest of the cluster uses."""
+        self.plan = plan
+        """Plan of the faults."""
+        self._thawed = asyncio.Event()
+        self._thawed.set()
+        self._closing = False
+        self._inside: set[asyncio.Task[Any]] = set()
+        """Forwarded calls that have not ended."""
+        self._server = make_server()
+        self._channel: grpc.aio.Channel | None = None
+
+    async def open(self, target: str) -> None:
+        """Start to serve in front of the server at `target`, host:port."""
+        self._channel = make_channel(target)
+        self.endpoint = f"{HOST}:{bind(self._server, HOST)}"
+        self._server.add_generic_rpc_handlers((self,))
+        await self._server.start()
+
+    async def close(self) -> None:
+        """End all calls at once, as a dying process does. Idempotent."""
+        self._closing = True
+        self._thawed.set()
+        await self._server.stop(0)
+        if self._inside:
+            await asyncio.wait(self._inside)  # grpc loses calls that begin while their channel closes
+        if self._channel is not None:
+            await self._channel.close()
+
+    def freeze(self) -> None:
+        """Let nothing pass any more, until `close`."""
+        self._thawed.clear()
+
+    def service(self, details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[bytes, bytes]":
+        """Return a handler that forwards the method, whatever it is."""
+        method = details.method
+
+        async def forward(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
+            task = asyncio.current_task()
+            assert task is not None
+            self._inside.add(task)
+            try:
+                async with contextlib.aclosing(self._forward(method, requests, context)) as replies:
+                    async for reply in replies:
+                        yield reply
+            finally:
+                self._inside.discard(task)
+
+        return grpc.stream_stream_rpc_method_handler(forward)
+
+    async def _forward(self, path: str, requests: AsyncIterator[bytes], context: Context) -> Replies:
+        method = path.rpartition("/")[2]
+        strike = self.plan.next(method, _ALWAYS | {Fault.TWICE} if method in _REPEATABLE else _ALWAYS)
+        await self._thawed.wait()
+        await _before(strike)
+        if strike is not None and strike.fault is Fault.TWICE:
+            requests = _again(kept := [request async for request in requests])
+            async for _ in self._pass_on(path, _again(kept), context):
+                pass
+        num_replies = 0
+        async with contextlib.aclosing(self._pass_on(path, requests, context)) as replies:
+            async for reply in replies:
+                await self._thawed.wait()
+                if method in _STREAMS:
+                    await _within(strike, num_replies)
+                num_replies += 1
+                if method not in _STREAMS and strike is not None and strike.fault is Fault.LOSE:
+                    raise UnavailableError(f"{method}: the answer was lost on its way")
+                yield self._own_lease(reply) if method == "Reserve" else reply
+
+    async def _pass_on(self, path: str, requests: AsyncIterator[bytes], context: Context) -> Replies:
+        """Forward the call unchanged, its status included."""
+        if self._closing:
+            raise UnavailableError("the connection was refused")
+        assert self._channel is not None
+        metadata = tuple(pair for pair in context.invocation_metadata() or () if not pair[0].startswith(_OF_CONNECTION))
+        call: Call = self._channel.stream_stream(path)(timeout=context.time_remaining(), metadata=metadata)
+        sent = SentStatus(call)
+        pumping = asyncio.create_task(_pump(requests, call))
+        try:
+            while isinstance(reply := await call.read(), bytes):
+                yield reply
+        except grpc.aio.AioRpcError as error:
+            status = sent.of(error)
+            if status.code() is grpc.StatusCode.OK or status.details() == FAILED_WRITE:
+                raise UnavailableError("the connection broke while a request was written") from error
+            await context.abort(status.code(), status.details() or "", tuple(status.trailing_metadata()))
+        finally:
+            if not call.cancel():  # after a failed write, grpc.aio takes the call for ended while its core does not
+                call._cython_call.cancel("")  # type: ignore[attr-defined]
+            pumping.cancel()
+            await asyncio.gather(pumping, return_exceptions=True)
+
+    def _own_lease(self, reply: bytes) -> bytes:
+        lease = common_pb2.Lease.FromString(reply)
+        lease.endpoint = self.endpoint
+        return lease.SerializeToString()
+
+
+class NetworkedWorker:
+    """A worker behind its faulty network. Implements WorkerHandle."""
+
+    def __init__(self, inner: WorkerHandle, network: FaultyNetwork) -> None:
+        self.inner = inner
+        self.endpoint = network.endpoint
+        self._network = network
+        self._cutting = asyncio.create_task(self._cut())
+
+    @property
+    def config(self) -> WorkerConfig:
+        """Configuration that the worker was started with."""
+        return self.inner.config
+
+    @property
+    def pid(self) -> int:
+        """Process id of the worker; 0 for a worker that is a server in this process."""
+        return self.inner.pid
+
+    @property
+    def ended(self) -> bool:
+        """Whether the worker's process has ended."""
+        return self.inner.ended
+
+    def stop(self) -> None:
+        """Stop the worker by SIGSTOP: no call is answered any more, and none ends."""
+        if self.pid:
+            os.kill(self.pid, signal.SIGSTOP)
+        else:
+            self._network.freeze()
+
+    async def serve_as(self, config: WorkerConfig) -> None:
+        """Let the worker serve with this configuration, behind a network of its own."""
+        await self._network.close()
+        await self.inner.serve_as(config)
+        self._network = FaultyNetwork(self._network.plan)
+        await self._network.open(self.inner.endpoint)
+        self.endpoint = self._network.endpoint
+
+    async def wait(self) -> str:
+        """Wait until the worker and its calls have ended; return how the worker ended."""
+        how = await self.inner.wait()
+        await asyncio.shield(self._cutting)
+        return how
+
+    def kill(self) -> None:
+        """Kill the worker's process."""
+        self.inner.kill()
+
+    async def close(self) -> None:
+        """End the worker and wait until its calls have ended."""
+        await self.inner.close()
+        await asyncio.shield(self._cutting)
+
+    async def _cut(self) -> None:
+        await self.inner.wait()
+        await self._network.close()
+
+
+class NetworkedSpawner:
+    """Puts a faulty network in front of every worker that it starts. Implements Spawner."""
+
+    def __init__(self, inner: Spawner, plan: FaultPlan) -> None:
+        self.workers: dict[str, NetworkedWorker] = {}
+        """Present life of each worker, by name."""
+        self._inner = inner
+        self._plan = plan
+
+    async def start(self, config: WorkerConfig) -> NetworkedWorker:
+        """Start a worker and the network in front of it."""
+        inner = await self._inner.start(config)
+        network = FaultyNetwork(self._plan)
+        await network.open(inner.endpoint)
+        made = self.workers[config.name] = NetworkedWorker(inner, network)
+        return made
+
+
+async def _before(strike: Strike | None) -> None:
+    """Apply a fault to a call before it reaches the server."""
+    match strike:
+        case Strike(Fault.SLOW, amount):
+            await asyncio.sleep(amount * SLOW_S)
+        case Strike(Fault.REFUSE):
+            raise UnavailableError("the connection was refused")
+        case Strike(Fault.DROP):
+            await asyncio.sleep(DEAD_S)
+            raise UnavailableError("the connection was found dead")
+
+
+async def _within(strike: Strike | None, num_replies: int) -> None:
+    """Apply a fault to a stream's reply that comes after `num_replies` others."""
+    match strike:
+        case Strike(Fault.SLOW, amount):
+            await asyncio.sleep(amount * SLOW_S / _MOST_REPLIES)
+        case Strike(Fault.LOSE, amount) if num_replies >= int(amount * _MOST_REPLIES):
+            raise UnavailableError("the connection broke")
+
+
+async def _again(requests: list[bytes]) -> AsyncIterator[bytes]:
+    for request in requests:
+        yield request
+
+
+async def _pump(requests: AsyncIterator[bytes], call: Call) -> None:
+    # The call may end meanwhile: its status says why.
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        async for request in requests:
+            await call.write(request)
+        await call.done_writing()

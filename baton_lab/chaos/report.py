@@ -1,0 +1,125 @@
+"""What came of a schedule of chaos: how each request ended, what the clients received, and what did not hold."""
+
+import enum
+from collections import Counter
+from dataclasses import dataclass, field
+
+from baton.errors import BatonError, DeadlineExceededError, LeaseError, RequestCancelledError, ResourceExhaustedError
+from baton.results.completion import Completion, Usage
+from baton_lab.chaos.schedule import Ask, Blow, Schedule
+
+
+class Outcome(enum.StrEnum):
+    """How a request ended."""
+
+    ANSWERED = "answered"
+    LEFT = "left"
+    """The client cancelled the request."""
+    LATE = "late"
+    """The request's deadline passed."""
+    REFUSED = "refused"
+    """The request was refused because its deadline was too near."""
+    FAILED = "failed"
+    """The request ended with a retryable error."""
+    WRONG = "wrong"
+    """The request ended in a way that is never allowed."""
+
+
+def outcome_of(error: BatonError, ask: Ask) -> Outcome:
+    """Classify a request by the error that it ended with."""
+    if ask.leave is not None and isinstance(error, RequestCancelledError):
+        return Outcome.LEFT
+    if ask.deadline_s is not None and isinstance(error, DeadlineExceededError):
+        return Outcome.LATE
+    if ask.deadline_s is not None and isinstance(error, ResourceExhaustedError):
+        return Outcome.REFUSED
+    return Outcome.FAILED if error.retryable or isinstance(error, LeaseError) else Outcome.WRONG
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result of one request."""
+
+    ask: Ask
+    outcome: Outcome
+    output: Completion
+    """Everything that the client received."""
+    error: str
+    """Error that the request ended with; empty for one that was answered."""
+    complaints: tuple[str, ...]
+    """What did not hold for this request."""
+
+
+@dataclass
+class Report:
+    """The result of one schedule."""
+
+    schedule: Schedule
+    answers: list[Answer] = field(default_factory=list)
+    blows: list[tuple[Blow, bool]] = field(default_factory=list)
+    """Blows that came due, and whether their victim was up."""
+    num_calls_struck: int = 0
+    num_exceptions: int = 0
+    """Tokens that differ from the undisturbed run where the decision was close."""
+    complaints: list[str] = field(default_factory=list)
+    """What did not hold; empty when everything did."""
+    settled_s: float = 0.0
+    """Seconds after the last request's end until nothing was held."""
+    took_s: float = 0.0
+
+    @property
+    def outcomes(self) -> Counter[Outcome]:
+        """Number of requests by how they ended."""
+        return Counter(answer.outcome for answer in self.answers)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that all clients received."""
+        return sum(len(choice.tokens) for answer in self.answers for choice in answer.output.choices)
+
+    @property
+    def num_by_chains(self) -> int:
+        """Requests that a chain of prefill ranks prefilled, in the last attempt."""
+        timings = [answer.output.timings for answer in self.answers]
+        return sum(each is not None and bool(each.prefill.ranks) for each in timings)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens of all requests that were cached and not computed, in the last attempt."""
+        return sum(usage.num_cached_tokens for usage in self._usages)
+
+    @property
+    def num_retried(self) -> int:
+        """Requests that the cluster attempted more than once."""
+        return sum(usage.num_attempts > 1 for usage in self._usages)
+
+    @property
+    def num_resumed(self) -> int:
+        """Requests whose streams their clients resumed."""
+        return sum(answer.output.num_resumes > 0 for answer in self.answers)
+
+    @property
+    def num_hit(self) -> int:
+        """Blows that hit a running victim."""
+        return sum(hit for _, hit in self.blows)
+
+    @property
+    def outcomes_text(self) -> str:
+        """How many requests ended in each way, for people."""
+        return ", ".join(f"{self.outcomes[each]} {each.value}" for each in Outcome if self.outcomes[each])
+
+    @property
+    def _usages(self) -> list[Usage]:
+        return [answer.output.usage for answer in self.answers if answer.output.usage is not None]
+
+    def __str__(self) -> str:
+        failures = {answer.error for answer in self.answers if answer.outcome is Outcome.FAILED}
+        return (
+            f"seed {self.schedule.seed}: {self.outcomes_text}; "
+            f"{self.num_by_chains} by chains, {self.num_retried} retried, {self.num_resumed} resumed; "
+            f"{self.num_hit} of {len(self.schedule.blows)} blows, {self.num_calls_struck} calls struck; "
+            f"{self.num_tokens} tokens, {self.num_cached_tokens} cached; nothing held after {self.settled_s:.1f} s; "
+            f"{self.took_s:.1f} s"
+            + "".join(f"\n  failed with {each}" for each in sorted(failures))
+            + "".join(f"\n  did not hold: {each}" for each in self.complaints)
+        )

@@ -1,0 +1,230 @@
+"""Runs a schedule of chaos against a cluster through the client library, and reports what did not hold.
+
+What must hold: every request ends once, within its bound; its tokens are those of a run without faults; afterwards no
+slot, byte or job is held. Runs on the cluster's loop.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from baton.calls.resume import Reconnect
+from baton.calls.streams import AsyncStream
+from baton.client import AsyncClient
+from baton.clock import Clock
+from baton.cluster_state import ClusterState, GenerationStatus
+from baton.errors import BatonError, DeadlineExceededError, UnavailableError
+from baton.types import SampledToken, TokenEvent
+from baton_lab.chaos.cluster import ChaosCluster
+from baton_lab.chaos.report import Answer, Outcome, Report, outcome_of
+from baton_lab.chaos.schedule import Ask, Schedule
+
+_RECONNECT = Reconnect(num_connects=120, num_resumes=120, max_delay_s=0.5)
+"""45 s in all: longer than an orchestrator takes to start on a busy machine, and shorter than `Bounds.request_s`."""
+_LOOK_S = 0.05
+"""Seconds between two looks at what is held."""
+_STATE_S = 2.0
+"""Seconds to wait for an answer about what is held."""
+_WATCH_S = 0.25
+"""Seconds between two checks that slots and bytes balance."""
+_FAILED_PART = 0.25
+"""Fraction of all requests that may end with a retryable error."""
+
+Judge = Callable[[Ask, int, Sequence[SampledToken]], str]
+"""Judges a choice's tokens, which may be only its first ones: returns what is wrong with them, or ""."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Limits in seconds on how long requests and the cluster may take."""
+
+    request_s: float = 60.0
+    """Seconds in which a request without a deadline must end."""
+    late_s: float = 5.0
+    """Seconds past its deadline in which a request must end. It ends at once, but this machine is busy."""
+    settle_s: float = 10.0
+    """Seconds after the last request's end in which all workers must serve, and nothing may be held any more."""
+
+
+class ChaosRun:
+    """One run of one schedule. Used once."""
+
+    def __init__(
+        self,
+        cluster: ChaosCluster,
+        schedule: Schedule,
+        clock: Clock,
+        *,
+        bounds: Bounds = Bounds(),
+        on_end: Callable[[Answer], None] = lambda answer: None,
+    ) -> None:
+        """Prepare a run. `on_end` is called with the answer of each request at its end."""
+        self._cluster, self._schedule, self._clock = cluster, schedule, clock
+        self._bounds, self._on_end = bounds, on_end
+        self._due = list(schedule.blows)
+        self._num_tokens = 0
+        self._report = Report(schedule)
+
+    async def run(self, judge: Judge) -> Report:
+        """Run the schedule until nothing is held, and return the report. Blows that do not come due are skipped."""
+        began_s, faults = self._clock.now_s(), self._cluster.faults
+        async with AsyncClient(self._cluster.endpoint, reconnect=_RECONNECT) as client:
+            faults.begin(self._schedule.seed, self._schedule.rate)
+            over = asyncio.Event()
+            watching = asyncio.create_task(self._watch_books(client, over))
+            try:
+                async with asyncio.TaskGroup() as group:
+                    asking = [group.create_task(self._ask(client, ask)) for ask in self._schedule.asks]
+            finally:
+                faults.end()
+                over.set()
+                await watching
+            self._report.answers += [task.result() for task in asking]
+            await self._settle(client)
+        self._report.num_calls_struck = faults.struck.total()
+        self._report.took_s = self._clock.now_s() - began_s
+        await asyncio.to_thread(self._judge, judge)
+        return self._report
+
+    async def _ask(self, client: AsyncClient, ask: Ask) -> Answer:
+        """Send one request and return how it ended, whatever happens."""
+        stream = client.generate(token_ids=ask.prompt_ids, params=ask.params, deadline_s=ask.deadline_s)
+        bound_s = self._bounds.request_s if ask.deadline_s is None else ask.deadline_s + self._bounds.late_s
+        watch = Watch(stream, ask)
+        outcome, ended_with = Outcome.ANSWERED, ""
+        try:
+            async with asyncio.timeout(bound_s):
+                async for event in stream:
+                    watch.take(event)
+                    self._count(event)
+        except TimeoutError:
+            outcome, ended_with = Outcome.WRONG, f"has not ended after {bound_s:.1f} s"
+        except BatonError as error:
+            outcome, ended_with = outcome_of(error, ask), f"{type(error).__name__}: {error}"
+        finally:
+            watch.close()
+        if outcome is Outcome.ANSWERED and watch.num_running:
+            outcome, ended_with = Outcome.WRONG, "ended without its last event"
+        complaints = [*watch.complaints, *([ended_with] if outcome is Outcome.WRONG else [])]
+        answer = Answer(ask, outcome, stream.output, ended_with, tuple(complaints))
+        self._on_end(answer)
+        return answer
+
+    async def _watch_books(self, client: AsyncClient, over: asyncio.Event) -> None:
+        """Check, until `over`, that slots and bytes balance; rounds without an answer are skipped."""
+        while not over.is_set():
+            with contextlib.suppress(BatonError):  # hit by a fault, or no orchestrator: the next round asks again
+                amiss = set(imbalances(await client.cluster_state(_STATE_S)))
+                self._report.complaints += sorted(amiss - set(self._report.complaints))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), _WATCH_S)
+
+    def _count(self, event: TokenEvent) -> None:
+        """Count an event's token, and strike the blows that are due."""
+        self._num_tokens += event.token is not None
+        while self._due and self._due[0].after_tokens <= self._num_tokens:
+            blow = self._due.pop(0)
+            self._report.blows.append((blow, self._cluster.strike(blow)))
+
+    async def _settle(self, client: AsyncClient) -> None:
+        """Wait until all workers serve and nothing is held; complain after the bound."""
+        began_s, bound_s = self._clock.now_s(), self._bounds.settle_s
+        try:
+            await self._cluster.until_ready(bound_s)
+        except UnavailableError as error:
+            self._report.complaints.append(str(error))
+        while held := await self._held(client):
+            if self._clock.now_s() - began_s > bound_s:
+                self._report.complaints.append(f"still held after {bound_s:g} s: {held}")
+                break
+            await asyncio.sleep(_LOOK_S)
+        self._report.settled_s = self._clock.now_s() - began_s
+
+    async def _held(self, client: AsyncClient) -> str:
+        """Return what is held or does not balance; empty when nothing is."""
+        try:
+            state, num_jobs = await client.cluster_state(_STATE_S), await self._cluster.num_jobs()
+        except (UnavailableError, DeadlineExceededError) as error:
+            return str(error)
+        return holdings(state) + (f" {num_jobs} jobs" if num_jobs else "")
+
+    def _judge(self, judge: Judge) -> None:
+        """Judge all streams, those that ended early included: the tokens that came must be right."""
+        complaints = self._report.complaints
+        for answer in self._report.answers:
+            name = f"request {answer.ask.number}"
+            complaints += [f"{name}: {each}" for each in answer.complaints]
+            for index, choice in enumerate(answer.output.choices):
+                num_tokens, num_due = len(choice.tokens), answer.ask.params.max_tokens
+                if num_tokens and (wrong := judge(answer.ask, index, choice.tokens)):
+                    complaints.append(f"{name}, choice {index}: {wrong}")
+                if answer.outcome is Outcome.ANSWERED and num_tokens != num_due:
+                    complaints.append(f"{name}, choice {index}: {num_tokens} of {num_due} tokens")
+        num_failed = self._report.outcomes[Outcome.FAILED]
+        if num_failed > _FAILED_PART * len(self._report.answers):
+            complaints.append(f"{num_failed} of {len(self._report.answers)} requests failed")
+
+
+class Watch:
+    """Checks one stream's events: indices without a gap, one end a choice. Cancels it when its client is to leave."""
+
+    def __init__(self, stream: AsyncStream, ask: Ask) -> None:
+        self.complaints: list[str] = []
+        self._stream = stream
+        self._leave = ask.leave
+        self._num_events = 0
+        self._next = [0] * ask.params.n
+        self._ended: set[int] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._leave_if_due()
+
+    @property
+    def num_running(self) -> int:
+        """Number of choices that have not ended."""
+        return len(self._next) - len(self._ended)
+
+    def take(self, event: TokenEvent) -> None:
+        """Check the stream's next event."""
+        self._num_events += 1
+        if event.choice in self._ended:
+            self.complaints.append(f"choice {event.choice}: an event after the last")
+        if event.token is not None:
+            if event.index != (due := self._next[event.choice]):
+                self.complaints.append(f"choice {event.choice}: token {event.index} after {due - 1}")
+            self._next[event.choice] = event.index + 1
+        if event.finish is not None:
+            self._ended.add(event.choice)
+        self._leave_if_due()
+
+    def close(self) -> None:
+        """End the checks and cancel the stream, which is over or not read any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._stream.cancel()
+
+    def _leave_if_due(self) -> None:
+        if self._leave is not None and self._timer is None and self._num_events >= self._leave.after_events:
+            self._timer = asyncio.get_running_loop().call_later(self._leave.pause_s, self._stream.cancel)
+
+
+def holdings(state: ClusterState) -> str:
+    """Return what a cluster holds and what does not balance, for people; empty when nothing is held."""
+    counts = {"queued": state.num_queued, "running": state.num_running}
+    for group in state.groups:
+        held = group.generation or GenerationStatus()
+        counts |= {
+            f"slots of {group.name}": held.num_slots - held.num_free,
+            f"bytes of {group.name}": held.num_bytes_held,
+            f"requests of {group.name}": group.num_requests,
+            f"leaked of {group.name}": group.num_leaked,
+        }
+    parts = [f"{count} {name}" for name, count in counts.items() if count]
+    silent = (each for each in state.groups if each.role == "generate" and each.generation is None)
+    parts += [f"{group.name} does not answer" for group in silent]
+    return ", ".join([*parts, *imbalances(state)])
+
+
+def imbalances(state: ClusterState) -> list[str]:
+    """Return a line for each group whose slots or bytes do not balance."""
+    return [f"{group.name}: {group.imbalance}" for group in state.groups if group.imbalance]

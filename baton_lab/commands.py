@@ -1,0 +1,9 @@
+"""The commands that the laboratory adds to the `baton` command line. Modules here import little until one runs."""
+
+from baton_lab.bench import command as bench
+from baton_lab.chaos import command as chaos
+from baton_lab.forecasts import plan, simulate
+from baton_lab.quality import evaluate
+from baton_lab.traffic import command as traffic
+
+COMMANDS = (plan, simulate, traffic, evaluate, chaos, bench)

@@ -1,0 +1,276 @@
+"""`baton plan --explain`: when prefill and generation on separate workers pay, beside the same workers that do both.
+
+It asks what placement asks in service (`planning.terms`, by `baton_lab.study.break_even`), of a kind of rank by its
+rates (`planning.hardware`) or, with `--hardware here`, of the planner that a cluster on this machine would have.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from baton.errors import InvalidArgumentError
+from baton_lab.forecasts.plan_options import HERE, find_model
+from deploy.options import numbers as option_values
+from planning.hardware import HARDWARE, Hardware, hardware_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from baton_lab.study.break_even import Demand, Pools, Side, Span
+    from planning.planner import ChainPlanner
+
+DEFAULT_HARDWARE = "h100-flash"
+MAX_TOKENS = 2**20
+MAX_WORKERS = 4096
+_DEFAULTS = {"prompt": "4k", "output": "256", "rate": "1", "ranks": "2", "groups": "1", "engines": "1", "slots": "64"}
+_LONGEST = 8
+"""The longest prompt that is looked at, as a multiple of the given one."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Everything that `baton plan --explain` prints."""
+
+    title: str
+    demand: "Demand"
+    pools: "Pools"
+    num_together: float
+    """Engines that the same workers make when they are one pool."""
+    prompt_kv_bytes: float
+    """Bytes of a prompt's KV, which prefill apart has to transfer."""
+    apart: "Side | None"
+    """Prefill by chains; None when they do not carry the demand."""
+    together: "Side | None"
+    """Prefill by the engines; None when they do not carry the demand."""
+    capacities: tuple[float, float]
+    """Highest rates that are carried, apart and together."""
+    by_prompt: dict[str, tuple["Span", ...]]
+    """Which side is better by tokens of prompt: for the first token ("first token"), and the last ("whole answer")."""
+    by_rate: dict[str, tuple["Span", ...]]
+    """Which side is better by requests a second, likewise."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the explanation to the parser of `baton plan`."""
+    group = parser.add_argument_group("break-even of disaggregation")
+    group.add_argument(
+        "--explain",
+        action="store_true",
+        help="compare separate workers for prefill with the same workers that do both, and show where it turns;"
+        f" --hardware is then one of {', '.join(HARDWARE)}, or here (default: {DEFAULT_HARDWARE})",
+    )
+    for name, metavar, text in (
+        ("prompt", "N", "tokens of a prompt"),
+        ("output", "N", "tokens of an answer"),
+        ("rate", "X", "requests a second, at the whole cluster"),
+        ("ranks", "N", "ranks of a prefill group"),
+        ("groups", "N", "prefill groups"),
+        ("engines", "N", "generation engines"),
+        ("slots", "N", "requests that an engine holds at a time"),
+    ):
+        group.add_argument(f"--{name}", metavar=metavar, help=f"{text} (default: {_DEFAULTS[name]})")
+    group.add_argument("--link-gb-s", metavar="X", help="bandwidth of every link, in place of the hardware's")
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raise InvalidArgumentError for options that the explanation, or its absence, leaves without a meaning."""
+    for name in (*_DEFAULTS, "link_gb_s"):
+        if getattr(args, name) is not None and not args.explain:
+            option = f"--{name.replace('_', '-')}"
+            raise InvalidArgumentError(f"{option} is of the break-even: add --explain, or leave it out")
+    if not args.explain:
+        return
+    for option, given in (("--speculation", args.speculation), ("--plot", args.plot), ("--kv", args.kv)):
+        if given:
+            raise InvalidArgumentError(f"{option} is of another forecast: leave out either it or --explain")
+    if args.chips != "1":
+        raise InvalidArgumentError("--chips: every worker of a break-even is one device: use --ranks and --engines")
+
+
+def make_explanation(args: argparse.Namespace) -> Explanation:
+    """Make the explanation that the options ask for. Blocks while partitions are searched. Raises what `find_model`
+    raises, and InvalidArgumentError for a number that is out of range."""
+    from baton_lab.study.break_even import BreakEven, Demand
+
+    demand = Demand(
+        prompt_tokens=_count(args, "prompt", MAX_TOKENS),
+        output_tokens=_count(args, "output", MAX_TOKENS),
+        rate=option_values.positive("--rate", _given(args, "rate")),
+    )
+    pools = _pools(args)
+    title, planner = _here(args, pools) if _is_here(args) else _named(args, demand, pools)
+    if demand.prompt_tokens > planner.max_tokens:
+        raise InvalidArgumentError(f"--prompt: a slot here holds {planner.max_tokens} tokens: use fewer")
+    even = BreakEven(planner, pools)
+    apart, together = even.sides(demand)
+    return Explanation(
+        title=title,
+        demand=demand,
+        pools=pools,
+        num_together=even.num_together,
+        prompt_kv_bytes=demand.prompt_tokens * planner.cost.num_layers * planner.cost.kv_bytes,
+        apart=apart,
+        together=together,
+        capacities=even.capacities(demand),
+        by_prompt=_by_key(even.by_prompt, demand),
+        by_rate=_by_key(even.by_rate, demand),
+    )
+
+
+def show(found: Explanation, console: "Console") -> None:
+    """Print both sides, and where it turns."""
+    demand, pools = found.demand, found.pools
+    console.print(f"[bold]{found.title}[/]", soft_wrap=True)
+    console.print(
+        f"{demand.rate:g} requests/s of {demand.prompt_tokens} tokens, {demand.output_tokens} tokens of answer;"
+        f" a prompt's KV: {found.prompt_kv_bytes / 1e6:.4g} MB",
+        f"apart: {pools.num_groups} x {pools.num_ranks} prefill ranks, {pools.num_engines} x generation;"
+        f" together: the same workers, {found.num_together:g} x both",
+        "",
+        sep="\n",
+        soft_wrap=True,
+    )
+    console.print(_sides_table(found), "")
+    for title, unit, spans in (
+        ("by prompt, tokens", "", found.by_prompt),
+        ("by rate, requests/s", ".3g", found.by_rate),
+    ):
+        console.print(f"[bold]{title}[/]")
+        for key, each in spans.items():
+            console.print(f"  {key}: {describe(each, unit)}", soft_wrap=True)
+    console.print(
+        "(no waits behind other requests; a side carries a rate while none of its pools is full)", style="dim"
+    )
+
+
+def describe(spans: "Sequence[Span]", unit: str) -> str:
+    """Return in words which side is better where; numbers are whole ones, or in the format `unit`."""
+    if not spans:
+        return "neither side carries any"
+
+    def number(value: float) -> str:
+        return format(value, unit) if unit else str(int(value))
+
+    if len(spans) == 1:
+        return f"{spans[0].better}, from {number(spans[0].first)} to {number(spans[0].last)}"
+    parts = [f"{span.better} to {number(span.last)}" for span in spans[:-1]]
+    return ", ".join([*parts, f"{spans[-1].better} from {number(spans[-1].first)}"])
+
+
+def _sides_table(found: Explanation) -> "Table":
+    from deploy.options.screen import number_table
+
+    table = number_table("predicted", ("", "apart", "together"), words="")
+    rows: list[tuple[str, Callable[[Side], str]]] = [
+        ("prefill, ms", lambda side: _ms(side.terms.prefill_s)),
+        ("decode steps meanwhile, ms", lambda side: _ms(side.terms.steps_s)),
+        ("transfer, ms", lambda side: _ms(side.terms.transfer_s)),
+        ("first token, ms", lambda side: _ms(side.first_s)),
+        ("from token to token, ms", lambda side: _ms(side.token_s)),
+        ("longest step, ms", lambda side: _ms(side.longest_step_s)),
+        ("whole answer, s", lambda side: f"{side.answer_s:.4g}"),
+        ("ranks of the chain", lambda side: str(side.num_ranks or "-")),
+        ("rows of an engine", lambda side: f"{side.num_rows:.3g}"),
+        ("prefilling", lambda side: f"{side.prefill_load:.1%}"),
+    ]
+    for name, text in rows:
+        table.add_row(name, *("full" if side is None else text(side) for side in (found.apart, found.together)))
+    table.add_row("carries, requests/s", *(f"{rate:.3g}" for rate in found.capacities))
+    return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g}"
+
+
+def _by_key(
+    spans: "Callable[[Demand, Callable[[Side], float]], tuple[Span, ...]]", demand: "Demand"
+) -> dict[str, tuple["Span", ...]]:
+    return {
+        "first token": spans(demand, lambda side: side.first_s),
+        "whole answer": spans(demand, lambda side: side.answer_s),
+    }
+
+
+def _named(args: argparse.Namespace, demand: "Demand", pools: "Pools") -> tuple[str, "ChainPlanner"]:
+    """Return title and planner for the model and the kind of rank that the options name."""
+    from generate_workers.config import EngineConfig
+    from planning.calibration import nominal
+    from planning.local_prefill import LocalPrefill
+    from planning.planner import ChainPlanner
+    from planning.step_times import nominal_steps
+
+    name = (args.hardware or DEFAULT_HARDWARE).lower()
+    rates = _linked(args, hardware_of(name))
+    model = find_model(args)
+    if model.shape is None:
+        raise InvalidArgumentError("--params: a break-even needs the model's shape: give MODEL or --shape")
+    engine = EngineConfig()
+    planner = ChainPlanner(
+        nominal(model.name, name, model.shape, rates),
+        max_ranks=pools.num_ranks,
+        max_tokens=min(_LONGEST * demand.prompt_tokens, MAX_TOKENS),
+        steps=nominal_steps(model.name, name, model.shape, rates, weight_bytes=model.model.weight_bytes),
+        local=LocalPrefill(1.0, engine.max_step_stretch, engine.max_prefill_tokens_per_step),
+    )
+    link = f"links {rates.link.bandwidth / 1e9:g} GB/s"
+    return f"{model.name}, {model.formats}, on {name}, {link}: nominal rates", planner
+
+
+def _here(args: argparse.Namespace, pools: "Pools") -> tuple[str, "ChainPlanner"]:
+    """Return title and planner of a cluster of these pools on this machine, as `baton serve` makes it."""
+    if args.link_gb_s is not None or args.shape or args.params:
+        raise InvalidArgumentError("--hardware here predicts by this machine's calibration: give MODEL, and no link")
+    from rich.console import Console
+
+    from deploy.config.environment import DEFAULT_MODEL
+    from deploy.config.file import load_config
+    from deploy.machine.calibrations import served_planner
+    from deploy.machine.model_folder import resolve_folder
+
+    settings = {
+        "model.name": args.model or DEFAULT_MODEL,
+        "model.dtype": args.dtype,
+        "model.quantization": args.weights or "none",
+        "prefill.num_ranks": pools.num_ranks,
+        "generate.num_threads": option_values.count("--threads", args.threads, 4096) if args.threads else 0,
+    }
+    config = load_config(None, [f"{name}={value}" for name, value in settings.items()])
+    folder = resolve_folder(config.model.name, config.model.cache, Console(stderr=True))
+    planner = served_planner(config, folder)
+    basis = "measured" if planner.calibration.is_measured else "nominal rates: `baton calibrate` measures"
+    return f"{planner.calibration.model} on {planner.calibration.hardware}: {basis}", planner
+
+
+def _linked(args: argparse.Namespace, rates: Hardware) -> Hardware:
+    if args.link_gb_s is None:
+        return rates
+    bandwidth = option_values.positive("--link-gb-s", args.link_gb_s) * 1e9
+    return dataclasses.replace(rates, link=dataclasses.replace(rates.link, bandwidth=bandwidth))
+
+
+def _pools(args: argparse.Namespace) -> "Pools":
+    from baton_lab.study.break_even import Pools
+
+    return Pools(
+        num_groups=_count(args, "groups", MAX_WORKERS),
+        num_ranks=_count(args, "ranks", 64),
+        num_engines=_count(args, "engines", MAX_WORKERS),
+        num_slots=_count(args, "slots", MAX_WORKERS),
+    )
+
+
+def _is_here(args: argparse.Namespace) -> bool:
+    return args.hardware is not None and args.hardware.lower() == HERE
+
+
+def _given(args: argparse.Namespace, name: str) -> str:
+    given = getattr(args, name)
+    return _DEFAULTS[name] if given is None else str(given)
+
+
+def _count(args: argparse.Namespace, name: str, most: int) -> int:
+    return option_values.count(f"--{name}", _given(args, name), most)

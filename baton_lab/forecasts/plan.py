@@ -1,0 +1,201 @@
+"""`baton plan`: how long a generation step must take, how many tokens a second that is, and what fits into memory.
+
+It needs no cluster and no model's weights: it asks the roofline (`baton_lab.study.roofline`). With `--hardware here`
+this machine is measured first (`deploy.machine.probe`). torch is needed only for that, and for a MODEL that is a
+folder.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baton_lab.forecasts import explain, speculation
+from baton_lab.forecasts.plan_options import DEFAULT_CHIP, find_chip, find_model
+from baton_lab.forecasts.plan_results import SpeculationForecast, StepCell, StepForecast
+from baton_lab.study.roofline import ServedModel, critical_batch, largest_batch, step_time
+from deploy.options import numbers as option_values
+from deploy.options.command import add_command
+from planning.chips import CHIPS, Chip
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+MAX_BATCH = 2**16
+MAX_CHIPS = 2**14
+MAX_TOKENS = 2**24
+_MARKS = {"kv": "k", "weights": "w", "compute": "c", "calls": "o"}
+
+_DESCRIPTION = """\
+Predicts generation: the time of one step (one token for each row of the batch), tokens a second, and what fits. After
+the roofline of "How To Scale Your Model", part 7:
+
+  step = batch * KV bytes / bandwidth + max(2 * batch * parameters / FLOP/s, weight bytes / bandwidth)
+
+By an accelerator's data sheet that is a lower bound. --hardware here measures this machine with the decoder itself, a
+few seconds, and predicts what its steps take. Baton runs on CPUs only; other hardware is for comparison.
+
+With --speculation: what rounds of drafts gain over plain steps, and from which context on (MagicDec, figures 2 to 4;
+docs/speculation.md). An upper bound, on all hardware.
+
+With --explain: when separate workers for prefill pay, beside the same workers that do both, by prompt and by rate
+(docs/deployment.md).
+
+MODEL is a name (smollm2-135m, llama-3.1-8b, llama-13b, ...), a Hugging Face folder (config.json is enough), or a GGUF
+file. k after a number is 1024 times it; GB and kB are 1e9 and 1e3 bytes."""
+
+_EXAMPLES = """\
+examples:
+  baton plan llama-3.1-8b --hardware H100 --context 8k
+  baton plan llama-13b --hardware tpu-v5e --chips 8 --weights int8 --batch 1,16,240 --plot steps.png
+  baton plan smollm2-135m --hardware here --threads 2
+  baton plan llama-3.1-8b --hardware a100 --chips 8 --speculation --acceptance 0.82 --draft-keys 512 --plot gains.png
+  baton plan llama-3.1-8b --explain --prompt 8k --output 256 --rate 2 --ranks 2
+  baton plan --params 30e9 --kv-per-token 100e3 --weights int8 --hardware tpu-v5e --chips 16 --context 8k"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the `plan` command to the command line."""
+    text = "predict generation: step time, tokens a second, and what fits, by batch and context"
+    parser = add_command(commands, "plan", text, _DESCRIPTION, _EXAMPLES)
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="name, folder, or GGUF file")
+    batches, contexts = "1,8,16,32,64,256", "1k,4k,8k,32k"
+    parser.add_argument("--batch", default=batches, metavar="N,N,...", help="rows of a step (default: %(default)s)")
+    parser.add_argument("--context", default=contexts, metavar="N,N,...", help="tokens of a row (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the steps as a PNG; needs the extra 'lab'")
+    model = parser.add_argument_group("model")
+    model.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="(default: bfloat16)")
+    model.add_argument("--weights", choices=("int8",), help="format of the weights, in place of --dtype")
+    model.add_argument("--kv", choices=("int8",), help="format of keys and values, in place of --dtype (not served)")
+    model.add_argument(
+        "--shape",
+        metavar="FIELD=N,...",
+        help="a model by its shape: num_layers, hidden, num_heads, num_kv_heads, head_dim, ffn, vocab; and gated=0,"
+        " tied=1 (one matrix for embedding and head), experts=16, active_experts=2",
+    )
+    model.add_argument("--params", metavar="N", help="a model by its size: parameters; with --kv-per-token")
+    model.add_argument("--kv-per-token", metavar="N", help="bytes of keys and values of a token, in all layers")
+    hardware = parser.add_argument_group("hardware")
+    known = f"{', '.join(CHIPS)}, or here: this machine, measured (default: {DEFAULT_CHIP})"
+    hardware.add_argument("--hardware", metavar="NAME", help=known)
+    hardware.add_argument("--chips", default="1", metavar="N", help="of them, sharing all evenly (default: 1)")
+    hardware.add_argument("--threads", metavar="N", help="of this machine (default: one for each core)")
+    speculation.add_options(parser)
+    explain.add_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run `baton plan`; return the exit status."""
+    # Imported here and below, so that --help and mistyped options are answered at once.
+    from rich.console import Console
+
+    plan = make_plan(args)
+    console = Console(highlight=False)
+    if args.json:
+        print(json.dumps(asdict(plan)))
+    elif isinstance(plan, SpeculationForecast):
+        speculation.show(plan, console)
+    elif isinstance(plan, explain.Explanation):
+        explain.show(plan, console)
+    else:
+        console.print(f"[bold]{plan.title}[/]", soft_wrap=True)
+        console.print(summary(plan), "")
+        console.print(
+            cells_table(plan, "step, ms", lambda cell: f"{_short(cell.step_s * 1e3)}{_MARKS[cell.bound]}"), ""
+        )
+        console.print(cells_table(plan, "tokens/s, all rows", lambda cell: _short(cell.tokens_s)), "")
+        console.print("(in brackets: does not fit)  largest part: k KV, w weights, c computing, o other", style="dim")
+    if args.plot is not None and not isinstance(plan, explain.Explanation):
+        from baton_lab.forecasts.plan_plot import draw, draw_speculation
+
+        if isinstance(plan, SpeculationForecast):
+            draw_speculation(plan, args.plot)
+        else:
+            draw(plan, args.plot)
+    return 0
+
+
+def make_plan(args: argparse.Namespace) -> StepForecast | SpeculationForecast | explain.Explanation:
+    """Make the plan that the options ask for. Blocks to measure hardware `here`. Raises what `find_model` raises."""
+    speculation.check_options(args)
+    explain.check_options(args)
+    if args.explain:
+        return explain.make_explanation(args)
+    batches = option_values.counts("--batch", args.batch, MAX_BATCH)
+    contexts = option_values.counts("--context", args.context, MAX_TOKENS)
+    num_chips = option_values.count("--chips", args.chips, MAX_CHIPS)
+    if args.speculation:
+        return speculation.make_forecast(args, batches, contexts, num_chips)
+    named = find_model(args)
+    hardware, chip = find_chip(args, named.shape)
+    return StepForecast(
+        title=f"{named.name}, {named.formats}, on {num_chips} x {hardware}",
+        model=named.model,
+        chip=chip,
+        num_chips=num_chips,
+        critical_batch=critical_batch(named.model, chip),
+        largest_batch={context: largest_batch(named.model, chip, context, num_chips) for context in contexts},
+        cells=tuple(_cell(named.model, chip, num_chips, (batch, at)) for at in contexts for batch in batches),
+    )
+
+
+def _cell(model: ServedModel, chip: Chip, num_chips: int, size: tuple[int, int]) -> StepCell:
+    batch, context = size
+    step = step_time(model, chip, batch=batch, context=context, num_chips=num_chips)
+    kv_bytes = batch * model.kv_bytes(context)
+    return StepCell(
+        batch=batch,
+        context=context,
+        kv_bytes=kv_bytes,
+        total_bytes=kv_bytes + model.all_weight_bytes,
+        fits=kv_bytes + model.all_weight_bytes <= chip.memory_bytes * num_chips,
+        step_s=step.total_s,
+        attention_s=step.attention_s,
+        linear_s=step.linear_s,
+        other_s=step.other_s,
+        bound=step.bound,
+        tokens_s=batch / step.total_s,
+    )
+
+
+def summary(plan: StepForecast) -> "Table":
+    """Return the table of what does not depend on batch and context."""
+    from rich.table import Table
+
+    model = plan.model
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    memory = plan.chip.memory_bytes * plan.num_chips
+    weights = f"{model.num_params / 1e9:.4g}e9, {_gb(model.all_weight_bytes)} GB of {_gb(memory)} GB"
+    if model.all_weight_bytes > memory:
+        weights += ": they do not fit"
+    table.add_row("parameters", weights)
+    table.add_row("KV of a token", f"{model.kv_token_bytes / 1e3:.4g} kB")
+    table.add_row("critical batch", f"{plan.critical_batch:.0f} rows: from there on matrices are bound by compute")
+    table.add_row("each", str(plan.chip))
+    return table
+
+
+def cells_table(plan: StepForecast, title: str, show: Callable[[StepCell], str]) -> "Table":
+    """Return a table with a line for each context length and a column for each batch."""
+    from deploy.options.screen import number_table
+
+    batches = dict.fromkeys(str(cell.batch) for cell in plan.cells)
+    table = number_table(title, ("context", "KV, GB", "most rows", *batches))
+    for context, largest in plan.largest_batch.items():
+        cells = [cell for cell in plan.cells if cell.context == context]
+        shown = [show(cell) if cell.fits else f"[dim]({show(cell)})[/]" for cell in cells]
+        table.add_row(str(context), _gb(plan.model.kv_bytes(context)), str(largest), *shown)
+    return table
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.4g}"
+
+
+def _short(value: float) -> str:
+    """Format a number with four digits and without an exponent."""
+    return f"{value:.0f}" if value >= 1000 else f"{value:#.4g}".rstrip(".")

@@ -1,0 +1,195 @@
+"""`baton simulate`: predicts the time to the first token with more ranks, other links or another model.
+
+It needs no cluster, no model and no torch: it asks the cost model (`planning`), which docs/kv_runahead.md explains and
+benchmarks.simulate_paper checks against the KV-Runahead paper.
+"""
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baton.errors import InvalidArgumentError
+from deploy.options import numbers as option_values
+from deploy.options.command import add_command
+from planning.cost_model import PROTOCOLS, CostModel, Link
+from planning.hardware import HARDWARE, derive, hardware_of
+from planning.model_shape import SHAPES, shape_from, shape_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from baton_lab.study.comparison import Comparison
+
+DEFAULT_MODEL = "llama-3.1-8b"
+DEFAULT_HARDWARE = "h100-flash"
+MAX_TOKENS = 2**21
+MAX_RANKS = 64
+_ENOUGH_MARGIN = 0.03
+
+_DESCRIPTION = """\
+Predicts the time to the first token of one prompt on an idle prefill group, for several context lengths and numbers of
+ranks, and what other ways to divide a prompt would take on the same ranks. A prediction, not a measurement; Baton
+itself runs on CPUs only.
+
+  KVR-E, -S, -P   a KV-Runahead chain with even, searched, and interpolated chunks
+  TSP             sequence parallel with an all-gather in each layer; dense or causal attention kernels
+  zigzag          ring attention with balanced chunks and causal kernels
+  bound           perfect balance, no communication, every layer whole (a chain cuts the last one short)
+  TTFT*           the KV-Runahead paper's bound, TTFT(1) / 2 (1/n + 1/n^2), from a dense single process"""
+
+_EXAMPLES = """\
+examples:
+  baton simulate                                              Llama-3.1-8B on H100s, 2 to 8 ranks
+  baton simulate --link-gb-s 1 --ranks 4 --contexts 8k        slow links: most tokens go to the last rank
+  baton simulate --model llama-7b --hardware a100-eager --protocol paper --ranks 4,8 --plot paper.png
+  baton simulate --calibration this-machine.json --ranks 2 --contexts 512,2k,6000"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the `simulate` command to the command line."""
+    text = "predict the time to the first token for other ranks, links, models and hardware"
+    parser = add_command(commands, "simulate", text, _DESCRIPTION, _EXAMPLES)
+    parser.add_argument("--ranks", default="2,4,8", metavar="N,N,...", help="ranks of the group (default: %(default)s)")
+    parser.add_argument(
+        "--contexts",
+        default="1k,2k,4k,8k,16k,32k",
+        metavar="N,N,...",
+        help="uncached prompt tokens; k is 1024 (default: 1k to 32k)",
+    )
+    parser.add_argument("--cached", default="0", metavar="N", help="tokens before them that are cached (default: 0)")
+    protocols = f"how the chain works: {', '.join(PROTOCOLS)} (default: baton, what Baton does)"
+    parser.add_argument("--protocol", default="baton", metavar="NAME", help=protocols)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the table as a PNG; needs the extra 'lab'")
+    group = parser.add_argument_group("model and machine")
+    group.add_argument("--model", metavar="NAME", help=f"{', '.join(SHAPES)} (default: {DEFAULT_MODEL})")
+    group.add_argument(
+        "--shape",
+        metavar="FIELD=N,...",
+        help="a model by its numbers: num_layers, hidden, num_heads, num_kv_heads, head_dim, ffn, vocab;"
+        " and gated=0 for a plain feed-forward part, dtype_bytes (default: 2)",
+    )
+    group.add_argument("--hardware", metavar="NAME", help=f"{', '.join(HARDWARE)} (default: {DEFAULT_HARDWARE})")
+    for name, text in (
+        ("--linear-tflop-s", "rate of the matrices, in place of the hardware's"),
+        ("--attention-tflop-s", "rate of attention, in place of the hardware's"),
+        ("--link-gb-s", "bandwidth from rank to rank, 1e9 bytes a second"),
+        ("--link-us", "latency of a message from rank to rank, microseconds"),
+        ("--push-gb-s", "bandwidth from each rank to the generation group (default: not counted)"),
+    ):
+        group.add_argument(name, metavar="X", help=text)
+    group.add_argument(
+        "--calibration", type=Path, metavar="FILE", help="measured numbers, in place of --model and --hardware"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run `baton simulate`; return the exit status."""
+    # Imported here and below, so that --help and mistyped options are answered without numpy.
+    from rich.console import Console
+
+    from baton_lab.study.comparison import compare
+
+    if args.protocol not in PROTOCOLS:
+        raise InvalidArgumentError(f"--protocol = {args.protocol!r} is unknown: use one of {', '.join(PROTOCOLS)}")
+    ranks = option_values.counts("--ranks", args.ranks, MAX_RANKS)
+    contexts = option_values.counts("--contexts", args.contexts, MAX_TOKENS)
+    cached = option_values.count("--cached", args.cached, MAX_TOKENS, least=0)
+    name, cost = machine(args)
+    protocol = PROTOCOLS[args.protocol]
+    by_ranks = {n: [compare(tokens, n, cost, protocol, cached=cached) for tokens in contexts] for n in ranks}
+    console = Console()
+    title = f"{name}, protocol {args.protocol}" + (f", {cached} tokens cached" if cached else "")
+    for num_ranks, rows in by_ranks.items():
+        console.print(times_table(f"{title}: {num_ranks} ranks", rows))
+    console.print(ranks_table(by_ranks))
+    if args.plot is not None:
+        from baton_lab.forecasts.simulate_plot import draw
+
+        draw(title, by_ranks, args.plot)
+    return 0
+
+
+def machine(args: argparse.Namespace) -> tuple[str, CostModel]:
+    """Return the model and hardware that the options name: a line of text, and the costs."""
+    _refuse_both(args, "calibration", ("model", "shape", "hardware", "linear_tflop_s", "attention_tflop_s"))
+    _refuse_both(args, "shape", ("model",))
+    name, cost = _calibrated(args.calibration) if args.calibration else _derived(args)
+    link, push = cost.link, cost.push
+    if args.link_gb_s is not None:
+        link = dataclasses.replace(link, bandwidth=option_values.positive("--link-gb-s", args.link_gb_s) * 1e9)
+    if args.link_us is not None:
+        latency_us = option_values.positive("--link-us", args.link_us, or_zero=True)
+        link = dataclasses.replace(link, latency_s=latency_us / 1e6)
+    if args.push_gb_s is not None:
+        push = Link(link.latency_s, option_values.positive("--push-gb-s", args.push_gb_s) * 1e9)
+    text = f"{name}, links {link.bandwidth / 1e9:g} GB/s and {link.latency_s * 1e6:.3g} us"
+    return text, dataclasses.replace(cost, link=link, push=push)
+
+
+def times_table(title: str, rows: "list[Comparison]") -> "Table":
+    """Return a table with one line a context length; the fastest of the real schemes is marked."""
+    from deploy.options.screen import number_table
+
+    headings = "tokens|1 rank|KVR-E|KVR-S|KVR-P|TSP\ndense|TSP\ncausal|zigzag|bound|TTFT*"
+    table = number_table(f"{title}; seconds", headings.split("|"))
+    for row in rows:
+        times = (row.single, row.kvr_e, row.kvr_s, row.kvr_p, row.tsp_dense, row.tsp_causal, row.zigzag_ring)
+        shown = [f"[bold green]{_seconds(each)}[/]" if each <= min(times) else _seconds(each) for each in times]
+        table.add_row(str(row.num_tokens), *shown, _seconds(row.bound), _seconds(row.paper_bound))
+    return table
+
+
+def ranks_table(by_ranks: "dict[int, list[Comparison]]") -> "Table":
+    """Return a table of KVR-S by number of ranks, how many ranks are enough, and each rank's part of the prompt."""
+    from baton_lab.study.comparison import enough_ranks
+    from deploy.options.screen import number_table
+
+    headings = ["tokens", "1 rank", *(f"{n} ranks" for n in by_ranks), "enough", "KVR-S takes, % of the tokens"]
+    title = f"KVR-S by ranks; enough: the fewest within {_ENOUGH_MARGIN:.0%} of the least; seconds"
+    table = number_table(title, headings)
+    for rows in zip(*by_ranks.values(), strict=True):
+        times = [rows[0].single, *(row.kvr_s for row in rows)]
+        enough = enough_ranks(list(rows), _ENOUGH_MARGIN)
+        table.add_row(str(rows[0].num_tokens), *map(_seconds, times), str(enough), _shares(rows[-1]))
+    return table
+
+
+def _shares(row: "Comparison") -> str:
+    """Return each rank's part of the prompt in percent, in rank order."""
+    shares = [100 * chunk / row.num_tokens for chunk in row.chunks]
+    return " ".join(f"{share:.0f}" if share >= 1 else "<1" for share in shares)
+
+
+def _calibrated(path: Path) -> tuple[str, CostModel]:
+    from planning.calibration import load
+
+    calibration = load(path)
+    return f"{calibration.model} on {calibration.hardware}", calibration.cost
+
+
+def _derived(args: argparse.Namespace) -> tuple[str, CostModel]:
+    name, model = args.hardware or DEFAULT_HARDWARE, args.model or DEFAULT_MODEL
+    hardware = hardware_of(name)
+    if args.linear_tflop_s is not None:
+        rate = option_values.positive("--linear-tflop-s", args.linear_tflop_s) * 1e12
+        hardware = dataclasses.replace(hardware, linear_flops=rate)
+    if args.attention_tflop_s is not None:
+        rate = option_values.positive("--attention-tflop-s", args.attention_tflop_s) * 1e12
+        hardware = dataclasses.replace(hardware, pair_flops=rate, scores_per_s=float("inf"))
+    given = option_values.assignments("--shape", args.shape) if args.shape else {}
+    shape = shape_from(given, "--shape") if given else shape_of(model)
+    return f"{'a model' if args.shape else model} on {name}", derive(shape, hardware)
+
+
+def _refuse_both(args: argparse.Namespace, option: str, others: tuple[str, ...]) -> None:
+    """Raise InvalidArgumentError for two options that exclude each other, so that none is silently ignored."""
+    for other in others:
+        if getattr(args, option) is not None and getattr(args, other) is not None:
+            raise InvalidArgumentError(f"--{option} and --{other.replace('_', '-')} say the same: leave one out")
+
+
+def _seconds(value: float) -> str:
+    """Format seconds with four digits, and at least four decimals below 1."""
+    return f"{value:.4f}" if value < 1 else f"{value:.4g}"

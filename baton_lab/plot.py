@@ -1,0 +1,29 @@
+"""The option --plot of several commands: what is refused before the work, and how a finished plot is written."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baton.errors import ConfigError, InvalidArgumentError
+from baton_lab.extra import require
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def require_plots(path: Path) -> None:
+    """Raise InvalidArgumentError for another kind of file than PNG, ConfigError without matplotlib."""
+    if path.suffix != ".png":
+        raise InvalidArgumentError(f"--plot = {str(path)!r}: the plot is a PNG: give a name that ends in .png")
+    require("matplotlib", "--plot")
+
+
+def write_plot(figure: "Figure", title: str, path: Path) -> None:
+    """Write the figure as a PNG, with a title and grids. Raises ConfigError for a path that cannot be written to."""
+    for panel in figure.axes:
+        panel.grid(visible=True, alpha=0.3)
+    figure.suptitle(title, fontsize="medium")
+    try:
+        figure.savefig(path, format="png", dpi=120)
+    except OSError as error:
+        remedy = "choose another path"
+        raise ConfigError(f"--plot = {str(path)!r} cannot be written ({error.strerror}): {remedy}") from error

@@ -1,0 +1,1 @@
+"""Measures what sparse residencies cost in quality (`baton evaluate`)."""

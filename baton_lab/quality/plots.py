@@ -1,0 +1,83 @@
+"""The plot of `baton evaluate`, a column for each context length, after the InfiniGen paper (Lee et al., OSDI 2024).
+
+From top to bottom: the cost in quality against the KV that is read (its figures 11 and 19); how often the choice is
+full attention's; how perplexity develops along the text (its figure 12), each policy at about the same size; and, where
+it was weighed, how much of true attention lies on the keys that are read.
+"""
+
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baton_lab.plot import require_plots, write_plot
+from baton_lab.quality.evaluation import Cell, Evaluation
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_ROW_INCHES = 3.4
+_TITLE_CHARACTERS = 70
+"""Characters in a line of the title, for each column."""
+_PERCENTS = (5, 10, 20, 50, 100)
+_Curves = dict[str, list[Cell]]
+"""Cells of one policy and file, ascending by the KV that they read, by the curve's label."""
+
+
+def draw(evaluation: Evaluation, path: Path) -> None:
+    """Draw the evaluation as a PNG. Raises what `require_plots` and `write_plot` raise."""
+    require_plots(path)
+    from matplotlib.figure import Figure
+
+    contexts = sorted({cell.context for cell in evaluation.cells})
+    has_mass = any(cell.mass is not None for cell in evaluation.cells)
+    num_panels = 4 if has_mass else 3
+    figure = Figure(figsize=(5.4 * len(contexts), _ROW_INCHES * num_panels), layout="constrained")
+    panels = figure.subplots(num_panels, len(contexts), sharey="row", squeeze=False)
+    for column, context in enumerate(contexts):
+        curves = _curves([cell for cell in evaluation.cells if cell.context == context])
+        _over_bytes(panels[0, column], curves, lambda cell: 100 * cell.cost)
+        _over_bytes(panels[1, column], curves, lambda cell: cell.same_choice)
+        _over_text(panels[2, column], curves, evaluation.num_steps)
+        if has_mass:
+            _over_bytes(panels[3, column], curves, lambda cell: cell.mass)
+        panels[0, column].set_title(f"{context} tokens of context")
+        panels[0, column].axhline(0, color="0.6", linewidth=0.8)
+    names = ("perplexity above full attention's, %", "part of steps that choose alike", "perplexity")
+    for panel, name in zip(panels[:, 0], (*names, "true attention on the keys read"), strict=False):
+        panel.set_ylabel(name)
+    panels[0, -1].legend(fontsize="small")
+    write_plot(figure, textwrap.fill(evaluation.title, _TITLE_CHARACTERS * len(contexts)), path)
+
+
+def _curves(cells: Sequence[Cell]) -> _Curves:
+    curves: _Curves = {}
+    for cell in sorted(cells, key=lambda cell: cell.kv_share):
+        label = cell.policy if cell.selection is None else f"{cell.policy} {cell.selection}"
+        label += "" if cell.pool is None else f" pool {cell.pool:g} {cell.eviction}"
+        curves.setdefault(label, []).append(cell)
+    return dict(sorted(curves.items()))  # sorted, so that a policy has its colour in all panels
+
+
+def _over_bytes(panel: "Axes", curves: _Curves, value: Callable[[Cell], float | None]) -> None:
+    """Draw a curve for each policy over the KV that it reads; a policy without values has none."""
+    for at, (label, cells) in enumerate(curves.items()):
+        points = [(100 * cell.kv_share, number) for cell in cells if (number := value(cell)) is not None]
+        if points:
+            panel.plot(*zip(*points, strict=True), marker="o", color=f"C{at % 10}", label=label)
+    panel.set(xscale="log", xlabel="KV read, % of full attention's")
+    panel.set_xticks(_PERCENTS, [str(percent) for percent in _PERCENTS])
+    panel.minorticks_off()
+
+
+def _over_text(panel: "Axes", curves: _Curves, num_steps: int) -> None:
+    """Draw each policy's perplexity along the text, for the cell that reads about as much KV as the first inexact
+    one."""
+    approximate = [cells[0].kv_share for cells in curves.values() if not cells[0].is_exact]
+    target = approximate[0] if approximate else 1.0
+    for at, (label, cells) in enumerate(curves.items()):
+        cell = min(cells, key=lambda cell: abs(cell.kv_share - target))
+        ends = [num_steps * (chunk + 1) / len(cell.chunks) for chunk in range(len(cell.chunks))]
+        panel.plot(ends, cell.chunks, marker=".", color=f"C{at % 10}", label=f"{label}, {100 * cell.kv_share:.0f} %")
+    panel.set(xlabel="tokens behind the context")
+    panel.legend(fontsize="x-small", title="KV read", title_fontsize="x-small")

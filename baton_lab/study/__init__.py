@@ -1,0 +1,1 @@
+"""Compares schemes and hardware by calculation alone."""

@@ -1,0 +1,81 @@
+"""One prompt on n ranks: the predicted times to first token of every scheme, side by side.
+
+Used by `baton simulate` and benchmarks. Pure; a case takes some tens of milliseconds, most of them for the search.
+"""
+
+from dataclasses import dataclass
+
+from baton.types import TokenRange
+from baton_lab.study.peers import bound, paper_bound, single, tsp, zigzag_ring
+from planning.chain.partition import even_partition
+from planning.chain.partition_table import build_table
+from planning.chain.search import search
+from planning.chain.wavefront import chain_ttft
+from planning.cost_model import CostModel, Kernel, Protocol
+
+KNOT_SPACING = 4096
+"""Tokens between the knots that KVR-P interpolates, as in the paper."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Predicted seconds to the first token of `num_tokens` uncached tokens on `num_ranks` ranks, by scheme."""
+
+    num_tokens: int
+    num_ranks: int
+    single: float
+    """Seconds on one rank, with the protocol's kernel."""
+    kvr_e: float
+    """Seconds of a chain with even chunks (KVR-E)."""
+    kvr_s: float
+    """Seconds of a chain with searched chunks (KVR-S)."""
+    kvr_p: float
+    """Seconds of a chain with chunks interpolated between the searched neighbours at multiples of KNOT_SPACING, this
+    length itself left out (KVR-P)."""
+    tsp_dense: float
+    tsp_causal: float
+    zigzag_ring: float
+    bound: float
+    """Lower bound in seconds: no communication, causal kernels, perfect balance."""
+    paper_bound: float
+    """Lower bound in seconds, TTFT*(p), equation 3 of the KV-Runahead paper."""
+    chunks: tuple[int, ...]
+    """Chunks that KVR-S found, in tokens."""
+
+
+def compare(num_tokens: int, num_ranks: int, cost: CostModel, protocol: Protocol, *, cached: int = 0) -> Comparison:
+    """Predict all schemes' times for one prompt behind `cached` tokens; only chains include a push of KV."""
+    width = min(num_ranks, num_tokens)
+    tokens = TokenRange(cached, cached + num_tokens)
+
+    def chain(chunks: tuple[int, ...]) -> float:
+        return float(chain_ttft(chunks, cost, protocol, cached=cached))
+
+    searched = search(num_tokens, width, cost, protocol, cached=cached)
+    below = (num_tokens - 1) // KNOT_SPACING * KNOT_SPACING
+    above = (num_tokens // KNOT_SPACING + 1) * KNOT_SPACING
+    table = build_table(cost, protocol, {width: [each for each in (below, above) if each]})
+    return Comparison(
+        num_tokens=num_tokens,
+        num_ranks=num_ranks,
+        single=single(num_tokens, cost, protocol.kernel, cached=cached),
+        kvr_e=chain(_lengths(even_partition(tokens, width))),
+        kvr_s=chain(searched),
+        kvr_p=chain(_lengths(table.partition(tokens, width))),
+        tsp_dense=tsp(num_tokens, num_ranks, cost, Kernel.DENSE, cached=cached),
+        tsp_causal=tsp(num_tokens, num_ranks, cost, Kernel.CAUSAL, cached=cached),
+        zigzag_ring=zigzag_ring(num_tokens, num_ranks, cost, cached=cached),
+        bound=bound(num_tokens, num_ranks, cost, cached=cached),
+        paper_bound=paper_bound(num_tokens, num_ranks, cost),
+        chunks=searched,
+    )
+
+
+def enough_ranks(comparisons: list[Comparison], margin: float) -> int:
+    """Return the fewest ranks, 1 included, whose KVR-S time is within the fraction `margin` of one prompt's least."""
+    times = {1: comparisons[0].single} | {each.num_ranks: each.kvr_s for each in comparisons}
+    return min(ranks for ranks, ttft_s in times.items() if ttft_s <= min(times.values()) * (1 + margin))
+
+
+def _lengths(ranges: tuple[TokenRange, ...]) -> tuple[int, ...]:
+    return tuple(len(each) for each in ranges)

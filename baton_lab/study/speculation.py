@@ -1,0 +1,100 @@
+"""What speculative decoding can gain by the roofline: the curves of MagicDec (Sadhukhan et al., 2025), figures 2 to 4.
+
+With T(B, K, q) a step of B rows that attend to K keys with q tokens each (`baton_lab.study.roofline`), a round of g
+drafts with K keys at S tokens of context takes g T(B, K, 1) + T(B, S, g + 1) and brings each row
+`planning.speculation.expected_tokens` tokens; a plain step takes T(B, S, 1) and brings one.
+
+This is an upper bound: choosing keys, sampling and starting steps take no time in it. Rounds that are served are
+planned by costs learnt from steps (`planning.speculation`). Used by `baton plan`. Pure.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from baton.errors import ConfigError
+from baton_lab.study.roofline import ServedModel, step_time
+from planning.chips import Chip
+from planning.speculation import MOST_DRAFTS, expected_tokens
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """A way to draft, and the choices that a round has."""
+
+    acceptances: Mapping[int, float]
+    """By the keys that a draft step attends to: the probability that a draft is accepted when all before it were."""
+    numbers: Sequence[int] = range(MOST_DRAFTS + 1)
+    """Numbers of drafts of each row from which the best is taken; 0: a plain step."""
+    model: ServedModel | None = None
+    """The model that drafts; None: the model itself."""
+
+    def __post_init__(self) -> None:
+        if not self.acceptances or not self.numbers:
+            raise ConfigError("drafting: no draft_keys or no numbers of drafts: give at least one of each")
+        for keys, acceptance in self.acceptances.items():
+            if keys < 1 or not 0 <= acceptance <= 1:
+                raise ConfigError(
+                    f"drafting: acceptance = {acceptance} with {keys} draft_keys is out of range: give 0 to 1, and at"
+                    " least 1 key"
+                )
+        if min(self.numbers) < 0:
+            raise ConfigError(f"drafting: {min(self.numbers)} drafts are out of range: give 0 or more")
+
+
+@dataclass(frozen=True)
+class DraftRound:
+    """A round of drafts for each row of a batch, beside a plain step."""
+
+    num_drafts: int
+    draft_keys: int
+    plain_s: float
+    """Seconds of a plain step."""
+    draft_s: float
+    """Seconds of one draft step."""
+    verify_s: float
+    """Seconds of the step that verifies the drafts."""
+    num_tokens: float
+    """Tokens that each row gets from the round, on average."""
+
+    @property
+    def round_s(self) -> float:
+        """Seconds of all draft steps and the step that verifies."""
+        return self.num_drafts * self.draft_s + self.verify_s
+
+    @property
+    def speedup(self) -> float:
+        """Tokens a second as a multiple of those of plain steps."""
+        return self.num_tokens * self.plain_s / self.round_s
+
+
+def best_round(
+    model: ServedModel, chip: Chip, drafting: Drafting, *, batch: int, context: int, num_chips: int = 1
+) -> DraftRound:
+    """Return the round with the largest speedup for `batch` rows of `context` tokens; of equal ones that with the
+    fewest drafts, then with the fewest keys."""
+    target = partial(step_time, model, chip, batch=batch, context=context, num_chips=num_chips)
+    plain_s = target().total_s
+    verify_s = {num: target(num_queries=num + 1).total_s for num in sorted(drafting.numbers)}
+    rounds = []
+    for keys in sorted(drafting.acceptances):
+        step = partial(step_time, drafting.model or model, chip, batch=batch, num_chips=num_chips)
+        draft_s = step(context=min(keys, context)).total_s
+        num_tokens = partial(expected_tokens, drafting.acceptances[keys])
+        rounds += [DraftRound(num, keys, plain_s, draft_s, verify_s[num], num_tokens(num)) for num in verify_s]
+    return max(rounds, key=lambda each: (each.speedup, -each.num_drafts, -each.draft_keys))
+
+
+def pays_from(
+    model: ServedModel, chip: Chip, drafting: Drafting, *, batch: int, longest: int, num_chips: int = 1
+) -> int | None:
+    """Return the fewest tokens of context at which a round makes more tokens a second than plain steps, the paper's
+    inflection length for this batch; None if none of up to `longest` tokens does."""
+
+    def pays(context: int) -> bool:
+        found = best_round(model, chip, drafting, batch=batch, context=context, num_chips=num_chips)
+        return found.num_drafts > 0 and found.speedup > 1
+
+    found = 1 + bisect_left(range(1, longest + 1), True, key=pays)
+    return found if found <= longest else None

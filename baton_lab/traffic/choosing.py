@@ -1,0 +1,90 @@
+"""Places simulated requests by the orchestrator's whole chooser, as it serves.
+
+The chooser (`orchestrator.placement.chooser`) looks at every group, which takes milliseconds for hundreds of them;
+`baton_lab.traffic.placing` compares the groups that can win, and is held against this. Pure.
+"""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
+
+from baton.clock import Clock
+from baton.ids import RequestId
+from baton.sampling_params import SamplingParams
+from baton.types import FinishReason
+from baton_lab.traffic.fleet import Fleet, Role, State
+from baton_lab.traffic.placing import Asked, Spot
+from orchestrator.membership.members import Members
+from orchestrator.membership.view import ClusterView
+from orchestrator.placement.chooser import Chooser
+from orchestrator.requests.config import OrchestratorConfig
+from orchestrator.requests.record import RequestRecord
+from orchestrator.requests.request import Request
+from orchestrator.requests.states import RequestMove
+from planning.planner import ChainPlanner
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """A request that has groups: its record, and what its attempt holds."""
+
+    record: RequestRecord
+    held: ExitStack
+
+
+class WholeChooser:
+    """The production chooser over all groups of a fleet. Implements `baton_lab.traffic.placing.Placer`."""
+
+    def __init__(self, fleet: Fleet, planner: ChainPlanner, clock: Clock, config: OrchestratorConfig) -> None:
+        self._fleet = fleet
+        self._clock = clock
+        self._members = Members()
+        self._chooser = Chooser(self._members, planner, clock, config)
+        self._placed: dict[int, _Placed] = {}
+        self.backlogs = self._members.backlogs
+        """Production's book of the jobs that prefill groups have before them."""
+        self.num_cached_tokens = 0
+        """Prompt tokens that no chain computed, because they were cached."""
+
+    def place(self, asked: Asked) -> Spot | None:
+        """Return where a request is served now; None while no group of either role has room."""
+        prefill = {each.prefill_view.name: each for each in self._fleet.of(Role.PREFILL, State.READY)}
+        generation = {each.generation_view.name: each for each in self._fleet.of(Role.GENERATE, State.READY)}
+        self._members.present = ClusterView(
+            tuple(each.prefill_view for each in prefill.values()),
+            tuple(each.generation_view for each in generation.values()),
+        )
+        record, held = RequestRecord.of(_request(asked), self._clock.unix_ns()), ExitStack()
+        record.admit(self._clock)
+        plan = self._chooser.plan_now(record, held) if prefill else None
+        if plan is None or plan.way is None:
+            held.close()
+            return None
+        record.place(self._clock, placement=plan.placement)
+        self._placed[asked.number] = _Placed(record, held)
+        if asked.blocks:
+            self._chooser.prefixes.use(plan.way.group.prefix_store, plan.blocks.names)
+        chain = plan.way.chain
+        self.num_cached_tokens += chain.num_cached_tokens
+        return Spot(prefill[plan.way.group.name], generation[plan.generation.name], chain, plan.way.terms.transfer_s)
+
+    def sent(self, number: int) -> None:
+        """Record that a request's first token has been sent."""
+        record = self._placed[number].record
+        record.advance(RequestMove.TOKEN)
+        record.see_token(self._clock.now_s())
+
+    def ended(self, number: int) -> None:
+        """Record that a request has ended, and give back what it held."""
+        placed = self._placed.pop(number)
+        placed.record.end_open(FinishReason.LENGTH, self._clock.unix_ns())
+        placed.record.finish(self._clock.unix_ns())
+        placed.held.close()
+
+
+def _request(asked: Asked) -> Request:
+    """Return a production request whose prompt has one token id a block, so that equal blocks get equal names."""
+    ids = (block + 1 for block in asked.blocks for _ in range(asked.block_tokens))
+    known = tuple(islice(ids, asked.num_tokens))
+    prompt_ids = known + (0,) * (asked.num_tokens - len(known))
+    return Request(RequestId(str(asked.number)), prompt_ids, SamplingParams(max_tokens=asked.num_output_tokens))

@@ -1,0 +1,100 @@
+"""`baton simulate-traffic`: replays whole traffic against groups that do not exist, and compares scaling policies.
+
+It needs no cluster, no model and no torch: the production policies run under the simulator's clock
+(`baton_lab.traffic.simulation`), and the cost model says how long everything takes.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baton.errors import ConfigError, InvalidArgumentError
+from deploy.options.command import add_command
+
+if TYPE_CHECKING:
+    from baton_lab.traffic.comparing import Setting
+    from baton_lab.traffic.results import Results
+
+_DESCRIPTION = """\
+Replays a trace of requests, generated or from a file, against a cluster on paper: admission, placement and the
+autoscaler are those that serve, and times come from the cost model. Prints latencies, goodput (requests a second within
+both targets) and cost, by policy. A prediction, not a measurement.
+
+  static        the groups of --groups, for ever
+  best-static   the best of all divisions of --max groups, found by trying each
+  autoscale     Baton's autoscaler: forecasts, cost model and queueing, role flips
+  queue         a threshold on queues
+  load          load regression without queueing"""
+
+_EXAMPLES = """\
+examples:
+  baton simulate-traffic --policy static,autoscale,queue,load,best-static
+  baton simulate-traffic --trace azure.csv --groups 2:6 --policy autoscale --json result.json --plot result.png
+  baton simulate-traffic --trace steady --rate 5000 --seconds 200 --groups 500:500 --policy static"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the `simulate-traffic` command to the command line."""
+    text = "replay traffic on paper, and compare fixed groups with scaling ones"
+    parser = add_command(commands, "simulate-traffic", text, _DESCRIPTION, _EXAMPLES)
+    parser.add_argument("--policy", default="static", metavar="NAME,...", help="policies to compare (default: static)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers and the scaler's decisions")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the runs as a PNG; needs the extra 'lab'")
+    parser.add_argument(
+        "--explain", action="store_true", help="print each decision of a scaling policy, with its terms"
+    )
+    # Imported here, so that other commands start without numpy.
+    from baton_lab.traffic.options import add_cluster_options, add_trace_options
+
+    add_trace_options(parser)
+    add_cluster_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run `baton simulate-traffic`; return the exit status."""
+    from rich.console import Console
+
+    from baton_lab.plot import require_plots
+    from baton_lab.traffic import options
+    from baton_lab.traffic.comparing import POLICIES
+    from baton_lab.traffic.report import decisions, table
+
+    policies = [each.strip() for each in args.policy.split(",")]
+    for policy in policies:
+        if policy not in POLICIES:
+            raise InvalidArgumentError(f"--policy: {policy!r} is unknown: use some of {', '.join(POLICIES)}")
+    if args.plot is not None:
+        require_plots(args.plot)
+    on = options.setting(args)
+    trace = options.trace(args, on)
+    console = Console()
+    with Console(stderr=True).status("simulating") as status:
+        runs = {}
+        for policy in policies:
+            status.update(f"simulating {policy}")
+            name, results = on.run(trace, policy)
+            runs[name] = results
+    console.print(table(trace, runs, on.targets))
+    if args.explain:
+        for name, results in runs.items():
+            console.print(decisions(name, results), soft_wrap=True, highlight=False)
+    if args.json is not None:
+        _write_json(args.json, runs, on)
+    if args.plot is not None:
+        from baton_lab.traffic.plot import draw
+
+        draw(trace, runs, on.targets, args.plot)
+    return 0
+
+
+def _write_json(path: Path, runs: "dict[str, Results]", on: "Setting") -> None:
+    """Write all runs' numbers. Raises ConfigError for a path that cannot be written to."""
+    numbers = {name: results.summary(on.targets) for name, results in runs.items()}
+    try:
+        path.write_text(json.dumps(numbers, indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+        raise ConfigError(
+            f"--json = {str(path)!r} cannot be written ({error.strerror}): choose another path"
+        ) from error

@@ -1,0 +1,216 @@
+"""The groups of the simulated cluster: which are ready, what each has to do, and what they cost.
+
+A group starts (cold, or from the other role), serves, is drained, and leaves or takes the other role once it is idle,
+as `baton drain` does it: no work is ended. A group's seconds count from its start to its leave. Owned by
+`baton_lab.traffic.simulation`. Pure.
+"""
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from itertools import count, islice
+
+from baton.ids import Epoch
+from baton_lab.traffic.events import Timeline
+from baton_lab.traffic.gaps import GapHistogram
+from baton_lab.traffic.service import GroupSizes
+from baton_lab.traffic.work.batch import Batch, StepLines
+from baton_lab.traffic.work.chain_queue import PrefillWork, RankQueue
+from baton_lab.traffic.work.chain_turns import ChainTurns
+from orchestrator.membership.view import GenerationGroup, PrefillGroup
+from planning.cost_model import CostModel
+
+
+class Role(Enum):
+    """The two roles that a group may have."""
+
+    PREFILL = "prefill"
+    GENERATE = "generate"
+
+    @property
+    def other(self) -> "Role":
+        """Return the other role."""
+        return Role.GENERATE if self is Role.PREFILL else Role.PREFILL
+
+
+class State(Enum):
+    """The stages of a group's life."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+@dataclass(eq=False)
+class Member:
+    """One group, in one role."""
+
+    number: int
+    role: Role
+    state: State
+    since_s: float
+    """Instant from which the group is paid for."""
+    flips: bool = False
+    """Whether the group takes the other role once it is drained."""
+    num_held: int = 0
+    """Requests that the group has before it: jobs of a prefill group, slots of a generation group."""
+    free_at_s: float = 0.0
+    """Estimated instant at which a prefill group has done all its jobs."""
+    num_flips: int = 0
+    """Changes of the group's role so far; each begins a new life."""
+    version: int = 0
+    """Number of the latest event set for the group; earlier ones are void."""
+    chain: PrefillWork = field(init=False)
+    """Work of a prefill group."""
+    batch: Batch = field(init=False)
+    """Rows of a generation group."""
+    prefill_view: PrefillGroup = field(init=False)
+    """The group as production policies see it, in the role of prefill."""
+    generation_view: GenerationGroup = field(init=False)
+    """The group as production policies see it, in the role of generation."""
+
+
+class Fleet:
+    """All groups that have started and not left."""
+
+    def __init__(
+        self, sizes: GroupSizes, cost: CostModel, lines: StepLines, timeline: Timeline, gaps: GapHistogram
+    ) -> None:
+        self.on_change: Callable[[], None] = lambda: None
+        """Called whenever the set of ready groups has changed."""
+        self.on_row_end: Callable[[int, float], None] = lambda number, end_s: None
+        """Called with a request's number and the instant of its last token."""
+        self._sizes = sizes
+        self._cost = cost
+        self._lines = lines
+        self._timeline = timeline
+        self._gaps = gaps
+        self._numbers = count()
+        self.members: dict[int, Member] = {}
+        """All groups that are paid for, by number."""
+        self.num_ready = {Role.PREFILL: 0, Role.GENERATE: 0}
+        """Number of groups of each role that take new work."""
+        self._spent_s = 0.0
+        self._by_work: list[tuple[float, int]] = []
+        """Ready prefill groups by the estimated end of their work; entries that no longer hold are skipped."""
+        self._by_room: list[dict[int, None]] = [{} for _ in range(sizes.num_slots + 1)]
+        """Ready generation groups by the number of slots that are held."""
+
+    def of(self, role: Role, *states: State) -> list[Member]:
+        """Return the groups of a role in one of these states; in any state, if none is given."""
+        return [each for each in self.members.values() if each.role is role and (not states or each.state in states)]
+
+    def serves_prompts(self, member: Member) -> bool:
+        """Return whether a group takes new prompts."""
+        return member.role is Role.PREFILL and member.state is State.READY
+
+    def group_s(self, now_s: float) -> float:
+        """Return the seconds of all groups together until now, from each one's start to its leave."""
+        return self._spent_s + sum(now_s - each.since_s for each in self.members.values())
+
+    def start(self, role: Role, *, after_s: float | None = None) -> None:
+        """Start a new group, which serves after the cold start, or after `after_s`."""
+        now_s = self._timeline.now_s()
+        member = Member(next(self._numbers), role, State.STARTING, now_s)
+        self.members[member.number] = member
+        wait_s = self._sizes.cold_start_s if after_s is None else after_s
+        if wait_s:
+            self._timeline.at(now_s + wait_s, partial(self._ready, member))
+        else:
+            self._ready(member)
+
+    def drain(self, member: Member, *, flips: bool = False) -> None:
+        """Give a ready group no new work; once idle, it leaves, or takes the other role if `flips`. A group that has
+        not come up yet is given up at once."""
+        if member.state is State.STARTING:
+            self._leave(member)
+            return
+        assert member.state is State.READY, f"group {member.number} is drained twice"
+        member.state, member.flips = State.DRAINING, flips
+        self.num_ready[member.role] -= 1
+        if member.role is Role.GENERATE:
+            del self._by_room[member.num_held][member.number]
+        self.when_idle(member)
+        self.on_change()
+
+    def when_idle(self, member: Member) -> None:
+        """Let a draining group go on if it has no work left."""
+        if member.state is not State.DRAINING or member.num_held:
+            return
+        if member.flips:
+            member.role, member.state, member.flips = member.role.other, State.STARTING, False
+            member.num_flips += 1
+            self._timeline.at(self._timeline.now_s() + self._sizes.flip_s, partial(self._ready, member))
+        else:
+            self._leave(member)
+
+    def keep(self, member: Member) -> None:
+        """Undo the drain of a group that has not left."""
+        assert member.state is State.DRAINING
+        member.flips = False
+        self._serve(member)
+
+    def hold(self, member: Member, change: int) -> None:
+        """Count a request in or out of a group's work."""
+        before, member.num_held = member.num_held, member.num_held + change
+        if member.role is Role.GENERATE and member.state is State.READY:
+            del self._by_room[before][member.number]
+            self._by_room[member.num_held][member.number] = None
+
+    def work(self, member: Member, seconds: float) -> None:
+        """Add a job's seconds, divided among the ranks, to the estimate of when a prefill group is free."""
+        member.free_at_s = max(member.free_at_s, self._timeline.now_s()) + seconds
+        heapq.heappush(self._by_work, (member.free_at_s, member.number))
+
+    def least_work(self, num_groups: int) -> list[Member]:
+        """Return the ready prefill groups that are free first, at most so many."""
+        found: dict[int, tuple[float, Member]] = {}
+        while self._by_work and len(found) < num_groups:
+            free_at_s, number = heapq.heappop(self._by_work)
+            member = self.members.get(number)
+            is_current = member is not None and member.role is Role.PREFILL and member.state is State.READY
+            if is_current and member is not None and member.free_at_s == free_at_s:
+                found[number] = free_at_s, member
+        for number, (free_at_s, _) in found.items():
+            heapq.heappush(self._by_work, (free_at_s, number))
+        return [member for _, member in found.values()]
+
+    def most_room(self, num_groups: int) -> Iterator[Member]:
+        """Yield the ready generation groups with most free slots, at most so many, none without a free slot."""
+        left = num_groups
+        for held in islice(self._by_room, self._sizes.num_slots):
+            for number in held:
+                if not left:
+                    return
+                left -= 1
+                yield self.members[number]
+
+    def _ready(self, member: Member) -> None:
+        if member.number in self.members and member.state is State.STARTING:
+            if member.role is Role.PREFILL:
+                num_ranks = self._sizes.num_ranks
+                member.chain = ChainTurns(num_ranks, self._cost) if num_ranks > 1 else RankQueue()
+                endpoints = tuple(f"node-{member.number}:{rank + 1}" for rank in range(num_ranks))
+                name, store = f"group-{member.number}", f"store-{member.number}-{member.num_flips}"
+                member.prefill_view = PrefillGroup(name, endpoints, Epoch(member.num_flips), prefix_store=store)
+                member.free_at_s = self._timeline.now_s()
+            else:
+                member.batch = Batch(self._lines, self._gaps, lambda number, end_s: self.on_row_end(number, end_s))
+                endpoint, slots = f"node-{member.number}:1", self._sizes.num_slots
+                member.generation_view = GenerationGroup(f"group-{member.number}", endpoint, "", slots, 2**31)
+            self._serve(member)
+
+    def _serve(self, member: Member) -> None:
+        member.state = State.READY
+        self.num_ready[member.role] += 1
+        if member.role is Role.GENERATE:
+            self._by_room[member.num_held][member.number] = None
+        else:
+            heapq.heappush(self._by_work, (member.free_at_s, member.number))
+        self.on_change()
+
+    def _leave(self, member: Member) -> None:
+        self._spent_s += self._timeline.now_s() - member.since_s
+        del self.members[member.number]

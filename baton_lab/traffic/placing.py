@@ -1,0 +1,164 @@
+"""Where the simulator places a request: the production comparison over the groups that can win it.
+
+The production chooser looks at every group, which takes milliseconds for hundreds of them, and a simulation places
+millions of requests. All groups of a role are alike here, so the cheapest way uses one of the prefill groups that are
+free first, or the one that has computed the prompt's beginning before, and one of the generation groups with most free
+slots. Only these are planned (`orchestrator.placement.chain_width`) and compared (`orchestrator.placement.comparison`).
+Pure.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.clock import Clock
+from baton.types import TokenRange
+from baton_lab.traffic.fleet import Fleet, Member
+from orchestrator.membership.loads import Load
+from orchestrator.membership.prefill_book import Backlogs
+from orchestrator.placement.chain_width import ChainPlan, PromptChains, WidthPolicy
+from orchestrator.placement.comparison import ChainWay, cheapest_chain, cheapest_group
+from orchestrator.placement.prefix_index import PrefixIndex
+from planning.planner import ChainPlanner
+from planning.terms import Batch, chain_terms
+
+_NO_BATCH: Batch = (0.0, 0.0)
+"""What a chain's generation group runs: which one it is, is chosen apart."""
+SHORTLIST = 2
+"""Groups of each role that are compared."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that is to be placed."""
+
+    number: int
+    num_tokens: int
+    """Tokens of the request's prompt."""
+    num_output_tokens: int
+    blocks: Sequence[int] = ()
+    """Ids of the prompt's blocks; empty: it shares nothing."""
+    block_tokens: int = 512
+
+
+@dataclass(frozen=True)
+class Spot:
+    """The groups that serve a request, and the plan of its chain."""
+
+    prefill: Member
+    generation: Member
+    plan: ChainPlan
+    transfer_s: float
+    """Predicted seconds from the chain's end until the generation group has all KV."""
+
+
+class Placer(Protocol):
+    """Chooses groups for requests, and keeps the book of the work that they were given."""
+
+    backlogs: Backlogs
+    num_cached_tokens: int
+
+    def place(self, asked: Asked) -> Spot | None:
+        """Return where a request is served now; None while no group of either role has room."""
+
+    def sent(self, number: int) -> None:
+        """Record that a request's first token has been sent."""
+
+    def ended(self, number: int) -> None:
+        """Record that a request has ended."""
+
+
+class Placing:
+    """Compares a shortlist of groups. Implements `Placer`; what is sent and ended is not needed for it."""
+
+    def __init__(
+        self, fleet: Fleet, planner: ChainPlanner, policy: WidthPolicy, clock: Clock, *, max_blocks: int = 0
+    ) -> None:
+        """`max_blocks`: blocks of KV that each prefill group keeps of earlier prompts; 0: none."""
+        self._fleet = fleet
+        self._planner = planner
+        self._policy = policy
+        self._clock = clock
+        self._max_blocks = max_blocks
+        self._prefixes = PrefixIndex(max_blocks or 1)
+        self._computed_by: dict[int, int] = {}
+        """Number of the prefill group that computed a block last, by the block."""
+        self.backlogs = Backlogs()
+        """Production's book of the jobs that prefill groups have before them."""
+        self.num_cached_tokens = 0
+        """Prompt tokens that no chain computed, because they were cached."""
+
+    def sent(self, number: int) -> None:
+        """Ignore that a first token has been sent: the fleet knows what groups hold."""
+
+    def ended(self, number: int) -> None:
+        """Ignore that a request has ended: the fleet knows what groups hold."""
+
+    def place(self, asked: Asked) -> Spot | None:
+        """Return where a request is served now; None while no group of either role has room."""
+        roomy = list(self._fleet.most_room(SHORTLIST))
+        prefill = self._fleet.least_work(SHORTLIST)
+        if not roomy or not prefill:
+            return None
+        by_name = {member.generation_view.name: member for member in roomy}
+        chains: dict[int, PromptChains] = {}
+        blocks, now_s = asked.blocks, self._clock.now_s()
+        names = [str(block) for block in blocks] if self._max_blocks else []
+        if not len(prefill[0].chain):
+            del prefill[1:]  # none is free sooner than an idle group
+        prefill += self._owners(prefill, blocks)
+        ways = [self._way(member, asked, names, chains, now_s) for member in prefill]
+        way = cheapest_chain(ways)
+        assert way is not None
+        chosen = cheapest_group(
+            [member.generation_view for member in roomy],
+            lambda name: Load(num_slots=by_name[name].num_held),
+            lambda group: by_name[group.name].batch.step_s / 2,
+        )
+        assert chosen is not None
+        member = prefill[ways.index(way)]
+        self._note_blocks(member, names, blocks)
+        self.num_cached_tokens += way.chain.num_cached_tokens
+        return Spot(member, by_name[chosen.name], way.chain, way.terms.transfer_s)
+
+    def _way(
+        self,
+        member: Member,
+        asked: Asked,
+        names: list[str],
+        chains: dict[int, PromptChains],
+        now_s: float,
+    ) -> ChainWay:
+        store, num_tokens = member.prefill_view.prefix_store, asked.num_tokens
+        held = self._prefixes.num_held(store, names) * asked.block_tokens if names else 0
+        start = min(held, num_tokens - 1)
+        if start not in chains:
+            chains[start] = self._policy.chains(TokenRange(start, num_tokens))
+        pending = self.backlogs.pending(member.prefill_view.life, now_s)
+        chain = chains[start].plan(len(member.prefill_view.endpoints), pending, now_s)
+        own_s = chain.choice.predicted_s or 0.0
+        terms = chain_terms(
+            self._planner,
+            chain.ttft_s,
+            num_tokens,
+            _NO_BATCH,
+            is_elsewhere=True,
+            queue_s=max(own_s - chain.ttft_s, 0.0),
+            others_s=chain.cost_s - own_s,
+        )
+        return ChainWay(member.prefill_view, chain, terms)
+
+    def _owners(self, known: list[Member], blocks: Sequence[int]) -> list[Member]:
+        """Return the prefill group that has computed the longest beginning of the prompt, unless it is known."""
+        if not self._max_blocks:
+            return []
+        for block in reversed(blocks):
+            member = self._fleet.members.get(self._computed_by.get(block, -1))
+            if member is not None and self._fleet.serves_prompts(member):
+                return [] if member in known else [member]
+        return []
+
+    def _note_blocks(self, member: Member, names: list[str], blocks: Sequence[int]) -> None:
+        if self._max_blocks:
+            self._prefixes.use(member.prefill_view.prefix_store, names)
+            self._computed_by.update(dict.fromkeys(blocks, member.number))

@@ -1,0 +1,147 @@
+"""One generation group in the simulator: rows that join and leave a batch, advanced in closed form in between.
+
+Between two changes of the batch, N rows of C tokens in all take a step in about A + B C seconds (A and B from the
+planner's step times, at this N and near this C), and every step adds N to C. So k steps take
+
+    k (A + B C) + B N k (k - 1) / 2
+
+and no step is simulated by itself. That is exact for nominal step times, and linear between measured ones. A row joins
+at the first step that begins after it has come, as in the engine, and leaves after its last step. Pure.
+"""
+
+import heapq
+import math
+from collections.abc import Callable
+from itertools import count
+
+from baton_lab.traffic.gaps import GapHistogram
+from planning.step_times import StepTimes
+
+_NEAR_TOKENS = 64
+"""Tokens a row over which the slope of measured step times is taken."""
+
+
+class StepLines:
+    """Step times as straight lines over the batch's tokens, one for each number of rows. Shared by all groups."""
+
+    def __init__(self, steps: StepTimes) -> None:
+        self._steps = steps
+        self._lines: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def line(self, num_rows: int, num_keys: float) -> tuple[float, float]:
+        """Return A and B of the step time A + B C for `num_rows` rows, near C = `num_keys` tokens in all."""
+        place = int(num_keys / num_rows / _NEAR_TOKENS) if self._steps.is_measured else 0
+        found = self._lines.get((num_rows, place))
+        if found is None:
+            low, high = place * _NEAR_TOKENS, (place + 1) * _NEAR_TOKENS
+            low_s, high_s = (self._steps.step_s(num_rows, context) for context in (low, high))
+            slope_s = (high_s - low_s) / (num_rows * (high - low))
+            found = self._lines[num_rows, place] = (low_s - slope_s * num_rows * low, slope_s)
+        return found
+
+
+class Batch:
+    """The rows of one generation group. Its owner calls `advance` at the instants that `next_end_s` names."""
+
+    def __init__(self, lines: StepLines, gaps: GapHistogram, on_end: Callable[[int, float], None]) -> None:
+        """`on_end` is called with a row's number and the instant of its last token, which may lie up to one step in the
+        future."""
+        self._lines = lines
+        self._gaps = gaps
+        self._on_end = on_end
+        self._ends: list[tuple[int, int, int, int]] = []
+        """Rows by the step after which they leave: (step, order, tokens by then, number)."""
+        self._order = count()
+        self._num_steps = 0
+        self._at_s = 0.0
+        """Instant of the step boundary at which the state holds; up to one step ahead of the present."""
+        self.num_keys = 0
+        """Tokens of all rows together at the boundary."""
+        self._line = (0.0, 0.0)
+
+    @property
+    def num_rows(self) -> int:
+        """Return the number of rows in the batch."""
+        return len(self._ends)
+
+    @property
+    def step_s(self) -> float:
+        """Return the seconds of the next step; 0 without rows."""
+        return self._line[0] + self._line[1] * self.num_keys if self._ends else 0.0
+
+    def join(self, number: int, context: int, num_tokens: int, now_s: float) -> None:
+        """Add a row of `context` tokens that leaves after `num_tokens` (>= 1) further steps."""
+        if not self._ends:
+            self._at_s = max(now_s, self._at_s)
+        elif now_s > self._at_s:
+            self._settle(self._steps_begun(now_s))
+            self._leave()
+            self._at_s = max(self._at_s, now_s)
+        heapq.heappush(self._ends, (self._num_steps + num_tokens, next(self._order), context + num_tokens, number))
+        self.num_keys += context
+        self._relate()
+
+    def boundary_s(self, now_s: float) -> float:
+        """Return the instant of the first step boundary that is not before `now_s`; `now_s` itself without rows."""
+        if not self._ends or now_s <= self._at_s:
+            return max(now_s, self._at_s)
+        return self._at_s + self._seconds(self._steps_begun(now_s))
+
+    def advance(self) -> None:
+        """Run all steps until the next row leaves, and let it leave, with all others that leave at that boundary."""
+        if self._ends:
+            self._settle(self._ends[0][0] - self._num_steps)
+            self._leave()
+            self._relate()
+
+    @property
+    def next_end_s(self) -> float:
+        """Return the instant at which the next row leaves; infinite without rows."""
+        if not self._ends:
+            return math.inf
+        return self._at_s + self._seconds(self._ends[0][0] - self._num_steps)
+
+    def drain_s(self, now_s: float) -> float:
+        """Return the predicted seconds until the last row leaves, at the present step time, if no row joins."""
+        if not self._ends:
+            return 0.0
+        num_steps = max(end for end, _, _, _ in self._ends) - self._num_steps
+        return max(self._at_s - now_s, 0.0) + num_steps * self.step_s
+
+    def _relate(self) -> None:
+        if self._ends:
+            self._line = self._lines.line(len(self._ends), self.num_keys)
+
+    def _seconds(self, num_steps: int) -> float:
+        base, slope = self._line
+        rising = slope * len(self._ends) * (num_steps * (num_steps - 1) / 2)
+        return num_steps * (base + slope * self.num_keys) + rising
+
+    def _steps_begun(self, now_s: float) -> int:
+        """Return the number of steps that begin before an instant, at most those until the next row leaves."""
+        base, slope = self._line
+        half = slope * len(self._ends) / 2
+        linear = base + slope * self.num_keys - half
+        left_s = now_s - self._at_s
+        most = self._ends[0][0] - self._num_steps
+        if half <= 0:
+            guess = left_s / linear if linear > 0 else most
+        else:
+            guess = 2 * left_s / (linear + math.sqrt(linear * linear + 4 * half * left_s))
+        return min(math.ceil(guess - 1e-9), most)
+
+    def _settle(self, num_steps: int) -> None:
+        """Move the state on by so many steps, none of which is beyond the next row's last."""
+        if num_steps <= 0:
+            return
+        seconds = self._seconds(num_steps)
+        self._gaps.add(seconds / num_steps, num_steps * len(self._ends))
+        self._num_steps += num_steps
+        self._at_s += seconds
+        self.num_keys += num_steps * len(self._ends)
+
+    def _leave(self) -> None:
+        while self._ends and self._ends[0][0] <= self._num_steps:
+            _, _, num_tokens, number = heapq.heappop(self._ends)
+            self.num_keys -= num_tokens
+            self._on_end(number, self._at_s)

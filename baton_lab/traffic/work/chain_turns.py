@@ -1,0 +1,189 @@
+"""A prefill group of several ranks in the simulator, turn by turn as `prefill_workers` takes them.
+
+A turn on a job is what is left of one layer, for which the rank needs the earlier ranks' KV, and the beginning of the
+next layer: projections, after which its own KV leaves, and attention to its own tokens. Each rank gives its turns to
+the job that is due first among those that can go on. So a job whose KV has not come lets another one take a turn, and
+goes on when that turn is over: long prompts delay the chains of short ones by a layer, again and again. Pure.
+"""
+
+import math
+from bisect import insort
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from baton.ids import Rank
+from baton_lab.traffic.work.chain_queue import NOTHING_S, Done
+from orchestrator.placement.chain_width import ChainPlan
+from planning.chain.wavefront import Work, chain_ttft, work_of
+from planning.cost_model import BATON, CostModel
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """One turn of a rank on a job."""
+
+    until_projected_s: float | None
+    """Seconds until the layer that begins in the turn is projected; None if none begins."""
+    seconds: float
+
+
+@dataclass
+class _Part:
+    """One rank's part of a job."""
+
+    due_s: float
+    number: int
+    turns: list[_Turn]
+    hop_s: float
+    """Seconds that a layer's rows take from the rank before."""
+    num_taken: int = 0
+    is_first: bool = True
+    """Whether no rank comes before in the chain."""
+    behind: "_Part | None" = None
+    """The part of the rank that comes next in the chain."""
+    projected_s: list[float] = field(default_factory=list)
+    """Instants at which the rank's rows are final, by layer."""
+    arrived_s: list[float] = field(default_factory=list)
+    """Instants at which all earlier rows are there, by layer; empty on the first rank."""
+
+    @property
+    def order(self) -> tuple[float, int]:
+        return self.due_s, self.number
+
+    @property
+    def ready_s(self) -> float:
+        """Instant from which the next turn can be taken; infinite while it is unknown."""
+        if self.is_first or not self.num_taken:
+            return -math.inf
+        return self.arrived_s[self.num_taken - 1] if self.num_taken <= len(self.arrived_s) else math.inf
+
+    def project(self, at_s: float) -> None:
+        """Note when the next layer's rows are final, and pass on what can be."""
+        self.projected_s.append(at_s)
+        self.pass_on()
+
+    def pass_on(self) -> None:
+        """Tell the ranks behind when they have the rows of the layers that are complete here."""
+        behind = self.behind
+        if behind is None:
+            return
+        known = len(self.projected_s) if self.is_first else min(len(self.projected_s), len(self.arrived_s))
+        for layer in range(len(behind.arrived_s), known):
+            complete_s = max(self.projected_s[layer], -math.inf if self.is_first else self.arrived_s[layer])
+            behind.arrived_s.append(complete_s + behind.hop_s)
+        behind.pass_on()
+
+
+class _Rank:
+    """One rank: its parts of jobs, in the order in which they are due, and the turn that it takes."""
+
+    def __init__(self) -> None:
+        self.parts: list[_Part] = []
+        self.running: _Part | None = None
+        self._turn_end_s = math.inf
+
+    @property
+    def next_s(self) -> float:
+        """Instant at which the turn ends or, without one, a part can take one."""
+        return self._turn_end_s if self.running else min((part.ready_s for part in self.parts), default=math.inf)
+
+    def begin_turn(self, now_s: float) -> None:
+        """Give the next turn to the part due first that can go on, if any."""
+        part = next((each for each in self.parts if each.ready_s <= now_s + NOTHING_S), None)
+        self.running = part
+        if part is not None:
+            turn = part.turns[part.num_taken]
+            self._turn_end_s = now_s + turn.seconds
+            if turn.until_projected_s is not None:
+                part.project(now_s + turn.until_projected_s)
+
+    def end_turn(self) -> _Part | None:
+        """End the turn; return its part if that is done."""
+        part, self.running = self.running, None
+        assert part is not None
+        part.num_taken += 1
+        if part.num_taken < len(part.turns):
+            return None
+        self.parts.remove(part)
+        return part
+
+
+class ChainTurns:
+    """The jobs of a group of several ranks. Implements PrefillWork."""
+
+    def __init__(self, num_ranks: int, cost: CostModel) -> None:
+        self._ranks = [_Rank() for _ in range(num_ranks)]
+        self._cost = cost
+        self._lag_s: dict[int, float] = {}
+        """Seconds from the end of a job's last turn to its first token, by job."""
+        self._open: dict[int, int] = {}
+        """Number of parts that are not done, by job."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, number: int, plan: ChainPlan, now_s: float) -> None:
+        behind: _Part | None = None
+        turns = _turns(plan, self._cost)
+        for place in reversed(range(len(plan.ranks))):
+            before = plan.chunks[place].start - plan.chunks[0].start
+            hop_s = self._cost.link.seconds(before * self._cost.kv_bytes)
+            part = _Part(plan.job.due_s, number, turns[place], hop_s, is_first=not place, behind=behind)
+            insort(self._ranks[plan.ranks[place]].parts, part, key=lambda each: each.order)
+            behind = part
+        self._open[number], self._lag_s[number] = len(plan.ranks), self._lag(plan)
+        for rank in self._ranks:
+            if rank.running is None:
+                rank.begin_turn(now_s)
+
+    def advance(self, now_s: float) -> Done:
+        parts: list[tuple[int, Rank]] = []
+        jobs: list[tuple[int, float]] = []
+        while (at_s := self.next_turn_s) <= now_s + NOTHING_S:
+            for index, rank in enumerate(self._ranks):
+                if rank.next_s > at_s + NOTHING_S:
+                    continue
+                done = rank.end_turn() if rank.running else None
+                rank.begin_turn(at_s)
+                if done is not None:
+                    parts.append((done.number, Rank(index)))
+                    self._open[done.number] -= 1
+                    if not self._open[done.number]:
+                        del self._open[done.number]
+                        jobs.append((done.number, at_s + self._lag_s.pop(done.number)))
+        return parts, jobs
+
+    @property
+    def next_turn_s(self) -> float:
+        return min(rank.next_s for rank in self._ranks)
+
+    def _lag(self, plan: ChainPlan) -> float:
+        cost = self._cost
+        if cost.push is None:
+            return cost.head_s
+        bare = replace(cost, head_s=0.0, push=None)
+        lengths = [len(chunk) for chunk in plan.chunks]
+        return plan.ttft_s - float(chain_ttft(lengths, bare, BATON, cached=plan.chunks[0].start))
+
+
+def _turns(plan: ChainPlan, cost: CostModel) -> list[list[_Turn]]:
+    """Return the turns of each rank of the chain."""
+    chunks = np.array([[len(chunk) for chunk in plan.chunks]], dtype=np.float64)
+    work = work_of(chunks, cost, BATON, plan.chunks[0].start)
+    return [_turns_of(work, place, cost, is_last=place + 1 == len(plan.chunks)) for place in range(len(plan.chunks))]
+
+
+def _turns_of(work: Work, place: int, cost: CostModel, *, is_last: bool) -> list[_Turn]:
+    """Return the turns of the rank at a place of the chain; only the last one computes beyond its last KV."""
+    project, own, far, last_own, last_far = (
+        float(each[0, place]) for each in (work.project, work.own, work.far, work.last_own, work.last_far)
+    )
+    own += max(cost.issue_s - project - own - far, 0.0)
+    middle = _Turn(far + project, far + project + own)
+    ends = [far, last_own] if is_last else [far, 0.0]
+    turns = [_Turn(project, project + own), *[middle] * (cost.num_layers - 2)]
+    if cost.num_layers == 1:
+        turns, ends[0] = [], 0.0
+    turns.append(_Turn(ends[0] + project, ends[0] + project + ends[1]))
+    return [*turns, _Turn(None, last_far)] if is_last else turns

@@ -1,1 +1,0 @@
-"""Fits how sparse policies choose keys, and measures what that costs (`baton prepare`, `baton evaluate`)."""

@@ -1,0 +1,198 @@
+"""`baton calibrate`: measures what prefill costs on a running cluster, and hands the cluster the numbers to predict by.
+
+planning.fit fits them, planning.calibration writes the file, and docs/kv_runahead.md says what the numbers mean.
+"""
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baton.errors import ConfigError, InvalidArgumentError, UnavailableError
+from deploy.commands.admin_channel import TARGET_HELP, add_key_option, admin_channel, given_key
+from deploy.options import numbers as option_values
+from deploy.options.command import add_command
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from baton import Client
+    from baton.v1.planning_pb2_grpc import PlanningStub
+    from deploy.tuning.calibration.chains import Outcome
+
+_ANSWER_S = 10.0
+_USE_S = 120.0
+"""Seconds that the orchestrator may take to search its partitions anew."""
+_MAX_REPEATS = 1000
+
+_DESCRIPTION = """\
+Sends prompts of several lengths to a running cluster that is otherwise idle, reads what each rank of the chain took,
+and fits the cost model: seconds a token, seconds a pair of tokens in attention, a layer's fixed part, the links, and
+what a request takes besides its chain. The orchestrator predicts by these numbers from then on, and so do its next
+lives, and clusters of the same model on the same hardware. Prompts of other lengths tell how good predictions are.
+
+With --generate, sends batches of rows instead, and makes a table of what a generation step takes, by rows and tokens a
+row. The cluster keeps it, and decides by it which prompts their generation group prefills by itself."""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the `calibrate` command to the command line."""
+    text = "measure what prefill costs on a running cluster, for its predictions"
+    parser = add_command(commands, "calibrate", text, _DESCRIPTION)
+    parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
+    parser.add_argument("--target", metavar="HOST:PORT", help=TARGET_HELP)
+    parser.add_argument(
+        "--generate",
+        action="store_true",
+        help="measure generation steps instead: seconds by rows in the batch and tokens a row",
+    )
+    for name, text in (
+        ("--batches", "with --generate: rows (default: 1, 4, 16, 64 and all slots)"),
+        ("--contexts", "with --generate: tokens a row (default: 192, 1024, 4096, as fit)"),
+        ("--lengths", "prompt tokens to fit to (default: six, up to 3/4 of what a request holds)"),
+        ("--checks", "prompt tokens to hold predictions against (default: between those)"),
+    ):
+        parser.add_argument(name, metavar="N,N,...", help=text)
+    parser.add_argument(
+        "--repeats", type=int, metavar="N", help="prompts of each length (default: 5), or batches of each kind (2)"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write a copy; without --generate, as `baton simulate` reads it"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="only show what was found; the cluster goes on as before"
+    )
+    parser.add_argument("--anyway", action="store_true", help="also while other requests run, which disturb each other")
+    parser.add_argument("--force", action="store_true", help="hand over also what is far from what is in force")
+    add_key_option(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run `baton calibrate`; return the exit status."""
+    _check_options(args)
+    # Imported here, and below where needed, so that --help and mistyped options need neither grpc nor numpy.
+    from rich.console import Console
+
+    from baton import Client
+    from baton.v1.planning_pb2_grpc import PlanningStub
+    from deploy.commands.record import secret_for, serving_endpoint
+    from deploy.tuning.calibration.generation import measured_steps
+    from planning import json_file
+
+    console = Console(stderr=True, highlight=False)
+    target, api_key = args.target or serving_endpoint(args.name), given_key(args)
+    with (
+        admin_channel(target, secret_for(args.target, args.name), api_key) as channel,
+        Client(target, api_key=api_key) as client,
+    ):
+        stub = PlanningStub(channel)
+        _require_idle(client, "generate" if args.generate else "prefill", args.anyway)
+        measured = measured_steps if args.generate else _measured_chains
+        text = measured(args, client, stub, console)
+        if args.output is not None:
+            json_file.write(args.output, text)
+            console.print(f"written to {args.output}")
+        if args.dry_run:
+            console.print("the cluster predicts as before (--dry-run)")
+        else:
+            path = _hand_over(args, stub, text)
+            console.print(f"the cluster predicts by it from now on, and keeps it in {path}")
+    return 0
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Refuse options that are out of range, or belong to the other kind of measurement; set the number of repeats."""
+    for name in ("lengths", "checks") if args.generate else ("batches", "contexts"):
+        if getattr(args, name) is not None:
+            raise InvalidArgumentError(f"--{name}: only {'without' if args.generate else 'with'} --generate")
+    if args.repeats is None:
+        args.repeats = 2 if args.generate else 5
+    if not 1 <= args.repeats <= _MAX_REPEATS:
+        raise InvalidArgumentError(f"--repeats {args.repeats} is out of range: use 1 to {_MAX_REPEATS}")
+
+
+def _hand_over(args: argparse.Namespace, stub: "PlanningStub", text: str) -> str:
+    """Hand the text of a calibration or a table of steps to the cluster; return where the orchestrator keeps it."""
+    from baton.v1 import planning_pb2 as pb
+
+    if args.generate:
+        times = pb.UseStepTimesRequest(step_times=text, force=args.force)
+        return stub.UseStepTimes(times, timeout=_ANSWER_S).path or "no file"
+    calibration = pb.UseCalibrationRequest(calibration=text, force=args.force)
+    return stub.UseCalibration(calibration, timeout=_USE_S).path or "no file"
+
+
+def _require_idle(client: "Client", role: str, anyway: bool) -> None:
+    """Raise an error unless the cluster has a group of this role, and, without `anyway`, serves no requests."""
+    state = client.cluster_state()
+    if not any(group.role == role for group in state.groups):
+        raise ConfigError(f"the cluster has no {role} group, so there is nothing to measure: set {role}.num_groups")
+    num_requests = state.num_running + state.num_queued
+    if num_requests and not anyway:
+        raise UnavailableError(
+            f"the cluster serves {num_requests} requests, which would disturb the measurement and be disturbed: "
+            "calibrate when it is idle, or with --anyway"
+        )
+
+
+def _measured_chains(args: argparse.Namespace, client: "Client", stub: "PlanningStub", console: "Console") -> str:
+    """Measure chains, show what was fitted, and return the text of the calibration's file."""
+    from random import Random
+
+    from baton.v1 import planning_pb2 as pb
+    from deploy.options.screen import progress
+    from deploy.tuning.calibration.chains import LEAST_TOKENS, evaluate, fitted_lengths, lengths_between, measure
+    from planning.calibration import dumps, loads
+
+    origin = loads(stub.GetCalibration(pb.GetCalibrationRequest(), timeout=_ANSWER_S).calibration, "cluster")
+    max_tokens = client.model().max_tokens
+    in_range = partial(option_values.counts, most=max_tokens - 1, least=LEAST_TOKENS)  # leaves room for an output token
+    lengths = in_range("--lengths", args.lengths) if args.lengths else fitted_lengths(max_tokens)
+    checks = in_range("--checks", args.checks) if args.checks else lengths_between(lengths)
+    if len(lengths) < 2:
+        raise InvalidArgumentError(f"--lengths {args.lengths}: one length tells no costs apart: give two or more")
+    everything = sorted({*lengths, *checks})
+    with progress(console, "measuring", sum(everything) * (args.repeats + 1)) as done:
+        samples = measure(client, everything, repeats=args.repeats, rng=Random(), done=done)
+    outcome = evaluate(origin, samples, lengths)
+    _show(outcome, console)
+    return dumps(outcome.calibration)
+
+
+def _show(outcome: "Outcome", console: "Console") -> None:
+    """Print what was fitted, and how well it predicts."""
+    from rich.table import Table
+
+    calibration, cost = outcome.calibration, outcome.calibration.cost
+    console.print(f"{calibration.model} on {calibration.hardware} (fingerprint {calibration.fingerprint})")
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, value in (
+        ("a token through a layer", f"{cost.linear_s * 1e6:.3f} us"),
+        ("a pair of tokens in a layer's attention", f"{cost.pair_s * 1e9:.3f} ns"),
+        ("a layer, whatever the chunk", f"{cost.fixed_s * 1e6:.1f} us"),
+        ("a message between ranks", f"{cost.link.latency_s * 1e6:.0f} us, and {cost.link.bandwidth / 1e6:.0f} MB/s"),
+        ("a request, besides its chain", f"{cost.head_s * 1e3:.1f} ms"),
+        ("largest residual of the fit", f"{outcome.residual:.1%} of a rank's seconds"),
+    ):
+        table.add_row(name, value)
+    console.print(table)
+    if outcome.width < outcome.num_ranks:
+        console.print(
+            f"no prompt was divided among all {outcome.num_ranks} ranks of a group: fitted to chains of "
+            f"{outcome.width}; give longer --lengths if longer prompts are to come"
+        )
+    headings = ("tokens", "by rank", "measured s", "predicted s", "off", "predicted before", "")
+    times = Table(*headings, box=None, title="time to first token, median", title_justify="left")
+    for check in outcome.checks:
+        times.add_row(
+            str(check.num_tokens),
+            " ".join(map(str, check.chunks)),
+            f"{check.measured_s:.4f}",
+            f"{check.predicted_s:.4f}",
+            f"{check.error:+.1%}",
+            f"{check.former_s:.4f}",
+            "fitted" if check.is_fitted else "",
+        )
+    console.print(times)
+    console.print(f"median deviation where nothing was fitted: {outcome.median_error:.1%}")

@@ -1,0 +1,131 @@
+"""Measures rounds of drafts in service: batches of rows of which each step verifies a fixed number of drafts.
+
+A batch is one request with as many choices as it has rows, as in the module `steps` of this folder, which asks for so
+many drafts. All rows begin together, so they run in step until the first of them ends, however many drafts of each are
+accepted. The tokens of a round are stamped one after another when it has ended, so the time from one round's first
+token to the next one's is that of a round, with the steps that draft. Blocks; one batch at a time.
+"""
+
+import itertools
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from baton import Client
+from baton.errors import UnavailableError
+from baton.sampling_params import SamplingParams
+from baton.types import DraftRound, TokenEvent
+from deploy.tuning.calibration.steps import Grid, events_of
+from planning.work_cost import NO_WORK, RowDrafts, StepWork, drafting_work, verifying_work
+
+NUM_ROUNDS = 8
+"""Rounds that are measured of each batch, at least."""
+NUM_DRAFTS = (2, 6)
+"""Drafts of each row, in one batch and another: few and many tell the cost of a draft from that of a round."""
+_UNMEASURED = 2
+"""Steps at a row's start that bring a token and are not measured: the prompt's end, and the first round."""
+Measured = tuple[StepWork, float]
+"""The work of a round, and its seconds."""
+
+
+@dataclass(frozen=True)
+class ChoiceStep:
+    """A step, as one choice of a batch saw it."""
+
+    first_ns: int
+    """When the first of the step's tokens was made, in unix nanoseconds."""
+    last_ns: int
+    """When the last of the step's tokens was made, in unix nanoseconds."""
+    num_before: int
+    """Output tokens that the choice had before the step."""
+    drafts: DraftRound | None
+    """Drafts that the step verified for the choice; None without any."""
+
+
+def max_tokens_of(num_drafts: int) -> int:
+    """Return the output tokens of a row with so many drafts that is measured, even if all of them are accepted."""
+    return _UNMEASURED + (NUM_ROUNDS + 2) * (1 + num_drafts)
+
+
+def corners(grid: Grid) -> Grid:
+    """Return the smallest and the largest batches and contexts of a grid: costs are linear between them."""
+    batches, contexts = (tuple(sorted({axis[0], axis[-1]})) for axis in (grid.batches, grid.contexts))
+    return Grid(batches, contexts)
+
+
+def measure_rounds(
+    client: Client,
+    grid: Grid,
+    draft_keys: Mapping[str, int],
+    *,
+    repeats: int,
+    rng: random.Random,
+    done: Callable[[int], None],
+) -> list[Measured]:
+    """Measure rounds of every batch and context of `grid` with each of NUM_DRAFTS. Return the round of median duration
+    of each: its work, and its seconds. `draft_keys`: by source of drafts, the keys that a draft step attends to, 0
+    where drafts take no step. `done` is called with the work of each batch that has ended. Batches whose rows had no
+    drafts are left out. Raises UnavailableError when a batch was lost, or did not run alone."""
+    model = client.model()
+    rounds: dict[tuple[int, int, int], list[Measured]] = defaultdict(list)
+    cases = list(itertools.product(grid.cells, NUM_DRAFTS))
+    for _ in range(repeats):
+        for cell, num_drafts in rng.sample(cases, len(cases)):
+            batch, context = cell
+            num_output = max_tokens_of(num_drafts)
+            num_prompt = max(min(context - num_output // 2, model.max_tokens - num_output), 1)
+            prompt = [rng.randrange(model.vocab_size) for _ in range(num_prompt)]
+            num_output = min(num_output, model.max_tokens - num_prompt)
+            params = SamplingParams(n=batch, max_tokens=num_output, ignore_eos=True, num_drafts=num_drafts)
+            events = events_of(client, prompt, params)
+            rounds[*cell, num_drafts] += rounds_of(events, batch, num_prompt, num_drafts, draft_keys)
+            done(grid.work(cell))
+    return [sorted(each, key=lambda round: round[1])[len(each) // 2] for each in rounds.values() if each]
+
+
+def rounds_of(
+    events: Iterable[TokenEvent], batch: int, num_prompt: int, num_drafts: int, draft_keys: Mapping[str, int]
+) -> list[Measured]:
+    """Return the work and seconds of each round in which all rows of a batch had `num_drafts` drafts, from the events
+    of a batch that ran alone. Raises UnavailableError when its rows did not run in step."""
+    of_choices: list[list[TokenEvent]] = [[] for _ in range(batch)]
+    for event in events:
+        if event.token is not None:
+            of_choices[event.choice].append(event)
+    steps = list(zip(*map(steps_of_choice, of_choices), strict=False))  # until the first row has ended
+    found = []
+    for before, step in itertools.pairwise(steps[_UNMEASURED - 1 :]):
+        if max(each.last_ns for each in before) >= min(each.first_ns for each in step):
+            raise UnavailableError(
+                f"a batch of {batch} rows with drafts did not run in step, so its rounds cannot be told apart: "
+                "calibrate when the cluster is idle, or give smaller --batches or --contexts if its memory is short"
+            )
+        if all(each.drafts is not None and each.drafts.num_drafts == num_drafts for each in step):
+            seconds = (min(each.first_ns for each in step) - min(each.first_ns for each in before)) / 1e9
+            found.append((_work(step, num_prompt, draft_keys), seconds))
+    return found
+
+
+def steps_of_choice(events: Sequence[TokenEvent]) -> list[ChoiceStep]:
+    """Return the steps of one choice, from the events of its tokens: those of a step with drafts end with the event
+    that tells of the drafts, all other steps have one token."""
+    steps: list[ChoiceStep] = []
+    for index, event in enumerate(events):
+        steps.append(ChoiceStep(event.unix_ns, event.unix_ns, index, None))
+        if (drafts := event.drafts) is not None:
+            first = steps[-drafts.num_tokens]
+            steps[-drafts.num_tokens :] = [ChoiceStep(first.first_ns, event.unix_ns, first.num_before, drafts)]
+    return steps
+
+
+def _work(step: Sequence[ChoiceStep], num_prompt: int, draft_keys: Mapping[str, int]) -> StepWork:
+    """Return the work of a round: of the steps that drafted, source by source, and of the step that verified."""
+    rows: dict[str, list[RowDrafts]] = defaultdict(list)
+    for each in step:
+        assert each.drafts is not None
+        source = each.drafts.source
+        row = RowDrafts(num_prompt + each.num_before, each.drafts.num_drafts, draft_keys.get(source, 0))
+        rows[source].append(row)
+    drafting = sum(map(drafting_work, rows.values()), NO_WORK)
+    return drafting + verifying_work([row for mine in rows.values() for row in mine])

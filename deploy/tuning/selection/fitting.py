@@ -1,0 +1,265 @@
+"""The work of `baton prepare`: fit bases, judge them, tune a selection, keep the best. Blocks for a minute or more.
+
+passage 1 -> queries and keys of every layer -> bases of all kinds, all ratios
+passage 2 -> the same                        -> attention that each captures -> the best kind of each ratio
+others    -> read through the policy         -> perplexity and bytes         -> the selection that reads least
+
+Kinds that capture nearly the same are told apart by a reading of the others, for what they cost differs by more.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from baton.errors import InvalidArgumentError, ModelError
+from deploy.config.environment import use_threads
+from deploy.machine.model_folder import prepare_kernels, resolve_folder
+from deploy.options.screen import progress
+from deploy.tuning.selection.captured_mass import Captured, Guess, captured
+from deploy.tuning.selection.metrics import perplexity, relative_cost
+from deploy.tuning.selection.passages import Passage, PassageRows, Reading, prefill_contexts, read, shape_for
+from deploy.tuning.selection.selection_tuning import Found, Measured, cheapest, tune
+from deploy.tuning.selection.texts import Texts
+from deploy.tuning.selection.wanted import Wanted
+from generate_workers.residency.device import DeviceResidency
+from generate_workers.residency.port import KvShape, Residency
+from generate_workers.residency.sparse.infinigen import InfinigenResidency
+from generate_workers.residency.sparse.selective import require_selective
+from modeling.checkpoints.weights import load_decoder
+from modeling.forward.decoder import Decoder
+from modeling.forward.selection import Selection
+from modeling.kv.memory import PagedMemory
+from modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis, BasisKind, LayerSample, fit_bases, sample_layers
+from modeling.sparse.selection_file import LOOKAHEADS, PreparedSelection, prepared_path, save_prepared
+from text.tokenizer import Tokenizer
+
+_FITTED_TOKENS = 2048
+"""Tokens that bases are fitted to, at most: the beginning of the first passage."""
+_LEAST_TOKENS = 64
+_NUM_JUDGED = 64
+"""Number of queries by which bases are judged, evenly over the second half of the second passage."""
+_JUDGED_SHARE = 0.05
+"""Fraction of the keys that each basis chooses by score when bases are compared."""
+_TIE = 0.001
+"""Difference of captured mass that says nothing about two bases: another number of threads makes as much."""
+_MASS_EVERY = 16
+"""Steps between two at which the final selection's keys are weighed."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A basis, and the fraction of the softmax's weight that it captures with as many keys as every other basis."""
+
+    basis: Basis
+    own_mass: float
+    """Fraction captured by the layer's own queries."""
+    early_mass: float
+    """Fraction captured by queries that were predicted a layer early."""
+    is_best: bool
+    """Whether no basis with as many columns captures more, by at least `_TIE`, at the lookahead asked for."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Everything that `baton prepare` prints."""
+
+    title: str
+    judged: tuple[Judged, ...]
+    judged_share: float
+    """Fraction of the keys that was chosen where bases were compared, those always chosen included."""
+    best_mass: float
+    """Fraction of the softmax's weight that this many keys can capture at best."""
+    full_perplexity: float
+    found: tuple[Found, ...]
+    """The selections that keep within the cost; the first is written to the file."""
+    path: Path
+
+
+def prepare(args: argparse.Namespace, wanted: Wanted, console: Console) -> Outcome:
+    """Fit, judge and tune, and write the file. Raises InvalidArgumentError, ConfigError, ModelError."""
+    folder = resolve_folder(args.model, args.cache, console)
+    prepare_kernels(console)
+    torch.set_num_threads(use_threads(args.threads))
+    decoder = load_decoder(folder, dtype=args.dtype, quantization=args.quantization)
+    require_fit(decoder, wanted)
+    passages = Texts(Tokenizer.load(folder), [args.text], wanted.num_rows).passages(wanted.context, wanted.num_steps)
+    fitted = passages[0].token_ids[: min(wanted.context, _FITTED_TOKENS)]
+    judging = passages[1].token_ids[: wanted.context]
+    bases = fit(decoder, fitted, wanted, console)
+    judged, oracle = judge(decoder, judging, bases, wanted, console)
+    reader = Reader(decoder, passages[2:], wanted.lookahead, console)
+    found = select([each.basis for each in judged if each.is_best], wanted, reader)
+    reading = reader.read(found[0].basis, found[0].selection, _MASS_EVERY)
+    prepared = PreparedSelection(
+        basis=found[0].basis,
+        selection=found[0].selection,
+        lookahead=wanted.lookahead,
+        fingerprint=decoder.layout.model_fingerprint,
+        text_hash=hashlib.blake2b(repr(fitted).encode(), digest_size=8).hexdigest(),
+        captured_mass=reading.mass,
+        picked_share=reading.picked_share,
+        perplexity_cost=found[0].measured.cost,
+    )
+    path = args.output or prepared_path(prepared.fingerprint, prepared.lookahead)
+    save_prepared(prepared, path)
+    weights = "" if args.quantization == "none" else f", {args.quantization} weights"
+    title = f"{args.model}, {args.dtype}{weights}; {wanted.num_rows} passages of {args.text.name}"
+    return Outcome(title, judged, oracle.share, oracle.mass, reader.full_perplexity, tuple(found), path)
+
+
+@torch.inference_mode()
+def fit(decoder: Decoder, token_ids: Sequence[int], wanted: Wanted, console: Console) -> list[Basis]:
+    """Fit a basis of each kind, with as many columns as the largest ratio asks for."""
+    kinds = [BasisKind(name) for name in wanted.kinds]
+    num_columns = _num_columns(decoder, wanted)[-1]
+    context = wanted.reach or decoder.config.max_position
+    with progress(console, "fitting bases", _num_sampled(decoder)) as done:
+        samples = _counted(sample_layers(decoder, token_ids), done)
+        return list(fit_bases(decoder, samples, kinds, num_columns=num_columns, context=context).values())
+
+
+@torch.inference_mode()
+def judge(
+    decoder: Decoder, token_ids: Sequence[int], bases: Sequence[Basis], wanted: Wanted, console: Console
+) -> tuple[tuple[Judged, ...], Captured]:
+    """Return what each basis, with each number of columns, captures of a text's attention, and what true scores do."""
+    selection = Selection(math.inf, _JUDGED_SHARE, wanted.num_first, wanted.num_last)
+    narrowed = [basis.first(num) for num in _num_columns(decoder, wanted) for basis in bases]
+    guesses = [Guess(basis, lookahead, selection) for basis in narrowed for lookahead in LOOKAHEADS]
+    positions_Q = torch.linspace(len(token_ids) // 2, len(token_ids) - 1, _NUM_JUDGED).long()
+    with progress(console, "judging bases", _num_sampled(decoder)) as done:
+        samples = _counted(sample_layers(decoder, token_ids), done)
+        guessed = [Guess(None, 0, selection), *guesses]
+        oracle, *found = captured(samples, guessed, positions_Q, decoder.config.windows)
+    masses = [(own.mass, early.mass) for own, early in zip(found[::2], found[1::2], strict=True)]
+    best: dict[int, float] = {}
+    for basis, mass in zip(narrowed, masses, strict=True):
+        best[basis.num_columns] = max(best.get(basis.num_columns, 0.0), mass[wanted.lookahead])
+    judged = [
+        Judged(basis, *mass, is_best=mass[wanted.lookahead] > best[basis.num_columns] - _TIE)
+        for basis, mass in zip(narrowed, masses, strict=True)
+    ]
+    return tuple(judged), oracle
+
+
+def select(bases: Sequence[Basis], wanted: Wanted, reader: "Reader") -> list[Found]:
+    """Return selections by these bases: found by search, the one that reads least first; or the one given by hand, the
+    basis with the least cost first. Raises ConfigError."""
+    if wanted.by_hand is None:
+        fixed = Selection(math.inf, 1.0, wanted.num_first, wanted.num_last, wanted.free_keys)
+        bases = cheapest(bases, fixed, wanted.context, reader.measure)
+        return tune(bases, fixed, wanted.context, wanted.most_cost, reader.measure)
+    selection = Selection(*wanted.by_hand, wanted.num_first, wanted.num_last, wanted.free_keys)
+    found = [Found(basis, selection, reader.measure(basis, selection)) for basis in bases]
+    return sorted(found, key=lambda each: each.measured.cost)
+
+
+class Reader:
+    """Reads the same passages through one policy after another."""
+
+    def __init__(self, decoder: Decoder, passages: Sequence[Passage], lookahead: int, console: Console) -> None:
+        """Prefill the passages, and read them with all keys. Raises ConfigError when there is not enough memory."""
+        self._decoder = decoder
+        self._lookahead = lookahead
+        self._console = console
+        self._shape = shape_for(decoder, passages)
+        self._contexts = prefill_contexts(decoder, passages, console)
+        self._full = self._read(DeviceResidency(self._shape, PagedMemory), "all keys", 0)
+        self._measured: dict[tuple[str, Selection], Measured] = {}
+
+    @property
+    def full_perplexity(self) -> float:
+        """Perplexity of the passages with all keys."""
+        return perplexity(self._full.losses_BM)
+
+    def read(self, basis: Basis, selection: Selection, mass_every: int = 0) -> Reading:
+        """Read the passages through the policy infinigen with this basis and selection. Every `mass_every` steps the
+        picked keys are weighed, which is slow; 0: never."""
+        fingerprint = self._shape.layout.model_fingerprint
+        prepared = PreparedSelection(basis, selection, self._lookahead, fingerprint, text_hash="")
+        residency = InfinigenResidency(self._shape, PagedMemory, prepared, self._decoder)
+        return self._read(residency, _name(basis, selection), mass_every)
+
+    def measure(self, basis: Basis, selection: Selection) -> Measured:
+        """Measure what a basis and selection cost and read, once each. Implements selection_tuning.Measure."""
+        key = f"{basis.kind.value} {basis.num_columns}", selection
+        if key not in self._measured:
+            self._measured[key] = self._measure(basis, selection)
+        return self._measured[key]
+
+    def _measure(self, basis: Basis, selection: Selection) -> Measured:
+        reading = self.read(basis, selection)
+        cost, cost_error = relative_cost(reading.losses_BM, self._full.losses_BM)
+        layout = self._shape.layout
+        # besides KV, a bf16 partial key is read for each key in the layers that choose
+        choosing_share = (layout.num_layers - NUM_WHOLE_LAYERS) / layout.num_layers
+        partial_share = choosing_share * 2 * layout.num_kv_heads * basis.num_columns / layout.row_bytes
+        measured = Measured(
+            cost=cost,
+            cost_error=cost_error,
+            picked_share=reading.picked_share or 0.0,
+            read_share=reading.num_kv_bytes / reading.num_full_bytes + partial_share,
+        )
+        line = f"  {_name(basis, selection)}: reads {measured.read_share:.1%}, perplexity {cost:+.2%}"
+        self._console.print(line, style="dim", soft_wrap=True)
+        return measured
+
+    def _read(self, residency: Residency, name: str, mass_every: int) -> Reading:
+        with (
+            contextlib.closing(residency),
+            PassageRows.opened(self._decoder, residency, self._contexts) as rows,
+            progress(self._console, name, rows.num_steps_left) as done,
+        ):
+            return read(rows, mass_every, lambda: done(1))
+
+
+def require_fit(decoder: Decoder, wanted: Wanted) -> None:
+    """Refuse at once what would fail after minutes. Raises InvalidArgumentError, ConfigError, ModelError."""
+    config = decoder.config
+    if config.num_layers <= NUM_WHOLE_LAYERS:
+        raise ModelError(
+            f"the model has {config.num_layers} layers, and the first {NUM_WHOLE_LAYERS} attend to all keys: there is"
+            " nothing to choose; use residency device"
+        )
+    if wanted.context < _LEAST_TOKENS:
+        raise InvalidArgumentError(f"--context {wanted.context} is too short to fit to: use at least {_LEAST_TOKENS}")
+    needed = wanted.context + wanted.num_steps + 1
+    if needed > config.max_position:
+        raise InvalidArgumentError(
+            f"--context {wanted.context} and --steps {wanted.num_steps} are beyond the {config.max_position} tokens"
+            " that the model takes: shorten one of them"
+        )
+    fitted = min(wanted.context, _FITTED_TOKENS)
+    if wanted.reach and not fitted <= wanted.reach <= config.max_position:
+        raise InvalidArgumentError(
+            f"--reach {wanted.reach} is out of range: use at least the {fitted} tokens that bases are fitted to, and at"
+            f" most the {config.max_position} that the model takes"
+        )
+    require_selective("residency = 'infinigen'", KvShape(decoder.layout, config.windows, 1, needed), decoder.device)
+
+
+def _name(basis: Basis, selection: Selection) -> str:
+    return f"{basis.kind.value} {basis.num_columns}, alpha {selection.alpha:g}, most {selection.most_share:.0%}"
+
+
+def _num_columns(decoder: Decoder, wanted: Wanted) -> list[int]:
+    """Return the numbers of columns that the ratios give, ascending, each once."""
+    return sorted({max(1, round(ratio * decoder.config.head_dim)) for ratio in wanted.ratios})
+
+
+def _num_sampled(decoder: Decoder) -> int:
+    return decoder.config.num_layers - NUM_WHOLE_LAYERS
+
+
+def _counted(samples: Iterable[LayerSample], done: Callable[[int], None]) -> Iterator[LayerSample]:
+    """Yield the samples; call `done` for each when the next is asked for."""
+    for sample in samples:
+        yield sample
+        done(1)

@@ -1,0 +1,115 @@
+"""Numbers that a reading of text (`passages` in this folder) gives of a policy: perplexity, agreement, picked keys.
+
+Legend: B rows, M steps, L layers, N heads, G kv heads, J = N / G query heads a kv head, H head dim, S keys of a row, K
+picks at most.
+"""
+
+import math
+import statistics
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from generate_workers.residency.port import StepKv
+from modeling.forward.decoder import LayerTurns, SequenceSpan
+from modeling.forward.selection import Picks
+
+
+def perplexity(losses: Tensor) -> float:
+    """Return the perplexity of tokens from their negative log likelihoods."""
+    return math.exp(losses.double().mean())
+
+
+def perplexities(losses_BM: Tensor, chunk_steps: int) -> list[float]:
+    """Return the perplexities of consecutive chunks of `chunk_steps` steps, over all rows; the rest is left out."""
+    num_chunks = losses_BM.shape[1] // chunk_steps
+    return [perplexity(losses_BM.narrow(1, chunk * chunk_steps, chunk_steps)) for chunk in range(num_chunks)]
+
+
+def agreement(choices_BM: Tensor, reference_BM: Tensor) -> float:
+    """Return the fraction of choices that equal the reference's."""
+    return float((choices_BM == reference_BM).double().mean())
+
+
+def relative_cost(losses_BM: Tensor, reference_BM: Tensor) -> tuple[float, float]:
+    """Return the relative rise of the perplexity above the reference's on the same tokens, and its standard error. Rows
+    count as independent samples, tokens of a row do not. The error is NaN for one row."""
+    gap_B = (losses_BM - reference_BM).double().mean(1)
+    ratio = math.exp(gap_B.mean())
+    error = float(gap_B.std()) / math.sqrt(len(gap_B)) if len(gap_B) > 1 else math.nan
+    return ratio - 1, ratio * error
+
+
+class PicksMeter:
+    """Counts, over all steps that it watches, what rows attend to in layers where a policy chooses. No such layer has a
+    sliding window."""
+
+    def __init__(self) -> None:
+        self.weighs = False
+        """Whether to measure from now on the weight of true attention on the picked keys, which is slow."""
+        self._shares: list[float] = []
+        self._masses: list[float] = []
+
+    @property
+    def picked_share(self) -> float | None:
+        """Mean fraction of a row's keys that a kv head attended to; None when no layer chose."""
+        return statistics.fmean(self._shares) if self._shares else None
+
+    @property
+    def mass(self) -> float | None:
+        """Mean weight that softmax over all keys gives the picked ones; None when nothing was weighed."""
+        return statistics.fmean(self._masses) if self._masses else None
+
+    def watch(self, step: StepKv) -> "WatchedTurns | None":
+        """Return the step's turns with this meter attached, if it has turns. All its rows have one new token."""
+        return None if step.turns is None else WatchedTurns(self, step, step.turns)
+
+    def take(self, layer: int, picks: Picks, step: StepKv, q_BNH: Tensor) -> None:
+        """Record what was picked in one layer for these queries."""
+        lengths_B = torch.tensor([span.tokens.end for span in step.spans])
+        self._shares.append(float((picks.num_BG / lengths_B.unsqueeze(1)).mean()))
+        if self.weighs:
+            rows = enumerate(step.spans)
+            parts = [_picked_weight(picks, row, q_BNH[row], _keys(span, layer)) for row, span in rows]
+            self._masses.append(statistics.fmean(parts))
+
+
+@dataclass(frozen=True)
+class WatchedTurns:
+    """The LayerTurns of a step, which pass the step's picks on to a meter."""
+
+    meter: PicksMeter
+    step: StepKv
+    turns: LayerTurns
+    """Turns of the step itself, to which all calls go."""
+
+    def begin(self, layer: int, hidden_TD: Tensor) -> None:
+        """Begin the layer's turn in the step's own turns."""
+        self.turns.begin(layer, hidden_TD)
+
+    def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
+        """Return the picks of the step's own turns, and record them in the meter."""
+        picks = self.turns.picks(layer, q_TNH)
+        if picks is not None:
+            self.meter.take(layer, picks, self.step, q_TNH)
+        return picks
+
+    def end(self, layer: int) -> None:
+        """End the layer's turn in the step's own turns."""
+        self.turns.end(layer)
+
+
+def _keys(span: SequenceSpan, layer: int) -> Tensor:
+    """Return all keys of a span with one new token, `[S, G, H]`."""
+    return torch.cat([rows.slice(0, span.tokens.end).k_SGH for rows in span.segments(layer)])
+
+
+def _picked_weight(picks: Picks, row: int, q_NH: Tensor, k_SGH: Tensor) -> float:
+    """Return the fraction of softmax attention's weight that lies on a row's picks, the mean over its heads."""
+    _, num_kv_heads, head_dim = k_SGH.shape
+    q_GJH = q_NH.float().view(num_kv_heads, -1, head_dim) * head_dim**-0.5
+    weights_GJS = torch.softmax(q_GJH @ k_SGH.float().permute(1, 2, 0), -1)
+    lists = zip(picks.keys_BGK[row], picks.num_BG[row].tolist(), strict=True)
+    parts = [weights_GJS[head][:, keys_K[:num].long()].sum(1).mean() for head, (keys_K, num) in enumerate(lists)]
+    return float(torch.stack(parts).mean())

@@ -1,0 +1,220 @@
+"""Measures the quality of a residency policy by reading natural text through it, as generation steps do.
+
+A row is a passage: a context, and the text that truly follows it. Full attention makes the context's KV, which is
+pushed into the policy's memory, the same bytes for every policy. The text behind it is fed one token a step, all rows
+in one batch. Each step says how likely it found the token that comes next, and which it would have chosen:
+teacher-forced, so that every policy is asked the same. Runs on the thread that calls it, and draws nothing at random.
+
+Legend: B rows, M steps, V vocabulary, D hidden.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from baton.errors import ConfigError
+from baton.ids import SlotId
+from baton.types import TokenRange
+from deploy.options.screen import progress
+from deploy.tuning.selection.metrics import PicksMeter
+from generate_workers.residency.port import KvBytes, KvShape, Residency, RowKv
+from modeling.forward.decoder import Decoder
+from modeling.kv.buffers import OUT_OF_MEMORY, BufferSpan, KvBuffer
+
+_CHUNK_TOKENS = 1024
+"""Tokens of a context that are prefilled at once."""
+_UNTIMED_STEPS = 3
+"""Steps at the beginning of a run that are not timed, because they touch memory for the first time."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Consecutive tokens of a text: a context, and what follows it."""
+
+    token_ids: tuple[int, ...]
+    num_context: int
+    """Tokens that are prefilled; each later one but the last is fed in a step, and asked for in the step before."""
+
+    def __post_init__(self) -> None:
+        assert self.num_context >= 1, "a row needs a context"
+        assert self.num_steps >= 1, "a passage of one step has two tokens behind its context"
+
+    @property
+    def num_steps(self) -> int:
+        """Tokens to ask for: all behind the context but the first, which prefill would have chosen."""
+        return len(self.token_ids) - self.num_context - 1
+
+
+@dataclass(frozen=True)
+class Context:
+    """A passage, and the KV of its context."""
+
+    passage: Passage
+    kv: KvBuffer
+    """KV made by full attention, of at least the context's tokens."""
+
+
+@dataclass(frozen=True)
+class StepScore:
+    """The result of one step: what it says of the tokens that come next."""
+
+    losses_B: Tensor
+    """Negative log likelihoods of the true tokens, natural logarithm, float64."""
+    choices_B: Tensor
+    """Tokens that the step found likeliest."""
+    duration_s: float
+    """Seconds of decoder, policy, logits and choice."""
+    num_kv_bytes: int
+    """Bytes of KV that attention read, by the policy's account."""
+    num_link_bytes: int
+    """Bytes copied between host and device, by the policy's account."""
+    num_full_bytes: int
+    """Bytes of KV that attention to all tokens would read."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The result of all steps of one policy over the same passages."""
+
+    losses_BM: Tensor
+    """Negative log likelihoods of the true tokens, natural logarithm, float64."""
+    choices_BM: Tensor
+    step_s: float
+    """Median seconds of a step; the first steps, and those whose keys were weighed, do not count."""
+    num_kv_bytes: int
+    """Bytes of KV that attention read in all steps; `num_link_bytes` and `num_full_bytes` are sums as well."""
+    num_link_bytes: int
+    num_full_bytes: int
+    held: KvBytes
+    """Memory of all rows after the last step."""
+    picked_share: float | None
+    """Mean fraction of a row's keys that its kv heads attended to, in layers that choose; None where none does."""
+    mass: float | None
+    """Mean fraction of true attention's weight on the keys attended to; None where it was not weighed."""
+
+
+def prefill(decoder: Decoder, token_ids: Sequence[int], done: Callable[[int], None] | None = None) -> KvBuffer:
+    """Compute the KV of `token_ids` by full attention, chunk by chunk; `done` is called with the tokens of each chunk.
+    Raises the errors of OUT_OF_MEMORY."""
+    kv = decoder.device.buffer(decoder.layout, TokenRange(0, len(token_ids)))
+    with torch.inference_mode():
+        for chunk in kv.tokens.split(_CHUNK_TOKENS):
+            decoder.forward(token_ids[chunk.start : chunk.end], [BufferSpan(kv, chunk)])
+            if done is not None:
+                done(len(chunk))
+    return kv
+
+
+def prefill_contexts(decoder: Decoder, passages: Sequence[Passage], console: Console) -> list[Context]:
+    """Prefill the contexts of all passages, with a bar. Raises ConfigError when there is not enough memory for them."""
+    num_tokens = sum(passage.num_context for passage in passages)
+    try:
+        with progress(console, f"prefill of {num_tokens} tokens", num_tokens) as done:
+            return [Context(each, prefill(decoder, each.token_ids[: each.num_context], done)) for each in passages]
+    except OUT_OF_MEMORY as error:
+        remedy = "use fewer --rows, or a shorter --context"
+        raise ConfigError(f"memory for {len(passages)} passages cannot be had ({error}): {remedy}") from error
+
+
+def shape_for(decoder: Decoder, passages: Sequence[Passage]) -> KvShape:
+    """Return the sizes that a policy needs to hold a row for each passage."""
+    longest = max(len(passage.token_ids) for passage in passages)
+    return KvShape(decoder.layout, decoder.config.windows, len(passages), longest)
+
+
+class PassageRows:
+    """Rows that read their passages through a policy, a token a step. Make one with `opened`."""
+
+    def __init__(
+        self, decoder: Decoder, residency: Residency, passages: Sequence[Passage], rows: Sequence[RowKv]
+    ) -> None:
+        self._decoder = decoder
+        self._residency = residency
+        self._passages = passages
+        self._rows = rows
+        self._shape = shape_for(decoder, passages)
+        self._num_steps = 0
+
+    @classmethod
+    @contextmanager
+    def opened(cls, decoder: Decoder, residency: Residency, contexts: Sequence[Context]) -> Iterator["PassageRows"]:
+        """Push each context's KV to a row of the policy, which has no others; release the rows after the block."""
+        with ExitStack() as claims:
+            rows: list[RowKv] = []
+            for slot, context in enumerate(contexts):
+                tokens = TokenRange(0, context.passage.num_context)
+                row = residency.open(SlotId(slot), len(tokens), len(context.passage.token_ids))
+                claims.callback(row.release)
+                for layer in range(decoder.layout.num_layers):
+                    row.write(layer, tokens, context.kv.export(layer, tokens)).result()
+                rows.append(row)
+            yield cls(decoder, residency, [context.passage for context in contexts], rows)
+
+    @property
+    def num_steps_left(self) -> int:
+        """Steps that are left until the first passage ends."""
+        return min(passage.num_steps for passage in self._passages) - self._num_steps
+
+    @property
+    def held(self) -> KvBytes:
+        """Memory of all rows at this moment."""
+        return sum((row.num_bytes for row in self._rows), KvBytes())
+
+    @torch.inference_mode()
+    def step(self, meter: PicksMeter | None = None) -> StepScore:
+        """Feed every row its next token; `meter` watches what the policy picks."""
+        assert self.num_steps_left, "a passage has ended"
+        places = [passage.num_context + self._num_steps for passage in self._passages]
+        spans = [(SlotId(slot), TokenRange(at, at + 1)) for slot, at in enumerate(places)]
+        link_bytes = self._residency.num_link_bytes
+        start_s = time.perf_counter()
+        with self._residency.step(spans) as step:
+            turns = meter.watch(step) if meter else step.turns
+            hidden_BD = self._decoder.forward(self._tokens(places), step.spans, turns)
+            num_kv_bytes = step.num_bytes_read
+        logits_BV = self._decoder.logits(hidden_BD)
+        choices_B = logits_BV.argmax(-1)
+        duration_s = time.perf_counter() - start_s
+        self._num_steps += 1
+        true_B = torch.tensor(self._tokens([at + 1 for at in places]), device=logits_BV.device)
+        return StepScore(
+            losses_B=torch.nn.functional.cross_entropy(logits_BV.double(), true_B, reduction="none").cpu(),
+            choices_B=choices_B.cpu(),
+            duration_s=duration_s,
+            num_kv_bytes=num_kv_bytes,
+            num_link_bytes=self._residency.num_link_bytes - link_bytes,
+            num_full_bytes=self._shape.bytes_read(tokens for _, tokens in spans),
+        )
+
+    def _tokens(self, places: Sequence[int]) -> list[int]:
+        return [passage.token_ids[at] for passage, at in zip(self._passages, places, strict=True)]
+
+
+def read(rows: PassageRows, mass_every: int = 0, done: Callable[[], None] | None = None) -> Reading:
+    """Read to the end of the first passage; `done` is called after each step. Every `mass_every` steps, the weight of
+    true attention on the picked keys is measured, which is slow; 0: never."""
+    meter, scores, times = PicksMeter(), [], []
+    for number in range(rows.num_steps_left):
+        meter.weighs = bool(mass_every) and number % mass_every == 0
+        scores.append(rows.step(meter))
+        if number >= _UNTIMED_STEPS and not meter.weighs:
+            times.append(scores[-1].duration_s)
+        if done is not None:
+            done()
+    return Reading(
+        losses_BM=torch.stack([score.losses_B for score in scores], 1),
+        choices_BM=torch.stack([score.choices_B for score in scores], 1),
+        step_s=statistics.median(times or [score.duration_s for score in scores]),
+        num_kv_bytes=sum(score.num_kv_bytes for score in scores),
+        num_link_bytes=sum(score.num_link_bytes for score in scores),
+        num_full_bytes=sum(score.num_full_bytes for score in scores),
+        held=rows.held,
+        picked_share=meter.picked_share,
+        mass=meter.mass,
+    )

@@ -1,0 +1,199 @@
+"""`baton prepare`: finds how a model's keys can be chosen by a part of their columns, for residency `infinigen`.
+
+It needs no cluster: one process runs the model over a text (`deploy.tuning.selection.fitting`). docs/infinigen.md says
+what is fitted.
+"""
+
+import argparse
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baton.errors import InvalidArgumentError
+from deploy.options import numbers as option_values
+from deploy.options.command import add_command
+from deploy.tuning.selection.wanted import Wanted, add_model
+from generate_workers.residency.traits import POLICIES
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from deploy.tuning.selection.fitting import Outcome
+
+KINDS = ("columns", "columns_q", "skew", "skew_q", "centred")
+DEFAULT_MOST_SHARE = "0.2"
+MAX_TOKENS = 2**24
+MAX_ROWS = 2**10
+
+_CHOOSING = ", ".join(f"`{name}`" for name, traits in POLICIES.items() if traits.chooses_keys)
+
+_DESCRIPTION = f"""\
+Runs MODEL over a text and finds a basis in which a few columns of queries and keys tell which keys matter; then how few
+keys are enough, by what reading text costs in perplexity. What it finds is kept for the model, dtype and quantization;
+generation with residency {_CHOOSING} goes by it.
+
+The text is cut into --rows passages. Bases are fitted to the first and judged on the second by the attention that they
+capture; on the others the model reads --steps tokens behind --context, once with all keys and once for each selection
+that is tried. Text of the kind that is to be served is best; some 100,000 characters are enough for the defaults.
+
+The best of all --kinds is taken at each ratio, and of these what reads least and costs at most --cost, even if it cost
+a standard error more. `baton evaluate` on another text says what it is worth."""
+
+_COSTS = ("0.02", "0.015")
+"""Rise of perplexity that is allowed unless told otherwise, by lookahead."""
+
+_EXAMPLES = """\
+examples:
+  baton prepare smollm2-135m --text persuasion.txt.gz
+  baton prepare ./Llama-3.1-8B --text book.txt --cost 0.01 --context 8k --rows 5
+  baton prepare smollm2-135m --text persuasion.txt.gz --ratios 0.3 --alpha 5 --most-share 0.1   (by hand)"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the `prepare` command to the command line."""
+    text = "find how a model's keys can be chosen, for generation that reads some of them"
+    parser = add_command(commands, "prepare", text, _DESCRIPTION, _EXAMPLES)
+    parser.add_argument("model", metavar="MODEL", help="name, Hugging Face folder, or GGUF file")
+    parser.add_argument(
+        "--text", required=True, type=Path, metavar="FILE", help="natural text, UTF-8, plain or gzipped"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="(default: where workers look for the model's)")
+    parser.add_argument(
+        "--cost",
+        metavar="X",
+        help=f"rise of perplexity, as a part (default: {_COSTS[0]}; {_COSTS[1]} with --lookahead 1, whose guesses cost"
+        " more on other texts)",
+    )
+    parser.add_argument(
+        "--lookahead",
+        type=int,
+        choices=(0, 1),
+        default=0,
+        help="choose by a layer's own queries (0), or by those predicted a layer early, so that keys are fetched"
+        " meanwhile (1; the paper): for generation on a device whose memory is not the host's (default: 0)",
+    )
+    bases = parser.add_argument_group("bases to try")
+    bases.add_argument("--kinds", default=",".join(KINDS), metavar="NAME,...", help=f"of {', '.join(KINDS)} (default)")
+    bases.add_argument(
+        "--ratios", default="0.2,0.3", metavar="X,...", help="columns kept, as a part (default: %(default)s)"
+    )
+    bases.add_argument(
+        "--reach", metavar="N", help="tokens of a request that they shall hold for (default: the model's context)"
+    )
+    _add_selection(parser)
+    read = parser.add_argument_group("what is read")
+    read.add_argument("--context", default="4096", metavar="N", help="tokens of a passage (default: %(default)s)")
+    read.add_argument("--rows", default="7", metavar="N", help="passages, at least 3 (default: %(default)s)")
+    read.add_argument("--steps", default="128", metavar="N", help="tokens asked for (default: %(default)s)")
+    add_model(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("how keys are chosen (--alpha: instead of a search)")
+    group.add_argument("--alpha", metavar="X", help="keys whose score comes this close to the best; inf: all")
+    group.add_argument(
+        "--most-share", metavar="X", help=f"keys at most, as a part; with --alpha (default: {DEFAULT_MOST_SHARE})"
+    )
+    for name, default, text in (
+        ("--first", 4, "first tokens of a row, always chosen"),
+        ("--last", 16, "latest tokens, always chosen"),
+        ("--free-keys", 256, "any row may choose so many, however few its share would be"),
+    ):
+        group.add_argument(name, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run `baton prepare`; return the exit status."""
+    wanted = find_wanted(args)
+    # Imported here, because it imports torch: --help and mistyped options are answered at once.
+    from rich.console import Console
+
+    from deploy.tuning.selection.fitting import prepare
+
+    outcome = prepare(args, wanted, Console(stderr=True, highlight=False))
+    console = Console(highlight=False)
+    console.print(f"[bold]{outcome.title}[/]", soft_wrap=True)
+    console.print(bases_table(outcome), "")
+    console.print(selections_table(outcome), "")
+    console.print(f"written to {outcome.path}", soft_wrap=True)
+    return 0
+
+
+def find_wanted(args: argparse.Namespace) -> Wanted:
+    """Return what the options ask for. Raises InvalidArgumentError for an option that is out of range."""
+    option_values.check_threads(args.threads)
+    if args.output is not None and args.output.is_dir():
+        raise InvalidArgumentError(f"--output {args.output} is a folder: name a file")
+    kinds = tuple(dict.fromkeys(name.strip() for name in args.kinds.split(",")))
+    for kind in kinds:
+        if kind not in KINDS:
+            raise InvalidArgumentError(f"--kinds: {kind!r} is unknown: use some of {', '.join(KINDS)}")
+    num_rows = option_values.count("--rows", args.rows, MAX_ROWS)
+    if num_rows < 3:
+        raise InvalidArgumentError(f"--rows {num_rows} leaves nothing to judge by: use at least 3")
+    if args.first < 0:
+        raise InvalidArgumentError(f"--first {args.first} is out of range: use 0 or more")
+    if args.last < 1:
+        raise InvalidArgumentError(f"--last {args.last} leaves out the token itself: use 1 or more")
+    if args.free_keys < 1:
+        raise InvalidArgumentError(f"--free-keys {args.free_keys} leaves no key to choose: use 1 or more")
+    return Wanted(
+        kinds=kinds,
+        ratios=option_values.ascending("--ratios", args.ratios, option_values.part),
+        reach=0 if args.reach is None else option_values.count("--reach", args.reach, MAX_TOKENS),
+        lookahead=args.lookahead,
+        context=option_values.count("--context", args.context, MAX_TOKENS),
+        num_rows=num_rows,
+        num_steps=option_values.count("--steps", args.steps, MAX_TOKENS),
+        most_cost=option_values.positive("--cost", args.cost or _COSTS[args.lookahead]),
+        by_hand=_by_hand(args),
+        num_first=args.first,
+        num_last=args.last,
+        free_keys=args.free_keys,
+    )
+
+
+def _by_hand(args: argparse.Namespace) -> tuple[float, float] | None:
+    if args.alpha is None:
+        if args.most_share is not None:
+            raise InvalidArgumentError("--most-share bounds what --alpha chooses: give both, or neither for a search")
+        return None
+    alpha = math.inf if args.alpha == "inf" else option_values.positive("--alpha", args.alpha)
+    return alpha, option_values.part("--most-share", args.most_share or DEFAULT_MOST_SHARE)
+
+
+def bases_table(outcome: "Outcome") -> "Table":
+    """Return a table with one line a basis: the attention that it captures."""
+    from deploy.options.screen import number_table
+
+    title = f"attention captured by {outcome.judged_share:.1%} of the keys"
+    table = number_table(title, ("basis", "columns", "own queries", "predicted"), words="basis")
+    table.add_row("true scores", "all", f"{outcome.best_mass:.4f}", "")
+    for judged in outcome.judged:
+        name, columns = judged.basis.kind.value, str(judged.basis.num_columns)
+        mark = "  best" if judged.is_best else ""
+        table.add_row(name, columns, f"{judged.own_mass:.4f}", f"{judged.early_mass:.4f}{mark}")
+    return table
+
+
+def selections_table(outcome: "Outcome") -> "Table":
+    """Return a table with one line for each selection within the cost: what it reads. The first one is taken."""
+    from deploy.options.screen import number_table
+
+    title = f"selections, beside full attention's perplexity of {outcome.full_perplexity:.2f}"
+    headings = ("basis", "columns", "alpha", "most", "keys", "KV read", "perplexity")
+    table = number_table(title, headings, words="basis")
+    for found in outcome.found:
+        measured, selection = found.measured, found.selection
+        error = "" if math.isnan(measured.cost_error) else f" +- {measured.cost_error:.2%}"
+        table.add_row(
+            found.basis.kind.value,
+            str(found.basis.num_columns),
+            f"{selection.alpha:g}",
+            f"{selection.most_share:.0%}",
+            f"{measured.picked_share:.1%}",
+            f"{measured.read_share:.1%}",
+            f"{measured.cost:+.2%}{error}",
+        )
+    return table

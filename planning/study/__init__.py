@@ -1,1 +1,0 @@
-"""Compares schemes and hardware by calculation alone; no service code uses it."""
