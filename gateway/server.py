@@ -6,11 +6,10 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import uvicorn
 import uvloop
-from opentelemetry.trace import TracerProvider
 from starlette.types import ASGIApp
 
 from baton.clock import SystemClock
@@ -24,6 +23,9 @@ from gateway.door.rules import DEFAULT_RULES, HttpRules
 from gateway.reading import Reader
 from gateway.responses.store import DEFAULT_LIMITS, ResponseStore, StoreLimits
 from gateway.upstream import Upstream
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
 
 T = TypeVar("T")
 _CUT_S = 5
@@ -65,7 +67,7 @@ class HttpServer:
         rules: HttpRules = DEFAULT_RULES,
         certificate: Certificate | None = None,
         limits: StoreLimits = DEFAULT_LIMITS,
-        spans: TracerProvider | None = None,
+        spans: "TracerProvider | None" = None,
         has_console: bool = True,
     ) -> Self:
         """Serve on a bound socket, which is the server's from here on; return once requests are answered. `upstream`
@@ -132,7 +134,7 @@ class _Server(uvicorn.Server):
         self.began.set()
 
 
-def _traced(app: ASGIApp, spans: TracerProvider) -> ASGIApp:
+def _traced(app: ASGIApp, spans: "TracerProvider") -> ASGIApp:
     """Return the application with a span around each request, to the end of its stream."""
     from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware  # here, because few gateways need it
 

@@ -10,11 +10,11 @@ from typing import TypeVar
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
-from opentelemetry.trace import get_current_span
 from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError, InvalidArgumentError, RequestCancelledError, UnauthenticatedError
 from baton.limits import MAX_CALLER_BYTES, MAX_REQUEST_ID_CHARS
+from baton.process.tracing import has_span
 from gateway.errors import HeadersTooLongError
 from text.bounded_reading import BoundedReading
 
@@ -97,7 +97,7 @@ def caller_of(request: Request, *, traces: bool = True) -> Mapping[str, str]:
         raise HeadersTooLongError(
             f"{' and '.join(caller)}: {num_bytes} bytes exceed the limit of {MAX_CALLER_BYTES}; send a shorter key"
         )
-    if traces and not get_current_span().get_span_context().is_valid:
+    if traces and not has_span():
         trace = _sent(request, _TRACE)
         caller |= {name: value for name, value in trace.items() if _TRACE_VALUE.fullmatch(value)}
     return caller

@@ -1,41 +1,57 @@
 """Spans of a process: the caller's trace as gRPC metadata, and the exporter of the process's own spans.
 
-W3C trace context; OTLP over gRPC. A program that only passes its trace on loads OpenTelemetry's API, and no more.
+W3C trace context; OTLP over gRPC. OpenTelemetry is optional (the extra `traces`): a program that has a span has loaded
+its API, so that nothing is imported here to find out.
 """
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from baton.errors import ConfigError
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
     from baton.settings.tracing import TraceExport
 
-_PROPAGATOR = TraceContextTextMapPropagator()
+_API = "opentelemetry.trace"
+
+
+def has_span() -> bool:
+    """Return whether this thread or task is in a span of OpenTelemetry."""
+    api = sys.modules.get(_API)
+    return api is not None and api.get_current_span().get_span_context().is_valid
 
 
 def trace_metadata() -> tuple[tuple[str, str], ...]:
     """Return the current span of this thread or task as metadata, so that the server's spans are below it; empty
     without a span."""
+    if not has_span():
+        return ()
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
     carrier: dict[str, str] = {}
-    _PROPAGATOR.inject(carrier)
+    TraceContextTextMapPropagator().inject(carrier)
     return tuple(carrier.items())
 
 
 def provider_of(export: "TraceExport", about: Mapping[str, str]) -> "TracerProvider | None":
     """Return what makes this process's spans and exports them in batches, on a thread of its own; None where no
-    collector is named. `about` is said of the process with each batch. Its owner shuts it down, which blocks."""
+    collector is named. `about` is said of the process with each batch. Its owner shuts it down, which blocks. Raises
+    ConfigError without OpenTelemetry."""
     if not export.otlp_endpoint:
         return None
-    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+    try:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+    except ImportError as error:
+        raise ConfigError("otlp_endpoint needs OpenTelemetry: run `pip install 'baton-serve[traces]'`") from error
 
     from baton import __version__
 

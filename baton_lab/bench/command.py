@@ -58,14 +58,14 @@ def run(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from baton_lab.bench import report
-    from baton_lab.bench.passages import Passages, read_words
+    from baton_lab.bench import parsed, report
+    from baton_lab.bench.passages import NOVEL, Passages, read_words
     from baton_lab.bench.targets import parse_targets
     from baton_lab.plot import require_plots
 
-    seed = options.seed(args)
-    described = (options.style(args), options.shape(args), options.loads(args, seed), parse_targets(args.target))
-    passages, api_key = Passages(read_words(args.text), seed), given_key(args)
+    seed = parsed.seed(args)
+    described = (parsed.style(args), parsed.shape(args), parsed.loads(args, seed), parse_targets(args.target))
+    passages, api_key = Passages(read_words(args.text or NOVEL), seed), given_key(args)
     if args.json is not None:
         report.check_json(args.json)
     if args.plot is not None:

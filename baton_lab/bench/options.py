@@ -1,37 +1,12 @@
-"""Options of `baton bench`, and what they describe: how requests are sent, what they say, and the loads."""
+"""Options of `baton bench`; `baton_lab.bench.parsed` reads them. Imports little: they are made for each command."""
 
 import argparse
-import json
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-
-from baton.errors import InvalidArgumentError
-from baton_lab.bench.conversations import Shape
-from baton_lab.bench.lengths import MIXES
-from baton_lab.bench.loops import Arrivals, Load, Users
-from baton_lab.bench.passages import NOVEL
-from baton_lab.bench.server import Style
-from baton_lab.traffic.arrivals import gamma_arrivals, gamma_arrivals_until
-from baton_lab.traffic.trace import MAX_TOKENS, Trace
-from baton_lab.traffic.trace_files import read_trace
-from deploy.options import numbers as option_values
 
 MAX_REQUESTS = 10_000_000
-_MAX_USERS = 100_000
-_SECONDS = 60.0
+MAX_USERS = 100_000
+SECONDS = 60.0
 """Length of a load where options bound neither its time nor its requests."""
-
-
-@dataclass(frozen=True)
-class Loads:
-    """The loads of one command, sent one after the other."""
-
-    loads: tuple[Load, ...]
-    trace: Trace | None = None
-    """Requests that the loads replay; None where they are made."""
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +40,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     text = "replay a file of Mooncake's, Azure's or BurstGPT's format, at its own rate or at that of --rate"
     group.add_argument("--trace", type=Path, metavar="FILE", help=text)
     text = (
-        f"seconds in which requests begin, for each load (default: {_SECONDS:g}, unless --requests or --trace ends it)"
+        f"seconds in which requests begin, for each load (default: {SECONDS:g}, unless --requests or --trace ends it)"
     )
     group.add_argument("--seconds", metavar="S", help=text)
     group.add_argument("--requests", metavar="N", help="requests, or conversations, of each load, at most")
@@ -77,7 +52,7 @@ def add_request_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say what requests ask for."""
     group = parser.add_argument_group("requests")
     text = "mix of prompt and answer lengths: fixed (256 and 64 tokens), sharegpt, long (default: %(default)s)"
-    group.add_argument("--lengths", choices=tuple(MIXES), default="fixed", help=text)
+    group.add_argument("--lengths", default="fixed", metavar="MIX", help=text)
     group.add_argument(
         "--prompt-tokens", metavar="N", help="median prompt of the mix, of each turn (default: the mix's)"
     )
@@ -90,120 +65,6 @@ def add_request_options(parser: argparse.ArgumentParser) -> None:
     text = "mean seconds between an answer and the next turn (default: %(default)s)"
     group.add_argument("--think-time", default="0", metavar="S", help=text)
     text = "text of which prompts are passages, UTF-8, perhaps gzip (default: a novel)"
-    group.add_argument("--text", type=Path, default=NOVEL, metavar="FILE", help=text)
+    group.add_argument("--text", type=Path, metavar="FILE", help=text)
     text = "let the first N conversations of a load come again and again (default: none comes twice)"
     group.add_argument("--repeat-prompts", default="0", metavar="N", help=text)
-
-
-def style(args: argparse.Namespace) -> Style:
-    """Return how requests are sent. Raises InvalidArgumentError that names an option."""
-    return Style(
-        is_chat=args.api == "chat",
-        temperature=option_values.positive("--temperature", args.temperature, or_zero=True),
-        ignores_eos=not args.allow_eos,
-        timeout_s=option_values.positive("--timeout", args.timeout),
-        extra=_extra(args),
-    )
-
-
-def shape(args: argparse.Namespace) -> Shape:
-    """Return how conversations are made; the model's context is known only if an option gives it. Raises
-    InvalidArgumentError that names an option."""
-
-    def tokens(option: str, text: str | None) -> int | None:
-        return None if text is None else option_values.count(option, text, MAX_TOKENS)
-
-    around = tokens("--prompt-tokens", args.prompt_tokens), tokens("--output-tokens", args.output_tokens)
-    return Shape(
-        MIXES[args.lengths].around(*around),
-        num_turns=option_values.count("--turns", args.turns, 10_000),
-        system_tokens=option_values.count("--system-tokens", args.system_tokens, MAX_TOKENS, least=0),
-        think_s=option_values.positive("--think-time", args.think_time, or_zero=True),
-        num_prompts=option_values.count("--repeat-prompts", args.repeat_prompts, MAX_REQUESTS, least=0),
-        context_tokens=tokens("--context", args.context),
-    )
-
-
-def loads(args: argparse.Namespace, seed: int) -> Loads:
-    """Return the loads that the options describe: the same for the same seed. Raises InvalidArgumentError that names an
-    option."""
-    seconds = None if args.seconds is None else option_values.positive("--seconds", args.seconds)
-    num = None if args.requests is None else option_values.count("--requests", args.requests, MAX_REQUESTS)
-    rates = None if args.rate is None else option_values.ascending("--rate", args.rate, option_values.positive)
-    burstiness = option_values.positive("--burstiness", args.burstiness)
-    if args.concurrency is not None and (rates is not None or args.trace is not None):
-        raise InvalidArgumentError("--concurrency is a closed loop, --rate and --trace are open: give one of them")
-    if args.trace is not None:
-        return _replayed(args, rates, seconds, num)
-    bound_s = _SECONDS if seconds is None and num is None else seconds
-    if args.concurrency is not None:
-        users = option_values.counts("--concurrency", args.concurrency, _MAX_USERS)
-        return Loads(tuple(_users(each, num, bound_s) for each in users))
-    if rates is None:
-        raise InvalidArgumentError("no load: give --rate, --concurrency or --trace")
-    return Loads(tuple(_arrivals(rate, burstiness, (num, bound_s), seed) for rate in rates))
-
-
-def seed(args: argparse.Namespace) -> int:
-    """Return the seed that the options give, or one that is drawn."""
-    if args.seed is None:
-        return int(np.random.default_rng().integers(2**31))
-    return option_values.count("--seed", args.seed, 2**31, least=0)
-
-
-def _extra(args: argparse.Namespace) -> dict[str, Any]:
-    if args.extra_body is None:
-        return {}
-    if args.url is None:
-        raise InvalidArgumentError("--extra-body goes with --url: leave it out with --address")
-    try:
-        found = json.loads(args.extra_body)
-    except ValueError as error:
-        raise InvalidArgumentError(
-            f"--extra-body is no JSON ({error}): write for example '{{\"top_k\": 5}}'"
-        ) from error
-    if not isinstance(found, dict):
-        raise InvalidArgumentError("--extra-body is no object: write for example '{\"top_k\": 5}'")
-    return found
-
-
-def _users(num_users: int, num: int | None, seconds: float | None) -> Users:
-    return Users(f"{num_users} users", num_users, num, float("inf") if seconds is None else seconds)
-
-
-def _arrivals(rate: float, burstiness: float, bounds: tuple[int | None, float | None], seed: int) -> Arrivals:
-    """Return the arrivals at a rate, up to a number or a time. Each rate of a sweep has the same gaps in proportion."""
-    (num, seconds), generator = bounds, np.random.default_rng([seed, 1])
-    if seconds is None:
-        assert num is not None, "a load has a bound"
-        at_s = gamma_arrivals(rate, burstiness, num, generator)
-    else:
-        at_s = gamma_arrivals_until(seconds, rate, burstiness, generator)[:num]
-    if not len(at_s):
-        raise InvalidArgumentError(f"--rate {rate:g}: no request begins in {seconds:g} s: give a longer --seconds")
-    return Arrivals(f"{rate:g}/s", rate, at_s.tolist())
-
-
-def _replayed(
-    args: argparse.Namespace, rates: tuple[float, ...] | None, seconds: float | None, num: int | None
-) -> Loads:
-    """Return the loads that replay a trace, at its own mean rate or at those given."""
-    if args.turns != "1" or args.prompt_tokens is not None or args.output_tokens is not None:
-        raise InvalidArgumentError(
-            "--trace says how long requests are: leave out --turns, --prompt-tokens and --output-tokens"
-        )
-    trace = read_trace(args.trace)
-    if num is not None:
-        trace = trace.first(num)
-    own = (len(trace) - 1) / trace.duration_s if trace.duration_s else 1.0
-    made = []
-    for rate in rates or (own,):
-        faster = trace.faster(rate / own)
-        kept = faster.arrivals_s if seconds is None else faster.arrivals_s[faster.arrivals_s < seconds]
-        made.append(Arrivals(f"{trace.name} at {rate:.3g}/s", rate, kept.tolist()))
-    return Loads(tuple(made), trace)
-
-
-def within(made: Shape, context_tokens: int | None) -> Shape:
-    """Return the shape with the context that the server says its model has, unless an option gave one."""
-    return made if made.context_tokens is not None else replace(made, context_tokens=context_tokens)

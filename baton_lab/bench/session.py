@@ -11,7 +11,7 @@ from baton.process.garbage import collect_all, collect_rarely
 from baton_lab.bench import report
 from baton_lab.bench.conversations import Conversation, Shape, conversations, replayed
 from baton_lab.bench.loops import Arrivals, Generator, Load, Run, Users
-from baton_lab.bench.options import Loads, within
+from baton_lab.bench.parsed import Loads, within
 from baton_lab.bench.passages import Passages
 from baton_lab.bench.probing import probe
 from baton_lab.bench.records import Record

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.errors import ConfigError, InvalidArgumentError
+from baton_lab.traffic import options
 from deploy.options.command import add_command
 
 if TYPE_CHECKING:
@@ -44,11 +45,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--explain", action="store_true", help="print each decision of a scaling policy, with its terms"
     )
-    # Imported here, so that other commands start without numpy.
-    from baton_lab.traffic.options import add_cluster_options, add_trace_options
-
-    add_trace_options(parser)
-    add_cluster_options(parser)
+    options.add_trace_options(parser)
+    options.add_cluster_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -57,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from baton_lab.plot import require_plots
-    from baton_lab.traffic import options
+    from baton_lab.traffic import parsed
     from baton_lab.traffic.comparing import POLICIES
     from baton_lab.traffic.report import decisions, table
 
@@ -67,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
             raise InvalidArgumentError(f"--policy: {policy!r} is unknown: use some of {', '.join(POLICIES)}")
     if args.plot is not None:
         require_plots(args.plot)
-    on = options.setting(args)
-    trace = options.trace(args, on)
+    on = parsed.setting(args)
+    trace = parsed.trace(args, on)
     console = Console()
     with Console(stderr=True).status("simulating") as status:
         runs = {}

@@ -56,7 +56,9 @@ def installed(wheel: Path, environment: Mapping[str, str], tmp_path_factory: pyt
     folder = tmp_path_factory.mktemp("installed")
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder, environment=environment)
     install = ("-m", "pip", "--python", folder / "bin" / "python", "install", "--no-compile", "--quiet")
-    run(sys.executable, *install, "-c", ROOT / "constraints.txt", wheel, cwd=folder, environment=environment)
+    run(
+        sys.executable, *install, "-c", ROOT / "constraints.txt", f"{wheel}[serve]", cwd=folder, environment=environment
+    )
     return folder
 
 
