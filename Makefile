@@ -74,7 +74,7 @@ lint: setup  ## style, types, layers, sizes, stale stubs and limits, docstrings,
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python tools/check_sizes.py
 	$(BIN)/python tools/protos.py --check
-	$(BIN)/python -m tools.limits_page --check
+	$(BIN)/python -m tools.pages --check
 	$(BIN)/python tools/check_docstrings.py
 	$(BIN)/python tools/check_subject.py
 	$(BIN)/python -m tools.nightly --check

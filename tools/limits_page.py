@@ -1,22 +1,15 @@
-"""Writes docs/limits.md from `baton.limits`, or checks that the page is up to date.
+"""The text of docs/limits.md, made of `baton.limits`; `tools.pages` writes it."""
 
-`python -m tools.limits_page [--check]`: with --check it writes nothing, and a stale page gives exit status 1.
-"""
-
-import argparse
-import sys
 from itertools import groupby
-from pathlib import Path
 from typing import get_type_hints
 
 from baton import limits
 from baton.limits import Limit
 
-PAGE = Path(__file__).parents[1] / "docs" / "limits.md"
 _HEAD = """\
 # Limits
 
-Bounds on what one client can cost a server: constants of `baton/limits.py`, from which `python -m tools.limits_page`
+Bounds on what one client can cost a server: constants of `baton/limits.py`, from which `python -m tools.pages`
 writes this page. [security.md](security.md) says what they protect. The error is gRPC's status and HTTP's, in this
 order; a message names the field, the value and the limit. Limits that an operator sets are settings: the queue and
 the shares of tenants ([tenants.md](tenants.md)), kept responses, deadlines and idle connections ([http.md](http.md)).
@@ -34,18 +27,6 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def main() -> int:
-    """Write or check the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with status 1 if the page is stale")
-    if not parser.parse_args().check:
-        PAGE.write_text(page())
-    elif not PAGE.exists() or PAGE.read_text() != page():
-        print("docs/limits.md is stale: run `python -m tools.limits_page`", file=sys.stderr)
-        return 1
-    return 0
-
-
 def _row(name: str, limit: Limit) -> str:
     return f"| {limit.meaning} | {_value(getattr(limits, name), limit.unit)} | {limit.error} | `{name}` |"
 
@@ -54,7 +35,3 @@ def _value(value: float, unit: str) -> str:
     if unit == "bytes":
         return f"{value // 2**20} MiB" if value >= 2**20 else f"{value // 2**10} KiB"
     return f"{value:,g} {unit}".strip() if value < 10_000 else f"{value:,} {unit}".strip()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

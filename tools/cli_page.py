@@ -1,0 +1,68 @@
+"""The text of docs/cli.md, made of the parser of the command line; `tools.pages` writes it."""
+
+import argparse
+from collections.abc import Iterator
+
+from baton.settings.paths import cache_folder
+from deploy.cli import GROUPS, build_parser
+
+_HEAD = """\
+# The command line
+
+All commands, as `baton --help` groups them. `python -m tools.pages` writes this page from the parser. A command that
+fails says what, where and the remedy in one line, and exits with status 1, or 2 where an option or a setting is wrong.
+"""
+
+
+def page() -> str:
+    """Return the page's text."""
+    parser = build_parser()
+    [commands] = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    texts = {each.dest: each.help or "" for each in commands._choices_actions}
+    parts = [_HEAD]
+    for group, names in GROUPS.items():
+        rows = "\n".join(f"| [`baton {name}`](#baton-{name}) | {_cell(texts[name])} |" for name in names)
+        parts.append(f"## {group.capitalize()}\n\n| command | what it does |\n|---|---|\n{rows}\n")
+        parts += [_command(name, commands.choices[name]) for name in names]
+    return "\n".join(parts)
+
+
+def _command(name: str, parser: argparse.ArgumentParser) -> str:
+    """Return the section of one command: its description, its options and its examples."""
+    text = (parser.description or "").strip()
+    is_raw = parser.formatter_class is argparse.RawDescriptionHelpFormatter
+    parts = [f"### baton {name}\n", f"```text\n{text}\n```\n" if is_raw else f"{text}\n"]
+    rows = "\n".join(_rows(parser))
+    if rows:
+        parts.append(f"| option | meaning |\n|---|---|\n{rows}\n")
+    if parser.epilog:
+        parts.append(f"```text\n{parser.epilog.strip()}\n```\n")
+    return "\n".join(parts)
+
+
+def _rows(parser: argparse.ArgumentParser) -> Iterator[str]:
+    shows_defaults = parser.formatter_class is argparse.ArgumentDefaultsHelpFormatter
+    for action in parser._actions:
+        if action.dest == "help" or action.help == argparse.SUPPRESS:
+            continue
+        values = _values(action)
+        names = ", ".join(action.option_strings) or values
+        shown = f"`{names} {values}`" if values and action.option_strings else f"`{names}`"
+        meaning = ((action.help or "") % vars(action)).replace(str(cache_folder()), "~/.cache/baton")
+        if shows_defaults and action.default and action.default != argparse.SUPPRESS:
+            meaning += f" (default: {action.default})"
+        yield f"| {_cell(shown)} | {_cell(meaning)} |"
+
+
+def _values(action: argparse.Action) -> str:
+    """Return the name of an option's value; empty for a switch."""
+    if action.nargs == 0:
+        return ""
+    if action.choices is not None:
+        return "{" + ",".join(map(str, action.choices)) + "}"
+    metavar = action.metavar or action.dest.upper()
+    return " ".join(metavar) if isinstance(metavar, tuple) else metavar
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
