@@ -11,6 +11,8 @@ class BatonError(Exception):
     """Base of all errors that Baton raises on purpose. Its text is one line: what, where, remedy."""
 
     retryable: ClassVar[bool] = False
+    retry_after_s: float | None = None
+    """Seconds after which the request may be sent again; None if unknown. Crosses the wire as google.rpc.RetryInfo."""
 
 
 class InvalidArgumentError(BatonError):
@@ -33,7 +35,6 @@ class ResourceExhaustedError(BatonError):
     def __init__(self, text: str, retry_after_s: float | None = None) -> None:
         super().__init__(text)
         self.retry_after_s = retry_after_s
-        """Seconds after which there may be room; None if unknown. Crosses the wire as google.rpc.RetryInfo."""
 
 
 class UnauthenticatedError(BatonError):
@@ -64,6 +65,13 @@ class UnavailableError(BatonError):
     """A worker cannot serve now: starting, draining, or gone."""
 
     retryable = True
+
+
+class DrainedError(UnavailableError):
+    """Operators have drained every group that could serve the request, and have to undo that before it is served."""
+
+    retryable = False
+    retry_after_s = 30.0
 
 
 class VersionMismatchError(BatonError):

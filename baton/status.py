@@ -40,6 +40,7 @@ STATUS_OF: Mapping[type[BatonError], StatusCode] = MappingProxyType(
         errors.NotFoundError: StatusCode.NOT_FOUND,
         errors.StalePrefixError: StatusCode.NOT_FOUND,
         errors.UnavailableError: StatusCode.UNAVAILABLE,
+        errors.DrainedError: StatusCode.UNAVAILABLE,
         errors.VersionMismatchError: StatusCode.FAILED_PRECONDITION,
         errors.LeaseError: StatusCode.FAILED_PRECONDITION,
         errors.StaleStampError: StatusCode.FAILED_PRECONDITION,
@@ -88,7 +89,7 @@ def encode_error(error: BatonError) -> tuple[StatusCode, str, Metadata]:
     row = table_class(error)
     code, text = STATUS_OF[row], str(error)[:MAX_TEXT_CHARS]
     metadata: Metadata = ((ERROR_KEY, row.__name__),)
-    if isinstance(error, ResourceExhaustedError) and error.retry_after_s is not None:
+    if error.retry_after_s is not None:
         status = status_pb2.Status(code=code.value[0], message=text)
         delay = error_details_pb2.RetryInfo()
         delay.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from baton import errors
-from baton.errors import BatonError, ResourceExhaustedError
+from baton.errors import BatonError
 
 CLIENT_GONE = 499
 """The status of a request whose client left: metrics alone tell it."""
@@ -97,6 +97,6 @@ def error_body(error: BatonError, names: FieldNames = NO_FIELDS) -> dict[str, An
 def error_headers(error: BatonError) -> dict[str, str]:
     """Return the headers of an answer with this error: after how many seconds another attempt may be made, if that is
     known, and how to send a key, if it is missing."""
-    if isinstance(error, ResourceExhaustedError) and error.retry_after_s is not None:
+    if error.retry_after_s is not None:
         return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
     return {"www-authenticate": "Bearer"} if isinstance(error, errors.UnauthenticatedError) else {}

@@ -36,7 +36,7 @@ _MEANINGS = {
     429: "The queue is full; `retry-after` says when there may be room.",
     431: "The headers are too long.",
     500: "A defect of the server.",
-    503: "The server is away.",
+    503: "The server is away, or all its groups are drained.",
 }
 _EVENT = {
     "type": "object",

@@ -12,6 +12,7 @@ from baton.clock import Clock
 from baton.errors import (
     BatonError,
     DeadlineExceededError,
+    DrainedError,
     RequestCancelledError,
     ResourceExhaustedError,
     UnavailableError,
@@ -242,7 +243,7 @@ class StreamState:
                 self._failure = error(f"{self._server.target} ended request {self.request_id}: {output.finish.value}")
 
     def _may_try_again(self, error: BatonError) -> bool:
-        if self._has_all:
+        if self._has_all or isinstance(error, DrainedError):
             return False
         if self._started is None and not isinstance(error, UnavailableError):
             return False
@@ -254,7 +255,7 @@ class StreamState:
         return away and self._num_failed <= self._reconnect.num_resumes
 
     def _told(self, error: BatonError) -> BatonError:
-        if not isinstance(error, UnavailableError):
+        if not isinstance(error, UnavailableError) or isinstance(error, DrainedError):
             return error
         told = UnavailableError(
             f"{self._server.target} cannot be reached, or cannot serve ({self._num_failed} attempts): {error}; "

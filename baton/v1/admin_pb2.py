@@ -26,7 +26,7 @@ from baton.v1 import generate_pb2 as baton_dot_v1_dot_generate__pb2
 from baton.v1 import orchestrator_pb2 as baton_dot_v1_dot_orchestrator__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/admin.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/generate.proto\x1a\x1b\x62\x61ton/v1/orchestrator.proto\",\n\x0c\x44rainRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05leave\x18\x02 \x01(\x08\".\n\x0eUndrainRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\"\x1f\n\x0eStandInRequest\x12\r\n\x05group\x18\x01 \x01(\t\"*\n\x0b\x46lipRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04undo\x18\x02 \x01(\x08\"%\n\x0fGetTraceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xc2\x01\n\x05Trace\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1e\n\x05usage\x18\x02 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\"\n\x07timings\x18\x03 \x01(\x0b\x32\x11.baton.v1.Timings\x12\'\n\x07reasons\x18\x04 \x03(\x0e\x32\x16.baton.v1.FinishReason\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12)\n\x08\x66\x61ilures\x18\x06 \x03(\x0b\x32\x17.baton.v1.FailedAttempt\"O\n\rFailedAttempt\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0f\n\x07unix_ns\x18\x02 \x01(\x06\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t2\xa5\x02\n\x05\x41\x64min\x12\x37\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x14.baton.v1.GroupState0\x01\x12\x39\n\x07Undrain\x12\x18.baton.v1.UndrainRequest\x1a\x14.baton.v1.GroupState\x12\x39\n\x07StandIn\x12\x18.baton.v1.StandInRequest\x1a\x14.baton.v1.GroupState\x12\x35\n\x04\x46lip\x12\x15.baton.v1.FlipRequest\x1a\x14.baton.v1.GroupState0\x01\x12\x36\n\x08GetTrace\x12\x19.baton.v1.GetTraceRequest\x1a\x0f.baton.v1.Traceb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/admin.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/generate.proto\x1a\x1b\x62\x61ton/v1/orchestrator.proto\"=\n\x0c\x44rainRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05leave\x18\x02 \x01(\x08\x12\x0f\n\x07returns\x18\x03 \x01(\x08\".\n\x0eUndrainRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\"\x1f\n\x0eStandInRequest\x12\r\n\x05group\x18\x01 \x01(\t\"*\n\x0b\x46lipRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0c\n\x04undo\x18\x02 \x01(\x08\"%\n\x0fGetTraceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xc2\x01\n\x05Trace\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x1e\n\x05usage\x18\x02 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\"\n\x07timings\x18\x03 \x01(\x0b\x32\x11.baton.v1.Timings\x12\'\n\x07reasons\x18\x04 \x03(\x0e\x32\x16.baton.v1.FinishReason\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12)\n\x08\x66\x61ilures\x18\x06 \x03(\x0b\x32\x17.baton.v1.FailedAttempt\"O\n\rFailedAttempt\x12\x0e\n\x06number\x18\x01 \x01(\r\x12\x0f\n\x07unix_ns\x18\x02 \x01(\x06\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\x0e\n\x06reason\x18\x04 \x01(\t2\xa5\x02\n\x05\x41\x64min\x12\x37\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x14.baton.v1.GroupState0\x01\x12\x39\n\x07Undrain\x12\x18.baton.v1.UndrainRequest\x1a\x14.baton.v1.GroupState\x12\x39\n\x07StandIn\x12\x18.baton.v1.StandInRequest\x1a\x14.baton.v1.GroupState\x12\x35\n\x04\x46lip\x12\x15.baton.v1.FlipRequest\x1a\x14.baton.v1.GroupState0\x01\x12\x36\n\x08GetTrace\x12\x19.baton.v1.GetTraceRequest\x1a\x0f.baton.v1.Traceb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,19 +34,19 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.admin_pb2', _globa
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DRAINREQUEST']._serialized_start=88
-  _globals['_DRAINREQUEST']._serialized_end=132
-  _globals['_UNDRAINREQUEST']._serialized_start=134
-  _globals['_UNDRAINREQUEST']._serialized_end=180
-  _globals['_STANDINREQUEST']._serialized_start=182
-  _globals['_STANDINREQUEST']._serialized_end=213
-  _globals['_FLIPREQUEST']._serialized_start=215
-  _globals['_FLIPREQUEST']._serialized_end=257
-  _globals['_GETTRACEREQUEST']._serialized_start=259
-  _globals['_GETTRACEREQUEST']._serialized_end=296
-  _globals['_TRACE']._serialized_start=299
-  _globals['_TRACE']._serialized_end=493
-  _globals['_FAILEDATTEMPT']._serialized_start=495
-  _globals['_FAILEDATTEMPT']._serialized_end=574
-  _globals['_ADMIN']._serialized_start=577
-  _globals['_ADMIN']._serialized_end=870
+  _globals['_DRAINREQUEST']._serialized_end=149
+  _globals['_UNDRAINREQUEST']._serialized_start=151
+  _globals['_UNDRAINREQUEST']._serialized_end=197
+  _globals['_STANDINREQUEST']._serialized_start=199
+  _globals['_STANDINREQUEST']._serialized_end=230
+  _globals['_FLIPREQUEST']._serialized_start=232
+  _globals['_FLIPREQUEST']._serialized_end=274
+  _globals['_GETTRACEREQUEST']._serialized_start=276
+  _globals['_GETTRACEREQUEST']._serialized_end=313
+  _globals['_TRACE']._serialized_start=316
+  _globals['_TRACE']._serialized_end=510
+  _globals['_FAILEDATTEMPT']._serialized_start=512
+  _globals['_FAILEDATTEMPT']._serialized_end=591
+  _globals['_ADMIN']._serialized_start=594
+  _globals['_ADMIN']._serialized_end=887
 # @@protoc_insertion_point(module_scope)

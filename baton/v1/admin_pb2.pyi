@@ -26,18 +26,24 @@ class DrainRequest(_message.Message):
 
     GROUP_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
+    RETURNS_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     leave: _builtins.bool
     """End the group's workers when they have nothing left to do, and give their places back."""
+    returns: _builtins.bool
+    """The caller brings this group or another one back in the end, as `baton reload` does. While the call lasts, no
+    request ends because all groups are drained.
+    """
     def __init__(
         self,
         *,
         group: _builtins.str = ...,
         leave: _builtins.bool = ...,
+        returns: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "leave", b"leave"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "leave", b"leave", "returns", b"returns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

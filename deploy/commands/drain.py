@@ -19,8 +19,8 @@ their ends, requests that come meanwhile go to other groups, or wait. Then the g
 they had of memory and of Ray is free. With --keep they stay up, idle. No restart of anything brings the group back, or
 gives it work: --undo does. `baton status` names the groups.
 
-Without a group left to generate, the cluster's health is NOT_SERVING, and requests fail after half a minute; without
-one left to prefill, generation groups prefill by themselves."""
+Without a group left to generate, the cluster's health is NOT_SERVING, and requests fail after half a minute, with the
+command that undoes the drain; without one left to prefill, generation groups prefill by themselves."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -70,9 +70,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def withdraw(stub: "AdminStub", group: str, *, keep: bool, timeout_s: float | None) -> None:
-    """Drain the group and show its progress; then it leaves, unless `keep` says that its workers stay. Raises
-    UnavailableError when that is not done within `timeout_s`, or the drain was undone meanwhile."""
+def withdraw(
+    stub: "AdminStub", group: str, *, keep: bool = False, returns: bool = False, timeout_s: float | None
+) -> None:
+    """Drain the group and show its progress; then it leaves, unless `keep` says that its workers stay. `returns`: the
+    caller brings this group or another one back afterwards. Raises UnavailableError when the group is not done within
+    `timeout_s`, or the drain was undone meanwhile."""
     from rich.console import Console
 
     from baton.cluster_state import group_state_from_proto
@@ -81,7 +84,7 @@ def withdraw(stub: "AdminStub", group: str, *, keep: bool, timeout_s: float | No
     from baton.v1 import admin_pb2
 
     state: GroupState | None = None
-    request = admin_pb2.DrainRequest(group=group, leave=not keep)
+    request = admin_pb2.DrainRequest(group=group, leave=not keep, returns=returns)
     try:
         with Console(stderr=True).status(f"draining {group}") as status, translate_rpc_errors():
             for message in stub.Drain(request, timeout=timeout_s):

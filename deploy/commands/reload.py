@@ -105,10 +105,10 @@ class _Rollout:
         if self._is_last_to_generate(name):
             self._stand_in = self._start_stand_in(name)
         self._is_withdrawn = True
-        withdraw(self._admin, name, keep=False, timeout_s=self._timeout_s)
+        withdraw(self._admin, name, returns=True, timeout_s=self._timeout_s)
         restore(self._admin, name, model=self._model, timeout_s=self._timeout_s)
         if self._stand_in:
-            withdraw(self._admin, self._stand_in, keep=False, timeout_s=self._timeout_s)
+            withdraw(self._admin, self._stand_in, timeout_s=self._timeout_s)
             self._stand_in = ""
 
     def advice(self, options: str, left: Sequence[str]) -> list[str]:

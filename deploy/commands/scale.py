@@ -80,7 +80,7 @@ class _Scaling:
         away = drained + [name for name in state.groups_away if name.startswith(f"{self._pool}-")]
         if len(working) > number:
             least = min(working, key=lambda group: (group.num_requests, -_number(group.name)))
-            withdraw(self._admin, least.name, keep=False, timeout_s=self._timeout_s)
+            withdraw(self._admin, least.name, returns=True, timeout_s=self._timeout_s)
             return f"{least.name} has left"
         if len(working) == number:
             return ""

@@ -43,7 +43,8 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
 
         The group stays drained if the call is given up.
         """
-        async with aclosing(self._overview.drain(request.group, leave=request.leave)) as states:
+        draining = self._overview.drain(request.group, leave=request.leave, returns=request.returns)
+        async with aclosing(draining) as states:
             async for state in states:
                 yield group_state_to_proto(state)
 

@@ -7,6 +7,7 @@ orchestrator makes no worker and ends none. Read by `orchestrator.placement` and
 import asyncio
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from typing import ClassVar, TypeVar
@@ -16,7 +17,16 @@ from baton.errors import NotFoundError, UnavailableError
 from orchestrator.membership.breakers import Breakers, BreakerState
 from orchestrator.membership.loads import Load, Loads
 from orchestrator.membership.prefill_book import Backlogs
-from orchestrator.membership.view import AbsentGroup, ClusterView, G, Group, Orders, PrefillGroup, role_of
+from orchestrator.membership.view import (
+    AbsentGroup,
+    ClusterView,
+    G,
+    GenerationGroup,
+    Group,
+    Orders,
+    PrefillGroup,
+    role_of,
+)
 
 T = TypeVar("T")
 
@@ -47,6 +57,8 @@ class Members:
         self.orders = Orders()
         """Orders in force; replaced as a whole, by `keep_orders`."""
         self._loads = Loads()
+        self._returning = Counter[str]()
+        """Numbers of orders under way that drain a group only for a time, by the group's name."""
         self._kept: Orders | None = None
         """Orders that the supervisor keeps for this orchestrator's next life; None without a supervisor."""
         self._changed = asyncio.Event()
@@ -235,6 +247,32 @@ class Members:
         """Return whether the group gets no new work because an operator has drained it, or because one of its workers
         is about to go to another group or to come back from there."""
         return group.name in self.orders.drained or any(map(self._moves, self.orders.borrowers(group.name).values()))
+
+    @contextlib.contextmanager
+    def returning(self, *names: str) -> Iterator[None]:
+        """Mark the groups, while the context lasts, as drained only for a time, by an order that is under way."""
+        self._returning.update(names)
+        try:
+            yield
+        finally:
+            self._returning -= Counter(names)  # names whose number is 0 are dropped
+            self._tell()
+
+    def withdrawn(self, could_serve: Callable[[GenerationGroup], bool]) -> tuple[str, ...]:
+        """Return the names, sorted, of the generation groups that could serve a request, if operators have drained them
+        all and no order that is under way brings one back; empty otherwise. Only groups with workers are asked whether
+        they could serve. A group that has lent all its workers could not, unless they are about to come back."""
+        orders = self.orders
+        if not orders.drained:
+            return ()
+        names = {name for name, role in self.roles.items() if role == "generate"}
+        names -= {group.name for group in self.present.generation if not could_serve(group)}
+        names -= {name for name in names if self._keeps_lent(name)}
+        is_withdrawn = names <= orders.drained - orders.surplus - self._returning.keys()
+        return tuple(sorted(names)) if is_withdrawn else ()
+
+    def _keeps_lent(self, name: str) -> bool:
+        return self.has_lent_all(name) and not self.orders.drained & {*self.orders.borrowers(name).values()}
 
     def has_lent_all(self, name: str) -> bool:
         """Return whether the group has no workers because other groups have borrowed them."""

@@ -95,15 +95,21 @@ class Overview:
         """Return whether a generation group can take requests and the workers' books are in order."""
         return not self._why_not_serving(self._census.groups())
 
-    def drain(self, name: str, *, leave: bool) -> AsyncGenerator[GroupState, None]:
-        """Keep new work from the group from now on, and yield its state, now and whenever it changes.
+    async def drain(self, name: str, *, leave: bool, returns: bool = False) -> AsyncGenerator[GroupState, None]:
+        """Keep new work from the group from now on, and yield its state, now and whenever it changes. `returns`: the
+        caller brings this group or another one back afterwards, so that requests wait for that.
 
         Ends when the group has no work left and the supervisor has recorded the drain; if the group is to `leave`, when
         its workers are gone after that, a borrowed one to its own group; and when the group is undrained. Raises
         NotFoundError for an unknown name, and UnavailableError where no supervisor ends workers and the group is to
         leave.
         """
-        return self._give_back(name) if leave and name in self._members.orders.lent else self._drain(name, leave=leave)
+        gives_back = leave and name in self._members.orders.lent
+        draining = self._give_back(name) if gives_back else self._drain(name, leave=leave)
+        with self._members.returning(*((name,) if returns else ())):
+            async with aclosing(draining) as states:
+                async for state in states:
+                    yield state
 
     async def _drain(self, name: str, *, leave: bool, is_brief: bool = False) -> AsyncGenerator[GroupState, None]:
         """Drain as `drain` says. A drain that `is_brief`, because another order follows, need not be recorded."""
@@ -194,9 +200,10 @@ class Overview:
         return self._unflip(borrowers[min(borrowers)] if borrowers else name)
 
     async def _lend(self, name: str) -> AsyncGenerator[GroupState, None]:
-        async with aclosing(self._spare(name, check=self._members.require_flippable)) as states:
-            async for state in states:
-                yield state
+        with self._members.returning(name):
+            async with aclosing(self._spare(name, check=self._members.require_flippable)) as states:
+                async for state in states:
+                    yield state
         made = self._members.lend(name)
         logger.info("group=%s borrows a worker of group=%s", made, name)
         try:
@@ -209,9 +216,10 @@ class Overview:
 
     async def _unflip(self, borrower: str) -> AsyncGenerator[GroupState, None]:
         lender = self._members.orders.lender(borrower)
-        async with aclosing(self._give_back(borrower, check=self._members.require_flippable)) as states:
-            async for state in states:
-                yield state
+        with self._members.returning(borrower):
+            async with aclosing(self._give_back(borrower, check=self._members.require_flippable)) as states:
+                async for state in states:
+                    yield state
         if lender not in self._members.orders.leaving:
             yield await self._until_there(lender)
 

@@ -13,13 +13,22 @@ from functools import partial
 from typing import TypeVar
 
 from baton.clock import Clock
+from baton.errors import DrainedError
 from baton.prefix_blocks import PromptBlocks
 from baton.results.prefill_trace import Placement, PlacementTerms
 from orchestrator.membership.members import Members, NoGroupError
 from orchestrator.membership.view import GenerationGroup
 from orchestrator.placement.block_fetches import BlockFetch, BlockSources
 from orchestrator.placement.chain_width import WidthPolicy
-from orchestrator.placement.comparison import ChainWay, LocalWay, able_groups, cheapest_group, compare, groups_with_room
+from orchestrator.placement.comparison import (
+    ChainWay,
+    LocalWay,
+    able_groups,
+    cheapest_group,
+    compare,
+    could_serve,
+    groups_with_room,
+)
 from orchestrator.placement.generation_book import Occupancy
 from orchestrator.placement.predictions import Outlook, Prompt, Prospects
 from orchestrator.placement.prefix_index import PrefixIndex
@@ -196,23 +205,36 @@ class Chooser:
         self, record: RequestRecord, look: Callable[[], Prospects], avoid: Collection[Hashable]
     ) -> tuple[GenerationGroup, Prospects]:
         """Return the group with room where the request costs least, and the predictions by which it was chosen. Waits
-        for one if need be; where there is no group at all, for as long as one is being started."""
+        for one if need be; where there is no group at all, for as long as one is being started. Raises DrainedError
+        once operators have held all groups for a whole wait."""
+        is_withdrawn = True  # whether operators have held all groups since this wait began: `choose` sees each change
 
         def choose(avoid: Collection[Hashable]) -> tuple[GenerationGroup, Prospects] | None:
+            nonlocal is_withdrawn
+            is_withdrawn = is_withdrawn and bool(self._withdrawn(record))
             prospects = look()
             group = self._choose_generation(record, prospects, avoid)
             return None if group is None else (group, prospects)
 
-        found = await self._find(choose, avoid, self._config.generation_wait_s)
-        while found is None and not self._members.present.generation and self._members.is_coming("generate"):
-            found = await self._find(choose, (), self._config.generation_wait_s)
-        if found is None:
-            kind = "exact generation group" if record.request.exact else "generation group"
-            raise NoGroupError(
-                f"no {kind} had a free slot of {record.request.capacity_tokens} tokens within "
-                f"{self._config.generation_wait_s:g} s: see the workers' state, or try again later"
-            )
+        wait_s = self._config.generation_wait_s
+        while (found := await self._find(choose, avoid, wait_s)) is None:
+            names = self._withdrawn(record)
+            if names and is_withdrawn:
+                raise DrainedError(
+                    f"every generation group that could serve the request is drained: `baton drain {names[0]} --undo` "
+                    "lets one have work again"
+                )
+            if not names and (self._members.present.generation or not self._members.is_coming("generate")):
+                kind = "exact generation group" if record.request.exact else "generation group"
+                raise NoGroupError(
+                    f"no {kind} had a free slot of {record.request.capacity_tokens} tokens within {wait_s:g} s: see "
+                    "the workers' state, or try again later"
+                )
+            is_withdrawn, avoid = True, ()
         return found
+
+    def _withdrawn(self, record: RequestRecord) -> tuple[str, ...]:
+        return self._members.withdrawn(partial(could_serve, record=record))
 
     async def _decide(
         self, generation: GenerationGroup, record: RequestRecord, prospects: Prospects, look: Callable[[], Prospects]

@@ -46,13 +46,14 @@ class LocalWay:
 def able_groups(view: ClusterView, record: RequestRecord, avoid: Collection[Hashable] = ()) -> list[GenerationGroup]:
     """Return the ready generation groups, except lives in `avoid`, that may and whose slots can serve the request."""
     return [
-        group
-        for group in view.generation
-        if group.ready
-        and group.life not in avoid
-        and group.may_serve(exact=record.request.exact)
-        and group.max_slot_tokens >= record.request.capacity_tokens
+        group for group in view.generation if group.ready and group.life not in avoid and could_serve(group, record)
     ]
+
+
+def could_serve(group: GenerationGroup, record: RequestRecord) -> bool:
+    """Return whether the group may serve the request once it is ready, and its slots are large enough."""
+    is_allowed = group.may_serve(exact=record.request.exact)
+    return is_allowed and group.max_slot_tokens >= record.request.capacity_tokens
 
 
 def groups_with_room(groups: Iterable[GenerationGroup], load_of: LoadOf, num_slots: int) -> list[GenerationGroup]:

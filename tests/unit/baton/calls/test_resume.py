@@ -1,5 +1,6 @@
 """When a stream asks again, for what, and after how long; by a clock that the test moves."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from baton.calls.resume import DEADLINE_GRACE_S, Reconnect, Server, StreamState
 from baton.errors import (
     BatonError,
     DeadlineExceededError,
+    DrainedError,
     RequestCancelledError,
     ResourceExhaustedError,
     UnavailableError,
@@ -84,6 +86,13 @@ def test_attempts_to_resume_are_bounded() -> None:
     delays = [state.call_failed(LOST) for _ in range(4)]
     assert None not in delays[:3] and delays[3] is None
     assert state.output().num_resumes == 3
+
+
+@pytest.mark.parametrize("state_of", [state_at, started_at])
+def test_a_request_that_drained_groups_end_is_not_sent_again(state_of: Callable[[ManualClock], StreamState]) -> None:
+    state = state_of(ManualClock())
+    assert state.call_failed(DrainedError("undo the drain")) is None
+    assert isinstance(failure := failure_of(state), DrainedError) and str(failure) == "undo the drain"
 
 
 def test_full_server_is_left_alone_as_long_as_it_asks() -> None:

@@ -100,6 +100,42 @@ def test_a_chain_does_not_wait_for_a_worker_that_fails_in_its_new_role() -> None
     assert names(members) == ["prefill-0", "generate-0", "generate-1"]
 
 
+BOTH = frozenset({"generate-0", "generate-1"})
+ONE = ClusterView((CHAIN,), (ENGINE,), (AbsentGroup("generate-1", "generate"),))
+LENT_WHOLE = Orders(stand_ins=frozenset({"prefill-1"}), lent={"prefill-1": "generate-1"})
+
+
+@pytest.mark.parametrize(
+    ("view", "orders", "withdrawn"),
+    [
+        (WHOLE, Orders(BOTH), sorted(BOTH)),
+        (WHOLE, Orders(frozenset({"generate-0"})), []),
+        (ONE, Orders(BOTH, leaving=frozenset({"generate-1"})), sorted(BOTH)),
+        (replace(ONE, absent=(AbsentGroup("generate-1", "generate", starts=True),)), Orders(BOTH - {"generate-1"}), []),
+        (WHOLE, Orders(BOTH, surplus=frozenset({"generate-1"})), []),
+        (WHOLE, Orders(BOTH, stand_ins=frozenset({"generate-2"})), []),
+        (ONE, replace(LENT_WHOLE, drained=frozenset({"generate-0"})), ["generate-0"]),
+        (ONE, replace(LENT_WHOLE, drained=frozenset({"generate-0", "prefill-1"})), []),
+    ],
+    ids=["all", "not all", "one has left", "one starts", "autoscaler", "stand-in", "lent", "lent, and comes back"],
+)
+def test_all_groups_are_withdrawn_if_operators_alone_can_bring_one_back(
+    view: ClusterView, orders: Orders, withdrawn: list[str]
+) -> None:
+    assert [*members_of(view, orders).withdrawn(lambda group: True)] == withdrawn
+
+
+def test_groups_that_return_or_could_not_serve_do_not_count_as_withdrawn() -> None:
+    members = members_of(WHOLE, Orders(BOTH))
+    with members.returning("generate-0"):
+        with members.returning("generate-0"):
+            assert members.withdrawn(lambda group: True) == ()
+        assert members.withdrawn(lambda group: True) == ()
+        assert members.withdrawn(lambda group: group.name == "generate-1") == ("generate-1",)
+    assert members.withdrawn(lambda group: False) == ()
+    assert members.withdrawn(lambda group: True) == ("generate-0", "generate-1")
+
+
 def test_what_cannot_be_flipped_is_refused_with_the_remedy() -> None:
     members = members_of(replace(WHOLE, generation=(ENGINE, replace(OTHER, ready=False))))
     with pytest.raises(NotFoundError, match="there is no group generate-7: name one of generate-0, generate-1"):
