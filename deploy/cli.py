@@ -1,8 +1,9 @@
-"""The `baton` command line. A BatonError ends the process with status 1 or 2 and one line: what, where, remedy."""
+"""The `baton` command line. A BatonError, and a package that cannot be imported, end the process with status 1 or 2 and
+one line: what, where, remedy."""
 
 import argparse
-import importlib.util
 import sys
+import traceback
 
 from baton import __version__
 from baton.errors import BatonError, ConfigError, InvalidArgumentError
@@ -59,13 +60,18 @@ def main(argv: list[str] | None = None) -> int:
     except BatonError as error:
         print(f"baton: {error}", file=sys.stderr)
         return 2 if isinstance(error, InvalidArgumentError | ConfigError) else 1
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if not package or importlib.util.find_spec(package) is not None:
-            raise
-        print(f"baton: {package} is not installed: run `pip install 'baton-serve[serve]'`", file=sys.stderr)
-        return 2
+    except ImportError as error:
+        print(f"baton: {_failed_import(error)}", file=sys.stderr)
+        return 1
     return status
+
+
+def _failed_import(error: ImportError) -> str:
+    """Return a line that names the package. An error without a name is that of the module that raised it."""
+    *_, (raising, _) = traceback.walk_tb(error.__traceback__)
+    package = error.name or str(raising.f_globals["__name__"]).partition(".")[0]
+    reason = str(error).strip().partition("\n")[0]
+    return f"package {package} cannot be imported ({reason}): run `pip install 'baton-serve[serve]'`"
 
 
 if __name__ == "__main__":

@@ -272,22 +272,20 @@ class _RayGoneError(UnavailableError):
 
 @contextlib.contextmanager
 def _ray(config: ClusterConfig) -> Iterator[tuple[ClusterRecord, ClusterSecret]]:
-    """Connect to Ray, record the cluster and make its secrets. At the end remove all of them, and a Ray that was
-    started here; they are left for `baton stop` when a Ray that was joined is gone."""
+    """Connect to Ray, record the cluster and make its secrets. At the end, or when that fails, remove all of them, and
+    a Ray that was started here; they are left for `baton stop` when a Ray that was joined is gone."""
     folder = "" if config.ray.address else tempfile.mkdtemp(prefix="baton-ray-")
     pid = os.getpid()
     record = ClusterRecord(config.name, pid, process_start(pid), config.ray.address, folder)
-    record.save()  # saved before there is anything to end
     is_over = True
     try:
+        record.save()  # saved before there is anything to end
         secret = ClusterSecret.new()
         token = keep_secrets(record_path(config.name), secret)
         if folder:
             prepare_to_start(token, config.worker_host or LOOPBACK)
         else:
             prepare_to_join(config.ray.address)
-        import ray
-
         _report("starting Ray" if folder else f"joining Ray at {config.ray.address}")
         record = ClusterRecord(config.name, pid, record.launcher_started, _connect(config, folder), folder)
         record.save()
@@ -297,9 +295,8 @@ def _ray(config: ClusterConfig) -> Iterator[tuple[ClusterRecord, ClusterSecret]]
         is_over = bool(folder)
         raise
     finally:
-        import ray
-
-        ray.shutdown()
+        if (imported := sys.modules.get("ray")) is not None:  # a Ray that cannot be imported has nothing to end
+            imported.shutdown()
         if folder:
             kill_ray(folder)  # shutdown only leaves a Ray that `ray.init` has not started
         if is_over:

@@ -1,0 +1,55 @@
+"""`baton serve` that fails before its Ray is up: one line says why, and nothing is left."""
+
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
+
+import pytest
+from ray._private import services
+
+from baton.errors import UnavailableError
+from deploy.commands import serve
+from deploy.config.file import load_config
+from tests.support.clusters.on_ray.ray_clusters import run_baton
+from tests.support.models.letter_models import write_letter_model
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("import package_of_ray", "package package_of_ray cannot be imported (No module named 'package_of_ray'): "),
+        ("raise ImportError('too old\\nby far')", "package ray cannot be imported (too old): "),
+    ],
+)
+def test_a_ray_that_cannot_be_imported_is_named_in_one_line_and_leaves_nothing(
+    text: str, line: str, tmp_path: Path
+) -> None:
+    package, cache, model, temporary = (tmp_path / each for each in ("first/ray", "cache", "model", "temporary"))
+    for folder in (package, cache, model, temporary):
+        folder.mkdir(parents=True)
+    (package / "__init__.py").write_text(text)
+    write_letter_model(model)
+    environment = {"PYTHONPATH": str(package.parent), "TMPDIR": str(temporary)}
+    settings = ("--set", f"model.name={model}", "--set", "http.port=-1")
+    ended = run_baton(cache, "serve", *settings, environment=environment)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.splitlines()[-1].startswith(f"baton: {line}"), ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not [*(cache / "baton" / "clusters").iterdir()] and not [*temporary.iterdir()]
+
+
+def test_a_ray_whose_binary_cannot_be_started_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "GCS_SERVER_EXECUTABLE", "/absent/gcs_server")
+    with TemporaryDirectory(prefix="baton-") as temporary:  # short: sockets lie below it
+        monkeypatch.setattr("tempfile.tempdir", temporary)
+        with (
+            patch.dict(os.environ),
+            pytest.raises(UnavailableError, match="^Ray on this machine cannot be reached: .*/absent/gcs_server"),
+            serve._ray(load_config(None)),
+        ):
+            pass
+        assert not [*Path(temporary).iterdir()]
+    assert not [*(cache / "baton" / "clusters").iterdir()]
