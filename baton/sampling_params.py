@@ -71,7 +71,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Strings that end the stream. At most 16, each of 1 to 1,024 characters."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the stream, besides the model's end-of-sequence tokens. At most 1,024, each named once."""
+    """Token ids that end the stream, besides the model's end-of-sequence tokens. At most 1,024; each is kept once."""
     include_stop_str_in_output: bool = False
     """True: the text ends with the stop string, or the text of the stop token, that ended the stream."""
     ignore_eos: bool = False
@@ -121,9 +121,7 @@ class SamplingParams:
                 )
         for token_id in self.stop_token_ids:
             _require(token_id >= 0, "stop_token_ids", token_id, "use token ids")
-        if len(set(self.stop_token_ids)) < len(self.stop_token_ids):
-            twice = next(each for each in self.stop_token_ids if self.stop_token_ids.count(each) > 1)
-            raise InvalidArgumentError(f"sampling.stop_token_ids holds {twice} more than once: name each token id once")
+        object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(self.stop_token_ids)))
 
     def _check_structured(self) -> None:
         for name in ("ignore_eos", "min_tokens"):

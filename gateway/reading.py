@@ -198,8 +198,6 @@ def _sampling(body: SamplingBody) -> SamplingOptions:
     """Return the sampling options of a body. OpenAI's temperature is 1 unless given."""
     given = {name: getattr(body, name) for name in _OPTIONS if getattr(body, name) is not None}
     options = cast(SamplingOptions, {"temperature": 1.0} | given)
-    if body.stop_token_ids is not None:
-        options["stop_token_ids"] = list(dict.fromkeys(body.stop_token_ids))  # each may be named several times
     if body.seed is not None:
         options["seed"] = body.seed % 2**64
     if body.top_k is not None:

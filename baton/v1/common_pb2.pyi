@@ -132,7 +132,7 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """At most 1,024, each named once."""
+        """At most 1,024; each counts once."""
 
     @_builtins.property
     def structured_output(self) -> Global___StructuredOutput:

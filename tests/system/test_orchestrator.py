@@ -309,6 +309,11 @@ async def test_a_bad_request_is_refused_by_name_and_limit(
     assert len((await running.ask(running.request(prompt(5), GREEDY))).token_ids) == 12
 
 
+async def test_a_stop_token_id_may_be_named_again(running: BareCluster) -> None:
+    (first, *_) = reference_ids(running.decoder, (1, 2), GREEDY)
+    assert (await running.ask(asking(stop_token_ids=[first, first]))).token_ids == [first]
+
+
 async def test_a_message_of_17_mib_is_refused(running: BareCluster) -> None:
     with pytest.raises(BatonError, match="17825.* vs. 16777216"):
         await running.ask(pb.GenerateRequest(prompt=b"a" * (17 * 2**20)))

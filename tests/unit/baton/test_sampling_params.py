@@ -35,7 +35,6 @@ from baton.sampling_params import SamplingParams
         ("stop", ("x", "x" * 1025)),
         ("stop", ("x",) * 17),
         ("stop_token_ids", (-1,)),
-        ("stop_token_ids", (7, 8, 7)),
         ("stop_token_ids", tuple(range(1025))),
         ("logit_bias", dict.fromkeys(range(1025), 1.0)),
         ("logprobs", 21),
@@ -46,6 +45,10 @@ from baton.sampling_params import SamplingParams
 def test_out_of_limits_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=rf"sampling\.{field}\b"):
         SamplingParams(**{field: value})
+
+
+def test_a_stop_token_id_that_is_named_again_is_kept_once() -> None:
+    assert SamplingParams(stop_token_ids=(8, 7, 8)) == SamplingParams(stop_token_ids=(8, 7))
 
 
 def test_limits_themselves_are_allowed() -> None:
