@@ -1,14 +1,18 @@
 """Says whether a machine has what tests and benchmarks for GPUs need, or what became of them. cuda_measure.sh calls it.
 
-`python tools/cuda_machine.py DEVICE` prints what is missing and returns 1, or prints the machine. With `NAME=STATUS`,
-the exit statuses of what was run, it prints machine and statuses as one JSON object.
+`python tools/cuda_machine.py DEVICE WHEELS PART ...` prints what is missing for these parts and returns 1, or prints
+the machine. WHEELS is the folder of wheels that the part `serve` installs. `python tools/cuda_machine.py DEVICE
+NAME=STATUS ...`, with the exit statuses of what was run, prints machine and statuses as one JSON object.
 """
 
 import importlib.util
 import json
 import platform
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from zipfile import ZipFile
 
 PYTHONS = ((3, 11), (3, 12))
 LEAST_TORCH = (2, 11)
@@ -16,17 +20,40 @@ MODULES = (
     *("torch", "triton", "numpy", "pytest", "hypothesis", "safetensors", "xxhash", "tokenizers", "transformers"),
     *("jinja2", "sortedcontainers", "pydantic", "rich", "llguidance"),
 )
+SERVER_MODULES = (
+    *("grpc", "grpc_health", "grpc_reflection", "google.protobuf", "google.rpc", "opentelemetry.sdk", "wrapt"),
+    *("prometheus_client", "pythonjsonlogger", "fastapi", "uvicorn", "httptools", "gguf", "jsonschema", "referencing"),
+    *(
+        "jsonschema_specifications",
+        "rpds",
+        "attrs",
+        "msgpack",
+        "yaml",
+        "filelock",
+        "requests",
+        "urllib3",
+        "certifi",
+        "idna",
+    ),
+    *("charset_normalizer", "click", "packaging", "annotated_types"),
+)
+"""Modules that `baton serve` and Ray import, besides MODULES and Ray."""
+RAY_EXECUTABLE = "ray/core/src/ray/gcs/gcs_server"
+"""A file in Ray's wheel that Ray starts."""
 _VERSIONS = ("torch", "triton", "numpy", "transformers", "grpcio")
 
 
-def missing(device: str) -> list[str]:
-    """Return what the machine lacks, one line each."""
+def missing(device: str, parts: Sequence[str], wheels: Path) -> list[str]:
+    """Return what the machine lacks for these parts, one line each. `wheels`: folder of the wheels that the part serve
+    installs; it need not exist."""
     found = []
     if sys.version_info[:2] not in PYTHONS:
         found.append(f"Python {platform.python_version()}: use 3.11 or 3.12, by PYTHON=...")
-    lacking = [name for name in MODULES if importlib.util.find_spec(name) is None]
+    lacking = _absent(MODULES)
     if lacking:
         found.append(f"the packages {', '.join(lacking)}: carry their wheels and name the folder, by WHEELS=...")
+    if "serve" in parts and (why := _no_server(wheels)):
+        found.append(f"for the part serve, {why}: gather wheels with tools/cuda_wheels.py")
     if "torch" in lacking:
         return found
     import torch
@@ -37,6 +64,35 @@ def missing(device: str) -> list[str]:
     if device == "cuda" and not torch.cuda.is_available():
         found.append("a GPU that torch sees: see nvidia-smi, or use DEVICE=emulated")
     return found
+
+
+def _absent(modules: Sequence[str]) -> list[str]:
+    return [name for name in modules if not _is_installed(name)]
+
+
+def _is_installed(module: str) -> bool:
+    """Return whether a module can be found. The package that a nested one lies in is imported."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _no_server(wheels: Path) -> str:
+    """Return what a server lacks; empty where it lacks nothing."""
+    lacking = _absent(SERVER_MODULES)
+    wheel = next(wheels.glob("ray-*.whl"), None)
+    if wheel is None:
+        lacking = [*_absent(["ray"]), *lacking]
+    elif not _is_executable(wheel, RAY_EXECUTABLE):
+        return f"{wheel.name} with executable files"
+    return f"the packages {', '.join(lacking)}" if lacking else ""
+
+
+def _is_executable(wheel: Path, name: str) -> bool:
+    """Return whether a file of a wheel is executable once pip has installed it."""
+    with ZipFile(wheel) as archive:
+        return bool(archive.getinfo(name).external_attr >> 16 & 0o111)
 
 
 def describe(device: str) -> dict[str, object]:
@@ -57,21 +113,19 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def main(device: str, *statuses: str) -> int:
+def main(device: str, *rest: str) -> int:
     """Print what is missing, or the machine, or what became of runs; return the exit status."""
-    if statuses:
-        print(json.dumps(describe(device) | {name: int(status) for name, _, status in map(_parted, statuses)}))
+    if all("=" in each for each in rest):
+        statuses = (each.partition("=") for each in rest)
+        print(json.dumps(describe(device) | {name: int(status) for name, _, status in statuses}))
         return 0
-    lacks = missing(device)
+    wheels, *parts = rest
+    lacks = missing(device, parts, Path(wheels))
     for line in lacks:
         print(f"cuda_measure: missing: {line}", file=sys.stderr)
     if not lacks:
         print(json.dumps(describe(device)))
     return 1 if lacks else 0
-
-
-def _parted(status: str) -> tuple[str, str, str]:
-    return status.partition("=")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,10 @@
 # OUT      folder of what is left: tests.json, PART.json, PART.log, steps-*.jsonl, trace-*.json.gz and summary.json
 #          (default: ./cuda_results)
 # PYTHON   interpreter with torch, Triton and pytest (default: python3)
-# WHEELS   folder of wheels that the interpreter lacks, which are unpacked, not installed (default: .whl)
+# WHEELS   folder of wheels that the interpreter lacks, which are unpacked, not installed (default: .whl). Where the
+#          interpreter has torch, Triton and transformers, those of `python tools/cuda_wheels.py .whl`, run on a machine
+#          with pip and a package registry, are what else is needed: 57 MiB, Ray among them. Do not pack Ray's wheel
+#          with `python -m zipfile`, which forgets that its files are executable
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -33,7 +36,7 @@ done
 export PYTHONPATH="$PWD:$SITE" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 BATON_TEST_DEVICE=$DEVICE COLUMNS=160
 export BATON_TEST_JSON=$OUT/tests.json
 
-"$PYTHON" tools/cuda_machine.py "$DEVICE" || exit 1
+"$PYTHON" tools/cuda_machine.py "$DEVICE" "$WHEELS" "${PARTS[@]}" || exit 1
 
 workers=() options=(--device "$DEVICE" --json)
 if [ "$DEVICE" = cuda ]; then
