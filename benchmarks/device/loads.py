@@ -79,6 +79,7 @@ def measure(
 
 
 def _load_times(case: dict[str, object], served: Served, shape: Shape, rates: Rates) -> Iterator[Measured]:
+    """Yield a load's times. Those of whole steps are of the ones in which all users' rows decode, if there were any."""
     load, least_s = served.load, partial(_least_s, shape=shape, rates=rates)
     prompt_ms = 1e3 * shape.prefill_flops(load.prompt_tokens) / rates.product
     yield Measured(case, "load_ms", 1e3 * served.took_s, "floor", 1e3 * sum(map(least_s, served.steps)))
@@ -90,12 +91,12 @@ def _load_times(case: dict[str, object], served: Served, shape: Shape, rates: Ra
         if gap_s:
             yield Measured(case, f"gap_p{name}_ms", 1e3 * _at(gap_s, share), "largest gap", 1e3 * gap_s[-1])
     whole = [step for step in served.steps if step.device_s]
-    full = [step for step in whole if step.num_rows == load.users]
+    full = [step for step in whole if step.num_rows == load.users] or whole
     launched = [step for step in served.steps if not step.device_s]
-    for name, steps in {"whole": full, "launched": launched}.items():
+    for name, all_steps, steps in (("whole", whole, full), ("launched", launched, launched)):
         if not steps:
             continue
-        part = {**case, "steps": name, "share": round(len(steps) / len(served.steps), 2)}
+        part = {**case, "steps": name, "share": round(len(all_steps) / len(served.steps), 2)}
         took_ms = _median_ms(step.took_s for step in steps)
         yield Measured(part, "step_ms", took_ms, "floor", _median_ms(map(least_s, steps)))
         yield Measured(part, "step_ms", took_ms, "on device", _median_ms(step.device_s for step in steps))
