@@ -61,7 +61,8 @@ async def test_a_client_needs_nothing_else(packages: Path) -> None:
 async def test_a_command_that_needs_more_names_the_extra(packages: Path) -> None:
     status, out, err = await run(COMMAND, packages, "serve")
     assert (status, out) == (1, ""), err
-    assert re.fullmatch(r"baton: package \w+ cannot be imported \(.*\): run `pip install 'baton-serve\[serve\]'`\n", err)
+    line = r"baton: package \w+ cannot be imported \(.*\): run `pip install 'baton-serve\[serve\]'`\n"
+    assert re.fullmatch(line, err)
     status, out, _ = await run(COMMAND, packages, "--help")
     assert status == 0 and "baton [-h]" in out
 
