@@ -23,7 +23,7 @@ from baton.structured_output import StructuredOption, StructuredOutput, structur
 
 _ABOVE_ZERO = math.ulp(0.0)
 _RANGES = (
-    ("max_tokens", 1, math.inf, "use at least 1"),
+    ("max_tokens", 0, math.inf, "use at least 1"),
     ("min_tokens", 0, math.inf, "use 0 or more"),
     ("temperature", 0, 100, "use 0 (greedy) to 100"),
     ("top_k", 0, math.inf, "use 0 (all tokens) or more"),
@@ -46,7 +46,7 @@ class SamplingParams:
     """How one request's tokens are chosen and when its stream ends. Raises InvalidArgumentError on a bad field."""
 
     max_tokens: int = 256
-    """Output tokens, at most (>= 1)."""
+    """Output tokens, at most (>= 1); with `prompt_logprobs` 0 as well: the logprobs of the prompt alone, no output."""
     min_tokens: int = 0
     """Output tokens before which neither an end-of-sequence token nor a stop token id may be sampled, and in whose text
     no stop string ends the stream."""
@@ -96,6 +96,8 @@ class SamplingParams:
             value = getattr(self, name)
             is_off = value is None and name.endswith(("logprobs", "drafts"))
             _require(is_off or least <= value <= most, name, value, remedy)
+        has_purpose = self.max_tokens > 0 or self.prompt_logprobs is not None
+        _require(has_purpose, "max_tokens", self.max_tokens, "use at least 1; 0 needs the prompt's logprobs")
         limit = f"sampling.max_tokens is {self.max_tokens}"
         _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, limit)
         for token_id, bias in self.logit_bias.items():

@@ -56,8 +56,6 @@ class Asked:
     """How many most likely tokens are reported with each token; None: no logprobs."""
     output: OutputRules = PLAIN
     """How the output is read."""
-    has_output: bool = True
-    """False: the answer is the prompt alone, and the one token that the server makes is left out."""
 
 
 class Reader:
@@ -80,12 +78,9 @@ class Reader:
         options = _sampling(body) | SamplingOptions(logprobs=body.logprobs)
         if body.max_tokens is not None:
             options["max_tokens"] = body.max_tokens
-        if body.echo and body.logprobs is not None:
-            options["prompt_logprobs"] = body.logprobs
-        has_output = not (body.echo and body.max_tokens == 0)
-        if not has_output:
-            options["max_tokens"] = 1
-        return replace(self._asked(body, prompts, options, body.logprobs), has_output=has_output)
+        if body.echo and (body.logprobs is not None or body.max_tokens == 0):
+            options["prompt_logprobs"] = body.logprobs or 0
+        return self._asked(body, prompts, options, body.logprobs)
 
     def chat(self, body: ChatBody) -> Asked:
         """Return what a chat asks for. Raises InvalidArgumentError for what is not supported, or wrong, and

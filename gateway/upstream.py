@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
-from dataclasses import replace
 from typing import Self
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -16,7 +15,7 @@ from baton.limits import MAX_PENDING_EVENTS, MAX_REQUEST_ID_CHARS
 from baton.results.completion import Completion, ModelInfo, Usage
 from baton.results.request_list import RequestList
 from baton.status import translate_rpc_errors
-from baton.types import FinishReason, TokenEvent
+from baton.types import TokenEvent
 from gateway.reading import Asked
 from transport.channel import make_channel
 
@@ -101,7 +100,7 @@ class Upstream:
                     **options,
                 )
                 streams.append(await stack.enter_async_context(stream))
-            yield (Answers if asked.has_output else PromptAnswers)(streams, self)
+            yield Answers(streams, self)
 
 
 class Answers:
@@ -158,32 +157,6 @@ class Answers:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class PromptAnswers(Answers):
-    """The streams of prompts that have no output: the token that the server makes for each choice is left out."""
-
-    @property
-    def usages(self) -> list[Usage]:
-        """Usage of each prompt whose stream has ended."""
-        return [replace(each, num_output_tokens=0) for each in super().usages]
-
-    async def collect(self) -> list[Completion]:
-        """Wait for the end of all streams and return their prompts. Raises the first error."""
-        return [_without_output(each) for each in await super().collect()]
-
-    async def events(self) -> AsyncGenerator[tuple[int, TokenEvent], None]:
-        """Yield the events of all streams as they come, each with the number of its prompt. Raises the first error."""
-        async with aclosing(super().events()) as events:
-            async for prompt, event in events:
-                finish = None if event.finish is None else FinishReason.LENGTH
-                yield prompt, replace(event, token=None, text="", finish=finish)
-
-
-def _without_output(found: Completion) -> Completion:
-    choices = tuple(replace(each, text="", tokens=(), finish=FinishReason.LENGTH) for each in found.choices)
-    usage = None if found.usage is None else replace(found.usage, num_output_tokens=0)
-    return replace(found, choices=choices, usage=usage)
 
 
 def _numbered(request_id: str, number: int) -> str:

@@ -143,6 +143,7 @@ class Controller:
         if self._closing:
             raise UnavailableError(_CLOSING)
         self._check_choices(request.num_slots)
+        request = request.with_a_token()
         request = replace(request, exact=self._check_exact(request.exact), prefix_salt=self._salt(request))
         record = RequestRecord.of(request, self._clock.unix_ns())
         started = Started(request.request_id, len(request.prompt_ids), request.params.seed, request.exact)
@@ -192,6 +193,8 @@ class Controller:
         echo = run.record.request.echo
         if event.token is not None:
             run.record.see_token(self._clock.now_s())
+            if not run.record.request.has_output:
+                event = replace(event, token=None, text="", finish=FinishReason.LENGTH)
             if echo and event.index == 0:
                 event = replace(event, text=echo + event.text)
         run.outbox.put(event)

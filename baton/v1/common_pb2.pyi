@@ -89,6 +89,7 @@ class SamplingParams(_message.Message):
     STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
+    """At least 1; with `prompt_logprobs` 0 as well: the prompt's logprobs alone, without output."""
     min_tokens: _builtins.int
     """Output tokens before which no end-of-sequence token and no stop token id is sampled, and in whose text no stop
     string ends the stream.

@@ -312,7 +312,8 @@ class RequestRecord:
         """Return the tokens and attempts that the request has taken so far."""
         num_prompt = len(self.request.prompt_ids)
         num_cached = min(self.attempt.num_cached_tokens, num_prompt)
-        return Usage(num_prompt, self.num_output_tokens, self.attempt.number, num_cached)
+        num_output = self.num_output_tokens if self.request.has_output else 0
+        return Usage(num_prompt, num_output, self.attempt.number, num_cached)
 
     def timings(self, finished_ns: int = 0) -> Timings:
         """Return the times of the last attempt so far; `finished_ns` is the instant of the request's end, 0 before."""

@@ -28,6 +28,8 @@ class Request:
     """Time at which the request ends by itself, on the controller's Clock.now_s(); None for no deadline."""
     echo: str = ""
     """Text with which the text of each choice begins."""
+    has_output: bool = True
+    """False: the client wants the prompt's logprobs alone, and does not get the one token that a group makes."""
     priority: Priority = Priority.STANDARD
     tenant: Tenant = DEFAULT_TENANT
     """The tenant that sent the request."""
@@ -65,6 +67,12 @@ class Request:
     def capacity_tokens(self) -> int:
         """Return the number of tokens that each of the request's slots must hold at its end."""
         return len(self.prompt_ids) + self.params.max_tokens
+
+    def with_a_token(self) -> "Request":
+        """Return the request as a group can serve it: one without output makes a token, which is left out."""
+        if self.params.max_tokens:
+            return self
+        return replace(self, params=replace(self.params, max_tokens=1), has_output=False)
 
     def of_choice(self, index: int, params: SamplingParams) -> "Request":
         """Return the request for one of several choices alone, with that choice's own parameters."""

@@ -155,3 +155,13 @@ async def test_prompt_logprobs_come_with_the_first_token(running: BareCluster, c
     assert all(len(token.top) == 2 for token in output.prompt[1:])
     assert [rank.engine.status().num_jobs_done for rank in running.ranks] == [0, 0]
     assert (await running.state()).num_degraded == 0
+
+
+async def test_a_prompt_is_scored_without_output(client: AsyncClient) -> None:
+    params = SamplingParams(max_tokens=0, prompt_logprobs=2, logprobs=1, n=2)
+    found = await client.generate(token_ids=prompt(20), params=params, echo=True).collect()
+    scored = await client.generate(token_ids=prompt(20), params=replace(params, max_tokens=1), echo=True).collect()
+    assert found.prompt == scored.prompt and len(found.prompt) == 20
+    for choice in found.choices:
+        assert (choice.text, choice.tokens, choice.finish) == (text_of(prompt(20)), (), FinishReason.LENGTH)
+    assert found.usage is not None and found.usage.num_output_tokens == 0
