@@ -12,6 +12,9 @@ does:
     idle    the limit: max(floor, 4 x the expected turn). A prediction that is ten times too short costs nothing here.
     in all  30 times as long: an endless loop works too, and no turn is 30 times slower than four times expected.
 
+A thread that stands still between two turns has no turn to time: an engine that knows of work then says so as it looks,
+and the watch times how long that work waits.
+
 A thread whose child process runs is not idle either: a first turn may compile kernels, and wait for the compiler.
 
 Between two looks at most two periods count: a watch that was not scheduled itself cannot blame the engine.
@@ -81,7 +84,7 @@ class TurnWatch:
         """The latest turn that has begun, and the latest that has ended: name and expected seconds."""
         self._looking = threading.Lock()
         self._seen, self._was_busy = self._begun, False
-        """The latest turn at the last look, and whether it was under way."""
+        """The latest turn at the last look, and whether it was under way, or work waited for the next."""
         self._idle_s = self._total_s = self._looked_s = self._used_s = 0.0
 
     @classmethod
@@ -98,18 +101,24 @@ class TurnWatch:
         self._ended = self._begun
         self.stall = ""
 
-    def look(self) -> bool:
+    def look(self, has_work: bool = False) -> bool:
         """Update `stall`, and return whether the engine has worked since the last look, as far as is known. A turn is
-        timed from the first look at it. To be called every `period_s` seconds, or more often."""
+        timed from the first look at it; so is the time in which `has_work` and no turn is under way. To be called every
+        `period_s` seconds, or more often."""
         with self._looking:
             turn, was_busy = self._begun, self._was_busy
-            is_new, is_busy = turn is not self._seen, turn is not self._ended
+            in_turn = turn is not self._ended
+            is_busy = in_turn or has_work
+            is_new = turn is not self._seen or (is_busy and not was_busy)
             self._seen, self._was_busy = turn, is_busy
-            self.stall = self._count(*turn, is_new=is_new) if is_busy else ""
+            name, turn_s = turn
+            what = f"{name} has been in one turn" if in_turn else f"work has waited after {name or 'the start'}"
+            self.stall = self._count(what, turn_s if in_turn else 0.0, is_new=is_new) if is_busy else ""
             return (is_new or was_busy) and not self.stall
 
-    def _count(self, name: str, turn_s: float, *, is_new: bool) -> str:
-        """Count the time since the last look; return why the turn has stalled, or an empty string."""
+    def _count(self, what: str, turn_s: float, *, is_new: bool) -> str:
+        """Count the time since the last look; return why the engine has stalled, or an empty string. `what` has taken
+        that time, and may take `turn_s` seconds."""
         now_s, used_s = self._clock.now_s(), self._cpu_s()
         if not is_new and now_s - self._looked_s < _LEAST_PERIOD * self.period_s:
             return self.stall
@@ -125,6 +134,5 @@ class TurnWatch:
         if self._idle_s <= most_s and self._total_s <= _ENDLESS * most_s:
             return ""
         return (
-            f"{name} has been in one turn for {self._total_s:.1f} s, the last {self._idle_s:.1f} s without work; "
-            f"{most_s:.1f} s are allowed"
+            f"{what} for {self._total_s:.1f} s, the last {self._idle_s:.1f} s without work; {most_s:.1f} s are allowed"
         )

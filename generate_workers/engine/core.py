@@ -139,7 +139,7 @@ class GenerationEngine:
         """Return what the engine holds and does now, and whether it hangs: each call looks. Any thread. Raises
         UnavailableError once it failed or closed."""
         self._book.check_open()
-        self._watch.look()
+        self._watch.look(self._has_rows or self._book.has_messages)
         return EngineStatus.of(
             *(self._slots, self._book, self._running),
             num_steps=self._num_steps,
@@ -181,9 +181,14 @@ class GenerationEngine:
             self._book.close("the thread of the generation engine has ended: restart the worker")
             self._end_all()
 
+    @property
+    def _has_rows(self) -> bool:
+        """Whether rows run that do not wait for memory. Any thread."""
+        return bool(self._running.rows) and not self._running.is_stalled
+
     def _await_work(self) -> bool:
         """Wait until there is something to do; return False when the engine is closed."""
-        if self._running.rows and not self._running.is_stalled:
+        if self._has_rows:
             return not self._book.close_reason
         return self._book.await_work(self._slots.next_deadline_s, self._clock)
 

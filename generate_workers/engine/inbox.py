@@ -102,6 +102,12 @@ class StreamBook:
             if self.close_reason:
                 raise UnavailableError(self.close_reason)
 
+    @property
+    def has_messages(self) -> bool:
+        """Whether there is something for the engine to take, or a reason to look again at what it waits for."""
+        with self._condition:
+            return bool(self._woken or self._inbox or self._cancelled)
+
     def streams(self) -> list[EngineStream]:
         """Return all open streams."""
         with self._condition:
@@ -148,7 +154,7 @@ class StreamBook:
     def await_work(self, next_deadline_s: Callable[[], float], clock: Clock) -> bool:
         """Sleep until there is a message or the deadline has passed; return False when closed."""
         with self._condition:
-            while not (self.close_reason or self._woken or self._inbox or self._cancelled):
+            while not (self.close_reason or self.has_messages):
                 left_s = next_deadline_s() - clock.now_s()
                 if left_s <= 0:
                     break

@@ -23,14 +23,14 @@ class Bench:
         """Whether a process runs that the engine's thread has started."""
         self.watch = TurnWatch(self.clock, lambda: self.used_s, FLOOR_S, lambda: self.compiles)
 
-    def live(self, seconds: float, share: float) -> float:
+    def live(self, seconds: float, share: float, *, has_work: bool = False) -> float:
         """Time passes, of which the engine's thread gets that share of a core; until it is over, or a stall is seen.
         Returns how much has passed."""
         passed_s = 0.0
         while passed_s < seconds and not self.watch.stall:
             self.clock.advance(self.watch.period_s)
             self.used_s += share * self.watch.period_s
-            self.watch.look()
+            self.watch.look(has_work)
             passed_s += self.watch.period_s
         return passed_s
 
@@ -48,6 +48,17 @@ def test_limit_is_four_expected_turns_and_no_less_than_the_floor() -> None:
 
 def test_engine_without_a_turn_never_stalls(bench: Bench) -> None:
     bench.live(1000.0, share=0.0)
+    assert not bench.watch.stall
+
+
+def test_work_that_no_turn_takes_stalls_at_the_floor_and_the_next_turn_ends_that(bench: Bench) -> None:
+    bench.watch.begin("job 3", 50.0)
+    bench.watch.end()
+    bench.live(100.0, share=0.0)
+    assert FLOOR_S < bench.live(100.0, share=0.0, has_work=True) <= FLOOR_S + 2 * bench.watch.period_s
+    assert bench.watch.stall.startswith("work has waited after job 3 for ")
+    bench.watch.begin("job 4", 0.0)
+    bench.watch.look()
     assert not bench.watch.stall
 
 

@@ -79,6 +79,32 @@ def test_thread_that_stands_still_in_a_step_is_told(where: str, monkeypatch: pyt
             assert stream.choice(choice).token_ids == reference_ids(made.decoder, prompt(9), TWO.of_choice(choice))
 
 
+@pytest.mark.parametrize("where", ["before a stream", "between steps"])
+def test_thread_that_stands_still_outside_a_step_is_told_once_there_is_work(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, gate = ManualClock(100.0), Gate()
+    with harness(clock=clock) as made:
+        if where == "before a stream":
+            monkeypatch.setattr(made.engine, "_await_work", gate.before(made.engine._await_work))
+        made.engine.start()
+        try:
+            if where == "before a stream":
+                assert gate.reached.wait(WAIT_S)
+                assert look(made, clock, FLOOR_S + 1) == ""
+            else:
+                monkeypatch.setattr(made.engine, "_await_work", gate.before(made.engine._await_work))
+            made.submit(prompt(9), TWO)
+            assert gate.reached.wait(WAIT_S)
+            made.engine.status()
+            assert look(made, clock, FLOOR_S - 1) == ""
+            assert look(made, clock, 2).startswith("work has waited after ")
+        finally:
+            gate.opened.set()
+        assert made.streams[0].ended.wait(WAIT_S)
+        assert made.engine.status().stall == ""
+
+
 def test_engine_without_work_does_not_stall() -> None:
     clock = ManualClock(100.0)
     with harness(clock=clock) as made:
