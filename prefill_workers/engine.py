@@ -31,6 +31,7 @@ from baton.errors import (
     UnavailableError,
 )
 from baton.ids import Epoch, JobId, Rank
+from baton.process.thread_names import show_thread_name
 from baton.process.turn_watch import TurnWatch
 from baton.types import TokenRange
 from modeling.forward.decoder import Decoder
@@ -248,6 +249,7 @@ class PrefillEngine:
 
     def _serve(self) -> None:
         """Run steps until the engine closes, as the engine thread's main function."""
+        show_thread_name()
         try:
             with torch.inference_mode():
                 while self._step():

@@ -21,6 +21,7 @@ from functools import partial
 
 from baton.clock import Clock
 from baton.errors import InvalidArgumentError, LeaseError, NotFiniteError, ResourceExhaustedError
+from baton.process.thread_names import show_thread_name
 from baton.process.turn_watch import TurnWatch
 from baton.types import DraftRound, FinishReason, SampledToken, TokenEvent
 from generate_workers.config import EngineConfig
@@ -171,6 +172,7 @@ class GenerationEngine:
             self._running.batcher.took(plan, self._last_step.duration_s)
 
     def _run(self) -> None:
+        show_thread_name()
         try:
             while self._await_work():
                 self.step()

@@ -1,6 +1,8 @@
 """The engine on its own thread: it sleeps when there is nothing to do, wakes for everything, and fails in the open."""
 
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +40,15 @@ def test_the_thread_serves_streams_from_many_threads() -> None:
         for stream in made.streams:
             assert stream.ended.wait(WAIT_S)
             assert stream.finish is FinishReason.LENGTH
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_the_thread_has_its_name_in_top() -> None:
+    with harness(clock=SystemClock()) as made:
+        made.engine.start()
+        _, stream = made.submit(prompt(3), SHORT)
+        assert stream.ended.wait(WAIT_S)
+        assert Path(f"/proc/self/task/{made.engine.thread_id}/comm").read_text() == "generate-engine\n"
 
 
 def test_a_sleeping_engine_wakes_for_a_commit() -> None:
