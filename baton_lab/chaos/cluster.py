@@ -11,9 +11,9 @@ import grpc
 
 from baton.clock import Clock
 from baton.errors import UnavailableError
-from baton.v1 import prefill_pb2
+from baton.v1 import generate_pb2, prefill_pb2
 from baton_lab.chaos.faults import SeededPlan
-from baton_lab.chaos.network import HOST, FaultyNetwork, NetworkedSpawner
+from baton_lab.chaos.network import HOST, FaultyNetwork, NetworkedSpawner, NetworkedWorker
 from baton_lab.chaos.schedule import ORCHESTRATOR, Act, Blow
 from deploy.config.worker import WorkerConfig
 from deploy.groups.chain_links import ChainLinks
@@ -24,6 +24,7 @@ from deploy.groups.processes import ProcessSpawner
 from deploy.groups.restarts import Backoff
 from deploy.groups.spawner import Spawner
 from deploy.groups.surroundings import Heartbeat, Surroundings
+from deploy.groups.worker import Worker
 from orchestrator.membership.view import ClusterView
 
 _STATUS_S = 2.0
@@ -59,6 +60,7 @@ class ChaosCluster:
     def __init__(self, plan: ChaosPlan, clock: Clock, report: Callable[[str], None]) -> None:
         """Make a cluster of the plan. `report` is called with a line for the user about each event."""
         self.faults = plan.faults
+        self.heartbeat = plan.heartbeat
         self._plan = plan
         self._spawner = NetworkedSpawner(plan.spawner, plan.faults)
         self._around = Surroundings(
@@ -80,6 +82,15 @@ class ChaosCluster:
         """Names of the processes that may be struck."""
         return (*(config.name for config in (*self._plan.chain, *self._plan.engines)), ORCHESTRATOR)
 
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Names of the generation engines."""
+        return tuple(config.name for config in self._plan.engines)
+
+    def worker(self, name: str) -> NetworkedWorker:
+        """Return the present life of this worker."""
+        return self._spawner.workers[name]
+
     async def __aenter__(self) -> "ChaosCluster":
         try:
             await self._cluster.start()
@@ -97,7 +108,7 @@ class ChaosCluster:
         """Kill or stop the blow's victim. Return whether it was up: a process that has already ended is spared."""
         if blow.victim == ORCHESTRATOR:
             return self._strike_orchestrator(signal.SIGKILL if blow.act is Act.KILL else signal.SIGSTOP)
-        worker = self._spawner.workers[blow.victim]
+        worker = self.worker(blow.victim)
         if worker.ended:
             return False
         if blow.act is Act.KILL:
@@ -109,6 +120,18 @@ class ChaosCluster:
     async def until_ready(self, timeout_s: float) -> None:
         """Wait until all workers serve and the chain has links. Raises UnavailableError after `timeout_s` seconds."""
         await self._cluster.until_ready(timeout_s)
+
+    async def engine_status(self, name: str, timeout_s: float) -> generate_pb2.GenerationStatus | None:
+        """Return what this engine says of itself, past its network; None without an answer within `timeout_s`."""
+        worker = Worker(self.worker(name).inner)
+        try:
+            status = await worker.status(timeout_s)
+        except grpc.aio.AioRpcError:
+            return None
+        finally:
+            await worker.disconnect()
+        assert isinstance(status, generate_pb2.GenerationStatus)
+        return status
 
     async def num_jobs(self) -> int:
         """Return the jobs in flight on the prefill ranks, in sum. Raises UnavailableError when a rank does not

@@ -5,13 +5,17 @@ from pathlib import Path
 
 from baton.errors import InvalidArgumentError
 from baton.settings.paths import cache_folder
+from baton_lab.chaos.schedule import NUM_ENGINES
 from deploy.config.environment import DEFAULT_MODEL
 from deploy.options.command import add_command
 
 _DESCRIPTION = """\
 Brings up two prefill ranks, two generation engines and an orchestrator as processes of this machine, each behind a
 network of its own. For every seed it asks the same requests twice: once in peace, and once while it kills and stops
-processes (the orchestrator, too), delays, loses, drops and repeats calls, and lets clients leave.
+processes (the orchestrator, too), delays, loses, drops and repeats calls, and lets clients leave. Of the engines, one
+hangs: its thread is stopped, wherever it is, and its process still answers. It must be killed within four expected
+steps or 10 s, and two heartbeats, and serve again. The other has a fifth of a core for half a minute, and must not be
+killed.
 
 Every request must end once and within its bound, with the tokens that it had in peace; then nothing may be held, and
 all books must balance. What a seed does depends on the seed alone. Status 1 when something did not hold."""
@@ -20,6 +24,7 @@ _EXAMPLES = """\
 examples:
   baton chaos --seeds 10        ten schedules, one after the other
   baton chaos --seed 7          the seventh again
+  baton chaos --hung 2 --slow 0 both engines hang, and none is slow
   baton chaos --set generate.speculation=streaming --set generate.residency=host
   baton chaos --set prefill.device=emulated --set generate.device=emulated --set device.link=25GBps"""
 
@@ -37,6 +42,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     which.add_argument("--seed", type=int, metavar="K", help="run schedule K only")
     parser.add_argument("--requests", type=int, default=40, metavar="N", help="of each schedule (default: 40)")
     parser.add_argument("--blows", type=int, default=4, metavar="N", help="at processes, likewise (default: 4)")
+    parser.add_argument(
+        "--hung", type=int, default=1, metavar="N", help="number of engines that hang in each schedule (default: 1)"
+    )
+    parser.add_argument(
+        "--slow", type=int, default=1, metavar="N", help="number of slow engines in each schedule (default: 1)"
+    )
     parser.add_argument(
         "--set",
         action="append",
@@ -57,8 +68,13 @@ def run(args: argparse.Namespace) -> int:
     for name in ("seeds", "requests"):
         if getattr(args, name) < 1:
             raise InvalidArgumentError(f"--{name} {getattr(args, name)} is out of range: use at least 1")
-    if args.blows < 0:
-        raise InvalidArgumentError(f"--blows {args.blows} is out of range: use 0 or more")
+    for name in ("blows", "hung", "slow"):
+        if getattr(args, name) < 0:
+            raise InvalidArgumentError(f"--{name} {getattr(args, name)} is out of range: use 0 or more")
+    if args.hung + args.slow > NUM_ENGINES:
+        raise InvalidArgumentError(
+            f"--hung {args.hung} and --slow {args.slow} are more than the {NUM_ENGINES} engines: use fewer"
+        )
     for each in args.set:
         name = each.partition("=")[0].strip()
         section, _, field = name.partition(".")

@@ -154,6 +154,8 @@ class NetworkedWorker:
     def __init__(self, inner: WorkerHandle, network: FaultyNetwork) -> None:
         self.inner = inner
         self.endpoint = network.endpoint
+        self.replaced = asyncio.Event()
+        """Set once the next life of this worker serves."""
         self._network = network
         self._cutting = asyncio.create_task(self._cut())
 
@@ -221,7 +223,10 @@ class NetworkedSpawner:
         inner = await self._inner.start(config)
         network = FaultyNetwork(self._plan)
         await network.open(inner.endpoint)
-        made = self.workers[config.name] = NetworkedWorker(inner, network)
+        made, former = NetworkedWorker(inner, network), self.workers.get(config.name)
+        self.workers[config.name] = made
+        if former is not None:
+            former.replaced.set()
         return made
 
 

@@ -58,6 +58,8 @@ class Report:
     answers: list[Answer] = field(default_factory=list)
     blows: list[tuple[Blow, bool]] = field(default_factory=list)
     """Blows that came due, and whether their victim was up."""
+    notes: list[str] = field(default_factory=list)
+    """What came of each fault of an engine, for people."""
     num_calls_struck: int = 0
     num_exceptions: int = 0
     """Tokens that differ from the undisturbed run where the decision was close."""
@@ -121,5 +123,6 @@ class Report:
             f"{self.num_tokens} tokens, {self.num_cached_tokens} cached; nothing held after {self.settled_s:.1f} s; "
             f"{self.took_s:.1f} s"
             + "".join(f"\n  failed with {each}" for each in sorted(failures))
+            + "".join(f"\n  {each}" for each in self.notes)
             + "".join(f"\n  did not hold: {each}" for each in self.complaints)
         )

@@ -17,8 +17,9 @@ from baton.cluster_state import ClusterState, GenerationStatus
 from baton.errors import BatonError, DeadlineExceededError, UnavailableError
 from baton.types import SampledToken, TokenEvent
 from baton_lab.chaos.cluster import ChaosCluster
+from baton_lab.chaos.engine_faults import EngineTrials
 from baton_lab.chaos.report import Answer, Outcome, Report, outcome_of
-from baton_lab.chaos.schedule import Ask, Schedule
+from baton_lab.chaos.schedule import Act, Ask, Blow, Schedule
 
 _RECONNECT = Reconnect(num_connects=120, num_resumes=120, max_delay_s=0.5)
 """45 s in all: longer than an orchestrator takes to start on a busy machine, and shorter than `Bounds.request_s`."""
@@ -40,7 +41,7 @@ class Bounds:
     """Limits in seconds on how long requests and the cluster may take."""
 
     request_s: float = 60.0
-    """Seconds in which a request without a deadline must end."""
+    """Seconds in which a request without a deadline must end, and a worker that replaces a hung one must serve."""
     late_s: float = 5.0
     """Seconds past its deadline in which a request must end. It ends at once, but this machine is busy."""
     settle_s: float = 10.0
@@ -59,10 +60,13 @@ class ChaosRun:
         bounds: Bounds = Bounds(),
         on_end: Callable[[Answer], None] = lambda answer: None,
     ) -> None:
-        """Prepare a run. `on_end` is called with the answer of each request at its end."""
+        """Prepare a run. `on_end` is called with the answer of each request of the schedule at its end."""
         self._cluster, self._schedule, self._clock = cluster, schedule, clock
         self._bounds, self._on_end = bounds, on_end
         self._due = list(schedule.blows)
+        self._trials = EngineTrials(cluster, clock, late_s=bounds.late_s, start_s=bounds.request_s)
+        self._trying: set[asyncio.Task[None]] = set()
+        """Faults of engines that are under way."""
         self._num_tokens = 0
         self._report = Report(schedule)
 
@@ -76,9 +80,13 @@ class ChaosRun:
             try:
                 async with asyncio.TaskGroup() as group:
                     asking = [group.create_task(self._ask(client, ask)) for ask in self._schedule.asks]
+                await self._keep_busy(client)
             finally:
                 faults.end()
                 over.set()
+                for task in self._trying:
+                    task.cancel()
+                await asyncio.gather(*self._trying, return_exceptions=True)
                 await watching
             self._report.answers += [task.result() for task in asking]
             await self._settle(client)
@@ -87,7 +95,7 @@ class ChaosRun:
         await asyncio.to_thread(self._judge, judge)
         return self._report
 
-    async def _ask(self, client: AsyncClient, ask: Ask) -> Answer:
+    async def _ask(self, client: AsyncClient, ask: Ask, *, is_again: bool = False) -> Answer:
         """Send one request and return how it ended, whatever happens."""
         stream = client.generate(token_ids=ask.prompt_ids, params=ask.params, deadline_s=ask.deadline_s)
         bound_s = self._bounds.request_s if ask.deadline_s is None else ask.deadline_s + self._bounds.late_s
@@ -108,7 +116,8 @@ class ChaosRun:
             outcome, ended_with = Outcome.WRONG, "ended without its last event"
         complaints = [*watch.complaints, *([ended_with] if outcome is Outcome.WRONG else [])]
         answer = Answer(ask, outcome, stream.output, ended_with, tuple(complaints))
-        self._on_end(answer)
+        if not is_again:
+            self._on_end(answer)
         return answer
 
     async def _watch_books(self, client: AsyncClient, over: asyncio.Event) -> None:
@@ -125,7 +134,25 @@ class ChaosRun:
         self._num_tokens += event.token is not None
         while self._due and self._due[0].after_tokens <= self._num_tokens:
             blow = self._due.pop(0)
-            self._report.blows.append((blow, self._cluster.strike(blow)))
+            if blow.act in (Act.HANG, Act.SLOW):
+                self._trying.add(asyncio.create_task(self._try(blow)))
+            else:
+                self._report.blows.append((blow, self._cluster.strike(blow)))
+
+    async def _try(self, blow: Blow) -> None:
+        """Let an engine hang or be slow, and report what came of it."""
+        trial = await (self._trials.hang if blow.act is Act.HANG else self._trials.slow)(blow.victim)
+        self._report.blows.append((blow, trial.happened))
+        self._report.notes.append(trial.note)
+        self._report.complaints += [] if trial.holds else [trial.note]
+
+    async def _keep_busy(self, client: AsyncClient) -> None:
+        """Send the requests again and again, without leaving clients, until the faults of engines are over."""
+        while any(not task.done() for task in self._trying):
+            async with asyncio.TaskGroup() as group:
+                asking = [group.create_task(self._ask(client, ask, is_again=True)) for ask in self._schedule.calm.asks]
+            self._report.answers += [task.result() for task in asking]
+        await asyncio.gather(*self._trying)
 
     async def _settle(self, client: AsyncClient) -> None:
         """Wait until all workers serve and nothing is held; complain after the bound."""

@@ -14,6 +14,8 @@ from typing import Self
 from baton.sampling_params import SamplingParams
 
 ORCHESTRATOR = "orchestrator"
+NUM_ENGINES = 2
+"""Generation engines of the cluster of `baton chaos`."""
 _PAUSE_S = 0.4
 """Longest pause in seconds between the event at which a client decides to leave and its leaving, so that clients leave
 in any phase."""
@@ -28,11 +30,15 @@ class Act(enum.StrEnum):
     """The process is killed at once."""
     STOP = "stop"
     """The process stands still, and answers nothing, until it is killed."""
+    HANG = "hang"
+    """The engine's thread stands still, and its process answers, until it is killed."""
+    SLOW = "slow down"
+    """The engine's process has a fifth of a core for half a minute."""
 
 
 @dataclass(frozen=True)
 class Blow:
-    """One process to be killed or stopped, and when."""
+    """One process to be struck, and when."""
 
     after_tokens: int
     """Tokens that clients have received in all when the blow falls."""
@@ -87,6 +93,12 @@ class Shape:
     max_prompt_tokens: int = 150
     max_output_tokens: int = 40
     num_blows: int = 4
+    """Processes that are killed or stopped."""
+    engines: Sequence[str] = ()
+    """Names of the engines that may hang or be slow."""
+    num_hung: int = 0
+    num_slow: int = 0
+    """Engines that hang, and engines that are slow: together no more than `engines`."""
     max_rate: float = 0.05
     """Highest fraction of calls that are hit by a network fault."""
 
@@ -109,10 +121,11 @@ class Schedule:
         asks = tuple(_ask(number, shape, rng) for number in range(shape.num_asks))
         num_tokens = sum(ask.params.max_tokens for ask in asks if ask.leave is None)
         moments = sorted(rng.randrange(num_tokens * 3 // 4) for _ in range(shape.num_blows))
-        blows = tuple(
+        blows = [
             Blow(moment, rng.choice(shape.victims), rng.choices([Act.KILL, Act.STOP], [3, 1])[0]) for moment in moments
-        )
-        return cls(seed, asks, blows, rng.uniform(0, shape.max_rate))
+        ]
+        rate = rng.uniform(0, shape.max_rate)
+        return cls(seed, asks, tuple(_with_engine_faults(blows, seed, num_tokens, shape)), rate)
 
     @property
     def calm(self) -> Self:
@@ -128,6 +141,19 @@ class Schedule:
             f"seed {self.seed}: {len(self.asks)} requests, {num_leaving} of clients that leave, {num_hasty} with a "
             f"deadline; {self.rate:.1%} of calls slow, lost, dropped or repeated{blows}"
         )
+
+
+def _with_engine_faults(blows: Sequence[Blow], seed: int, num_tokens: int, shape: Shape) -> list[Blow]:
+    """Add engines that hang or are slow, each another one. What is slow must live on, and is spared other blows."""
+    rng = random.Random(f"chaos of engines {seed}")
+    acts = [Act.HANG] * shape.num_hung + [Act.SLOW] * shape.num_slow
+    added = [
+        Blow(rng.randrange(max(1, num_tokens // 4)), *each)
+        for each in zip(rng.sample(shape.engines, len(acts)), acts, strict=True)
+    ]
+    slow = {blow.victim for blow in added if blow.act is Act.SLOW}
+    kept = [blow for blow in blows if blow.victim not in slow]
+    return sorted(kept + added, key=lambda blow: blow.after_tokens)
 
 
 def _ask(number: int, shape: Shape, rng: random.Random) -> Ask:

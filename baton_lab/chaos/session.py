@@ -26,7 +26,7 @@ from baton_lab.chaos.faults import SeededPlan
 from baton_lab.chaos.judge import CalmJudge
 from baton_lab.chaos.report import Answer, Outcome, Report
 from baton_lab.chaos.run import Bounds, ChaosRun
-from baton_lab.chaos.schedule import Schedule, Shape
+from baton_lab.chaos.schedule import NUM_ENGINES, Schedule, Shape
 from baton_lab.served_child import until_signal
 from deploy.config.file import load_local_config
 from deploy.config.worker import WorkerConfig
@@ -46,10 +46,10 @@ _STDERR = 2
 _FILE_WIDTH = 160
 _COLUMNS = "seed", "requests", "retried", "resumed", "blows", "calls", "tokens", "cached", "differ", "free after"
 _NUM_RANKS = 2
-_NUM_ENGINES = 2
 _NUM_SLOTS = 6
 _MAX_TOKENS = 512
-_HEARTBEAT = Heartbeat(interval_s=0.5, dead_after_s=3.0)
+_HEARTBEAT = Heartbeat(interval_s=1.0, dead_after_s=10.0)
+"""An engine at a fifth of a core answers late, the more so on a busy machine, and must not count as dead."""
 _LIMITS = OrchestratorConfig(
     avoid_s=0.5,
     prefill_wait_s=20.0,
@@ -87,7 +87,15 @@ async def _run(args: argparse.Namespace, folder: Path, seeds: range, console: Co
 
         model = load_config(folder)
         async with ChaosCluster(_plan(folder, model, args.set), CLOCK, tell) as cluster:
-            shape = Shape(cluster.victims, model.vocab_size, args.requests, num_blows=args.blows)
+            shape = Shape(
+                cluster.victims,
+                model.vocab_size,
+                args.requests,
+                num_blows=args.blows,
+                engines=cluster.engines,
+                num_hung=args.hung,
+                num_slow=args.slow,
+            )
             reports = [await _judged(cluster, Schedule.of(seed, shape), tell, count) for seed in seeds]
     _show(reports, args)
     return 1 if any(report.complaints for report in reports) else 0
@@ -117,7 +125,7 @@ def _plan(folder: Path, model: ModelConfig, assignments: Sequence[str]) -> Chaos
     fixed = (
         "model.dtype=float32",
         f"prefill.num_ranks={_NUM_RANKS}",
-        f"generate.num_groups={_NUM_ENGINES}",
+        f"generate.num_groups={NUM_ENGINES}",
         "generate.num_threads=1",
         f"generate.num_slots={_NUM_SLOTS}",
         f"generate.max_slot_tokens={_MAX_TOKENS}",
@@ -135,7 +143,7 @@ def _plan(folder: Path, model: ModelConfig, assignments: Sequence[str]) -> Chaos
     return ChaosPlan(
         spawner=ProcessSpawner(config.supervision.start_timeout_s),
         chain=workers("prefill-0"),
-        engines=[each for group in range(_NUM_ENGINES) for each in workers(f"generate-{group}")],
+        engines=[each for group in range(NUM_ENGINES) for each in workers(f"generate-{group}")],
         orchestrator=orchestrator,
         faults=SeededPlan(),
         heartbeat=_HEARTBEAT,
@@ -160,11 +168,15 @@ def _show(reports: Sequence[Report], args: argparse.Namespace) -> None:
             "[red]FAILED[/]" if report.complaints else "[green]ok[/]",
         )
     console.print(table)
+    for report in reports:
+        for note in report.notes:
+            console.print(f"seed {report.schedule.seed}: {note}", markup=False)
     for report in (each for each in reports if each.complaints):
         console.print(f"\n{report.schedule}", markup=False)
         for complaint in report.complaints:
             console.print(f"  did not hold: {complaint}", markup=False)
-        options = [f"--requests {args.requests}", f"--blows {args.blows}", *(f"--set {each}" for each in args.set)]
+        numbers = [f"--{name} {getattr(args, name)}" for name in ("requests", "blows", "hung", "slow")]
+        options = [*numbers, *(f"--set {each}" for each in args.set)]
         again = f"baton chaos --seed {report.schedule.seed} {' '.join(options)}"
         console.print(f"again: {again} --model {args.model}; what the processes said: {args.log}", markup=False)
 

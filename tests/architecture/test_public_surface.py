@@ -103,7 +103,7 @@ COMMANDS = {
     " --system-tokens --target --temperature --text --think-time --timeout --trace --turns --url",
     "calibrate": "name --anyway --api-key-env --batches --checks --contexts --dry-run --force --generate --lengths"
     " --output --repeats --target",
-    "chaos": "--blows --cache --log --model --requests --seed --seeds --set",
+    "chaos": "--blows --cache --hung --log --model --requests --seed --seeds --set --slow",
     "config": CONFIGURATION,
     "doctor": CONFIGURATION,
     "drain": "group name --api-key-env --keep --target --timeout --undo",

@@ -1,5 +1,7 @@
 """A schedule is a function of its seed, and does what its shape allows."""
 
+from dataclasses import replace
+
 import pytest
 
 from baton_lab.chaos.schedule import Act, Schedule, Shape
@@ -15,7 +17,7 @@ def test_a_seed_always_gives_the_same_schedule() -> None:
 def test_all_that_may_happen_does() -> None:
     schedule = Schedule.of(1, SHAPE)
     assert {blow.victim for blow in schedule.blows} == set(SHAPE.victims)
-    assert {blow.act for blow in schedule.blows} == set(Act)
+    assert {blow.act for blow in schedule.blows} == {Act.KILL, Act.STOP}
     leaves = [ask.leave.after_events for ask in schedule.asks if ask.leave is not None]
     assert {0, 1, 2} < set(leaves) and len(leaves) < len(schedule.asks) / 2
     assert any(ask.deadline_s is not None for ask in schedule.asks)
@@ -28,6 +30,20 @@ def test_blows_come_in_order_and_while_there_are_tokens() -> None:
     moments = [blow.after_tokens for blow in schedule.blows]
     assert moments == sorted(moments)
     assert moments[-1] < sum(ask.params.max_tokens for ask in schedule.asks if ask.leave is None)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_engines_hang_or_are_slow_and_a_slow_one_is_spared_other_blows(seed: int) -> None:
+    engines = ("generate-0", "generate-1")
+    shape = replace(SHAPE, victims=(*engines, "orchestrator"), engines=engines)
+    plain, disturbed = Schedule.of(seed, shape), Schedule.of(seed, replace(shape, num_hung=1, num_slow=1))
+    added = [blow for blow in disturbed.blows if blow.act in (Act.HANG, Act.SLOW)]
+    assert {blow.act for blow in added} == {Act.HANG, Act.SLOW} and {blow.victim for blow in added} == {*engines}
+    (slow,) = (blow.victim for blow in added if blow.act is Act.SLOW)
+    spared = tuple(blow for blow in plain.blows if blow.victim != slow)
+    assert spared == tuple(blow for blow in disturbed.blows if blow not in added)
+    assert (disturbed.asks, disturbed.rate) == (plain.asks, plain.rate)
+    assert list(disturbed.blows) == sorted(disturbed.blows, key=lambda blow: blow.after_tokens)
 
 
 def test_prompts_of_a_stem_are_beginnings_of_each_other() -> None:

@@ -1,0 +1,111 @@
+"""Two faults of a generation engine that its supervisor must tell apart: its thread hangs, or its process is slow.
+
+A hung engine is killed in time and replaced; one at a fifth of a core is left alone, and makes its steps. Both are done
+to the worker's process from outside (`held_thread`, `slow_process`). Runs on the cluster's loop.
+"""
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+
+from baton.clock import Clock
+from baton.process.turn_watch import limit_s
+from baton_lab.chaos.cluster import ChaosCluster
+from baton_lab.chaos.held_thread import HeldThread, thread_of
+from baton_lab.chaos.network import NetworkedWorker
+from baton_lab.chaos.slow_process import slow_down
+from generate_workers.config import EngineConfig
+
+THREAD = "generate-engine"
+"""Name of the engine's thread, as the system knows it."""
+SHARE = 0.2
+"""Share of a core that a slow engine has."""
+SLOW_S = 30.0
+"""Seconds for which an engine is slow: three times as long as its thread may stand still."""
+_ANSWER_S = 0.5
+"""Seconds for an answer of an engine whose thread is held. Without one, the thread goes on for as long before it is
+held again, so that heartbeats are answered meanwhile."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of one fault of an engine."""
+
+    happened: bool
+    note: str
+    """What was done and seen, for people."""
+    holds: bool = True
+    """Whether the cluster did what it must."""
+
+
+class EngineTrials:
+    """Does faults to the engines of a cluster, one at a time to each, and judges what comes of them."""
+
+    def __init__(self, cluster: ChaosCluster, clock: Clock, *, late_s: float, start_s: float) -> None:
+        """`late_s`: seconds by which a busy machine may be late. `start_s`: seconds in which a worker must serve."""
+        self._cluster, self._clock = cluster, clock
+        self._late_s, self._start_s = late_s, start_s
+
+    async def hang(self, name: str) -> Trial:
+        """Stop the engine's thread while it has sequences, until the worker is killed, and wait for the next one."""
+        try:
+            async with asyncio.timeout(self._start_s):
+                worker, held, step_s = await self._hold(name)
+        except TimeoutError:
+            return Trial(False, f"SKIPPED: {name} was not hung: it had no sequences for {self._start_s:g} s")
+        except OSError as error:
+            return Trial(False, f"SKIPPED: {name} was not hung, its thread cannot be held: {error}")
+        began_s, bound_s = self._clock.now_s(), self._bound_s(worker, step_s)
+        try:
+            async with asyncio.timeout(bound_s):
+                await worker.wait()
+        except TimeoutError:
+            return Trial(True, f"{name} hung for {bound_s:.1f} s and was not killed", False)
+        finally:
+            held.release()
+        killed_s = self._clock.now_s() - began_s
+        try:
+            async with asyncio.timeout(self._start_s):
+                await worker.replaced.wait()
+        except TimeoutError:
+            return Trial(True, f"{name} hung, and did not serve again within {self._start_s:g} s", False)
+        again_s = self._clock.now_s() - began_s - killed_s
+        return Trial(True, f"{name} hung: killed after {killed_s:.1f} s, served again {again_s:.1f} s later")
+
+    async def slow(self, name: str) -> Trial:
+        """Limit the engine's process to a fifth of a core for SLOW_S seconds, in which it makes steps and lives on."""
+        worker = self._cluster.worker(name)
+        before = await self._cluster.engine_status(name, self._start_s)
+        share = await slow_down(worker, SHARE, SLOW_S, self._clock)
+        after = await self._cluster.engine_status(name, self._start_s)
+        note = f"{name} had {share:.2f} of a core for {SLOW_S:g} s"
+        if worker.ended or self._cluster.worker(name) is not worker or before is None or after is None:
+            return Trial(True, f"{note}: process {worker.pid} was ended, or does not answer", False)
+        num_steps = after.num_steps - before.num_steps
+        return Trial(True, f"{note}: {num_steps} steps, still process {worker.pid}", num_steps > 0)
+
+    async def _hold(self, name: str) -> tuple[NetworkedWorker, HeldThread, float]:
+        """Hold the engine's thread at a moment when it has sequences and its process answers: held with Python's lock,
+        it would stop the whole process. Return its worker, the thread and the seconds of its latest step. Raises
+        OSError when the thread cannot be held."""
+        while True:
+            worker = self._cluster.worker(name)
+            with contextlib.suppress(ProcessLookupError):  # the worker has ended: the next one will do
+                held = HeldThread(thread_of(worker.pid, THREAD))
+                try:
+                    await held.until_held()
+                    status = await self._cluster.engine_status(name, _ANSWER_S)
+                except BaseException:
+                    held.release()
+                    raise
+                if status is not None and status.num_active and not worker.ended:
+                    return worker, held, status.last_step.duration_s
+                held.release()
+            await asyncio.sleep(_ANSWER_S)
+
+    def _bound_s(self, worker: NetworkedWorker, step_s: float) -> float:
+        """Return the seconds in which an engine that hangs must be killed: its watch's limit and two heartbeats."""
+        section = worker.config.section
+        assert isinstance(section, EngineConfig)
+        heartbeats_s = 2 * self._cluster.heartbeat.interval_s
+        return limit_s(section.watchdog_floor_s, step_s) + heartbeats_s + self._late_s

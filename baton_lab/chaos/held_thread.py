@@ -1,0 +1,76 @@
+"""Holds one thread of a child process still, wherever it is: in a step, in sampling, in a copy.
+
+Linux stops whole processes by signals, and single threads only for a tracer (ptrace). The tracer is a thread of this
+process; when it ends, the kernel lets the held thread go on. When a held thread is killed, its process ends only after
+the tracer has seen that, so the tracer looks for it.
+
+A process may trace its children, unless `kernel.yama.ptrace_scope` is 2 or more, or a sandbox forbids the call.
+"""
+
+import asyncio
+import ctypes
+import os
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+
+_SEIZE, _INTERRUPT = 0x4206, 0x4207
+_WALL = 0x40000000
+"""Option of waitpid for threads of other processes."""
+_LOOK_S = 0.02
+"""Seconds between two looks whether the thread stands still, or was killed."""
+
+
+def thread_of(pid: int, name: str) -> int:
+    """Return the system's id of the thread of a process that the system knows by this name. Raises ProcessLookupError
+    if there is none."""
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            if (task / "comm").read_text().strip() == name:
+                return int(task.name)
+    except FileNotFoundError as error:
+        raise ProcessLookupError(f"the threads of process {pid} cannot be listed ({error})") from error
+    raise ProcessLookupError(f"process {pid} has no thread {name}")
+
+
+class HeldThread:
+    """Holds the thread of that id, of a child process, until `release` or until it is killed. Used once."""
+
+    def __init__(self, thread_id: int) -> None:
+        self._thread_id = thread_id
+        self._held: Future[None] = Future()
+        self._released = threading.Event()
+        self._tracer = threading.Thread(target=self._trace, name="held-thread")
+        self._tracer.start()
+
+    async def until_held(self) -> None:
+        """Wait until the thread stands still, or was killed. Raises ProcessLookupError if it had ended before, another
+        OSError if it may not be held."""
+        await asyncio.wrap_future(self._held)
+
+    def release(self) -> None:
+        """Let the thread go on if it was not killed; returns when it does. Idempotent."""
+        self._released.set()
+        self._tracer.join()
+
+    def _trace(self) -> None:
+        try:
+            _ptrace(_SEIZE, self._thread_id)
+            _ptrace(_INTERRUPT, self._thread_id)
+        except OSError as error:
+            self._held.set_exception(error)
+            return
+        while not self._released.wait(_LOOK_S):
+            thread_id, status = os.waitpid(self._thread_id, _WALL | os.WNOHANG)
+            if thread_id and not self._held.done():
+                self._held.set_result(None)
+            if thread_id and not os.WIFSTOPPED(status):
+                return
+
+
+def _ptrace(request: int, thread_id: int) -> None:
+    """Raises OSError."""
+    call = ctypes.CDLL(None, use_errno=True).ptrace
+    call.argtypes, call.restype = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p], ctypes.c_long
+    if call(request, thread_id, None, None) == -1:
+        raise OSError(number := ctypes.get_errno(), os.strerror(number))
