@@ -17,7 +17,7 @@ from baton.errors import InvalidArgumentError
 from baton.limits import FORM_MEMORY_BYTES, MAX_COMPILED_BYTES
 from baton.structured_output import StructuredOutput
 from tests.support.models.tiny_tokenizer import EOS_ID, letter_tokenizer
-from tests.support.wire.hostile_forms import random_form
+from tests.support.wire.hostile.forms import random_form
 from text.form_prover import FormProver
 
 pytestmark = pytest.mark.integration
@@ -85,7 +85,7 @@ async def test_no_form_costs_more_than_its_child(number: int) -> None:
     finally:
         await prover.close()
     assert num_accepted > number // 5
-    command = [sys.executable, "-m", "tests.support.wire.hostile_forms"]
+    command = [sys.executable, "-m", "tests.support.wire.hostile.forms"]
     prepared = await asyncio.to_thread(
         subprocess.run, command, input=json.dumps([*map(asdict, sample)]), capture_output=True, text=True, check=False
     )

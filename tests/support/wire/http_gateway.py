@@ -1,8 +1,13 @@
-"""An HTTP gateway in front of a server, and OpenAI's own client of it."""
+"""An HTTP gateway in front of a server, in this process or as `baton http`, and OpenAI's own client of it."""
 
+import asyncio
+import re
+import sys
+from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx2
 from openai import AsyncOpenAI
@@ -15,10 +20,12 @@ from gateway.reading import Reader
 from gateway.server import HttpServer
 from gateway.upstream import Upstream
 from tests.support.clusters.scripted_orchestrator import Fault, ScriptedOrchestrator, serving
+from tests.support.folders import ROOT
 from tests.support.models.tiny_tokenizer import letter_tokenizer
 from text.tokenizer import Tokenizer
 
 HOST = "127.0.0.1"
+START_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -61,13 +68,33 @@ async def http_gateway(
 
 @asynccontextmanager
 async def scripted_gateway(
-    *faults: Fault, rules: HttpRules = DEFAULT_RULES
+    *faults: Fault, rules: HttpRules = DEFAULT_RULES, tokenizer: Tokenizer | None = None
 ) -> AsyncIterator[tuple[ScriptedOrchestrator, Http, httpx2.AsyncClient]]:
-    """Serve a scripted orchestrator, and the letters' tokenizer, through a gateway; with a plain HTTP client of it."""
+    """Serve a scripted orchestrator through a gateway; with a plain HTTP client of it. The tokenizer is the letters',
+    without a chat template, unless given."""
     service = ScriptedOrchestrator(faults)
     async with (
         serving(service) as target,
-        http_gateway(target, letter_tokenizer(), rules=rules) as http,
+        http_gateway(target, tokenizer or letter_tokenizer(), rules=rules) as http,
         httpx2.AsyncClient(base_url=http.url) as client,
     ):
         yield service, http, client
+
+
+@asynccontextmanager
+async def http_process(target: str, folder: Path, *more: str) -> AsyncIterator[tuple[Process, str]]:
+    """Run `baton http` in a process of its own; with the address that it prints."""
+    arguments = ("http", "--target", target, "--port", "0", "--model", str(folder), *more)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "deploy.cli", *arguments, cwd=ROOT, stderr=PIPE
+    )
+    assert process.stderr is not None
+    try:
+        async with asyncio.timeout(START_S):
+            while not (found := re.search(rb"serving on (https?://\S+)", line := await process.stderr.readline())):
+                assert line, "it ended"
+        yield process, found[1].decode()
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()

@@ -1,13 +1,11 @@
 """`baton http`, a process of its own, before real engines; asked by OpenAI's own client, over HTTP and HTTPS."""
 
 import asyncio
-import re
 import signal
 import ssl
 import sys
-from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from asyncio.subprocess import PIPE
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx2
@@ -19,32 +17,13 @@ from tests.support.clusters.clients import HOST
 from tests.support.clusters.cluster import cluster
 from tests.support.folders import ROOT
 from tests.support.models.tiny_tokenizer import write_letters
+from tests.support.wire.http_gateway import http_process
 
 pytestmark = pytest.mark.integration
 
 PROMPT = "Once upon a time"
 DATA = ROOT / "tests" / "data"
 CERTIFICATE, KEY = DATA / "localhost_certificate.pem", DATA / "localhost_key.pem"
-START_S = 120.0
-
-
-@asynccontextmanager
-async def started(target: str, folder: Path, *more: str) -> AsyncIterator[tuple[Process, str]]:
-    """The process, and its address as it prints it."""
-    arguments = ("http", "--target", target, "--port", "0", "--model", str(folder), *more)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "deploy.cli", *arguments, cwd=ROOT, stderr=PIPE
-    )
-    assert process.stderr is not None
-    try:
-        async with asyncio.timeout(START_S):
-            while not (found := re.search(rb"serving on (https?://\S+)", line := await process.stderr.readline())):
-                assert line, "it ended"
-        yield process, found[1].decode()
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
 
 
 @pytest.mark.parametrize("more", [(), ("--no-console", "--certificate", str(CERTIFICATE), "--private-key", str(KEY))])
@@ -53,7 +32,10 @@ async def test_openais_client_gets_what_batons_gets_and_a_signal_lets_answers_en
 ) -> None:
     async with cluster() as made:
         target = f"{HOST}:{made.server.port}"
-        async with started(target, write_letters(tmp_path), *more) as (process, url), AsyncClient(target) as direct:
+        async with (
+            http_process(target, write_letters(tmp_path), *more) as (process, url),
+            AsyncClient(target) as direct,
+        ):
             expected = await direct.generate(PROMPT, max_tokens=200, temperature=0.8, seed=4, ignore_eos=True).collect()
             trusts = httpx2.AsyncClient(verify=ssl.create_default_context(cafile=str(CERTIFICATE)))
             assert (await trusts.get(f"{url}/console/")).status_code == (404 if more else 200)

@@ -1,6 +1,6 @@
 """Forms of outputs, random and mutated, that are meant to cost their compiler much: chains, repetitions, products.
 
-`python -m tests.support.wire.hostile_forms` prepares some of them as an engine does.
+`python -m tests.support.wire.hostile.forms` prepares some of them as an engine does.
 """
 
 import contextlib
