@@ -10,7 +10,7 @@ import pytest
 
 from baton.limits import MAX_HEADER_BYTES
 from gateway.door import bounded_http
-from gateway.door.rules import HttpRules
+from gateway.door.rules import DEFAULT_RULES, HttpRules
 from tests.support.clusters.scripted_orchestrator import MODEL
 from tests.support.wire.http_gateway import HOST, Http, scripted_gateway
 
@@ -153,3 +153,14 @@ async def test_a_connection_without_a_request_is_closed_after_the_configured_tim
     async with scripted_gateway(rules=rules) as (_, http, _client), connection(http) as (reader, writer):
         writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert (await ended(reader)).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("rules", [DEFAULT_RULES, HttpRules(keep_alive_s=600.0)])
+async def test_a_connection_without_a_request_outlasts_those_of_load_balancers(rules: HttpRules) -> None:
+    """Load balancers keep idle connections for 60 s, and answer 502 now and then where the server closes first."""
+    async with scripted_gateway(rules=rules) as (_, http, _client), connection(http) as (reader, writer):
+        writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        (protocol,) = http.server._server.server_state.connections
+        assert isinstance(protocol, bounded_http.BoundedProtocol)
+        assert protocol.timeout_keep_alive == rules.keep_alive_s > 60
