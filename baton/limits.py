@@ -112,6 +112,14 @@ MAX_PROMPTS: Annotated[int, Limit(_HTTP, "prompts", "400", "Prompts of a complet
 MAX_MESSAGES: Annotated[int, Limit(_HTTP, "messages", "400", "Messages of a chat.")] = 4096
 MAX_PARTS: Annotated[int, Limit(_HTTP, "parts", "400", "Parts of a message's content.")] = 1024
 MAX_TOOLS: Annotated[int, Limit(_HTTP, "tools", "400", "Tools of a request, and calls of a message.")] = 128
+MAX_TEMPLATE_VALUES: Annotated[
+    int,
+    Limit(
+        _HTTP, "values", "400",
+        "Values that a chat template gets as its messages, as its tools, and as `chat_template_kwargs`, each with the "
+        "values within them.",
+    ),
+] = 2**15  # fmt: skip
 MAX_ITEMS: Annotated[
     int, Limit(_HTTP, "items", "400", "Items of a conversation of /v1/responses, those of earlier responses included.")
 ] = 1024

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from baton.errors import InvalidArgumentError
+from baton.limits import MAX_TEMPLATE_VALUES
 from gateway.bodies import Message, Part, Tool, ToolCall
 from gateway.parsing.call_formats import OBLIGED, CallFormat, format_of
 from gateway.parsing.output import OutputRules
@@ -57,6 +58,8 @@ class ChatRenderer:
             )
         chat = messages_of(messages, self.format)
         described = [_described(tool) for tool in tools]
+        for field, value in (("messages", chat), ("tools", described), ("chat_template_kwargs", options)):
+            _check_values(field, value)
         if self.format is not None and self.format.is_prompted:
             return self._tokenizer.render_chat(prompted(chat, described), options=options, ending=ending)
         return self._tokenizer.render_chat(chat, described or None, options, ending)
@@ -90,6 +93,18 @@ def messages_of(messages: Sequence[Message], format_: CallFormat | None) -> list
     by line breaks, and arguments of calls are objects. Raises InvalidArgumentError for what is no text, and for calls
     of tools where there is no format for them."""
     return [_message(f"messages[{index}]", each, format_) for index, each in enumerate(messages)]
+
+
+def _check_values(field: str, value: object) -> None:
+    """Raise InvalidArgumentError if a value has more values within it than a template takes."""
+    waiting, number = [value], 0
+    while waiting:
+        each = waiting.pop()
+        inside = each.values() if isinstance(each, Mapping) else each if isinstance(each, list) else ()
+        waiting += inside
+        number += len(inside)
+        if number > MAX_TEMPLATE_VALUES:
+            raise InvalidArgumentError(f"{field} holds over {MAX_TEMPLATE_VALUES} values: send fewer")
 
 
 def text_of(where: str, content: str | Sequence[Part]) -> str:

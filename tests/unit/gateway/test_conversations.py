@@ -1,5 +1,7 @@
 """Chats with tools as each family's template renders them: what transformers makes of the same messages."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from baton.errors import ConfigError, InvalidArgumentError
+from baton.limits import MAX_TEMPLATE_VALUES
 from baton.results.completion import ModelInfo
 from gateway.bodies import ChatBody, Message, TokenizeBody, Tool
 from gateway.conversations import ChatRenderer, messages_of
@@ -216,6 +219,24 @@ def test_what_cannot_be_is_refused_with_its_place(
     tokenizer = tool_tokenizer(tmp_path, TEMPLATES["hermes"])
     with pytest.raises(InvalidArgumentError, match=message):
         rendered(tokenizer, {"messages": [{"role": "user", "content": "Hi"}]} | body, tool_format)
+
+
+@pytest.mark.parametrize("shape", [lambda number: dict.fromkeys(map(str, range(number))), lambda number: [0] * number])
+@pytest.mark.parametrize("field", ["messages", "tools", "chat_template_kwargs"])
+def test_a_template_gets_so_many_values_and_no_more(field: str, shape: Callable[[int], Any], tmp_path: Path) -> None:
+    tokenizer = tool_tokenizer(tmp_path, TEMPLATES["hermes"])
+
+    def body(number: int) -> dict[str, Any]:
+        value = {"x": shape(number)}
+        call = CALL | {"function": {"name": "weather", "arguments": json.dumps(value)}}
+        message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        tool = {"type": "function", "function": {"name": "weather", "parameters": value}}
+        filled: dict[str, Any] = {"messages": [message], "tools": [tool], "chat_template_kwargs": value}
+        return {"messages": [{"role": "user", "content": "Weather?"}], field: filled[field]}
+
+    assert rendered(tokenizer, body(MAX_TEMPLATE_VALUES - 20))
+    with pytest.raises(InvalidArgumentError, match=f"^{field} holds over {MAX_TEMPLATE_VALUES} values"):
+        rendered(tokenizer, body(MAX_TEMPLATE_VALUES))
 
 
 def test_a_template_without_tools_takes_none_unless_a_format_is_named(tmp_path: Path) -> None:
