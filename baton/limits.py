@@ -49,6 +49,16 @@ MAX_STOP_TOKEN_IDS: Annotated[int, Limit(_BOTH, "token ids", _BAD, "`stop_token_
 MAX_LOGIT_BIASES: Annotated[int, Limit(_BOTH, "entries", _BAD, "`logit_bias`.")] = 1024
 MAX_CHOICES: Annotated[int, Limit(_BOTH, "choices", _BAD, "`n`; also at most the slots of a group.")] = 64
 MAX_DRAFTS: Annotated[int, Limit(_BOTH, "drafts", _BAD, "`num_drafts`: drafts of a choice that a step verifies.")] = 8
+MAX_CRASHES: Annotated[
+    int,
+    Limit(_BOTH, "workers", "INTERNAL, 500; it is not retried", "Workers that crash while they compute one request."),
+] = 2
+CRASHES_KEPT_S: Annotated[
+    float, Limit(_BOTH, "s", "none: the request is served again", "Time for which a crash of a worker is remembered.")
+] = 3600.0
+MAX_ENDED_WORKERS: Annotated[
+    int, Limit(_BOTH, "workers", "none: the oldest are forgotten", "Workers that ended, and are remembered.")
+] = 64
 
 MAX_FORM_BYTES: Annotated[
     int, Limit(_FORMS, "bytes", _BAD, "Schema, regular expression or grammar, or all choices together.")

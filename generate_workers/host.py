@@ -46,6 +46,7 @@ async def start_engine(place: WorkerPlace, config: EngineConfig, model: LoadedMo
         num_engines=place.num_engines,
         cost=measured_cost(place),
         draft_model=await in_own_thread(partial(_load_draft_model, place, config, decoder, tokenizer)),
+        crash_note=place.crash_note,
         **prefix_options(place),
     )
     if place.cores:  # no other process shares them: what pushes take of them would delay tokens

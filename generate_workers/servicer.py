@@ -217,13 +217,15 @@ class GenerationServer:
         prefix_disk: DiskPlace | None = None,
         cost: WorkCost | None = None,
         draft_model: Decoder | None = None,
+        crash_note: str = "",
     ) -> Self:
         """Serve callers that have the cluster's secret on host:port; port 0 takes any free one. Leases name `host`, so
         pushers must be able to reach it. Slots may begin with the prefixes in `prefix_folder`, which is made if need be
         and removed by its last user, and answers are stored there: at most `prefix_bytes` in memory, and more in
         `prefix_disk`, if given. `num_engines`, this one included, share the machine's memory. `cost`: what steps were
-        measured to cost, if they were. `draft_model`: the one that the configuration names. Raises ConfigError when it
-        cannot listen there or make that folder, for memory that cannot be had, and for speculation that cannot be."""
+        measured to cost, if they were. `draft_model`: the one that the configuration names. `crash_note`: file of the
+        process's crash note, if it has one. Raises ConfigError when it cannot listen there or make that folder, for
+        memory that cannot be had, and for speculation that cannot be."""
         memory = make_memory(decoder, config, num_engines, draft_model=draft_model)
         server = make_server(check=secret.check)
         bound = bind(server, host, port)
@@ -244,6 +246,7 @@ class GenerationServer:
             speculation=speculation,
             reclaim=reclaim,
             decode_steps=decode_steps,
+            crash_note=crash_note,
         )
         servicer = GenerationServicer(engine, decoder.layout, prefixes)
         generate_pb2_grpc.add_GenerationGroupServicer_to_server(servicer, server)

@@ -31,6 +31,7 @@ from orchestrator.admission.gate import Admission, Entry
 from orchestrator.admission.undelivered import Outbox, Outboxes
 from orchestrator.dispatch.attempt import Dispatcher
 from orchestrator.dispatch.streaming import Emit
+from orchestrator.dispatch.suspects import Suspects
 from orchestrator.membership.breakers import Breakers, RetryBudget, tells_of_the_group
 from orchestrator.membership.members import Members
 from orchestrator.observability.journal import Journal
@@ -94,6 +95,7 @@ class Controller:
         self._admission = Admission(self._config, clock, FairQueue())
         self._clients = Clients(secret)
         self._dispatcher = Dispatcher(members, self._clients, planner, clock, self._config)
+        self._suspects = Suspects(members, self._clients)
         self._forecast = ChainForecast(self._dispatcher.chooser)
         ttl_s = self._config.lease_ttl_s
         self._census = Census(members, self._clients, clock, self._journal.stepped, lease_ttl_s=ttl_s)
@@ -290,12 +292,16 @@ class Controller:
             if record.is_apart:
                 await self._branch(record, emit, may_be_kept)
                 return
+            num_before = record.num_output_tokens
             try:
-                await self._dispatcher.attempt(record, emit)
+                async with self._suspects.trial(record, emit) as watched:
+                    await self._dispatcher.attempt(record, watched)
                 return
             except BatonError as error:
                 self._note_failure(record, error)
                 may_succeed = error.retryable or isinstance(error, LeaseError)
+                if may_succeed:  # also before the last failure is told: the client may send the request again
+                    await self._suspects.judge(record, num_before)
                 if not may_succeed or record.attempt.number >= self._config.max_attempts:
                     raise
                 pause_s = self._budget.take(self._config.generation_wait_s)

@@ -31,6 +31,7 @@ from baton.errors import (
     UnavailableError,
 )
 from baton.ids import Epoch, JobId, Rank
+from baton.process.crash_notes import ComputedNow
 from baton.process.thread_names import show_thread_name
 from baton.process.turn_watch import TurnWatch
 from baton.types import TokenRange
@@ -69,7 +70,8 @@ class PrefillEngine:
     after which the epoch is ended, and without work in a turn, after which this engine is said to hang. More than
     `max_jobs` jobs in flight are refused; each job has a slot's lease, so slots bound them first. `make_buffer`
     makes the home memory for the jobs' KV, the device if it is None; where links are between devices, KV is in the
-    device's. `room` bounds the jobs' KV on the device; without it nothing does."""
+    device's. `room` bounds the jobs' KV on the device; without it nothing does. `crash_note`: file of the process's
+    crash note, if it has one; the job of each turn is named there."""
 
     def __init__(
         self,
@@ -80,6 +82,7 @@ class PrefillEngine:
         max_jobs: int = 1024,
         make_buffer: MakeBuffer | None = None,
         room: DeviceRoom | None = None,
+        crash_note: str = "",
     ) -> None:
         self.decoder = decoder
         self._clock = clock
@@ -87,6 +90,7 @@ class PrefillEngine:
         self._max_jobs = max_jobs
         self._make_buffer = make_buffer or decoder.device.home_buffer
         self._room = room or DeviceRoom(decoder.layout)
+        self._computed = ComputedNow(crash_note)
         self._changed = threading.Condition()
         self._starting = threading.Lock()
         self._tally = Tally()
@@ -290,6 +294,7 @@ class PrefillEngine:
         with self._changed:
             self._turns.begin(f"job {job.job.number}", max(job.job.layer_s, job.slowest_turn_s))
         try:
+            self._computed.set((job.job.fingerprint,))
             job.turn()
         except BatonError as refused:
             error = refused.with_traceback(None)  # the traceback would hold the job's memory
@@ -297,6 +302,8 @@ class PrefillEngine:
             logger.exception("job %d failed in its turn", job.job.number)
             error = ChainError(f"job {job.job.number} failed in its turn ({failure!r}): see this rank's log")
             error.__cause__ = failure.with_traceback(None)
+        finally:
+            self._computed.set(())
         with self._changed:
             self._turns.end()
             self._tally.progress += 1

@@ -32,6 +32,7 @@ async def start_rank(place: WorkerPlace, config: PrefillConfig, model: LoadedMod
         may_share=config.transfer == "auto",
         device_memory_bytes=config.device_memory_bytes,
         grammars=Grammars.of_folder(place.model_folder, decoder.config.eos_token_ids),
+        crash_note=place.crash_note,
         **prefix_options(place),
     )
     await asyncio.to_thread(sweep)  # now that its own folder is in use

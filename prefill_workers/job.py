@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from baton.errors import InvalidArgumentError
 from baton.ids import Epoch, JobId, Rank, RequestId
+from baton.process.crash_notes import fingerprint
 from baton.results.prefill_trace import Interval
 from baton.sampling_params import SamplingParams
 from baton.types import SampledToken, TokenRange
@@ -78,6 +79,11 @@ class Job:
         """Return the cached tokens as they lie in memory: pairs of a piece of `prefix` and its tokens that are used."""
         pieces = [piece for piece in self.prefix if piece.tokens.start < self.cached.end]
         return [(piece, TokenRange(piece.tokens.start, min(piece.tokens.end, self.cached.end))) for piece in pieces]
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """Return the fingerprint by which a crash note names the job's request."""
+        return fingerprint(self.request_id, self.prompt_ids)
 
     @property
     def token_ids(self) -> list[int]:

@@ -256,12 +256,14 @@ class PrefillServer:
         prefix_bytes: int = 0,
         prefix_disk: DiskPlace | None = None,
         grammars: Grammars | None = None,
+        crash_note: str = "",
     ) -> Self:
         """Serve callers that have the cluster's secret on host:port, with links over `host`; port 0 takes any free one.
         `may_share`: whether KV goes through shared memory to generation groups of the same node. Jobs may begin behind
         the prefixes in `prefix_folder`, which is made if need be and removed by its last user: `prefix_bytes` at most,
         more in `prefix_disk`. `device_memory_bytes` limits weights and KV on a device with memory of its own; 0: what
-        there is. `grammars`: those of the model, for constrained outputs. Raises ConfigError when weights exceed that
+        there is. `grammars`: those of the model, for constrained outputs. `crash_note`: file of the process's crash
+        note, if it has one. Raises ConfigError when weights exceed that
         limit, the server cannot listen, or the folder cannot be made.
         """
         room = DeviceRoom.of(decoder, device_memory_bytes)
@@ -274,7 +276,7 @@ class PrefillServer:
             store = NodeStore(
                 prefix_folder, layout, limit_bytes=prefix_bytes, clock=clock, disk=prefix_disk, key=secret.text
             )
-        engine = PrefillEngine(decoder, clock, watchdog_floor_s=watchdog_floor_s, room=room)
+        engine = PrefillEngine(decoder, clock, watchdog_floor_s=watchdog_floor_s, room=room, crash_note=crash_note)
         exchange = None
         if store is not None:
             exchange = BlockExchange(

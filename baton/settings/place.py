@@ -86,3 +86,5 @@ class WorkerPlace(ModelFormats, PrefixRoom, EmulatedLink, LogLines):
     """Secret of the worker's cluster, which its callers must know; a worker without one does not start."""
     step_times: str = ""
     """File of measured step times, by which an engine plans drafts to begin with; empty or missing: nominal costs."""
+    crash_note: str = ""
+    """File of the process's crash note, which the process itself makes; empty: it has none."""

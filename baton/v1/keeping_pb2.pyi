@@ -231,22 +231,26 @@ class ClusterView(_message.Message):
     PREFILL_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     ABSENT_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prefill(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefillGroupView]: ...
     @_builtins.property
     def generation(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerationGroupView]: ...
     @_builtins.property
     def absent(self) -> _containers.RepeatedCompositeFieldContainer[Global___AbsentGroup]: ...
+    @_builtins.property
+    def ended(self) -> _containers.RepeatedCompositeFieldContainer[Global___EndedWorker]: ...
     def __init__(
         self,
         *,
         prefill: _abc.Iterable[Global___PrefillGroupView] | None = ...,
         generation: _abc.Iterable[Global___GenerationGroupView] | None = ...,
         absent: _abc.Iterable[Global___AbsentGroup] | None = ...,
+        ended: _abc.Iterable[Global___EndedWorker] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "generation", b"generation", "prefill", b"prefill"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent", b"absent", "ended", b"ended", "generation", b"generation", "prefill", b"prefill"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -363,6 +367,34 @@ class AbsentGroup(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AbsentGroup: _TypeAlias = AbsentGroup  # noqa: Y015
+
+@_typing.final
+class EndedWorker(_message.Message):
+    """A worker whose process has ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    COMPUTING_FIELD_NUMBER: _builtins.int
+    endpoint: _builtins.str
+    """host:port that it served on."""
+    @_builtins.property
+    def computing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Fingerprints of the requests whose first tokens it was computing when it crashed; empty: it did not crash."""
+
+    def __init__(
+        self,
+        *,
+        endpoint: _builtins.str = ...,
+        computing: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computing", b"computing", "endpoint", b"endpoint"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndedWorker: _TypeAlias = EndedWorker  # noqa: Y015
 
 @_typing.final
 class Orders(_message.Message):

@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 
 from baton.errors import UnavailableError
+from baton.process.crash_notes import Crash
 from baton.v1 import common_pb2
 from baton_lab.chaos.faults import Fault, FaultPlan, Strike
 from deploy.config.worker import WorkerConfig
@@ -194,6 +195,10 @@ class NetworkedWorker:
         how = await self.inner.wait()
         await asyncio.shield(self._cutting)
         return how
+
+    async def crash(self) -> Crash | None:
+        """Return how the worker crashed; None when it did not."""
+        return await self.inner.crash()
 
     def kill(self) -> None:
         """Kill the worker's process."""

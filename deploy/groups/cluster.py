@@ -125,6 +125,7 @@ class Cluster:
                 for group in self.generation
                 if group.endpoints
             ),
+            ended=self._around.ended.recent(self._around.clock.now_s()),
         )
 
 

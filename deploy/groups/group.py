@@ -197,13 +197,26 @@ class WorkerGroup:
         self._stores[worker.handle.config.rank] = status.prefix_store.identity
 
     async def _wake_at_end(self, handle: WorkerHandle) -> None:
-        """Wake the supervisor when the worker's process has ended. A wait that fails wakes it, too, and leaves the rest
-        to the heartbeats."""
+        """Wake the supervisor when the worker's process has ended, and tell what it was computing if it crashed. A wait
+        that fails wakes it, too, and leaves the rest to the heartbeats."""
         try:
             await handle.wait()
         except Exception as error:  # noqa: BLE001 - logged by tell_failure, with its traceback
             tell_failure(f"{handle.config.name}: its end cannot be waited for", error, self._around.report)
         self._look.set()
+        if handle.ended:
+            await self._note_end(handle)
+
+    async def _note_end(self, handle: WorkerHandle) -> None:
+        crash = await handle.crash()
+        if crash is not None:
+            logger.error("%s crashed:\n%s", handle.config.name, crash.trace)
+            num = len(crash.computing)
+            self._around.report(
+                f"{handle.config.name} crashed while it computed {num} new requests: see its trace in the log"
+            )
+        self._around.ended.add(handle.endpoint, handle.pid, crash, self._around.clock.now_s())
+        self._around.changed()
 
     def _tell_end(self, supervising: asyncio.Task[None]) -> None:
         if not self._closing:

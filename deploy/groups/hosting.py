@@ -5,6 +5,7 @@ process, on its asyncio loop.
 """
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from baton.process.garbage import collect_all
@@ -57,9 +58,10 @@ async def start_server(config: WorkerConfig, model: "LoadedModel | None" = None)
 class WorkerHost:
     """The server that a process has now. Used by one task at a time."""
 
-    def __init__(self, start: StartServer = start_server) -> None:
-        """Make a host that does not serve yet. `start` makes its servers."""
+    def __init__(self, start: StartServer = start_server, note: str = "") -> None:
+        """Make a host that does not serve yet. `start` makes its servers; `note` is the process's crash note."""
         self._start = start
+        self._note = note
         self._model: LoadedModel | None = None
         """The model of the process; None in an orchestrator's, which needs no torch."""
         self._server: Server | None = None
@@ -75,7 +77,8 @@ class WorkerHost:
             from modeling.hosting import LoadedModel
 
             self._model = LoadedModel()
-        self._server = await self._start(config, self._model)
+        place = replace(config.place, crash_note=self._note)
+        self._server = await self._start(replace(config, place=place), self._model)
         return self._server.port
 
     async def stop(self) -> None:

@@ -14,8 +14,10 @@ import json
 import signal
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from baton.errors import BatonError, UnavailableError
+from baton.process.crash_notes import Crash, read_crash
 from baton.settings.addresses import join_address
 from baton.settings.base import to_json
 from deploy.config.worker import WorkerConfig
@@ -38,6 +40,8 @@ class WorkerProcess:
     process: asyncio.subprocess.Process
     start_timeout_s: float
     """Seconds in which the child must serve in another role."""
+    crash_note: str = ""
+    """File of the child's crash note; empty: it has none."""
 
     @property
     def pid(self) -> int:
@@ -50,11 +54,14 @@ class WorkerProcess:
     async def wait(self) -> str:
         return f"status {await self.process.wait()}"
 
+    async def crash(self) -> Crash | None:
+        return read_crash(self.crash_note)
+
     async def serve_as(self, config: WorkerConfig) -> None:
         """Serve with this configuration from now on. Raises WorkerStartError or UnavailableError; then the process has
         ended."""
-        port = await _served(self.process, config, self.start_timeout_s)
-        self.config, self.endpoint = config, join_address(config.place.host, port)
+        answer = await _served(self.process, config, self.start_timeout_s)
+        self.config, self.endpoint = config, join_address(config.place.host, answer["port"])
 
     def kill(self) -> None:
         """Send SIGKILL, which also ends a stopped process; harmless when the process has ended."""
@@ -89,12 +96,13 @@ class ProcessSpawner:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", self._module, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
         )
-        port = await _served(process, config, self._timeout_s)
-        return WorkerProcess(config, join_address(config.place.host, port), process, self._timeout_s)
+        answer = await _served(process, config, self._timeout_s)
+        endpoint = join_address(config.place.host, answer["port"])
+        return WorkerProcess(config, endpoint, process, self._timeout_s, answer["crash_note"])
 
 
-async def _served(process: asyncio.subprocess.Process, config: WorkerConfig, timeout_s: float) -> int:
-    """Return the port at which the process serves with this configuration. After a failure the process has ended."""
+async def _served(process: asyncio.subprocess.Process, config: WorkerConfig, timeout_s: float) -> dict[str, Any]:
+    """Return the answer of the process that serves with this configuration. After a failure the process has ended."""
     try:
         return await asyncio.wait_for(_greet(process, config), timeout_s)
     except BaseException as error:
@@ -107,7 +115,7 @@ async def _served(process: asyncio.subprocess.Process, config: WorkerConfig, tim
         raise
 
 
-async def _greet(process: asyncio.subprocess.Process, config: WorkerConfig) -> int:
+async def _greet(process: asyncio.subprocess.Process, config: WorkerConfig) -> dict[str, Any]:
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.suppress(ConnectionError):  # a worker that died at once is reported below
@@ -117,7 +125,7 @@ async def _greet(process: asyncio.subprocess.Process, config: WorkerConfig) -> i
     if not line:
         status = await process.wait()
         raise UnavailableError(f"{config.name} ended with status {status} before it served: see its output")
-    answer = json.loads(line)
+    answer: dict[str, Any] = json.loads(line)
     if "error" in answer:
         raise WorkerStartError(f"{config.name}: {answer['error']}")
-    return int(answer["port"])
+    return answer

@@ -7,6 +7,7 @@ reserved for their group (deploy.ray_cluster.places); child processes need none.
 
 from typing import Protocol
 
+from baton.process.crash_notes import Crash
 from deploy.config.worker import WorkerConfig
 
 
@@ -33,6 +34,11 @@ class WorkerHandle(Protocol):
 
     async def wait(self) -> str:
         """Wait until the worker's process has ended, and return how. May be called any number of times."""
+        ...
+
+    async def crash(self) -> Crash | None:
+        """Return how the worker's process crashed, once it has ended; None when it did not crash or that cannot be
+        found out. Raises nothing. Only the first call is answered."""
         ...
 
     async def serve_as(self, config: WorkerConfig) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from baton.clock import Clock
 from baton.settings.place import LOOPBACK
 from deploy.groups.agreement import Agreement
+from deploy.groups.ended_workers import EndedWorkers
 from deploy.groups.restarts import Backoff
 from deploy.groups.spawner import Room, Spawner
 
@@ -30,9 +31,10 @@ class Surroundings:
     report: Callable[[str], None]
     """Shows one line of text about an event to the user."""
     changed: Callable[[], None] = lambda: None
-    """Called when a group has become ready, or has ceased to be."""
+    """Called when a group has become ready, or has ceased to be, and when a worker has ended."""
     agreement: Agreement = field(default_factory=Agreement)
     backoff: Backoff = field(default_factory=Backoff)
+    ended: EndedWorkers = field(default_factory=EndedWorkers)
     room: Room | None = None
     """Reserves the places of workers; None where workers need none."""
     host: str = LOOPBACK

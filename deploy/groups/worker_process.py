@@ -1,8 +1,8 @@
 """The process of one worker: `python -m deploy.groups.worker_process`, started by deploy.groups.processes.
 
-Reads its WorkerConfig from the first line of standard input, loads the model, serves, and answers with its port. For
-each further line, a WorkerConfig of another role, the server is replaced, and the model stays loaded. The process exits
-when standard input ends. One asyncio loop owns gRPC; the engine has a thread of its own.
+Reads its WorkerConfig from the first line of standard input, loads the model, serves, and answers with its port and its
+crash note. For each further line, a WorkerConfig of another role, the server is replaced, and the model stays loaded.
+The process exits when standard input ends. One asyncio loop owns gRPC; the engine has a thread of its own.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ import sys
 from typing import TextIO
 
 from baton.errors import BatonError
+from baton.process.crash_notes import begin_note, end_note
 from baton.settings.base import from_json
 from deploy.config.worker import WorkerConfig
 from deploy.groups.hosting import StartServer, WorkerHost, start_server
@@ -27,18 +28,21 @@ def main(start: StartServer = start_server) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     answers, sys.stdout = sys.stdout, sys.stderr
     config = from_json(WorkerConfig, sys.stdin.readline())
+    note = "" if config.role == "orchestrator" else begin_note()
     try:
-        asyncio.run(_run(config, answers, WorkerHost(start)))
+        asyncio.run(_run(config, answers, WorkerHost(start, note), note))
     except BatonError as error:
         _answer(answers, {"error": str(error)})
         return 1
+    finally:
+        end_note(note)
     return 0
 
 
-async def _run(config: WorkerConfig, answers: TextIO, host: WorkerHost) -> None:
+async def _run(config: WorkerConfig, answers: TextIO, host: WorkerHost, note: str) -> None:
     further = await _further_lines()
     try:
-        _answer(answers, {"port": await host.serve(config)})
+        _answer(answers, {"port": await host.serve(config), "crash_note": note})
         while line := await further.readline():
             _answer(answers, {"port": await host.serve(from_json(WorkerConfig, line.decode()))})
     finally:

@@ -21,6 +21,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from baton.errors import UnavailableError
+from baton.process.crash_notes import Crash, read_crash
 from baton.process.endless import describe, tell_failure
 from baton.settings.addresses import join_address
 from deploy.config.worker import WorkerConfig
@@ -44,6 +45,7 @@ class RayWorker:
         self.pid = served.pid
         self._timeout_s = timeout_s
         self._node_id = served.node_id
+        self._crash_note = served.crash_note
         self._actor = actor
         self._end = ""
         self._watch = asyncio.create_task(self._until_end())
@@ -55,6 +57,13 @@ class RayWorker:
     async def wait(self) -> str:
         await asyncio.shield(self._watch)
         return self._end
+
+    async def crash(self) -> Crash | None:
+        try:
+            return await asyncio.wait_for(_read_crash(self._crash_note, self._node_id), CLOSE_GRACE_S)
+        except (RayError, TimeoutError) as error:
+            logger.warning("%s: its crash note cannot be read (%s)", self.config.name, describe(error))
+            return None
 
     async def serve_as(self, config: WorkerConfig) -> None:
         """Serve with this configuration from now on. Raises WorkerStartError or UnavailableError; then the actor has
@@ -227,6 +236,16 @@ def kill_process(pid: int, node_id: str) -> None:
         return
     there = NodeAffinitySchedulingStrategy(node_id, soft=False)
     ray.remote(_kill).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(pid)
+
+
+async def _read_crash(path: str, node_id: str) -> Crash | None:
+    """Read a crash note on its node, as a task of Ray's if that is another one. Raises RayError when it is gone."""
+    if node_id == ray.get_runtime_context().get_node_id():
+        return read_crash(path)
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    reading = ray.remote(read_crash).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+    crash: Crash | None = await answer(reading.remote(path))
+    return crash
 
 
 def _actor(namespace: str, name: str) -> "ActorHandle[Any] | None":

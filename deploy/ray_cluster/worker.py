@@ -13,6 +13,7 @@ from pathlib import Path
 import ray
 
 from baton.errors import BatonError
+from baton.process.crash_notes import begin_note, end_note
 from deploy.config.worker import WorkerConfig
 from deploy.groups.hosting import WorkerHost
 from deploy.machine.model_folder import folder_on_node, section_on_node
@@ -29,6 +30,8 @@ class Served:
     host: str = ""
     """Address that the worker serves on."""
     port: int = 0
+    crash_note: str = ""
+    """File of the process's crash note, on its node; empty: it has none."""
     error: str = ""
     """Why the worker cannot serve, in one line; empty when it serves."""
 
@@ -40,7 +43,8 @@ class WorkerActor:
         level = logging.INFO if config.role == "orchestrator" else logging.WARNING
         set_up_logs(level, config.place.log_format)
         self._config = config
-        self._host = WorkerHost()
+        self._note = "" if config.role == "orchestrator" else begin_note()
+        self._host = WorkerHost(note=self._note)
         self._served: Served | None = None
         """How the worker serves now; None while it does not."""
         self._starting = asyncio.Lock()
@@ -58,7 +62,7 @@ class WorkerActor:
         pid, node_id = os.getpid(), ray.get_runtime_context().get_node_id()
         try:
             here = await asyncio.to_thread(_on_this_node, config)
-            return Served(pid, node_id, here.place.host, await self._host.serve(here))
+            return Served(pid, node_id, here.place.host, await self._host.serve(here), self._note)
         except BatonError as error:
             where = "" if config.place.host else f"on node {node_address()}: "
             return Served(pid, node_id, error=f"{where}{error}")
@@ -74,6 +78,7 @@ class WorkerActor:
     async def stop(self) -> None:
         """End the server and the engine; the process stays until it is killed."""
         await self._host.stop()
+        end_note(self._note)
 
 
 def node_address() -> str:

@@ -21,6 +21,7 @@ from functools import partial
 
 from baton.clock import Clock
 from baton.errors import InvalidArgumentError, LeaseError, NotFiniteError, ResourceExhaustedError
+from baton.process.crash_notes import ComputedNow
 from baton.process.thread_names import show_thread_name
 from baton.process.turn_watch import TurnWatch
 from baton.types import DraftRound, FinishReason, SampledToken, TokenEvent
@@ -59,10 +60,11 @@ class GenerationEngine:
         speculation: Speculation | None = None,
         reclaim: Callable[[], bool] | None = None,
         decode_steps: DecodeSteps | None = None,
+        crash_note: str = "",
     ) -> None:
         """`batcher` and `speculation` are the engine's own from now on. `reclaim` is called when memory is short: it
         releases slots that hooks have taken over, and returns whether there were any. `decode_steps`: runs the steps
-        that it can serve, if given."""
+        that it can serve, if given. `crash_note`: file of the process's crash note, if it has one."""
         self.residency: Residency = slots.memory.residency
         """Policy that keeps the rows' KV. Any thread may read its traits."""
         self._reclaim = reclaim or (lambda: False)
@@ -80,6 +82,7 @@ class GenerationEngine:
         # Used by the engine's thread alone:
         self._running = RunningRows(slots, batcher, speculation)
         self._runner = StepRunner(decoder, self.residency, decode_steps)
+        self._computed = ComputedNow(crash_note)
         self._waiting: deque[EngineStream] = deque()
         self._leased: dict[Ticket, EngineStream] = {}
         self._num_steps = 0
@@ -286,6 +289,7 @@ class GenerationEngine:
         running = self._running
         leaders = [running.rows[span.slot] for span in plan.spans if span.samples]
         try:
+            self._computed.set(running.watched_in(plan))
             self._runner.begin()
             drafts = {} if self._speculation is None else self._speculation.draft(plan, running.rows)
             verified = self._runner.run(plan, running.rows, drafts)
@@ -303,6 +307,8 @@ class GenerationEngine:
             for stream in {running.rows[slot].stream: None for slot in failed if slot in running.rows}:
                 self._end(stream, FinishReason.ERROR, _one_line(error))
             return False
+        finally:
+            self._computed.set(())
         return True
 
     def _accept(self, row: Row, token: SampledToken, drafts: DraftRound | None = None, goes_on: bool = False) -> None:

@@ -37,6 +37,8 @@ class RunningRows:
     """Rows of the batch, in the order in which they joined it. Followers join when their leader's KV is in place."""
     waiting: list[Row] = field(default_factory=list)
     """Leaders of preempted streams' rows, the oldest first."""
+    watched: list[Row] = field(default_factory=list)
+    """Leaders that have had few tokens here, those that wait included."""
     num_preemptions: int = 0
     is_stalled: bool = False
     """Whether the last plan is empty although there are rows: the oldest waits for memory that leases hold."""
@@ -48,6 +50,16 @@ class RunningRows:
         leader = rows[0]
         leader.followers = rows[1:]
         self.rows[leader.slot] = leader
+        self.watched.append(leader)
+
+    def watched_in(self, plan: StepPlan) -> tuple[bytes, ...]:
+        """Return the fingerprints of the plan's requests that have had few tokens here."""
+        if not self.watched:
+            return ()
+        self.watched = [row for row in self.watched if row.is_watched]
+        planned = {span.slot for span in plan.spans}
+        computed = (row for row in self.watched if row.seat is not None and row.slot in planned)
+        return tuple(row.stream.request.fingerprint for row in computed)
 
     def fork(self, leader: Row) -> None:
         """Copy a leader's KV, once its history is in place, to its followers, which join the batch."""

@@ -8,10 +8,12 @@ thread.
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NewType, Protocol
 
 from baton.errors import InvalidArgumentError
 from baton.ids import RequestId, SlotId
+from baton.process.crash_notes import NUM_WATCHED_TOKENS, fingerprint
 from baton.sampling_params import SamplingParams
 from baton.types import DraftRound, FinishReason, LeaseRef, SampledToken, TokenEvent, TokenRange
 from generate_workers.slots.leases import Seat
@@ -49,6 +51,11 @@ class GenerationRequest:
     def capacity_tokens(self) -> int:
         """Return how many tokens a row of this request may come to hold."""
         return len(self.prompt_ids) + self.params.max_tokens
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """Return the fingerprint by which a crash note names the request."""
+        return fingerprint(self.request_id, self.prompt_ids)
 
     @property
     def wants_prompt_scores(self) -> bool:
@@ -188,6 +195,12 @@ class Row:
     def num_output(self) -> int:
         """Return the number of known output tokens."""
         return self.sampler.position
+
+    @property
+    def is_watched(self) -> bool:
+        """Return whether the choice has had so few tokens here that a crash note names it while they are computed."""
+        num_new = self.num_output - len(self.stream.request.output_ids)
+        return self in self.stream.rows and num_new < NUM_WATCHED_TOKENS
 
     @property
     def num_left(self) -> int:

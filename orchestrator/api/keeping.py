@@ -12,13 +12,13 @@ from google.protobuf.message import Message
 from baton.results.completion import ModelInfo
 from baton.v1 import keeping_pb2 as pb
 from baton.v1 import orchestrator_pb2
-from orchestrator.membership.view import AbsentGroup, ClusterView, GenerationGroup, Orders, PrefillGroup
+from orchestrator.membership.view import AbsentGroup, ClusterView, EndedWorker, GenerationGroup, Orders, PrefillGroup
 from planning import calibration, step_times
 from planning.chain.partition_table import Knot, PartitionTable
 from planning.local_prefill import LocalPrefill
 from planning.planner import ChainPlanner
 
-T = TypeVar("T", PrefillGroup, GenerationGroup, AbsentGroup, LocalPrefill, Knot)
+T = TypeVar("T", PrefillGroup, GenerationGroup, AbsentGroup, EndedWorker, LocalPrefill, Knot)
 
 _SCALARS = (str, bool, int, float)
 
@@ -29,6 +29,7 @@ def view_to_proto(view: ClusterView) -> pb.ClusterView:
         prefill=[pb.PrefillGroupView(**asdict(group)) for group in view.prefill],
         generation=[pb.GenerationGroupView(**asdict(group)) for group in view.generation],
         absent=[pb.AbsentGroup(**asdict(group)) for group in view.absent],
+        ended=[pb.EndedWorker(**asdict(worker)) for worker in view.ended],
     )
 
 
@@ -38,6 +39,7 @@ def view_from_proto(message: pb.ClusterView) -> ClusterView:
         prefill=tuple(_of(PrefillGroup, group) for group in message.prefill),
         generation=tuple(_of(GenerationGroup, group) for group in message.generation),
         absent=tuple(_of(AbsentGroup, group) for group in message.absent),
+        ended=tuple(_of(EndedWorker, worker) for worker in message.ended),
     )
 
 

@@ -59,6 +59,13 @@ class GenerationGroup:
         return self.name, self.endpoint
 
 
+def endpoints_of(life: Hashable) -> tuple[str, tuple[str, ...]]:
+    """Return the role of the group of that life, and the endpoints of its workers then."""
+    assert isinstance(life, tuple), f"{life} is not the life of a group"
+    endpoints = life[1]
+    return ("generate", (endpoints,)) if isinstance(endpoints, str) else ("prefill", endpoints)
+
+
 Group = PrefillGroup | GenerationGroup
 G = TypeVar("G", PrefillGroup, GenerationGroup)
 
@@ -77,12 +84,24 @@ class AbsentGroup:
 
 
 @dataclass(frozen=True)
+class EndedWorker:
+    """A worker whose process has ended."""
+
+    endpoint: str
+    """host:port that the worker served on."""
+    computing: tuple[str, ...] = ()
+    """Fingerprints of the requests whose first tokens it was computing when it crashed; empty if it did not crash."""
+
+
+@dataclass(frozen=True)
 class ClusterView:
     """All groups, present and expected. A group that is being repaired is in it, as not ready."""
 
     prefill: tuple[PrefillGroup, ...] = ()
     generation: tuple[GenerationGroup, ...] = ()
     absent: tuple[AbsentGroup, ...] = ()
+    ended: tuple[EndedWorker, ...] = ()
+    """Workers whose processes have ended lately, the latest last."""
 
     @property
     def num_slots(self) -> int:

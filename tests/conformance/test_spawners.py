@@ -1,6 +1,8 @@
 """One suite for the Spawners that run without Ray; tests/system has the same for Ray's actors."""
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -71,6 +73,19 @@ async def test_a_killed_worker_ends_and_may_be_killed_and_closed_again(spawner: 
     handle.kill()
     await handle.close()
     await handle.close()
+
+
+@pytest.mark.parametrize(("by", "crashes"), [(signal.SIGABRT, True), (signal.SIGKILL, False)])
+async def test_a_worker_that_crashed_leaves_its_trace_and_a_killed_one_does_not(
+    rank: WorkerConfig, by: signal.Signals, crashes: bool
+) -> None:
+    handle = await ProcessSpawner(WAIT_S).start(rank)
+    os.kill(handle.pid, by)
+    await handle.wait()
+    crash = await handle.crash()
+    assert (crash is not None) == crashes
+    assert crash is None or (crash.computing == () and "Aborted" in crash.trace)
+    assert await handle.crash() is None
 
 
 async def test_a_worker_that_cannot_start_gives_its_own_reason(rank: WorkerConfig) -> None:

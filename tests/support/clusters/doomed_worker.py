@@ -2,7 +2,8 @@
 
 The product's worker, with the model wrapped, and a rank's outlet, or an engine's sampling and copies. Before each step
 it looks for a doom laid down for it in the model's folder; one that is struck is taken away, so that the next life is
-whole. `python -m tests.support.clusters.doomed_worker`, for deploy.groups.processes.
+whole. A prompt that begins with `DEADLY` aborts each process that computes it.
+`python -m tests.support.clusters.doomed_worker`, for deploy.groups.processes.
 """
 
 import enum
@@ -41,6 +42,8 @@ from prefill_workers.job import Job, JobReport, KvOutlet
 from tests.support.clusters.rank_servers import serve_rank
 from transport.identity import ClusterSecret
 
+DEADLY = (11,) * 12
+"""First tokens of a prompt that aborts a worker while it computes them."""
 _SLOW_S = 12.0
 """Seconds that an engine is slow, or compiles: several times as long as tests let a thread stand still."""
 
@@ -177,9 +180,12 @@ class DoomedDecoder(Decoder):
         self._fate.step(Moment.COMPLETE, layer)
         return super().complete(layer, hidden_TD, attended_TNH)
 
-    def forward(self, *args: Any, **options: Any) -> Tensor:
+    def forward(self, token_ids: Sequence[int], *args: Any, **options: Any) -> Tensor:
         self._fate.step(Moment.FORWARD, 0)
-        return super().forward(*args, **options)
+        part = DEADLY[:3]  # a step may have any part of a prompt
+        if any(tuple(token_ids[at : at + len(part)]) == part for at in range(len(token_ids))):
+            os.abort()
+        return super().forward(token_ids, *args, **options)
 
 
 class DoomedModel(LoadedModel):
@@ -199,6 +205,8 @@ class DoomedOutlet:
 
     inner: KvOutlet
     fate: Fate
+    is_deadly: bool
+    """Whether the job aborts the process."""
 
     @property
     def num_present(self) -> int:
@@ -206,6 +214,8 @@ class DoomedOutlet:
 
     def push(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
         self.fate.step(Moment.PUSH, layer)
+        if self.is_deadly:
+            os.abort()
         self.inner.push(layer, tokens, data)
 
     def received(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
@@ -222,12 +232,13 @@ class DoomedOutlet:
 class DoomedEngine(PrefillEngine):
     """Wraps the outlets that it is given."""
 
-    def __init__(self, decoder: Decoder, fate: Fate, floor_s: float) -> None:
-        super().__init__(decoder, SystemClock(), watchdog_floor_s=floor_s)
+    def __init__(self, decoder: Decoder, fate: Fate, floor_s: float, crash_note: str) -> None:
+        super().__init__(decoder, SystemClock(), watchdog_floor_s=floor_s, crash_note=crash_note)
         self._fate = fate
 
     def submit(self, job: Job, outlet: KvOutlet) -> "Future[JobReport]":
-        return super().submit(job, DoomedOutlet(outlet, self._fate))
+        is_deadly = tuple(job.prompt_ids[: len(DEADLY)]) == DEADLY
+        return super().submit(job, DoomedOutlet(outlet, self._fate, is_deadly))
 
 
 async def start_doomed(config: WorkerConfig, model: LoadedModel | None) -> Server:
@@ -238,7 +249,7 @@ async def start_doomed(config: WorkerConfig, model: LoadedModel | None) -> Serve
         return await _start_engine(config, fate)
     torch.set_num_threads(place.num_threads or 1)
     decoder = DoomedDecoder(load_decoder(place.model_folder, dtype=place.dtype), fate)
-    engine = DoomedEngine(decoder, fate, section.watchdog_floor_s)
+    engine = DoomedEngine(decoder, fate, section.watchdog_floor_s, place.crash_note)
     return await serve_rank(engine, place.host, ClusterSecret(place.secret))
 
 

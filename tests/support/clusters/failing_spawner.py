@@ -2,6 +2,7 @@
 
 from random import Random
 
+from baton.process.crash_notes import Crash
 from deploy.config.worker import WorkerConfig
 from deploy.groups.spawner import Spawner, WorkerHandle
 
@@ -65,6 +66,9 @@ class FailingWorker:
     async def wait(self) -> str:
         self._failures.strike("wait")
         return await self.inner.wait()
+
+    async def crash(self) -> Crash | None:
+        return await self.inner.crash()
 
     async def serve_as(self, config: WorkerConfig) -> None:
         self._failures.strike("serve_as")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.errors import UnavailableError
+from baton.process.crash_notes import Crash
 from baton.settings.place import WorkerPlace
 from baton_lab.chaos.faults import FaultPlan
 from deploy.config.worker import Section, WorkerConfig
@@ -83,6 +84,9 @@ class InProcessWorker:
     async def wait(self) -> str:
         await self._over.wait()
         return "a word"
+
+    async def crash(self) -> Crash | None:
+        return None
 
     async def serve_as(self, config: WorkerConfig) -> None:
         if self._ending is not None:

@@ -259,7 +259,11 @@ def _collect(one_host: ServedCluster, streams: list[Stream]) -> list[Completion]
 
 @pytest.mark.parametrize(
     ("role", "with_signal"),
-    [pytest.param("prefill", signal.SIGSTOP, marks=pytest.mark.ci), ("generate", signal.SIGKILL)],
+    [
+        pytest.param("prefill", signal.SIGSTOP, marks=pytest.mark.ci),
+        ("generate", signal.SIGKILL),
+        pytest.param("generate", signal.SIGABRT, marks=pytest.mark.ci),
+    ],
 )
 def test_a_stream_survives_a_lost_worker(
     one_host: ServedCluster, client: Client, role: str, with_signal: signal.Signals
@@ -287,6 +291,11 @@ def test_a_stream_survives_a_lost_worker(
     assert not any(process_start(victim) for victim in victims)
     told = rf"^{role}-0\S* ended with \w+(: replacing it|, \d+ times in a row: )"
     until(lambda: bool(re.search(told, one_host.stderr[num_told:], re.MULTILINE)))
+    crashed = rf"^{role}-0\S* crashed while it computed \d+ new requests"
+    if with_signal == signal.SIGABRT:
+        until(lambda: bool(re.search(crashed, one_host.stderr[num_told:], re.MULTILINE)))
+    else:
+        assert not re.search(crashed, one_host.stderr[num_told:], re.MULTILINE)
 
 
 @pytest.mark.ci

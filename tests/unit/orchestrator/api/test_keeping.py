@@ -17,7 +17,7 @@ from orchestrator.api.keeping import (
     view_from_proto,
     view_to_proto,
 )
-from orchestrator.membership.view import AbsentGroup, ClusterView, GenerationGroup, Orders, PrefillGroup
+from orchestrator.membership.view import AbsentGroup, ClusterView, EndedWorker, GenerationGroup, Orders, PrefillGroup
 from planning.calibration import nominal
 from planning.hardware import cpu_rank
 from planning.local_prefill import LocalPrefill
@@ -33,6 +33,7 @@ VIEW = ClusterView(
         GenerationGroup("other", "h:4", "", 1, 1),
     ),
     absent=(AbsentGroup("gone", "generate", True, "no room"), AbsentGroup("left", "prefill")),
+    ended=(EndedWorker("h:5"), EndedWorker("h:6", ("00ff", "01"))),
 )
 ORDERS = Orders(
     *(frozenset({"p", "g"}), frozenset({"g"}), frozenset({"more"})), {"more": "/models/other"}, {"more": "p.1"}

@@ -1,0 +1,123 @@
+"""Notes that outlive a worker's process: which requests it was computing, and the trace of its crash.
+
+The process makes a note when it begins. Its engine writes into it which requests a step computes (`ComputedNow`);
+Python's faulthandler appends a trace when a signal such as SIGSEGV or SIGABRT ends the process, and nothing is appended
+when the process is killed. Once the process has ended, its supervisor reads the note (`read_crash`). A note is a file
+in memory: the fingerprints of the requests in its head, which an engine maps, and the trace behind it. The process
+holds a lock on its note, by which notes that no supervisor has read are found and removed.
+"""
+
+import contextlib
+import faulthandler
+import fcntl
+import hashlib
+import logging
+import mmap
+import os
+import tempfile
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+NUM_WATCHED_TOKENS = 4
+"""Tokens of a request that a worker computes under watch. A request that crashes its worker later is not recognised."""
+_MEMORY = Path("/dev/shm")
+_KIND = "baton-crash-note"
+_HEAD_BYTES = mmap.PAGESIZE
+_LENGTH_BYTES = 8
+_NAME_BYTES = 8
+_MAX_NAMES = (_HEAD_BYTES - _LENGTH_BYTES) // _NAME_BYTES
+_UNREAD_S = 60.0
+"""Seconds after a crash in which its note is left to the supervisor."""
+
+
+@dataclass(frozen=True)
+class Crash:
+    """How a worker's process crashed."""
+
+    trace: str
+    """Trace of the thread that crashed, in several lines."""
+    computing: tuple[str, ...]
+    """Fingerprints of the requests that were being computed under watch, in hexadecimal."""
+
+
+def fingerprint(request_id: str, prompt_ids: Sequence[int]) -> bytes:
+    """Return the fingerprint of a request, equal for all of its attempts and for its choices that are retried one by
+    one as ID/NUMBER."""
+    name, _, choice = request_id.rpartition("/")
+    made = hashlib.blake2b(digest_size=_NAME_BYTES)
+    made.update((name if choice.isdigit() else request_id).encode() + b"\0")
+    made.update(array("I", prompt_ids))
+    return made.digest()
+
+
+def begin_note(folder: Path = _MEMORY) -> str:
+    """Make the note of this process, and have a crash's trace appended to it. Return its path; empty when it cannot be
+    made, which is logged. Call once in a process."""
+    _sweep(folder)
+    try:
+        file, path = tempfile.mkstemp(prefix=f"{_KIND}-{os.geteuid()}-", dir=folder)
+        os.ftruncate(file, _HEAD_BYTES)
+        os.lseek(file, 0, os.SEEK_END)
+        fcntl.flock(file, fcntl.LOCK_EX)  # for the life of the process, which never closes the file
+    except OSError as error:
+        logger.warning("requests that crash this worker will not be recognised: no crash note (%s)", error)
+        return ""
+    faulthandler.enable(file, all_threads=False)
+    return path
+
+
+def end_note(path: str) -> None:
+    """Remove the note of a process that ends as it should. Harmless when it does not exist."""
+    if path:
+        Path(path).unlink(missing_ok=True)
+
+
+def read_crash(path: str) -> Crash | None:
+    """Return how the process that made the note crashed, and remove the note; None when the process did not crash, or
+    its note cannot be read. Call once the process has ended."""
+    try:
+        content = Path(path).read_bytes() if path else b""
+        end_note(path)
+    except OSError:
+        return None
+    head, trace = content[:_HEAD_BYTES], content[_HEAD_BYTES:].decode(errors="replace")
+    if not trace:
+        return None
+    end = _LENGTH_BYTES + int.from_bytes(head[:_LENGTH_BYTES], "little")
+    names = {head[at : at + _NAME_BYTES].hex() for at in range(_LENGTH_BYTES, end, _NAME_BYTES)}
+    return Crash(trace, tuple(sorted(names)))
+
+
+class ComputedNow:
+    """The requests that an engine computes under watch at this moment. Used by the engine's thread."""
+
+    def __init__(self, path: str = "") -> None:
+        """Map the head of the note at `path`. An engine without a note has an empty path."""
+        self._names: tuple[bytes, ...] = ()
+        if not path:
+            self._head = mmap.mmap(-1, _HEAD_BYTES)
+            return
+        with Path(path).open("r+b") as file:
+            self._head = mmap.mmap(file.fileno(), _HEAD_BYTES)
+
+    def set(self, names: tuple[bytes, ...]) -> None:
+        """Note the fingerprints of the requests that are computed from now on, in place of the former ones."""
+        if names == self._names:
+            return
+        self._names = names
+        content = b"".join(names[:_MAX_NAMES])
+        self._head[: _LENGTH_BYTES + len(content)] = len(content).to_bytes(_LENGTH_BYTES, "little") + content
+
+
+def _sweep(folder: Path) -> None:
+    """Remove this user's notes whose process has ended and whose supervisor has not read them."""
+    for path in folder.glob(f"{_KIND}-{os.geteuid()}-*"):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its process lives
+            if time.time() - path.stat().st_mtime > _UNREAD_S:
+                path.unlink()

@@ -1,0 +1,109 @@
+"""Requests that crash the workers that compute them: one that was computed in two crashes is not tried again.
+
+Used by `orchestrator.controller`. A worker that crashes leaves a note of the requests whose first tokens it was
+computing, its supervisor reads that, and the view tells it (`ClusterView.ended`); a worker that was killed names none.
+A request that was computed in a crash is a suspect. Suspects are tried one at a time, until they have had their first
+tokens, so that the next crash does not name innocent requests that were computed in the same step. An attempt that
+failed before its first tokens is followed by the next one only when it is known whether its worker has crashed. On the
+loop.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+
+from baton.errors import BatonError, UnavailableError
+from baton.limits import MAX_CRASHES
+from baton.process.crash_notes import NUM_WATCHED_TOKENS, fingerprint
+from baton.types import TokenEvent
+from orchestrator.dispatch.streaming import Emit
+from orchestrator.membership.members import Members
+from orchestrator.membership.view import endpoints_of
+from orchestrator.requests.record import RequestRecord
+from orchestrator.workers.client import Clients
+
+logger = logging.getLogger(__name__)
+
+_VERDICT_S = 3.0
+"""Seconds to wait for a worker that does not answer to be told as ended."""
+
+
+class Suspects:
+    """Decides which attempts may begin, and when."""
+
+    def __init__(self, members: Members, clients: Clients) -> None:
+        self._members = members
+        self._clients = clients
+        self._turn = asyncio.Lock()
+        """Held for the suspect that is being tried."""
+
+    @asynccontextmanager
+    async def trial(self, record: RequestRecord, emit: Emit) -> AsyncIterator[Emit]:
+        """Return a context for one attempt, with the receiver of its events; a suspect waits for its turn first. Raises
+        BatonError for a request that was computed in `MAX_CRASHES` crashes."""
+        if not self._check(record):
+            yield emit
+            return
+        with ExitStack() as turn:
+            await self._turn.acquire()
+            turn.callback(self._turn.release)
+            self._check(record)  # its other choices may have crashed more workers
+            enough = record.num_output_tokens + _num_watched(record)
+
+            def watched(event: TokenEvent) -> None:
+                emit(event)
+                if record.num_output_tokens >= enough:
+                    turn.close()
+
+            yield watched
+
+    async def judge(self, record: RequestRecord, num_before: int) -> None:
+        """Wait until it is known whether a worker of the group that has just failed the request has crashed: for
+        `_VERDICT_S` seconds at most, and not at all if the attempt brought the request more than its first tokens.
+        `num_before`: its output tokens before the attempt. Raises BatonError for a request that was computed in
+        `MAX_CRASHES` crashes."""
+        life = record.attempt.blamed
+        if life is None or record.num_output_tokens - num_before >= _num_watched(record):
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_VERDICT_S):
+                role, endpoints = endpoints_of(life)
+                asked = (self._answers(endpoint, role) for endpoint in endpoints)
+                if not all(await asyncio.gather(*asked)):
+                    await self._members.until(lambda: self._is_told(endpoints) or None, _VERDICT_S)
+        self._check(record)
+
+    async def _answers(self, endpoint: str, role: str) -> bool:
+        with self._clients.use(endpoint) as worker:
+            try:
+                await (worker.prefill_status if role == "prefill" else worker.generation_status)(_VERDICT_S)
+            except BatonError as error:
+                return not isinstance(error, UnavailableError)
+        return True
+
+    def _is_told(self, endpoints: tuple[str, ...]) -> bool:
+        """Return whether a worker at these endpoints is said to have ended, or has been replaced."""
+        present = self._members.present
+        ended = any(worker.endpoint in endpoints for worker in present.ended)
+        return ended or not present.endpoints.issuperset(endpoints)
+
+    def _check(self, record: RequestRecord) -> int:
+        """Return the number of crashes in which the request was computed. Raises BatonError for `MAX_CRASHES`."""
+        crashed = [worker for worker in self._members.present.ended if worker.computing]
+        if not crashed:
+            return 0
+        name = fingerprint(record.request_id, record.request.prompt_ids).hex()
+        named = [worker.endpoint for worker in crashed if name in worker.computing]
+        if len(named) >= MAX_CRASHES:
+            logger.error("not retried request=%s: workers crashed at %s", record.request_id, ", ".join(named))
+            raise BatonError(
+                f"request {record.request_id} is not retried: two workers ended while they computed it: change the "
+                "request; the supervisor's log has their traces"
+            )
+        return len(named)
+
+
+def _num_watched(record: RequestRecord) -> int:
+    return NUM_WATCHED_TOKENS * len(record.choices)
