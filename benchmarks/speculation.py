@@ -28,11 +28,12 @@ from rich.console import Console
 from baton.process.garbage import collect_rarely
 from baton.sampling_params import SamplingParams
 from baton.settings.byte_sizes import parse_rate
+from baton_lab.comparators.drafts import configured
 from benchmarks.plots.speculation import Cell, draw
 from benchmarks.sides.text_rows import Measured, PrefilledText, TextRows
 from benchmarks.sides.vllm_peer import VllmPeer
 from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
-from generate_workers.config import EngineConfig, SpeculationName
+from generate_workers.config import EngineConfig
 from generate_workers.residency.port import DraftKeys
 from modeling.checkpoints.weights import load_decoder
 from modeling.device.copying import LinkRate
@@ -77,7 +78,8 @@ _QUOTED_PART = 4
 class Choice:
     """How a side speculates."""
 
-    speculation: SpeculationName
+    speculation: str
+    """Name of the drafts: the product's, or a comparator's (`baton_lab.comparators.drafts`)."""
     num_drafts: int = 0
     """Drafts of each row in each round; 0: as many as pay."""
     num_keys: int = 256
@@ -88,7 +90,7 @@ class Choice:
             num_slots=batch,
             max_slot_tokens=context + num_tokens + MOST_DRAFTS + 1,
             residency=residency,
-            speculation=self.speculation,
+            speculation=configured(self.speculation),
             draft_tokens=self.num_drafts,
             draft_keys=self.num_keys,
         )
@@ -199,7 +201,7 @@ class Bench:
         num_tokens = _TOKENS + _BEFORE + 4 * MOST_DRAFTS
         params = SamplingParams(max_tokens=num_tokens, temperature=self.args.temperature, seed=1, ignore_eos=True)
         config = choice.config(len(texts), len(texts[0].token_ids), num_tokens, self.args.residency)
-        return TextRows.running(self._served(), self.folder, texts, params, config)
+        return TextRows.running(self._served(), self.folder, texts, params, config, speculation=choice.speculation)
 
     def _served(self) -> Decoder:
         """Return the decoder, on an emulated device if there is to be a link."""
@@ -283,7 +285,9 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--grid", default=None, help=f"batch x context cases (default {GRID})")
-    parser.add_argument("--policies", default="streaming", help="of the fixed choices: names of generate.speculation")
+    parser.add_argument(
+        "--policies", default="streaming", help="of the fixed choices: names of generate.speculation, quest, topk"
+    )
     parser.add_argument("--keys", default=NUM_KEYS, help="keys that drafts attend to, of the fixed choices")
     parser.add_argument("--drafts", default=NUM_DRAFTS, help="drafts of a row in a round, of the fixed choices")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="how often each side is measured")

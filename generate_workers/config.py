@@ -20,8 +20,8 @@ EvictionName = Literal["counter", "lru", "fifo"]
 EVICTIONS: tuple[EvictionName, ...] = get_args(EvictionName)
 """Names of the ways to evict tokens from a pool of KV."""
 AcceptanceName = Literal["coupled", "maximal"]
-SpeculationName = Literal["off", "auto", "streaming", "snapkv", "infinigen", "quest", "topk", "ngram", "model"]
-CHOOSING_DRAFTS: tuple[SpeculationName, ...] = ("snapkv", "infinigen", "quest", "topk")
+SpeculationName = Literal["off", "auto", "streaming", "snapkv", "infinigen", "ngram", "model"]
+CHOOSING_DRAFTS: tuple[SpeculationName, ...] = ("snapkv", "infinigen")
 """Speculations whose drafts choose among all keys of a row."""
 
 

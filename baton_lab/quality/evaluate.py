@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.errors import InvalidArgumentError
+from baton_lab.comparators.traits import POLICIES
 from baton_lab.plot import require_plots
 from baton_lab.quality.evaluation import Cell, Setting, Size
 from deploy.config.environment import DEFAULT_MODEL
@@ -149,7 +150,7 @@ def find_settings(args: argparse.Namespace) -> list[Setting]:
     from generate_workers.config import EVICTIONS  # imports pydantic
 
     named = [name.strip().partition(":") for name in args.policies.split(",")]
-    policies = [(policy_named(name), has_own, own) for name, has_own, own in dict.fromkeys(named)]
+    policies = [(policy_named(name, POLICIES), has_own, own) for name, has_own, own in dict.fromkeys(named)]
     sizes: list[dict[str, float]] = []
     if args.budget is not None:
         sizes += [{"budget": budget} for budget in option_values.ascending("--budget", args.budget, option_values.part)]

@@ -13,6 +13,7 @@ from rich.console import Console
 from torch import Tensor
 
 from baton.errors import ConfigError, InvalidArgumentError
+from baton_lab.comparators.residencies import BudgetSource, make_residency
 from baton_lab.quality.evaluation import Cell, Evaluation, Setting, Size
 from deploy.config.environment import use_threads
 from deploy.machine.doctor import inspect_machine
@@ -21,7 +22,6 @@ from deploy.options.screen import progress
 from deploy.tuning.selection.metrics import agreement, perplexities, perplexity, relative_cost
 from deploy.tuning.selection.passages import Context, PassageRows, Reading, prefill_contexts, read, shape_for
 from deploy.tuning.selection.texts import Texts
-from generate_workers.residency.policies import SelectionSource, make_residency
 from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.sparse.pool import Eviction, PoolSize
 from modeling.checkpoints.weights import load_decoder
@@ -40,10 +40,9 @@ _NEEDLE_TOKENS = 64
 
 
 @dataclass(frozen=True)
-class VariedSource(SelectionSource):
+class VariedSource(BudgetSource):
     """The prepared selection, with another number of keys to choose."""
 
-    budget: float | None = None
     alpha: float | None = None
 
     def load(self) -> PreparedSelection:
@@ -55,11 +54,6 @@ class VariedSource(SelectionSource):
         if self.alpha is not None:
             selection = dataclasses.replace(selection, alpha=self.alpha)
         return dataclasses.replace(prepared, selection=selection)
-
-    @property
-    def most_share(self) -> float:
-        """Return the budget; without one, the prepared selection's largest part."""
-        return super().most_share if self.budget is None else self.budget
 
 
 @dataclass(frozen=True)

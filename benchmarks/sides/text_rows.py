@@ -16,6 +16,7 @@ from baton.clock import SystemClock
 from baton.ids import RequestId, SlotId
 from baton.sampling_params import SamplingParams
 from baton.types import SampledToken, TokenEvent, TokenRange
+from baton_lab.comparators.drafts import make_speculation
 from generate_workers.config import EngineConfig
 from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.decode_first import DecodeFirst
@@ -24,7 +25,6 @@ from generate_workers.engine.rows import GenerationRequest
 from generate_workers.engine.speculation import SpeculationStats
 from generate_workers.residency.port import DraftKeys
 from generate_workers.slots.table import SlotTable
-from generate_workers.speculation.making import make_speculation
 from generate_workers.speculation.streaming import StreamingView
 from modeling.forward.decoder import Decoder
 from modeling.kv.buffers import BufferSpan, KvBuffer
@@ -92,14 +92,17 @@ class TextRows:
         texts: Sequence[PrefilledText],
         params: SamplingParams,
         config: EngineConfig,
+        *,
+        speculation: str,
     ) -> Iterator["TextRows"]:
-        """Make an engine whose rows have their prompts' KV, and close it afterwards."""
+        """Make an engine whose rows have their prompts' KV, and close it afterwards. `speculation`: name of its drafts,
+        as `make_speculation` takes it."""
         clock = SystemClock()
         slots = SlotTable(make_memory(decoder, config), clock, endpoint="none:0")
         batcher = DecodeFirst.of(config, decoder.config)
-        speculation = make_speculation(decoder, slots, config, clock)
+        drafting = make_speculation(speculation, decoder, slots, config, clock)
         engine = GenerationEngine(
-            *(decoder, Tokenizer.load(folder), slots, clock, config), batcher=batcher, speculation=speculation
+            *(decoder, Tokenizer.load(folder), slots, clock, config), batcher=batcher, speculation=drafting
         )
         rows = cls(engine, decoder, slots, [len(text.token_ids) for text in texts])
         try:

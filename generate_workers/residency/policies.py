@@ -10,25 +10,19 @@ from pathlib import Path
 
 from baton.errors import ConfigError
 from generate_workers.residency.device import DeviceResidency
-from generate_workers.residency.fetched.h2o import FetchedH2oResidency
 from generate_workers.residency.fetched.infinigen import FetchedInfinigenResidency
 from generate_workers.residency.fetched.infinigen_int4 import FetchedInt4Residency
-from generate_workers.residency.fetched.window import FetchedWindowResidency
 from generate_workers.residency.host import HostResidency
 from generate_workers.residency.int4.infinigen import InfinigenInt4Residency
 from generate_workers.residency.int4.whole import make_int4
 from generate_workers.residency.paged import PagedResidency
 from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.sparse.draft_index import IndexedResidency
-from generate_workers.residency.sparse.h2o import H2oResidency
-from generate_workers.residency.sparse.heavy_hitters import HeavyBudget
 from generate_workers.residency.sparse.infinigen import InfinigenResidency
 from generate_workers.residency.sparse.infinigen_pooled import PooledResidency
-from generate_workers.residency.sparse.oracle import OracleResidency
 from generate_workers.residency.sparse.pool import PoolSize
 from generate_workers.residency.sparse.selective import NO_CHOSEN_DRAFTS, require_no_windows, require_selective
-from generate_workers.residency.sparse.window import WindowResidency
-from generate_workers.residency.traits import POOLED, policy_named
+from generate_workers.residency.traits import POLICIES, POOLED, PolicyTraits, policy_named
 from modeling.device.port import Device
 from modeling.forward.decoder import Decoder
 from modeling.kernels import native
@@ -75,11 +69,6 @@ class SelectionSource:
             logger.warning("keys are picked a layer early, by a selection that was not tuned so: %s", _EARLY_REMEDY)
         return prepared
 
-    @property
-    def most_share(self) -> float:
-        """Return the largest part of a row's keys that may be chosen. Raises ModelError as `load` does."""
-        return self.load().selection.most_share
-
 
 Make = Callable[[KvShape, Device, SelectionSource | None], Residency]
 
@@ -97,7 +86,7 @@ def _host(shape: KvShape, device: Device, source: SelectionSource | None) -> Res
     return HostResidency(shape, device)
 
 
-def _selecting(name: str, make: Callable[[KvShape, SelectionSource], Residency]) -> Make:
+def selecting(name: str, make: Callable[[KvShape, SelectionSource], Residency]) -> Make:
     """Return a maker of a policy that attends to some keys, which checks for the kernels."""
 
     def made(shape: KvShape, device: Device, source: SelectionSource | None) -> Residency:
@@ -116,7 +105,7 @@ def _infinigen(shape: KvShape, source: SelectionSource) -> Residency:
         return PooledResidency(shape, decoder.device, source.load(), decoder, source.pool)
     if decoder.device.is_home:
         return InfinigenResidency(shape, decoder.device.row_memory, source.load(), decoder)
-    _require_others("infinigen", shape)
+    require_others("infinigen", shape)
     return FetchedInfinigenResidency(shape, source.load_early(), decoder, source.device_bytes)
 
 
@@ -128,7 +117,7 @@ def _is_pooled(shape: KvShape, pool: PoolSize) -> bool:
 def _infinigen_anywhere(shape: KvShape, device: Device, source: SelectionSource | None) -> Residency:
     """Make the policy by kernels of the CPU, or on a GPU by operations on tensors and Triton."""
     if device.name != "cuda":
-        return _selecting("infinigen", _infinigen)(shape, device, source)
+        return selecting("infinigen", _infinigen)(shape, device, source)
     assert source is not None, "infinigen needs a model"
     if source.pool is not None and _is_pooled(shape, source.pool):
         raise ConfigError("pool_tokens is not there on device cuda: leave it at 0, or use device cpu")
@@ -136,7 +125,7 @@ def _infinigen_anywhere(shape: KvShape, device: Device, source: SelectionSource 
     if not source.decoder.has_triton_rows:
         text = f"residency = 'infinigen' is not there on device cuda without Triton, or for {shape.layout.dtype}"
         raise ConfigError(f"{text}: run `pip install 'baton-serve[cuda]'`, or use residency device or host")
-    _require_others("infinigen", shape)
+    require_others("infinigen", shape)
     return FetchedInfinigenResidency(shape, source.load_early(), source.decoder, source.device_bytes)
 
 
@@ -144,32 +133,11 @@ def _infinigen_int4(shape: KvShape, source: SelectionSource) -> Residency:
     decoder = source.decoder
     if decoder.device.is_home:
         return InfinigenInt4Residency(shape, decoder.device.row_memory, source.load(), decoder)
-    _require_others("infinigen_int4", shape)
+    require_others("infinigen_int4", shape)
     return FetchedInt4Residency(shape, source.load_early(), decoder)
 
 
-def _window(shape: KvShape, source: SelectionSource) -> Residency:
-    device = source.decoder.device
-    if device.is_home:
-        return WindowResidency(shape, device.row_memory, source.load().selection)
-    _require_others("window", shape)
-    return FetchedWindowResidency(shape, device, source.load().selection)
-
-
-def _oracle(shape: KvShape, source: SelectionSource) -> Residency:
-    device = source.decoder.device
-    return OracleResidency(shape, device.row_memory, source.load().selection, reads_home=device.is_home)
-
-
-def _h2o(shape: KvShape, source: SelectionSource) -> Residency:
-    decoder, budget = source.decoder, HeavyBudget.halved(source.most_share)
-    if decoder.device.is_home:
-        return H2oResidency(shape, decoder.device.row_memory, decoder, budget)
-    _require_others("h2o", shape)
-    return FetchedH2oResidency(shape, decoder, budget)
-
-
-def _require_others(name: str, shape: KvShape) -> None:
+def require_others(name: str, shape: KvShape) -> None:
     """Raise ConfigError for a model all of whose layers stay whole, so that there is nothing to keep at home."""
     if shape.layout.num_layers <= NUM_WHOLE_LAYERS:
         raise ConfigError(f"residency = {name!r} needs more than {NUM_WHOLE_LAYERS} layers: use residency device")
@@ -179,24 +147,29 @@ MAKERS: Mapping[str, Make] = {
     "device": _device,
     "host": _host,
     "infinigen": _infinigen_anywhere,
-    "infinigen_int4": _selecting("infinigen_int4", _infinigen_int4),
-    "window": _selecting("window", _window),
-    "oracle": _selecting("oracle", _oracle),
-    "h2o": _selecting("h2o", _h2o),
+    "infinigen_int4": selecting("infinigen_int4", _infinigen_int4),
     "int4": lambda shape, device, source: make_int4(shape, device),
 }
 """How each policy is made, for a decoder on a device."""
 
 
-def make_residency(name: str, shape: KvShape, device: Device, source: SelectionSource | None = None) -> Residency:
-    """Make the policy of that name for all slots; policies that choose keys need a `source`. Raises ConfigError for an
-    unknown name, for a policy that cannot run here, and when the slots' address space cannot be had; ModelError for a
-    `source` without what it should hold."""
-    traits = policy_named(name)
+def make_residency(
+    name: str,
+    shape: KvShape,
+    device: Device,
+    source: SelectionSource | None = None,
+    *,
+    policies: Mapping[str, PolicyTraits] = POLICIES,
+    makers: Mapping[str, Make] = MAKERS,
+) -> Residency:
+    """Make the policy of that name for all slots; policies that choose keys need a `source`. `policies`, `makers`:
+    policies to select from, with a maker for each. Raises ConfigError for an unknown name, for a policy that cannot run
+    here, and when the slots' address space cannot be had; ModelError for a `source` without what it should hold."""
+    traits = policy_named(name, policies)
     if source is not None and source.pool is not None and not traits.has_pool:
         raise ConfigError(f"residency = {name!r} keeps all KV: leave pool_tokens at 0, or use residency {POOLED}")
     try:
-        return MAKERS[name](shape, device, source)
+        return makers[name](shape, device, source)
     except (*OUT_OF_MEMORY, OSError) as error:
         tokens = f"{shape.num_slots} slots of {shape.max_slot_tokens} tokens"
         raise ConfigError(f"address space for {tokens} cannot be had ({error}): use fewer or smaller slots") from error

@@ -37,9 +37,6 @@ POLICIES: Mapping[str, PolicyTraits] = {
         PolicyTraits("host", is_exact=True),
         PolicyTraits("infinigen", sizes=("budget", "alpha"), needs_basis=True, has_pool=True),
         PolicyTraits("infinigen_int4", sizes=("budget", "alpha"), needs_basis=True),
-        PolicyTraits("window", sizes=("budget",)),
-        PolicyTraits("oracle", sizes=("budget", "alpha")),
-        PolicyTraits("h2o", sizes=("budget",)),
         PolicyTraits("int4"),
     )
 }
@@ -47,8 +44,8 @@ POOLED = ", ".join(name for name, traits in POLICIES.items() if traits.has_pool)
 """Names of the policies that may keep KV in a pool, for messages."""
 
 
-def policy_named(name: str) -> PolicyTraits:
-    """Return the traits of the policy of that name. Raises ConfigError for an unknown name."""
-    if name not in POLICIES:
-        raise ConfigError(f"residency = {name!r} is unknown: use one of {', '.join(POLICIES)}")
-    return POLICIES[name]
+def policy_named(name: str, policies: Mapping[str, PolicyTraits] = POLICIES) -> PolicyTraits:
+    """Return the traits of the policy of that name in `policies`. Raises ConfigError for an unknown name."""
+    if name not in policies:
+        raise ConfigError(f"residency = {name!r} is unknown: use one of {', '.join(policies)}")
+    return policies[name]

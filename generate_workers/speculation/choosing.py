@@ -1,10 +1,10 @@
-"""What draft views that choose keys share: the best keys by their scores, picks of ragged rows, and turns that choose.
+"""What draft views that choose keys share: the best keys by their scores, and turns that choose.
 
 Engine's thread. B rows of one new token, N heads, G kv heads, H head dim, S keys, K picks at most.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -44,16 +44,6 @@ def top_keys(scores_GS: Tensor, num_keys: int) -> Tensor:
     num_least_G1 = num_keys - is_more_GS.sum(1, keepdim=True)
     is_chosen_GS = is_more_GS | (is_least_GS & (is_least_GS.cumsum(1) <= num_least_G1))
     return is_chosen_GS.nonzero()[:, 1].int().view(len(scores_GS), num_keys)
-
-
-def picks_of(rows: Sequence[Tensor]) -> Picks:
-    """Return the picks of rows that attend to these keys, each int32 `[G, K]` with a K of its own."""
-    num_heads, most = len(rows[0]), max(keys_GK.shape[1] for keys_GK in rows)
-    keys_BGK = torch.zeros(len(rows), num_heads, most, dtype=torch.int32)
-    for row, keys_GK in enumerate(rows):
-        keys_BGK[row, :, : keys_GK.shape[1]] = keys_GK
-    num_B = torch.tensor([keys_GK.shape[1] for keys_GK in rows], dtype=torch.int32)
-    return Picks(keys_BGK, num_B.unsqueeze(1).repeat(1, num_heads))
 
 
 def by_kv_head(q_TNH: Tensor, num_kv_heads: int) -> Tensor:

@@ -20,12 +20,10 @@ from generate_workers.speculation.beside import BesideView
 from generate_workers.speculation.draft_model import ModelDrafter
 from generate_workers.speculation.infinigen import InfinigenView
 from generate_workers.speculation.ngrams import KINDS, NgramDrafter
-from generate_workers.speculation.quest import QuestView
 from generate_workers.speculation.self_drafts import DraftView, SelfDrafter
 from generate_workers.speculation.snapkv import SnapKvView
 from generate_workers.speculation.speculator import DraftSteps, Source, Speculator
 from generate_workers.speculation.streaming import StreamingView
-from generate_workers.speculation.topk import TopKeysView
 from modeling.forward.decoder import Decoder
 from planning.hardware import cpu_rank, derive_step
 from planning.speculation import MOST_DRAFTS
@@ -51,8 +49,6 @@ CHOOSING: Mapping[str, MakeChoosing] = {
         decoder, residency, DraftKeys.of(config.draft_keys, MOST_DRAFTS)
     ),
     "infinigen": _infinigen,
-    "quest": lambda decoder, residency, config: QuestView(residency, decoder.layout, config.draft_keys),
-    "topk": lambda decoder, residency, config: TopKeysView(residency, config.draft_keys),
 }
 """How each view is made whose drafts choose among the keys of a row, by the name of its speculation."""
 
@@ -65,13 +61,16 @@ def make_speculation(
     cost: WorkCost | None = None,
     *,
     draft_model: Decoder | None = None,
+    name: str = "",
+    choosing: Mapping[str, MakeChoosing] = CHOOSING,
 ) -> Speculator | None:
     """Return the speculation of an engine over these slots; None when it is off. `cost`: what steps of `decoder` were
     measured to cost; None: nominal costs. `draft_model`: the model that `config.draft_model` names, loaded, with the
-    vocabulary of `decoder`; None where it names none. Raises ConfigError where speculation is asked for by name and
-    cannot be: over approximate KV, over few keys for a model with sliding windows, and over chosen keys where these
-    are not on the device."""
-    name, residency = config.speculation, slots.memory.residency
+    vocabulary of `decoder`; None where it names none. `name`: speculation to make; "": the configured one. `choosing`:
+    makers of views that choose keys, by name. Raises ConfigError where speculation is asked for by name and cannot be:
+    over approximate KV, over few keys for a model with sliding windows, and over chosen keys where these are not on the
+    device."""
+    name, residency = name or config.speculation, slots.memory.residency
     if name == "off" or (name == "auto" and not residency.traits.is_exact):
         return None
     if not residency.traits.is_exact:
@@ -89,8 +88,9 @@ def make_speculation(
         drafter = SelfDrafter(decoder, view, list(budgets), keeps=config.acceptance == "maximal")
         expected = {0: budgets[config.draft_keys], **budgets}
         sources["streaming"] = Source(drafter, Acceptances(expected), config.draft_keys)
-    if name in CHOOSING:
-        view = _choosing(name, decoder, slots, config)
+    if name in choosing:
+        residency = _require_choosing(name, decoder, slots)
+        view = choosing[name](decoder, residency, config)
         drafter = SelfDrafter(decoder, view, [config.draft_keys], keeps=config.acceptance == "maximal")
         sources[name] = Source(drafter, Acceptances(_SELF_ACCEPTED), config.draft_keys)
     if name == "model":
@@ -137,8 +137,8 @@ def _nominal(decoder: Decoder) -> WorkCost:
     return derive_step(shape, rates, weight_bytes=bytes_per_step(decoder.weights))
 
 
-def _choosing(name: str, decoder: Decoder, slots: SlotTable, config: EngineConfig) -> DraftView:
-    """Return the view of that name in CHOOSING. Raises ConfigError where its drafts cannot choose keys."""
+def _require_choosing(name: str, decoder: Decoder, slots: SlotTable) -> DeviceResidency:
+    """Return the residency among whose keys drafts choose. Raises ConfigError where they cannot."""
     residency = slots.memory.residency
     require_selective(f"speculation = {name!r}", slots.memory.shape, decoder.device, NO_CHOSEN_DRAFTS)
     if not isinstance(residency, DeviceResidency):
@@ -146,4 +146,4 @@ def _choosing(name: str, decoder: Decoder, slots: SlotTable, config: EngineConfi
             f"speculation = {name!r} chooses among keys on the device, and residency {residency.traits.name} keeps "
             "them elsewhere: use residency device, or speculation auto, streaming, ngram or off"
         )
-    return CHOOSING[name](decoder, residency, config)
+    return residency

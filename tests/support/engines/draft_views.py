@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from baton.sampling_params import SamplingParams
-from generate_workers.config import EngineConfig, SpeculationName
+from baton_lab.comparators.drafts import CHOOSING
+from generate_workers.config import EngineConfig
 from generate_workers.engine.rows import Row
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.port import StepRows
 from generate_workers.residency.sparse.draft_index import IndexedResidency
-from generate_workers.speculation.making import CHOOSING
 from generate_workers.speculation.self_drafts import DraftStep, DraftView
 from modeling.forward.decoder import Decoder
 from modeling.forward.selection import Picks, Selection
@@ -22,8 +22,8 @@ from tests.support.engines.generation import Harness, harness
 from tests.support.engines.infinigen import SOME, prepared
 from tests.support.models.tiny_models import random_decoder
 
-VIEWS: tuple[SpeculationName, ...] = ("snapkv", "infinigen", "quest", "topk")
-"""All whose drafts choose keys."""
+VIEWS = ("snapkv", "infinigen", "quest", "topk")
+"""All whose drafts choose keys, those of the product and the comparators."""
 DECODER = random_decoder(num_layers=4)
 """A model with layers that may choose, behind the two that stay whole."""
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)

@@ -18,7 +18,8 @@ from baton.clock import Clock
 from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, Lease, LeaseRef, SampledToken, TokenEvent, TokenRange
-from generate_workers.config import CHOOSING_DRAFTS, AcceptanceName, EngineConfig, SpeculationName
+from baton_lab.comparators.drafts import CHOOSING, configured
+from generate_workers.config import CHOOSING_DRAFTS, AcceptanceName, EngineConfig
 from generate_workers.engine.batcher import Batcher
 from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.decode_first import DecodeFirst
@@ -48,6 +49,7 @@ from tests.support.models.tiny_tokenizer import EOS_ID, letter_tokenizer
 from transport.kv_sink import ReserveSpec
 
 WAIT_S = 30.0
+_drafts = partial(make_speculation, choosing=CHOOSING)
 _LIKELY: dict[tuple[tuple[int, ...], float, int], list[int]] = {}
 """Outputs of `reference_ids`, of any model, by prompt, temperature and seed."""
 
@@ -202,7 +204,7 @@ def harness(
     poison: bool = True,
     store: PrefixStore | None = None,
     batcher: Batcher | None = None,
-    speculation: SpeculationName = "off",
+    speculation: str = "off",
     draft_tokens: int = 3,
     draft_keys: int = 16,
     acceptance: AcceptanceName = "coupled",
@@ -212,7 +214,7 @@ def harness(
     step_graphs: bool = True,
 ) -> Iterator[Harness]:
     """An engine; in the end each stream had its one terminal event, and nothing is held. `speculator` makes the
-    speculation, of its slots and of what it would have."""
+    speculation, of its slots and of what it would have. `speculation`: a name of the product's, or a comparator's."""
     decoder, clock = decoder or eos_decoder(), clock or ManualClock(start_s=100.0)
     drafting = (draft_model or small_decoder()) if speculation == "model" else None
     lengths = num_slots, max_slot_tokens
@@ -223,7 +225,7 @@ def harness(
     config = EngineConfig(
         *(*lengths, max_prefill_tokens_per_step, max_waiting),
         max_step_stretch=max_step_stretch,
-        speculation=speculation,
+        speculation=configured(speculation),
         draft_tokens=draft_tokens,
         draft_keys=draft_keys,
         acceptance=acceptance,
@@ -231,7 +233,7 @@ def harness(
         step_graphs=step_graphs,
     )
     saver = AnswerSaver(slots, store) if store is not None else None
-    own: Speculation | None = make_speculation(decoder, slots, config, clock, cost, draft_model=drafting)
+    own: Speculation | None = _drafts(decoder, slots, config, clock, cost, draft_model=drafting, name=speculation)
     engine = GenerationEngine(
         *(decoder, letter_tokenizer(), slots, clock, config),
         batcher=batcher or DecodeFirst.of(config, decoder.config),
@@ -248,9 +250,9 @@ def harness(
     _check_ended(engine)
 
 
-def _shape(decoder: Decoder, lengths: tuple[int, int], speculation: SpeculationName, draft_keys: int) -> KvShape:
+def _shape(decoder: Decoder, lengths: tuple[int, int], speculation: str, draft_keys: int) -> KvShape:
     drafts = None if speculation in ("off", "ngram", "model") else DraftKeys.of(draft_keys, MOST_DRAFTS)
-    return KvShape(decoder.layout, decoder.config.windows, *lengths, drafts, speculation in CHOOSING_DRAFTS)
+    return KvShape(decoder.layout, decoder.config.windows, *lengths, drafts, configured(speculation) in CHOOSING_DRAFTS)
 
 
 def _end(engine: GenerationEngine, saver: AnswerSaver | None, decoder: Decoder) -> None:
@@ -284,7 +286,7 @@ def draft_kv_of(engine: GenerationEngine) -> list[int]:
     return [source.drafter.num_bytes for source in sources if isinstance(source.drafter, ModelDrafter)]
 
 
-def _with_partial_keys(policy: Policy, speculation: SpeculationName, decoder: Decoder) -> Policy:
+def _with_partial_keys(policy: Policy, speculation: str, decoder: Decoder) -> Policy:
     """The policy, with partial keys beside its KV if drafts choose by them."""
     if (policy, speculation) != ("device", "infinigen"):
         return policy

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from baton.sampling_params import SamplingParams
 from baton.types import KvLayout
+from baton_lab.comparators.residencies import make_residency
 from generate_workers.residency.int4.infinigen import InfinigenInt4Residency
-from generate_workers.residency.policies import SelectionSource, make_residency
+from generate_workers.residency.policies import SelectionSource
 from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.sparse.infinigen import InfinigenResidency
@@ -85,7 +86,7 @@ class KnownSource(SelectionSource):
 def configured(
     name: str, decoder: Decoder, found: PreparedSelection, pool: PoolSize | None = None
 ) -> Callable[[KvShape, MakeMemory], Residency]:
-    """The policy of that name on the decoder's device."""
+    """The policy of that name, the product's or a comparator, on the decoder's device."""
     source = KnownSource(decoder, pool=pool, found=found)
     return lambda shape, make: make_residency(name, shape, decoder.device, source)
 

@@ -9,12 +9,14 @@ from torch import Tensor
 from baton.ids import SlotId
 from baton.sampling_params import SamplingParams
 from baton.types import TokenRange
+from baton_lab.comparators.oracle import OracleResidency
+from baton_lab.comparators.window import WindowResidency
 from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.steps import RowResidency
 from generate_workers.slots.memory import MemoryLimits
 from modeling.forward.decoder import Decoder, LayerTurns
-from modeling.forward.selection import Picks
+from modeling.forward.selection import Picks, Selection
 from tests.support.engines.devices import PoisonedMemory
 from tests.support.engines.generation import harness, prefilled, prompt
 from tests.support.engines.infinigen import LENGTHS, PARAMS
@@ -132,6 +134,16 @@ class Bench:
             row.release()
             assert (row.num_bytes.home, row.num_bytes.device) == (0, 0)
         self.residency.close()
+
+
+def window(selection: Selection) -> MakePolicy:
+    """The comparator that attends to the first and the latest keys."""
+    return lambda shape, make: WindowResidency(shape, make, selection)
+
+
+def oracle(selection: Selection) -> MakePolicy:
+    """The comparator that attends to the keys with the largest true scores."""
+    return lambda shape, make: OracleResidency(shape, make, selection)
 
 
 def lists(picks: Picks | None, row: int) -> list[list[int]]:

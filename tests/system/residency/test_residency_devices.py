@@ -36,16 +36,14 @@ PUSHED = [prompt(length, seed) for seed, length in enumerate((60, 25, 90))]
 LOCAL = [prompt(length, seed) for seed, length in enumerate((1, 40, 70))]
 CHOOSING = {"draft_tokens": 3, "draft_keys": 16}
 RESIDENCIES: dict[str, dict[str, Any]] = {
-    **{
-        name: {"residency": name} for name in ("host", "infinigen", "infinigen_int4", "window", "oracle", "h2o", "int4")
-    },
+    **{name: {"residency": name} for name in ("host", "infinigen", "infinigen_int4", "int4")},
     "pool": {"residency": "infinigen", "pool_tokens": 32},
 }
 SPECULATIONS: dict[str, dict[str, Any]] = {
     **{name: dict(fields) for name, fields in SPECULATING.items() if name != "off"},
-    **{name: {"speculation": name, **CHOOSING} for name in ("infinigen", "quest", "topk")},
+    "drafts infinigen": {"speculation": "infinigen", **CHOOSING},
 }
-QUICK = ("window", "infinigen", "h2o", "streaming host")
+QUICK = ("infinigen", "streaming host")
 """Those of every run; the others run in CI."""
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from baton_lab.comparators.residencies import make_residency
 from benchmarks.sides.offloaded import running
 from benchmarks.sides.timed_steps import TimedDecoder, TimedDevice, TimedResidency
 from benchmarks.sparse import FittedHere, contexts_of
 from benchmarks.support.step_parts import Part, PartClock
 from deploy.tuning.selection.passages import Context, PassageRows, prefill, shape_for
-from generate_workers.residency.policies import make_residency
 from modeling.checkpoints.weights import load_decoder
 from modeling.device.copying import LinkRate
 from modeling.device.emulated import EmulatedDevice

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from baton.errors import ConfigError
-from generate_workers.residency.policies import SelectionSource, make_residency
+from baton_lab.comparators.residencies import make_residency
+from baton_lab.comparators.traits import POLICIES
+from generate_workers.residency.policies import SelectionSource
 from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.sparse.pool import Eviction, PoolSize
-from generate_workers.residency.traits import POLICIES
 from generate_workers.slots.memory import MemoryLimits
 from modeling.device.copying import LinkRate
 from modeling.device.cpu import CpuDevice

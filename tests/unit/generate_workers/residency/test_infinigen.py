@@ -259,7 +259,7 @@ def test_a_group_is_made_from_what_was_prepared(tmp_path: Path) -> None:
     assert (memory.residency.traits.name, memory.residency.traits.is_exact) == ("infinigen", False)
 
 
-@pytest.mark.parametrize("policy", ["infinigen", "window", "oracle"])
+@pytest.mark.parametrize("policy", ["infinigen", "infinigen_int4"])
 def test_without_what_prepare_finds_out_a_group_is_refused(policy: ResidencyName, tmp_path: Path) -> None:
     config = EngineConfig(2, 64, residency=policy, selection_file=str(tmp_path / "none"))
     with pytest.raises(ModelError, match="none: no selection was prepared for this model: run `baton prepare`"):

@@ -318,8 +318,8 @@ def test_a_pool_that_is_too_small_or_means_nothing_is_refused() -> None:
     shape = KvShape(LAYOUT, DECODER.config.windows, 2, 64)
     with pytest.raises(ConfigError, match="pool_tokens = 4 has no room for the 2 first and the 3 latest"):
         pooled(4)(shape, PagedMemory)
-    with pytest.raises(ConfigError, match="residency = 'window' keeps all KV: leave pool_tokens at 0"):
-        make_residency("window", shape, CpuDevice(), SelectionSource(DECODER, None, PoolSize(20)))
+    with pytest.raises(ConfigError, match="residency = 'host' keeps all KV: leave pool_tokens at 0"):
+        make_residency("host", shape, CpuDevice(), SelectionSource(DECODER, None, PoolSize(20)))
     with pytest.raises(ConfigError, match="pool_tokens = 20 means nothing to residency host: use 0, or infinigen"):
         EngineConfig(2, 64, residency="host", pool_tokens=20)
     with pytest.raises(ConfigError, match="pool_tokens = -1 is wrong: input should be greater than or equal to 0"):

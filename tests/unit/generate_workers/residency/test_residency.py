@@ -277,8 +277,8 @@ def test_device_refuses_what_its_budget_does_not_hold_and_names_the_remedy() -> 
 
 
 def test_an_unknown_policy_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="residency = 'disk' is unknown: use one of device, host, "):
-        make_residency("disk", KvShape(LAYOUT, (None, None), 1, 8), CpuDevice())
+    with pytest.raises(ConfigError, match="residency = 'h2o' is unknown: use one of device, host, "):
+        make_residency("h2o", KvShape(LAYOUT, (None, None), 1, 8), CpuDevice())
 
 
 def test_address_space_that_cannot_be_had_is_a_config_error() -> None:

@@ -1,12 +1,11 @@
-"""The best keys by scores, with ties, infinities and NaN; ragged picks."""
+"""The best keys by scores, with ties, infinities and NaN; queries by kv head."""
 
 import math
 
 import pytest
 import torch
 
-from generate_workers.speculation.choosing import by_kv_head, picks_of, top_keys
-from tests.support.engines.draft_views import lists_of
+from generate_workers.speculation.choosing import by_kv_head, top_keys
 
 
 @pytest.mark.parametrize("num_keys", [0, 1, 5, 17, 40])
@@ -18,16 +17,6 @@ def test_the_largest_scores_win_and_of_equals_the_earlier_key(num_keys: int) -> 
     for scores, found in zip(scores_GS.nan_to_num(-math.inf, math.inf, -math.inf).tolist(), found_GK, strict=True):
         best = sorted(range(40), key=lambda key, scores=scores: (-scores[key], key))[:num_keys]  # type: ignore[misc]
         assert found.tolist() == sorted(best)
-
-
-def test_rows_of_uneven_numbers_are_padded() -> None:
-    rows = [[[1, 4, 6], [0, 2, 6]], [[3], [5]]]
-    picks = picks_of([torch.tensor(each, dtype=torch.int32) for each in rows])
-    assert lists_of(picks) == rows
-    assert picks.keys_BGK.shape == (2, 2, 3)
-    assert picks.keys_BGK.dtype == picks.num_BG.dtype == torch.int32
-    assert picks.keys_BGK.is_contiguous()
-    assert picks.num_BG.is_contiguous()
 
 
 def test_queries_are_put_to_the_kv_head_that_they_share() -> None:

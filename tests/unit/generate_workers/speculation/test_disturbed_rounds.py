@@ -1,26 +1,23 @@
 """Rounds of drafts among everything that disturbs a batch: memory that runs out, cancels, choices, resumed streams."""
 
 import dataclasses
-import functools
+from functools import cache, partial
 
 import pytest
 
 from baton.errors import ConfigError
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason
-from generate_workers.config import SpeculationName
-from generate_workers.residency.sparse.window import WindowResidency
-from generate_workers.residency.traits import POLICIES
-from modeling.forward.selection import Selection
 from tests.support.engines.draft_views import DECODER, VIEWS
 from tests.support.engines.generation import harness, prompt, reference_ids
+from tests.support.engines.infinigen import infinigen, prepared
 from tests.support.engines.slot_tables import is_empty
 from tests.support.kernels.paths import needs_rows
 from tests.support.models.tiny_models import random_decoder
 from tests.unit.generate_workers.engine.test_engine_memory import limit
 
 LONG = SamplingParams(max_tokens=60, temperature=0.8, seed=5, ignore_eos=True)
-SPECULATIONS: tuple[SpeculationName, ...] = ("streaming", "ngram", "auto", "model")
+SPECULATIONS = ("streaming", "ngram", "auto", "model")
 COMPARATORS = ("quest", "topk")
 CHOOSING = [
     pytest.param(name, marks=[needs_rows, pytest.mark.ci] if name in COMPARATORS else needs_rows) for name in VIEWS
@@ -28,13 +25,13 @@ CHOOSING = [
 ALL = pytest.mark.parametrize("speculation", [*SPECULATIONS, *CHOOSING])
 
 
-@functools.cache
+@cache
 def expected(length: int) -> list[int]:
     """The answer to `prompt(length)`, whatever drafts."""
     return reference_ids(DECODER, prompt(length), LONG)
 
 
-def check_rows_that_outgrow_memory(policy: str, speculation: SpeculationName) -> None:
+def check_rows_that_outgrow_memory(policy: str, speculation: str) -> None:
     limits = limit(96, 2, DECODER.layout)
     with harness(decoder=DECODER, limits=limits, growth_tokens=1, speculation=speculation, policy=policy) as made:
         streams = [(made.submit(prompt(length), LONG)[1], length) for length in (30, 31, 32, 33)]
@@ -46,17 +43,17 @@ def check_rows_that_outgrow_memory(policy: str, speculation: SpeculationName) ->
 
 
 @ALL
-def test_rows_that_outgrow_memory_go_on_with_the_same_tokens(speculation: SpeculationName) -> None:
+def test_rows_that_outgrow_memory_go_on_with_the_same_tokens(speculation: str) -> None:
     check_rows_that_outgrow_memory("device", speculation)
 
 
 @pytest.mark.parametrize("speculation", SPECULATIONS)
-def test_rows_that_outgrow_host_memory_go_on_with_the_same_tokens(speculation: SpeculationName) -> None:
+def test_rows_that_outgrow_host_memory_go_on_with_the_same_tokens(speculation: str) -> None:
     check_rows_that_outgrow_memory("host", speculation)
 
 
 @ALL
-def test_a_cancel_between_rounds_frees_everything(speculation: SpeculationName) -> None:
+def test_a_cancel_between_rounds_frees_everything(speculation: str) -> None:
     with harness(decoder=DECODER, speculation=speculation) as made:
         ticket, stream = made.submit(prompt(20), LONG)
         for _ in range(4):
@@ -70,7 +67,7 @@ def test_a_cancel_between_rounds_frees_everything(speculation: SpeculationName) 
 
 
 @ALL
-def test_choices_share_a_prompt_and_draft_for_themselves(speculation: SpeculationName) -> None:
+def test_choices_share_a_prompt_and_draft_for_themselves(speculation: str) -> None:
     params = dataclasses.replace(LONG, n=3, max_tokens=20)
     with harness(decoder=DECODER, speculation=speculation) as made:
         _, together = made.submit(prompt(1), params)
@@ -81,7 +78,7 @@ def test_choices_share_a_prompt_and_draft_for_themselves(speculation: Speculatio
 
 
 @ALL
-def test_a_resumed_stream_goes_on_as_it_would_have(speculation: SpeculationName) -> None:
+def test_a_resumed_stream_goes_on_as_it_would_have(speculation: str) -> None:
     with harness(decoder=DECODER, speculation=speculation) as made:
         whole = made.answer(prompt(15), LONG).token_ids
         for num_known in (1, 17, 59):
@@ -89,7 +86,7 @@ def test_a_resumed_stream_goes_on_as_it_would_have(speculation: SpeculationName)
 
 
 @ALL
-def test_pushed_rows_are_drafted_for_from_their_first_token(speculation: SpeculationName) -> None:
+def test_pushed_rows_are_drafted_for_from_their_first_token(speculation: str) -> None:
     with harness(decoder=DECODER, speculation=speculation) as made:
         lease = made.reserve(25, 25 + 60)
         made.push_and_commit(lease.ref, prompt(25), LONG)
@@ -107,14 +104,12 @@ def test_drafts_do_not_outlive_their_rows() -> None:
         assert stats.num_drafted >= stats.num_accepted >= 0
 
 
+@needs_rows
 def test_approximate_targets_are_refused_by_name_and_plain_under_auto() -> None:
-    def make(shape, memory):  # type: ignore[no-untyped-def]
-        return WindowResidency(shape, memory, Selection(1.0, 0.5, 1, 1))
-
-    assert not POLICIES["window"].is_exact
-    with pytest.raises(ConfigError, match="verifies with all KV"), harness(policy=make, speculation="streaming"):
+    make = partial(harness, decoder=DECODER, policy=infinigen(prepared(decoder=DECODER), DECODER))
+    with pytest.raises(ConfigError, match="verifies with all KV"), make(speculation="streaming"):
         pass
-    with harness(policy=make, speculation="auto") as made:
+    with make(speculation="auto") as made:
         assert made.engine.status().speculation is None
 
 

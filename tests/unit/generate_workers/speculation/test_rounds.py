@@ -9,11 +9,11 @@ import pytest
 from baton.clock import SystemClock
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason
-from generate_workers.config import AcceptanceName, SpeculationName
+from generate_workers.config import AcceptanceName
 from tests.support.engines.generation import Harness, harness
 from tests.support.engines.slot_tables import Policy
 
-SPECULATIONS: tuple[SpeculationName, ...] = ("streaming", "ngram", "auto", "model")
+SPECULATIONS = ("streaming", "ngram", "auto", "model")
 PARAMS = {
     "greedy": SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True),
     "sampled": SamplingParams(max_tokens=24, temperature=0.9, seed=7, ignore_eos=True),
@@ -45,7 +45,7 @@ Said = tuple[int, int, list[int], str, FinishReason | None]
 
 def answers(
     asked: Sequence[tuple[list[int], SamplingParams]],
-    speculation: SpeculationName,
+    speculation: str,
     policy: Policy = "device",
     **limits: Any,
 ) -> tuple[list[list[Said]], list[float]]:
@@ -65,9 +65,7 @@ def answers(
     return said, logprobs
 
 
-def check(
-    asked: Sequence[tuple[list[int], SamplingParams]], speculation: SpeculationName, policy: Policy = "device"
-) -> None:
+def check(asked: Sequence[tuple[list[int], SamplingParams]], speculation: str, policy: Policy = "device") -> None:
     """The same without speculation; logprobs as far as sums in fp32 agree."""
     (said, logprobs), (plain, plain_logprobs) = answers(asked, speculation, policy), answers(asked, "off", policy)
     assert said == plain
@@ -78,7 +76,7 @@ def check(
 @pytest.mark.parametrize("num_rows", [pytest.param(5, marks=pytest.mark.nightly), 32])
 @pytest.mark.parametrize("policy", ["device", "host"])
 def test_the_streams_of_a_ragged_batch_are_those_without_speculation(
-    policy: Policy, num_rows: int, speculation: SpeculationName
+    policy: Policy, num_rows: int, speculation: str
 ) -> None:
     """Each row has parameters and a length of its own, so that rows end at different times."""
     params = list(PARAMS.values())
@@ -88,9 +86,7 @@ def test_the_streams_of_a_ragged_batch_are_those_without_speculation(
 
 @pytest.mark.parametrize("speculation", SPECULATIONS)
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
-def test_the_stream_of_one_row_is_that_without_speculation(
-    params: SamplingParams, speculation: SpeculationName
-) -> None:
+def test_the_stream_of_one_row_is_that_without_speculation(params: SamplingParams, speculation: str) -> None:
     asked = [(prompts(1)[0], params)]
     check(asked, speculation)
 
@@ -117,7 +113,7 @@ def test_a_row_without_room_for_drafts_goes_on_without() -> None:
 
 
 @pytest.mark.parametrize("speculation", SPECULATIONS)
-def test_the_maximal_rule_leaves_greedy_texts_as_they_are(speculation: SpeculationName) -> None:
+def test_the_maximal_rule_leaves_greedy_texts_as_they_are(speculation: str) -> None:
     asked = [(prompt, PARAMS["greedy"]) for prompt in prompts(5)]
     assert answers(asked, speculation, acceptance="maximal")[0] == answers(asked, "off")[0]
 

@@ -7,10 +7,10 @@ import pytest
 
 from baton.errors import ConfigError, ModelError
 from baton.sampling_params import SamplingParams
-from generate_workers.config import EngineConfig, SpeculationName
+from baton_lab.comparators.drafts import CHOOSING
+from generate_workers.config import EngineConfig
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.residency.sparse.draft_index import IndexedResidency
-from generate_workers.speculation.making import CHOOSING
 from generate_workers.speculation.port import DraftWish
 from generate_workers.speculation.self_drafts import SelfDrafter
 from modeling.forward.decoder import Decoder
@@ -36,12 +36,12 @@ LENGTHS = (70, 9, 41)
 NUM_DRAFTS = (5, 2, 4)
 
 
-def test_the_views_are_those_of_the_product() -> None:
+def test_the_views_are_all_that_are_made_by_name() -> None:
     assert set(VIEWS) == set(CHOOSING)
 
 
 def drafted(
-    name: SpeculationName, num_keys: int, *, poison: bool = False, decoder: Decoder = DECODER
+    name: str, num_keys: int, *, poison: bool = False, decoder: Decoder = DECODER
 ) -> tuple[list[list[int]], Watching]:
     """Drafts of rows of uneven lengths and numbers of drafts, and what the draft steps attended to."""
     with decoding([prompt(length) for length in LENGTHS], decoder=decoder) as (made, rows):
@@ -51,7 +51,7 @@ def drafted(
 
 
 @views
-def test_nothing_but_the_chosen_keys_is_read(name: SpeculationName) -> None:
+def test_nothing_but_the_chosen_keys_is_read(name: str) -> None:
     as_they_are, watching = drafted(name, 24)
     assert drafted(name, 24, poison=True)[0] == as_they_are
     assert tuple(map(len, as_they_are)) == NUM_DRAFTS
@@ -60,7 +60,7 @@ def test_nothing_but_the_chosen_keys_is_read(name: SpeculationName) -> None:
 
 
 @views
-def test_on_a_device_with_memory_of_its_own_the_same_is_chosen(name: SpeculationName) -> None:
+def test_on_a_device_with_memory_of_its_own_the_same_is_chosen(name: str) -> None:
     expected, at_home = drafted(name, 24)
     found, watching = drafted(name, 24, decoder=on_emulated(DECODER))
     assert found == expected
@@ -71,7 +71,7 @@ def test_on_a_device_with_memory_of_its_own_the_same_is_chosen(name: Speculation
 
 
 @views
-def test_a_drafter_drafts_over_what_its_view_chose(name: SpeculationName) -> None:
+def test_a_drafter_drafts_over_what_its_view_chose(name: str) -> None:
     expected, _ = drafted(name, 24)
     with decoding([prompt(length) for length in LENGTHS]) as (made, rows):
         wishes = [DraftWish(row, num) for row, num in zip(rows, NUM_DRAFTS, strict=True)]
@@ -83,7 +83,7 @@ def test_a_drafter_drafts_over_what_its_view_chose(name: SpeculationName) -> Non
 
 
 @views
-def test_a_new_token_attends_to_itself_and_keys_ascend(name: SpeculationName) -> None:
+def test_a_new_token_attends_to_itself_and_keys_ascend(name: str) -> None:
     _, watching = drafted(name, 24)
     assert len(watching.found) == max(NUM_DRAFTS)
     for index, step in enumerate(watching.found):
@@ -96,7 +96,7 @@ def test_a_new_token_attends_to_itself_and_keys_ascend(name: SpeculationName) ->
 
 
 @views
-def test_texts_of_a_ragged_batch_are_those_of_plain_steps(name: SpeculationName) -> None:
+def test_texts_of_a_ragged_batch_are_those_of_plain_steps(name: str) -> None:
     params = list(PARAMS.values())
     asked = [(ids, params[index % len(params)]) for index, ids in enumerate(prompts(5))]
     plain, plain_logprobs = answers(asked, "off", decoder=DECODER)
@@ -107,13 +107,13 @@ def test_texts_of_a_ragged_batch_are_those_of_plain_steps(name: SpeculationName)
 
 
 @views
-def test_models_whose_layers_are_all_whole_are_drafted_for(name: SpeculationName) -> None:
+def test_models_whose_layers_are_all_whole_are_drafted_for(name: str) -> None:
     decoder, asked = random_decoder(num_layers=1), [(list(prompt(50)), PARAMS["greedy"])]
     assert answers(asked, name, decoder=decoder)[0] == answers(asked, "off", decoder=decoder)[0]
 
 
 @views
-def test_drafts_over_as_many_keys_as_there_are_are_all_accepted(name: SpeculationName) -> None:
+def test_drafts_over_as_many_keys_as_there_are_are_all_accepted(name: str) -> None:
     """One token by the step that prefills, then rounds of one and three drafts."""
     params = SamplingParams(max_tokens=1 + 4 * 6, temperature=0.8, seed=3, ignore_eos=True)
     policy = partial(IndexedResidency, prepared=prepared(ALL, decoder=DECODER))
@@ -123,7 +123,7 @@ def test_drafts_over_as_many_keys_as_there_are_are_all_accepted(name: Speculatio
 
 @needs_rows
 @pytest.mark.parametrize(("name", "kept"), [("snapkv", "_selected"), ("quest", "_pages")])
-def test_nothing_is_kept_of_rows_that_have_ended(name: SpeculationName, kept: str) -> None:
+def test_nothing_is_kept_of_rows_that_have_ended(name: str, kept: str) -> None:
     with harness(decoder=DECODER, speculation=name) as made:
         made.submit(prompt(50), SamplingParams(max_tokens=12, ignore_eos=True))
         view = made.engine._speculation._sources[name].drafter._view  # type: ignore[union-attr]
@@ -135,13 +135,13 @@ def test_nothing_is_kept_of_rows_that_have_ended(name: SpeculationName, kept: st
 
 
 @views
-def test_kv_at_home_is_refused(name: SpeculationName) -> None:
+def test_kv_at_home_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="use residency device"), harness(speculation=name, policy="host"):
         pass
 
 
 @views
-def test_models_with_sliding_windows_are_refused_by_views(name: SpeculationName) -> None:
+def test_models_with_sliding_windows_are_refused_by_views(name: str) -> None:
     decoder = random_decoder(window=12)
     with (
         pytest.raises(ConfigError, match=f"'{name}' is not there for models with sliding windows: use speculation"),

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from baton.types import TokenRange
-from generate_workers.residency.fetched.h2o import FetchedH2oResidency, KeptRow
-from generate_workers.residency.sparse.h2o import H2oResidency
-from generate_workers.residency.sparse.heavy_hitters import HeavyBudget
+from baton_lab.comparators.fetched_h2o import FetchedH2oResidency, KeptRow
+from baton_lab.comparators.h2o import H2oResidency
+from baton_lab.comparators.heavy_hitters import HeavyBudget
 from modeling.forward.decoder import Decoder
 from modeling.kv.arena import WrongMemoryError
 from tests.support.engines.devices import PoisonedCpu, on_emulated

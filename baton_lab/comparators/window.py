@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from baton.types import KvLayout, TokenRange
+from baton_lab.comparators.traits import WINDOW
 from generate_workers.residency.port import KvShape
 from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.sparse.selective import SelectiveRow, SelectiveStep
 from generate_workers.residency.steps import RowResidency
-from generate_workers.residency.traits import POLICIES
 from modeling.forward.selection import Picks, Selection
 
 
@@ -36,7 +36,7 @@ class WindowStep(SelectiveStep[SelectiveRow]):
 class WindowResidency(RowResidency[SelectiveRow]):
     """A Residency whose rows attend to their first and latest keys."""
 
-    traits = POLICIES["window"]
+    traits = WINDOW
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, selection: Selection) -> None:
         """Raise what is in OUT_OF_MEMORY when the slots' address space cannot be had."""

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from baton.types import TokenRange
-from generate_workers.residency.fetched.window import FetchedWindowResidency
-from generate_workers.residency.sparse.window import WindowResidency
+from baton_lab.comparators.fetched_window import FetchedWindowResidency
+from baton_lab.comparators.window import WindowResidency
 from modeling.forward.decoder import Decoder
 from modeling.forward.selection import Selection
 from modeling.kv.arena import WrongMemoryError

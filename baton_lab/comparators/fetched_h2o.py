@@ -1,6 +1,6 @@
 """Residency `h2o` on a device with memory of its own: the device holds the keys that are kept, and no others.
 
-A Residency for `engine.step_runner`, which weighs and drops as `sparse.h2o` does. A row has places on the device for as
+A Residency for `engine.step_runner`, which weighs and drops as `h2o` does. A row has places on the device for as
 many keys as it keeps, in each layer that chooses and for each kv head its own, and one place for a step's own token.
 When the step's layer has attended, the own token takes the place of the key that was dropped. A prompt is weighed layer
 by layer in memory for one layer of the longest row, which all rows share; what stays of it goes to the places.
@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from baton.types import TokenRange
+from baton_lab.comparators.h2o import H2oStep, HitterIndex, WeighedRow, WeighingResidency
+from baton_lab.comparators.heavy_hitters import HeavyBudget, HeavyHitters
 from generate_workers.residency.fetched.rows import (
     PIECE_TOKENS,
     AwayRow,
@@ -30,8 +32,6 @@ from generate_workers.residency.fetched.rows import (
 from generate_workers.residency.fetched.storing import HomeStores, link_of
 from generate_workers.residency.port import KvShape
 from generate_workers.residency.rows import MakeMemory, PagedKv
-from generate_workers.residency.sparse.h2o import H2oStep, HitterIndex, WeighedRow, WeighingResidency
-from generate_workers.residency.sparse.heavy_hitters import HeavyBudget, HeavyHitters
 from generate_workers.residency.sparse.selective import SplitSpan
 from modeling.device.port import Device
 from modeling.forward.decoder import Decoder, SequenceSpan

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from baton.types import KvLayout, TokenRange
+from baton_lab.comparators.traits import ORACLE
 from generate_workers.residency.port import KvShape
 from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.sparse.selective import SelectiveRow, SelectiveStep
 from generate_workers.residency.steps import RowResidency
-from generate_workers.residency.traits import POLICIES
 from modeling.forward.selection import Picks, Selection
 
 
@@ -51,7 +51,7 @@ class OracleStep(SelectiveStep[SelectiveRow]):
 class OracleResidency(RowResidency[SelectiveRow]):
     """A Residency whose rows attend to the keys with the largest true scores."""
 
-    traits = POLICIES["oracle"]
+    traits = ORACLE
 
     def __init__(
         self, shape: KvShape, make_memory: MakeMemory, selection: Selection, *, reads_home: bool = True

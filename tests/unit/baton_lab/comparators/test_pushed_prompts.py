@@ -9,7 +9,7 @@ from torch import Tensor
 
 from baton.errors import ConfigError, ModelError
 from baton.types import TokenRange
-from generate_workers.residency.sparse.pushed_prompts import PushedPrompts
+from baton_lab.comparators.pushed_prompts import PushedPrompts
 from modeling.forward.decoder import Decoder
 from modeling.forward.positions import LearnedTable
 from modeling.kv.buffers import BufferSpan, KvBuffer

@@ -8,10 +8,10 @@ import torch
 from baton.ids import SlotId
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, SampledToken, TokenRange
+from baton_lab.comparators.h2o import H2oResidency
+from baton_lab.comparators.heavy_hitters import HeavyBudget
 from generate_workers.residency.port import KvShape, RowError
 from generate_workers.residency.rows import MakeMemory
-from generate_workers.residency.sparse.h2o import H2oResidency
-from generate_workers.residency.sparse.heavy_hitters import HeavyBudget
 from tests.support.engines.devices import PoisonedMemory
 from tests.support.engines.generation import Harness, harness, prefilled, prompt, reference_ids
 from tests.support.engines.slot_tables import push_buffer

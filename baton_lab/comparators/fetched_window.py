@@ -1,6 +1,6 @@
 """Residency `window` on a device with memory of its own: the device holds the first and the latest keys.
 
-A Residency for `engine.step_runner`, which picks what `sparse.window` picks. A key that the window has left never comes
+A Residency for `engine.step_runner`, which picks what `window` picks. A key that the window has left never comes
 back to it, so that a step fetches nothing: it writes its own token behind the latest ones, and stores it home. Home has
 all KV, for longer spans (local prefill) and for rows that begin with another's; behind either the window is fetched
 once.
@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from baton.types import KvLayout, TokenRange
+from baton_lab.comparators.traits import WINDOW
+from baton_lab.comparators.window import first_and_last, num_latest
 from generate_workers.residency.fetched.rows import (
     PIECE_TOKENS,
     AwayRow,
@@ -31,9 +33,7 @@ from generate_workers.residency.fetched.storing import HomeStores, link_of
 from generate_workers.residency.port import KvShape
 from generate_workers.residency.rows import MakeMemory, PagedKv
 from generate_workers.residency.sparse.selective import SelectiveStep, SplitSpan
-from generate_workers.residency.sparse.window import first_and_last, num_latest
 from generate_workers.residency.steps import RowResidency
-from generate_workers.residency.traits import POLICIES
 from modeling.device.heads import HeadLink
 from modeling.device.port import Copies, Device, num_bytes_of
 from modeling.forward.decoder import SequenceSpan
@@ -202,7 +202,7 @@ class FetchedWindowStep(SelectiveStep[WindowRow]):
 class FetchedWindowResidency(RowResidency[WindowRow]):
     """A Residency whose rows attend to their first and latest keys, and keep the others at home."""
 
-    traits = POLICIES["window"]
+    traits = WINDOW
 
     def __init__(self, shape: KvShape, device: Device, selection: Selection) -> None:
         """Raise what is in OUT_OF_MEMORY when the slots' address space cannot be had."""

@@ -13,10 +13,10 @@ from torch import Tensor
 from baton.errors import ConfigError
 from baton.ids import SlotId
 from baton.types import TokenRange
+from baton_lab.comparators.h2o import H2oResidency
+from baton_lab.comparators.heavy_hitters import HeavyBudget, HeavyHitters
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.port import KvBytes, KvShape, Residency
-from generate_workers.residency.sparse.h2o import H2oResidency
-from generate_workers.residency.sparse.heavy_hitters import HeavyBudget, HeavyHitters
 from modeling.kv.buffers import BufferSpan, KvBuffer
 from tests.support.engines.devices import PoisonedMemory
 from tests.support.engines.generation import prefilled, prompt

@@ -10,7 +10,7 @@ end. A step attends to the budget's keys, its own among them; then the kept key 
 one of the latest. A step's weights are those over the kept keys: dropped keys get none.
 
 What is not. Memory: here a dropped key stays at home until its row ends, because it shares its pages with other kv
-heads' keys; it is not read, and a device with memory of its own does not hold it (`residency.fetched.h2o`). And a
+heads' keys; it is not read, and a device with memory of its own does not hold it (`fetched_h2o`). And a
 longer span behind the prompt, if there were one, would attend to all keys.
 
 B rows of one new token, T tokens of all rows, N heads, G kv heads, H head dim, K keys that are kept.
@@ -26,13 +26,13 @@ from torch.nn.utils.rnn import pad_sequence
 from baton.errors import ModelError
 from baton.ids import SlotId
 from baton.types import KvLayout, TokenRange
+from baton_lab.comparators.heavy_hitters import HeavyBudget, HeavyHitters
+from baton_lab.comparators.pushed_prompts import PushedPrompts
+from baton_lab.comparators.traits import H2O
 from generate_workers.residency.port import KvShape, RowError
 from generate_workers.residency.rows import MakeMemory, StoredRow
-from generate_workers.residency.sparse.heavy_hitters import HeavyBudget, HeavyHitters
-from generate_workers.residency.sparse.pushed_prompts import PushedPrompts
 from generate_workers.residency.sparse.selective import SelectiveRow, SelectiveStep
 from generate_workers.residency.steps import RowResidency
-from generate_workers.residency.traits import POLICIES
 from modeling.forward.decoder import Decoder, Step
 from modeling.forward.selection import Picks
 from modeling.sparse.bases import NUM_WHOLE_LAYERS
@@ -171,7 +171,7 @@ class H2oStep(SelectiveStep[W]):
 class WeighingResidency(RowResidency[W]):
     """A Residency of WeighedRows, which weighs pushed prompts before a row's first step."""
 
-    traits = POLICIES["h2o"]
+    traits = H2O
 
     def __init__(
         self, rows: list[W], decoder: Decoder, make_step: Callable[[Sequence[tuple[W, TokenRange]]], H2oStep[W]]

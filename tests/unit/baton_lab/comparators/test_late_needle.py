@@ -12,11 +12,11 @@ from torch import Tensor
 
 from baton.ids import SlotId
 from baton.types import TokenRange
+from baton_lab.comparators.h2o import H2oResidency, H2oRow
+from baton_lab.comparators.heavy_hitters import HeavyBudget
+from baton_lab.comparators.oracle import OracleResidency
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.sparse.h2o import H2oResidency, H2oRow
-from generate_workers.residency.sparse.heavy_hitters import HeavyBudget
 from generate_workers.residency.sparse.infinigen import InfinigenResidency, InfinigenRow
-from generate_workers.residency.sparse.oracle import OracleResidency
 from modeling.forward.decoder import Decoder
 from modeling.forward.linear import make_linear
 from modeling.forward.norms import unchanged

@@ -1,17 +1,13 @@
-"""Quest's pages and the keys of top-k, against plain sums; partial keys that follow a row."""
-
-import math
+"""Quest's pages and the keys of top-k, against plain sums."""
 
 import pytest
 import torch
 
 from baton.types import TokenRange
-from generate_workers.speculation.infinigen import InfinigenView, at_most
+from baton_lab.comparators.quest import PAGE_KEYS, Pages, page_scores
+from baton_lab.comparators.topk import attention_weights
 from generate_workers.speculation.port import DraftWish
-from generate_workers.speculation.quest import PAGE_KEYS, Pages, page_scores
 from generate_workers.speculation.self_drafts import SelfDrafter
-from generate_workers.speculation.topk import attention_weights
-from modeling.forward.selection import Selection
 from tests.support.engines.draft_views import Watching, decoding, lists_of, make_view, residency_of
 from tests.support.engines.generation import prompt
 from tests.support.kernels.paths import needs_rows
@@ -75,31 +71,3 @@ def test_quest_takes_whole_pages_and_the_latest_keys_within_its_budget() -> None
                 assert [each[0] % PAGE_KEYS for each in chosen] == [0, 0]
                 assert all(each == list(range(each[0], each[0] + PAGE_KEYS)) for each in chosen)
                 assert keys[2 * PAGE_KEYS :] == list(range(64, 71 + index))
-
-
-def test_partial_keys_are_those_of_the_row_s_keys_and_drafts_among_them_are_given_up() -> None:
-    with decoding([prompt(40)]) as (made, rows):
-        view, (row,), residency = make_view("infinigen", made, 16), rows, residency_of(made)
-        drafter = SelfDrafter(made.decoder, view, [24])
-        assert isinstance(view, InfinigenView)
-        index, basis = view._residency.indices[row.slot], view._residency.prepared.basis
-
-        def check(num_tokens: int) -> None:
-            for layer in index.layers:
-                keys = residency.kv(row.slot, layer, TokenRange(0, num_tokens))[:, 0]
-                expected = basis.keys(layer, keys).bfloat16()
-                torch.testing.assert_close(index.read(layer, num_tokens), expected, atol=1e-2, rtol=1e-2)
-
-        for _ in range(5):
-            drafter.draft([DraftWish(row, 4)])
-            check(row.num_cached + 4)
-            made.engine.step()
-        view.begin([row])
-        check(row.num_cached)
-
-
-def test_a_budget_bounds_a_prepared_selection() -> None:
-    found = at_most(100, Selection(4.0, 0.5, 4, 8, free_keys=7))
-    assert [found.most_by_score(num) for num in (10, 1000, 10**6)] == [88, 88, 88]
-    assert at_most(8, Selection(4.0, 0.5, 4, 8)).most_by_score(1000) == 1
-    assert math.isclose(found.alpha, 4.0)

@@ -23,10 +23,11 @@ from torch import Tensor
 
 from baton.ids import SlotId
 from baton.types import KvLayout, TokenRange
+from baton_lab.comparators.ragged import picks_of
 from generate_workers.engine.rows import Row
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.port import StepRows
-from generate_workers.speculation.choosing import ChoosingTurns, by_kv_head, picks_of, top_keys
+from generate_workers.speculation.choosing import ChoosingTurns, by_kv_head, top_keys
 from generate_workers.speculation.self_drafts import DraftStep
 from modeling.forward.selection import Picks
 from modeling.kv.buffers import TORCH_DTYPES

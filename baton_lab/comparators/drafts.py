@@ -1,0 +1,37 @@
+"""Makes speculation for studies: the product's, and drafts of the comparators' views.
+
+Benchmarks make their engines' speculation here.
+"""
+
+from collections.abc import Mapping
+from typing import cast
+
+from baton.clock import Clock
+from baton_lab.comparators.quest import QuestView
+from baton_lab.comparators.topk import TopKeysView
+from generate_workers.config import EngineConfig, SpeculationName
+from generate_workers.slots.table import SlotTable
+from generate_workers.speculation import making
+from generate_workers.speculation.making import MakeChoosing
+from generate_workers.speculation.speculator import Speculator
+from modeling.forward.decoder import Decoder
+
+_VIEWS: Mapping[str, MakeChoosing] = {
+    "quest": lambda decoder, residency, config: QuestView(residency, decoder.layout, config.draft_keys),
+    "topk": lambda decoder, residency, config: TopKeysView(residency, config.draft_keys),
+}
+CHOOSING: Mapping[str, MakeChoosing] = {**making.CHOOSING, **_VIEWS}
+"""Makers of all views whose drafts choose among the keys of a row, by the name of the speculation."""
+
+
+def configured(name: str) -> SpeculationName:
+    """Return the speculation to configure an engine with, so that its memory suits drafts of speculation `name`."""
+    return "snapkv" if name in _VIEWS else cast(SpeculationName, name)
+
+
+def make_speculation(
+    name: str, decoder: Decoder, slots: SlotTable, config: EngineConfig, clock: Clock
+) -> Speculator | None:
+    """Make the speculation of that name, as `generate_workers.speculation.making.make_speculation` does. `config` has
+    the speculation that `configured` returns for it. Raises what that raises."""
+    return making.make_speculation(decoder, slots, config, clock, name=name, choosing=CHOOSING)

@@ -1,0 +1,21 @@
+"""Picks of rows that attend to different numbers of keys.
+
+B rows of one new token, G kv heads, K picks at most.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from modeling.forward.selection import Picks
+
+
+def picks_of(rows: Sequence[Tensor]) -> Picks:
+    """Return the picks of rows that attend to these keys, each int32 `[G, K]` with a K of its own."""
+    num_heads, most = len(rows[0]), max(keys_GK.shape[1] for keys_GK in rows)
+    keys_BGK = torch.zeros(len(rows), num_heads, most, dtype=torch.int32)
+    for row, keys_GK in enumerate(rows):
+        keys_BGK[row, :, : keys_GK.shape[1]] = keys_GK
+    num_B = torch.tensor([keys_GK.shape[1] for keys_GK in rows], dtype=torch.int32)
+    return Picks(keys_BGK, num_B.unsqueeze(1).repeat(1, num_heads))

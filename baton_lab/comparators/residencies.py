@@ -1,0 +1,65 @@
+"""Makes residency policies by name for studies: the product's and the comparators'.
+
+`baton_lab.quality` and benchmarks make their policies here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from baton_lab.comparators.fetched_h2o import FetchedH2oResidency
+from baton_lab.comparators.fetched_window import FetchedWindowResidency
+from baton_lab.comparators.h2o import H2oResidency
+from baton_lab.comparators.heavy_hitters import HeavyBudget
+from baton_lab.comparators.oracle import OracleResidency
+from baton_lab.comparators.traits import POLICIES
+from baton_lab.comparators.window import WindowResidency
+from generate_workers.residency import policies as product
+from generate_workers.residency.policies import Make, SelectionSource, require_others, selecting
+from generate_workers.residency.port import KvShape, Residency
+from modeling.device.port import Device
+
+
+@dataclass(frozen=True)
+class BudgetSource(SelectionSource):
+    """A SelectionSource with a budget of its own, so that `h2o` needs no prepared selection."""
+
+    budget: float | None = None
+    """Share of a row's keys to attend to. None: the prepared selection's largest share."""
+
+
+def _window(shape: KvShape, source: SelectionSource) -> Residency:
+    device = source.decoder.device
+    if device.is_home:
+        return WindowResidency(shape, device.row_memory, source.load().selection)
+    require_others("window", shape)
+    return FetchedWindowResidency(shape, device, source.load().selection)
+
+
+def _oracle(shape: KvShape, source: SelectionSource) -> Residency:
+    device = source.decoder.device
+    return OracleResidency(shape, device.row_memory, source.load().selection, reads_home=device.is_home)
+
+
+def _h2o(shape: KvShape, source: SelectionSource) -> Residency:
+    decoder = source.decoder
+    budget = source.budget if isinstance(source, BudgetSource) else None
+    halved = HeavyBudget.halved(source.load().selection.most_share if budget is None else budget)
+    if decoder.device.is_home:
+        return H2oResidency(shape, decoder.device.row_memory, decoder, halved)
+    require_others("h2o", shape)
+    return FetchedH2oResidency(shape, decoder, halved)
+
+
+MAKERS: Mapping[str, Make] = {
+    **product.MAKERS,
+    "window": selecting("window", _window),
+    "oracle": selecting("oracle", _oracle),
+    "h2o": selecting("h2o", _h2o),
+}
+"""Makers of the policies in `traits.POLICIES`, by name."""
+
+
+def make_residency(name: str, shape: KvShape, device: Device, source: SelectionSource | None = None) -> Residency:
+    """Make the policy of that name, as `generate_workers.residency.policies.make_residency` does. Raises what that
+    raises."""
+    return product.make_residency(name, shape, device, source, policies=POLICIES, makers=MAKERS)

@@ -1,0 +1,18 @@
+"""Traits of all residency policies that a study can name: the product's, then the comparators'.
+
+Needs no torch, like `generate_workers.residency.traits`. `residencies` makes the policies.
+"""
+
+from collections.abc import Mapping
+
+from generate_workers.residency import traits as product
+from generate_workers.residency.traits import PolicyTraits
+
+WINDOW = PolicyTraits("window", sizes=("budget",))
+ORACLE = PolicyTraits("oracle", sizes=("budget", "alpha"))
+H2O = PolicyTraits("h2o", sizes=("budget",))
+
+POLICIES: Mapping[str, PolicyTraits] = {
+    **product.POLICIES,
+    **{traits.name: traits for traits in (WINDOW, ORACLE, H2O)},
+}
