@@ -1,4 +1,4 @@
-"""Bounds on what one client can cost a server. `docs/limits.md` lists them; `python -m tools.pages` writes that page.
+"""Bounds on what one client can cost a server. `python -m tools.pages` writes docs/reference/limits.md from them.
 
 Each constant is annotated with a `Limit`: the door that it guards, its unit, the error of a request that exceeds it,
 and its meaning. Limits that an operator sets, such as the queue's length, are settings (docs/tenants.md). Pure.

@@ -29,10 +29,10 @@ from typing import Any
 
 from rich.console import Console
 
-from baton_lab.traffic.generators import Lengths, Phase, bimodal, bursty, shifting
 from baton_lab.traffic.policies import AutoscalePolicy
 from baton_lab.traffic.results import Targets
-from baton_lab.traffic.trace import Trace
+from baton_lab.traffic.traces.generators import Lengths, Phase, bimodal, bursty, shifting
+from baton_lab.traffic.traces.trace import Trace
 from benchmarks.support.crowding import Crowding
 from benchmarks.support.harness import Bars, Pairs, Reporter, case
 from orchestrator.autoscaling.actions import LeadTimes

@@ -16,10 +16,10 @@ import sys
 from collections.abc import Iterable
 
 from baton_lab.traffic.comparing import Setting
-from baton_lab.traffic.generators import OUTPUT_HEAVY, PROMPT_HEAVY, Lengths, Phase, shifting, steady
 from baton_lab.traffic.results import Results, ScalerEvent
 from baton_lab.traffic.service import GroupSizes, RecallingPlanner
-from baton_lab.traffic.trace import Trace
+from baton_lab.traffic.traces.generators import OUTPUT_HEAVY, PROMPT_HEAVY, Lengths, Phase, shifting, steady
+from baton_lab.traffic.traces.trace import Trace
 from benchmarks.support.harness import Bars
 from deploy.options.numbers import counts, positive
 from deploy.options.screen import number_table

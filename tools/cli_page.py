@@ -1,4 +1,4 @@
-"""The text of docs/cli.md, made of the parser of the command line; `tools.pages` writes it."""
+"""The text of docs/reference/cli.md, made of the parser of the command line; `tools.pages` writes it."""
 
 import argparse
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The text of docs/limits.md, made of `baton.limits`; `tools.pages` writes it."""
+"""The text of docs/reference/limits.md, made of `baton.limits`; `tools.pages` writes it."""
 
 from itertools import groupby
 from typing import get_type_hints
@@ -10,9 +10,10 @@ _HEAD = """\
 # Limits
 
 Bounds on what one client can cost a server: constants of `baton/limits.py`, from which `python -m tools.pages`
-writes this page. [security.md](security.md) says what they protect. The error is gRPC's status and HTTP's, in this
+writes this page. [security.md](../security.md) says what they protect. The error is gRPC's status and HTTP's, in this
 order; a message names the field, the value and the limit. Limits that an operator sets are settings: the queue and
-the shares of tenants ([tenants.md](tenants.md)), kept responses, deadlines and idle connections ([http.md](http.md)).
+the shares of tenants ([tenants.md](../tenants.md)), kept responses, deadlines and idle connections
+([http.md](../http.md)).
 """
 
 

@@ -1,4 +1,4 @@
-"""Writes the pages of docs/ that are made of the code, or checks that they are up to date.
+"""Writes the pages of docs/reference/ that are made of the code, or checks that they are up to date.
 
 `python -m tools.pages [--check]`: with --check it writes nothing, and a stale page gives exit status 1.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tools import cli_page, limits_page
 
-DOCS = Path(__file__).parents[1] / "docs"
+FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 PAGES = {"cli.md": cli_page.page, "limits.md": limits_page.page}
 
 
@@ -18,12 +18,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with status 1 if a page is stale")
     only_checks = parser.parse_args().check
-    stale = [name for name, make in PAGES.items() if _text(DOCS / name) != make()]
+    stale = [name for name, make in PAGES.items() if _text(FOLDER / name) != make()]
     for name in stale:
         if only_checks:
-            print(f"docs/{name} is stale: run `python -m tools.pages`", file=sys.stderr)
+            print(f"docs/reference/{name} is stale: run `python -m tools.pages`", file=sys.stderr)
         else:
-            (DOCS / name).write_text(PAGES[name]())
+            (FOLDER / name).write_text(PAGES[name]())
     return 1 if stale and only_checks else 0
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from baton_lab.bench.lengths import Mix
 from baton_lab.bench.passages import Passages
-from baton_lab.traffic.trace import Trace
+from baton_lab.traffic.traces.trace import Trace
 
 _ROOM = 0.9
 """Part of a model's context that prompts and answers are planned to fill, because lengths of texts are estimates."""

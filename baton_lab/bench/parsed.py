@@ -14,9 +14,9 @@ from baton_lab.bench.lengths import MIXES
 from baton_lab.bench.loops import Arrivals, Load, Users
 from baton_lab.bench.options import MAX_REQUESTS, MAX_USERS, SECONDS
 from baton_lab.bench.server import Style
-from baton_lab.traffic.arrivals import gamma_arrivals, gamma_arrivals_until
-from baton_lab.traffic.trace import MAX_TOKENS, Trace
-from baton_lab.traffic.trace_files import read_trace
+from baton_lab.traffic.traces.arrivals import gamma_arrivals, gamma_arrivals_until
+from baton_lab.traffic.traces.trace import MAX_TOKENS, Trace
+from baton_lab.traffic.traces.trace_files import read_trace
 from deploy.options import numbers as option_values
 
 

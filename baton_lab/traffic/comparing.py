@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from baton.errors import InvalidArgumentError
-from baton_lab.traffic.generators import Lengths
 from baton_lab.traffic.policies import AutoscalePolicy, LoadPolicy, QueuePolicy
 from baton_lab.traffic.results import Results, Targets
 from baton_lab.traffic.service import GroupSizes, RecallingPlanner
 from baton_lab.traffic.simulation import Scaler, Simulation
-from baton_lab.traffic.trace import Trace
+from baton_lab.traffic.traces.generators import Lengths
+from baton_lab.traffic.traces.trace import Trace
 from orchestrator.autoscaling.actions import LeadTimes
 from orchestrator.autoscaling.allocation import most_good
 from orchestrator.autoscaling.demand import ServiceModel

@@ -4,13 +4,13 @@ import argparse
 from pathlib import Path
 
 from baton.errors import InvalidArgumentError
-from baton_lab.traffic import generators
 from baton_lab.traffic.comparing import Setting
-from baton_lab.traffic.generators import Lengths, Phase
 from baton_lab.traffic.options import GENERATORS
 from baton_lab.traffic.service import GroupSizes, RecallingPlanner
-from baton_lab.traffic.trace import MAX_TOKENS, Trace
-from baton_lab.traffic.trace_files import read_trace
+from baton_lab.traffic.traces import generators
+from baton_lab.traffic.traces.generators import Lengths, Phase
+from baton_lab.traffic.traces.trace import MAX_TOKENS, Trace
+from baton_lab.traffic.traces.trace_files import read_trace
 from deploy.options import numbers as option_values
 from orchestrator.requests.config import AutoscalingConfig
 from planning import calibration, step_times

@@ -7,7 +7,7 @@ import numpy as np
 
 from baton_lab.plot import require_plots, write_plot
 from baton_lab.traffic.results import Results, Targets
-from baton_lab.traffic.trace import Trace
+from baton_lab.traffic.traces.trace import Trace
 
 _BINS = 120
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from rich.table import Table
 
 from baton_lab.traffic.results import Results, Targets
-from baton_lab.traffic.trace import Trace
+from baton_lab.traffic.traces.trace import Trace
 from deploy.options.screen import number_table
 
 

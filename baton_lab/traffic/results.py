@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton_lab.traffic.gaps import GapHistogram
-from baton_lab.traffic.trace import Trace
+from baton_lab.traffic.traces.trace import Trace
 
 PERCENTILES = (50, 90, 95, 99)
 

@@ -30,7 +30,7 @@ from baton_lab.traffic.gaps import GapHistogram
 from baton_lab.traffic.placing import Asked, Placer, Placing, Spot
 from baton_lab.traffic.results import Results, ScalerEvent
 from baton_lab.traffic.service import GroupSizes, RecallingPlanner
-from baton_lab.traffic.trace import Trace
+from baton_lab.traffic.traces.trace import Trace
 from baton_lab.traffic.work.batch import StepLines
 from orchestrator.admission.fair_queue import FairQueue
 from orchestrator.admission.gate import Admission, Entry

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton_lab.traffic.generators import Lengths, bimodal, steady
+from baton_lab.traffic.traces.generators import Lengths, bimodal, steady
 from deploy.cli import main
 from deploy.config.environment import SECRET_VARIABLE
 from tests.support.paced.cluster import PacedCluster, PacedPlan, paced_cluster

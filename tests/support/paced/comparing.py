@@ -9,7 +9,7 @@ import numpy as np
 from baton_lab.traffic.results import Results, Targets
 from baton_lab.traffic.service import GroupSizes
 from baton_lab.traffic.simulation import Scaler, Simulation
-from baton_lab.traffic.trace import Trace
+from baton_lab.traffic.traces.trace import Trace
 from tests.support.paced.cluster import PacedCluster, PacedPlan, paced_cluster
 from tests.support.paced.hardware import PacedHardware
 from tests.support.paced.load import Played, calibrate, play

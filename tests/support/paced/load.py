@@ -21,7 +21,7 @@ from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from baton.v1.planning_pb2_grpc import PlanningStub
 from baton_lab.traffic.gaps import GapHistogram
 from baton_lab.traffic.results import Results
-from baton_lab.traffic.trace import Trace
+from baton_lab.traffic.traces.trace import Trace
 from planning import calibration
 from tests.support.models.tiny_tokenizer import NUM_LETTERS
 from tests.support.paced.hardware import PacedHardware

@@ -8,8 +8,8 @@ import pytest
 from baton_lab.bench.conversations import Shape, conversations, replayed
 from baton_lab.bench.lengths import MIXES, Mix, Spread
 from baton_lab.bench.passages import NOVEL, Passages, read_words
-from baton_lab.traffic.trace import Trace
-from baton_lab.traffic.trace_files import read_trace
+from baton_lab.traffic.traces.trace import Trace
+from baton_lab.traffic.traces.trace_files import read_trace
 from tests.support.folders import ROOT
 
 WORDS = read_words(NOVEL)

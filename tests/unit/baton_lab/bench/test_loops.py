@@ -16,7 +16,7 @@ from baton_lab.bench.loops import Arrivals, Generator, Users
 from baton_lab.bench.passages import Passages
 from baton_lab.bench.records import Record
 from baton_lab.bench.server import Style
-from baton_lab.traffic.arrivals import gamma_arrivals
+from baton_lab.traffic.traces.arrivals import gamma_arrivals
 from tests.support.clusters.deadlines import Deadlines
 from tests.support.clusters.scripted_orchestrator import Fault, ScriptedOrchestrator, serving, text_of
 from tests.support.eventually import eventually

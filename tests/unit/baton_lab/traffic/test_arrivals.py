@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from baton_lab.traffic.arrivals import gamma_arrivals, gamma_arrivals_until, poisson
+from baton_lab.traffic.traces.arrivals import gamma_arrivals, gamma_arrivals_until, poisson
 
 RATE = 50.0
 

@@ -10,12 +10,12 @@ from baton.errors import InvalidArgumentError
 from baton_lab.traffic.comparing import Setting
 from baton_lab.traffic.events import Timeline
 from baton_lab.traffic.fleet import Role, State
-from baton_lab.traffic.generators import OUTPUT_HEAVY, PROMPT_HEAVY, Phase, shifting, steady
 from baton_lab.traffic.policies import between, carry_out, target_of
 from baton_lab.traffic.results import Results, ScalerEvent
 from baton_lab.traffic.service import GroupSizes
 from baton_lab.traffic.simulation import Simulation
-from baton_lab.traffic.trace import Trace
+from baton_lab.traffic.traces.generators import OUTPUT_HEAVY, PROMPT_HEAVY, Phase, shifting, steady
+from baton_lab.traffic.traces.trace import Trace
 from orchestrator.autoscaling.prediction import Allocation
 from orchestrator.requests.config import AutoscalingConfig
 from tests.support.clusters.planners import traffic_planner

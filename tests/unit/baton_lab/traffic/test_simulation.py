@@ -6,11 +6,11 @@ import statistics
 import numpy as np
 import pytest
 
-from baton_lab.traffic.generators import Lengths, bursty, steady
 from baton_lab.traffic.results import Results, Targets
 from baton_lab.traffic.service import GroupSizes, RecallingPlanner
 from baton_lab.traffic.simulation import UNBOUNDED, Simulation
-from baton_lab.traffic.trace import Trace
+from baton_lab.traffic.traces.generators import Lengths, bursty, steady
+from baton_lab.traffic.traces.trace import Trace
 from orchestrator.requests.config import OrchestratorConfig
 from planning.calibration import Calibration, nominal
 from planning.cost_model import CostModel

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from baton.errors import InvalidArgumentError
-from baton_lab.traffic.generators import (
+from baton_lab.traffic.traces.generators import (
     OUTPUT_HEAVY,
     PROMPT_HEAVY,
     Phase,
@@ -16,8 +16,8 @@ from baton_lab.traffic.generators import (
     shifting,
     steady,
 )
-from baton_lab.traffic.trace import Trace
-from baton_lab.traffic.trace_files import read_trace
+from baton_lab.traffic.traces.trace import Trace
+from baton_lab.traffic.traces.trace_files import read_trace
 from tests.support.folders import ROOT
 
 DATA = ROOT / "tests/data"

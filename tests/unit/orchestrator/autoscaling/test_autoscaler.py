@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from baton.errors import ConfigError
-from baton_lab.traffic.generators import OUTPUT_HEAVY, PROMPT_HEAVY, Lengths, steady
 from baton_lab.traffic.results import Targets
 from baton_lab.traffic.service import GroupSizes, RecallingPlanner
 from baton_lab.traffic.simulation import Simulation
+from baton_lab.traffic.traces.generators import OUTPUT_HEAVY, PROMPT_HEAVY, Lengths, steady
 from orchestrator.autoscaling.actions import FleetState, LeadTimes, Move
 from orchestrator.autoscaling.allocation import cheapest_within_targets, most_good
 from orchestrator.autoscaling.autoscaler import PATIENCE_S, Autoscaler

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.errors import InvalidArgumentError
-from baton_lab.traffic.arrivals import gamma_arrivals_until, poisson
-from baton_lab.traffic.trace import MAX_TOKENS, Trace
+from baton_lab.traffic.traces.arrivals import gamma_arrivals_until, poisson
+from baton_lab.traffic.traces.trace import MAX_TOKENS, Trace
 
 BURSTINESS = 8.0
 """Squared coefficient of variation of the gaps of bursty traffic; 1 for Poisson arrivals."""

@@ -1,6 +1,6 @@
 """Arrival processes: instants of requests that come whether or not those before have been answered. Pure.
 
-Used by `baton_lab.traffic.generators` for traffic on paper, and by `baton bench` for traffic that is sent.
+Used by `baton_lab.traffic.traces.generators` for traffic on paper, and by `baton bench` for traffic that is sent.
 """
 
 import numpy as np

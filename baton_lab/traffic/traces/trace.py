@@ -1,6 +1,6 @@
 """A trace of requests: when each arrives, how long its prompt and its answer are, and which blocks begin its prompt.
 
-Made by `baton_lab.traffic.generators` or read by `baton_lab.traffic.trace_files`; replayed by
+Made by `baton_lab.traffic.traces.generators` or read by `baton_lab.traffic.traces.trace_files`; replayed by
 `baton_lab.traffic.simulation`. Pure.
 """
 

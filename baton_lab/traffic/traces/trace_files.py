@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from baton.errors import InvalidArgumentError
-from baton_lab.traffic.trace import Trace
+from baton_lab.traffic.traces.trace import Trace
 
 MOONCAKE_BLOCK_TOKENS = 512
 

@@ -1,0 +1,1 @@
+"""Traces of requests: made, read from files, and cut."""
