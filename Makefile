@@ -67,7 +67,7 @@ ci: test  ## `make test` and what takes longer: whole grids, more faults; a miss
 nightly: setup  ## tests that `make test` leaves out, for MINUTES=40: the files whose last pass is the oldest first
 	$(BIN)/python -m tools.nightly --minutes $(MINUTES)
 
-lint: setup  ## style, types, layers, sizes, stale stubs and limits, docstrings, the last commit's subject
+lint: setup  ## style, types, layers, sizes, stale stubs and limits, prose, the last commit's subject
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -75,7 +75,7 @@ lint: setup  ## style, types, layers, sizes, stale stubs and limits, docstrings,
 	$(BIN)/python tools/check_sizes.py
 	$(BIN)/python tools/protos.py --check
 	$(BIN)/python -m tools.pages --check
-	$(BIN)/python tools/check_docstrings.py
+	$(BIN)/python tools/check_prose.py
 	$(BIN)/python tools/check_subject.py
 	$(BIN)/python -m tools.nightly --check
 

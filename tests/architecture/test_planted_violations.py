@@ -69,12 +69,13 @@ NAMED = [
     ("sizes", "planning/wide.py:2 wide: 6 positional parameters (the limit is 5)"),
 ]
 """A step, and the beginning of the line in which it names what was planted."""
-DOCSTRINGS = [
-    ("Of a choice.", "3 words, at least 4"),
-    ("Of the choices of a request.", "begins with 'Of'"),
-    ("Likewise, of the other tokens.", "begins with 'Likewise'"),
-    ("Return what nobody waits for.", "says 'nobody'"),
+PROSE = [
+    ('NUM = 1\n"""Of a choice."""', "2 docstring few-words: 'Of a choice.'"),
+    ('NUM = 1\n"""Of the choices of a request."""', "2 docstring start: 'Of'"),
+    ("NUM = 1  # what nobody waits for", "1 comment nobody: 'nobody'"),
+    ('TEXT = "the file is no folder"', "1 string is-no: 'is no'"),
 ]
+"""Lines of a module, and the hit that is named."""
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +92,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         add(folder / "two.py", line.format(f"text.{name}.one"))
     for name, text in FILES.items():
         add(tree / name, text)
-    for number, (docstring, _) in enumerate(DOCSTRINGS):
-        text = f'"""Plant a docstring for a test."""\n\nNUM = 1\n"""{docstring}"""\n'
-        add(tree / f"planning/said_{number}.py", text)
+    for number, (text, _) in enumerate(PROSE):
+        add(tree / f"planning/said_{number}.py", text + "\n")
+    add(tree / "docs/planted.md", "# Planted\n\nA page beside\nthe others.\n")
     add(tree / PROTO, "\nmessage Planted {\n  uint32 field = 1;\n}\n")
     return tree
 
@@ -148,9 +149,13 @@ def test_what_a_step_refuses_is_named(step: str, named: str, outputs: dict[str, 
     assert any(line.startswith(named) for line in outputs[step].splitlines())
 
 
-@pytest.mark.parametrize("number", range(len(DOCSTRINGS)))
-def test_a_docstring_that_cannot_be_read_alone_is_named(number: int, outputs: dict[str, str]) -> None:
-    assert f"planning/said_{number}.py:4 NUM: {DOCSTRINGS[number][1]}" in outputs["docstrings"]
+@pytest.mark.parametrize("number", range(len(PROSE)))
+def test_wording_that_the_style_replaces_is_named(number: int, outputs: dict[str, str]) -> None:
+    assert f"planning/said_{number}.py:{PROSE[number][1]}" in outputs["prose"]
+
+
+def test_wording_in_a_new_document_is_named(outputs: dict[str, str]) -> None:
+    assert "docs/planted.md:3 document beside: 'beside'" in outputs["prose"]
 
 
 def test_sizes_at_the_limits_pass(outputs: dict[str, str]) -> None:

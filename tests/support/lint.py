@@ -13,12 +13,12 @@ BIN = Path(sys.executable).parent
 STEPS = {
     "imports": ("lint-imports", "--no-logo"),
     "sizes": ("python", "tools/check_sizes.py"),
-    "docstrings": ("python", "tools/check_docstrings.py"),
+    "prose": ("python", "tools/check_prose.py"),
     "stubs": ("python", "tools/protos.py", "--check"),
 }
 """The steps that the project wrote rules for, as the Makefile runs them from .venv/bin."""
 
-_COPIED = {".py", ".pyi", ".proto", ".toml"}
+_COPIED = {".py", ".pyi", ".proto", ".toml", ".md", ".tsv"}
 _SKIPPED = {"build", "dist", "__pycache__"}
 
 
