@@ -49,7 +49,7 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--keys", default=None, help=f"numbers of keys (default {KEYS})")
-    parser.add_argument("--queries", type=int, default=512, help="of dense rectangles")
+    parser.add_argument("--queries", type=int, default=512, help="queries of dense rectangles")
     return run(parser.parse_args())
 
 

@@ -146,11 +146,11 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--tokens", default=None, help=f"prompt lengths (default {TOKENS}; {BAR_TOKENS} with --bars)")
-    parser.add_argument("--ranks", type=int, default=2, help="of the chain, one core each")
-    parser.add_argument("--kernel", default="native,sdpa", help="of attention, on all sides")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of the chain, one core each")
+    parser.add_argument("--kernel", default="native,sdpa", help="attention kernels, on all sides")
     parser.add_argument("--schemes", default=",".join(SCHEME_NAMES), help="to compare with, unless --bars")
     parser.add_argument("--pairs", type=int, default=0, help=f"rounds of each case; 0: {PAIRS}, or {QUICK_PAIRS} quick")
-    parser.add_argument("--bars", action="store_true", help="what is promised, and nothing else")
+    parser.add_argument("--bars", action="store_true", help="measure only the promised bars")
     return run(parser.parse_args())
 
 

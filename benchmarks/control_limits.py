@@ -42,7 +42,9 @@ def main() -> int:
     """Print the table; return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", default=1_000_000, type=int, metavar="N", help="blocks (default: %(default)s)")
-    parser.add_argument("--workers", default=32, type=int, metavar="N", help="workers asked (default: %(default)s)")
+    parser.add_argument(
+        "--workers", default=32, type=int, metavar="N", help="number of polled workers (default: %(default)s)"
+    )
     parser.add_argument("--groups", default=1000, type=int, metavar="N", help="groups viewed (default: %(default)s)")
     args = parser.parse_args()
     table = number_table("bookkeeping of the orchestrator", ["part", "measure", "value", "unit"])

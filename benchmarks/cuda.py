@@ -216,7 +216,7 @@ def main() -> int:
     parser.add_argument(
         "--device", default="", choices=("cuda", "cpu", "emulated"), help="default: a GPU if there is one"
     )
-    parser.add_argument("--parts", default="steps,prefill,offload,chain", help="what to measure (default: all)")
+    parser.add_argument("--parts", default="steps,prefill,offload,chain", help="parts to measure (default: all)")
     parser.add_argument("--json", action="store_true", help="print one JSON object a row on standard output")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few rounds: a smoke test, not a claim")
     parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")

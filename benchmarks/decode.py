@@ -259,8 +259,10 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--grid", default=None, help=f"batch x context cases (default {GRID})")
-    parser.add_argument("--weights", default=None, choices=("int8",), help="of our side, in place of --dtype")
-    parser.add_argument("--threads", type=int, default=0, help="of both sides, one core each; 0: all cores")
+    parser.add_argument(
+        "--weights", default=None, choices=("int8",), help="weight format of our side, in place of --dtype"
+    )
+    parser.add_argument("--threads", type=int, default=0, help="threads of both sides, one core each; 0: all cores")
     parser.add_argument("--peer-python", type=Path, default=None, help="Python of vLLM's environment")
     parser.add_argument("--peer-model", type=Path, default=None, help="Hugging Face folder for vLLM; default: ours")
     parser.add_argument("--alone", action="store_true", help="no other side")

@@ -168,7 +168,7 @@ async def run(args: argparse.Namespace, calibration: Calibration) -> int:
 def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
-    parser.add_argument("--ranks", type=int, default=2, help="of the chain, one thread each")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of the chain, one thread each")
     parser.add_argument("--pairs", type=int, default=0, help=f"rounds; 0: {ROUNDS}, or {QUICK_ROUNDS} with --quick")
     parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
     args = parser.parse_args()

@@ -175,10 +175,15 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--device-gib", type=float, default=1.0, help="GiB of the device, for weights and KV")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "emulated"), help="of the engine (default: cpu)")
+    parser.add_argument(
+        "--device", default="cpu", choices=("cpu", "emulated"), help="device of the engine (default: cpu)"
+    )
     parser.add_argument("--link", type=parse_rate, default=0, help="rate to an emulated device, like 4GBps")
     parser.add_argument(
-        "--policies", type=lambda text: text.split(","), default=["infinigen"], help="beside host (default: infinigen)"
+        "--policies",
+        type=lambda text: text.split(","),
+        default=["infinigen"],
+        help="policies compared with host (default: infinigen)",
     )
     parser.add_argument("--selection", type=Path, default=None, help="file of `baton prepare`; default: the model's")
     parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")

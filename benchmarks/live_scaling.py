@@ -190,9 +190,11 @@ class _Bench:
 def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--traces", default=",".join(SCENARIOS), metavar="NAME,...", help="of these (default: all)")
+    parser.add_argument(
+        "--traces", default=",".join(SCENARIOS), metavar="NAME,...", help="traces to run (default: all)"
+    )
     parser.add_argument("--policy", choices=("static", "autoscale"), default="static", help="(default: static)")
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="of a prefill group (default: 1)")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks of a prefill group (default: 1)")
     parser.add_argument("--quick", action="store_true", help="short traces, which are not compared in earnest")
     parser.add_argument("--json", action="store_true", help="print rows as JSON lines")
     parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")

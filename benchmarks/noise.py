@@ -96,11 +96,11 @@ def run(args: argparse.Namespace) -> int:
 def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
-    parser.add_argument("--tokens", type=int, default=1024, help="of the prompt")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of the prompt")
     parser.add_argument("--link", type=float, default=100.0, help="MB/s of the links that have other traffic")
     parser.add_argument("--busy", type=float, default=0.3, help="share of the time that links are held by others")
-    parser.add_argument("--ranks", type=int, default=2, help="of the chain, one core each")
-    parser.add_argument("--kernel", default="native", help="of attention")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of the chain, one core each")
+    parser.add_argument("--kernel", default="native", help="attention kernel")
     parser.add_argument("--pairs", type=int, default=0, help=f"rounds of each case; 0: {PAIRS}, or {QUICK_PAIRS} quick")
     parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
     return run(parser.parse_args())

@@ -205,7 +205,9 @@ def main() -> int:
     parser.add_argument("--grid", default=None, help=f"batch x context cases (default {GRID})")
     parser.add_argument("--breakdown", default=None, help="batch x context of the steps whose parts are timed")
     parser.add_argument("--link", type=parse_rate, default="4GBps", help="rate in each direction (default: 4GBps)")
-    parser.add_argument("--room", type=float, default=0.3, help="of all rows' KV, on infinigen's device (default: 0.3)")
+    parser.add_argument(
+        "--room", type=float, default=0.3, help="fraction of all rows' KV that fits infinigen's device (default: 0.3)"
+    )
     parser.add_argument("--also", default="", help="further policies, like window,h2o,int4,infinigen_int4")
     parser.add_argument("--selection", type=Path, default=None, help="file of `baton prepare`; default: the model's")
     parser.add_argument("--pairs", type=int, default=0, help=f"rounds; 0: {PAIRS}, or {QUICK_PAIRS} with --quick")

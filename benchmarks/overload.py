@@ -233,7 +233,7 @@ async def run(args: argparse.Namespace) -> int:
 def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
-    parser.add_argument("--cases", default=",".join((*_CASES, _FAIR)), help="of these, which")
+    parser.add_argument("--cases", default=",".join((*_CASES, _FAIR)), help="cases to run")
     parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
     args = parser.parse_args()
     if unknown := set(args.cases.split(",")) - {*_CASES, _FAIR}:

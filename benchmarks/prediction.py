@@ -189,8 +189,8 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--tokens", default=None, help=f"prompt lengths (default {TOKENS})")
-    parser.add_argument("--ranks", type=int, default=2, help="of the chain, one core each")
-    parser.add_argument("--kernel", default="native", help="of attention")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of the chain, one core each")
+    parser.add_argument("--kernel", default="native", help="attention kernel")
     parser.add_argument("--pairs", type=int, default=0, help=f"rounds; 0: {PAIRS}, or {QUICK_PAIRS} quick")
     parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
     return run(parser.parse_args())

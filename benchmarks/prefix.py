@@ -168,7 +168,7 @@ async def run(args: argparse.Namespace) -> int:
 def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
-    parser.add_argument("--ranks", type=int, default=2, help="of the chain, one thread each")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of the chain, one thread each")
     parser.add_argument(
         "--shared", type=int, default=0, help=f"tokens; 0: {SHARED_TOKENS}, or {QUICK_SHARED_TOKENS} with --quick"
     )

@@ -102,9 +102,9 @@ def run(args: argparse.Namespace) -> int:
 def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
-    parser.add_argument("--windows", type=int, default=24, help="of text")
-    parser.add_argument("--tokens", type=int, default=1024, help="of a window")
-    parser.add_argument("--context", type=int, default=192, help="of the rows that step")
+    parser.add_argument("--windows", type=int, default=24, help="windows of text")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of a window")
+    parser.add_argument("--context", type=int, default=192, help="context of the rows that step")
     return run(parser.parse_args())
 
 

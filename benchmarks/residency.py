@@ -96,9 +96,9 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--grid", default=None, help=f"batch x context cases (default {GRID})")
-    parser.add_argument("--threads", type=int, default=0, help="that compute, one core each; 0: all cores")
+    parser.add_argument("--threads", type=int, default=0, help="compute threads, one core each; 0: all cores")
     parser.add_argument("--limited", default="8x7500", help="rows x tokens for a device that is limited")
-    parser.add_argument("--device-gib", type=float, default=1.0, help="of that device, for weights and KV")
+    parser.add_argument("--device-gib", type=float, default=1.0, help="memory of that device, for weights and KV")
     parser.add_argument("--pairs", type=int, default=0, help=f"rounds; 0: {PAIRS}, or {QUICK_PAIRS} with --quick")
     parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
     return run(parser.parse_args())

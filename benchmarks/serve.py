@@ -202,12 +202,12 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--streams", default=None, help=f"numbers of concurrent streams (default {STREAMS})")
-    parser.add_argument("--tokens", type=int, default=128, help="of each prompt")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--max-tokens", type=int, default=96, help="output tokens of each stream")
-    parser.add_argument("--ranks", type=int, default=2, help="of the chain")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of the chain")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads of the engine")
     parser.add_argument("--pin", action="store_true", help="the engine on cores of its own, all else on the others")
-    parser.add_argument("--bars", action="store_true", help="what is promised, and nothing else")
+    parser.add_argument("--bars", action="store_true", help="measure only the promised bars")
     args = parser.parse_args()
     return asyncio.run(until_signal(check_bars(args) if args.bars else measure(args)))
 

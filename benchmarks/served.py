@@ -240,12 +240,14 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--grid", type=parse_grid, default=None, help=f"cells, with commas (default {GRID})")
-    parser.add_argument("--rounds", type=int, default=0, help=f"of each cell; 0: {ROUNDS}, or 1 with --quick")
+    parser.add_argument("--rounds", type=int, default=0, help=f"rounds of each cell; 0: {ROUNDS}, or 1 with --quick")
     parser.add_argument("--set", action="append", default=[], help="a setting of `baton serve`, like a.b=c; repeatable")
     parser.add_argument("--peer-python", type=Path, default=None, help="Python of vLLM's environment")
     parser.add_argument("--peer-model", type=Path, default=None, help="Hugging Face folder for vLLM; default: ours")
     parser.add_argument("--peer-env", action="append", default=[], help="variable of vLLM, like A=B; repeatable")
-    parser.add_argument("--peer-option", action="append", default=[], help="of `vllm serve`, like --a=b; repeatable")
+    parser.add_argument(
+        "--peer-option", action="append", default=[], help="option of `vllm serve`, like --a=b; repeatable"
+    )
     parser.add_argument("--alone", action="store_true", help="with --bars: check without vLLM what can be")
     parser.add_argument("--plot", type=Path, default=None, help="PNG file of all cells, both sides")
     parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")

@@ -163,7 +163,7 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--grid", default=None, help=f"batch x context cases (default {GRID})")
-    parser.add_argument("--threads", type=int, default=0, help="that compute, one core each; 0: all cores")
+    parser.add_argument("--threads", type=int, default=0, help="compute threads, one core each; 0: all cores")
     parser.add_argument("--selection", type=Path, default=None, help="file of `baton prepare`; default: the model's")
     parser.add_argument("--pairs", type=int, default=0, help=f"rounds; 0: {PAIRS}, or {QUICK_PAIRS} with --quick")
     parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")

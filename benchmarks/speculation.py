@@ -285,15 +285,14 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--grid", default=None, help=f"batch x context cases (default {GRID})")
-    parser.add_argument(
-        "--policies", default="streaming", help="of the fixed choices: names of generate.speculation, quest, topk"
-    )
+    text = "fixed choices to run: names of generate.speculation, quest, topk"
+    parser.add_argument("--policies", default="streaming", help=text)
     parser.add_argument("--keys", default=NUM_KEYS, help="keys that drafts attend to, of the fixed choices")
     parser.add_argument("--drafts", default=NUM_DRAFTS, help="drafts of a row in a round, of the fixed choices")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="how often each side is measured")
-    parser.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0: greedy")
-    parser.add_argument("--texts", choices=("novels", "quotes"), default="novels", help="what rows continue")
-    parser.add_argument("--residency", choices=("device", "host"), default="device", help="where KV lives")
+    parser.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0: greedy")
+    parser.add_argument("--texts", choices=("novels", "quotes"), default="novels", help="texts that rows continue")
+    parser.add_argument("--residency", choices=("device", "host"), default="device", help="policy that stores KV")
     parser.add_argument("--link", type=parse_rate, default=0, help="rate to an emulated device, like 4GBps; 0: none")
     parser.add_argument("--peer-python", type=Path, default=None, help="Python of vLLM's environment")
     parser.add_argument("--peer-model", type=Path, default=None, help="Hugging Face folder for vLLM; default: ours")

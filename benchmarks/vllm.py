@@ -162,8 +162,10 @@ def run(args: argparse.Namespace) -> int:
 def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
-    parser.add_argument("--tokens", type=int, default=0, help=f"of the prompt; 0: {TOKENS}, or {QUICK_TOKENS} quick")
-    parser.add_argument("--ranks", type=int, default=2, help="of the chain, one core each; also vLLM's threads")
+    parser.add_argument(
+        "--tokens", type=int, default=0, help=f"tokens of the prompt; 0: {TOKENS}, or {QUICK_TOKENS} quick"
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of the chain, one core each; also vLLM's threads")
     parser.add_argument("--peer-python", type=Path, default=None, help="Python of vLLM's environment")
     parser.add_argument("--peer-model", type=Path, default=None, help="Hugging Face folder for vLLM; default: ours")
     parser.add_argument("--pairs", type=int, default=0, help=f"rounds; 0: {PAIRS}, or {QUICK_PAIRS} with --quick")

@@ -144,7 +144,7 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument(
-        "--rounds", type=int, default=0, help=f"of `short`; 0: {ROUNDS}, or {QUICK_ROUNDS} with --quick"
+        "--rounds", type=int, default=0, help=f"rounds of `short`; 0: {ROUNDS}, or {QUICK_ROUNDS} with --quick"
     )
     parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
     return asyncio.run(run(parser.parse_args()))

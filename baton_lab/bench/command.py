@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from baton_lab.bench.server import Server, Style
 
 _DESCRIPTION = """\
-Asks a server for answers as many clients would, and says how long these took, how many came, and how many were good
+Sends a server requests as many clients would, and reports the latencies, the number of answers, and how many were good
 (within all --target). Any server that speaks OpenAI's API (--url), or Baton over gRPC (--address).
 
   --rate         open loop: requests begin when they are due, however late answers are; latencies count from then
-  --concurrency  closed loop: so many users, each of whom asks again as soon as it was answered
+  --concurrency  closed loop: N users, each of which sends its next request once the last was answered
   --trace        open loop: requests of a file, with their lengths and shared beginnings
 
 Status 0 when each load had an answer, 1 when one had none, 2 for options that cannot be. docs/bench.md has the

@@ -13,12 +13,12 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say which server is asked, and how."""
     group = parser.add_argument_group("server")
     where = group.add_mutually_exclusive_group(required=True)
-    where.add_argument("--url", metavar="URL", help="of a server that speaks OpenAI's API, like http://127.0.0.1:8000")
-    where.add_argument("--address", metavar="HOST:PORT", help="of a Baton server, over gRPC, like 127.0.0.1:50051")
+    where.add_argument("--url", metavar="URL", help="server that speaks OpenAI's API, like http://127.0.0.1:8000")
+    where.add_argument("--address", metavar="HOST:PORT", help="Baton server to call over gRPC, like 127.0.0.1:50051")
     text = "send prompts, or chats, whose template the server adds (default: %(default)s)"
     group.add_argument("--api", choices=("completions", "chat"), default="completions", help=text)
-    group.add_argument("--model", metavar="NAME", help="with --url (default: the first that the server lists)")
-    text = "environment variable with the API key, for a server that asks for one"
+    group.add_argument("--model", metavar="NAME", help="model, with --url (default: the first that the server lists)")
+    text = "environment variable with the API key, for a server that requires one"
     group.add_argument("--api-key-env", metavar="VARIABLE", help=text)
     text = "seconds after which a request counts as failed (default: %(default)s)"
     group.add_argument("--timeout", default="600", metavar="S", help=text)
@@ -35,7 +35,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--rate", metavar="R,...", help=text)
     text = "shape of the gamma distribution of the gaps: 1 is Poisson, less comes in bursts (default: %(default)s)"
     group.add_argument("--burstiness", default="1", metavar="B", help=text)
-    text = "closed loop: users who ask again once they were answered; several are a sweep"
+    text = "closed loop: users who each send a request once the last was answered; several are a sweep"
     group.add_argument("--concurrency", metavar="N,...", help=text)
     text = "replay a file of Mooncake's, Azure's or BurstGPT's format, at its own rate or at that of --rate"
     group.add_argument("--trace", type=Path, metavar="FILE", help=text)
@@ -43,8 +43,8 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         f"seconds in which requests begin, for each load (default: {SECONDS:g}, unless --requests or --trace ends it)"
     )
     group.add_argument("--seconds", metavar="S", help=text)
-    group.add_argument("--requests", metavar="N", help="requests, or conversations, of each load, at most")
-    text = "of arrivals, lengths and prompts; unset, one is drawn and printed, so that nothing is cached from before"
+    group.add_argument("--requests", metavar="N", help="maximum number of requests, or conversations, of each load")
+    text = "seed of arrivals, lengths and prompts (default: drawn and printed, so that no prompt is cached)"
     group.add_argument("--seed", metavar="N", help=text)
 
 
@@ -57,9 +57,9 @@ def add_request_options(parser: argparse.ArgumentParser) -> None:
         "--prompt-tokens", metavar="N", help="median prompt of the mix, of each turn (default: the mix's)"
     )
     group.add_argument("--output-tokens", metavar="N", help="median answer of the mix (default: the mix's)")
-    text = "tokens of prompt and answer together, at most; longer ones are cut (default: what the server says)"
+    text = "maximum tokens of prompt and answer together; longer ones are cut (default: the server's limit)"
     group.add_argument("--context", metavar="N", help=text)
-    group.add_argument("--turns", default="1", metavar="N", help="of a conversation (default: %(default)s)")
+    group.add_argument("--turns", default="1", metavar="N", help="turns of a conversation (default: %(default)s)")
     text = "tokens with which all prompts of a load begin alike (default: %(default)s)"
     group.add_argument("--system-tokens", default="0", metavar="N", help=text)
     text = "mean seconds between an answer and the next turn (default: %(default)s)"

@@ -11,13 +11,13 @@ from deploy.options.command import add_command
 
 _DESCRIPTION = """\
 Brings up two prefill ranks, two generation engines and an orchestrator as processes of this machine, each behind a
-network of its own. For every seed it asks the same requests twice: once in peace, and once while it kills and stops
+network of its own. For every seed it sends the same requests twice: once undisturbed, and once while it kills and stops
 processes (the orchestrator, too), delays, loses, drops and repeats calls, and lets clients leave. Of the engines, one
 hangs: its thread is stopped, wherever it is, and its process still answers. It must be killed within four expected
 steps or 10 s, and two heartbeats, and serve again. The other has a fifth of a core for half a minute, and must not be
 killed.
 
-Every request must end once and within its bound, with the tokens that it had in peace; then nothing may be held, and
+Every request must end once and within its bound, with the tokens of the undisturbed run; then nothing may be held, and
 all books must balance. What a seed does depends on the seed alone. Status 1 when something did not hold."""
 
 _EXAMPLES = """\
@@ -40,8 +40,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--seeds", type=int, default=3, metavar="N", help="run schedules 1 to N (default: 3)")
     which.add_argument("--seed", type=int, metavar="K", help="run schedule K only")
-    parser.add_argument("--requests", type=int, default=40, metavar="N", help="of each schedule (default: 40)")
-    parser.add_argument("--blows", type=int, default=4, metavar="N", help="at processes, likewise (default: 4)")
+    parser.add_argument("--requests", type=int, default=40, metavar="N", help="requests of each schedule (default: 40)")
+    parser.add_argument(
+        "--blows", type=int, default=4, metavar="N", help="process faults of each schedule (default: 4)"
+    )
     parser.add_argument(
         "--hung", type=int, default=1, metavar="N", help="number of engines that hang in each schedule (default: 1)"
     )
@@ -58,7 +60,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--model", default=DEFAULT_MODEL, help="Hugging Face folder, GGUF file, or name")
     parser.add_argument("--cache", type=Path, default=cache_folder(), help="folder for converted models")
     parser.add_argument(
-        "--log", type=Path, default=Path("chaos.log"), help="what the processes say goes there (default: chaos.log)"
+        "--log", type=Path, default=Path("chaos.log"), help="file for the logs of the processes (default: chaos.log)"
     )
     parser.set_defaults(run=run)
 

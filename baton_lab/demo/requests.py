@@ -132,7 +132,7 @@ async def show_chat(client: AsyncClient, console: Console) -> None:
 
 async def show_passage(client: AsyncClient, console: Console, passage: str) -> None:
     """Let the model go on with a long passage, which all ranks prefill, and draw the timeline."""
-    announce(console, "A long passage, prefilled by all ranks, and what the model goes on with", _PASSAGE)
+    announce(console, "A long passage, prefilled by all ranks, and how the model continues it", _PASSAGE)
     console.print(f"... {passage[-_SHOWN_OF_PASSAGE:].strip()}", style="dim", end="", markup=False, soft_wrap=True)
     stream = client.generate(passage, max_tokens=_PASSAGE_TOKENS, deadline_s=_DEADLINE_S)
     request = DemoRequest("the passage", stream)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from baton.client import AsyncClient
 
 _ALL = (
-    "A cluster comes up on this machine, answers a question, goes on with a long passage, answers eight questions at "
+    "A cluster comes up on this machine, answers a question, continues a long passage, answers eight questions at "
     "once, and goes. Its model is {}, which a first run converts."
 )
 _CLUSTER = (
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m baton_lab.demo.show", description="Shows Baton at work on this machine."
     )
-    parser.add_argument("passage", type=Path, help="text file that the model goes on with")
+    parser.add_argument("passage", type=Path, help="text file that the model continues")
     add_config_options(parser)
     args = parser.parse_args(argv)
     # Keeps gRPC's core from printing lines about lost connections; it reads this once, when it is imported.

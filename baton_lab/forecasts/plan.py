@@ -40,7 +40,7 @@ few seconds, and predicts what its steps take. Baton runs on CPUs only; other ha
 With --speculation: what rounds of drafts gain over plain steps, and from which context on (MagicDec, figures 2 to 4;
 docs/speculation.md). An upper bound, on all hardware.
 
-With --explain: when separate workers for prefill pay, beside the same workers that do both, by prompt and by rate
+With --explain: when separate workers for prefill pay, compared with the same workers doing both, by prompt and by rate
 (docs/deployment.md).
 
 MODEL is a name (smollm2-135m, llama-3.1-8b, llama-13b, ...), a Hugging Face folder (config.json is enough), or a GGUF
@@ -81,8 +81,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     hardware = parser.add_argument_group("hardware")
     known = f"{', '.join(CHIPS)}, or here: this machine, measured (default: {DEFAULT_CHIP})"
     hardware.add_argument("--hardware", metavar="NAME", help=known)
-    hardware.add_argument("--chips", default="1", metavar="N", help="of them, sharing all evenly (default: 1)")
-    hardware.add_argument("--threads", metavar="N", help="of this machine (default: one for each core)")
+    hardware.add_argument(
+        "--chips", default="1", metavar="N", help="number of chips the model is sharded over (default: 1)"
+    )
+    hardware.add_argument(
+        "--threads", metavar="N", help="number of threads of this machine (default: one for each core)"
+    )
     speculation.add_options(parser)
     explain.add_options(parser)
     parser.set_defaults(run=run)
@@ -174,7 +178,7 @@ def summary(plan: StepForecast) -> "Table":
         weights += ": they do not fit"
     table.add_row("parameters", weights)
     table.add_row("KV of a token", f"{model.kv_token_bytes / 1e3:.4g} kB")
-    table.add_row("critical batch", f"{plan.critical_batch:.0f} rows: from there on matrices are bound by compute")
+    table.add_row("critical batch", f"{plan.critical_batch:.0f} rows: larger ones are bound by compute")
     table.add_row("each", str(plan.chip))
     return table
 

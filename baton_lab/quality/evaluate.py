@@ -31,17 +31,17 @@ MAX_ROWS = 2**10
 _DESCRIPTION = """\
 Reads natural text through residency policies and compares each with full attention (device) on the same tokens. A row
 is a passage of a text: its context is prefilled once, by full attention, and pushed to each policy; what follows is fed
-token by token, all rows in one batch, and each step is asked for the token that truly comes next.
+token by token, all rows in one batch, and each step predicts the token that truly comes next.
 
   perplexity    of the true tokens; cost: by what part it is above full attention's, with its standard error
   same choice   part of the steps whose likeliest token is full attention's
   keys          mean part of a row's keys attended to, in layers that choose
   KV read       bytes of KV that attention reads, as a part of full attention's
-  home          memory where KV lives between steps, likewise
-  link, device  counted, as it would be beside a device: KV that crosses to it, and its memory, what keys are chosen by
-                included; here all of it is the CPU's memory, unless --device emulated has memory of its own
+  home          bytes of KV stored between steps, as a part of full attention's
+  link, device  counted, as with a device: KV that crosses to it, and its memory, the data for choosing keys included;
+                here all of it is the CPU's memory, unless --device emulated has memory of its own
   mass          true attention's weight on the keys attended to (--mass)
-  needles       facts told early in the context, asked for after --steps tokens of other text (--needles)
+  needles       facts stated early in the context, queried after --steps tokens of other text (--needles)
 
 Policies that choose keys go by what `baton prepare` found for the model; --budget and --alpha vary how many, and
 NAME:BUDGET in --policies one policy's alone: to compare policies at the same bytes. With --pool, infinigen is read as
@@ -60,7 +60,7 @@ examples:
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `evaluate` command to the command line."""
-    text = "measure what residency policies cost in quality, beside full attention"
+    text = "measure the quality of residency policies, compared with full attention"
     parser = add_command(commands, "evaluate", text, _DESCRIPTION, _EXAMPLES)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help="name, folder, or GGUF file")
     parser.add_argument(
@@ -73,15 +73,19 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     read = parser.add_argument_group("what is read")
     read.add_argument("--context", default="4096", metavar="N,N,...", help="tokens (default: %(default)s)")
     read.add_argument("--rows", default="6", metavar="N", help="passages in a batch (default: %(default)s)")
-    read.add_argument("--steps", default="512", metavar="N", help="tokens asked for (default: %(default)s)")
+    read.add_argument("--steps", default="512", metavar="N", help="tokens to predict (default: %(default)s)")
     read.add_argument("--mass", default="0", metavar="N", help="weigh the keys attended to at every Nth step; slow")
-    read.add_argument("--needles", action="store_true", help="ask for facts as well: a second reading")
+    read.add_argument("--needles", action="store_true", help="also test recall of facts, in a second reading")
     keys = parser.add_argument_group("how keys are chosen")
-    keys.add_argument("--budget", metavar="X,X,...", help="so large a part of a row's keys, no more and no less")
+    keys.add_argument("--budget", metavar="X,X,...", help="fraction of a row's keys that is attended to, exactly")
     keys.add_argument("--alpha", metavar="X,X,...", help="keys that come this close to the best score, up to the cap")
-    keys.add_argument("--pool", metavar="X,X,...", help=f"so large a part of a row's tokens is kept ({POOLED})")
+    keys.add_argument("--pool", metavar="X,X,...", help=f"fraction of a row's tokens that is kept ({POOLED})")
     keys.add_argument(
-        "--selection", nargs="+", type=Path, metavar="FILE", help="what `baton prepare` wrote; several are compared"
+        "--selection",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="file that `baton prepare` wrote; several are compared",
     )
     _add_device(parser)
     add_model(parser)

@@ -23,7 +23,7 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--rate", metavar="R", help="requests a second, the mean (default: what --load says)")
     text = "part of the predicted capacity of the best fixed division of --max groups (default: 0.85)"
     group.add_argument("--load", metavar="X", help=text)
-    group.add_argument("--speed", metavar="X", help="replay a file so many times as fast (default: 1)")
+    group.add_argument("--speed", metavar="X", help="factor by which a file is replayed faster (default: 1)")
     group.add_argument("--requests", metavar="N", help="only the first N requests (default: all)")
     group.add_argument("--prompt", default="1500", metavar="N", help="mean prompt tokens (default: %(default)s)")
     group.add_argument("--output", default="200", metavar="N", help="mean output tokens (default: %(default)s)")
@@ -50,8 +50,8 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("targets and scaling")
     group.add_argument("--ttft", default="2", metavar="S", help="seconds to the first token (default: %(default)s)")
     group.add_argument("--itl", default="0.05", metavar="S", help="seconds between tokens (default: %(default)s)")
-    group.add_argument("--min", metavar="N", help="groups of both roles, at least (default: 2)")
-    group.add_argument("--max", metavar="N", help="groups of both roles, at most (default: as many as --groups)")
+    group.add_argument("--min", metavar="N", help="minimum number of groups of both roles (default: 2)")
+    group.add_argument("--max", metavar="N", help="maximum number of groups of both roles (default: that of --groups)")
     group.add_argument(
         "--cooldown", default="60", metavar="S", help="seconds before groups leave (default: %(default)s)"
     )

@@ -133,7 +133,7 @@ def parse_args():
     parser.add_argument("--prefill", default="512,2048,6000")
     parser.add_argument("--decode", default="1x192,16x192,32x192,16x1024,8x4096,16x4096")
     parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--batched-tokens", type=int, default=8192, help="of a step, over all rows")
+    parser.add_argument("--batched-tokens", type=int, default=8192, help="tokens of a step, over all rows")
     parser.add_argument("--ngram-drafts", type=int, default=0, help="drafts from n-grams of the text; 0: none")
     parser.add_argument("--serve", action="store_true")
     return parser.parse_args()

@@ -14,31 +14,31 @@ if TYPE_CHECKING:
     from baton.v1.admin_pb2_grpc import AdminStub
 
 _DESCRIPTION = """\
-Keeps new work from a prefill or generation group, and waits until what it has is done: streams that run there go on to
-their ends, requests that come meanwhile go to other groups, or wait. Then the group leaves: its workers end, and what
-they had of memory and of Ray is free. With --keep they stay up, idle. No restart of anything brings the group back, or
-gives it work: --undo does. `baton status` names the groups.
+Keeps new requests from a prefill or generation group and waits until its running requests have finished. Requests that
+arrive meanwhile go to other groups, or wait. Then the group is removed: its workers exit and free their memory and Ray
+resources. With --keep the workers stay up, idle. The group stays drained after any restart, until `baton drain --undo`.
+`baton status` lists the groups.
 
-Without a group left to generate, the cluster's health is NOT_SERVING, and requests fail after half a minute, with the
-command that undoes the drain; without one left to prefill, generation groups prefill by themselves."""
+Without a generation group, the cluster's health is NOT_SERVING and requests fail after 30 seconds, with the
+command that undoes the drain. Without a prefill group, generation groups compute prompts themselves."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `drain` command to the command line."""
-    text = "let a group finish what it has, and leave; or bring it back"
+    text = "remove a group once its requests have finished, or bring it back"
     parser = add_command(commands, "drain", text, _DESCRIPTION)
-    parser.add_argument("group", help="its name, like generate-0")
+    parser.add_argument("group", help="name of the group, like generate-0")
     parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
     parser.add_argument("--target", metavar="HOST:PORT", help=TARGET_HELP)
-    parser.add_argument("--keep", action="store_true", help="leave its workers up, idle")
+    parser.add_argument("--keep", action="store_true", help="keep the group's workers running, idle")
     parser.add_argument(
-        "--undo", action="store_true", help="let the group have work again; one that has left is started first"
+        "--undo", action="store_true", help="send requests to the group again; start it first if it was removed"
     )
     parser.add_argument(
         "--timeout",
         type=float,
         metavar="SECONDS",
-        help="wait no longer than this (default: until it is done); what was begun goes on, the exit status is 1",
+        help="maximum time to wait (default: no limit); after it the drain continues and the exit status is 1",
     )
     add_key_option(parser)
     parser.set_defaults(run=run)

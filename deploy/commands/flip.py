@@ -15,34 +15,35 @@ if TYPE_CHECKING:
     from baton.v1.admin_pb2_grpc import AdminStub
 
 _DESCRIPTION = """\
-Lets a group lend its last worker, which serves in the other role as a group of its own: a rank of a chain as a
-generation group, a generation group as a chain of one rank. The worker's process goes on, and its model stays loaded,
-so this takes far less time than the start of a group. First the group finishes what it has, while requests go to
-others; then a chain goes on with one rank less, and a group whose only worker is lent is gone until that comes back.
+Lends a group's last worker to the other role, where it serves as a group of its own: a rank of a chain becomes a
+generation group, a generation group becomes a chain of one rank. The worker's process keeps running with its model
+loaded, so this takes far less time than the start of a group. First the lending group finishes its requests, while new
+ones go to other groups. Then a chain continues with one rank less; a group whose only worker is lent does not exist
+until the worker returns.
 
-With --undo the worker goes back. The group that has borrowed it finishes what it has, and so does the chain that it
-joins. `baton drain` of the group that has borrowed it does the same.
+With --undo the worker returns, after the group that borrowed it and the chain that it joins have finished their
+requests. `baton drain` of the group that borrowed the worker does the same.
 
-No request is lost. The last group that generates is refused. A worker that does not serve in its new role goes back,
+No request is lost. The last generation group cannot be flipped. A worker that fails to serve in its new role returns,
 and the exit status is 1."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `flip` command to the command line."""
-    parser = add_command(commands, "flip", "let a worker change between prefill and generation", _DESCRIPTION)
-    parser.add_argument("group", help="its name, like prefill-0")
+    parser = add_command(commands, "flip", "move a worker between prefill and generation", _DESCRIPTION)
+    parser.add_argument("group", help="name of the group, like prefill-0")
     parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
     parser.add_argument("--target", metavar="HOST:PORT", help=TARGET_HELP)
     parser.add_argument(
         "--undo",
         action="store_true",
-        help="return the worker that the group has borrowed, or the last that it has lent",
+        help="return the worker that the group borrowed, or the last one that it lent",
     )
     parser.add_argument(
         "--timeout",
         type=float,
         metavar="SECONDS",
-        help="wait no longer than this (default: until it is done); what was ordered goes on, the exit status is 1",
+        help="maximum time to wait (default: no limit); after it the flip continues and the exit status is 1",
     )
     add_key_option(parser)
     parser.set_defaults(run=run)

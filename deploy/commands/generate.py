@@ -27,20 +27,22 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_prompt(parser)
     parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="the server")
-    parser.add_argument("--deadline", type=float, metavar="SECONDS", help="end the request after this time")
+    parser.add_argument("--deadline", type=float, metavar="SECONDS", help="time after which the request ends")
     parser.add_argument(
         "--priority",
         choices=("interactive", "standard", "batch"),
         default="standard",
         help="urgency among the waiting requests of the same tenant",
     )
-    parser.add_argument("--tenant", metavar="NAME", help="who asks, for a server that trusts its callers")
+    parser.add_argument("--tenant", metavar="NAME", help="tenant of the request, for a server that trusts its callers")
     parser.add_argument(
-        "--api-key-env", metavar="VARIABLE", help="environment variable with the API key, which says who asks"
+        "--api-key-env", metavar="VARIABLE", help="environment variable with the API key, which identifies the tenant"
     )
     parser.add_argument("--n", type=int, default=1, help="choices: answers with different seeds, each shown at its end")
     parser.add_argument("--echo", action="store_true", help="begin the answer with the prompt")
-    parser.add_argument("--exact", action="store_true", help="only where attention is to all tokens")
+    parser.add_argument(
+        "--exact", action="store_true", help="use only generation groups whose attention reads all tokens"
+    )
     parser.add_argument("--no-usage", action="store_true", help="print the answer only")
     add_sampling(parser)
     parser.set_defaults(run=run)

@@ -13,7 +13,7 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SECTION.FIELD=VALUE",
-        help="put a value over the file's; may be repeated; `baton config` lists all fields",
+        help="value that overrides the file's; may be repeated; `baton config` lists all fields",
     )
 
 

@@ -18,35 +18,35 @@ if TYPE_CHECKING:
     from baton.cluster_state import GroupState
 
 _DESCRIPTION = """\
-Gives each group new workers, one group after another, as `baton drain` and `baton drain --undo` would: a group finishes
-what it has, leaves, and starts anew; requests that come meanwhile go to the others. No request is lost. Groups that are
-drained already stay as they are; workers that a group has lent go back to it before.
+Restarts the workers of each group, one group after another, like `baton drain` and `baton drain --undo`: a group
+finishes its requests, is removed, and starts again. Requests that arrive meanwhile go to the other groups. No request
+is lost. Groups that are already drained stay drained. Workers that a group has lent return to it first.
 
-The only group that generates leaves no sooner than another stands in for it, for which there must be room. Without a
-group that prefills, generation groups do so by themselves. What fails or is interrupted leaves a cluster that serves,
-and it is said how to go on."""
+The only generation group is removed after an extra group has started in its place, which needs free resources. Without
+a prefill group, generation groups compute prompts themselves. A reload that fails or is interrupted leaves a cluster
+that serves, and prints how to continue."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `reload` command to the command line."""
-    text = "give all groups new workers, one after the other, without losing a request"
+    text = "restart the workers of all groups, one after the other, without losing a request"
     parser = add_command(commands, "reload", text, _DESCRIPTION)
     parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
     parser.add_argument("--target", metavar="HOST:PORT", help=TARGET_HELP)
     parser.add_argument(
-        "--group", action="append", default=[], metavar="GROUP", help="this group alone; may be repeated (default: all)"
+        "--group", action="append", default=[], metavar="GROUP", help="group to restart; may be repeated (default: all)"
     )
     parser.add_argument(
         "--model",
         default="",
         metavar="FOLDER",
-        help="load this model from now on: other weights, the same configuration and tokenizer (default: as before)",
+        help="model to load: other weights, the same configuration and tokenizer (default: the current one)",
     )
     parser.add_argument(
         "--timeout",
         type=float,
         metavar="SECONDS",
-        help="wait no longer than this for a group to finish, and to start (default: until it has)",
+        help="maximum time to wait for a group to finish, and to start (default: no limit)",
     )
     add_key_option(parser)
     parser.set_defaults(run=run)

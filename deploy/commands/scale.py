@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 POOLS = ("prefill", "generate")
 
 _DESCRIPTION = """\
-Brings a pool to this number of groups that may get work. For more, groups that have left or are drained come back, and
-then further ones start, for which there must be room: on Ray, nodes that declare enough of the pool's resource. For
-fewer, groups finish what they have and leave, as with `baton drain`, the one with the least to do first. Requests that
-come meanwhile go to the others.
+Sets the number of groups of a pool that receive requests. To grow, drained and removed groups come back first. Then new
+groups start, which need free resources: Ray nodes that declare enough of the pool's resource. To shrink, groups finish
+their requests and are removed, as with `baton drain`, the group with the least work first. Requests that arrive
+meanwhile go to the other groups.
 
-What fails or is interrupted leaves the groups that are there: repeat the command to go on."""
+If the command fails or is interrupted, groups that have started stay: repeat the command to continue."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `scale` command to the command line."""
-    parser = add_command(commands, "scale", "give a pool more groups, or fewer", _DESCRIPTION)
-    parser.add_argument("pool", choices=POOLS, help="groups of which role")
-    parser.add_argument("number", type=int, help="how many of them may get work")
+    parser = add_command(commands, "scale", "change the number of groups of a pool", _DESCRIPTION)
+    parser.add_argument("pool", choices=POOLS, help="role of the pool's groups")
+    parser.add_argument("number", type=int, help="number of groups that receive requests")
     parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
     parser.add_argument("--target", metavar="HOST:PORT", help=TARGET_HELP)
     parser.add_argument(
         "--timeout",
         type=float,
         metavar="SECONDS",
-        help="wait no longer than this for a group to start, or to leave (default: until it has)",
+        help="maximum time to wait for a group to start, or to be removed (default: no limit)",
     )
     add_key_option(parser)
     parser.set_defaults(run=run)

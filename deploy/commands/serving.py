@@ -44,7 +44,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
             parser.add_argument(
                 "--address",
                 metavar="HOST:PORT",
-                help="of the Ray that the cluster runs on, for a cluster whose launcher's machine is lost",
+                help="address of the cluster's Ray, for a cluster whose launcher's machine is lost",
             )
 
 

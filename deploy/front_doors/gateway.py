@@ -26,11 +26,11 @@ _MOST_PAUSE_S = 5.0
 """Longest pause after looks that failed, in seconds."""
 
 _DESCRIPTION = """\
-Serves clients as `baton serve` does: checks what they ask, renders chats, tokenizes; a cluster's orchestrator does the
-rest. Clients see no difference. Gateways keep nothing of a stream: a client whose gateway dies goes on through another
-(as a target, ipv4:HOST:PORT,HOST:PORT names several), and a gateway whose orchestrator restarts goes on with the next
-one: at the same address or, with --address, wherever Ray has given it a new place. SIGTERM and Ctrl-C let running
-streams end first, for --grace seconds."""
+Serves clients as `baton serve` does: validates requests, renders chats and tokenizes. A cluster's orchestrator does the
+rest. Clients see no difference. Gateways hold no state of a stream: a client whose gateway dies continues through
+another one (the target ipv4:HOST:PORT,HOST:PORT names several). A gateway whose orchestrator restarts continues with
+the new one, at the same address or, with --address, where Ray has placed it. SIGTERM and Ctrl-C wait up to --grace
+seconds for running streams to end."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -43,7 +43,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     where.add_argument(
         "--address",
         metavar="HOST:PORT",
-        help="of the Ray that the cluster runs on: the orchestrator is found there, also after it has moved",
+        help="address of the cluster's Ray, where the orchestrator is found, also after it has moved",
     )
     parser.add_argument(
         "--cluster", default="baton", metavar="NAME", help="the cluster's name, with --address (default: %(default)s)"

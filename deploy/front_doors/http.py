@@ -21,8 +21,8 @@ _DESCRIPTION = """\
 Serves the HTTP interface that clients of OpenAI's API know, by a running server (`baton serve`, which has one of its
 own, or `baton gateway`): /v1/chat/completions, /v1/completions, /v1/responses and /v1/models, streamed or not, and
 /tokenize, /detokenize, /health, /ready, /metrics and /openapi.json; and a web console at /console. A client's key, in
-the header that OpenAI's clients send, goes on to the server. SIGTERM and Ctrl-C let running answers end first, for
---grace seconds."""
+the header that OpenAI's clients send, is passed on to the server. SIGTERM and Ctrl-C wait up to --grace seconds for
+running answers to end."""
 _EXAMPLES = """\
 examples:
   baton http --port 8000
@@ -40,10 +40,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_front_door(parser, port=8000)
     parser.add_argument("--certificate", type=Path, metavar="FILE", help="chain of certificates in PEM: serve HTTPS")
-    parser.add_argument("--private-key", type=Path, metavar="FILE", help="of the certificate, in PEM")
+    parser.add_argument("--private-key", type=Path, metavar="FILE", help="private key of the certificate, in PEM")
     parser.add_argument("--otlp-endpoint", default="", metavar="URL", help="collector of spans, OTLP over gRPC")
     parser.add_argument(
-        "--trace-share", type=float, default=1.0, metavar="PART", help="of requests that are traced (default: all)"
+        "--trace-share",
+        type=float,
+        default=1.0,
+        metavar="PART",
+        help="fraction of requests that are traced (default: all)",
     )
     parser.add_argument(
         "--tool-format",
@@ -56,10 +60,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=int,
         default=4096,
         metavar="NUMBER",
-        help="responses of /v1/responses that are kept to go on from, at most; 0: none (default: %(default)s)",
+        help="maximum number of responses kept for /v1/responses to continue; 0: none (default: %(default)s)",
     )
     parser.add_argument(
-        "--keep-responses", type=float, default=86400.0, metavar="SECONDS", help="for how long (default: a day)"
+        "--keep-responses",
+        type=float,
+        default=86400.0,
+        metavar="SECONDS",
+        help="time for which responses are kept (default: a day)",
     )
     _add_rules(parser)
     parser.add_argument("--no-console", action="store_true", help="serve no web console at /console")
@@ -72,15 +80,15 @@ def _add_rules(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="host name that requests may name, besides loopback ones; may be given again (default: any, but on a "
-        "loopback interface without API keys none)",
+        help="allowed host name of requests, in addition to loopback names; may be repeated (default: any; none on a "
+        "loopback interface without API keys)",
     )
     parser.add_argument(
         "--allow-origin",
         action="append",
         default=[],
         metavar="ORIGIN",
-        help="origin whose web pages may call, like https://chat.example.com, or *; may be given again",
+        help="origin whose web pages may call, like https://chat.example.com, or *; may be repeated",
     )
     parser.add_argument(
         "--default-deadline",

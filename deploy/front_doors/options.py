@@ -27,7 +27,11 @@ def add_front_door(parser: argparse.ArgumentParser, *, port: int) -> None:
         help="let control tokens spelled out in a chat's texts act as such (default: they are text)",
     )
     parser.add_argument(
-        "--grace", type=float, default=30.0, metavar="SECONDS", help="for running streams, at the end (default: 30)"
+        "--grace",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="maximum time for running streams to end at shutdown (default: 30)",
     )
     parser.add_argument(
         "--log-format", choices=("text", "json"), default="text", help="form of the log's lines (default: text)"

@@ -17,11 +17,13 @@ def add_prompt(parser: argparse.ArgumentParser) -> None:
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """Add the sampling options to a command; `sampling_options` reads them."""
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=int, default=128, help="output tokens at most")
-    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    group.add_argument("--max-tokens", type=int, default=128, help="maximum number of output tokens")
+    group.add_argument("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy")
     group.add_argument("--top-k", type=int, default=0, help="keep the k most likely tokens; 0 keeps all")
     group.add_argument("--top-p", type=float, default=1.0, help="keep the most likely tokens up to this probability")
-    group.add_argument("--min-p", type=float, default=0.0, help="keep tokens this times as likely as the likeliest")
+    group.add_argument(
+        "--min-p", type=float, default=0.0, help="drop tokens below this fraction of the top probability"
+    )
     group.add_argument(
         "--seed",
         type=int,

@@ -8,7 +8,7 @@ from deploy.commands.admin_channel import TARGET_HELP, add_key_option, admin_cha
 from deploy.options.command import add_command
 
 _DESCRIPTION = """\
-Asks a running cluster for a request that has ended, and writes its stages as a file which https://ui.perfetto.dev and
+Fetches a finished request from a running cluster and writes its stages as a file that https://ui.perfetto.dev and
 chrome://tracing show: queue, placement, each rank's layers and transfers, decoding, and attempts that failed. Nothing
 is sent to any site: the page reads the file in the browser.
 
@@ -18,8 +18,8 @@ and in the header x-request-id over HTTP."""
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `trace` command to the command line."""
-    parser = add_command(commands, "trace", "write the way of a request as a file for Perfetto", _DESCRIPTION)
-    parser.add_argument("request", help="the request's id")
+    parser = add_command(commands, "trace", "write the timeline of a request as a file for Perfetto", _DESCRIPTION)
+    parser.add_argument("request", help="id of the request")
     parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
     parser.add_argument("--target", metavar="HOST:PORT", help=TARGET_HELP)
     parser.add_argument(

@@ -28,8 +28,8 @@ _MAX_REPEATS = 1000
 _DESCRIPTION = """\
 Sends prompts of several lengths to a running cluster that is otherwise idle, reads what each rank of the chain took,
 and fits the cost model: seconds a token, seconds a pair of tokens in attention, a layer's fixed part, the links, and
-what a request takes besides its chain. The orchestrator predicts by these numbers from then on, and so do its next
-lives, and clusters of the same model on the same hardware. Prompts of other lengths tell how good predictions are.
+a request's time outside its chain. The orchestrator predicts with these numbers afterwards, also after a restart, and
+so do clusters of the same model on the same hardware. Prompts of other lengths measure the error of predictions.
 
 With --generate, sends batches of rows instead, and makes a table of what a generation step takes, by rows and tokens a
 row. The cluster keeps it, and decides by it which prompts their generation group prefills by itself."""
@@ -59,9 +59,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="write a copy; without --generate, as `baton simulate` reads it"
     )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="only show what was found; the cluster goes on as before"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="only print the results; the cluster does not change")
     parser.add_argument("--anyway", action="store_true", help="also while other requests run, which disturb each other")
     parser.add_argument("--force", action="store_true", help="hand over also what is far from what is in force")
     add_key_option(parser)

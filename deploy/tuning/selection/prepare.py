@@ -28,7 +28,7 @@ MAX_ROWS = 2**10
 _CHOOSING = ", ".join(f"`{name}`" for name, traits in POLICIES.items() if traits.chooses_keys)
 
 _DESCRIPTION = f"""\
-Runs MODEL over a text and finds a basis in which a few columns of queries and keys tell which keys matter; then how few
+Runs MODEL over a text and finds a basis in which a few columns of queries and keys show which keys matter; then how few
 keys are enough, by what reading text costs in perplexity. What it finds is kept for the model, dtype and quantization;
 generation with residency {_CHOOSING} goes by it.
 
@@ -73,7 +73,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         " meanwhile (1; the paper): for generation on a device whose memory is not the host's (default: 0)",
     )
     bases = parser.add_argument_group("bases to try")
-    bases.add_argument("--kinds", default=",".join(KINDS), metavar="NAME,...", help=f"of {', '.join(KINDS)} (default)")
+    bases.add_argument(
+        "--kinds", default=",".join(KINDS), metavar="NAME,...", help=f"kinds of basis: {', '.join(KINDS)} (default)"
+    )
     bases.add_argument(
         "--ratios", default="0.2,0.3", metavar="X,...", help="columns kept, as a part (default: %(default)s)"
     )
@@ -84,7 +86,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     read = parser.add_argument_group("what is read")
     read.add_argument("--context", default="4096", metavar="N", help="tokens of a passage (default: %(default)s)")
     read.add_argument("--rows", default="7", metavar="N", help="passages, at least 3 (default: %(default)s)")
-    read.add_argument("--steps", default="128", metavar="N", help="tokens asked for (default: %(default)s)")
+    read.add_argument("--steps", default="128", metavar="N", help="tokens to predict (default: %(default)s)")
     add_model(parser)
     parser.set_defaults(run=run)
 
@@ -98,7 +100,7 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     for name, default, text in (
         ("--first", 4, "first tokens of a row, always chosen"),
         ("--last", 16, "latest tokens, always chosen"),
-        ("--free-keys", 256, "any row may choose so many, however few its share would be"),
+        ("--free-keys", 256, "keys that any row may choose, even if its share is smaller"),
     ):
         group.add_argument(name, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
 

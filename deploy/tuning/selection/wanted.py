@@ -36,6 +36,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the options that say how a model is loaded and run."""
     group = parser.add_argument_group("model")
     group.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="(default: %(default)s)")
-    group.add_argument("--quantization", default="none", choices=QUANTIZATIONS, help="of weights (default: none)")
+    group.add_argument(
+        "--quantization", default="none", choices=QUANTIZATIONS, help="format of the weights (default: none)"
+    )
     group.add_argument("--cache", type=Path, default=cache_folder(), help="folder for converted models")
-    group.add_argument("--threads", type=int, default=0, help="of this machine; 0: one for each core (default: 0)")
+    group.add_argument("--threads", type=int, default=0, help="number of threads; 0: one for each core (default: 0)")
