@@ -70,7 +70,12 @@ MAX_REFERENCES: Annotated[
 ] = 500
 MAX_MULTIPLE: Annotated[
     int,
-    Limit(_FORMS, "", _BAD, "`multipleOf` of a JSON schema: numbers are followed digit by digit, in as many states."),
+    Limit(
+        _FORMS,
+        "",
+        _BAD,
+        "`multipleOf` of a JSON schema: numbers are followed digit by digit, one state for each of its values.",
+    ),
 ] = 10_000
 FORM_CPU_S: Annotated[float, Limit(_FORMS, "s", _BAD, "Processor time of compiling one form.")] = 2.0
 FORM_MEMORY_BYTES: Annotated[int, Limit(_FORMS, "bytes", _BAD, "Memory of compiling one form.")] = 256 * 2**20
@@ -104,7 +109,7 @@ MAX_CALLER_BYTES: Annotated[
     int,
     Limit(
         _HTTP, "bytes", "431",
-        "Headers `authorization` and `baton-tenant`. With what gRPC adds they stay below the 8 KiB from which on gRPC "
+        "Headers `authorization` and `baton-tenant`. With what gRPC adds they stay below the 8 KiB above which gRPC "
         "refuses calls at random.",
     ),
 ] = 6 * 1024  # fmt: skip

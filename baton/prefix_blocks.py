@@ -51,7 +51,7 @@ class PromptBlocks:
 
     def cached(self, num_tokens: int) -> tuple[str, ...]:
         """Return the names of the blocks that hold the first `num_tokens` tokens, a whole number of blocks."""
-        assert num_tokens % self.block_tokens == 0, f"{num_tokens} tokens are no whole blocks of {self.block_tokens}"
+        assert num_tokens % self.block_tokens == 0, f"{num_tokens} tokens are not a multiple of {self.block_tokens}"
         return self.names[: num_tokens // self.block_tokens]
 
     def kept(self, num_tokens: int) -> tuple[str, ...]:

@@ -93,4 +93,4 @@ def _as_json(schema: object) -> str:
     try:
         return json.dumps(schema, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidArgumentError(f"{_FIELD}.json is no JSON: {error}: send a JSON schema") from error
+        raise InvalidArgumentError(f"{_FIELD}.json is not valid JSON: {error}: send a JSON schema") from error

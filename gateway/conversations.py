@@ -147,9 +147,9 @@ def _call(where: str, call: ToolCall, *, is_short: bool) -> dict[str, Any]:
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except ValueError as error:
-        raise InvalidArgumentError(f"{where}.function.arguments is no JSON ({error}): send an object") from error
+        raise InvalidArgumentError(f"{where}.function.arguments is not valid JSON ({error}): send an object") from error
     if not isinstance(arguments, dict):
-        raise InvalidArgumentError(f"{where}.function.arguments is no object: send one, as the model wrote it")
+        raise InvalidArgumentError(f"{where}.function.arguments is not an object: send one, as the model wrote it")
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": _id(call.id, is_short=is_short), "type": "function", "function": function}
 

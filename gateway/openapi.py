@@ -27,7 +27,7 @@ class ErrorBody(BaseModel):
 _MEANINGS = {
     400: "A field is wrong; `param` names it.",
     401: "No key, or an unknown one.",
-    403: "A key that may not ask this.",
+    403: "The key does not permit this request.",
     404: "Another model, or a response that is not kept.",
     408: "The request's deadline has passed.",
     413: "The body is too long.",

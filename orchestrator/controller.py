@@ -220,8 +220,8 @@ class Controller:
         if wanted and groups and all(group.is_approximate for group in groups):
             policies = ", ".join(sorted({group.residency for group in groups}))
             raise InvalidArgumentError(
-                f"exact cannot be had: all generation groups here are approximate (residency {policies}); leave it "
-                "out, or ask a cluster whose generate.residency is device or host"
+                f"exact is not available: all generation groups here are approximate (residency {policies}); leave it "
+                "out, or use a cluster whose generate.residency is device or host"
             )
         return wanted or (bool(groups) and not any(group.is_approximate for group in groups))
 
@@ -316,7 +316,7 @@ class Controller:
         try:
             await self._dispatcher.take_over(record, emit)
         except NotFoundError as error:
-            logger.info("resumed anew request=%s: %s", record.request_id, error)
+            logger.info("resumed again request=%s: %s", record.request_id, error)
             return False
         except BatonError as error:
             self._note_failure(record, error)

@@ -197,7 +197,7 @@ def _points(data: dict[str, Any], name: str) -> Points:
     try:
         return tuple((float(x), float(seconds)) for x, seconds in data[name])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(f"{name} is no list of pairs of numbers: calibrate again") from error
+        raise ConfigError(f"{name} is not a list of pairs of numbers: calibrate again") from error
 
 
 def _rows(data: dict[str, Any]) -> tuple[RankRow, ...]:
@@ -208,4 +208,4 @@ def _rows(data: dict[str, Any]) -> tuple[RankRow, ...]:
             for tokens, before, last, seconds in data.get("rank_rows", ())
         )
     except (TypeError, ValueError, OverflowError) as error:  # int() of an infinity overflows
-        raise ConfigError("rank_rows is no list of four numbers each: calibrate again") from error
+        raise ConfigError("rank_rows is not a list of four numbers each: calibrate again") from error

@@ -29,7 +29,7 @@ class Chip:
         if self.kv_bandwidth is not None:
             text += f", attends to {self.kv_bandwidth / 1e9:.4g} GB/s"
         if self.layer_s:
-            text += f", {self.layer_s * 1e6:.0f} us a layer besides"
+            text += f", {self.layer_s * 1e6:.0f} us a layer in addition"
         return text if self.overlap == 1 else f"{text}, {self.overlap:.0%} overlapped"
 
     def __post_init__(self) -> None:

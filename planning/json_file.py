@@ -27,7 +27,7 @@ def read(path: Path, kind: str) -> str:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}): give the path of a {kind} file") from error
     except ValueError as error:
-        raise ConfigError(f"{path}: is no text ({error}): write it anew") from error
+        raise ConfigError(f"{path}: is not valid UTF-8 ({error}): recreate the file") from error
 
 
 def parse(text: str, kind: str, schema: int) -> dict[str, Any]:
@@ -35,11 +35,11 @@ def parse(text: str, kind: str, schema: int) -> dict[str, Any]:
     try:
         data = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"is no JSON ({error}): write it anew") from error
+        raise ConfigError(f"is not valid JSON ({error}): recreate the file") from error
     if not isinstance(data, dict) or data.get("kind") != kind:
-        raise ConfigError(f'is no {kind} file ("kind" is not "{kind}"): give another path')
+        raise ConfigError(f'is not a {kind} file ("kind" is not "{kind}"): give another path')
     if data.get("schema") != schema:
-        raise ConfigError(f"schema = {data.get('schema')!r}, and this version reads {schema}: write the file anew")
+        raise ConfigError(f"schema = {data.get('schema')!r}, and this version reads {schema}: recreate the file")
     return data
 
 
@@ -61,7 +61,7 @@ def number(data: dict[str, Any], name: str) -> float:
     """Return a field that is a finite number. Raises ConfigError when the field is missing or anything else."""
     value = data.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-        raise ConfigError(f"{name} = {value!r} is no number: give one")
+        raise ConfigError(f"{name} = {value!r} is not a number: give one")
     return float(value)
 
 
@@ -69,7 +69,7 @@ def text(data: dict[str, Any], name: str) -> str:
     """Return a field that is a non-empty text. Raises ConfigError when the field is missing or anything else."""
     value = data.get(name)
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"{name} = {value!r} is no text: give a name")
+        raise ConfigError(f"{name} = {value!r} is not a text: give a name")
     return value
 
 
@@ -77,5 +77,5 @@ def section(data: dict[str, Any], name: str) -> dict[str, Any]:
     """Return a field that is a nested object. Raises ConfigError when the field is missing or anything else."""
     value = data.get(name)
     if not isinstance(value, dict):
-        raise ConfigError(f"{name} = {value!r} is no object: give its fields")
+        raise ConfigError(f"{name} = {value!r} is not an object: give its fields")
     return value

@@ -39,7 +39,7 @@ class ModelShape:
                 raise ConfigError(f"shape: {field.name} = {value!r} is out of range: give a whole number of at least 1")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
-                f"shape: num_heads = {self.num_heads} is no multiple of num_kv_heads = {self.num_kv_heads}: correct one"
+                f"shape: num_heads = {self.num_heads} is not a multiple of num_kv_heads = {self.num_kv_heads}"
             )
         if self.num_active_experts > self.num_experts:
             raise ConfigError(
@@ -145,7 +145,7 @@ def shape_from(fields: dict[str, Any], where: str) -> ModelShape:
     known = {field.name: field for field in dataclasses.fields(ModelShape)}
     required = [name for name, field in known.items() if field.default is dataclasses.MISSING]
     if unknown := sorted(set(fields) - set(known)):
-        raise ConfigError(f"{where}: {unknown[0]} is no field of a shape: use {', '.join(known)}")
+        raise ConfigError(f"{where}: {unknown[0]} is not a field of a shape: use {', '.join(known)}")
     if missing := [name for name in required if name not in fields]:
         raise ConfigError(f"{where}: {missing[0]} is missing: a shape needs {', '.join(required)}")
     return ModelShape(**fields)

@@ -181,7 +181,7 @@ def loads(text: str, where: str) -> StepTimes:
 def _whole_numbers(data: dict[str, Any], name: str) -> tuple[int, ...]:
     value = data.get(name)
     if not isinstance(value, list) or any(type(each) is not int for each in value):
-        raise ConfigError(f"{name} is no list of whole numbers: calibrate again")
+        raise ConfigError(f"{name} is not a list of whole numbers: calibrate again")
     return tuple(value)
 
 
@@ -189,7 +189,7 @@ def _rows(data: dict[str, Any]) -> tuple[tuple[float, ...], ...]:
     try:
         return tuple(tuple(float(each) for each in row) for row in data["seconds"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise ConfigError("seconds is no list of lists of numbers: calibrate again") from error
+        raise ConfigError("seconds is not a list of lists of numbers: calibrate again") from error
 
 
 def _place(axis: tuple[int, ...], value: float) -> tuple[int, float]:

@@ -185,7 +185,7 @@ def meet_edges(store: dist.Store, meeting: Meeting, backend: EdgeBackend | None)
     epoch call this, with equal stores. Blocks until all have; raises RuntimeError when they have not in time."""
     offers = _exchange(store, meeting, Offer.of(backend))
     why = refusal(offers)
-    how = f"through home memory, by gloo: {why}" if why else f"between device memories, by {offers[0].kind}"
+    how = f"through host memory, by gloo: {why}" if why else f"between device memories, by {offers[0].kind}"
     logger.info("epoch %d, rank %d: KV of %d ranks travels %s", meeting.epoch, meeting.rank, meeting.num_ranks, how)
     if why or backend is None:
         return {}

@@ -309,7 +309,7 @@ def meeting_from_proto(message: prefill_pb2.StartEpochRequest, host: str) -> Mee
     if not message.timeout_s > 0:
         raise InvalidArgumentError(f"timeout_s = {message.timeout_s} is out of range: give the ranks time to meet")
     if not message.store.rpartition(":")[2].isdigit():
-        raise InvalidArgumentError(f"store = {message.store!r} is no address: use host:port")
+        raise InvalidArgumentError(f"store = {message.store!r} is not an address: use host:port")
     return read(Meeting, message, host=host)
 
 

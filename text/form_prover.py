@@ -166,7 +166,7 @@ class FormProver:
         """Return the answer of a child, and whether it would answer so again. In a thread."""
         for _ in range(2):
             if self._is_closed:
-                raise UnavailableError("forms are not compiled any more: ask another server")
+                raise UnavailableError("this server no longer compiles forms: use another one")
             child = self._children.pop() if self._children else _Child()
             self._busy.add(child)
             try:

@@ -57,7 +57,7 @@ def _parse(text: str) -> Schema:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidArgumentError(
-            f"sampling.structured_output.json is no JSON: {error}: send a JSON schema"
+            f"sampling.structured_output.json is not valid JSON: {error}: send a JSON schema"
         ) from error
     if schema is True:
         return {}

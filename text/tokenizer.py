@@ -151,7 +151,7 @@ class Tokenizer:
         """
         _check_messages(messages, self._control)
         if own := _OWN_OPTIONS & options.keys():
-            raise InvalidArgumentError(f"chat_template_kwargs: {min(own)} is no variable of a template: drop it")
+            raise InvalidArgumentError(f"chat_template_kwargs: {min(own)} is not a variable of a template: drop it")
         if not self.has_chat_template:
             raise InvalidArgumentError(
                 f"messages: the model in {self._folder} has no chat template: send a text prompt or token ids instead"

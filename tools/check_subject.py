@@ -37,7 +37,7 @@ def why_refused(subject: str) -> str:
         return f"{len(subject)} characters, at most {MAX_CHARS}"
     words = subject.split()
     if len(words) < 2:
-        return "a word is no sentence"
+        return "a word is not a sentence"
     first = words[0].rstrip(",:;")
     if not first[0].isupper() or not first.isalpha():
         return f"begins with {first!r}: begin with a capitalised verb"

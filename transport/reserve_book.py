@@ -47,7 +47,7 @@ class ReserveBook:
         """
         former = self._known.get(number)
         if former is not None and former.is_aborted:
-            raise LeaseError(f"Reserve {number} was aborted before it came: reserve anew, with another number")
+            raise LeaseError(f"Reserve {number} was aborted before it came: reserve again, with another number")
         if former is not None and former.lease is not None:
             return former.lease
         if former is not None:
@@ -61,7 +61,7 @@ class ReserveBook:
             raise
         if reserving.is_aborted:
             end(lease.ref)
-            raise LeaseError(f"Reserve {number} was aborted while it was granted: reserve anew, with another number")
+            raise LeaseError(f"Reserve {number} was aborted while it was granted: reserve again, with another number")
         reserving.lease = lease
         return lease
 

@@ -170,7 +170,7 @@ def payload_at(memory: mmap.mmap, piece: kv_pb2.SharedPiece) -> memoryview:
         )
     if piece.offset < _FIRST_CELL or piece.offset + piece.num_bytes > len(memory):
         raise InvalidArgumentError(
-            f"offset = {piece.offset} with num_bytes = {piece.num_bytes} is out of range: payloads lie in bytes "
+            f"offset = {piece.offset} with num_bytes = {piece.num_bytes} is out of range: payloads are in bytes "
             f"[{_FIRST_CELL}, {len(memory)}) of the shared memory"
         )
     return memoryview(memory)[piece.offset : piece.offset + piece.num_bytes]

@@ -56,7 +56,7 @@ async def until_done(what: str, step: Callable[[], Awaitable[T]], pauses: Pauses
             failure = error
         num_failures += 1
         pause_s = pauses.after(num_failures)
-        tell_failure(f"{what} failed; it goes on in {pause_s:g} s", failure, report)
+        tell_failure(f"{what} failed; retrying in {pause_s:g} s", failure, report)
         await asyncio.sleep(pause_s)
 
 
@@ -70,7 +70,7 @@ def tell_failure(what: str, error: BaseException | None, report: Report | None =
     try:
         report(text)
     except Exception:
-        logger.exception("nobody could be told: %s", text)
+        logger.exception("could not report: %s", text)
 
 
 def describe(error: BaseException) -> str:

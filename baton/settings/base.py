@@ -102,7 +102,7 @@ def _explain_one(detail: ErrorDetails, cls: type[Any]) -> str:
     where = ".".join(str(part) for part in detail["loc"])
     if detail["type"] == _UNKNOWN:
         known = ", ".join(names_of(_settings_at(cls, detail["loc"][:-1])))
-        return f"{where} is no key: use one of {known}"
+        return f"{where} is not a key: use one of {known}"
     if detail["type"] == "missing":
         return f"{where} is missing: set it"
     if detail["type"] == "value_error":  # raised by a section as a whole: its text is complete

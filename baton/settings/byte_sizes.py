@@ -15,7 +15,7 @@ def parse_bytes(value: object) -> object:
     match = _AMOUNT.fullmatch(value.strip())
     if match is None or match[2] not in _UNITS:
         units = ", ".join(unit for unit in _UNITS if unit)
-        raise ValueError(f"{value!r} is no amount of memory: use a number, alone (bytes) or with one of {units}")
+        raise ValueError(f"{value!r} is not an amount of memory: use a number, alone (bytes) or with one of {units}")
     return int(Fraction(match[1]) * _UNITS[match[2]])
 
 
@@ -26,5 +26,5 @@ def parse_rate(value: object) -> object:
         return value
     amount = value.strip().removesuffix("ps").removesuffix("/s")
     if amount == value.strip():
-        raise ValueError(f"{value!r} is no rate: use a number of bytes a second, or one like 25GBps")
+        raise ValueError(f"{value!r} is not a rate: use a number of bytes a second, or one like 25GBps")
     return parse_bytes(amount)

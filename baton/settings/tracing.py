@@ -9,7 +9,7 @@ from baton.settings.base import settings
 
 def _endpoint(url: str) -> str:
     if url and not url.startswith(("http://", "https://")):
-        raise ValueError(f"{url} is no URL: begin it with http://, or with https:// for TLS")
+        raise ValueError(f"{url} is not a URL: begin it with http://, or with https:// for TLS")
     return url
 
 

@@ -91,7 +91,7 @@ async def _about(session: aiohttp.ClientSession, base: str, model: str | None) -
     try:
         limits = {str(each["id"]): each.get("max_model_len") for each in json.loads(text)["data"]}
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{base}/models is no list of models: check --url") from error
+        raise ConfigError(f"{base}/models is not a list of models: check --url") from error
     name = next(iter(limits), None) if model is None else model
     if name is None:
         raise ConfigError(f"{base}/models lists no model: name one by --model")
@@ -136,9 +136,9 @@ def _parsed(data: bytes) -> Mapping[str, Any]:
     try:
         event = json.loads(data)
     except ValueError as error:
-        raise RequestFailedError("bad_answer", f"an event is no JSON: {data[:_SHOWN]!r}") from error
+        raise RequestFailedError("bad_answer", f"an event is not valid JSON: {data[:_SHOWN]!r}") from error
     if not isinstance(event, dict):
-        raise RequestFailedError("bad_answer", f"an event is no object: {data[:_SHOWN]!r}")
+        raise RequestFailedError("bad_answer", f"an event is not an object: {data[:_SHOWN]!r}")
     if "error" in event:
         raise RequestFailedError("stream_error", _complaint(data))
     return event

@@ -96,10 +96,10 @@ def _extra(args: argparse.Namespace) -> dict[str, Any]:
         found = json.loads(args.extra_body)
     except ValueError as error:
         raise InvalidArgumentError(
-            f"--extra-body is no JSON ({error}): write for example '{{\"top_k\": 5}}'"
+            f"--extra-body is not valid JSON ({error}): write for example '{{\"top_k\": 5}}'"
         ) from error
     if not isinstance(found, dict):
-        raise InvalidArgumentError("--extra-body is no object: write for example '{\"top_k\": 5}'")
+        raise InvalidArgumentError("--extra-body is not an object: write for example '{\"top_k\": 5}'")
     return found
 
 

@@ -77,5 +77,5 @@ def _places(runs: Runs) -> tuple[list[float], str]:
     """Return where each load stands on the axis, and what the axis shows."""
     loads = [run.load for run, _ in runs]
     if all(isinstance(each, Users) for each in loads):
-        return [float(each.num_users) for each in loads if isinstance(each, Users)], "users that ask at once"
+        return [float(each.num_users) for each in loads if isinstance(each, Users)], "concurrent users"
     return [each.rate for each in loads if isinstance(each, Arrivals)], "offered rate, requests/s"

@@ -51,7 +51,7 @@ def failures(records: Sequence[Record], num_unasked: int) -> list[str]:
         if record.failure:
             kinds.setdefault(record.failure, []).append(record)
     found = [f"{len(failed)} failed: {kind}, like: {failed[0].explanation}" for kind, failed in kinds.items()]
-    return [*found, f"{num_unasked} turns not asked, after a failure"] if num_unasked else found
+    return [*found, f"{num_unasked} turns not sent, after a failure"] if num_unasked else found
 
 
 def latency_table(summary: Summary) -> Table:

@@ -32,5 +32,7 @@ def target_words(targets: Mapping[str, float]) -> str:
 def _seconds(metric: str, text: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*(ms|s)", text)
     if found is None or not float(found[1]):
-        raise InvalidArgumentError(f"--target: {metric} = {text!r} is no time above 0: write for example {metric}=50ms")
+        raise InvalidArgumentError(
+            f"--target: {metric} = {text!r} is not a time above 0: write for example {metric}=50ms"
+        )
     return float(found[1]) * _UNITS_S[found[2]]

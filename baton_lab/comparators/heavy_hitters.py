@@ -33,9 +33,9 @@ class HeavyBudget:
 
     def __post_init__(self) -> None:
         if not 0 <= self.heavy_share <= 1:
-            raise ConfigError(f"heavy_share = {self.heavy_share} is no part of a row: use a number from 0 to 1")
+            raise ConfigError(f"heavy_share = {self.heavy_share} is out of range: use a number from 0 to 1")
         if not 0 < self.recent_share <= 1:
-            raise ConfigError(f"recent_share = {self.recent_share} is no part of a row: use a number above 0, up to 1")
+            raise ConfigError(f"recent_share = {self.recent_share} is out of range: use a number above 0, up to 1")
 
     @classmethod
     def halved(cls, share: float) -> "HeavyBudget":

@@ -40,7 +40,7 @@ class PushedPrompts:
         """Raise ConfigError for models with learned positions."""
         if isinstance(decoder.weights.positions, LearnedTable):
             remedy = "use residency device or host"
-            raise ConfigError(f"residency h2o is not there for models with learned positions: {remedy}")
+            raise ConfigError(f"residency h2o is not supported for models with learned positions: {remedy}")
         self._decoder = decoder
         self._vocabulary_VC: Tensor | None = None
         """Values of all tokens in layer 0, computed for the first pushed prompt."""

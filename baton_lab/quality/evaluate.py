@@ -140,7 +140,7 @@ def find_rate(args: argparse.Namespace) -> float:
     """Return the bytes a second of the emulated device's link. Raises InvalidArgumentError for options that are wrong
     or mean nothing."""
     if args.device == "emulated" and args.mass != "0":
-        raise InvalidArgumentError("--mass weighs keys where they lie: leave --device emulated out")
+        raise InvalidArgumentError("--mass needs the keys in host memory: leave --device emulated out")
     if args.link is None:
         return float("inf")
     if args.device != "emulated":

@@ -36,7 +36,7 @@ class Cell:
         ValueError for anything else, and for outputs of fewer than two tokens, which have no gap."""
         found = _CELL.fullmatch(text)
         if found is None:
-            raise ValueError(f"{text!r} is no cell: use STREAMSxPROMPT:OUTPUT, like 16x205:64 or 8x205:96+4400:16@1")
+            raise ValueError(f"{text!r} is not a cell: use STREAMSxPROMPT:OUTPUT, like 16x205:64 or 8x205:96+4400:16@1")
         streams, tokens, output, *joins = found.groups()
         joining = Joining(int(joins[0]), int(joins[1]), float(joins[2])) if joins[0] else None
         cell = cls(int(streams), int(tokens), int(output), joining)

@@ -112,7 +112,7 @@ def restore(stub: "AdminStub", group: str, *, timeout_s: float | None, model: st
         with Console(stderr=True).status(f"waiting for {group}"), translate_rpc_errors():
             stub.Undrain(admin_pb2.UndrainRequest(group=group, model=model), timeout=timeout_s)
     except DeadlineExceededError as error:
-        raise UnavailableError(f"{group} is not there after {timeout_s:g} s: it goes on starting") from error
+        raise UnavailableError(f"{group} is not ready after {timeout_s:g} s: it continues to start") from error
 
 
 def left_of(state: "GroupState") -> str:

@@ -88,6 +88,6 @@ def flip(stub: "AdminStub", group: str, *, undo: bool, timeout_s: float | None) 
                 status.update(f"draining {state.name}: {left_of(state)}")
     except DeadlineExceededError as error:
         raise UnavailableError(
-            f"no role has changed at {group} after {timeout_s:g} s: what was ordered goes on, see `baton status`"
+            f"the role of {group} has not changed after {timeout_s:g} s: the flip continues, see `baton status`"
         ) from error
     return None if state is None or state.is_drained else state

@@ -114,7 +114,7 @@ class _Rollout:
     def advice(self, options: str, left: Sequence[str]) -> list[str]:
         """Return lines that say how to go on after the first of the groups `left` failed."""
         name, groups = left[0], "".join(f" --group {each}" for each in left)
-        lines = [f"the cluster serves on; to go on: `baton reload{options}{groups}`"]
+        lines = [f"the cluster still serves; to continue: `baton reload{options}{groups}`"]
         if self._is_withdrawn:
             lines.append(f"to leave {name} as it is: `baton drain {name} --undo`")
         if self._stand_in:
@@ -135,7 +135,7 @@ class _Rollout:
         from baton.v1 import admin_pb2
 
         try:
-            with Console(stderr=True).status(f"starting another group beside {name}"), translate_rpc_errors():
+            with Console(stderr=True).status(f"starting an extra group for {name}"), translate_rpc_errors():
                 state = self._admin.StandIn(admin_pb2.StandInRequest(group=name), timeout=self._timeout_s)
         except BatonError as error:
             raise UnavailableError(

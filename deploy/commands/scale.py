@@ -89,8 +89,8 @@ class _Scaling:
             restore(self._admin, back, timeout_s=self._timeout_s)
             return f"{back} may get work again"
         if not working:
-            remedy = f"set {self._pool}.num_groups, and serve anew"
-            raise ConfigError(f"there is no group of the pool {self._pool} to start another like: {remedy}")
+            remedy = f"set {self._pool}.num_groups, and restart `baton serve`"
+            raise ConfigError(f"the pool {self._pool} has no group to copy: {remedy}")
         return f"{self._start_like(working[0])} has started"
 
     def _start_like(self, group: "GroupState") -> str:

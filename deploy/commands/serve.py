@@ -178,7 +178,7 @@ class _Launch:
                 if isinstance(error, RayError) and not isinstance(error, RayTaskError):
                     self._wait_for_ray(error)
                 elif self._endpoint:
-                    tell_failure("the launcher's watch over the supervisor failed; it goes on", error, _report)
+                    tell_failure("the launcher's watch over the supervisor failed; retrying", error, _report)
                 else:
                     raise
             stopping.wait(self._config.supervision.heartbeat_s if self._endpoint else _START_POLL_S)

@@ -70,12 +70,12 @@ def _assign(raw: dict[str, Any], assignment: str) -> None:
     key, equals, value = assignment.partition("=")
     keys = key.strip().split(".")
     if not equals or not all(keys):
-        raise ConfigError(f"--set {assignment!r} is no assignment: write it as section.field=value")
+        raise ConfigError(f"--set {assignment!r} is not an assignment: write it as section.field=value")
     section = raw
     for name in keys[:-1]:
         section = section.setdefault(name, {})
         if not isinstance(section, dict):
-            raise ConfigError(f"--set {assignment!r}: {name} is no section: see `baton config` for all keys")
+            raise ConfigError(f"--set {assignment!r}: {name} is not a section: see `baton config` for all keys")
     section[keys[-1]] = _value(value.strip())
 
 

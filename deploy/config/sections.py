@@ -44,7 +44,9 @@ def _hashed(key: str) -> str:
             raise ValueError(str(error)) from error
     if source == "sha256" and re.fullmatch("[0-9a-f]{64}", value):
         return key
-    raise ValueError("is no key: write env:NAME, or sha256: and 64 hexadecimal digits; never the key itself")
+    raise ValueError(
+        "is not a key reference: write env:NAME, or sha256: and 64 hexadecimal digits; never the key itself"
+    )
 
 
 ApiKey = Annotated[str, AfterValidator(_hashed)]

@@ -290,7 +290,7 @@ class WorkerGroup:
         try:
             return await worker.handle.wait()
         except Exception as error:  # noqa: BLE001 - logged by tell_failure, with its traceback
-            tell_failure(f"{worker.name} ended, and how cannot be told", error)
+            tell_failure(f"{worker.name} ended, and its exit status is unknown", error)
             return describe(error)
 
     async def _replace(self, config: WorkerConfig) -> bool:

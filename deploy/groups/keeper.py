@@ -176,7 +176,7 @@ class OrchestratorKeeper:
             await self._end_life()
             await self._begin()
         except BatonError as refused:
-            logger.warning("the orchestrator did not start (%s): another try in a heartbeat", refused)
+            logger.warning("the orchestrator failed to start (%s); retrying in one heartbeat", refused)
 
     async def _begin(self, process: WorkerHandle | None = None) -> None:
         life = _Life(process or await self._around.spawner.start(self._plan.worker))

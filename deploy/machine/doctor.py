@@ -173,7 +173,7 @@ def check_selection(config: ClusterConfig) -> Finding:
 
     path = Path(section.selection_file)
     if section.selection_file and not path.is_file():
-        return Finding("selection", Verdict.FAILED, f"{path} is no file: set generate.selection_file to one")
+        return Finding("selection", Verdict.FAILED, f"{path} is not a file: set generate.selection_file to one")
     if not section.selection_file and not any(prepared_path("any").parent.glob("*.safetensors")):
         remedy = "run `baton prepare` with this model, dtype and quantization, or set generate.selection_file"
         text = f"{chooser} chooses keys, and nothing was prepared: {remedy}"
@@ -192,7 +192,7 @@ def check_cores(config: ClusterConfig, machine: Machine) -> Finding:
         return Finding("cores", Verdict.FAILED, text)
     num_workers, num_cores = config.num_workers, len(machine.cores)
     if num_workers > num_cores:
-        text = f"{num_cores} for {num_workers} workers: they take turns; fewer ranks may be as fast"
+        text = f"{num_cores} for {num_workers} workers: they share cores; fewer ranks may be as fast"
         return Finding("cores", Verdict.WARNING, text)
     return Finding("cores", Verdict.OK, f"{num_cores} for {num_workers} workers")
 
@@ -306,7 +306,9 @@ def _num_weights(path: Path, weights_a_word: int) -> int:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(length))
     except (OSError, ValueError, struct.error) as error:
-        raise ConfigError(f"model file {path} is no safetensors file: download or convert the model anew") from error
+        raise ConfigError(
+            f"model file {path} is not a safetensors file: download or convert the model again"
+        ) from error
     return sum(
         math.prod(tensor["shape"]) * (weights_a_word if name.endswith(_PACKED_NAMES) else 1)
         for name, tensor in header.items()

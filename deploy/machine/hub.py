@@ -64,7 +64,7 @@ def fetch_model(model: str, console: Console, *, weights: bool = True) -> Path:
         # The commit of the first call, not the name again: both calls are of one state of the repository.
         folder = Path(snapshot_download(repository, revision=folder.name, allow_patterns=patterns, tqdm_class=bars))
     except HFValidationError as error:
-        raise ModelError(f"model {model!r} is no name of a model ({_one_line(error)}): correct it") from error
+        raise ModelError(f"model {model!r} is not the name of a model ({_one_line(error)}): correct it") from error
     except (HTTPError, OSError) as error:
         raise _failure(model, error) from error
     finally:
@@ -141,10 +141,10 @@ def _failure(model: str, error: Exception) -> ModelError:
 
     hub = f"the hub {constants.ENDPOINT}"
     if isinstance(error, errors.GatedRepoError):
-        return ModelError(f"model {model!r}: {hub} asks who you are; accept its terms there, and set HF_TOKEN")
+        return ModelError(f"model {model!r}: {hub} requires a login; accept the model's terms there, and set HF_TOKEN")
     if isinstance(error, errors.RepositoryNotFoundError):
         remedy = "correct the name, or set HF_TOKEN if it is private"
-        return ModelError(f"model {model!r} is no folder here, and not on {hub}; {remedy}")
+        return ModelError(f"model {model!r} is neither a folder here nor a model on {hub}; {remedy}")
     if isinstance(error, errors.RevisionNotFoundError):
         return ModelError(f"model {model!r}: {hub} has the model, but not this revision; correct it")
     if isinstance(error, errors.IncompleteSnapshotError):

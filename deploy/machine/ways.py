@@ -40,7 +40,7 @@ class Way:
     def __str__(self) -> str:
         threads = f"{self.engine_threads} thread{'s' if self.engine_threads > 1 else ''}"
         ranks = f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
-        how = f"a chain of {ranks} beside an engine of {threads}" if self.num_ranks else f"one engine of {threads}"
+        how = f"a chain of {ranks} and an engine of {threads}" if self.num_ranks else f"one engine of {threads}"
         return f"{how} ({self.requests_per_s:.2g} requests a second, first token after {self.first_token_s:.2g} s)"
 
 

@@ -67,7 +67,7 @@ def assignments(option: str, text: str) -> dict[str, int]:
     for assignment in text.split(","):
         field, equals, value = (part.strip() for part in assignment.partition("="))
         if not equals or not (value.isascii() and value.isdigit()):
-            raise InvalidArgumentError(f"{option}: {assignment!r} is no FIELD=NUMBER: write for example num_layers=32")
+            raise InvalidArgumentError(f"{option}: {assignment!r} is not FIELD=NUMBER: write for example num_layers=32")
         fields[field] = int(value)
     return fields
 

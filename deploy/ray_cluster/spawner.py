@@ -160,7 +160,7 @@ class RaySpawner:
         try:
             actor: ActorHandle[Any] = made.remote(config)
         except ValueError as error:  # the name still belongs to an actor that is about to end
-            raise UnavailableError(f"{config.name}: its former life has not ended yet; trying again") from error
+            raise UnavailableError(f"{config.name}: its former incarnation has not ended yet; retrying") from error
         return actor
 
     def _room(self, config: WorkerConfig) -> dict[str, Any]:

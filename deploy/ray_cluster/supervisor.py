@@ -294,7 +294,7 @@ class SupervisorActor:
             try:
                 memory.save(self._config.name)
             except Exception as error:  # noqa: BLE001 - logged by tell_failure; the orders come again with the next heartbeat
-                tell_failure("orders are not kept, and wait for another try", error, self._report)
+                tell_failure("orders were not stored; retrying", error, self._report)
                 return self._memory.orders
             self._memory = memory
         self._roster.follow(orders)

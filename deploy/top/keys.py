@@ -20,7 +20,7 @@ def pressed_keys() -> Iterator[Callable[[float], str]]:
     """
     descriptor = sys.stdin.fileno() if sys.stdin.isatty() else None
     if descriptor is None:
-        raise ConfigError("standard input is no terminal, from which keys could come: use --once")
+        raise ConfigError("standard input is not a terminal, so keys cannot be read: use --once")
     before = termios.tcgetattr(descriptor)
     tty.setcbreak(descriptor)
 

@@ -17,7 +17,7 @@ from gateway.reading import Asked
 def check_single(asked: Asked) -> None:
     """Raise InvalidArgumentError unless one choice of one prompt is asked for, which is what the page can show."""
     if len(asked.prompts) != 1 or asked.num_choices != 1:
-        raise InvalidArgumentError("n and prompt: the playground shows one choice of one prompt; ask /v1 for more")
+        raise InvalidArgumentError("n and prompt: the playground shows one choice of one prompt; use /v1 for more")
 
 
 def begun(output: Completion) -> Object:

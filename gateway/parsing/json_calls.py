@@ -136,7 +136,7 @@ class CallReader:
         if self._key == "name":
             name = _parsed(span)
             if not isinstance(name, str) or not name:
-                raise NotACallError(f"{span!r} is no name")
+                raise NotACallError(f"{span!r} is not a name")
             if self.name is not None:
                 return ""
             self.name, early, self._early = name, self._early, ""
@@ -164,4 +164,4 @@ def _parsed(span: str) -> object:
     try:
         return json.loads(span)
     except ValueError as error:
-        raise NotACallError(f"{span!r} is no JSON") from error
+        raise NotACallError(f"{span!r} is not valid JSON") from error

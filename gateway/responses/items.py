@@ -45,7 +45,7 @@ class Page:
             ids = [item.id for item in ordered]
             if self.after not in ids:
                 raise InvalidArgumentError(
-                    f"after = {self.after!r:.80} is no item of the response: use an id of its list"
+                    f"after = {self.after!r:.80} is not an item of the response: use an id of its list"
                 )
             start = ids.index(self.after) + 1
         found = ordered[start : start + self.limit]

@@ -63,7 +63,7 @@ def chat_of(body: ResponsesBody, items: Sequence[Item]) -> ChatBody:
     if body.truncation == "auto":
         raise InvalidArgumentError("truncation = 'auto' is not supported: nothing is dropped; send a shorter input")
     if body.n not in (None, 1):
-        raise InvalidArgumentError("n is not supported: a response is one answer; ask again for another")
+        raise InvalidArgumentError("n is not supported: a response is one answer; send the request again for another")
     messages = messages_of(items)
     if body.instructions:
         messages = [Message(role="system", content=body.instructions), *messages]

@@ -188,4 +188,4 @@ def _owner(request: Request) -> str:
 
 
 def _unknown(id_: str) -> UnknownResponseError:
-    return UnknownResponseError(f"response {id_!r:.80} is not kept here, or not any longer: ask anew")
+    return UnknownResponseError(f"response {id_!r:.80} is not stored here, or has expired: send the request again")

@@ -76,7 +76,9 @@ class GenerationRequest:
         if self.params.n > 1 and self.output_ids:
             raise InvalidArgumentError("output_ids with several choices: these share only the prompt")
         if self.wants_prompt_scores and self.lease_ref is not None:
-            raise InvalidArgumentError("prompt_logprobs with a lease: whoever prefills scores the prompt, send none")
+            raise InvalidArgumentError(
+                "prompt_logprobs with a lease is not supported: the prefill worker scores the prompt, leave it out"
+            )
 
     def _check_lengths(self, max_slot_tokens: int) -> None:
         max_tokens = self.params.max_tokens

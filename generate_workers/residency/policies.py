@@ -120,10 +120,10 @@ def _infinigen_anywhere(shape: KvShape, device: Device, source: SelectionSource 
         return selecting("infinigen", _infinigen)(shape, device, source)
     assert source is not None, "infinigen needs a model"
     if source.pool is not None and _is_pooled(shape, source.pool):
-        raise ConfigError("pool_tokens is not there on device cuda: leave it at 0, or use device cpu")
+        raise ConfigError("pool_tokens is not supported on device cuda: leave it at 0, or use device cpu")
     require_no_windows("residency = 'infinigen'", shape)
     if not source.decoder.has_triton_rows:
-        text = f"residency = 'infinigen' is not there on device cuda without Triton, or for {shape.layout.dtype}"
+        text = f"residency = 'infinigen' is not supported on device cuda without Triton, or for {shape.layout.dtype}"
         raise ConfigError(f"{text}: run `pip install 'baton-serve[cuda]'`, or use residency device or host")
     require_others("infinigen", shape)
     return FetchedInfinigenResidency(shape, source.load_early(), source.decoder, source.device_bytes)
@@ -172,4 +172,6 @@ def make_residency(
         return makers[name](shape, device, source)
     except (*OUT_OF_MEMORY, OSError) as error:
         tokens = f"{shape.num_slots} slots of {shape.max_slot_tokens} tokens"
-        raise ConfigError(f"address space for {tokens} cannot be had ({error}): use fewer or smaller slots") from error
+        raise ConfigError(
+            f"address space for {tokens} cannot be reserved ({error}): use fewer or smaller slots"
+        ) from error

@@ -106,7 +106,7 @@ class Claims:
             return slot.claim
         if 0 <= ref.slot < len(self.slots) and self.slots[ref.slot].last_expired == ref.stamp:
             raise LeaseExpiredError(f"lease of slot {ref.slot} was not renewed in time: reserve a slot again")
-        raise StaleStampError(f"stamp {ref.stamp} of slot {ref.slot} is stale: the slot was freed or leased anew")
+        raise StaleStampError(f"stamp {ref.stamp} of slot {ref.slot} is stale: the slot was freed or leased again")
 
     def renew(self, ref: LeaseRef, ttl_s: float) -> None:
         """Let the lease live `ttl_s` seconds from now."""

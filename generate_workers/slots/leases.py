@@ -268,7 +268,7 @@ class SlotLedger:
         states = (self.num_leased, self.num_active, self.num_quarantined)
         promised = (self.kv.num_bytes_leased, self.kv.num_bytes_active, self.kv.num_bytes_quarantined)
         if self.num_free + sum(states) != self.num_slots:
-            return f"{self.num_free} free and {sum(states)} taken slots are not the {self.num_slots} that there are"
+            return f"{self.num_free} free and {sum(states)} taken slots do not add up to {self.num_slots}"
         if self.kv.imbalance:
             return self.kv.imbalance
         if [num_slots > 0 for num_slots in states] != [num_bytes > 0 for num_bytes in promised]:

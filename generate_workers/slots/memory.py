@@ -81,7 +81,7 @@ class KvMemory:
     def shortage(self, need: KvBytes, owed: KvBytes = _NOTHING) -> str:
         """Return why `need` does not fit now while `owed` stays free; empty when it fits."""
         limit = self.limits.exceeded_by(self.promised + owed + need)
-        return f"{_spelt(need)} of KV do not fit beside {_spelt(self.promised)}, and {limit}" if limit else ""
+        return f"{_spelt(need)} of KV do not fit in addition to {_spelt(self.promised)}, and {limit}" if limit else ""
 
     def promise(self, slots: Sequence[SlotId], num_tokens: int, capacity_tokens: int) -> list[Promise]:
         """Promise memory for new claims, all or none; the caller has checked that there is room. Raises

@@ -98,7 +98,7 @@ def make_speculation(
         sources["model"] = _by_model(draft_model, config)
     if name != "auto" and name not in sources:
         raise ConfigError(
-            f"speculation = {name!r} is not there for models with sliding windows: use speculation ngram, auto or off"
+            f"speculation = {name!r} is not supported with sliding windows: use speculation ngram, auto or off"
         )
     chosen: dict[str, Source] = sources if name == "auto" else {name: sources[name]}
     costs = StepCosts(cost or _nominal(decoder))

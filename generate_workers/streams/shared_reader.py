@@ -51,7 +51,7 @@ class SharedReader(Generic[T]):
         whatever `open_stream` raises, is the end of the stream."""
         try:
             if number in self._reading or number in self._sent:
-                raise InvalidArgumentError(f"number {number} is taken: number streams anew")
+                raise InvalidArgumentError(f"number {number} is taken: use another number")
             stream = self._reading[number] = open_stream()
         except Exception as failure:  # noqa: BLE001 - logged where it is a bug
             self._refused.append(self._encode_end(number, _known(number, failure)))

@@ -32,6 +32,8 @@ def list_gpus() -> list[str]:
 def require_cuda() -> None:
     """Raise ConfigError, with the reason, where torch sees no CUDA device."""
     if torch.version.cuda is None:
-        raise ConfigError("device = cuda is not there: this torch is built without CUDA; install one with, or use cpu")
+        raise ConfigError(
+            "device = cuda is not available: this torch is built without CUDA; install one with, or use cpu"
+        )
     if not torch.cuda.is_available():
-        raise ConfigError("device = cuda is not there: torch sees no GPU; see nvidia-smi, or use cpu")
+        raise ConfigError("device = cuda is not available: torch sees no GPU; see nvidia-smi, or use cpu")

@@ -188,7 +188,7 @@ class Checkpoint:
         module = name.removesuffix(".weight")
         packed = [f"{module}.{part}" for part in _PACKED if self.has(f"{module}.{part}")]
         if name.endswith(".weight") and packed:
-            return f"{packed[0]} is there: use the config.json whose quantization_config belongs to the weights"
+            return f"{packed[0]} exists: use the config.json whose quantization_config belongs to the weights"
         return "download the model again"
 
     def _fill(self, part: Tensor, name: str) -> None:

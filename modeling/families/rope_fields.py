@@ -67,7 +67,7 @@ def read_rotary_dim(fields: Fields, head_dim: int) -> int:
     share = holder.number(_PARTIAL, 1.0)
     rotary_dim = int(head_dim * share)
     if share > 1 or rotary_dim % 2 or not rotary_dim:
-        raise holder.error(_PARTIAL, f"{share} of {head_dim} dimensions is no even number of them")
+        raise holder.error(_PARTIAL, f"{share} of {head_dim} dimensions is not an even number of them")
     return rotary_dim
 
 
@@ -100,7 +100,7 @@ def _longrope(rope: Fields, rotary_dim: int, max_position: int, original_max_pos
     name = "long_factor" if max_position > original_max_position else "short_factor"
     factors = rope.raw.get(name)
     if not isinstance(factors, list) or len(factors) != rotary_dim // 2 or not all(map(_is_factor, factors)):
-        raise rope.error(name, f"is no list of {rotary_dim // 2} numbers above 0, one for each pair of dimensions")
+        raise rope.error(name, f"is not a list of {rotary_dim // 2} numbers above 0, one for each pair of dimensions")
     attention_factor = None if rope.raw.get("attention_factor") is None else rope.number("attention_factor")
     return RopeScaling(
         kind="longrope",

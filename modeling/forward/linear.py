@@ -224,7 +224,9 @@ def make_linear(
     if int8:
         if not on_cpu or not native.load():
             remedy = "leave quantization out, or use dtype bfloat16 on device cpu, with a C++ compiler"
-            raise ModelError(f"quantization int8 is not there for {weight_NK.dtype} on {weight_NK.device}; {remedy}")
+            raise ModelError(
+                f"quantization int8 is not supported for {weight_NK.dtype} on {weight_NK.device}; {remedy}"
+            )
         return PanelLinear(weight_NK, bias_N, gated, int8=True)
     torchs = TorchLinear(weight_NK, bias_N, gated)
     if not on_cpu or not has_panel_linear():

@@ -81,9 +81,9 @@ class Selection:
         if not self.alpha > 0:
             raise ConfigError(f"alpha = {self.alpha} leaves no key to choose: use a number above 0, or inf")
         if not 0 < self.most_share <= 1:
-            raise ConfigError(f"most_share = {self.most_share} is no part of a row: use a number above 0, up to 1")
+            raise ConfigError(f"most_share = {self.most_share} is out of range: use a number above 0, up to 1")
         if self.num_first < 0:
-            raise ConfigError(f"num_first = {self.num_first} is no number of keys: use 0 or more")
+            raise ConfigError(f"num_first = {self.num_first} is out of range: use 0 or more")
         if self.num_last < 1:
             raise ConfigError(f"num_last = {self.num_last} leaves out the token itself: use 1 or more")
         if self.free_keys < 1:

@@ -57,7 +57,9 @@ class Arena:
         with _lock:
             self._forget_given()
             if self.limit_bytes is not None and self._num_bytes + num_bytes > self.limit_bytes:
-                raise MemoryError(f"{num_bytes} bytes beside {self._num_bytes} exceed the device's {self.limit_bytes}")
+                raise MemoryError(
+                    f"{num_bytes} bytes in addition to {self._num_bytes} exceed the device's {self.limit_bytes}"
+                )
             self._num_bytes += num_bytes
             self.peak_bytes = max(self.peak_bytes, self._num_bytes)
 
@@ -71,7 +73,7 @@ class Arena:
             _forget_gone()
             is_there = _holds(self._own, address, num_bytes)
         if num_bytes and not is_there:
-            raise WrongMemoryError(f"{num_bytes} bytes at {address:#x} are home memory: fetch them over the link first")
+            raise WrongMemoryError(f"{num_bytes} bytes at {address:#x} are host memory: fetch them over the link first")
 
     def _forget_given(self) -> None:
         """Count as free what was given back. With the lock."""

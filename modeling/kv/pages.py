@@ -72,7 +72,7 @@ class PagePool:
     def give(self, pages: Sequence[int]) -> None:
         """Take an owner from each of these pages; those that have none any more are free."""
         with self._lock:
-            assert (self._num_owners_P[pages] > 0).all(), "a page is given back that has no owner"
+            assert (self._num_owners_P[pages] > 0).all(), "a released page has no owner"
             self._num_gifts += 1
             self._num_owners_P[pages] -= 1
             self.memory.give([page for page in pages if not self._num_owners_P[page]])

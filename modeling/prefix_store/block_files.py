@@ -74,7 +74,7 @@ class BlockWriter:
             # a write to a mapped file on disk would hold the GIL for as long as the disk takes
             mapping = mmap.mmap(self._file if self._in_memory else -1, self._num_bytes)
         except OSError as error:
-            logger.warning("block %s is not kept, as there is no memory: %s", self.name, error)
+            logger.warning("block %s is not kept, for lack of memory: %s", self.name, error)
             return False
         mapping[:NUM_KNOWN_BYTES] = header_of(self.name, self._layout, len(self.tokens))
         self._content = memoryview(mapping)

@@ -133,7 +133,7 @@ class PrefixStore:
     ) -> None:
         """`below`: a store on disk, with a bound of its own, in which blocks are looked up when they are gone here."""
         if not folder.is_dir():
-            raise ConfigError(f"prefix store: {folder} is no folder: make one in /dev/shm")
+            raise ConfigError(f"prefix store: {folder} is not a folder: make one in /dev/shm")
         self.limit_bytes = limit_bytes
         self.layout = layout
         self.below = below
@@ -209,7 +209,7 @@ class PrefixStore:
                 try:
                     block = self._open_here(writer.name, writer.tokens, self._clock.unix_ns())
                 except StalePrefixError as stale:
-                    logger.debug("not all of %d blocks are there to be sunk: %s", len(names), stale)
+                    logger.debug("not all of %d blocks exist to be sunk: %s", len(names), stale)
                     room.give_up(index)
                     break
                 for layer in range(self.layout.num_layers):
@@ -252,7 +252,7 @@ class PrefixStore:
         try:
             found.extend(self._opening(names, block_tokens))  # keeps those before the one that fails
         except StalePrefixError as stale:
-            logger.debug("%d of %d blocks are there: %s", len(found), len(names), stale)
+            logger.debug("%d of %d blocks exist: %s", len(found), len(names), stale)
         return Leading(tuple(block for block, _ in found), sum(num_bytes for _, num_bytes in found))
 
     def _opening(self, names: Sequence[str], block_tokens: int) -> Iterator[tuple[KvBuffer, int]]:
@@ -328,7 +328,7 @@ class PrefixStore:
             os.utime(file, ns=(used_ns, used_ns))
             memory = kv_of(file, len(tokens) * self.layout.token_bytes, in_memory=self._in_memory)
         except OSError as error:  # locked by a process that removes it, no memory for it, or a disk that fails
-            raise StalePrefixError(f"block {name} cannot be had ({error.strerror}): prefill without it") from error
+            raise StalePrefixError(f"block {name} cannot be read ({error.strerror}): prefill without it") from error
         finally:
             os.close(file)
         return KvBuffer.over(self.layout, tokens, memory)
@@ -348,7 +348,7 @@ class PrefixStore:
 
     def _path(self, name: str) -> Path:
         if not _NAME.fullmatch(name):
-            raise InvalidArgumentError(f"block {name!r} is no name: use up to 128 letters, digits, - or _")
+            raise InvalidArgumentError(f"block name {name!r} is not valid: use up to 128 letters, digits, - or _")
         return self._folder / name
 
 

@@ -60,7 +60,7 @@ class RequestReader:
         intake.check_names(message.request_id, message.model)
         intake.check_cache_salt(message.cache_salt)
         if message.echo and message.HasField("chat"):
-            raise InvalidArgumentError("echo with chat: an answer does not go on from a chat's text, leave it out")
+            raise InvalidArgumentError("echo with chat: an answer does not continue a chat's text, leave it out")
         params = params_from_proto(message.sampling) if message.HasField("sampling") else SamplingParams()
         is_seeded = message.seeded or params.seed != 0
         intake.check_num_outputs(len(message.outputs), params)

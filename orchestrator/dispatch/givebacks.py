@@ -65,7 +65,7 @@ class Givebacks:
         try:
             lease = await granting
         except BatonError as error:
-            logger.debug("nothing to give back at %s, as far as is known: %s", endpoint, error)
+            logger.debug("no known lease to release at %s: %s", endpoint, error)
             if not isinstance(error, ResourceExhaustedError):
                 await self._undo(endpoint, number)
         else:

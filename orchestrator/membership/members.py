@@ -349,7 +349,9 @@ class Members:
     def _require(self, name: str) -> None:
         names = self._names()
         if name not in names:
-            raise NotFoundError(f"there is no group {name}: name one of {', '.join(names) or 'none, as none is there'}")
+            raise NotFoundError(
+                f"there is no group {name}: name one of {', '.join(names) or 'none, as no group exists'}"
+            )
 
     def _tell_later(self, life: Hashable) -> None:
         """Wake the tasks that wait for a group when the breaker's state is due to change by itself."""

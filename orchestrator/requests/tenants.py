@@ -175,14 +175,14 @@ class Tenants:
             if hmac.compare_digest(known, presented):
                 found = tenant
         if found is None:
-            raise UnauthenticatedError("the API key is unknown here: check it, or ask the operator for one")
+            raise UnauthenticatedError("the API key is unknown here: check it, or request one from the operator")
         return found
 
     def _of_name(self, name: str) -> Tenant:
         """Return the tenant of this name; a name that is not configured gets weight 1 and no bounds of its own."""
         if re.fullmatch(_NAME, name) is None:
             raise InvalidArgumentError(
-                f"metadata {TENANT_KEY} = {name[:60]!r} is no name: use 1 to 40 letters, digits, - and _"
+                f"metadata {TENANT_KEY} = {name[:60]!r} is not a name: use 1 to 40 letters, digits, - and _"
             )
         tenant = self._by_name.get(name) or Tenant(name)
         if tenant.key_hashes:

@@ -28,7 +28,7 @@ def test_an_imperative_sentence_passes(subject: str) -> None:
         ("A list of policies", "begin with a verb"),
         ("With one tenant nothing changes", "begin with a verb"),
         ("refuse long prompts", "capitalised"),
-        ("x", "a word is no sentence"),
+        ("x", "a word is not a sentence"),
         ("Refuse prompts; bound reading", "semicolon"),
         ("Refuse prompts.", "full stop"),
         ("Refuse " + "long " * 14, "characters, at most 72"),

@@ -126,7 +126,7 @@ def test_home_memory_is_no_memory_of_the_device() -> None:
     device = EmulatedDevice()
     home, there = KvBuffer(LAYOUT, TOKENS), device.buffer(LAYOUT, TOKENS)
     device.require(there.data.data_ptr(), NUM_TOKENS * LAYOUT.row_bytes)
-    with pytest.raises(WrongMemoryError, match="are home memory: fetch them over the link first"):
+    with pytest.raises(WrongMemoryError, match="are host memory: fetch them over the link first"):
         device.require(home.data.data_ptr(), 1)
     other = EmulatedDevice()
     with pytest.raises(WrongMemoryError):
@@ -188,7 +188,7 @@ def test_a_link_that_brings_nothing_is_refused(bytes_per_s: float, latency_s: fl
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_refused_in_one_line() -> None:
-    with pytest.raises(ConfigError, match="device = cuda is not there: .*; .* or use cpu"):
+    with pytest.raises(ConfigError, match="device = cuda is not available: .*; .* or use cpu"):
         make_device("cuda")
 
 

@@ -113,9 +113,9 @@ def test_a_branch_or_commit_may_be_named(hub: Hub, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("letters/none", "is no folder here, and not on the hub {}; correct the name, or set HF_TOKEN"),
-        pytest.param("letters/gated", ": the hub {} asks who you are; accept its terms there", marks=CI),
-        pytest.param("letters/a--b", "is no name of a model", marks=CI),
+        ("letters/none", "is neither a folder here nor a model on the hub {}; correct the name, or set HF_TOKEN"),
+        pytest.param("letters/gated", ": the hub {} requires a login; accept the model's terms there", marks=CI),
+        pytest.param("letters/a--b", "is not the name of a model", marks=CI),
     ],
 )
 def test_a_model_that_is_not_to_be_had_is_refused_in_one_line(hub: Hub, tmp_path: Path, name: str, said: str) -> None:

@@ -82,7 +82,9 @@ def _json_lines(text: str, path: Path) -> Iterable[tuple[int, Mapping[str, Any]]
             try:
                 parsed = json.loads(line)
             except json.JSONDecodeError as error:
-                raise InvalidArgumentError(f"{path}:{number}: is no JSON ({error.msg}): correct the line") from error
+                raise InvalidArgumentError(
+                    f"{path}:{number}: is not valid JSON ({error.msg}): correct the line"
+                ) from error
             yield number, parsed
 
 
@@ -118,5 +120,5 @@ def _mooncake(row: Mapping[str, Any]) -> _Line:
 def _count(row: Mapping[str, Any], name: str) -> int:
     value = float(row[name])
     if not 0 <= value < 2**31 or value != int(value):
-        raise ValueError(f"{name} = {row[name]!r} is no number of tokens")
+        raise ValueError(f"{name} = {row[name]!r} is not a number of tokens")
     return int(value)

@@ -149,7 +149,7 @@ def _measured_chains(args: argparse.Namespace, client: "Client", stub: "Planning
     lengths = in_range("--lengths", args.lengths) if args.lengths else fitted_lengths(max_tokens)
     checks = in_range("--checks", args.checks) if args.checks else lengths_between(lengths)
     if len(lengths) < 2:
-        raise InvalidArgumentError(f"--lengths {args.lengths}: one length tells no costs apart: give two or more")
+        raise InvalidArgumentError(f"--lengths {args.lengths}: one length cannot separate the costs: give two or more")
     everything = sorted({*lengths, *checks})
     with progress(console, "measuring", sum(everything) * (args.repeats + 1)) as done:
         samples = measure(client, everything, repeats=args.repeats, rng=Random(), done=done)
@@ -168,9 +168,9 @@ def _show(outcome: "Outcome", console: "Console") -> None:
     for name, value in (
         ("a token through a layer", f"{cost.linear_s * 1e6:.3f} us"),
         ("a pair of tokens in a layer's attention", f"{cost.pair_s * 1e9:.3f} ns"),
-        ("a layer, whatever the chunk", f"{cost.fixed_s * 1e6:.1f} us"),
+        ("a layer, for any chunk", f"{cost.fixed_s * 1e6:.1f} us"),
         ("a message between ranks", f"{cost.link.latency_s * 1e6:.0f} us, and {cost.link.bandwidth / 1e6:.0f} MB/s"),
-        ("a request, besides its chain", f"{cost.head_s * 1e3:.1f} ms"),
+        ("a request, outside its chain", f"{cost.head_s * 1e3:.1f} ms"),
         ("largest residual of the fit", f"{outcome.residual:.1%} of a rank's seconds"),
     ):
         table.add_row(name, value)

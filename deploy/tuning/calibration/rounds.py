@@ -98,7 +98,7 @@ def rounds_of(
     for before, step in itertools.pairwise(steps[_UNMEASURED - 1 :]):
         if max(each.last_ns for each in before) >= min(each.first_ns for each in step):
             raise UnavailableError(
-                f"a batch of {batch} rows with drafts did not run in step, so its rounds cannot be told apart: "
+                f"a batch of {batch} rows with drafts did not run in step, so its rounds cannot be separated: "
                 "calibrate when the cluster is idle, or give smaller --batches or --contexts if its memory is short"
             )
         if all(each.drafts is not None and each.drafts.num_drafts == num_drafts for each in step):

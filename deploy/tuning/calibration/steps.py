@@ -101,7 +101,7 @@ def steps_of(events: Iterable[TokenEvent], batch: int) -> list[float]:
     in_step = all(last < following for last, following in zip(last_ns[:-1], first_ns[1:], strict=True))
     if len(first_ns) != NUM_STEPS + 2 or not in_step:
         raise UnavailableError(
-            f"a batch of {batch} rows did not run in step, so its steps cannot be told apart: calibrate when the "
+            f"a batch of {batch} rows did not run in step, so its steps cannot be separated: calibrate when the "
             "cluster is idle, or give smaller --batches or --contexts if its memory is short"
         )
     return [(end - start) / 1e9 for start, end in itertools.pairwise(first_ns[1:])]

@@ -119,7 +119,7 @@ def prefill_contexts(decoder: Decoder, passages: Sequence[Passage], console: Con
             return [Context(each, prefill(decoder, each.token_ids[: each.num_context], done)) for each in passages]
     except OUT_OF_MEMORY as error:
         remedy = "use fewer --rows, or a shorter --context"
-        raise ConfigError(f"memory for {len(passages)} passages cannot be had ({error}): {remedy}") from error
+        raise ConfigError(f"memory for {len(passages)} passages cannot be allocated ({error}): {remedy}") from error
 
 
 def shape_for(decoder: Decoder, passages: Sequence[Passage]) -> KvShape:

@@ -77,7 +77,7 @@ def tune(bases: Sequence[Basis], fixed: Selection, context: int, most_cost: floa
         least = min(each.measured.likely_cost for each in tries)
         raise ConfigError(
             f"--cost {most_cost:g} is less than the {least:.4f} that even the most generous choice may cost here:"
-            " allow more, use larger --ratios, or more --rows and --steps to tell it more exactly"
+            " allow more, use larger --ratios, or more --rows and --steps to measure it more exactly"
         )
     return sorted(found, key=lambda each: each.measured.read_share)
 

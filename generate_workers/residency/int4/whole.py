@@ -84,5 +84,5 @@ class Int4Residency(RowResidency[Int4Row]):
 def make_int4(shape: KvShape, device: Device) -> Int4Residency:
     """Make the policy over the device's memory. Raises ConfigError where it cannot run."""
     if device.torch_device.type != "cpu":
-        raise ConfigError(f"residency = 'int4' is not there on device {device.name}: use residency device or host")
+        raise ConfigError(f"residency = 'int4' is not supported on device {device.name}: use residency device or host")
     return Int4Residency(shape, device.row_memory, is_apart=not device.is_home)

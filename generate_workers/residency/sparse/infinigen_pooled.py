@@ -293,7 +293,7 @@ class PooledResidency(RowResidency[PooledRow]):
         ConfigError for a `size` without room for these; what is in OUT_OF_MEMORY, or OSError, without the address
         space."""
         layout, selection = shape.layout, prepared.selection
-        assert shape.max_slot_tokens <= MAX_TOKENS, "no model takes so many"
+        assert shape.max_slot_tokens <= MAX_TOKENS, "max_slot_tokens exceeds MAX_TOKENS"
         limit = PoolLimit(size.num_tokens, size.eviction, selection.num_first, selection.num_last)
         pools = KvPools(shape.num_slots, layout.num_layers - NUM_WHOLE_LAYERS, layout.num_kv_heads, limit)
         rows = [PooledRow(shape, device, prepared.basis, pools, slot) for slot in range(shape.num_slots)]

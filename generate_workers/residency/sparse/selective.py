@@ -48,13 +48,13 @@ _FULL = "use residency device or host"
 def require_no_windows(what: str, shape: KvShape, remedy: str = _FULL) -> None:
     """Raise ConfigError for models with sliding windows: keys are not chosen there."""
     if any(window is not None for window in shape.windows):
-        raise ConfigError(f"{what} is not there for models with sliding windows: {remedy}")
+        raise ConfigError(f"{what} is not supported for models with sliding windows: {remedy}")
 
 
 def require_selective(what: str, shape: KvShape, device: Device, remedy: str = _FULL) -> None:
     """Raise ConfigError where rows cannot attend to some of the keys: kernels for that are the CPU's. `what` is the
     setting that asks for it, with its value; `remedy`: what to do without."""
-    where = f"{what} is not there"
+    where = f"{what} is not supported"
     layout = shape.layout
     if not device.is_home and device.name != "emulated":
         raise ConfigError(f"{where} on device {device.name}: {remedy}, or device cpu")

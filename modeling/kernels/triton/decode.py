@@ -48,7 +48,7 @@ class SeenKeys:
         if self.picks is not None:
             shapes = [tuple(each.shape) for each in tensors]
             fits = len(shapes[0]) == 3 and shapes[0][:2] == shapes[1] == (num_rows, num_kv_heads) and shapes[0][2] > 0
-            check(fits, f"picks must be [{num_rows}, {num_kv_heads}, K], their numbers as many: not {shapes}")
+            check(fits, f"picks must be [{num_rows}, {num_kv_heads}, K], their numbers too: not {shapes}")
         if self.unseen_B2 is not None:
             tensors.append(self.unseen_B2)
             check(self.unseen_B2.shape == (num_rows, 2), f"keys that rows leave out must be [{num_rows}, 2]")

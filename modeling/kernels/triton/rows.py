@@ -58,7 +58,7 @@ class StepRows:
             pages_PS2GH.dim() == 5 and pages_PS2GH.shape[2] == 2 and pages_PS2GH.numel() > 0,
             f"pages must be [pages, tokens, 2, kv heads, head dim], not {list(pages_PS2GH.shape)}",
         )
-        check(pages_PS2GH[0].is_contiguous(), "each page must lie in one piece")
+        check(pages_PS2GH[0].is_contiguous(), "each page must be contiguous")
         check(pages_PS2GH.dtype in DTYPES, f"pages are {pages_PS2GH.dtype}: use bfloat16, float16 or float32")
         check(pages_PS2GH.device == self.lengths_B.device, "pages must be on the device of the table")
         room = self.table_BC.shape[1] * pages_PS2GH.shape[1]

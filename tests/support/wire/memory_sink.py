@@ -177,7 +177,7 @@ class MemorySink:
             return slot.claim
         if slot.last_expired == ref.stamp:
             raise LeaseExpiredError(f"the lease of slot {ref.slot} was not renewed in time: reserve again")
-        raise StaleStampError(f"stamp {ref.stamp} of slot {ref.slot} is stale: the slot was freed or leased anew")
+        raise StaleStampError(f"stamp {ref.stamp} of slot {ref.slot} is stale: the slot was freed or leased again")
 
     def _expire(self) -> None:
         held = {number for slot in self._slots if slot.claim is not None for number in slot.claim.held}

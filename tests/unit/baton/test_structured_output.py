@@ -78,7 +78,7 @@ def test_clients_give_a_form_or_its_fields(option: Any, form: StructuredOutput |
     [
         ({"xml": "a"}, "xml is unknown: set one of"),
         ({"regex": 5}, "regex is 5: use a string"),
-        ({"json": {1, 2}}, "json is no JSON"),
+        ({"json": {1, 2}}, "json is not valid JSON"),
         ({"json_object": "yes"}, "json_object is 'yes'"),
         ({"choice": "yes"}, "choice is 'yes': use a list of strings"),
         ({"choice": [1]}, r"choice is \[1\]: use a list of strings"),

@@ -198,16 +198,16 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         "tool_choice names 'other': use one of the tools",
     ),
     ("hermes", {"messages": [{"role": "tool", "content": "1"}]}, r"messages\[0\].tool_call_id is missing"),
-    ("hermes", {"chat_template_kwargs": {"chat_template": "{{ 7 * 7 }}"}}, "chat_template is no variable"),
+    ("hermes", {"chat_template_kwargs": {"chat_template": "{{ 7 * 7 }}"}}, "chat_template is not a variable"),
     (
         "hermes",
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-        r"messages\[0\].tool_calls\[0\].function.arguments is no JSON",
+        r"messages\[0\].tool_calls\[0\].function.arguments is not valid JSON",
     ),
     (
         "hermes",
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}]},
-        r"messages\[0\].tool_calls\[0\].function.arguments is no object",
+        r"messages\[0\].tool_calls\[0\].function.arguments is not an object",
     ),
 ]
 

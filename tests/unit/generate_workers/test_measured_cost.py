@@ -36,7 +36,7 @@ def test_without_measurements_there_are_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "why"), [('{"kind"', "is no JSON"), (None, "another model or hardware than its name")]
+    ("text", "why"), [('{"kind"', "is not valid JSON"), (None, "another model or hardware than its name")]
 )
 def test_a_file_that_cannot_be_used_is_logged(
     tmp_path: Path, text: str | None, why: str, caplog: pytest.LogCaptureFixture

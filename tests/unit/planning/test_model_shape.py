@@ -73,9 +73,9 @@ def test_shape_from_fields() -> None:
     ("change", "text"),
     [
         ({"ffn": None}, "here: ffn is missing"),
-        ({"depth": 3}, "here: depth is no field"),
+        ({"depth": 3}, "here: depth is not a field"),
         ({"hidden": 0}, "hidden = 0"),
-        ({"num_heads": 3}, "num_heads = 3 is no multiple"),
+        ({"num_heads": 3}, "num_heads = 3 is not a multiple"),
     ],
 )
 def test_wrong_shapes_name_the_field(change: dict[str, Any], text: str) -> None:

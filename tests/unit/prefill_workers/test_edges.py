@@ -57,8 +57,8 @@ def test_kv_goes_between_devices_only_if_all_ranks_have_one_of_their_own(
     ("backends", "says"),
     [
         ([GlooBackend("a"), GlooBackend("b"), GlooBackend("c")], "between device memories, by gloo"),
-        ([GlooBackend("a"), GlooBackend("b"), GlooBackend("a")], "home memory, by gloo: ranks 0 and 2 share a device"),
-        ([GlooBackend("a"), None, GlooBackend("c")], "home memory, by gloo: rank 1 has no communicator"),
+        ([GlooBackend("a"), GlooBackend("b"), GlooBackend("a")], "host memory, by gloo: ranks 0 and 2 share a device"),
+        ([GlooBackend("a"), None, GlooBackend("c")], "host memory, by gloo: rank 1 has no communicator"),
     ],
 )
 def test_all_ranks_decide_alike_and_log_it_in_one_line(

@@ -199,7 +199,7 @@ def test_cancel_ends_a_waiting_job_and_is_told_to_the_ranks_behind(decoder: Deco
 
 
 def test_cancel_may_carry_its_reason(decoder: Decoder) -> None:
-    reason = StaleStampError("the slot was leased anew")
+    reason = StaleStampError("the slot was leased again")
     with ChainGroup(decoder, 2) as group:
         run = group.prepare([1, 2, 3], [TokenRange(0, 2), TokenRange(2, 3)])
         group.submit(run, order=[1])

@@ -164,7 +164,7 @@ async def test_closing_ends_the_proofs_that_run() -> None:
     await eventually(lambda: _number_of(children), lambda number: number == 1)
     os.kill(children()[0], signal.SIGSTOP)
     await asyncio.wait_for(made.close(), 30)
-    with pytest.raises(UnavailableError, match="are not compiled any more"):
+    with pytest.raises(UnavailableError, match="no longer compiles forms"):
         await running
     assert children() == []
 

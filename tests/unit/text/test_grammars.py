@@ -79,8 +79,8 @@ def test_a_schema_is_refused_with_the_place_of_its_fault(schema: object, reason:
 @pytest.mark.parametrize(
     ("form", "reason"),
     [
-        (StructuredOutput(json="{"), "json is no JSON"),
-        (StructuredOutput(json="[" * 100_000), "json is no JSON"),
+        (StructuredOutput(json="{"), "json is not valid JSON"),
+        (StructuredOutput(json="[" * 100_000), "json is not valid JSON"),
         (StructuredOutput(regex="a(b"), "regex cannot be compiled: .*unclosed group"),
         (StructuredOutput(regex="(?=a)b"), "regex cannot be compiled: .*look-around"),
         (StructuredOutput(regex="(a{1000}){1000}"), "regex cannot be compiled: .*too many expressions"),

@@ -67,7 +67,7 @@ async def test_an_abort_during_the_grant_ends_the_lease(receiver: Receiver) -> N
 
 async def test_a_reserve_that_comes_after_its_abort_is_refused(receiver: Receiver) -> None:
     receiver.abort()
-    with pytest.raises(LeaseError, match="Reserve 7 was aborted before it came: reserve anew"):
+    with pytest.raises(LeaseError, match="Reserve 7 was aborted before it came: reserve again"):
         await receiver.reserve()
     assert not receiver.live and receiver.num_stamps == 0
     await receiver.reserve(ReserveNumber(8))

@@ -49,7 +49,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "most_keys = 0": lambda: replace(rows(), most_keys=0),
     "the table has room for 16 keys": lambda: decode_attention(Q, PAGES, replace(rows(), most_keys=17)),
     "pages must be [pages, tokens, 2, kv heads, head dim]": lambda: decode(pages=zeros(3, 8, 3, 2, 16)),
-    "each page must lie in one piece": lambda: decode(pages=zeros(3, 8, 2, 2, 32)[..., :16]),
+    "each page must be contiguous": lambda: decode(pages=zeros(3, 8, 2, 2, 32)[..., :16]),
     "pages are torch.float64": lambda: decode(pages=zeros(3, 8, 2, 2, 16, dtype=torch.float64)),
     "head dim is 8, that of the pages 16": lambda: decode(zeros(2, 4, 8)),
     "dtype is torch.float16": lambda: decode(zeros(2, 4, 16, dtype=torch.float16)),

@@ -42,9 +42,9 @@ async def test_every_failure_is_told_and_followed_by_another_turn(caplog: pytest
     reports: list[str] = []
     await run(Turns(OSError(24, "Too many open files"), UnavailableError("not now"), ValueError("a bug")), reports)
     assert reports == [
-        "the watch failed; it goes on in 0.001 s (OSError: [Errno 24] Too many open files)",
-        "the watch failed; it goes on in 0.002 s (not now)",
-        "the watch failed; it goes on in 0.002 s (ValueError: a bug)",
+        "the watch failed; retrying in 0.001 s (OSError: [Errno 24] Too many open files)",
+        "the watch failed; retrying in 0.002 s (not now)",
+        "the watch failed; retrying in 0.002 s (ValueError: a bug)",
     ]
     assert [record.levelno for record in caplog.records] == [logging.ERROR, logging.WARNING, logging.ERROR]
     assert [bool(record.exc_info) for record in caplog.records] == [True, False, True]
@@ -53,7 +53,7 @@ async def test_every_failure_is_told_and_followed_by_another_turn(caplog: pytest
 async def test_a_cancellation_that_nobody_asked_for_is_a_failure_of_its_turn() -> None:
     reports: list[str] = []
     await run(Turns(asyncio.CancelledError()), reports)
-    assert reports == ["the watch failed; it goes on in 0.001 s (CancelledError: )"]
+    assert reports == ["the watch failed; retrying in 0.001 s (CancelledError: )"]
 
 
 async def test_a_step_is_tried_until_it_succeeds() -> None:

@@ -47,9 +47,9 @@ class Whole:
         ({"num_rows": 2.0}, "num_rows = 2.0 is wrong: input should be a valid integer"),
         ({"num_rows": True}, "num_rows = True is wrong: input should be a valid integer"),
         ({"wait_s": math.inf}, "wait_s = inf is wrong: input should be a finite number"),
-        ({"num_bytes": "1XB"}, "num_bytes: '1XB' is no amount of memory"),
+        ({"num_bytes": "1XB"}, "num_bytes: '1XB' is not an amount of memory"),
         ({"num_rows": 0, "wait_s": 0}, "num_rows = 0 is wrong: .* \\(and 1 more\\)"),
-        ({"num_row": 1}, "num_row is no key: use one of num_groups, num_rows, wait_s, num_bytes, stretch"),
+        ({"num_row": 1}, "num_row is not a key: use one of num_groups, num_rows, wait_s, num_bytes, stretch"),
     ],
 )
 def test_a_wrong_field_is_named_with_its_value_and_a_remedy(values: dict[str, Any], text: str) -> None:
@@ -73,7 +73,7 @@ def test_values_by_position_are_checked_as_well() -> None:
     [
         ('{"section": {"num_rows": 0}}', "^section.num_rows = 0 is wrong"),
         ('{"named": {"a": {"num_rows": 0}}}', "^named.a.num_rows = 0 is wrong"),
-        ('{"named": {"a": {"num_row": 0}}}', "^named.a.num_row is no key: use one of num_groups,"),
+        ('{"named": {"a": {"num_row": 0}}}', "^named.a.num_row is not a key: use one of num_groups,"),
         ('{"section": 3}', "^section = 3 is wrong: section is a section, set its keys"),
     ],
 )

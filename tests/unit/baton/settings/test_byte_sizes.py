@@ -25,7 +25,7 @@ def test_what_is_no_text_is_left_to_others(value: object) -> None:
 
 @pytest.mark.parametrize("text", ["", "GiB", "1XB", "-1GiB", "1 GiB more", "1gib", "9" * 400, "\u0663"])
 def test_other_text_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no amount of memory: use a number"):
+    with pytest.raises(ValueError, match="is not an amount of memory: use a number"):
         parse_bytes(text)
 
 

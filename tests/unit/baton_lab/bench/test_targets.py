@@ -17,10 +17,10 @@ def test_targets_are_seconds_by_metric() -> None:
     ("text", "complaint"),
     [
         ("latency=1s", "'latency=1s' names none of ttft, tpot, e2el"),
-        ("ttft", "ttft = '' is no time"),
-        ("ttft=500", "ttft = '500' is no time"),
-        ("ttft=-1s", "ttft = '-1s' is no time"),
-        ("ttft=0ms", "ttft = '0ms' is no time"),
+        ("ttft", "ttft = '' is not a time"),
+        ("ttft=500", "ttft = '500' is not a time"),
+        ("ttft=-1s", "ttft = '-1s' is not a time"),
+        ("ttft=0ms", "ttft = '0ms' is not a time"),
         ("ttft=1s,ttft=2s", "ttft is named twice"),
     ],
 )

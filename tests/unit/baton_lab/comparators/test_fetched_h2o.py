@@ -90,6 +90,6 @@ def test_a_planted_read_of_home_memory_is_found() -> None:
     bench.run({0: TOKENS[:1]})
     row = row_of(bench, 0)
     row.kept._kv = row.others
-    with pytest.raises(WrongMemoryError, match="are home memory"):
+    with pytest.raises(WrongMemoryError, match="are host memory"):
         bench.run({0: TOKENS[:1]})
     bench.residency.close()

@@ -90,7 +90,7 @@ def test_a_planted_read_of_home_memory_is_found() -> None:
     bench = Bench.of(decoder, window(decoder), PROMPTS, 50)
     row = bench.residency._rows[0]  # type: ignore[attr-defined]
     row.window._kv = row.others
-    with pytest.raises(WrongMemoryError, match="are home memory"):
+    with pytest.raises(WrongMemoryError, match="are host memory"):
         bench.run({0: TOKENS[:1]})
 
 

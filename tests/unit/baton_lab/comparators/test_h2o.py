@@ -165,9 +165,9 @@ def test_a_budget_is_a_part_of_the_prompt(budget: HeavyBudget, expected: tuple[i
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"heavy_share": -0.1}, "heavy_share = -0.1 is no part of a row: use a number from 0 to 1"),
-        ({"heavy_share": 1.5}, "heavy_share = 1.5 is no part of a row"),
-        ({"recent_share": 0.0}, "recent_share = 0.0 is no part of a row: use a number above 0, up to 1"),
+        ({"heavy_share": -0.1}, "heavy_share = -0.1 is out of range: use a number from 0 to 1"),
+        ({"heavy_share": 1.5}, "heavy_share = 1.5 is out of range"),
+        ({"recent_share": 0.0}, "recent_share = 0.0 is out of range: use a number above 0, up to 1"),
     ],
 )
 def test_a_budget_out_of_its_limits_is_a_config_error(changes: dict[str, Any], message: str) -> None:

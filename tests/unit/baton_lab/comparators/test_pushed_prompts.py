@@ -64,5 +64,5 @@ def test_kv_of_another_model_is_refused(value: float | None) -> None:
 
 def test_models_with_learned_positions_are_refused() -> None:
     weights = dataclasses.replace(DECODER.weights, positions=LearnedTable(torch.zeros(512, 64)))
-    with pytest.raises(ConfigError, match="residency h2o is not there for models with learned positions: use"):
+    with pytest.raises(ConfigError, match="residency h2o is not supported for models with learned positions: use"):
         PushedPrompts(Decoder(DECODER.config, weights))

@@ -109,7 +109,7 @@ def test_here_measures_with_the_model_s_shape(
     assert asked == [(576, 4, "float32", 2, "none")]
     text = " ".join(run.out.split())
     assert "this machine, measured with 2 threads" in text
-    assert "reads 20 GB/s, computes 0.5 TFLOP/s, attends to 10 GB/s, 20 us a layer besides, 50% overlapped" in text
+    assert "reads 20 GB/s, computes 0.5 TFLOP/s, attends to 10 GB/s, 20 us a layer in addition, 50% overlapped" in text
 
 
 @pytest.mark.parametrize(
@@ -127,9 +127,9 @@ def test_here_measures_with_the_model_s_shape(
         ("llama-13b --chips two", "--chips: 'two'"),
         ("llama-13b --threads 2", "--threads is of this machine: add --hardware here"),
         ("llama-13b --dtype float32", "--dtype = 'float32': h100 is known by its bfloat16 rate only"),
-        ("--shape num_layers", "--shape: 'num_layers' is no FIELD=NUMBER"),
+        ("--shape num_layers", "--shape: 'num_layers' is not FIELD=NUMBER"),
         ("--shape num_layers=2", "--shape: hidden is missing"),
-        ("--shape num_layers=\u00b2", "no FIELD=NUMBER"),
+        ("--shape num_layers=\u00b2", "is not FIELD=NUMBER"),
         (f"{EXERCISE.format(8)},experts=2,active_experts=3", "experts: 3 of 2"),
         ("--params 1e9 --kv-per-token 4 --hardware here", "--hardware here measures with the model's matrices"),
         ("smollm2-135m --plot plot.jpg", "--plot = 'plot.jpg': the plot is a PNG"),

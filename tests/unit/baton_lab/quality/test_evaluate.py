@@ -241,9 +241,9 @@ REFUSALS = {
     "--plot quality.pdf": "the plot is a PNG",
     "--mass -1": "--mass: '-1' is out of range",
     "--link 4GBps": "--link means nothing without --device emulated",
-    "--device emulated --link 4": "--link: '4' is no rate",
+    "--device emulated --link 4": "--link: '4' is not a rate",
     "--device emulated --link 0GBps": "--link: '0GBps' brings nothing",
-    "--device emulated --mass 2": "--mass weighs keys where they lie",
+    "--device emulated --mass 2": "--mass needs the keys in host memory",
     "--text nothing.txt": "--text nothing.txt cannot be read as UTF-8 text",
 }
 

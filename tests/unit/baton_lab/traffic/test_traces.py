@@ -84,7 +84,7 @@ def test_mooncake_has_blocks() -> None:
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,x,2\n", "trace.csv:2"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "no request"),
         ('{"timestamp": 0}\n', "input_length is missing"),
-        ("{nonsense\n", "trace.csv:1: is no JSON"),
+        ("{nonsense\n", "trace.csv:1: is not valid JSON"),
         ("Timestamp,Request tokens,Response tokens\n1,2.5,1\n", "Request tokens = '2.5'"),
     ],
 )

@@ -31,7 +31,7 @@ async def test_what_cannot_be_is_refused_in_one_line(baton: Baton) -> None:
             for arguments, refusal in (
                 ("generate-7", "there is no group generate-7: name one of generate-0, generate-1, prefill-0"),
                 ("generate-0 --undo", "generate-0 has no worker to return: name a group that has borrowed or lent one"),
-                ("prefill-0 --timeout 0.5", "no role has changed at prefill-0 after 0.5 s"),
+                ("prefill-0 --timeout 0.5", "the role of prefill-0 has not changed after 0.5 s"),
             ):
                 run = await baton.run_beside(f"flip {arguments} --target {made.target}")
                 assert run.status == 1 and refusal in run.err

@@ -48,7 +48,7 @@ async def test_the_last_group_that_generates_is_replaced_behind_a_stand_in(baton
         told = await baton.run_beside(f"reload --target {made.target}")
         assert (told.status, told.out) == (1, "prefill-0 has new workers: 1 of 2 groups\n")
         assert told.err.splitlines() == [
-            f"the cluster serves on; to go on: `baton reload --target {made.target} --group generate-0`",
+            f"the cluster still serves; to continue: `baton reload --target {made.target} --group generate-0`",
             "baton: generate-0 is the only group that generates, and none can stand in for it (generate-2 did not"
             " start: no room for generate-2): make room for one",
         ]
@@ -82,7 +82,8 @@ async def test_a_group_that_cannot_be_started_anew_comes_back_with_what_it_had(b
         told = await baton.run_beside(f"reload --target {made.target} --group generate-1 --model absent")
         assert told.status == 1
         assert told.err.splitlines() == [
-            f"the cluster serves on; to go on: `baton reload --target {made.target} --model absent --group generate-1`",
+            "the cluster still serves; to continue: "
+            f"`baton reload --target {made.target} --model absent --group generate-1`",
             "to leave generate-1 as it is: `baton drain generate-1 --undo`",
             "baton: generate-1 did not start: no such model",
         ]

@@ -65,8 +65,8 @@ def test_whole_numbers_are_taken_for_seconds() -> None:
 @pytest.mark.parametrize(
     ("assignment", "text"),
     [
-        ("prefill.num_rank=3", "prefill.num_rank is no key: use one of num_groups, num_ranks"),
-        ("nothing.num_rank=3", "nothing is no key: use one of name"),
+        ("prefill.num_rank=3", "prefill.num_rank is not a key: use one of num_groups, num_ranks"),
+        ("nothing.num_rank=3", "nothing is not a key: use one of name"),
         ("prefill=3", "prefill = 3 is wrong: prefill is a section"),
         ("name.part=x", "name = {'part': 'x'} is wrong: input should be a valid string"),
         ("prefill.num_ranks=two", "prefill.num_ranks = 'two' is wrong: input should be a valid integer"),
@@ -90,8 +90,8 @@ def test_whole_numbers_are_taken_for_seconds() -> None:
         ("prefill.cores=[[0]]", "prefill: cores has 1 lists: give one for each of the 2 ranks, or none"),
         ("prefill.cores=[[0],[]]", "prefill: cores has an empty list"),
         ("generate.cores=[[-1]]", "generate.cores.0.0 = -1 is wrong"),
-        ("no assignment", "--set 'no assignment' is no assignment: write it as section.field=value"),
-        (".a=1", "is no assignment"),
+        ("no assignment", "--set 'no assignment' is not an assignment: write it as section.field=value"),
+        (".a=1", "is not an assignment"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_it(assignment: str, text: str) -> None:
@@ -188,11 +188,11 @@ def test_tenants_are_read_and_their_keys_with_them(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("assignment", "text"),
     [
-        ("tenants.acme.wieght=3", "orchestrator.tenants.acme.wieght is no key: use one of api_keys, weight, max_"),
+        ("tenants.acme.wieght=3", "orchestrator.tenants.acme.wieght is not a key: use one of api_keys, weight, max_"),
         ("tenants.acme.weight=0", "orchestrator.tenants.acme.weight = 0 is wrong: input should be greater"),
         ("tenants.acme=3", "orchestrator.tenants.acme = 3 is wrong: orchestrator.tenants.acme is a section"),
-        ('tenants.acme.api_keys=["s3cret"]', "acme.api_keys.0: is no key: write env:NAME, or sha256: and"),
-        ('tenants.acme.api_keys=["sha256:ab"]', "acme.api_keys.0: is no key: write env:NAME, or sha256:"),
+        ('tenants.acme.api_keys=["s3cret"]', "acme.api_keys.0: is not a key reference: write env:NAME, or sha256: and"),
+        ('tenants.acme.api_keys=["sha256:ab"]', "acme.api_keys.0: is not a key reference: write env:NAME, or sha256:"),
         (
             'tenants.acme.api_keys=["env:BATON_NO_SUCH_KEY"]',
             "acme.api_keys.0: environment variable BATON_NO_SUCH_KEY is not set: export it",

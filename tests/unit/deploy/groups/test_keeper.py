@@ -146,8 +146,8 @@ async def test_a_process_that_was_started_before_is_the_first_life_and_ends_with
     await keeper.close()
     assert process.ended
     another = await scene.spawner.start(scene.plan.worker)
-    scene.damage = ConfigError("/kept.json: is no JSON: write it anew")
-    with pytest.raises(ConfigError, match="is no JSON"):
+    scene.damage = ConfigError("/kept.json: is not valid JSON: recreate the file")
+    with pytest.raises(ConfigError, match="is not valid JSON"):
         await scene.keeper().start(another)
     assert scene.lives == [process, another] and another.ended
 
@@ -162,8 +162,8 @@ async def test_a_damaged_calibration_does_not_end_a_cluster_that_serves(scene: S
 async def test_what_keeps_the_first_life_from_serving_is_said_and_nothing_is_left(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scene.damage = ConfigError("/kept.json: is no JSON: write it anew")
-    with pytest.raises(ConfigError, match=r"^/kept\.json: is no JSON: write it anew$"):
+    scene.damage = ConfigError("/kept.json: is not valid JSON: recreate the file")
+    with pytest.raises(ConfigError, match=r"^/kept\.json: is not valid JSON: recreate the file$"):
         await scene.keeper().start()
     scene.damage = None
     with closing(socket.create_server((HOST, 0))) as taken:

@@ -64,7 +64,7 @@ def test_weights_are_counted_as_they_will_be_loaded(folder: Path) -> None:
 
 def test_a_truncated_weights_file_is_named(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"\x10")
-    with pytest.raises(ConfigError, match="model.safetensors is no safetensors file"):
+    with pytest.raises(ConfigError, match="model.safetensors is not a safetensors file"):
         weight_bytes(folder, "float32")
 
 
@@ -124,7 +124,7 @@ def test_devices_are_listed_with_what_each_role_would_use() -> None:
 def test_a_device_that_is_not_there_is_named_with_its_role(role: str) -> None:
     found = check_devices(load_config(None, [f"{role}.device=cuda"]))
     assert (found.verdict, "\n" in found.text) == (Verdict.FAILED, False)
-    assert found.text.startswith(f"{role}.device = cuda is not there: ")
+    assert found.text.startswith(f"{role}.device = cuda is not available: ")
 
 
 def test_memory_for_all_groups_that_may_be_started_is_looked_at(folder: Path) -> None:
@@ -149,7 +149,7 @@ def test_keys_cannot_be_chosen_by_what_nobody_prepared(field: str, cache: Path) 
     named = load_config(None, [f"generate.{field}=infinigen", f"generate.selection_file={path}"])
     check(check_selection(named), Verdict.OK)
     path.unlink()
-    check(check_selection(named), Verdict.FAILED, f"{path} is no file: set generate.selection_file")
+    check(check_selection(named), Verdict.FAILED, f"{path} is not a file: set generate.selection_file")
 
 
 def test_a_pinned_core_that_is_absent_fails() -> None:

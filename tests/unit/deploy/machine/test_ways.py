@@ -65,4 +65,4 @@ def test_a_request_together_takes_its_prefill_and_its_share_of_the_steps() -> No
 
 def test_a_way_says_what_it_is() -> None:
     assert str(Way(0, 2, 1.26, 0.55)) == "one engine of 2 threads (1.3 requests a second, first token after 0.55 s)"
-    assert str(Way(1, 1, 0.9, 1.1)).startswith("a chain of 1 rank beside an engine of 1 thread (")
+    assert str(Way(1, 1, 0.9, 1.1)).startswith("a chain of 1 rank and an engine of 1 thread (")

@@ -49,5 +49,5 @@ def test_a_part_is_no_more_than_the_whole() -> None:
 
 def test_fields_are_assigned_whole_numbers() -> None:
     assert assignments("--shape", "num_layers=32, hidden = 64") == {"num_layers": 32, "hidden": 64}
-    with pytest.raises(InvalidArgumentError, match="^--shape: 'hidden' is no FIELD=NUMBER"):
+    with pytest.raises(InvalidArgumentError, match="^--shape: 'hidden' is not FIELD=NUMBER"):
         assignments("--shape", "num_layers=32,hidden")

@@ -130,4 +130,4 @@ def test_what_cannot_be_shown_is_one_line(baton: Baton, arguments: str, complain
 def test_without_a_terminal_there_is_only_one_frame(baton: Baton, monkeypatch: pytest.MonkeyPatch) -> None:
     with Path(os.devnull).open() as nothing:
         monkeypatch.setattr(sys, "stdin", nothing)
-        assert "standard input is no terminal" in baton.refusal("top --target 127.0.0.1:9")
+        assert "standard input is not a terminal" in baton.refusal("top --target 127.0.0.1:9")

@@ -154,7 +154,7 @@ def test_a_lease_counts_before_a_byte_is_pushed() -> None:
     with harness(decoder=DECODER, limits=limit(64, 2), growth_tokens=64) as made:
         refs = [made.reserve(10, 64).ref for _ in range(2)]
         assert made.slots.ledger().num_bytes_held == 0
-        with pytest.raises(ResourceExhaustedError, match="do not fit beside"):
+        with pytest.raises(ResourceExhaustedError, match="do not fit in addition to"):
             made.reserve(10, 64)
         for ref in refs:
             made.slots.abort(ref)

@@ -254,7 +254,7 @@ async def test_a_disk_that_is_long_in_answering_keeps_no_thread_from_others(
 
 async def test_an_invalid_block_name_is_refused(slots: SlotTable, store: PrefixStore) -> None:
     loader = PrefixLoader(slots, store)
-    with pytest.raises(InvalidArgumentError, match="is no name"):
+    with pytest.raises(InvalidArgumentError, match="is not valid"):
         await loader.reserve(replace(SPEC, prefix_blocks=("../x",)))
     await loader.close()
 

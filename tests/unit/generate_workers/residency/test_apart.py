@@ -139,7 +139,7 @@ class Gpu(CpuDevice):
 @pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("device", "host", "infinigen")])
 def test_where_only_the_cpu_has_kernels_a_gpu_is_refused(name: str) -> None:
     shape = KvShape(PLAIN.layout, PLAIN.config.windows, 1, 64)
-    with pytest.raises(ConfigError, match=f"residency = '{name}' is not there on device cuda"):
+    with pytest.raises(ConfigError, match=f"residency = '{name}' is not supported on device cuda"):
         make_residency(name, shape, Gpu())
-    with pytest.raises(ConfigError, match="speculation = 'infinigen' is not there on device cuda"):
+    with pytest.raises(ConfigError, match="speculation = 'infinigen' is not supported on device cuda"):
         make_residency("device", shape, Gpu(), SelectionSource(PLAIN, serves_drafts=True))

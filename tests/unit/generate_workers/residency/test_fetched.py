@@ -146,5 +146,5 @@ def test_a_planted_read_of_home_memory_is_found() -> None:
     bench = Bench.of(decoder, fetched(decoder), PROMPTS, 50)
     row = bench.residency._rows[0]  # type: ignore[attr-defined]
     row.hot._kv = row.others
-    with pytest.raises(WrongMemoryError, match="are home memory"):
+    with pytest.raises(WrongMemoryError, match="are host memory"):
         bench.run({0: TOKENS[:1]})

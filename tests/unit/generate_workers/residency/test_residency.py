@@ -103,7 +103,7 @@ def test_an_emulated_device_holds_what_its_rows_are_promised(policy: str) -> Non
 def test_rows_of_home_memory_are_no_rows_of_a_device() -> None:
     decoder = on_emulated(DECODER)
     span = BufferSpan(KvBuffer(LAYOUT, TokenRange(0, 4)), TokenRange(0, 4))
-    with pytest.raises(WrongMemoryError, match="are home memory"):
+    with pytest.raises(WrongMemoryError, match="are host memory"):
         decoder.forward([1, 2, 3, 4], [span])
 
 

@@ -115,11 +115,11 @@ def test_choices_preemptions_and_long_prompts_end_well(policy: MakePolicy) -> No
 def test_without_kernels_for_the_keys_they_are_refused() -> None:
     layout = replace(LAYOUT, head_dim=8)
     with pytest.raises(
-        ConfigError, match=r"residency = 'infinigen_int4' is not there without kernels in C\+\+ for float32 .*8"
+        ConfigError, match=r"residency = 'infinigen_int4' is not supported without kernels in C\+\+ for float32 .*8"
     ):
         make_residency("infinigen_int4", KvShape(layout, (None,) * 5, 1, 8), CpuDevice())
 
 
 def test_models_with_windows_are_refused() -> None:
-    with pytest.raises(ConfigError, match="'infinigen' is not there for models with sliding windows"):
+    with pytest.raises(ConfigError, match="'infinigen' is not supported for models with sliding windows"):
         make_residency("infinigen", KvShape(LAYOUT, (None, 8, None, 8, None), 1, 8), CpuDevice())

@@ -72,7 +72,7 @@ def kv(free: int, leased: int = 0, active: int = 0, quarantined: int = 0) -> KvL
         (SlotLedger(4, 4, 0, 0, 0, 0, 0, kv(64)), ""),
         (SlotLedger(4, 1, 1, 1, 1, 30, 30, kv(34, 10, 10, 10)), ""),
         (SlotLedger(4, 1, 1, 1, 1, 0, 0, kv(34, 10, 10, 10)), ""),
-        (SlotLedger(4, 1, 1, 1, 0, 0, 0, kv(34, 10, 20)), "1 free and 2 taken slots are not the 4"),
+        (SlotLedger(4, 1, 1, 1, 0, 0, 0, kv(34, 10, 20)), "1 free and 2 taken slots do not add up to 4"),
         (SlotLedger(4, 4, 0, 0, 0, 64, 64, kv(64)), "64 bytes are held of 0 promised"),
         (SlotLedger(4, 3, 1, 0, 0, 21, 21, kv(44, 20)), "21 bytes are held of 20 promised"),
         (SlotLedger(4, 4, 0, 0, 0, 0, 0, kv(54, active=10)), "(0, 0, 0) slots leased, active, quarantined"),

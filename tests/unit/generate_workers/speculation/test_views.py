@@ -144,7 +144,7 @@ def test_kv_at_home_is_refused(name: str) -> None:
 def test_models_with_sliding_windows_are_refused_by_views(name: str) -> None:
     decoder = random_decoder(window=12)
     with (
-        pytest.raises(ConfigError, match=f"'{name}' is not there for models with sliding windows: use speculation"),
+        pytest.raises(ConfigError, match=f"'{name}' is not supported for models with sliding windows: use speculation"),
         harness(decoder=decoder, speculation=name),
     ):
         pass
@@ -154,7 +154,7 @@ def test_infinigen_needs_a_prepared_file(tmp_path: Path) -> None:
     config = EngineConfig(num_slots=1, speculation="infinigen", selection_file=str(tmp_path / "selection"))
     with pytest.raises(ModelError, match="run `baton prepare`"):
         make_memory(DECODER, config)
-    with pytest.raises(ConfigError, match="speculation = 'infinigen' is not there for models with sliding windows"):
+    with pytest.raises(ConfigError, match="speculation = 'infinigen' is not supported for models with sliding windows"):
         make_memory(random_decoder(window=12), config)
 
 

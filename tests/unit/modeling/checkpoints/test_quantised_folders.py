@@ -247,7 +247,7 @@ def test_settings_in_the_files_of_early_tools(tmp_path: Path) -> None:
 def test_packed_weights_without_their_settings_are_refused_by_what_is_missing(pair: Pair) -> None:
     (pair.quantised / "config.json").write_text((pair.plain / "config.json").read_text())
     name = "model.layers.0.self_attn.q_proj"
-    assert f"tensor {name}.weight is missing; {name}.qweight is there: use the config.json" in refusal(pair.quantised)
+    assert f"tensor {name}.weight is missing; {name}.qweight exists: use the config.json" in refusal(pair.quantised)
 
 
 def test_file_of_another_name_is_to_be_renamed(pair: Pair) -> None:

@@ -158,7 +158,7 @@ def test_yarn_attention_factor_is_taken_or_follows_from_mscale() -> None:
 @pytest.mark.parametrize(
     ("scaling", "named"),
     [
-        ({"rope_type": "longrope"}, "short_factor: is no list of 8 numbers"),
+        ({"rope_type": "longrope"}, "short_factor: is not a list of 8 numbers"),
         ({"rope_type": "dynamic", "factor": 2.0}, "'dynamic'"),
         ({"rope_type": "linear"}, "factor: is missing"),
         ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}, "low_freq_factor"),

@@ -106,7 +106,7 @@ def test_phi4_mini_turns_a_part_of_each_head() -> None:
         ({"num_key_value_heads": 5}, "num_key_value_heads"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
         ({"partial_rotary_factor": 0.515}, "partial_rotary_factor"),
-        ({"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "long_factor: is no list of 48 numbers"),
+        ({"rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "long_factor: is not a list of 48 numbers"),
         ({"rope_scaling": {**PHI3_MINI_128K["rope_scaling"], "long_factor": [0] * 48}}, "long_factor"),
         ({"rope_scaling": {**PHI3_MINI_128K["rope_scaling"], "short_mscale": 1.2}}, "short_mscale"),
         ({"rope_scaling": {"type": "dynamic"}}, "'dynamic'"),

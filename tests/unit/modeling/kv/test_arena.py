@@ -18,7 +18,7 @@ def test_addresses_are_the_device_s_until_they_are_removed() -> None:
     require_home(START + SIZE)
     device.remove_region(START, SIZE)
     require_home(START)
-    with pytest.raises(WrongMemoryError, match="are home memory"):
+    with pytest.raises(WrongMemoryError, match="are host memory"):
         device.require(START, 1)
 
 

@@ -130,7 +130,7 @@ def test_a_disk_that_fails_has_nothing(tiers: PrefixStore, monkeypatch: pytest.M
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "preadv", fails)
-    with pytest.raises(StalePrefixError, match="block a cannot be had"):
+    with pytest.raises(StalePrefixError, match="block a cannot be read"):
         tiers.open(["a", "b"], BLOCK)
     assert tiers.open_leading(["a"], BLOCK).blocks == ()
     monkeypatch.setattr(os, "preadv", whole)

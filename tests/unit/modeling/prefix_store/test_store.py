@@ -135,9 +135,9 @@ def test_what_is_there_is_not_written_again(store: PrefixStore) -> None:
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../p", "a/b", "/p", ".p", "p\n", "p\0", "x" * 129])
 def test_names_stay_in_the_folder(store: PrefixStore, name: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="is no name"):
+    with pytest.raises(InvalidArgumentError, match="is not valid"):
         store.open([name], BLOCK)
-    with pytest.raises(InvalidArgumentError, match="is no name"):
+    with pytest.raises(InvalidArgumentError, match="is not valid"):
         store.take([name], TokenRange(0, 5), BLOCK)
 
 
@@ -332,7 +332,7 @@ def test_stores_of_one_folder_are_one_and_of_the_next_another(folder: Path) -> N
 
 
 def test_store_needs_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no folder: make one in /dev/shm"):
+    with pytest.raises(ConfigError, match="is not a folder: make one in /dev/shm"):
         store_in(tmp_path / "nowhere", LAYOUT)
 
 

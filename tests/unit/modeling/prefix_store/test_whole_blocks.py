@@ -59,5 +59,5 @@ def test_a_block_that_is_not_there_or_has_a_bad_name_is_refused(folder: Path) ->
         lambda: blocks.open_block("../a", KV.tokens),
         lambda: blocks.put_block("../a", KV.tokens, PIECES, ()),
     ):
-        with pytest.raises(InvalidArgumentError, match="is no name"):
+        with pytest.raises(InvalidArgumentError, match="is not valid"):
             refuse()

@@ -75,5 +75,5 @@ def test_what_a_planner_lacks_it_lacks_on_the_other_side() -> None:
 def test_damaged_texts_are_refused_by_name() -> None:
     message = predictions_to_proto(linear_planner(), None)
     message.calibration = "{half"
-    with pytest.raises(ConfigError, match="calibration: is no JSON"):
+    with pytest.raises(ConfigError, match="calibration: is not valid JSON"):
         planner_from_proto(message)

@@ -83,7 +83,7 @@ async def test_one_of_another_model_or_machine_is_refused(
     foreign = measured(dataclasses.replace(ASSUMED, hardware="an abacus"))
     with pytest.raises(InvalidArgumentError, match="calibration is of smollm2-135m on an abacus, .* run `baton cal"):
         await use(stub, dumps(foreign))
-    with pytest.raises(ConfigError, match="calibration: is no JSON"):
+    with pytest.raises(ConfigError, match="calibration: is not valid JSON"):
         await use(stub, "{half")
     assert planner.calibration is ASSUMED and not await asyncio.to_thread(path.exists)
 
@@ -184,6 +184,6 @@ async def test_step_times_of_another_engine_are_refused(
     foreign = table(dataclasses.replace(STEPS, hardware="an abacus"))
     with pytest.raises(InvalidArgumentError, match="step_times are of smollm2-135m on an abacus, .* run `baton cal"):
         await use_steps(stub, step_times.dumps(foreign))
-    with pytest.raises(ConfigError, match="step_times: is no JSON"):
+    with pytest.raises(ConfigError, match="step_times: is not valid JSON"):
         await use_steps(stub, "{half")
     assert planner.steps is STEPS and not await asyncio.to_thread(path.parent.exists)

@@ -71,7 +71,9 @@ async def test_an_approximate_answer_says_so_and_names_the_policy(running: BareC
 
 async def test_exact_is_refused_where_every_group_is_approximate(running: BareCluster) -> None:
     say(running, 0, 1)
-    with pytest.raises(InvalidArgumentError, match=r"exact cannot be had: all .* approximate \(residency infinigen\)"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"exact is not available: all .* approximate \(residency infinigen\)"
+    ):
         await running.ask(running.request(prompt(20), PARAMS, exact=True))
 
 

@@ -100,7 +100,7 @@ def test_only_a_group_that_is_there_can_be_drained() -> None:
     for act in (members.drain, members.undrain):
         with pytest.raises(NotFoundError, match="there is no group x: name one of g, o, p"):
             act("x")
-    with pytest.raises(NotFoundError, match="none is there"):
+    with pytest.raises(NotFoundError, match="no group exists"):
         Members().drain("g")
 
 

@@ -85,7 +85,7 @@ def test_keys_mean_nothing_where_nobody_has_one() -> None:
         ((("x-api-key", ""),), UnauthenticatedError, "the API key is unknown here"),
         ((), UnauthenticatedError, "the call has no API key: send authorization: Bearer KEY"),
         ((("baton-tenant", "acme"),), UnauthenticatedError, "tenant 'acme' is reached by its API key only"),
-        ((("baton-tenant", "a b"),), InvalidArgumentError, "metadata baton-tenant = 'a b' is no name"),
+        ((("baton-tenant", "a b"),), InvalidArgumentError, "metadata baton-tenant = 'a b' is not a name"),
     ],
 )
 def test_what_is_refused(metadata: tuple[tuple[str, str]], kind: type[BatonError], text: str) -> None:

@@ -111,9 +111,9 @@ def test_a_row_that_ends_leaves_its_memory_to_the_next() -> None:
 def test_what_a_gpu_cannot_do_is_refused_in_one_line() -> None:
     decoder = on_tensors(has_triton=False)
     source = KnownSource(decoder, found=prepared(SOME, decoder=decoder))
-    with pytest.raises(ConfigError, match="'infinigen' is not there on device cuda without Triton"):
+    with pytest.raises(ConfigError, match="'infinigen' is not supported on device cuda without Triton"):
         make_residency("infinigen", shape(), decoder.device, source)
     decoder = on_tensors()
     source = replace(source, decoder=decoder, pool=PoolSize(24))
-    with pytest.raises(ConfigError, match="pool_tokens is not there on device cuda: leave it at 0"):
+    with pytest.raises(ConfigError, match="pool_tokens is not supported on device cuda: leave it at 0"):
         make_residency("infinigen", shape(), decoder.device, source)
