@@ -37,45 +37,55 @@ class StateCollector(Collector):
 
 def _of_the_cluster(state: ClusterState) -> Iterator[Metric]:
     serving = ((), float(not state.why_not_serving))
-    yield _gauge("baton_serving", "Whether health says SERVING", [serving])
-    yield _gauge("baton_degraded", "Whether it serves worse than it could", [((), float(bool(state.why_degraded)))])
+    yield _gauge("baton_serving", "1 while the cluster's health is SERVING", [serving])
+    yield _gauge("baton_degraded", "1 while some group receives no work", [((), float(bool(state.why_degraded)))])
     yield _gauge("baton_queue_requests", "Requests that wait for a slot", [((), state.num_queued)])
-    yield _gauge("baton_queue_tokens", "Prompt tokens of requests that wait", [((), state.num_queued_tokens)])
+    yield _gauge(
+        "baton_queue_tokens", "Prompt tokens of requests that wait for a slot", [((), state.num_queued_tokens)]
+    )
     yield _gauge("baton_running_requests", "Requests that have left the queue", [((), state.num_running)])
     text = "Attempts whose generation group prefilled because no prefill group was ready in time"
     yield _counter("baton_degraded_prefills", text, [((), state.num_degraded)])
-    yield _gauge("baton_info", "The version, as a label", [((state.version,), 1)], "version")
+    yield _gauge("baton_info", "Version of the orchestrator, as a label", [((state.version,), 1)], "version")
 
 
 def _of_scaling(scaling: Scaling) -> Iterator[Metric]:
     wanted = [(("prefill",), scaling.num_prefill), (("generate",), scaling.num_generate)]
-    yield _gauge("baton_scaling_groups", "Groups that the autoscaler wants there to be", wanted, "role")
+    yield _gauge("baton_scaling_groups", "Number of groups that the autoscaler requests", wanted, "role")
     latencies = [(("ttft_p95",), scaling.ttft_p95_s), (("itl_p95",), scaling.itl_p95_s)]
-    text = "Latencies that it predicts for these groups, infinite in an overload"
+    text = "Latencies that the autoscaler predicts for the requested groups; infinite in an overload"
     yield _gauge("baton_scaling_predicted_seconds", text, latencies, "latency")
-    yield _gauge("baton_scaling_forecast_rate", "Requests a second that it expects", [((), scaling.forecast_rate)])
+    yield _gauge(
+        "baton_scaling_forecast_rate", "Requests a second that the autoscaler expects", [((), scaling.forecast_rate)]
+    )
 
 
 def _of_groups(groups: Sequence[GroupState]) -> Iterator[Metric]:
     names = [(group.name, group.role) for group in groups]
     for name, text, values in (
-        ("ready", "Whether it may get work", [group.is_ready for group in groups]),
-        ("drained", "Whether somebody keeps work from it", [group.is_drained for group in groups]),
-        ("broken", "Whether failures keep work from it for a while", [group.is_broken for group in groups]),
-        ("requests", "Requests of this orchestrator that it serves", [group.num_requests for group in groups]),
-        ("leaked", "Slots or jobs held by no known request for over 2 s", [group.num_leaked for group in groups]),
+        ("ready", "1 while the group may receive requests", [group.is_ready for group in groups]),
+        ("drained", "1 while the group is drained", [group.is_drained for group in groups]),
+        ("broken", "1 while the group's circuit breaker is open", [group.is_broken for group in groups]),
+        ("requests", "Requests of this orchestrator that the group serves", [group.num_requests for group in groups]),
+        ("leaked", "Slots or jobs that no known request has held for over 2 s", [group.num_leaked for group in groups]),
     ):
         samples = list(zip(names, map(float, values), strict=True))
         yield _gauge(f"baton_group_{name}", text, samples, "group", "role")
     stores = [((group.name,), store) for group in groups if (store := group.prefix_store) is not None]
     held = [(name, store.num_bytes) for name, store in stores]
-    yield _gauge("baton_prefix_store_bytes", "KV of earlier prompts on the group's node", held, "group")
+    yield _gauge("baton_prefix_store_bytes", "Bytes of KV in the prefix store of the group's node", held, "group")
     limits = [(name, store.limit_bytes) for name, store in stores]
-    yield _gauge("baton_prefix_store_limit_bytes", "What that may come to", limits, "group")
+    yield _gauge(
+        "baton_prefix_store_limit_bytes", "Capacity of the prefix store of the group's node, in bytes", limits, "group"
+    )
     fetched = [(name, store.num_bytes_fetched) for name, store in stores]
-    yield _counter("baton_prefix_fetched_bytes", "KV that it fetched from other nodes' stores", fetched, "group")
+    yield _counter(
+        "baton_prefix_fetched_bytes", "Bytes of KV that the group fetched from other nodes' stores", fetched, "group"
+    )
     sent = [(name, store.num_bytes_sent) for name, store in stores]
-    yield _counter("baton_prefix_sent_bytes", "KV that it sent from its node's store to other nodes", sent, "group")
+    yield _counter(
+        "baton_prefix_sent_bytes", "Bytes of KV that the group sent from its node's store to other nodes", sent, "group"
+    )
 
 
 def _of_generation_groups(groups: Mapping[str, GenerationStatus]) -> Iterator[Metric]:
@@ -92,18 +102,18 @@ def _of_generation_groups(groups: Mapping[str, GenerationStatus]) -> Iterator[Me
         ((name, status.residency, "approximate" if status.is_approximate else "exact"), 1.0)
         for name, status in groups.items()
     ]
-    text = "1; which KV is attended to"
+    text = "Constant 1; the labels are the residency policy and its attention"
     yield _gauge("baton_group_residency", text, policies, "group", "residency", "attention")
     slots = by_state("num", lambda status: status)
-    yield _gauge("baton_slots", "Slots, by state: together all", slots, "group", "state")
+    yield _gauge("baton_slots", "Number of slots, by state", slots, "group", "state")
     promised = by_state("num_bytes", lambda status: status.kv)
-    yield _gauge("baton_kv_bytes", "KV memory, by the state of its slots: together all", promised, "group", "state")
+    yield _gauge("baton_kv_bytes", "Bytes of KV memory, by the state of their slots", promised, "group", "state")
     held = of_each(lambda status: status.num_bytes_held)
-    yield _gauge("baton_kv_held_bytes", "Of that, what pages were taken for", held, "group")
+    yield _gauge("baton_kv_held_bytes", "Bytes of KV memory that are committed", held, "group")
     unbalanced = of_each(lambda status: bool(status.imbalance))
-    yield _gauge("baton_ledger_imbalance", "1 where slots or bytes do not add up", unbalanced, "group")
+    yield _gauge("baton_ledger_imbalance", "1 while the counts of slots or bytes do not add up", unbalanced, "group")
     preemptions = of_each(lambda status: status.num_preemptions)
-    yield _counter("baton_preemptions", "Rows that gave their memory to older ones", preemptions, "group")
+    yield _counter("baton_preemptions", "Sequences preempted to free memory for older ones", preemptions, "group")
     not_finite = of_each(lambda status: status.num_not_finite)
     text = "Sequences that ended because their logits were not finite"
     yield _counter("baton_not_finite_sequences", text, not_finite, "group")
@@ -117,14 +127,14 @@ def _of_generation_groups(groups: Mapping[str, GenerationStatus]) -> Iterator[Me
     text = "Drafts of speculative decoding that were verified"
     yield _counter("baton_drafts", text, drafts, "group", "source", "end")
     of_rows = [((name, each.source), each.num_rounds) for name, each in sources]
-    text = "Steps that verified drafts, counted for each row that had some"
+    text = "Verification steps, counted for each sequence with drafts"
     yield _counter("baton_draft_rounds", text, of_rows, "group", "source")
     rounds = [
         ((name, kind), value)
         for name, each in drafting.items()
         for kind, value in (("predicted", each.predicted_s), ("measured", each.measured_s))
     ]
-    yield _gauge("baton_round_seconds", "The latest round of drafts and their step", rounds, "group", "kind")
+    yield _gauge("baton_round_seconds", "Seconds of the latest draft round and its step", rounds, "group", "kind")
     stores = {name: status.prefix_store for name, status in groups.items() if status.HasField("prefix_store")}
     read = [
         ((name, tier), num_bytes)
@@ -134,9 +144,9 @@ def _of_generation_groups(groups: Mapping[str, GenerationStatus]) -> Iterator[Me
             ("disk", store.num_disk_bytes_read),
         )
     ]
-    yield _counter("baton_prefix_read_bytes", "KV that slots got from their node's store", read, "group", "tier")
+    yield _counter("baton_prefix_read_bytes", "Bytes of KV loaded from the node's store", read, "group", "tier")
     stored = [((name,), store.num_bytes_stored) for name, store in stores.items()]
-    yield _counter("baton_prefix_stored_bytes", "KV that answers brought to their node's store", stored, "group")
+    yield _counter("baton_prefix_stored_bytes", "Bytes of KV of answers stored in the node's store", stored, "group")
 
 
 def _gauge(name: str, text: str, samples: _Samples, *labels: str) -> Metric:

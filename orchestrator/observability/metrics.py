@@ -26,38 +26,53 @@ class Metrics:
         self.registry = CollectorRegistry()
         """The registry of this orchestrator alone, so that two in one process do not mix."""
         self._first_token = self._histogram(
-            "baton_time_to_first_token_seconds", "From a request's arrival to its first token", _FIRST_TOKEN_S
+            "baton_time_to_first_token_seconds", "Seconds from a request's arrival to its first token", _FIRST_TOKEN_S
         )
         self._stages = self._histogram(
-            "baton_first_token_stage_seconds", "The parts that time to first token consists of", _FIRST_TOKEN_S, "stage"
+            "baton_first_token_stage_seconds",
+            "Seconds of each stage of the time to the first token",
+            _FIRST_TOKEN_S,
+            "stage",
         )
         self._ranks = self._histogram(
-            "baton_prefill_rank_seconds", "A rank's computation of its chunk, waits included", _FIRST_TOKEN_S, "rank"
+            "baton_prefill_rank_seconds",
+            "Seconds of a rank's computation of its chunk, waits included",
+            _FIRST_TOKEN_S,
+            "rank",
         )
         self._waits = self._histogram(
-            "baton_prefill_rank_wait_seconds", "Of that, waiting for earlier ranks' KV", _FIRST_TOKEN_S, "rank"
+            "baton_prefill_rank_wait_seconds",
+            "Seconds that a rank waited for earlier ranks' KV",
+            _FIRST_TOKEN_S,
+            "rank",
         )
         self._token = self._histogram(
-            "baton_time_per_output_token_seconds", "Between two tokens of a choice, a request's mean", _TOKEN_S
+            "baton_time_per_output_token_seconds", "Mean seconds between two tokens of a choice, by request", _TOKEN_S
         )
-        self._request = self._histogram("baton_request_duration_seconds", "From arrival to end", _REQUEST_S)
+        self._request = self._histogram(
+            "baton_request_duration_seconds", "Seconds from a request's arrival to its end", _REQUEST_S
+        )
         self._ratio = self._histogram(
-            "baton_predicted_over_measured_ratio", "Predicted over measured seconds", _RATIOS, "prediction"
+            "baton_predicted_over_measured_ratio", "Ratio of predicted to measured seconds", _RATIOS, "prediction"
         )
-        self._requests = self._counter("baton_requests", "Requests that have ended, by what they failed with", "error")
-        self._choices = self._counter("baton_choices", "Choices that have ended, by why", "reason")
-        self._refused = self._counter("baton_requests_refused", "Requests that the queue did not take, by why", "error")
+        self._requests = self._counter("baton_requests", "Requests that have ended, by error", "error")
+        self._choices = self._counter("baton_choices", "Choices that have ended, by reason", "reason")
+        self._refused = self._counter("baton_requests_refused", "Requests that the queue refused, by error", "error")
         self._tokens = self._counter("baton_tokens", "Tokens of requests that have ended", "type")
-        self._cached = self._counter("baton_cached_tokens", "Prompt tokens whose KV an earlier prompt had left")
+        self._cached = self._counter("baton_cached_tokens", "Prompt tokens whose KV was cached from an earlier prompt")
         self._attempts = self._counter("baton_attempts", "Attempts at requests that have ended")
-        self._failures = self._counter("baton_attempt_failures", "Attempts that failed, by their errors", "error")
-        self._decisions = self._counter("baton_disagg_decisions", "Prefills, by why they ran where they did", "reason")
-        self._widths = self._counter("baton_prefill_widths", "Prefills by chains, by their number of ranks", "width")
-        self._pushed = self._counter("baton_kv_pushed_bytes", "KV that chains pushed to generation groups")
-        self._shared = self._counter("baton_kv_shared_bytes", "KV of that, which went through shared memory")
-        text = "Fetches of cached KV from another node, by whether all of it came"
+        self._failures = self._counter("baton_attempt_failures", "Attempts that failed, by error", "error")
+        self._decisions = self._counter(
+            "baton_disagg_decisions", "Prefills, by the reason for their placement", "reason"
+        )
+        self._widths = self._counter("baton_prefill_widths", "Prefills by chains, by number of ranks", "width")
+        self._pushed = self._counter("baton_kv_pushed_bytes", "Bytes of KV that chains pushed to generation groups")
+        self._shared = self._counter("baton_kv_shared_bytes", "Bytes of KV that chains pushed through shared memory")
+        text = "Fetches of cached KV from another node: complete or short"
         self._fetches = self._counter("baton_prefix_fetches", text, "end")
-        self._scalings = self._counter("baton_scaling_changes", "Changes to groups that the autoscaler wanted", "move")
+        self._scalings = self._counter(
+            "baton_scaling_changes", "Changes to groups that the autoscaler requested", "move"
+        )
 
     def refused(self, error: BatonError) -> None:
         """Count a request that the queue did not accept."""
