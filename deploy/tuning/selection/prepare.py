@@ -183,7 +183,7 @@ def selections_table(outcome: "Outcome") -> "Table":
     """Return a table with one line for each selection within the cost: what it reads. The first one is taken."""
     from deploy.options.screen import number_table
 
-    title = f"selections, compared with full attention's perplexity of {outcome.full_perplexity:.2f}"
+    title = f"selections; perplexity of full attention: {outcome.full_perplexity:.2f}"
     headings = ("basis", "columns", "alpha", "most", "keys", "KV read", "perplexity")
     table = number_table(title, headings, words="basis")
     for found in outcome.found:
