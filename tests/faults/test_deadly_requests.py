@@ -19,12 +19,12 @@ from deploy.groups.surroundings import Heartbeat
 from generate_workers.config import EngineConfig
 from modeling.checkpoints.weights import load_decoder
 from orchestrator.requests.config import OrchestratorConfig
+from tests.support.clusters.processes.doomed_worker import DEADLY
 from tests.support.clusters.supervision import SupervisedCluster, supervised
 from tests.support.clusters.workers import tiny_worker
 from tests.support.engines.generation import prompt
 from tests.support.models.letter_models import MAX_TOKENS, write_letter_model
 from tests.support.models.reference import check_equal_tokens
-from tests.support.processes.doomed_worker import DEADLY
 
 pytestmark = pytest.mark.integration
 
@@ -53,7 +53,7 @@ async def doomed(folder: Path, names: Sequence[str]) -> AsyncIterator[Supervised
         num_slots=ENGINE.num_slots,
         max_tokens=MAX_TOKENS,
         heartbeat=Heartbeat(interval_s=0.5, dead_after_s=20.0),
-        processes=ProcessSpawner(300.0, "tests.support.processes.doomed_worker"),
+        processes=ProcessSpawner(300.0, "tests.support.clusters.processes.doomed_worker"),
         workers_of=workers_of,
     )
     config = OrchestratorConfig(

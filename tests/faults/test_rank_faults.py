@@ -22,13 +22,13 @@ from generate_workers.config import EngineConfig
 from modeling.checkpoints.weights import load_decoder
 from orchestrator.requests.config import OrchestratorConfig
 from prefill_workers.config import PrefillConfig
+from tests.support.clusters.processes.doomed_worker import Doom, End, Moment, is_pending
 from tests.support.clusters.supervision import SupervisedCluster, supervised
 from tests.support.clusters.workers import tiny_worker
 from tests.support.engines.generation import prompt
 from tests.support.eventually import eventually
 from tests.support.models.letter_models import MAX_TOKENS, NUM_LAYERS, write_letter_model
 from tests.support.models.reference import check_equal_tokens
-from tests.support.processes.doomed_worker import Doom, End, Moment, is_pending
 
 pytestmark = pytest.mark.integration
 
@@ -94,7 +94,7 @@ async def doomed(folder: Path) -> AsyncIterator[SupervisedCluster]:
         num_slots=engine.num_slots,
         max_tokens=MAX_TOKENS,
         heartbeat=Heartbeat(interval_s=0.5, dead_after_s=8.0),
-        processes=ProcessSpawner(300.0, "tests.support.processes.doomed_worker"),
+        processes=ProcessSpawner(300.0, "tests.support.clusters.processes.doomed_worker"),
         workers_of=workers_of,
     )
     async with supervised(plan, config=CONFIG) as made:

@@ -176,8 +176,8 @@ CHUNK = b'{"choices": [{"index": 0, "text": "Yes", "finish_reason": null}]}'
     [
         (events(CHUNK), "truncated", "ended before the answer did"),
         (events(b"[DONE]"), "empty", "no text"),
-        (events(b"{"), "bad_answer", "no JSON"),
-        (events(b"[1]"), "bad_answer", "no object"),
+        (events(b"{"), "bad_answer", "not valid JSON"),
+        (events(b"[1]"), "bad_answer", "not an object"),
         (events(CHUNK, b'{"error": {"message": "out\\nof luck"}}'), "stream_error", "out of luck"),
         (events(CHUNK, b'{"error": "gone"}'), "stream_error", "gone"),
         (b"HTTP/1.1 500 No\r\ncontent-length: 4\r\n\r\noops", "http_500", "oops"),

@@ -16,7 +16,7 @@ from baton_lab.chaos.cluster import ChaosCluster
 from baton_lab.chaos.engine_faults import EngineTrials
 from deploy.groups.surroundings import Heartbeat
 from generate_workers.config import EngineConfig
-from tests.support.processes.named_thread import child
+from tests.support.clusters.processes.named_thread import child
 
 pytestmark = [
     pytest.mark.integration,

@@ -10,7 +10,7 @@ import pytest
 
 from baton_lab.chaos.engine_faults import THREAD
 from baton_lab.chaos.held_thread import HeldThread, thread_of
-from tests.support.processes.named_thread import child
+from tests.support.clusters.processes.named_thread import child
 
 pytestmark = [
     pytest.mark.integration,

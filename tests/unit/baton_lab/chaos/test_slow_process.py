@@ -12,9 +12,9 @@ import pytest
 
 from baton_lab.chaos.slow_process import slow_down
 from deploy.groups.spawner import WorkerHandle
+from tests.support.clusters.processes.named_thread import SPINS, child
 from tests.support.eventually import eventually
 from tests.support.manual_clock import ManualClock
-from tests.support.processes.named_thread import SPINS, child
 
 pytestmark = [pytest.mark.integration, pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")]
 SHARE = 0.2
