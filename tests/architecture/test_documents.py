@@ -22,7 +22,7 @@ DOCUMENTS = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG
 DOCUMENTS += sorted((ROOT / "docs").rglob("*.md")) + sorted((ROOT / "benchmarks/results").rglob("*.md"))
 GAPS = ROOT / "docs/gaps.md"
 CAPABILITIES, BARS = "\n## Capabilities that are missing", "\n## Bars that are missed"
-PARTS = ("**Aim**", "**There**", "**Not there**", "**What would close it**")
+PARTS = ("**Aim**", "**Exists**", "**Missing**", "**To close**")
 PACKAGES = (
     "baton|baton_lab|benchmarks|deploy|generate_workers|modeling|orchestrator|planning|prefill_workers|text|transport"
 )
@@ -92,7 +92,7 @@ def test_the_contents_of_gaps_list_every_page_in_order() -> None:
     assert [anchor for _, anchor in rows] == [anchor_of(title) for title in listed]
 
 
-def test_every_capability_says_aim_what_is_there_what_is_not_and_what_would_close_it() -> None:
+def test_every_capability_states_its_aim_what_exists_what_is_missing_and_what_would_close_it() -> None:
     text = GAPS.read_text().split(CAPABILITIES)[1].split(BARS)[0]
     for page in text.split("\n### ")[1:]:
         assert [part for part in PARTS if part not in page] == [], page.splitlines()[0]
