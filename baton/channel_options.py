@@ -1,9 +1,9 @@
-"""gRPC channel options that all of Baton's servers and clients share, synchronous and asyncio; and the version by which
-both sides of a call know that they understand each other. Pure.
+"""gRPC channel options of all Baton servers and clients, synchronous and asyncio, and the check that both sides of a
+call run compatible versions. Pure.
 
-Versions that differ in their first two numbers may give one message two meanings. So a caller's version is its user
-agent, which servers check (`transport.status`) before the calls that workers and operators make, and answers name the
-server's. What clients generate with (Generate, GetModel) means the same in all versions and is not checked.
+Versions that differ in their first two numbers may read one message differently. A caller therefore sends its version
+as its user agent. Servers check it (`transport.status`) before calls of workers and operators, and answers carry the
+server's version. Generate and GetModel, which clients call, mean the same in all versions and are not checked.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ Options = tuple[tuple[str, int | str], ...]
 
 def require_version(version: str, peer: str) -> None:
     """Raise VersionMismatchError, which names `peer`, unless this version and the peer's share their first two
-    numbers. Empty: the peer has not said its version."""
+    numbers. Empty: the peer did not send its version."""
     if version.split(".")[:2] != __version__.split(".")[:2]:
         has = f"has Baton {version}" if version else "does not say its version of Baton"
         raise VersionMismatchError(f"{peer} {has}, and this side has {__version__}: run one version on both sides")
@@ -36,7 +36,7 @@ def version_of(user_agent: str) -> str:
 
 @dataclass(frozen=True)
 class Keepalive:
-    """How soon a connection notices that its peer is gone without closing it (stopped, unplugged)."""
+    """Pings by which a connection detects a peer that is gone without closing it (stopped, unplugged)."""
 
     interval_s: float = 10.0
     """Seconds of silence on a connection after which a ping is sent."""

@@ -5,7 +5,7 @@ Example:
     from baton import Client
 
     with Client("127.0.0.1:50051") as client:
-        for event in client.generate("Once upon a time", max_tokens=64):
+        for event in client.generate("The capital of France is", max_tokens=64):
             print(event.text, end="", flush=True)
 """
 
@@ -40,7 +40,7 @@ StreamT = TypeVar("StreamT", bound=BaseStream[Any])
 
 
 class _BaseClient(ABC, Generic[StreamT]):
-    """What both kinds of client have in common: how they are made, and how a request becomes a stream."""
+    """Base of both clients: their construction, and the start of a request's stream."""
 
     def __init__(
         self,
@@ -51,10 +51,10 @@ class _BaseClient(ABC, Generic[StreamT]):
         reconnect: Reconnect | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """Make a client of the server at `target`, host:port; nothing is sent yet. `api_key` identifies the caller to
-        servers that have keys; it is sent in clear text, as is everything else. `tenant` identifies the caller to
-        servers that trust their callers. Raises InvalidArgumentError for a key or tenant that is not printable ASCII.
-        """
+        """Make a client of the server at `target`, host:port, without sending anything yet. `api_key` identifies the
+        caller to servers that have keys. It is sent in clear text, like everything else. `tenant` identifies the caller
+        to servers that trust their callers. Raises InvalidArgumentError for a key or tenant that is not printable
+        ASCII."""
         self._caller = call_metadata(api_key, tenant)
         self._server = Server(target)
         self._reconnect = reconnect or Reconnect()
@@ -79,21 +79,21 @@ class _BaseClient(ABC, Generic[StreamT]):
         cache_salt: str = "",
         **sampling: Unpack[SamplingOptions],
     ) -> StreamT:
-        """Send a request and return its stream at once, which runs from now on; nothing blocks or is to be awaited.
+        """Send a request and return its running stream at once. Does not block, and is not awaited.
 
-        Give one of: `prompt`, text; `messages`, a chat as mappings with `role` and `content`; `token_ids`. Sampling
-        parameters come as keywords (the fields of SamplingParams), or as `params`, whose seed then counts even if it is
-        0. Without a seed the server draws one (`stream.output.seed`). `request_id` names the request in logs; unset,
-        one is made. `model`, if given, must be the served model's name. With `echo`, each choice's text begins with the
-        prompt's. The request ends by itself after `deadline_s` seconds from now; a server that expects the first token
-        later refuses it. `priority` is interactive, standard or batch: of a tenant's waiting
-        requests the most urgent ones are served first. `metadata` is sent as gRPC metadata, and so is the caller's
-        current span, if it traces with OpenTelemetry. With `exact`, only groups that attend to all tokens may serve the
-        request (`stream.output.exact`); where there is none, it is refused. Only requests of the same `cache_salt` use
-        each other's cached KV.
+        Give exactly one input: `prompt` (text), `messages` (a chat as mappings with `role` and `content`) or
+        `token_ids`. Sampling parameters are given as keywords (the fields of SamplingParams) or as `params`, whose seed
+        is used even if it is 0. Without a seed the server draws one (`stream.output.seed`). `request_id` names the
+        request in logs; one is generated if it is unset. `model`, if given, must be the served model's name. With
+        `echo`, each choice's text begins with the prompt's. The request ends by itself `deadline_s` seconds from now. A
+        server that expects the first token later than that refuses it. `priority` is interactive, standard or batch: of
+        a tenant's waiting requests the most urgent ones are served first. `metadata` is sent as gRPC metadata, and so
+        is the caller's current span, if it traces with OpenTelemetry. With `exact`, only groups that attend to all
+        tokens may serve the request (`stream.output.exact`); it is refused if no such group exists. Only requests of
+        the same `cache_salt` use each other's cached KV.
 
-        Raises InvalidArgumentError for a request that cannot be sent, and RequestCancelledError after `close`. The
-        stream raises what the server refuses.
+        Raises InvalidArgumentError for a request that cannot be sent, and RequestCancelledError after `close`. Errors
+        of the server are raised by the stream.
         """
         source = Source(prompt, messages, token_ids)
         request = make_request(

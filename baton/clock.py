@@ -15,8 +15,8 @@ class Clock(Protocol):
 
 
 class SteadyTime:
-    """Unix time that is read once and moved on by the monotonic clock: its differences are durations, whatever steps
-    the wall clock makes."""
+    """Unix time that is read once and then advanced by the monotonic clock. Its differences are true durations, even
+    when the wall clock is set."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

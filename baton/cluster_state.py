@@ -1,6 +1,6 @@
 """The state of a cluster and of its groups, as values and as messages. Safe to share between threads.
 
-What a worker says of itself is not converted: a GroupState holds the worker's own message, which must not change.
+Statuses of workers are not converted: a GroupState holds the worker's own message, which must not be changed.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from baton.v1.prefill_pb2 import PrefillStatus as PrefillStatus
 
 @dataclass(frozen=True)
 class GroupState:
-    """One group of workers: what the orchestrator knows of it, and what its workers say of themselves."""
+    """State of one group of workers: the orchestrator's view of it, and the statuses that its workers reported."""
 
     name: str
     role: str
@@ -27,25 +27,25 @@ class GroupState:
     """Address of each rank, host:port."""
     epoch: int
     is_ready: bool
-    """Whether new work may go to the group."""
+    """True if new work may be sent to the group."""
     num_leaked: int
     """Slots or jobs held for over 2 s by no request that the orchestrator knows."""
     num_requests: int
     """Requests of this orchestrator that the group serves."""
     is_drained: bool = False
-    """Whether the group gets no new work because an operator drained it."""
+    """True if the group gets no new work because an operator drained it."""
     is_broken: bool = False
-    """Whether the group gets no new work for a while, because attempts there failed again and again."""
+    """True if the group gets no new work for a while, because attempts on it failed repeatedly."""
     generation: GenerationStatus | None = None
-    """What a generation group said last; None for a prefill group, and while the group does not answer."""
+    """Latest status of a generation group; None for a prefill group, and while the group does not answer."""
     ranks: Mapping[int, PrefillStatus] = field(default_factory=dict)
-    """What the ranks of a prefill group said last, by rank; those that do not answer are missing."""
+    """Latest statuses of a prefill group's ranks, by rank; ranks that do not answer are missing."""
     lender: str = ""
-    """Name of the group from which the group has borrowed its worker; empty when its workers are its own."""
+    """Name of the group that lends this group its worker; empty when its workers are its own."""
 
     @property
     def readiness(self) -> str:
-        """One word that says whether the group gets work, or why it gets none: yes, no, draining, drained or broken."""
+        """Readiness of the group for new work in one word: yes, no, draining, drained or broken."""
         if self.is_drained:
             return "draining" if self.num_requests else "drained"
         if self.is_broken:
@@ -54,13 +54,13 @@ class GroupState:
 
     @property
     def statuses(self) -> tuple[GenerationStatus | PrefillStatus, ...]:
-        """What the group's workers said last, in rank order, without those that do not answer."""
+        """Latest statuses of the group's workers, in rank order, without workers that do not answer."""
         own = () if self.generation is None else (self.generation,)
         return (*own, *(self.ranks[rank] for rank in sorted(self.ranks)))
 
     @property
     def prefix_store(self) -> PrefixStoreStatus | None:
-        """The prefix store of the group's node, as one of its workers reported it; None where there is none."""
+        """The prefix store of the group's node, as one of its workers reported it; None if the node has none."""
         return next((each.prefix_store for each in self.statuses if each.HasField("prefix_store")), None)
 
     @property
@@ -71,7 +71,7 @@ class GroupState:
 
 @dataclass(frozen=True)
 class ScalingChange:
-    """A decision of the autoscaler that changed groups, or would have."""
+    """A decision of the autoscaler that changed groups, or would have changed them."""
 
     unix_ns: int
     """Instant of the decision, in unix nanoseconds."""
@@ -84,22 +84,23 @@ class Scaling:
     """The autoscaler's latest decision."""
 
     mode: str
-    """Whether decisions are carried out (act), or only reported (advise)."""
+    """Mode of the autoscaler: act (decisions are carried out) or advise (decisions are only reported)."""
     num_prefill: int
-    """Prefill groups that there are to be."""
+    """Desired number of prefill groups."""
     num_generate: int
-    """Generation groups that there are to be."""
+    """Desired number of generation groups."""
     explanation: str
     """The decision with its terms, in one line for people."""
     forecast_rate: float = 0.0
-    """Requests a second that are forecast."""
+    """Forecast number of requests a second."""
     ttft_p95_s: float = 0.0
-    """95th percentile of the time to first token that is predicted for these groups, in seconds; infinite in an
-    overload, 0 without traffic."""
+    """Predicted 95th percentile of the time to first token with these groups, in seconds; infinite in an overload, 0
+    without traffic."""
     itl_p95_s: float = 0.0
-    """95th percentile of the time between tokens that is predicted for these groups, in seconds, likewise."""
+    """Predicted 95th percentile of the time between tokens with these groups, in seconds; infinite in an overload, 0
+    without traffic."""
     changes: tuple[ScalingChange, ...] = ()
-    """The latest decisions that changed groups, or would have, oldest first."""
+    """The latest decisions that changed groups, or would have changed them, oldest first."""
 
 
 @dataclass(frozen=True)
@@ -113,17 +114,17 @@ class ClusterState:
     """Requests so far whose generation group prefilled by itself because no prefill group was ready."""
     version: str
     num_queued_tokens: int = 0
-    """Prompt tokens of the requests that wait."""
+    """Prompt tokens of the waiting requests."""
     why_not_serving: tuple[str, ...] = ()
-    """Why the health service says NOT_SERVING, one line a reason; empty while it says SERVING."""
+    """Reasons why the health service reports NOT_SERVING, one line each; empty while it reports SERVING."""
     why_degraded: tuple[str, ...] = ()
-    """Why the cluster serves worse than it could, one line a reason; empty while it does not."""
+    """Reasons why the cluster serves worse than it could, one line each; empty while it does not."""
     metrics_endpoint: str = ""
-    """Address, host:port, at which Prometheus finds /metrics; empty when there is none."""
+    """Address, host:port, at which Prometheus finds /metrics; empty when metrics are not served."""
     groups_away: tuple[str, ...] = ()
-    """Names of the groups that operators let leave: they have no workers until they are wanted again."""
+    """Names of the groups that operators removed by scaling down; they have no workers until they are added again."""
     scaling: Scaling | None = None
-    """What the autoscaler wants, and why; None while it is off, or has not decided yet."""
+    """Latest decision of the autoscaler; None while it is off, or has not decided yet."""
 
 
 def group_state_to_proto(group: GroupState) -> pb.GroupState:

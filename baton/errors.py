@@ -1,6 +1,6 @@
 """The one exception tree. `retryable` says whether the same request may succeed as a new attempt, unchanged.
 
-These errors are raised for what the outside world did; our own bugs are asserts. `baton.status` maps the tree to gRPC
+These errors have causes outside the code; bugs of Baton itself are asserts. `baton.status` maps the tree to gRPC
 status codes in one table, and rebuilds the same class on the other side.
 """
 
@@ -42,7 +42,7 @@ class UnauthenticatedError(BatonError):
 
 
 class PermissionDeniedError(BatonError):
-    """The call identifies its caller, and that caller may not ask for this."""
+    """The call identifies its caller, and that caller may not make it."""
 
 
 class RequestCancelledError(BatonError):
@@ -58,7 +58,7 @@ class NotFoundError(BatonError):
 
 
 class StalePrefixError(NotFoundError):
-    """A job was to begin after cached tokens that are no longer in the store; it may be tried without them."""
+    """A job was to begin after cached tokens that are no longer in the store; it may be retried without them."""
 
 
 class UnavailableError(BatonError):
@@ -68,7 +68,7 @@ class UnavailableError(BatonError):
 
 
 class DrainedError(UnavailableError):
-    """Operators have drained every group that could serve the request, and have to undo that before it is served."""
+    """Operators have drained all groups that could serve the request. It is not served before they undo that."""
 
     retryable = False
     retry_after_s = 30.0
@@ -100,13 +100,13 @@ class TransferError(BatonError):
 
 
 class LayoutMismatchError(TransferError):
-    """Sender and receiver do not store KV alike: model, layers, kv heads, head dim or dtype differ."""
+    """The KV layouts of sender and receiver differ: model, layers, kv heads, head dim or dtype."""
 
     retryable = False
 
 
 class ByteCountError(TransferError):
-    """A piece's payload is not as long as its token range says."""
+    """The length of a piece's payload does not match its token range."""
 
 
 class ChecksumError(TransferError):
@@ -120,7 +120,7 @@ class RangeError(TransferError):
 
 
 class IncompletePushError(TransferError):
-    """A commit was asked for while bytes are missing; the text names the first missing range."""
+    """A commit was requested while bytes are missing; the text names the first missing range."""
 
 
 class ChainError(BatonError):

@@ -3,25 +3,25 @@
 from typing import NewType
 
 RequestId = NewType("RequestId", str)
-"""Names a client's request for its whole life, over all attempts."""
+"""Id of a client's request, the same for all of its attempts."""
 
 JobId = NewType("JobId", int)
-"""Names one attempt at prefilling one request: a number that the group's sequencer gives out, ascending."""
+"""Number of one attempt at prefilling one request, assigned in ascending order by the group's sequencer."""
 
 StreamNumber = NewType("StreamNumber", int)
-"""Names one stream that an orchestrator opens at a generation group; unique over all lives of the orchestrator."""
+"""Number of one stream that an orchestrator opens at a generation group; unique across the orchestrator's restarts."""
 
 ReserveNumber = NewType("ReserveNumber", int)
-"""Names one Reserve call over all lives of an orchestrator, so that it can be undone if its answer is lost."""
+"""Number of one Reserve call, unique across the orchestrator's restarts. A call without an answer is undone by it."""
 
 SlotId = NewType("SlotId", int)
-"""Names a slot: a row of a generation group's batch."""
+"""Id of a slot: the place of one sequence in a generation group's batch."""
 
 Stamp = NewType("Stamp", int)
-"""A slot's generation: grows with every lease of that slot, so that a late writer can be told apart."""
+"""Generation of a slot, raised by every lease of that slot, so that a late writer is recognised."""
 
 Epoch = NewType("Epoch", int)
-"""Numbers the lives of a prefill group's links."""
+"""Number of one incarnation of a prefill group's links."""
 
 MAX_EPOCH = Epoch(2**48 - 1)
 """The highest epoch that a rank joins: far beyond what links ever reach, and well within the field's 64 bits."""

@@ -1,10 +1,12 @@
 """Names of prompt blocks: a name stands for the tokens of a block and for all tokens before it.
 
 The name of a prompt's block is the hash of the block's token ids and of the previous block's name. Two prompts
-therefore share exactly the names of the whole blocks at which both begin alike. The first name depends on how KV is
-stored (other weights make other KV) and on a salt: prompts with different salts share nothing. Names outlive restarts.
+therefore share exactly the names of the whole blocks of their common beginning. The first name depends on how KV is
+stored (other weights make other KV) and on a salt: prompts with different salts share no names. Names stay the same
+across restarts.
 
-The orchestrator names a prompt's blocks, and a generation group its answers' (DESIGN.md, section 5). Pure.
+The orchestrator names the blocks of prompts; a generation group names those of its answers (DESIGN.md, section 5).
+Pure.
 """
 
 import hashlib
@@ -17,7 +19,7 @@ _NAME_BYTES = 16
 
 @dataclass(frozen=True)
 class BlockNaming:
-    """What the names of blocks depend on, besides the tokens and the layout of KV."""
+    """Parameters that block names depend on, in addition to the tokens and the layout of KV."""
 
     block_tokens: int
     salt: str = ""
@@ -45,7 +47,8 @@ class PromptBlocks:
         return cls(tuple(names), block_tokens, len(token_ids))
 
     def cached_tokens(self, num_blocks: int) -> int:
-        """Return how many tokens that many cached blocks save: never the last one, which yields the first output."""
+        """Return the number of prompt tokens that `num_blocks` cached blocks save. The prompt's last token is always
+        computed, because it yields the first output."""
         most = (self.num_tokens - 1) // self.block_tokens
         return min(num_blocks, most) * self.block_tokens
 

@@ -1,7 +1,7 @@
 """Converts the values that users' clients exchange to and from their messages (proto/baton/v1). Pure.
 
-No `x_from_proto` trusts its message: what a hostile or newer peer may send raises InvalidArgumentError or
-VersionMismatchError, never an assert.
+No `x_from_proto` trusts its message: content of a hostile or newer peer may raise InvalidArgumentError or
+VersionMismatchError, but never fails an assert.
 """
 
 from collections.abc import Mapping
@@ -48,8 +48,8 @@ T = TypeVar("T", bound="DataclassInstance")
 
 
 def read(kind: type[T], message: Message, **converted: Any) -> T:
-    """Return a value of a dataclass: `converted` are some of its fields, the message has the others. A field that is
-    optional on the wire has its own default where the message leaves it unset."""
+    """Return a value of a dataclass, with the fields in `converted` and all others from the message. A field that is
+    optional on the wire keeps the dataclass's default where the message leaves it unset."""
     copied = _copied_fields(kind, message.DESCRIPTOR, *converted)
     same = {name: getattr(message, name) for name, is_optional in copied if not is_optional or message.HasField(name)}
     return kind(**same, **converted)
@@ -57,7 +57,7 @@ def read(kind: type[T], message: Message, **converted: Any) -> T:
 
 @cache
 def _copied_fields(kind: type[Any], descriptor: Descriptor, *converted: str) -> tuple[tuple[str, bool], ...]:
-    """Return the fields of a dataclass but for `converted`, and whether each is optional on the wire."""
+    """Return the fields of a dataclass except `converted`, and whether each is optional on the wire."""
     names = [each.name for each in fields(kind) if each.name not in converted]
     return tuple([(name, descriptor.fields_by_name[name].containing_oneof is not None) for name in names])
 
@@ -107,7 +107,7 @@ def params_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
 
 
 def params_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
-    """Return the message's parameters. Raises InvalidArgumentError; a list that is too long is refused uncopied."""
+    """Return the message's parameters. Raises InvalidArgumentError, for a list that is too long before copying it."""
     check_list_lengths(len(message.stop), len(message.stop_token_ids), len(message.logit_bias))
     return read(
         SamplingParams,
@@ -153,7 +153,7 @@ _FINISH_FROM_PROTO = MappingProxyType({value: reason for reason, value in _FINIS
 
 
 def finish_to_proto(finish: FinishReason | None) -> generate_pb2.FinishReason.ValueType:
-    """Return the finish reason's number on the wire: UNSPECIFIED for None, which means that the stream goes on."""
+    """Return the finish reason's number on the wire: UNSPECIFIED for None, which means that the stream continues."""
     return generate_pb2.FINISH_REASON_UNSPECIFIED if finish is None else _FINISH_TO_PROTO[finish]
 
 

@@ -1,6 +1,6 @@
 """A request's sampling parameters, validated once, where they enter.
 
-The names and defaults are those of OpenAI's and vLLM's interfaces. `modeling.forward.sampling` says what each does.
+The names and defaults are those of OpenAI's and vLLM's interfaces. `modeling.forward.sampling` applies them.
 """
 
 import copy
@@ -53,11 +53,11 @@ class SamplingParams:
     temperature: float = 0.0
     """Number that logits are divided by before sampling (<= 100); 0 is greedy."""
     top_k: int = 0
-    """How many of the most likely tokens are kept; 0 keeps all."""
+    """Number of most likely tokens that are kept; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of most likely tokens whose probability together reaches this; in (0, 1]."""
+    """Probability, in (0, 1], that the kept tokens reach together: the smallest set of most likely ones is kept."""
     min_p: float = 0.0
-    """Keep tokens that are at least this times as likely as the most likely one; in [0, 1]."""
+    """Fraction, in [0, 1], of the most likely token's probability that a token needs to be kept."""
     repetition_penalty: float = 1.0
     """Penalty for tokens seen in prompt or output: divides their positive logits and multiplies negative ones; > 0."""
     presence_penalty: float = 0.0
@@ -71,24 +71,23 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     """Strings that end the stream. At most 16, each of 1 to 1,024 characters."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the stream, besides the model's end-of-sequence tokens. At most 1,024; each is kept once."""
+    """Token ids that end the stream, as the model's end-of-sequence tokens do. At most 1,024; each is kept once."""
     include_stop_str_in_output: bool = False
     """True: the text ends with the stop string, or the text of the stop token, that ended the stream."""
     ignore_eos: bool = False
-    """Whether to go on past the model's end-of-sequence tokens."""
+    """True: the output continues after the model's end-of-sequence tokens."""
     logprobs: int | None = None
-    """How many most likely tokens to report with each output token's own logprob (0 to 20); None: no logprobs."""
+    """Number of most likely tokens to report with each output token's own logprob (0 to 20); None: no logprobs."""
     prompt_logprobs: int | None = None
-    """How many of the most likely tokens are reported with the logprob of each prompt token but the first (0 to 20),
-    from the model's own distribution, without penalties and bias; None: no logprobs."""
+    """Number of most likely tokens to report with the logprob of each prompt token except the first (0 to 20), from the
+    model's own distribution, without penalties and bias; None: no logprobs."""
     n: int = 1
     """Number of choices: independent outputs for one prompt (1 to 64). Greedy choices are all alike."""
     num_drafts: int | None = None
-    """Drafts that each step verifies for a choice (0 to 8), where the server speculates and finds as many; None: as
-    many as the server chooses."""
+    """Most drafts that a step verifies for a choice (0 to 8), if the server speculates; None: the server chooses."""
     structured_output: StructuredOutput | None = None
-    """The form that the output must have, to which its tokens are constrained; None: any text. The output may end where
-    the form is complete, and nowhere else but by `max_tokens`, a stop string or a stop token id."""
+    """Form that the output's tokens are constrained to; None: any text. The output ends where the form is complete, or
+    earlier by `max_tokens`, a stop string or a stop token id."""
 
     def __post_init__(self) -> None:
         check_list_lengths(len(self.stop), len(self.stop_token_ids), len(self.logit_bias))

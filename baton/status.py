@@ -99,7 +99,7 @@ def encode_error(error: BatonError) -> tuple[StatusCode, str, Metadata]:
 
 
 def name_of(error: BatonError) -> str:
-    """Return the error's name inside a message, beside its text."""
+    """Return the name that stands for the error's class in a message that also carries its text."""
     return table_class(error).__name__
 
 
@@ -110,7 +110,7 @@ def error_of_name(name: str, text: str, retry_after_s: float | None = None) -> B
 
 
 def from_rpc_error(error: grpc.RpcError) -> BatonError:
-    """Return the error that the other side raised, or that has the meaning of gRPC's own status."""
+    """Return the error that the other side raised, or the one that matches a status of gRPC itself."""
     status = cast(_Status, error)
     metadata = dict(status.trailing_metadata() or ())
     text = status.details() or "no details"
@@ -135,7 +135,7 @@ def translate_rpc_errors() -> Iterator[None]:
 
 
 class _Status(Protocol):
-    """What both of grpc's error classes have and their common base class does not declare."""
+    """Methods that both of grpc's error classes have and their common base class does not declare."""
 
     def code(self) -> StatusCode: ...
     def details(self) -> str | None: ...

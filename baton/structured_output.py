@@ -1,6 +1,6 @@
-"""What constrains a request's output: a JSON schema, a regular expression, a grammar or a list of texts.
+"""Constraints on a request's output: a JSON schema, a regular expression, a grammar or a list of texts.
 
-Part of `baton.sampling_params`. `text.grammars` compiles it; whether it can be compiled is the orchestrator's to say.
+Part of `baton.sampling_params`. `text.grammars` compiles them; the orchestrator checks whether they can be compiled.
 """
 
 import json
@@ -23,7 +23,7 @@ class StructuredOutput:
     json: str | None = None
     """A JSON schema, as JSON: the output is a JSON value that it allows."""
     json_object: bool = False
-    """Whether the output is a JSON object of any form."""
+    """True: the output is a JSON object of any form."""
     regex: str | None = None
     """A regular expression that matches the whole output. Without look-around and back references."""
     grammar: str | None = None
@@ -31,7 +31,7 @@ class StructuredOutput:
     choice: tuple[str, ...] = ()
     """Texts, one of which is the output. At most 1,024."""
     compiled_bytes: int = field(default=0, compare=False)
-    """Bytes that the compiled form takes, once the orchestrator has measured it; 0: not known."""
+    """Bytes of the compiled form, as measured by the orchestrator; 0: not known."""
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) not in (None, False, ())]

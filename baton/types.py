@@ -18,7 +18,7 @@ Quantization = Literal["none", "int8"]
 """Quantization of projections' weights: none, or rounded to int8 with one scale an output."""
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 DeviceName = Literal["auto", "cpu", "cuda", "emulated"]
-"""Where a worker computes: the CPU, a GPU, or the CPU in the place of a GPU, with memory of its own behind a link."""
+"""Device that a worker computes on: the CPU, a GPU, or a GPU that the CPU emulates, with own memory behind a link."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one element, by the dtype's name on the wire."""
 
@@ -45,7 +45,7 @@ class TokenRange:
 
 @dataclass(frozen=True)
 class KvLayout:
-    """How KV lies in memory and on the wire: per layer, per token one row `[2, kv_heads, head_dim]` (K, then V).
+    """Layout of KV in memory and on the wire: per layer, per token one row `[2, kv_heads, head_dim]` (K, then V).
 
     Keys are stored after RoPE. A layer's token range is one piece (docs/decisions/0002-kv-layout.md).
     """
@@ -77,7 +77,7 @@ class KvLayout:
 
 @dataclass(frozen=True)
 class LeaseRef:
-    """Names one lease of one slot. Every push, commit and abort carries it."""
+    """Identifies one lease of one slot. Every push, commit and abort carries it."""
 
     slot: SlotId
     stamp: Stamp
@@ -91,13 +91,13 @@ class Lease:
     request_id: RequestId
     attempt: int
     num_tokens: int
-    """Tokens whose KV must be there before commit: positions [0, num_tokens)."""
+    """Tokens whose KV must be present before commit: positions [0, num_tokens)."""
     endpoint: str
     """Address, host:port, of the KvReceiver that granted the lease."""
     ttl_s: float
     """Seconds without a push or renewal after which the slot is freed."""
     num_present_tokens: int = 0
-    """Leading tokens whose KV the receiver puts into the slot by itself: they are not to be pushed."""
+    """Leading tokens whose KV the receiver puts into the slot itself: senders do not push it."""
 
 
 @dataclass(frozen=True)
@@ -144,26 +144,26 @@ class DraftRound:
     """A step that verified drafts for one choice."""
 
     source: str
-    """Name of the way to draft: streaming (the model over few keys) or ngram (the text); others may come."""
+    """Name of the drafter: streaming (the model over few keys) or ngram (the text). Later versions may add others."""
     num_drafts: int
     """Drafts that were verified."""
     num_accepted: int
     """Drafts that became tokens."""
     num_tokens: int
-    """Output tokens that the step brought: the accepted drafts and, unless the choice ended with one, one more."""
+    """Output tokens of the step: the accepted drafts and one more token, unless the choice ended with a draft."""
 
 
 @dataclass(frozen=True)
 class TokenOrigin:
-    """The groups that a choice's tokens come from, from one token on."""
+    """Groups that make a choice's tokens, starting at one token."""
 
     generation: str
-    """Name of the generation group that has the choice's row."""
+    """Name of the generation group that decodes the choice."""
     prefill: str = ""
     """Name of the prefill group whose last rank sampled this one token; empty: the generation group did."""
     predicted_step_s: float = 0.0
-    """Predicted seconds of a step of the generation group without drafts, with the rows that it had when the attempt
-    was placed; 0 where nothing was predicted."""
+    """Predicted seconds of a step of the generation group without drafts, with the sequences that it had when the
+    attempt was placed; 0 where nothing was predicted."""
 
 
 @dataclass(frozen=True)
@@ -196,14 +196,14 @@ class TokenEvent:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """Which kernels compute with bfloat16 on one kind of processor; `modeling.kernels.choosing` measures it."""
+    """Kernels for bfloat16 on one kind of processor, chosen by the measurements of `modeling.kernels.choosing`."""
 
     processor: str
-    """The kind of processor: its name, and a hash of the features that tell it from others of that name."""
+    """Kind of processor: its name, and a hash of the features that distinguish it from others of that name."""
     attention: str
-    """How attention multiplies: a name of `modeling.kernels.products`."""
+    """Kind of product that attention uses, named in `modeling.kernels.products`."""
     panels: str
-    """How linear layers in C++ multiply: a name of `modeling.kernels.products`."""
+    """Kind of product that linear layers in C++ use, named in `modeling.kernels.products`."""
     torch_rows: int | None
     """Number of rows from which a linear layer is computed by torch: 1 for always, None for never."""
 

@@ -1,6 +1,6 @@
 """Builds the message of a user's call (proto/baton/v1/orchestrator.proto). Pure.
 
-Only what the message could not carry is checked here; the server checks everything else, against its model.
+Only values that the message cannot carry are checked here; the server checks the others, against its model.
 """
 
 import math
@@ -18,7 +18,7 @@ from baton.v1 import common_pb2, orchestrator_pb2
 
 MAX_DEADLINE_S = 2**32 / 1000 - 1
 BY_CHAIN = ("baton-prefill", "chain")
-"""Metadata of a call whose prompt a chain is to prefill, even if slower than the group: for measuring chains."""
+"""Metadata that makes a chain prefill the prompt, even if the generation group is faster: for measuring chains."""
 
 
 @dataclass(frozen=True)

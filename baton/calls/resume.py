@@ -1,8 +1,7 @@
-"""The state of one request's stream at its client: what came, what to send next, and when to give up.
+"""The state of one request's stream at its client: the received tokens, the next message, and when to give up.
 
-Nothing in it is hidden: prompt, parameters, seed and the tokens so far are all that a server needs to go on, so a lost
-connection costs a pause and no tokens. The synchronous and the asyncio stream (baton.calls.streams) share it. Does no
-I/O.
+A server needs only prompt, parameters, seed and the tokens so far to continue a stream, so a lost connection costs a
+pause and no tokens. The synchronous and the asyncio stream (baton.calls.streams) share this state. Does no I/O.
 """
 
 import random
@@ -25,25 +24,25 @@ from baton.types import FinishReason, SampledToken, TokenEvent
 from baton.v1 import common_pb2, generate_pb2, orchestrator_pb2
 
 DEADLINE_GRACE_S = 1.0
-"""Seconds past the deadline that a client keeps listening: the server enforces the deadline, and then sends usage."""
+"""Seconds past the deadline for which a client still reads: the server enforces the deadline, and then sends usage."""
 
 
 @dataclass(frozen=True)
 class Reconnect:
-    """How long a client tries to reach a server that does not answer."""
+    """Attempts of a client to reach a server that does not answer, and the delays between them."""
 
     num_connects: int = 3
     """Attempts to send a request to a server that never answered this client, before its error is raised (>= 1)."""
     num_resumes: int = 20
-    """Attempts in a row, without a new token, to take up a stream that was lost, or a request that was not yet taken by
-    a server that has answered before (>= 0)."""
+    """Consecutive attempts without a new token to resume a lost stream, or to send a request that a server, which has
+    answered before, has not accepted yet (>= 0)."""
     first_delay_s: float = 0.1
     """Seconds before the second attempt; doubles with each attempt."""
     max_delay_s: float = 5.0
     """Seconds between two attempts, at most."""
 
     def delay_s(self, num_failed: int, fraction: float) -> float:
-        """Return the seconds to wait after so many failures in a row. `fraction`, in [0, 1), spreads clients."""
+        """Return the seconds to wait after `num_failed` failures in a row. `fraction`, in [0, 1), spreads clients."""
         return min(self.first_delay_s * 2.0 ** min(num_failed - 1, 30), self.max_delay_s) * (0.5 + fraction / 2)
 
 
@@ -56,16 +55,16 @@ class _Output:
 
 @dataclass
 class Server:
-    """A server as one client knows it; shared by the client's streams."""
+    """State of a server as one client knows it; shared by the client's streams."""
 
     target: str
     """Address of the server, host:port."""
     was_reached: bool = False
-    """Whether the server has ever answered: then its address is right, and it is expected to come back."""
+    """True if the server has ever answered: its address is then right, and it is expected to come back."""
 
 
 class StreamState:
-    """A stream's received tokens and remaining attempts. Belongs to the reading thread; any may call `fail`."""
+    """A stream's received tokens and remaining attempts. Belongs to the reading thread; any thread may call `fail`."""
 
     def __init__(
         self,
@@ -187,7 +186,8 @@ class StreamState:
         )
 
     def _accept_started(self, started: orchestrator_pb2.Started) -> None:
-        """Take the server's announcement: a next one must serve the same model and seed, and be as exact."""
+        """Take the server's announcement. A server that continues the stream must use the same model and seed, and be
+        exact if the stream was exact so far."""
         self._started = started
         self._exact = started.exact and self._exact is not False  # tokens from earlier servers count as well
         self._request.exact |= self._exact

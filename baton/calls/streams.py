@@ -30,12 +30,12 @@ CallT = TypeVar("CallT", Call, AsyncCall)
 
 
 class BaseStream(Generic[CallT]):
-    """What both kinds of stream report about themselves; complete after the stream's end."""
+    """Base of both streams: their reports on the request, which are complete after the stream's end."""
 
     _cancelled: threading.Event | asyncio.Event
 
     def __init__(self, state: StreamState, open_call: Callable[[StreamState], CallT]) -> None:
-        """`open_call` sends the state's next request and returns the call; it does not block."""
+        """Open the first call. `open_call` sends the state's next request and returns the call without blocking."""
         self._state = state
         self._open_call: Callable[[StreamState], CallT] = open_call
         self._call: CallT = open_call(state)
@@ -79,10 +79,10 @@ class Stream(BaseStream[Call]):
     """A running request. Iterate once, in one thread; `cancel` may be called from any.
 
     Yields a TokenEvent for each token as it is made. A choice's last event has `finish` and the text held back until
-    then, and may have no token. When the server goes away, the stream waits and then continues where it was: no token
-    comes twice, none is missing. Iterating raises the BatonError that ended the request: DeadlineExceededError after
-    its deadline, RequestCancelledError after `cancel`, UnavailableError when the server stays away; `output` keeps what
-    came before.
+    then, and may have no token. When the server goes away, the stream waits and then continues where it stopped: no
+    token is repeated or missing. Iterating raises the BatonError that ended the request: DeadlineExceededError after
+    its deadline, RequestCancelledError after `cancel`, UnavailableError when the server stays away. `output` keeps the
+    tokens received before.
 
     As a context manager, it cancels the request on leaving, if it still runs.
     """

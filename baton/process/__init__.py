@@ -1,1 +1,1 @@
-"""What any process of Baton needs for itself: its cores, garbage collection, memory, and tasks that never end."""
+"""Parts of every Baton process: its cores, garbage collection, memory, and tasks that never end."""

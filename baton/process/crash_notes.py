@@ -1,10 +1,11 @@
 """Notes that outlive a worker's process: which requests it was computing, and the trace of its crash.
 
-The process makes a note when it begins. Its engine writes into it which requests a step computes (`ComputedNow`);
-Python's faulthandler appends a trace when a signal such as SIGSEGV or SIGABRT ends the process, and nothing is appended
-when the process is killed. Once the process has ended, its supervisor reads the note (`read_crash`). A note is a file
-in memory: the fingerprints of the requests in its head, which an engine maps, and the trace behind it. The process
-holds a lock on its note, by which notes that no supervisor has read are found and removed.
+The process makes a note when it begins. Its engine writes into it which requests a step computes (`ComputedNow`).
+Python's faulthandler appends a trace when a signal such as SIGSEGV or SIGABRT ends the process. Nothing is appended
+when the process is killed. Once the process has ended, its supervisor reads the note (`read_crash`).
+
+A note is a file in memory: its head, which an engine maps, holds the fingerprints of the requests, and the trace
+follows. The process holds a lock on its note. Notes without a lock that no supervisor has read are removed.
 """
 
 import contextlib
@@ -37,7 +38,7 @@ _UNREAD_S = 60.0
 
 @dataclass(frozen=True)
 class Crash:
-    """How a worker's process crashed."""
+    """Crash of a worker's process."""
 
     trace: str
     """Trace of the thread that crashed, in several lines."""
@@ -63,7 +64,7 @@ def begin_note(folder: Path = _MEMORY) -> str:
         file, path = tempfile.mkstemp(prefix=f"{_KIND}-{os.geteuid()}-", dir=folder)
         os.ftruncate(file, _HEAD_BYTES)
         os.lseek(file, 0, os.SEEK_END)
-        fcntl.flock(file, fcntl.LOCK_EX)  # for the life of the process, which never closes the file
+        fcntl.flock(file, fcntl.LOCK_EX)  # until the process ends: it never closes the file
     except OSError as error:
         logger.warning("requests that crash this worker will not be recognised: no crash note (%s)", error)
         return ""
@@ -118,6 +119,6 @@ def _sweep(folder: Path) -> None:
     """Remove this user's notes whose process has ended and whose supervisor has not read them."""
     for path in folder.glob(f"{_KIND}-{os.geteuid()}-*"):
         with contextlib.suppress(OSError), path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its process lives
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its process still runs
             if time.time() - path.stat().st_mtime > _UNREAD_S:
                 path.unlink()

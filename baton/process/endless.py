@@ -1,8 +1,8 @@
-"""Work that must not end while its owner lives: supervision, heartbeats, other watches over processes, and steps that
-are tried until they succeed.
+"""Loops that run until their task is cancelled (supervision, heartbeats, other watches over processes), and steps that
+are retried until they succeed.
 
-When a turn or a step fails, the failure is logged and reported, and the next try follows after a pause. Runs on the
-owner's loop.
+When a turn or a step fails, the failure is logged and reported, and the turn or step is retried after a pause. Runs on
+the owner's loop.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Pauses:
-    """How long a loop waits after failed turns: `first_s`, doubled by each further one in a row, to `most_s`."""
+    """Pauses of a loop after failed turns, in seconds: `first_s`, doubled by each further failure, up to `most_s`."""
 
     first_s: float
     most_s: float

@@ -1,4 +1,4 @@
-"""How much more memory processes may take on this machine or in this container."""
+"""Free memory of this machine or container."""
 
 from pathlib import Path
 
@@ -7,8 +7,9 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
-    """Return the bytes of memory that processes can still take: what the machine has available, or less where the
-    container's limit leaves less. Pages of files count as free, because the kernel drops them when memory is needed."""
+    """Return the bytes of memory that processes can still take: the machine's available memory, or the rest of the
+    container's limit if that is less. Pages of files count as free, because the kernel drops them when memory is
+    needed."""
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
     limit = cgroup / "memory.max"

@@ -1,4 +1,4 @@
-"""Names of threads that the operating system shows: Python gives them to it by itself from 3.14 on."""
+"""Thread names for the operating system to show. Python sets them itself since version 3.14."""
 
 import contextlib
 import sys

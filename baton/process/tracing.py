@@ -1,7 +1,7 @@
 """Spans of a process: the caller's trace as gRPC metadata, and the exporter of the process's own spans.
 
-W3C trace context; OTLP over gRPC. OpenTelemetry is optional (the extra `traces`): a program that has a span has loaded
-its API, so that nothing is imported here to find out.
+W3C trace context; OTLP over gRPC. OpenTelemetry is optional (the extra `traces`). A program that has a span has already
+loaded its API, so the check for a span imports nothing.
 """
 
 import asyncio
@@ -39,9 +39,9 @@ def trace_metadata() -> tuple[tuple[str, str], ...]:
 
 
 def provider_of(export: "TraceExport", about: Mapping[str, str]) -> "TracerProvider | None":
-    """Return what makes this process's spans and exports them in batches, on a thread of its own; None where no
-    collector is named. `about` is said of the process with each batch. Its owner shuts it down, which blocks. Raises
-    ConfigError without OpenTelemetry."""
+    """Return the provider that makes this process's spans and exports them in batches, on a thread of its own; None if
+    no collector is configured. `about` describes the process and is sent with each batch. The caller shuts the provider
+    down, which blocks. Raises ConfigError without OpenTelemetry."""
     if not export.otlp_endpoint:
         return None
     try:
@@ -65,8 +65,8 @@ def provider_of(export: "TraceExport", about: Mapping[str, str]) -> "TracerProvi
 
 @asynccontextmanager
 async def exported_spans(export: "TraceExport", about: Mapping[str, str]) -> "AsyncIterator[TracerProvider | None]":
-    """Yield the provider of `provider_of`, and shut it down in the end. The spans that it has not exported yet are
-    exported first, also when the block is left by an error or is cancelled; the loop runs on meanwhile."""
+    """Yield the provider of `provider_of`, and shut it down in the end. Its remaining spans are exported first, also
+    when the block is left by an error or is cancelled. The event loop is not blocked meanwhile."""
     provider = provider_of(export, about)
     try:
         yield provider

@@ -1,23 +1,23 @@
-"""Finds out whether an engine's thread still works, or hangs in a turn: a rank's turn, or a generation engine's step.
+"""Detects an engine's thread that hangs in a turn: a rank's turn, or a generation engine's step.
 
-A process that stands still does not answer heartbeats. A thread that hangs (a kernel that waits for ever, a deadlock)
-goes unnoticed otherwise: its process answers. So `prefill_workers.engine` and `generate_workers.engine.core` time their
-own turns with this watch, and their status says when a turn has stalled; the supervisor then kills the process.
+A process that has stopped does not answer heartbeats. A process whose engine thread hangs (a kernel that waits for
+ever, a deadlock) still answers them. So `prefill_workers.engine` and `generate_workers.engine.core` time their own
+turns with this watch, and their status reports a stalled turn. The supervisor then kills the process.
 
-A prediction of how long a turn may take is for an idle machine, and a first turn may have none. What tells slow from
-stuck is processor time: a thread that computes uses a core, however small its share on a crowded machine; a thread that
-hangs uses none. So the limit counts time in which the thread uses nearly no processor time, and starts over when it
-does:
+The predicted duration of a turn holds for an idle machine, and a first turn may have no prediction. Processor time
+distinguishes slow from stuck: a thread that computes uses a core, however small its share on a crowded machine, and a
+thread that hangs uses none. So the limit counts time in which the thread uses nearly no processor time, and counting
+starts over when the thread uses some:
 
-    idle    the limit: max(floor, 4 x the expected turn). A prediction that is ten times too short costs nothing here.
-    in all  30 times as long: an endless loop works too, and no turn is 30 times slower than four times expected.
+    idle    the limit: max(floor, 4 x the expected turn). A prediction that is ten times too short does no harm.
+    in all  30 limits, because an endless loop uses processor time too. No turn takes 30 x 4 times its prediction.
 
-A thread that stands still between two turns has no turn to time: an engine that knows of work then says so as it looks,
-and the watch times how long that work waits.
+A thread that stops between two turns has no turn to time. An engine that knows of work then passes `has_work` to
+`look`, and the watch times how long that work waits.
 
-A thread whose child process runs is not idle either: a first turn may compile kernels, and wait for the compiler.
+A thread whose child process runs is not idle: a first turn may compile kernels, and wait for the compiler.
 
-Between two looks at most two periods count: a watch that was not scheduled itself cannot blame the engine.
+At most two periods are counted between two looks, so that a watch that was not scheduled does not blame the engine.
 
 On CUDA the host's thread spins while it waits for the device (the runtime's default), which counts as work.
 """
@@ -32,7 +32,7 @@ from typing import Self
 from baton.clock import Clock
 
 EXPECTED_TURNS = 4
-"""The limit in expected turns: an engine that takes longer is thought to have stopped."""
+"""The limit in expected turns: an engine that takes longer is considered stopped."""
 _LOOKS = 4
 """Number of looks within the shortest limit."""
 _ENDLESS = 30
@@ -52,7 +52,7 @@ def cpu_s(thread: threading.Thread) -> float:
     """Return the seconds of processor time that a thread has used; 0 unless it runs."""
     if thread.native_id is None or not thread.is_alive():
         return 0.0
-    try:  # the number that pthread_getcpuclockid makes, which must not be asked about a thread that has ended
+    try:  # the id that pthread_getcpuclockid returns; that must not be called for a thread that has ended
         return time.clock_gettime(~thread.native_id << 3 | 6)
     except OSError:
         return 0.0
@@ -67,16 +67,16 @@ def has_child(thread: threading.Thread) -> bool:
 
 
 class TurnWatch:
-    """Times one engine's turns. The engine's thread begins and ends them, which takes no lock and reads no clock; any
-    thread looks. Pure, with its clocks passed in. `floor_s` is the shortest limit, in seconds. `cpu_s` reads the
-    processor time that the engine's thread has used, and `has_child` returns whether a process exists that the thread
-    has started."""
+    """Times one engine's turns. The engine's thread calls `begin` and `end`, which take no lock and read no clock. Any
+    thread may call `look`. Pure, with its clocks passed in. `floor_s` is the shortest limit, in seconds. `cpu_s` reads
+    the processor time that the engine's thread has used, and `has_child` returns whether a process exists that the
+    thread has started."""
 
     def __init__(
         self, clock: Clock, cpu_s: Callable[[], float], floor_s: float, has_child: Callable[[], bool] = lambda: False
     ) -> None:
         self.stall = ""
-        """Why the engine is thought to hang; empty while it works, or has no turn."""
+        """Reason why the engine is considered hung; empty while it works, or has no turn."""
         self.period_s = floor_s / _LOOKS
         """Seconds between two calls of `look`."""
         self._clock, self._cpu_s, self._has_child, self._floor_s = clock, cpu_s, has_child, floor_s
@@ -103,8 +103,8 @@ class TurnWatch:
 
     def look(self, has_work: bool = False) -> bool:
         """Update `stall`, and return whether the engine has worked since the last look, as far as is known. A turn is
-        timed from the first look at it; so is the time in which `has_work` and no turn is under way. To be called every
-        `period_s` seconds, or more often."""
+        timed from the first look at it. Time in which `has_work` is true and no turn is under way is timed alike. Call
+        this every `period_s` seconds, or more often."""
         with self._looking:
             turn, was_busy = self._begun, self._was_busy
             in_turn = turn is not self._ended

@@ -13,8 +13,8 @@ _ABANDONED_S = 3600.0
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Yield the path of a file to write, which takes the place of `path` once the `with` body has ended well. Removes
-    what killed writers left beside it."""
+    """Yield the path of a file to write. It replaces `path` once the `with` body has ended without an error. Removes
+    partial files that killed writers of `path` left in its folder."""
     for left in path.parent.glob(f"{path.name}.*.partial"):
         with contextlib.suppress(FileNotFoundError):  # another writer has removed it, or is done
             if time.time() - left.stat().st_mtime > _ABANDONED_S:

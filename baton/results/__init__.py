@@ -1,2 +1,2 @@
-"""What a client receives besides tokens, as values: completions, and how their stages ran. All are frozen and safe to
-share between threads."""
+"""Values that a client receives in addition to tokens: completions, and how their stages ran. All are frozen and safe
+to share between threads."""

@@ -16,7 +16,7 @@ class Usage:
     num_attempts: int
     """Attempts of the server at the request, since it last took the request up."""
     num_cached_tokens: int = 0
-    """Prompt tokens that the last attempt did not compute, because an equal beginning's KV was cached."""
+    """Prompt tokens that the last attempt did not compute, because the KV of an equal prefix was cached."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Completion:
     seed: int | None
     """Seed that gives the same tokens for the same request; None before the server took the request."""
     exact: bool | None
-    """True: full attention and coupled sampling all the way. False: some tokens may come from an approximate policy
+    """True: full attention and coupled sampling for all tokens. False: some tokens may come from an approximate policy
     (`timings.residency`). None before the server took the request."""
     num_prompt_tokens: int | None
     """Tokens of the prompt; None before the server took the request."""
@@ -53,7 +53,7 @@ class Completion:
     """When the request's stages began and ended, from the server's last message; None before it, and in streams that
     end without it."""
     num_resumes: int
-    """How often the client took the stream up again after losing the server."""
+    """Number of times the client resumed the stream after losing the server."""
 
     @property
     def text(self) -> str:
@@ -77,7 +77,7 @@ class ModelInfo:
 
     name: str
     max_tokens: int
-    """Tokens of prompt and output together, at most."""
+    """Largest number of tokens of prompt and output together."""
     vocab_size: int
     dtype: str
     has_chat_template: bool

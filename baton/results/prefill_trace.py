@@ -1,5 +1,5 @@
-"""How a request's prompt was prefilled, as values: what was decided, what was predicted, what was measured. All are
-frozen and safe to share between threads."""
+"""Values that show how a request's prompt was prefilled: decisions, predictions and measurements. All are frozen and
+safe to share between threads."""
 
 from dataclasses import dataclass
 
@@ -38,28 +38,28 @@ class RankTiming:
     send_s: float = 0.0
     """Seconds during which bytes for the next rank were on their way; 0 on the last rank."""
     num_bytes_shared: int = 0
-    """Bytes of those pushed that went through memory shared with the generation group's process, not over gRPC."""
+    """Pushed bytes that went through memory shared with the generation group's process, instead of gRPC."""
 
 
 @dataclass(frozen=True)
 class WidthOption:
-    """A number of ranks that a request could have had, and what was predicted for it when the request was placed."""
+    """A number of ranks that a request could have had, with the predictions made when the request was placed."""
 
     width: int
     own_s: float
     """Seconds to the prompt's end, including the time in which its ranks serve other requests first."""
     others_s: float
-    """Seconds that this width would cost other prompts, in sum: those in flight, and as many yet to come."""
+    """Seconds that this width would cost other prompts, in sum: those in flight, and the same number of later ones."""
 
     @property
     def cost_s(self) -> float:
-        """The predicted cost in seconds, own and others': the chosen width has the least."""
+        """The predicted cost in seconds, own and others' added up: the chosen width has the least."""
         return self.own_s + self.others_s
 
 
 @dataclass(frozen=True)
 class WidthChoice:
-    """How many ranks a request got, and why: of `options`, the one with the least `cost_s`."""
+    """Number of ranks that a request got, and the options that it was chosen from by the least `cost_s`."""
 
     width: int
     num_ranks: int
@@ -86,7 +86,7 @@ class WidthChoice:
 
 @dataclass(frozen=True)
 class PlacementTerms:
-    """Predicted parts of the time to a request's first token, for one way to prefill it. Seconds from its placement."""
+    """Predicted parts of the time from a request's placement to its first token, for one option to prefill it."""
 
     queue_s: float
     """Seconds in which others are served before this request."""
@@ -97,18 +97,18 @@ class PlacementTerms:
     transfer_s: float
     """Seconds of KV transfer, beyond what overlaps with computing."""
     others_s: float
-    """Seconds that this way costs other prompts, in sum."""
+    """Seconds that this option costs other prompts, in sum."""
     fetch_s: float = 0.0
     """Seconds of fetching cached KV from another node's prefix store, before the prefill."""
 
     @property
     def own_s(self) -> float:
-        """Predicted seconds from placement to the first token: all terms but others'."""
+        """Predicted seconds from placement to the first token: the sum of all terms except `others_s`."""
         return sum(seconds for name, seconds in self._terms() if name != "others_s")
 
     @property
     def cost_s(self) -> float:
-        """The predicted cost in seconds, own and others': the chosen way has the least."""
+        """The predicted cost in seconds, own and others' added up: the chosen option has the least."""
         return self.own_s + self.others_s
 
     def _terms(self) -> list[tuple[str, float]]:
@@ -121,19 +121,19 @@ class PlacementTerms:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a request was prefilled, by a chain or by its generation group itself, and why."""
+    """Choice between a chain and the generation group itself to prefill a request, with its reason."""
 
     reason: str
-    """Why, in one word. By a chain: chain_faster, always (as configured), not_predicted (no prediction for the group).
-    By the group: local_faster, never (as configured), prompt_scores, no_prefill_groups, none_ready."""
+    """Reason in one word. For a chain: chain_faster, always (as configured), not_predicted (no prediction for the
+    group). For the group: local_faster, never (as configured), prompt_scores, no_prefill_groups, none_ready."""
     chain: PlacementTerms | None = None
-    """What was predicted for a chain; None if nothing was predicted."""
+    """Prediction for a chain; None if nothing was predicted."""
     local: PlacementTerms | None = None
-    """What was predicted for the generation group's own prefill; None if nothing was predicted."""
+    """Prediction for the generation group's own prefill; None if nothing was predicted."""
 
     @property
     def is_local(self) -> bool:
-        """Whether the generation group itself prefilled the request."""
+        """True if the generation group itself prefilled the request."""
         return self.reason not in ("chain_faster", "always", "not_predicted")
 
     @property
@@ -150,13 +150,14 @@ class PrefixFetch:
     source: str
     """Name of a group of the node that had the KV."""
     num_tokens: int
-    """Tokens whose KV was to be fetched, those that were there by then included."""
+    """Tokens whose KV was to be fetched, including tokens whose KV the target had by then."""
     num_bytes: int
     """Bytes of KV that were fetched."""
     predicted_s: float
     took_s: float
     shortfall: str = ""
-    """Why not all was fetched, so that the request was placed anew, in one line; empty when all was."""
+    """Reason in one line why the fetch was incomplete, so that the request was placed again; empty if it was complete.
+    """
 
     @property
     def text(self) -> str:
@@ -168,8 +169,8 @@ class PrefixFetch:
 
 @dataclass(frozen=True)
 class PrefillTrace:
-    """How a request's prompt was prefilled: what the server decided and predicted, and what was measured. For those who
-    tune a cluster: what it holds may change with any version."""
+    """How a request's prompt was prefilled: decisions, predictions and measurements of the server. Meant for tuning a
+    cluster: its fields may change with any version."""
 
     placement: Placement | None = None
     """Where the request was prefilled, and why; None when it was not placed."""

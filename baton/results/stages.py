@@ -1,6 +1,6 @@
 """The stages of a request as intervals of time: for metrics, for traces, for `baton trace` and for the console. Pure.
 
-Instants are unix nanoseconds of the clocks of several machines. A stage whose end would lie before its start is empty.
+Instants are unix nanoseconds of the clocks of several machines. A stage whose end would be before its start is empty.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,13 +14,13 @@ Attributes = Mapping[str, str | int | float]
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a request's life."""
+    """A part of a request's lifetime."""
 
     name: str
     """queue, placement, prefill, transfer, insert or decode; prefill_rank and transfer_rank for one rank's part."""
     at: Interval
     rank: int | None = None
-    """The prefill rank whose part it is; None for the whole request's."""
+    """Prefill rank of the stage; None for a stage of the whole request."""
     attributes: Attributes = field(default_factory=dict)
 
 
@@ -48,10 +48,14 @@ def stages_of(timings: Timings, num_output_tokens: int) -> Iterator[Stage]:
 def first_token_stages(timings: Timings) -> Iterator[tuple[str, Interval]]:
     """Yield the parts of a request's time to first token, which follow each other without a gap.
 
-    The parts are: queue, until it left the queue; placement, until it had a slot, earlier attempts included; prefill,
-    until the last rank had computed; transfer, until the last byte of KV was pushed; insert, until the first token was
-    out. Where the generation group prefilled by itself there is neither transfer nor insert. Yields nothing where the
-    first token is older than the last attempt, or there was none.
+        queue      until the request left the queue
+        placement  until it had a slot, earlier attempts included
+        prefill    until the last rank had computed
+        transfer   until the last byte of KV was pushed
+        insert     until the first token was sent
+
+    Transfer and insert are missing where the generation group prefilled by itself; prefill then lasts until the first
+    token. Yields nothing if no first token was made, or if it is older than the last attempt.
     """
     if not timings.first_token_ns or not 0 < timings.leased_ns <= timings.first_token_ns:
         return
@@ -81,7 +85,7 @@ def _stages_without_token(timings: Timings) -> Iterator[tuple[str, Interval]]:
 
 
 def _decoding(timings: Timings, num_output_tokens: int) -> Attributes:
-    """Return what is known of the decode stage: the residency policy, and how drafts fared."""
+    """Return the attributes of the decode stage: output tokens, residency policy, and counts of steps and drafts."""
     found: dict[str, str | int | float] = {"gen_ai.usage.output_tokens": num_output_tokens}
     if timings.residency:
         found["baton.residency"] = timings.residency

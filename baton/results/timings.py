@@ -12,7 +12,7 @@ class DraftCounts:
     """Drafts from one source, over some steps."""
 
     source: str
-    """Name of the way to draft: streaming (the model over few keys) or ngram (the text); others may come."""
+    """Name of the drafter: streaming (the model over few keys) or ngram (the text). Later versions may add others."""
     num_rounds: int = 0
     """Steps that verified drafts, counted once for each choice that had drafts."""
     num_drafted: int = 0
@@ -45,10 +45,10 @@ class SpeculationTrace:
     """How speculative decoding served a request, over all choices and attempts since the server took the request up."""
 
     num_steps: int
-    """Steps that brought tokens, the sum over the choices: no more than tokens. A first token that a chain sampled
-    counts as one."""
+    """Steps that produced tokens, summed over the choices; at most the number of tokens. A first token that a chain
+    sampled counts as one step."""
     sources: tuple[DraftCounts, ...]
-    """Drafts of each source of which any were verified."""
+    """Drafts by source; sources without verified drafts are missing."""
 
     @property
     def text(self) -> str:
@@ -68,9 +68,9 @@ class Timings:
     first_token_ns: int
     finished_ns: int
     residency: str = ""
-    """Residency policy of the generation group, which says what KV is attended to; empty when it had none."""
+    """Residency policy of the generation group, which selects the KV that is attended to; empty when it had none."""
     prefill: PrefillTrace = field(default_factory=PrefillTrace)
-    """How the prompt was prefilled, for those who tune a cluster."""
+    """How the prompt was prefilled. Meant for tuning a cluster."""
     speculation: SpeculationTrace | None = None
     """The drafts of speculative decoding; None when none were verified."""
 

@@ -1,4 +1,4 @@
-"""Where Baton keeps files that it can make again."""
+"""Folder of files that Baton can make again."""
 
 import os
 from pathlib import Path

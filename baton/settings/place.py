@@ -1,4 +1,4 @@
-"""Where a worker runs, and its model: what its process needs besides its role's settings. Values travel as JSON."""
+"""Settings of a worker's process in addition to those of its role: place and model. Values travel as JSON."""
 
 from dataclasses import field
 from pathlib import Path
@@ -30,7 +30,7 @@ class ModelFormats:
 
 @settings
 class PrefixRoom:
-    """How much a node keeps of earlier prompts' KV."""
+    """Space of a node for the KV of earlier prompts."""
 
     prefix_share: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Fraction of each node's /dev/shm for KV of earlier prompts, reused by prompts that begin alike; 0: none."""
@@ -40,17 +40,17 @@ class PrefixRoom:
 
 @settings
 class EmulatedLink:
-    """The link between home memory and the memory of an emulated device."""
+    """The link between host memory and the memory of an emulated device."""
 
     link: ByteRate = 0
     """Bytes a second in each direction, like "25GBps"; 0: as fast as the machine copies."""
     link_latency_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Seconds that a transfer takes besides its bytes."""
+    """Seconds that a transfer takes in addition to the time for its bytes."""
 
 
 @settings
 class LogLines:
-    """How the processes of a cluster log."""
+    """Format of the log lines of a cluster's processes."""
 
     log_format: LogFormat = "text"
     """Form of a line: text, or json: an object, which names its request if it has one."""
@@ -81,7 +81,7 @@ class WorkerPlace(ModelFormats, PrefixRoom, EmulatedLink, LogLines):
     num_engines: Count = 1
     """Generation engines of the cluster, among which a machine's free memory is divided for default limits of KV."""
     kernels: tuple[KernelChoice, ...] = ()
-    """Kernels that the launcher chose for its kind of processor; workers on other kinds choose themselves."""
+    """Kernels that the launcher chose for its kind of processor; workers on other kinds choose their own."""
     secret: str = field(default="", repr=False)
     """Secret of the worker's cluster, which its callers must know; a worker without one does not start."""
     step_times: str = ""

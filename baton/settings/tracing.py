@@ -20,4 +20,4 @@ class TraceExport:
     otlp_endpoint: Annotated[str, AfterValidator(_endpoint)] = ""
     """Collector that gets each request's spans by OTLP over gRPC, like http://127.0.0.1:4317; empty: none does."""
     trace_share: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Part of the requests that are traced, among those whose callers do not say that they trace nothing."""
+    """Fraction of requests that are traced; requests whose callers turned their own tracing off never are."""
