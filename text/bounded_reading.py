@@ -27,14 +27,14 @@ class BoundedReading:
     """Bytes of requests that threads of the loop's pool are reading."""
 
     def __init__(self, max_bytes: int | None = None) -> None:
-        """`max_bytes` bounds the bytes that are being read at a time; None: as many as the free memory allows. A
-        longer request is read when no other is."""
+        """`max_bytes` bounds the bytes that are being read at a time; None: a bound from the free memory
+        (`reading_bytes`). A longer request is read only while no other is being read."""
         self._max_bytes = reading_bytes(free_bytes()) if max_bytes is None else max_bytes
         self._num_bytes = 0
 
     async def run(self, num_bytes: int, read: Callable[[], T]) -> T:
-        """Return the result of `read`, called in a thread; raises what it raises, and ResourceExhaustedError at once
-        when too many bytes are being read."""
+        """Return the result of `read`, called in a thread. Raises the errors of `read`, and ResourceExhaustedError at
+        once when too many bytes are being read."""
         self._take(num_bytes)
         given_up = threading.Event()
         reading = asyncio.get_running_loop().run_in_executor(None, _unless, given_up, read)
@@ -62,7 +62,7 @@ class BoundedReading:
 
 
 def reading_bytes(num_bytes_free: int) -> int:
-    """Return how many bytes of requests may be read at a time in a process that finds so much memory free."""
+    """Return the number of bytes of requests that a process with `num_bytes_free` of free memory may read at a time."""
     return min(MAX_READING_BYTES, int(_MEMORY_SHARE * num_bytes_free) // _MEMORY_OF_BYTE)
 
 

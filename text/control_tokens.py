@@ -1,8 +1,9 @@
 """Keeps the texts of a chat from becoming control tokens, with which only the chat template may begin and end turns.
 
-Where a text spells a control token out, `mark` cuts it between all characters, by a character that no text has. The
-template writes the marks along with the text, and `cut` removes them: it returns parts, each to be encoded by itself,
-and none of them holds the token. A chat whose texts spell none out has one part. Pure; any thread.
+Where a text spells a control token out, `mark` puts a character that no text has between all of the token's characters.
+The template writes the marks along with the text. `cut` splits the rendered chat at the marks: each part is encoded
+separately, and none of them contains the token. A chat whose texts spell no control token has one part. Pure; any
+thread.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,9 +12,10 @@ from typing import Any
 from tokenizers import AddedToken
 
 MARK = "\ufdd0"
-"""A noncharacter of Unicode, which is not for interchange; texts lose it."""
+"""A noncharacter of Unicode, not meant for interchange; it is removed from texts."""
 _CONTENT_MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-"""Tokens that begin and end parts of a message. Answers that clients send back hold them: only special ones are cut."""
+"""Tokens that begin and end parts of a message. Answers that clients send back contain them, so they are marked only if
+they are special tokens."""
 _USUAL_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "observation")
 
 
@@ -36,7 +38,8 @@ class ControlTokens:
         return value
 
     def is_part(self, role: str) -> bool:
-        """Return whether a role is part of a control token and unusual: a template may write the rest around it."""
+        """Return whether a role is unusual and part of a control token: a template may write the token's rest around
+        it."""
         return role not in _USUAL_ROLES and any(role in text for text in self._texts)
 
     def _marked(self, text: str) -> str:

@@ -1,13 +1,12 @@
 """Turns a stream's token ids into text, one at a time, and returns only text that later tokens cannot change.
 
-Used by `text.stream`, on the generation engine's thread, with one Detokenizer per stream. A Detokenizer's state follows
-from the token ids alone.
+Used by `text.stream`, on the generation engine's thread, with one Detokenizer per stream. A Detokenizer's state depends
+on the token ids alone.
 
-A character may be split over tokens: the text of an unfinished character ends in U+FFFD, and the next token decides
-what it becomes. So trailing U+FFFD are held back. How a token is spelled may depend on the token before it (a leading
-space is dropped at the start of a text). So new tokens are decoded together with the tokens that made the last returned
-text, first with the prompt's last tokens, and the difference is the new text: the tokenizer's decoder stays a black
-box.
+A character may be split over tokens: the text of an unfinished character ends in U+FFFD until the next token completes
+it. So trailing U+FFFD are held back. The text of a token may depend on the token before it (a leading space is dropped
+at the start of a text). So new tokens are decoded together with the tokens that made the last returned text, at first
+with the prompt's last tokens, and the difference is the new text. Nothing else of the tokenizer's decoder is relied on.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +15,8 @@ from itertools import islice
 _BROKEN = "\ufffd"
 _MAX_PENDING_TOKENS = 32
 _TAIL_TOKENS = 4
-"""Number of last pending tokens that `_cut` keeps: an unfinished character has fewer, so only broken ones are split.
-A character has no more tokens, so as many of a prompt spell its last character."""
+"""Number of last pending tokens that `_cut` keeps. An unfinished character has fewer tokens, so only broken characters
+are split. A whole character has at most this number, so this number of a prompt's tokens spells its last character."""
 
 
 def text_after(
@@ -31,12 +30,12 @@ def text_after(
 
 
 class Detokenizer:
-    """Incremental `decode`: the texts that `push` returns, and then the text of `flush`, add up to the text that the
-    pushed ids have after the prompt; to `decode(ids)` without one.
+    """Incremental `decode`: the texts of all calls of `push`, followed by that of `flush`, are the text that the pushed
+    ids have after the prompt. Without a prompt, that is `decode(ids)`.
 
-    There is one exception. Byte-fallback decoders turn a run of byte tokens that is not valid UTF-8 as a whole into
-    U+FFFD throughout, even its valid characters. Valid characters of such a run that a `push` has already returned stay
-    in the text. For the same reason a run that spells more than ten U+FFFD in a row may show more of them than `decode`
+    There is one exception. If a run of byte tokens is not valid UTF-8 as a whole, byte-fallback decoders turn all of it
+    into U+FFFD, even its valid characters. Valid characters of such a run that a `push` has already returned stay in
+    the text. For the same reason a run that spells more than ten U+FFFD in a row may show more of them than `decode`
     would.
     """
 
@@ -59,7 +58,7 @@ class Detokenizer:
         self._keep(self._last_character(prompt_ids), [])
 
     def push(self, token_id: int) -> str:
-        """Take the next token and return the text that became certain with it, or "" when none did."""
+        """Take the next token and return the text that became certain with it, "" if none did."""
         if self._is_silent(token_id):
             return ""
         self._pending_ids.append(token_id)

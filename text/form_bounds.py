@@ -1,4 +1,4 @@
-"""Bounds on forms that are checked before compiling: on constructs that cost much time or stack in few bytes."""
+"""Bounds on forms that are checked before compiling, for constructs of few bytes that cost much time or stack."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def check_bounds(form: StructuredOutput) -> None:
 
 def _check_schema(schema: Any) -> None:
     targets = dict[str, list[str]]()
-    """References that each definition holds, by its pointer; those of no definition under the empty name."""
+    """References in each definition, by its pointer; references outside of definitions have the empty pointer."""
     for pointer, part in _parts(schema):
         multiple = part.get("multipleOf")
         if isinstance(multiple, int | float) and not -MAX_MULTIPLE <= multiple <= MAX_MULTIPLE:
@@ -45,7 +45,7 @@ def _check_schema(schema: Any) -> None:
 
 
 def _parts(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield all objects of a schema, each with the pointer of the definition in which it is."""
+    """Yield all objects of a schema, each with the pointer of its definition; the pointer is empty outside of them."""
     waiting: list[tuple[str, Any]] = [("", schema)]
     while waiting:
         pointer, value = waiting.pop()
@@ -61,7 +61,7 @@ def _parts(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _longest(targets: dict[str, list[str]]) -> int:
-    """Return how many references at most follow each other; a circle counts once."""
+    """Return the length of the longest chain of references; a circle counts once."""
     lengths, path = dict[str, int](), ["", *targets]
     entered = set[str]()
     while path:

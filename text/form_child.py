@@ -1,9 +1,9 @@
-"""The process that compiles forms to see whether they can be: `text.form_prover` starts it, and outlives its death.
+"""The child process that checks forms by compiling them. `text.form_prover` starts it, and survives its crash.
 
-Compiling takes time, memory and stack that no one can tell from a form's size. Here each form has limits of all three;
-one that exceeds them ends this process, and no other. `python -m text.form_child FD` speaks over a socket, in JSON:
-first the model's tokenizer, its end tokens and the limit of time, then form after form, each answered before the next
-is read.
+The time, memory and stack of compiling a form cannot be predicted from its size. Here each form has limits of all
+three; a form that exceeds one ends this process, and no other. `python -m text.form_child FD` reads JSON messages from
+a socket: first the model's tokenizer, its end tokens and the limit of time, then one form after another, each answered
+before the next is read.
 """
 
 import contextlib
@@ -49,17 +49,17 @@ def main(fd: int) -> None:
         tokenizer, eos_token_ids, cpu_s = json.loads(connection.recv_bytes())
         grammars = Grammars(lambda: tokenizer, eos_token_ids, max_bytes=0)
         with contextlib.suppress(InvalidArgumentError):
-            grammars.load()  # a model without forms says so of each form
+            grammars.load()  # a model that supports no forms raises this again for each form
         _limit_memory()
         threading.stack_size(FORM_STACK_BYTES)
-        with Path(os.devnull).open("wb") as nowhere:  # the compiler tells of its end at length
+        with Path(os.devnull).open("wb") as nowhere:  # the compiler writes a long report when it aborts
             os.dup2(nowhere.fileno(), 2)
         connection.send_bytes(b"ready")
         while True:
             fields, outputs = json.loads(connection.recv_bytes())
             answer = dict[str, Any]()
             thread = threading.Thread(target=_answer, args=(answer, grammars, fields, outputs))
-            signal.setitimer(signal.ITIMER_PROF, cpu_s)  # whose signal ends the process
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)  # its signal ends the process
             thread.start()
             thread.join()
             signal.setitimer(signal.ITIMER_PROF, 0.0)
@@ -67,7 +67,7 @@ def main(fd: int) -> None:
 
 
 def _answer(answer: dict[str, Any], grammars: Grammars, fields: dict[str, Any], outputs: list[list[int]]) -> None:
-    """Compile a form, and take the tokens of each output that is said to have begun with it."""
+    """Compile a form, and take the tokens of each output that the request claims to have begun with it."""
     allocated = _allocated_bytes()
     before = allocated()
     try:
@@ -84,8 +84,8 @@ def _answer(answer: dict[str, Any], grammars: Grammars, fields: dict[str, Any], 
 
 
 def _use_one_arena() -> None:
-    """Let all threads allocate in the same addresses: the arenas of one thread after the other would reach the limit
-    of memory after some tens of forms, whatever they take."""
+    """Make all threads allocate in one arena. With an arena for each thread the addresses would reach the limit of
+    memory after some tens of forms, regardless of their size."""
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
         library.mallopt(_ARENA_MAX, 1)
@@ -99,7 +99,7 @@ def _limit_memory() -> None:
 
 
 def _allocated_bytes() -> Callable[[], int]:
-    """Return a function that says how many bytes the process has allocated: exact where its C library is glibc."""
+    """Return a function that returns the bytes that the process has allocated; exact only with glibc."""
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallinfo2"):
         return lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

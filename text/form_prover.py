@@ -1,7 +1,8 @@
-"""Proves that forms can be compiled, in child processes: a form that ends one is refused, and nothing else happens.
+"""Proves in child processes that forms can be compiled. A form that crashes its child is refused, without other effect.
 
-The orchestrator has one, for all requests; workers compile what was proven (`text.grammars`). Answers are kept, also
-refusals. One form of each owner is compiled at a time, so that no tenant keeps all children. Used on one asyncio loop.
+The orchestrator has one prover for all requests; workers compile proven forms (`text.grammars`). Answers are cached,
+also refusals. One form of each owner is compiled at a time, so that no tenant occupies all children. Used on one
+asyncio loop.
 """
 
 import asyncio
@@ -24,12 +25,13 @@ from baton.structured_output import StructuredOutput
 MAX_CHILDREN = 2
 """Number of child processes; they start when they are needed."""
 MAX_KEPT_BYTES = 32 * 2**20
-"""Bytes of forms whose answers are kept, those asked for least recently being dropped first."""
+"""Bytes of forms whose answers are kept; the least recently requested are dropped first."""
 _RETRY_S = 1.0
 _PATIENCE_S = 60.0
-"""Seconds after which a child that has not answered is ended: it has fewer of the processor, unless it was stopped."""
+"""Seconds after which a child that has not answered is ended: its processor time ends earlier, unless it was stopped.
+"""
 _MEANT = frozenset((signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGTRAP))
-"""Signals by which a form ends a child. Others came from elsewhere, and say nothing of the form."""
+"""Signals by which a form ends a child. Other signals have other causes than the form."""
 
 _Outputs = tuple[tuple[int, ...], ...]
 """Tokens of each choice of a request that is resumed."""
@@ -49,7 +51,7 @@ class _Child:
     """A child process. Used by one thread at a time."""
 
     def __init__(self) -> None:
-        """Start one, which is to be readied."""
+        """Start a process; call `ready` before `compile`."""
         self._connection, theirs = Pipe()
         with theirs:
             command = [sys.executable, "-m", "text.form_child", str(theirs.fileno())]
@@ -57,13 +59,13 @@ class _Child:
         self._is_ready = False
 
     def ready(self, load_json: Callable[[], str], eos_token_ids: Sequence[int], cpu_s: float) -> None:
-        """Give it the model's tokenizer, unless it has that. Blocks. Raises _ChildEndedError."""
+        """Send the model's tokenizer to the child, unless that was done. Blocks. Raises _ChildEndedError."""
         if not self._is_ready:
             self._ask((load_json(), list(eos_token_ids), cpu_s))
             self._is_ready = True
 
     def compile(self, form: StructuredOutput, begun: _Outputs) -> int | str:
-        """Return the bytes that the form takes, or why it is refused. Blocks. Raises _ChildEndedError."""
+        """Return the bytes of the compiled form, or the reason for refusing it. Blocks. Raises _ChildEndedError."""
         fields = {name: value for name, value in asdict(form).items() if value and name != "compiled_bytes"}
         answer = json.loads(self._ask((fields, begun)))
         found: int | str = answer["error"] if "error" in answer else answer["bytes"]
@@ -93,7 +95,7 @@ class _Child:
 
 
 class FormProver:
-    """Says of forms whether they can be compiled for one model. Close it."""
+    """Checks whether forms can be compiled for one model. The owner calls `close`."""
 
     def __init__(self, load_json: Callable[[], str], eos_token_ids: Sequence[int], cpu_s: float = FORM_CPU_S) -> None:
         """`load_json` returns the model's tokenizer as in tokenizer.json; it is called at the first form, in a thread.
@@ -115,10 +117,10 @@ class FormProver:
     async def prove(
         self, form: StructuredOutput, outputs: Sequence[Sequence[int]] = (), owner: str = ""
     ) -> StructuredOutput:
-        """Return the form with its compiled bytes. `outputs` are tokens of choices that are said to have begun.
+        """Return the form with its compiled bytes. `outputs` are tokens that choices of a resumed request claim.
 
         Raises InvalidArgumentError for a form that cannot be compiled within the limits, and for outputs that are not
-        of the form; ResourceExhaustedError when too many wait.
+        of the form. Raises ResourceExhaustedError when too many proofs are running.
         """
         begun = tuple(map(tuple, outputs)) if any(outputs) else ()
         answer = None if begun else self._kept.get(form)
@@ -163,7 +165,7 @@ class FormProver:
         return answer
 
     def _compile(self, form: StructuredOutput, begun: _Outputs) -> tuple[int | str, bool]:
-        """Return the answer of a child, and whether it would answer so again. In a thread."""
+        """Return a child's answer, and whether the answer would be the same again. Called in a thread."""
         for _ in range(2):
             if self._is_closed:
                 raise UnavailableError("this server no longer compiles forms: use another one")
@@ -201,6 +203,6 @@ class FormProver:
 
 
 def _size(form: StructuredOutput) -> int:
-    """Return the bytes that a kept form counts as: those of its text, and what the rest takes."""
+    """Return the bytes that a kept form counts as: those of its text, and a fixed number for the rest."""
     texts = [form.json or "", form.regex or "", form.grammar or "", *form.choice]
     return 1024 + 4 * sum(map(len, texts))

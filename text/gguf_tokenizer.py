@@ -3,9 +3,9 @@
 Called by `deploy.machine.model_folder`, once per model, when its GGUF file is converted. Needs numpy, never torch. The
 main part of the conversion, from llama.cpp's vocabulary to a `tokenizers` pipeline, is transformers' own. This module
 corrects the result in three places, where it differs from llama.cpp and from the tokenizer.json of the trained model:
-- Pre-tokenizers that cut out each digit first (smollm) come out as GPT-2's, which merges the spaces before a digit.
-- Llama 3 takes a word that is in the vocabulary whole, whatever the merges say, and begins with BOS by default.
-- Default special tokens (<|endoftext|>) are added beyond a vocabulary that lacks them: ids that the model cannot embed.
+- Pre-tokenizers that cut out each digit first (smollm) become GPT-2's, which merges the spaces before a digit.
+- Llama 3 takes a word of the vocabulary whole, regardless of the merges, and begins with BOS by default.
+- Default special tokens (<|endoftext|>) get ids after a vocabulary that lacks them, which the model cannot embed.
 """
 
 import json

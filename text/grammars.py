@@ -1,9 +1,9 @@
 """Grammars of constrained requests: compiled once, kept in a bounded cache, and followed by matchers.
 
 The orchestrator has proven that a request's form can be compiled (`text.form_prover`), in a child process, which uses
-this module as well. Workers compile it again and `prepare` the masks of each choice (`text.token_masks`): prefill ranks
-for the first token, generation engines for all. The library is llguidance, whose stack grows with a form's depth.
-Nothing is loaded before the first constrained request: a Grammars is free until then.
+this module as well. Workers compile the form again and `prepare` the masks of each choice (`text.token_masks`): prefill
+ranks for the first token, generation engines for all tokens. The library is llguidance, whose stack grows with a form's
+depth. Nothing is loaded before the first constrained request.
 """
 
 import json
@@ -24,14 +24,14 @@ from text.json_schemas import schema_grammar
 from text.token_masks import Matcher, TokenMasks
 
 _LEAST_BYTES = 64 * 2**10
-"""Bytes that a grammar counts as at least, and where they were not measured."""
+"""Least bytes that a grammar counts as; also the bytes of a grammar that was not measured."""
 _STACKS = Lock()
-"""Held while the stack of new threads, which is one setting of the process, is another."""
+"""Held while the stack size of new threads, a setting of the whole process, is changed."""
 _ANY_OBJECT = '{"type": "object"}'
 
 
 def _limits() -> LLParserLimits:
-    """Return limits by which a mask takes tens of milliseconds at worst; a form that exceeds them is refused."""
+    """Return limits within which a mask takes tens of milliseconds at worst; a form that exceeds them is refused."""
     return LLParserLimits(
         max_items_in_row=10_000, initial_lexer_fuel=200_000, max_lexer_states=50_000, verbose_errors=False
     )
@@ -42,12 +42,12 @@ class Grammar:
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int], num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        """Bytes that it is counted as."""
+        """Bytes that the grammar counts as."""
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._lock = Lock()
-        """Held while the matcher is copied, which no two threads may do at a time."""
+        """Held while the matcher is copied: only one thread may copy it at a time."""
 
     def matcher(self) -> Matcher:
         """Return a new Matcher at the beginning of an output."""
@@ -70,7 +70,7 @@ class Grammars:
         """Held while the tokenizer is loaded, which takes long."""
         self._tokenizer: LLTokenizer | None = None
         self._lock = Lock()
-        """Guards what follows; held for microseconds, for engines' threads wait for it."""
+        """Guards the fields below; held for microseconds only, because engines' threads wait for it."""
         self._compiled: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
         self._compiling: ThreadPoolExecutor | None = None
         self._masking: ThreadPoolExecutor | None = None
@@ -80,16 +80,16 @@ class Grammars:
         """Return the grammars of a model whose tokenizer is loaded from its folder at the first use."""
 
         def load_json() -> str:
-            from text.tokenizer import Tokenizer  # takes a second and 100 MB: spared until an output is constrained
+            from text.tokenizer import Tokenizer  # takes a second and 100 MB: loaded only once an output is constrained
 
             return Tokenizer.load(folder).to_json()
 
         return cls(load_json, eos_token_ids)
 
     def compile(self, form: StructuredOutput) -> Grammar:
-        """Return the form's grammar, from the cache if it is there. Blocks: milliseconds, and half a second at the
-        first use. Raises InvalidArgumentError for a form that cannot be compiled, naming the place in a schema, and for
-        a model whose outputs cannot be constrained."""
+        """Return the form's grammar, from the cache if possible. Blocks for milliseconds, at the first use for half a
+        second. Raises InvalidArgumentError for a form that cannot be compiled, naming the place in a schema, and for a
+        model whose outputs cannot be constrained."""
         with self._lock:
             grammar = self._compiled.get(form)
             if grammar is not None:
@@ -109,9 +109,9 @@ class Grammars:
     def prepare(
         self, form: StructuredOutput, output_ids: Sequence[int], num_choices: int = 1
     ) -> "Future[list[TokenMasks]]":
-        """Return the masks of each choice, once its next token's mask is computed. `output_ids` are the tokens that
-        each choice has already. Does not block. The future has InvalidArgumentError where `compile` raises it, and for
-        tokens that are not of the form."""
+        """Return a future of the masks of each choice, which is done once the next token's mask is computed.
+        `output_ids` are the tokens that each choice has already. Does not block. The future raises InvalidArgumentError
+        where `compile` raises it, and for tokens that are not of the form."""
         with self._lock:
             self._compiling = self._compiling or _deep_thread("grammar-compiler")
             self._masking = self._masking or _deep_thread("token-masks")
@@ -150,7 +150,7 @@ class Grammars:
 
 
 def _deep_thread(name: str) -> ThreadPoolExecutor:
-    """Return an executor of one thread, which has been started with the stack that forms need."""
+    """Return an executor of one thread, started with the stack that forms need."""
     executor = ThreadPoolExecutor(1, name)
     with _STACKS:
         before = threading.stack_size(FORM_STACK_BYTES)
@@ -179,8 +179,8 @@ def _compile(form: StructuredOutput, tokenizer: LLTokenizer) -> LLMatcher:
 
 
 def _trial_error(matcher: LLMatcher, eos_token_ids: Sequence[int]) -> str:
-    """Return why one of the output's first two masks cannot be computed, as of a form that is too complex; empty if
-    both can be. The matcher is used up."""
+    """Return why one of the output's first two masks cannot be computed (the form is too complex, for example); empty
+    if both can be. The matcher cannot be used afterwards."""
     for _ in range(2):
         mask = bytearray(matcher.compute_logit_bias())
         if matcher.is_error():

@@ -1,8 +1,8 @@
-"""Reads JSON schemas for `text.grammars`, and says where in a schema lies what is not supported.
+"""Reads JSON schemas for `text.grammars`, and names the place of an unsupported keyword in a schema.
 
-A schema is refused unless everything that it says is followed: an answer to it is valid, or it has no answer. Between
-the parts of a value an output may have one space, or a line break and spaces, so that a model that only goes on with
-spaces comes to an end.
+A schema is refused unless all of its keywords are enforced, so that every answer to an accepted schema is valid.
+Between the parts of a value an output may have one space, or a line break and up to 40 spaces. The bound ends the
+output of a model that would write spaces for ever.
 """
 
 import json
@@ -16,8 +16,8 @@ from baton.errors import InvalidArgumentError
 
 _WHITESPACE = r"( |\n {0,40})?"
 _MAPS = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
-"""Keywords whose value has schemas by name. Definitions come first: a fault in one is found there, and not where it is
-referred to."""
+"""Keywords whose value has schemas by name. Definitions come first, so that a fault in one is reported there, and not
+where the definition is referred to."""
 _LISTS = ("prefixItems", "items", "allOf", "anyOf", "oneOf")
 _SINGLES = ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains")
 _SAYS_NOTHING: dict[str, tuple[object, ...]] = {
@@ -33,14 +33,14 @@ _SAYS_NOTHING: dict[str, tuple[object, ...]] = {
 _LITERALS = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
 """JSON types of literals, by their types in Python."""
 _LOCATING_S = 0.2
-"""Processor seconds in which a fault is looked for: then the place found so far is named."""
+"""Processor seconds for locating a fault; after them the place found so far is reported."""
 
 Schema = dict[str, Any]
 
 
 def schema_grammar(text: str) -> str:
-    """Return a schema as llguidance reads it. Raises InvalidArgumentError for what is no schema, or says what is not
-    supported; it names the place by its JSON pointer."""
+    """Return a schema as a grammar for llguidance. Raises InvalidArgumentError for a text that is not a schema, and for
+    unsupported keywords, whose place it names by a JSON pointer."""
     schema = _parse(text)
     reason = _fault(schema)
     if reason:
@@ -70,7 +70,7 @@ def _parse(text: str) -> Schema:
 
 def _grammar(schema: Schema) -> str:
     text = json.dumps(schema, ensure_ascii=False)
-    if "/oneOf/" not in text:  # a reference into a list that would have another name
+    if "/oneOf/" not in text:  # a reference into a list that `_simplified` would rename
         text = json.dumps(_simplified(schema), ensure_ascii=False)
     return LLMatcher.grammar_from_json_schema(
         text,
@@ -79,8 +79,8 @@ def _grammar(schema: Schema) -> str:
 
 
 def _simplified(schema: Schema) -> Schema:
-    """Return a schema that allows the same values, without keywords that say nothing; a `oneOf` of which no two parts
-    can hold is an `anyOf`."""
+    """Return a schema that allows the same values, without keywords that allow everything. A `oneOf` whose parts
+    exclude each other becomes an `anyOf`."""
     found: Schema = {}
     for name, value in schema.items():
         if value in _SAYS_NOTHING.get(name, ()):
@@ -110,7 +110,7 @@ def _exclude_each_other(schemas: Sequence[object]) -> bool:
 
 
 def _values(schema: Schema) -> set[tuple[str, object]]:
-    """Return the values that a schema names as all that it allows, each with its type; none if one is no literal."""
+    """Return the values that a schema enumerates, each with its type; an empty set if one is not a literal."""
     named = [schema["const"]] if "const" in schema else schema.get("enum")
     if not isinstance(named, list) or not all(type(each) in _LITERALS for each in named):
         return set()
@@ -118,7 +118,7 @@ def _values(schema: Schema) -> set[tuple[str, object]]:
 
 
 def _types(schema: Schema) -> set[str]:
-    """Return the types that a schema allows: all, unless it names some."""
+    """Return the types that a schema allows: all types, unless it lists some."""
     named = schema.get("type")
     listed = named if isinstance(named, list) else [named]
     if not all(isinstance(each, str) for each in listed):
@@ -156,7 +156,7 @@ def _locate(schema: Schema, reason: str) -> tuple[str, str]:
 
 
 def _children(schema: Schema) -> Iterator[tuple[str, Schema]]:
-    """Yield the schemas that a schema is made of, each with its place."""
+    """Yield the direct subschemas of a schema, each with its place."""
     for name in _MAPS:
         children = schema.get(name)
         if isinstance(children, dict):

@@ -1,11 +1,11 @@
-"""Cuts a stream's text where its first stop string is complete: before it, or after it where the request includes it.
+"""Cuts a stream's text at the first complete stop string: before it, or after it if the request includes it.
 
 Used by `text.stream`, after the detokenizer, in the process that samples the tokens, so that generation stops at the
 token that completes a stop string.
 
-The match that is complete first wins. Of several that are complete at the same character, the one that starts first
-(the longest) wins. Text that may become part of a match is held back, so no part of a match is ever emitted, however
-the text is cut into pieces. Each stop string is matched by Knuth, Morris and Pratt's automaton (1977): each character
+The match that is complete first wins. If several are complete at the same character, the one that starts first (the
+longest) wins. Text that may become part of a match is held back, so that no part of a match is emitted, regardless of
+how the text is cut into pieces. Each stop string is matched by Knuth, Morris and Pratt's automaton (1977): a character
 costs amortized constant time per stop string, and the longest partial match is the text to hold back.
 """
 
@@ -28,9 +28,9 @@ class StopStrings:
     """Stop strings with their matching tables. Immutable: all choices of a request share one object, in any thread."""
 
     def __init__(self, stop: Sequence[str], min_tokens: int = 0, *, is_included: bool = False) -> None:
-        """`stop` holds non-empty strings. Building the tables takes 2 ms for a request's longest list. One that is
-        complete within the text of the first `min_tokens` tokens ends nothing. `is_included`: the text ends after the
-        stop string, not before it, and no text is held back."""
+        """`stop` holds non-empty strings. Building the tables takes 2 ms for a request's longest list. A stop string
+        that is complete within the text of the first `min_tokens` tokens does not end the stream. `is_included`: the
+        text ends after the stop string instead of before it, and no text is held back."""
         assert all(stop), "empty stop string"
         self.min_tokens = min_tokens
         self.is_included = is_included
@@ -77,7 +77,7 @@ def _borders(pattern: str) -> tuple[int, ...]:
 
 
 class StopChecker:
-    """Cuts one stream's text at its first stop string. Its state follows from the text, not from how it is cut."""
+    """Cuts one stream's text at its first stop string. Its state depends on the text, not on how it is cut."""
 
     def __init__(self, stop: StopStrings) -> None:
         """`stop` holds the stream's stop strings. With none, no text is ever held back."""
@@ -87,8 +87,8 @@ class StopChecker:
         self._stopped = False
 
     def push(self, text: str, *, may_stop: bool = True) -> StopResult:
-        """Take the next text and return what may be shown of it. After the stop, all text is dropped. Without
-        `may_stop`, a stop string that this text completes is text like any other."""
+        """Take the next text and return the text that may be shown. After the stop, all text is dropped. Without
+        `may_stop`, a stop string that this text completes is ordinary text."""
         if self._stopped:
             return StopResult("", True)
         if not self._matchers:
@@ -105,6 +105,6 @@ class StopChecker:
         return StopResult(buffer[:num_certain], False)
 
     def flush(self) -> str:
-        """Return the text held back, at the end of the stream; "" after a stop. Not to be followed by `push`."""
+        """Return the text held back, at the end of the stream; "" after a stop. Do not call `push` afterwards."""
         held, self._held = self._held, ""
         return held

@@ -11,7 +11,7 @@ from text.tokenizer import Tokenizer
 
 
 class TextStream:
-    """Turns one stream's token ids into the text that its client may see. Owned by the stream's row in the engine."""
+    """Turns one stream's token ids into the text that its client may see. Owned by the engine's sequence."""
 
     def __init__(self, tokenizer: Tokenizer, stop: StopStrings, prompt_ids: Sequence[int]) -> None:
         """`stop` holds the strings that end the stream. `prompt_ids` are the tokens that the stream continues."""
@@ -36,7 +36,7 @@ class TextStream:
         return self._check(self._detokenizer.push(token_id))
 
     def flush(self) -> str:
-        """Return the text held back, at the end of the stream; "" if a stop string ended it. To be called once."""
+        """Return the text held back, at the end of the stream; "" if a stop string ended it. Call once."""
         return self._check(self._detokenizer.flush()).text + self._checker.flush()
 
     def _check(self, text: str) -> StopResult:

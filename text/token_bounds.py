@@ -1,9 +1,9 @@
 """Bounds the number of tokens of a text from below without tokenizing it, so that too long prompts are refused early.
 
 Used by `text.tokenizer`, for `orchestrator.api.checks`. Every byte of a text belongs to a token, unless the tokenizer
-drops or rewrites some of the text, and no token stands for more bytes than the vocabulary's longest token. So a text
-has at least as many tokens as its number of bytes divided by that token's. For a tokenizer that is not known to keep
-every byte the bound is 0, which refuses nothing. Pure; any thread.
+drops or rewrites some of the text, and no token stands for more bytes than the vocabulary's longest token. So the
+number of a text's tokens is at least its number of bytes divided by that of the longest token. For a tokenizer that is
+not known to keep every byte the bound is 0, which refuses nothing. Pure; any thread.
 """
 
 import json
@@ -16,7 +16,8 @@ from tokenizers import models
 
 _NFC_SHRINKS = 9
 """Largest factor by which normalization to NFC shortens a text in UTF-8 bytes: a character is up to 3 times as long as
-its decomposition (U+1FEF), and that as long again as the composed character (U+0390). ASCII text keeps its length."""
+its decomposition (U+1FEF), which is up to 3 times as long as the composed character (U+0390). ASCII text keeps its
+length."""
 _WHITESPACE = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
 _MORE_WHITESPACE = "\u2028\u2029\u202f\u205f\u3000"
 _KEEPING = ("ByteLevel", "Metaspace", "Digits", "Split", "Punctuation", "UnicodeScripts")
@@ -30,15 +31,15 @@ class TokenBound:
     longest_bytes: int
     """Largest number of bytes of text that one token stands for."""
     silent: bytes
-    """Byte values that may belong to no token: the vocabulary lacks them, or they are whitespace beside a special token
-    that absorbs it."""
+    """Byte values that may belong to no token: the vocabulary lacks them, or they are whitespace next to a special
+    token that absorbs it."""
     shrinks: int
     """Largest factor by which the tokenizer's normalization shortens a text that is not ASCII; 1 if it does not."""
 
     def min_tokens(self, text: str) -> int:
         """Return a lower bound on the number of tokens of `text`."""
         shrinks = 1 if text.isascii() else self.shrinks
-        if shrinks > 1 and self.silent:  # normalization may make a silent byte of any character
+        if shrinks > 1 and self.silent:  # normalization may turn any character into a silent byte
             return 0
         data = text.encode(errors="surrogatepass")
         num_bytes = len(data.translate(None, self.silent)) if self.silent else len(data)

@@ -1,10 +1,10 @@
 """The tokens that may come next in one constrained output, computed ahead of their use on a thread of their own.
 
 `text.grammars` makes a TokenMasks for each choice of a request. Its owner is the engine's thread, which appends the
-choice's tokens and, when it samples the next one, asks for a mask. Each appended token starts the computation of the
-mask behind it, which runs while the step's forward pass does; the engine's thread waits only for a mask that is not
-ready by then. Drafted tokens take the same way: dropping them moves a pointer back, and appending them again finds
-their masks computed.
+choice's tokens and requests a mask when it samples the next one. Each appended token starts the computation of the mask
+after it, which runs during the step's forward pass. The engine's thread waits only for a mask that is not ready by
+then. Drafted tokens are appended as well: dropping them moves a pointer back, and appending them again finds their
+masks computed.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from baton.errors import InvalidArgumentError
 
 Mask = NDArray[np.float32]
-"""The most that each token's logit may be, by token id: infinity, or minus infinity for a token that may not come next.
-Tokens beyond its end may not, either. A minimum takes a tenth of the time of what is chosen by truth values."""
+"""Upper bound of each token's logit, by token id: infinity, or minus infinity for a token that may not come next.
+Tokens beyond the array's end may not come next either. Applying it by a minimum takes a tenth of the time that a bool
+mask takes."""
 _CEILINGS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf)
 _CEILINGS_OF_BYTE = _CEILINGS.astype(np.float32)
 """The ceilings of eight tokens, by the byte of their bits."""
@@ -28,17 +29,17 @@ class Matcher:
     """A grammar's position in one output. Used by one thread at a time."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
-        """`matcher` is the Matcher's own from now on, and has consumed nothing."""
+        """Take over `matcher`, which has consumed no token; the caller does not use it any more."""
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._num_tokens = 0
         self._end: int | None = None
-        """Number of tokens before the end-of-sequence token, once there is one. The library's matcher is given neither
-        that nor what follows: it does not count an end that it has foreseen, and so could not undo it."""
+        """Number of tokens before the end-of-sequence token; None before it. The library's matcher is given neither
+        that token nor later ones: it does not count an end that it has foreseen, and so could not undo it."""
 
     def go_to(self, num_tokens: int) -> None:
-        """Undo the tokens behind the first `num_tokens`."""
+        """Undo the tokens after the first `num_tokens`."""
         num_consumed = self._num_tokens if self._end is None else self._end
         if num_tokens < num_consumed:
             self._matcher.rollback(num_consumed - num_tokens)
@@ -57,7 +58,7 @@ class Matcher:
             self._num_tokens += 1
 
     def mask(self) -> Mask:
-        """Return which tokens may come next. Raises InvalidArgumentError when the grammar exceeds a limit here."""
+        """Return the mask of the next token. Raises InvalidArgumentError when the grammar exceeds a limit here."""
         if self._end is not None:
             ended = np.full(self._vocab_size, -np.inf, dtype=np.float32)
             ended[list(self._eos_token_ids)] = np.inf
@@ -72,10 +73,10 @@ class Matcher:
         return _CEILINGS_OF_BYTE.take(bits, axis=0).reshape(-1)[: self._vocab_size]
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """Return how many of these tokens, one behind the other, the grammar allows next."""
+        """Return how many of these tokens the grammar allows next, in this order, up to the first that it refuses."""
         if self._end is not None or not token_ids:
             return 0
-        if token_ids[0] in self._eos_token_ids:  # which the library does not validate where it has foreseen the end
+        if token_ids[0] in self._eos_token_ids:  # the library does not validate it where it has foreseen the end
             return int(self._matcher.is_accepting())
         return self._matcher.validate_tokens(list(token_ids))
 
@@ -88,11 +89,11 @@ class Matcher:
 
 
 class TokenMasks:
-    """The masks of one choice, by the tokens that it has so far. Owned by the thread that appends."""
+    """The masks of one choice after each of its latest tokens. Owned by the thread that appends."""
 
     def __init__(self, matcher: Matcher, num_tokens: int, mask: Mask, thread: Executor) -> None:
-        """`matcher` has consumed the choice's first `num_tokens` tokens, behind which `mask` holds. `thread` has one
-        thread, which alone uses the matcher from now on."""
+        """`matcher` has consumed the choice's first `num_tokens` tokens, and `mask` is the mask after them. `thread`
+        has one thread, which alone uses the matcher from now on."""
         self._matcher = matcher
         self._thread = thread
         ready: Future[Mask] = Future()
@@ -100,19 +101,19 @@ class TokenMasks:
         self._start = num_tokens
         """Number of tokens before those in `_token_ids`."""
         self._token_ids: list[int] = []
-        """Tokens whose masks are kept, those behind the pointer being dropped or foreseen ones."""
+        """Tokens whose masks are kept; tokens after the pointer were dropped or foreseen."""
         self._masks = [ready]
-        """The mask before, and behind each of, `_token_ids`."""
+        """The mask before the first of `_token_ids`, and the masks after each of them."""
         self._place = 0
-        """The pointer: how many of `_token_ids` the choice has."""
+        """The pointer: number of `_token_ids` that the choice has."""
 
     def allowed(self) -> Mask:
-        """Return which tokens may come next; waits for it. Raises InvalidArgumentError for a token that the grammar
-        does not allow among those appended, and where the grammar exceeds a limit."""
+        """Return the mask of the next token; waits until it is computed. Raises InvalidArgumentError if the grammar
+        does not allow one of the appended tokens, and where the grammar exceeds a limit."""
         return self._masks[self._place].result()
 
     def append(self, token_id: int) -> None:
-        """Note the next token, and start to compute the mask behind it unless that was done."""
+        """Note the next token, and start to compute the mask after it unless that was done."""
         if self._token_ids[self._place : self._place + 1] != [token_id]:
             del self._token_ids[self._place :], self._masks[self._place + 1 :]
             num_before = self._start + self._place
@@ -121,14 +122,13 @@ class TokenMasks:
         self._place += 1
 
     def drop(self, num_tokens: int) -> None:
-        """Forget the latest tokens, which were appended since the last `settle`, as if they had never been; their masks
-        are kept."""
+        """Undo `append` of the last `num_tokens` tokens, all appended since the last `settle`. Their masks are kept."""
         assert num_tokens <= self._place, (num_tokens, self._place)
         self._place -= num_tokens
 
     def foresee(self, token_ids: Sequence[int]) -> int:
-        """Return how many of these drafted tokens, one behind the other, are allowed next, and start to compute the
-        masks behind them. Waits for masks that were started before."""
+        """Return how many of these drafted tokens are allowed next, in this order, up to the first that is refused.
+        Start to compute the masks after the allowed ones. Waits for masks that were started before."""
         num_known = 0
         for known, token_id in zip(self._token_ids[self._place :], token_ids, strict=False):
             if known != token_id:
@@ -145,8 +145,8 @@ class TokenMasks:
         return num_known + num_new
 
     def settle(self, num_drafts: int) -> None:
-        """Wait for the mask of the next token, and for those behind the drafts that follow, which were foreseen, or
-        appended and dropped. Raises what `allowed` raises. The tokens before can no longer be dropped."""
+        """Wait for the mask of the next token, and for the masks after the next `num_drafts` drafts, which were
+        foreseen, or appended and dropped. Raises the errors of `allowed`. Earlier tokens can no longer be dropped."""
         del self._token_ids[: self._place], self._masks[: self._place]
         self._start += self._place
         self._place = 0

@@ -3,7 +3,7 @@
 Used by `orchestrator.api.checks`, which turns prompts and chats into token ids, and by `generate_workers.engine`, which
 turns token ids back into text through `Tokenizer.detokenizer`.
 
-A Tokenizer is read-only after `load`, so any thread may use it; while one thread encodes, other threads run on.
+A Tokenizer is read-only after `load`, so any thread may use it. Encoding does not block other threads.
 `transformers.AutoTokenizer` would import torch; `TokenizersBackend`, which it chooses in the end, does not.
 """
 
@@ -28,16 +28,16 @@ from text.detokenizer import Detokenizer, text_after
 from text.token_bounds import token_bound
 
 _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""What templates raise for what they do not support, by purpose or not."""
+"""Errors that templates raise, on purpose or not, for values that they do not support."""
 Messages = Sequence[Mapping[str, Any]]
 """A conversation: each message has a `role` and a `content`, and may have the fields of tool calls."""
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 _MESSAGE_FIELDS = ("role", "content")
 _TOOL_FIELDS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
-"""Fields that a message may have besides: calls of tools, their answers, and how the model came to it."""
+"""Further fields that a message may have: calls of tools, their answers, and the model's reasoning."""
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 _OWN_OPTIONS = frozenset(signature(TokenizersBackend.apply_chat_template).parameters) | {"messages"}
-"""Names that a template's options may not have: they are what renders it."""
+"""Names that a template's options may not have: parameters of the function that renders it."""
 
 
 class Ending(Enum):
@@ -48,7 +48,7 @@ class Ending(Enum):
     MESSAGE = auto()
     """With the end of the last message."""
     OPEN = auto()
-    """Within the last message, behind its text: the model goes on with it."""
+    """Within the last message, after its text: the model continues it."""
 
 
 class Tokenizer:
@@ -63,7 +63,7 @@ class Tokenizer:
         added = self._core.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._control = None if control_tokens_in_text else ControlTokens(added.values(), str(backend.chat_template))
-        """None: control tokens in texts of chats are control tokens."""
+        """None: control tokens that texts of chats spell out are encoded as control tokens."""
         self._guard = next((token.content for token in added.values() if _is_guard(self._core, token)), "")
         self._vocab_size = 1 + max(self._core.get_vocab(with_added_tokens=True).values())
         self._bound = token_bound(self._core)
@@ -71,7 +71,7 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: Path, *, control_tokens_in_text: bool = False) -> Self:
         """Read tokenizer.json, tokenizer_config.json and the chat template, without network or code from the folder.
-        `control_tokens_in_text`: whether control tokens that are spelled out in the texts of a chat are control tokens.
+        `control_tokens_in_text`: control tokens that texts of a chat spell out are encoded as control tokens.
         Blocks for a second at the first call. Raises ModelError for missing or bad files."""
         if not (folder / "tokenizer.json").is_file():
             raise ModelError(f"no tokenizer.json in {folder}: {_remedy(folder)}")
@@ -100,7 +100,7 @@ class Tokenizer:
         return str(self._hf.get_chat_template(tools=[{}] if for_tools else None))
 
     def silent_tokens(self, texts: Sequence[str]) -> dict[int, str]:
-        """Return those of the texts that are one special token, by its id: `decode` gives them no text."""
+        """Return the texts that are one special token each, by token id: `decode` gives them no text."""
         ids = {self._core.token_to_id(text): text for text in texts}
         return {token_id: text for token_id, text in ids.items() if token_id in self._special_ids}
 
@@ -116,7 +116,7 @@ class Tokenizer:
         return text
 
     def has_tokens_of(self, other: "Tokenizer") -> bool:
-        """Return whether both tokenizers mean the same tokens by the same ids, those that were added included."""
+        """Return whether both tokenizers have the same tokens, added ones included, under the same ids."""
         mine, theirs = (each._core.get_vocab(with_added_tokens=True) for each in (self, other))
         return bool(mine == theirs)
 
@@ -142,10 +142,10 @@ class Tokenizer:
         options: Mapping[str, Any] = NO_OPTIONS,
         ending: Ending = Ending.TURN,
     ) -> str:
-        """Return a conversation as text in the model's chat template, which ends as `ending` says.
+        """Return a conversation as text in the model's chat template, with the given `ending`.
 
-        `tools` are functions that the model may call, as OpenAI's API describes them; `options` are further variables
-        of the template, such as enable_thinking. The template writes all special tokens itself: those that the
+        `tools` are functions that the model may call, as OpenAI's API describes them. `options` are further variables
+        of the template, such as enable_thinking. The template writes all special tokens itself; special tokens that the
         arguments spell out are marked, so that `encode_rendered` encodes them as text. Raises InvalidArgumentError for
         bad messages or options and for a model without a template, and ModelError for a broken template.
         """
@@ -169,7 +169,7 @@ class Tokenizer:
         ids = self._encode(first, "messages", add_special_tokens=False)
         if others:
             different = list(dict.fromkeys(others))
-            # behind a token that tokenizers cut a text at, a part has no mark of a text's beginning
+            # after a token at which tokenizers cut a text, a part gets no mark of a text's beginning
             found = self._encode_all([self._guard + part for part in different], add_special_tokens=False)
             ids_of = dict(zip(different, found, strict=True))
             for part in others:
@@ -177,7 +177,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, with_special: bool = False) -> str:
-        """Return the text of token ids. Special tokens add no text, unless `with_special`; nor do unknown ids; broken
+        """Return the text of token ids. Unknown ids add no text. Special tokens add none unless `with_special`. Broken
         UTF-8 becomes U+FFFD."""
         return self._core.decode(ids, skip_special_tokens=not with_special)
 
@@ -231,7 +231,7 @@ class Tokenizer:
 
 
 def _is_guard(core: Core, token: AddedToken) -> bool:
-    """Return whether what follows the token in a text is encoded as it would be in a text's middle, behind one id."""
+    """Return whether text after the token is encoded as in the middle of a text, after the token's one id."""
     if not token.special or token.lstrip or token.rstrip or token.single_word or token.normalized:
         return False
     return core.encode(token.content + "a", add_special_tokens=False).ids[:1] == [core.token_to_id(token.content)]
