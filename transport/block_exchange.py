@@ -3,7 +3,7 @@
 The orchestrator calls Fetch at a worker of the node where an attempt is about to run, and that worker calls Read at a
 worker of the node that has the blocks (`transport.block_pieces`). The store is a port (`transport.block_store`). Runs
 on the process's asyncio loop; the store's own methods run on threads of the exchange, because they wait for locks and
-disks. A call holds one block at a time, and few calls run at once; the others wait for their turn.
+disks. A call holds one block at a time. Few calls run at once; the others wait.
 """
 
 import asyncio
@@ -71,8 +71,8 @@ class BlockExchange:
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
 
     async def read(self, request: exchange_pb2.ReadBlocksRequest, context: Context) -> AsyncIterator[bytes]:
-        """Send blocks as encoded pieces, one after the other: no view of a block leaves this method. Raises
-        StalePrefixError at the first one that the store does not have, LayoutMismatchError for another layout, and
+        """Send blocks as encoded pieces, one after another; no view of a block leaves this method. Raises
+        StalePrefixError at the first block that the store does not have, LayoutMismatchError for another layout, and
         InvalidArgumentError for a bad field."""
         layout = self._store.layout
         if request.layout_fingerprint != layout.fingerprint:
@@ -90,8 +90,8 @@ class BlockExchange:
                 del block  # lets the store evict it
 
     async def fetch(self, request: exchange_pb2.FetchBlocksRequest, context: Context) -> exchange_pb2.FetchBlocksReply:
-        """Copy the blocks that the store lacks, and say what is stored then. A failure on the way ends the copying, and
-        is part of the answer: whole blocks stay. Raises InvalidArgumentError for a bad field."""
+        """Copy the blocks that the store lacks, and report the blocks stored afterwards. A failure ends the copying and
+        is reported in the reply; blocks copied before it stay. Raises InvalidArgumentError for a bad field."""
         block_tokens, within_s = _block_tokens(request.block_tokens), request.within_s
         if not request.endpoint:
             raise InvalidArgumentError("endpoint is empty: name a worker of the node that has the blocks")
@@ -112,7 +112,7 @@ class BlockExchange:
         return reply
 
     async def _bring(self, endpoint: str, run: BlockRun, reply: exchange_pb2.FetchBlocksReply) -> None:
-        """Look for the blocks here, wait for those that other calls are copying, and copy the others."""
+        """Count the blocks that the store has, wait for blocks that other calls are copying, and copy the others."""
         while reply.num_stored < len(run.names):
             names = run.names[reply.num_stored :]
             if (coming := self._coming.get(names[0])) is not None:
@@ -131,7 +131,7 @@ class BlockExchange:
 
     @contextmanager
     def _claimed(self, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
-        """Claim the first blocks, up to one that another call is copying already, until they are stored or given up."""
+        """Claim the leading blocks that no other call is copying, until they are stored or given up."""
         claimed = {name: asyncio.Event() for name in takewhile(lambda name: name not in self._coming, names)}
         self._coming.update(claimed)
         try:
@@ -174,7 +174,7 @@ class BlockExchange:
         reply.num_stored += 1
 
     async def _on_thread(self, work: Callable[[], Result]) -> Result:
-        """Run `work` on a thread. Cancelling the call does not stop work that has begun: it ends by itself, whole."""
+        """Run `work` on a thread. Cancelling the call does not stop work that has begun: it runs to its end."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 

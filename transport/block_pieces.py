@@ -1,8 +1,8 @@
 """Blocks of cached KV as pieces on the wire: cut into checksummed pieces by the sender, put together by the receiver.
 
-The pieces are those of a push (`transport.kv_frame`), without a lease, in ascending order: some of a layer's tokens
-where a layer is large, several whole layers where it is small. Used by `transport.block_exchange` on both sides. Pure,
-but for `read_blocks`; on the loop.
+The pieces have the format of a push (`transport.kv_frame`), without a lease, and come in ascending order. A piece holds
+some of a layer's tokens where a layer is large, several whole layers where it is small. Used by
+`transport.block_exchange` on both sides. Pure, except `read_blocks`; on the loop.
 """
 
 import asyncio
@@ -41,8 +41,8 @@ class BlockRun:
 
 
 def frames_of(block: OpenBlock, layout: KvLayout, tokens: TokenRange) -> Iterator[bytes]:
-    """Yield a block's pieces as encoded messages, in the order in which BlockAssembly takes them. Copies each piece
-    once; a piece has MAX_PIECE_BYTES at most, or one token of a layer."""
+    """Yield a block's pieces as encoded messages, in the order that BlockAssembly requires. Copies each piece once. A
+    piece has MAX_PIECE_BYTES at most, or is one token of a layer."""
     num_rows = max(MAX_PIECE_BYTES // layout.row_bytes, 1)
     num_layers = max(num_rows // len(tokens), 1)
     for first in range(0, layout.num_layers, num_layers):
@@ -63,13 +63,13 @@ def frames_of(block: OpenBlock, layout: KvLayout, tokens: TokenRange) -> Iterato
 
 @dataclass
 class BlockAssembly:
-    """A block that is being received: takes its pieces in order, and nothing else."""
+    """A block that is being received, whose pieces must be added in order."""
 
     name: str
     tokens: TokenRange
     layout: KvLayout
     pieces: list[BlockPiece] = field(default_factory=list)
-    """Rows so far, layer by layer; views of the messages in which they came."""
+    """Pieces received so far, layer by layer; views of the messages in which they came."""
     _layer: int = 0
     _start: int = field(init=False)
 
@@ -78,7 +78,7 @@ class BlockAssembly:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether all rows of the block are there."""
+        """Return whether all pieces of the block have been added."""
         return self._layer == self.layout.num_layers
 
     def add(self, header: kv_pb2.KvPieceHeader, payload: memoryview) -> None:
@@ -118,9 +118,9 @@ async def read_blocks(
 ) -> AsyncGenerator[BlockAssembly, None]:
     """Read blocks from the worker behind the channel, and yield each one when it is complete.
 
-    Holds one block at a time, besides what gRPC's flow control lets come ahead. Raises what `BlockAssembly.add` raises,
-    StalePrefixError when the worker does not have the next block, and UnavailableError when it is gone. Close the
-    iterator to end the call.
+    Holds one block at a time, in addition to the messages that gRPC's flow control admits ahead. Raises the errors of
+    `BlockAssembly.add`, StalePrefixError when the worker does not have the next block, and UnavailableError when the
+    worker is gone. Close the iterator to end the call.
     """
     read: grpc.aio.UnaryStreamMultiCallable[exchange_pb2.ReadBlocksRequest, Piece] = channel.unary_stream(
         f"/{SERVICE}/Read", exchange_pb2.ReadBlocksRequest.SerializeToString, decode_piece

@@ -1,7 +1,7 @@
 """The port through which blocks of cached KV enter and leave `transport`: a node's prefix store.
 
-Called by `transport.block_exchange`; implemented by `modeling.prefix_store.whole_blocks`, which need not know gRPC. A
-block is the KV of some consecutive tokens of a prompt, in all layers, and its name stands for those tokens and all
+Called by `transport.block_exchange`; implemented by `modeling.prefix_store.whole_blocks`, which does not depend on
+gRPC. A block is the KV of some consecutive tokens of a prompt, in all layers. Its name stands for those tokens and all
 tokens before them. All methods may wait for locks and disks, so they are called on threads.
 """
 
@@ -15,7 +15,7 @@ BlockPiece = tuple[int, TokenRange, memoryview]
 
 
 class OpenBlock(Protocol):
-    """One stored block. The store keeps the block for as long as this object or a view of its bytes lives."""
+    """One stored block. The store keeps the block as long as this object or a view of its bytes exists."""
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
         """Return the bytes of some of the block's tokens in `layer`, without a copy."""
@@ -23,11 +23,11 @@ class OpenBlock(Protocol):
 
 
 class Stored(Protocol):
-    """What has become of a block that was to be stored."""
+    """Result of storing a block."""
 
     @property
     def stored(self) -> tuple[str, ...]:
-        """Name of the block if the store has it now; empty when there was no room."""
+        """Name of the block if the store has it now; empty if no room could be made."""
         ...
 
     @property
@@ -50,11 +50,11 @@ class BlockStore(Protocol):
         ...
 
     def open_block(self, name: str, tokens: TokenRange) -> OpenBlock:
-        """Return a stored block, which is to be the KV of `tokens`. Raises StalePrefixError when it is not stored, or
-        of another size, and InvalidArgumentError for a malformed name."""
+        """Return a stored block, which must be the KV of `tokens`. Raises StalePrefixError when the block is not
+        stored or has another size, and InvalidArgumentError for a malformed name."""
         ...
 
     def put_block(self, name: str, tokens: TokenRange, pieces: Sequence[BlockPiece], spared: Collection[str]) -> Stored:
-        """Store a block, whole or not at all: `pieces` are all rows of `tokens`, each once. Evicts blocks that are not
-        in `spared` if there is no room. Raises ConfigError when the store's folder is gone, and OSError."""
+        """Store a block, whole or not at all: `pieces` cover all layers of `tokens`, each once. Evicts blocks that are
+        not in `spared` to make room. Raises ConfigError when the store's folder is gone, and OSError."""
         ...

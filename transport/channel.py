@@ -21,9 +21,9 @@ MAX_PENDING_S = 3600
 
 
 def make_server(keepalive: Keepalive | None = None, *, check: Check | None = None) -> grpc.aio.Server:
-    """Make a server whose methods may raise BatonErrors, which become statuses; `check` may refuse each call first, as
-    `ClusterSecret.check` does for callers from outside the cluster. The caller adds servicers, calls `bind`, then
-    starts it."""
+    """Make a server whose methods may raise BatonErrors, which become statuses. `check` runs before each call and may
+    refuse it, as `ClusterSecret.check` does for callers from outside the cluster. The caller adds servicers, calls
+    `bind`, then starts the server."""
     return grpc.aio.server(
         interceptors=(StatusInterceptor(check),),
         options=(
@@ -32,7 +32,7 @@ def make_server(keepalive: Keepalive | None = None, *, check: Check | None = Non
             ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
             ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_CALLS),
             ("grpc.server_max_unrequested_time_in_server", MAX_PENDING_S),
-            # Clients may ping as often as `make_channel` tells them to, with and without calls.
+            # Clients may ping as often as `make_channel` makes them, with and without calls.
             ("grpc.http2.min_ping_interval_without_data_ms", 500),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
             ("grpc.http2.max_ping_strikes", 0),
@@ -54,7 +54,7 @@ def bind(server: grpc.aio.Server, host: str, port: int = 0) -> int:
 def make_channel(
     target: str, keepalive: Keepalive | None = None, *, secret: ClusterSecret | None = None
 ) -> grpc.aio.Channel:
-    """Make a channel to host:port, with a connection of its own that opens at the first call and reopens. With
-    `secret`, each call proves that the caller belongs to the cluster: only for targets that are in it."""
+    """Make a channel to host:port, with a connection of its own that opens at the first call and reconnects by itself.
+    With `secret`, each call proves that the caller belongs to the cluster. Pass it only for targets in that cluster."""
     channel = grpc.aio.insecure_channel(target, options=channel_options(keepalive or Keepalive()))
     return channel if secret is None else IdentifiedChannel(channel, secret.metadata)

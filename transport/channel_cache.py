@@ -1,8 +1,8 @@
 """Keeps a worker's channels to other workers open: one per endpoint, with a bound on idle ones.
 
-Workers come and go with new ports while one lives on; a channel to a worker that is gone would hold its memory and try
-to connect for ever. Knows no gRPC: a channel is any object that can be closed. Used by `prefill_workers.servicer` and
-`transport.block_exchange`, on the loop.
+Other workers restart with new ports while this worker runs. Without a bound, channels to workers that are gone would
+keep their memory and try to connect for ever. Does not depend on gRPC: a channel is any object that can be closed. Used
+by `prefill_workers.servicer` and `transport.block_exchange`, on the loop.
 """
 
 from collections import Counter, OrderedDict
@@ -21,7 +21,8 @@ Channel = TypeVar("Channel", bound=Closable)
 
 
 class ChannelCache(Generic[Channel]):
-    """Open channels by endpoint, at most `most` or as many as are in use. Closes the least recently used idle ones."""
+    """Open channels by endpoint: at most `most`, or more while more are in use. Closes the least recently used idle
+    ones."""
 
     def __init__(self, make: Callable[[str], Channel], most: int = 64) -> None:
         self._make = make
@@ -45,7 +46,7 @@ class ChannelCache(Generic[Channel]):
             await self._close_excess()
 
     async def close(self) -> None:
-        """Close all channels; to be called once none is in use."""
+        """Close all channels. Call once none is in use."""
         while self._channels:
             _, channel = self._channels.popitem()
             await channel.close()

@@ -21,7 +21,7 @@ class Added(Enum):
 class Coverage:
     """The pieces (layer, token range) that have arrived, of tokens [0, num_tokens) in `num_layers` layers.
 
-    Pieces of one layer never overlap: the i-th lies in [starts[i], ends[i]), ascending.
+    Pieces of one layer never overlap: the i-th covers tokens [starts[i], ends[i]), ascending.
     """
 
     def __init__(self, num_layers: int, num_tokens: int) -> None:

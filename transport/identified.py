@@ -1,7 +1,7 @@
-"""A channel whose calls all carry the same metadata, by which the servers of a cluster know the caller.
+"""A channel whose calls all carry the same metadata, by which the servers of a cluster recognise the caller.
 
-It wraps a channel, and not its calls, as client interceptors do: calls are grpc's own, with nothing between them and
-their users. Made by `transport.channel.make_channel`; used on its loop.
+It wraps the channel only. Client interceptors would wrap each call; here users get grpc's own calls. Made by
+`transport.channel.make_channel`; used on its loop.
 """
 
 from types import TracebackType

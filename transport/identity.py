@@ -1,9 +1,9 @@
-"""The secret by which the processes of one cluster know each other: made by the launcher, sent with each call between
-them as metadata, and checked before a byte of the call's message is read.
+"""The secret by which the processes of one cluster recognise each other: made by the launcher, sent with each call
+between them as metadata, and checked before a byte of the call's message is read.
 
 Servers of workers check it (`transport.channel.make_server`), and so does the orchestrator for operators' methods
-(`orchestrator.api.access`); channels to them send it (`transport.channel.make_channel`). docs/security.md says where
-the secret lies. Pure.
+(`orchestrator.api.access`); channels to them send it (`transport.channel.make_channel`). docs/security.md describes
+where the secret is stored. Pure.
 """
 
 import hmac
@@ -24,7 +24,7 @@ Metadata = Iterable[tuple[str, str | bytes]]
 class ClusterSecret:
     """The secret of one cluster, 64 hexadecimal digits. Its repr does not show them.
 
-    Raises ConfigError for a text of another form, which it does not show either.
+    Raises ConfigError for a text of another form, without showing that text.
     """
 
     text: str = field(repr=False)
@@ -45,8 +45,8 @@ class ClusterSecret:
         return ((SECRET_KEY, self.text),)
 
     def is_in(self, metadata: Metadata) -> bool:
-        """Return whether a call with this metadata carries the secret. Takes a time that does not depend on how much of
-        a wrong secret is right."""
+        """Return whether a call with this metadata carries the secret. The time taken does not depend on how many
+        characters of a wrong secret are right."""
         given = dict(metadata).get(SECRET_KEY, "")
         presented = given if isinstance(given, bytes) else given.encode()
         return hmac.compare_digest(presented, self.text.encode())

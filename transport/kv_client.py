@@ -58,11 +58,11 @@ class KvClient:
         return reply.num_bytes
 
     async def abort(self, ref: LeaseRef) -> None:
-        """End a lease and free its slot; does nothing when the lease no longer holds it. May be called again."""
+        """End a lease and free its slot; does nothing when the lease has ended. May be called again."""
         with self._errors():
             await self._stub.Abort(kv_pb2.AbortRequest(lease=lease_ref_to_proto(ref)), timeout=self._timeout_s)
 
     async def abort_reserve(self, number: ReserveNumber) -> None:
-        """Undo the Reserve of that number, whether it was granted, is being granted, or is still on its way."""
+        """Undo the Reserve of that number, also while it is being granted or has not arrived yet."""
         with self._errors():
             await self._stub.Abort(kv_pb2.AbortRequest(number=number), timeout=self._timeout_s)

@@ -31,9 +31,9 @@ def encode_piece(header: kv_pb2.KvPieceHeader, *payload: memoryview) -> bytes:
 
 
 def decode_piece(data: bytes) -> Piece:
-    """Return the header and the payload of a KvPiece. Raises InvalidArgumentError when `data` is no KvPiece.
+    """Return the header and the payload of a KvPiece. Raises InvalidArgumentError when `data` is not a KvPiece.
 
-    The payload is a view into `data`, without a copy, if the fields lie in the order that `encode_piece` writes;
+    The payload is a view into `data`, without a copy, if the fields have the order that `encode_piece` writes;
     otherwise it is a copy.
     """
     try:
@@ -63,7 +63,7 @@ def _parse(data: bytes) -> Piece:
 
 
 def _field(data: bytes, position: int, tag: int) -> tuple[int, int] | None:
-    """Return the start and end of length-delimited field `tag` at `position`; None if it is not there."""
+    """Return the start and end of length-delimited field `tag` at `position`; None if another field is."""
     if position >= len(data) or data[position] != tag:
         return None
     length = 0

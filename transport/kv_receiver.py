@@ -2,8 +2,8 @@
 
 Called by `orchestrator.workers.client` (Reserve, Renew, Abort) and by `transport.kv_sender` (Push, PushShared) and
 `transport.kv_client` (Commit); the sink is `generate_workers.slots.table`. Runs on the process's asyncio loop: a piece
-is at most a few MiB, so that checking and copying it there costs less than handing it to a thread. What takes longer,
-bringing it to a device, the sink does elsewhere; a push is answered once that is done.
+is at most a few MiB, so that checking and copying it there costs less than passing it to a thread. Copying it to a
+device takes longer, so the sink does that elsewhere; a push is answered once that is done.
 """
 
 import math
@@ -42,8 +42,8 @@ class KvReceiverServicer:
     """Serves baton.v1.KvReceiver over a sink. Register it with `add_to` on a server made by `transport.channel`.
 
     That server turns the errors raised here into gRPC statuses. The servicer remembers the numbers of the latest
-    Reserves, for callers that did not hear the answer, and holds no other state beyond the running calls. `prefixes`
-    grants leases that begin with KV cached on the sink's node; None when the node caches none.
+    Reserves, for callers that did not receive the answer, and has no other state beyond the running calls. `prefixes`
+    grants leases that begin with KV cached on the sink's node; None when the node has no cache.
     """
 
     def __init__(self, sink: KvSink, prefixes: KvPrefixes | None = None, *, clock: Clock | None = None) -> None:
@@ -93,7 +93,7 @@ class KvReceiverServicer:
         return kv_pb2.RenewReply()
 
     async def push(self, pieces: AsyncIterator[Piece], context: Context) -> kv_pb2.PushReply:
-        """Write pieces until the stream ends or one is refused; return what was counted, once all are in the slot.
+        """Write pieces until the stream ends or one is refused; return the counts once all pieces are in the slot.
         Counts as one of the slot's writers from its first piece until the call ends, however it ends."""
         with ExitStack() as stack:
             writer = _Writer(self._sink, stack)
@@ -105,9 +105,9 @@ class KvReceiverServicer:
     async def push_shared(
         self, messages: AsyncIterator[kv_pb2.SharedPieces], context: Context
     ) -> AsyncGenerator[kv_pb2.SharedAnswer, None]:
-        """Write pieces whose payloads lie in memory that the first message names, as `push` does. Answer each message
-        that asks for it, once all pieces up to there are taken over, so that the sender may change their payloads.
-        Answer that the memory is not mapped, and nothing else, when this process cannot map it."""
+        """Write pieces as `push` does, with payloads in shared memory that the first message names. Each message that
+        requests an answer gets one once all pieces so far are taken over: the sender may then reuse their memory. If
+        this process cannot map the memory, the only answer says so."""
         incoming = aiter(messages)
         opening = await anext(incoming, kv_pb2.SharedPieces())
         memory = map_memory(opening.memory)
@@ -131,8 +131,8 @@ class KvReceiverServicer:
     async def commit(self, request: kv_pb2.CommitRequest, context: Context) -> kv_pb2.CommitReply:
         """Complete a lease with each choice's first token; return the bytes that its slot holds.
 
-        Waits for missing bytes a little less long than the caller waits, so that the caller hears which bytes are
-        missing.
+        Waits for missing bytes a little shorter than the caller's deadline, so that the error that names them reaches
+        the caller.
         """
         if not request.first:
             raise InvalidArgumentError("first is missing: commit carries each choice's first token")
@@ -141,7 +141,7 @@ class KvReceiverServicer:
         return kv_pb2.CommitReply(num_bytes=num_bytes)
 
     async def abort(self, request: kv_pb2.AbortRequest, context: Context) -> kv_pb2.AbortReply:
-        """End a lease, named by slot and stamp or by its Reserve's number; one that has ended is no error."""
+        """End a lease, named by slot and stamp or by its Reserve's number; does nothing if the lease has ended."""
         by_number = request.number and not request.HasField("lease")
         ref = self._reserves.abort(ReserveNumber(request.number)) if by_number else _lease_ref(request)
         if ref is not None:
@@ -150,18 +150,18 @@ class KvReceiverServicer:
 
 
 class _Writer:
-    """One call that pushes: enters the slot with the first piece, and leaves it with `stack`. Checks each piece against
-    its header and the KV layout, then writes it."""
+    """One call that pushes: enters the slot with the first piece, and leaves it when `stack` closes. Checks each piece
+    against its header and the KV layout, then writes it."""
 
     def __init__(self, sink: KvSink, stack: ExitStack) -> None:
         self.reply = kv_pb2.PushReply()
-        """Counts of the pieces that were written or were there before."""
+        """Counts of the received pieces, duplicates included."""
         self._sink = sink
         self._stack = stack
         self._inside: tuple[LeaseRef, PushTarget] | None = None
 
     async def write(self, header: kv_pb2.KvPieceHeader, payload: memoryview) -> None:
-        """Hand over and count a piece.
+        """Check a piece, pass it to the sink, and count it.
 
         Raises InvalidArgumentError for a piece of another lease than the first one's, LayoutMismatchError for another
         layout, ByteCountError for a payload of the wrong length, ChecksumError for a damaged one, and what
@@ -187,7 +187,7 @@ class _Writer:
         self.reply.num_duplicates += not is_new
 
     async def settle(self) -> None:
-        """Wait until all pieces are in the slot; raises what PushTarget.settle raises."""
+        """Wait until all pieces are in the slot. Raises the errors of PushTarget.settle."""
         if self._inside is not None:
             await self._inside[1].settle()
 

@@ -24,41 +24,41 @@ MAX_PIECE_BYTES = 2**20
 """Largest payload of one piece, which has at least one token: large enough for throughput, small enough that a loop
 which checks and copies pieces still serves its other calls promptly."""
 NUM_CELLS = 16
-"""Cells of one push: they bound its shared memory, to what gRPC lets be on its way in a stream."""
+"""Cells of one push. They bound its shared memory to the size that gRPC admits in flight in a stream."""
 CELLS_PER_ANSWER = NUM_CELLS // 2
-"""Full cells after which a message asks for an answer: half of the cells are filled while the receiver empties the
-other half, and messages and answers, which cost more than copying a small piece, are few."""
+"""Full cells after which a message asks for an answer. Half of the cells are filled while the receiver empties the
+other half. Messages and answers are few, because each costs more than copying a small piece."""
 MAX_PIECES = 64
 """Most pieces of a message."""
 _ALIGNED = 64
-"""Payloads begin at a multiple of it, a cache line, in their cell."""
+"""Alignment of payloads in their cell, in bytes: a cache line."""
 
 _StreamCall = grpc.aio.StreamUnaryCall[Piece, kv_pb2.PushReply]
 _SharedCall = grpc.aio.StreamStreamCall[kv_pb2.SharedPieces, kv_pb2.SharedAnswer]
 
 
 class Route(Protocol):
-    """The way of one push's pieces to its receiver. A call that has ended makes `send`, `flush` and `finish` raise
-    AioRpcError or InvalidStateError; `reply` says why it ended."""
+    """The route of one push's pieces to its receiver. After the call has ended, `send`, `flush` and `finish` raise
+    AioRpcError or InvalidStateError, and `reply` raises the reason."""
 
     is_shared: bool
-    """Whether payloads go through shared memory."""
+    """True if payloads go through shared memory."""
 
     @property
     def ended(self) -> bool:
-        """Whether the receiver has ended the push, so that nothing more can be sent."""
+        """True once the receiver has ended the push: no piece can be sent any more."""
         ...
 
     async def send(self, header: kv_pb2.KvPieceHeader, payload: memoryview) -> None:
-        """Send a piece, at once or with those that follow; copies the payload. Waits while the receiver lags."""
+        """Send a piece, at once or together with later ones; copies the payload. Waits while the receiver lags."""
         ...
 
     async def flush(self) -> None:
-        """Send all pieces that wait for others to follow."""
+        """Send all pieces that wait for later ones."""
         ...
 
     async def finish(self) -> None:
-        """Send all pieces that wait, and tell the receiver that they were the last."""
+        """Send all waiting pieces, and notify the receiver that they were the last."""
         ...
 
     async def reply(self) -> kv_pb2.PushReply | None:
@@ -67,7 +67,7 @@ class Route(Protocol):
         ...
 
     def close(self) -> None:
-        """End the call, if it has not ended, and let go of all memory."""
+        """End the call, if it has not ended, and release all memory."""
         ...
 
 
@@ -86,7 +86,7 @@ class StreamRoute:
 
     @property
     def ended(self) -> bool:
-        """Whether the call has ended."""
+        """True once the call has ended."""
         return self._call.done()
 
     async def send(self, header: kv_pb2.KvPieceHeader, payload: memoryview) -> None:
@@ -94,7 +94,7 @@ class StreamRoute:
         await self._call.write((header, payload))
 
     async def flush(self) -> None:
-        """Do nothing: no piece waits for others."""
+        """Do nothing: no piece waits for later ones."""
 
     async def finish(self) -> None:
         """End the stream of pieces."""
@@ -119,11 +119,11 @@ def make_pool(layout: KvLayout) -> CellPool:
 
 
 class SharedRoute:
-    """Pieces in cells of shared memory, and messages that say where they lie. Make one with `open`.
+    """Pieces in cells of shared memory, and messages that name their places. Make one with `open`.
 
-    A cell holds as many pieces as find room there, and is filled anew once the receiver has answered all of them. So a
-    receiver that lags holds up the sender when all cells are full. Each cell that is in use is the one being filled,
-    one of `_full`, or waits in `_asked`: when none is free, an answer is on its way.
+    A cell holds all pieces that fit, and is reused once the receiver has answered all of them. So the sender waits for
+    a lagging receiver when all cells are full. Each cell in use is being filled, is in `_full`, or is in `_asked`. If
+    no cell is free, an answer is due.
     """
 
     is_shared = True
@@ -131,7 +131,7 @@ class SharedRoute:
     def __init__(
         self, call: _SharedCall, status: SentStatus, pool: CellPool, cells: SharedCells, on_end: Callable[[], None]
     ) -> None:
-        """Take over a call whose receiver has mapped the cells, which are the pool's."""
+        """Take over a call whose receiver has mapped the cells. The cells are from the pool."""
         self._call = call
         self._status = status
         self._pool = pool
@@ -140,15 +140,15 @@ class SharedRoute:
         self._cell: int | None = None
         """The cell that is being filled, by offset."""
         self._num_used = 0
-        """Bytes of it that are used."""
+        """Bytes of the current cell that are used."""
         self._full: list[int] = []
-        """Cells that nothing more is put into, and whose pieces' answer was not asked for yet."""
+        """Cells that are full, and whose answer was not requested yet."""
         self._filled: list[kv_pb2.SharedPiece] = []
         """Pieces of the next message."""
         self._num_unasked = 0
         """Pieces that were sent since the last message that asks for an answer."""
         self._asked: deque[tuple[int, list[int]]] = deque()
-        """For each answer to come, its number of pieces, and the cells that are free then."""
+        """For each due answer, its number of pieces and the cells that it frees."""
         self._answered = asyncio.Event()
         self._turns = Turns()
         self._total: kv_pb2.PushReply | None = None
@@ -157,8 +157,8 @@ class SharedRoute:
 
     @classmethod
     async def open(cls, channel: grpc.aio.Channel, pool: CellPool, on_end: Callable[[], None]) -> Self | None:
-        """Agree with the receiver on shared memory of the pool; return None when there is none, or the receiver cannot
-        map it. Raises the receiver's error."""
+        """Agree with the receiver on shared memory of the pool. Return None when the pool has none, or the receiver
+        cannot map it. Raises the receiver's error."""
         cells = pool.take()
         if cells is None:
             return None
@@ -177,11 +177,11 @@ class SharedRoute:
 
     @property
     def ended(self) -> bool:
-        """Whether the receiver's last answer has been read."""
+        """True once the receiver's last answer has been read."""
         return self._reading.done()
 
     async def send(self, header: kv_pb2.KvPieceHeader, payload: memoryview) -> None:
-        """Copy the payload into a cell, and send the message if enough is in it. Waits while no cell is free."""
+        """Copy the payload into a cell, and send the message once it has enough pieces. Waits while no cell is free."""
         offset = await self._place(payload.nbytes)
         self._cells.write(offset, payload)
         self._filled.append(kv_pb2.SharedPiece(header=header, offset=offset, num_bytes=payload.nbytes))
@@ -193,7 +193,7 @@ class SharedRoute:
             await self._turns.take(payload.nbytes)
 
     async def flush(self) -> None:
-        """Send the message of the pieces that were put into cells since the last one, if there are any."""
+        """Send a message with the pieces that were put into cells since the last message, if any."""
         if not self._filled:
             return
         message = kv_pb2.SharedPieces(pieces=self._filled, answer=len(self._full) >= CELLS_PER_ANSWER)
@@ -210,7 +210,7 @@ class SharedRoute:
         await self._call.done_writing()
 
     async def reply(self) -> kv_pb2.PushReply | None:
-        """Return the receiver's last answer, once it has come."""
+        """Return the receiver's last answer, once it has arrived."""
         try:
             await self._reading
         except grpc.aio.AioRpcError as error:
@@ -218,7 +218,7 @@ class SharedRoute:
         return self._total
 
     def close(self) -> None:
-        """End the call, and let go of the shared memory; the next push uses it if this one's receiver is through."""
+        """End the call, and release the shared memory. The pool keeps it for the next push if the receiver is done."""
         self._call.cancel()
         self._reading.cancel()
         if self._total is not None:
@@ -227,7 +227,7 @@ class SharedRoute:
             self._cells.close()
 
     async def _place(self, num_bytes: int) -> int:
-        """Return where in a cell a payload goes; waits while no cell is free."""
+        """Return the offset, in a cell, for a payload; waits while no cell is free."""
         self._require_open()
         if self._cell is not None and not self._has_room(num_bytes):
             self._close_cell()
@@ -257,7 +257,7 @@ class SharedRoute:
             raise asyncio.InvalidStateError("the receiver has ended the push")
 
     async def _read(self) -> None:
-        """Read the receiver's answers until the call ends; each frees the cells that it was asked for."""
+        """Read the receiver's answers until the call ends; each answer frees the cells that it is for."""
         try:
             while isinstance(answer := await self._call.read(), kv_pb2.SharedAnswer):
                 if answer.HasField("total"):
@@ -275,8 +275,8 @@ class SharedRoute:
 
 
 async def _is_mapped(call: _SharedCall, status: SentStatus, name: kv_pb2.SharedMemory) -> bool:
-    """Name the memory to the receiver and return whether it has mapped it. A receiver that does not know the method,
-    as one of an earlier version, has not."""
+    """Name the memory to the receiver, and return whether it has mapped it: False also for a receiver of an earlier
+    version that does not know the method."""
     with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the call has ended: reading says why
         await call.write(kv_pb2.SharedPieces(memory=name))
     try:
@@ -295,6 +295,6 @@ def _raise_unless_ok(status: grpc.aio.AioRpcError, raised: grpc.aio.AioRpcError)
 
 
 def _retrieve(task: "asyncio.Task[None]") -> None:
-    """Read a task's exception, so that asyncio does not log it as lost when no one waits for the task any more."""
+    """Read a task's exception, so that asyncio does not log it as lost when the task is no longer awaited."""
     if not task.cancelled():
         task.exception()

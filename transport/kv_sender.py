@@ -223,7 +223,7 @@ class PushSession:
 
 
 def _without_frames(error: BaseException) -> BaseException:
-    """Return the error, without its and its causes' tracebacks, whose frames would keep offered memory alive."""
+    """Return the error without the tracebacks of it and its causes: their frames would keep offered memory alive."""
     each: BaseException | None = error
     while each is not None:
         each.__traceback__ = None

@@ -1,6 +1,6 @@
 """The port through which received KV leaves `transport`: a sink of slots under timed, fenced leases.
 
-Called by `transport.kv_receiver`; implemented by `generate_workers.slots.table`, which need not know gRPC. All
+Called by `transport.kv_receiver`; implemented by `generate_workers.slots.table`, which does not depend on gRPC. All
 implementations pass tests/conformance/test_kv_sinks.py. All methods are called on the process's asyncio loop.
 """
 
@@ -29,13 +29,13 @@ class ReserveSpec:
     num_choices: int = 1
     """Number of slots: the lease's own, and one for each further choice, which gets the first slot's KV."""
     prefix_blocks: tuple[str, ...] = ()
-    """Names of the first blocks of the tokens to be pushed, for a KvPrefixes; a KvSink alone holds none of them."""
+    """Names of the first blocks of the tokens to be pushed. Used by KvPrefixes; KvSink itself caches no blocks."""
     block_tokens: int = 0
     """Tokens of each block that `prefix_blocks` names."""
     prefills_locally: bool = False
-    """Whether the lease's own stream computes the KV that the blocks lack, and no rank pushes. For a KvPrefixes."""
+    """True if the lease's own stream computes the KV that the blocks lack, and no rank pushes. Used by KvPrefixes."""
     number: ReserveNumber | None = None
-    """Number by which the caller can undo this Reserve when its answer was lost; a sink ignores it."""
+    """Number by which the caller can undo this Reserve if its answer is lost; a sink ignores it."""
 
 
 class PushTarget(Protocol):
@@ -45,17 +45,18 @@ class PushTarget(Protocol):
         """Take a piece over and renew the lease. `data` holds the range's bytes and is not kept.
 
         Waits while the sink has no room for pieces on their way to a device. Returns False when the same piece was
-        taken over already: memory is left as it is. Raises StaleStampError or LeaseExpiredError when the lease has
-        ended, and RangeError for a layer that does not exist or a range that is empty, outside the lease, or overlaps
-        another piece in part, and InvalidArgumentError for a piece larger than the sink takes at a time; then nothing
-        is changed. Raises TransferError when an earlier piece could not be copied to its place, so that the lease has
-        ended. A cancelled wait changes nothing.
+        taken over already; memory is then unchanged.
+
+        Raises StaleStampError or LeaseExpiredError when the lease has ended, RangeError for a layer that does not exist
+        or a range that is empty, outside the lease, or overlaps another piece in part, and InvalidArgumentError for a
+        piece larger than the sink takes at a time. These errors change nothing. Raises TransferError when an earlier
+        piece could not be copied to its place, so that the lease has ended. A cancelled wait changes nothing.
         """
         ...
 
     async def settle(self) -> None:
         """Wait until all pieces of this writer are in their places. Raises TransferError when one could not be copied
-        there: its lease has ended."""
+        to its place, so that the lease has ended."""
         ...
 
 
@@ -65,9 +66,9 @@ class KvPrefixes(Protocol):
     async def reserve(self, request: ReserveSpec) -> Lease:
         """Claim slots as `KvSink.reserve` does, and fill them with the leading blocks that the node has cached.
 
-        The lease says how many of the first tokens need not be pushed: those of the cached blocks, which a writer of
-        its own copies into the slot. Raises what `KvSink.reserve` raises, and InvalidArgumentError for a malformed
-        block name.
+        The lease's `num_present_tokens` is the number of leading tokens in cached blocks. A writer of the sink copies
+        them into the slot, so they are not pushed. Raises the errors of `KvSink.reserve`, and InvalidArgumentError for
+        a malformed block name.
         """
         ...
 
@@ -75,8 +76,8 @@ class KvPrefixes(Protocol):
 class KvSink(Protocol):
     """Stores received KV in slots under timed, fenced leases. All methods are called on the loop.
 
-    Every method that takes a LeaseRef raises StaleStampError when the slot is unknown, free or leased anew, and
-    LeaseExpiredError when the lease was not renewed in time; `abort` changes nothing instead.
+    Every method that takes a LeaseRef, except `abort`, raises StaleStampError when the slot is unknown, free or leased
+    again, and LeaseExpiredError when the lease was not renewed in time. `abort` does nothing in these cases.
     """
 
     @property
@@ -87,8 +88,8 @@ class KvSink(Protocol):
     def reserve(self, request: ReserveSpec) -> Lease:
         """Claim `num_choices` slots under a new stamp, all or none.
 
-        Raises ResourceExhaustedError when too few slots are free, and InvalidArgumentError when the sink has fewer, or
-        smaller, slots in all than the request asks for.
+        Raises ResourceExhaustedError when too few slots are free, and InvalidArgumentError when the request exceeds the
+        number or the size of all slots of the sink.
         """
         ...
 
@@ -108,9 +109,9 @@ class KvSink(Protocol):
         """Complete the lease with each choice's first token; return the bytes that the slot's pieces hold.
 
         Waits for bytes that are missing or on their way to a device, at most `wait_s` seconds and at most the lease's
-        ttl, then raises IncompletePushError that names the first such range: the push may go on and Commit may be
-        repeated while the lease lives. Idempotent for the same tokens; others, or more or fewer than the lease has
-        choices, raise LeaseError. A cancelled wait changes nothing.
+        ttl, then raises IncompletePushError that names the first such range. The push may continue and Commit may be
+        repeated until the lease ends. Idempotent for the same tokens. Raises LeaseError for other tokens, and for a
+        number of tokens that is not the lease's number of choices. A cancelled wait changes nothing.
         """
         ...
 

@@ -1,7 +1,7 @@
 """Converts the values that workers exchange to and from their protobuf messages; `baton.proto_types` converts clients'.
 
-`x_from_proto` trusts no peer: a value that a hostile or newer peer may send raises InvalidArgumentError or
-VersionMismatchError, never an assertion. Pure; any thread.
+No `x_from_proto` trusts its message: content of a hostile or newer peer may raise InvalidArgumentError or
+VersionMismatchError, but never fails an assert. Pure; any thread.
 """
 
 from collections.abc import Sequence

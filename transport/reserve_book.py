@@ -1,7 +1,7 @@
 """Remembers Reserves by their numbers, so that a caller whose answer was lost can undo its Reserve.
 
-Whether the Reserve was granted before its abort, is being granted, or arrives later, no lease is left behind. A Reserve
-that arrives twice gets one lease. Used by `transport.kv_receiver`, for `orchestrator.dispatch.givebacks`. On the loop.
+An aborted Reserve leaves no lease, also if it is being granted during the abort or arrives after it. A Reserve that
+arrives twice gets one lease. Used by `transport.kv_receiver`, for `orchestrator.dispatch.givebacks`. On the loop.
 """
 
 from collections import OrderedDict
@@ -40,9 +40,9 @@ class ReserveBook:
     async def grant(
         self, number: ReserveNumber, reserve: Callable[[], Awaitable[Lease]], end: Callable[[LeaseRef], None]
     ) -> Lease:
-        """Return the lease that `reserve` makes, or the lease that the same number was granted before.
+        """Return the lease that `reserve` makes, or the lease that was granted to the same number before.
 
-        Raises what `reserve` raises, LeaseError for a number that was aborted, and UnavailableError while the same
+        Raises the errors of `reserve`, LeaseError for a number that was aborted, and UnavailableError while the same
         number is being granted. A lease that is made after its number was aborted is passed to `end`.
         """
         former = self._known.get(number)

@@ -1,10 +1,10 @@
-"""Memory that both processes of a push see, on one node: its sender writes payloads into it, its receiver maps it.
+"""Memory shared by the two processes of a push on one node: the sender writes payloads into it, the receiver maps it.
 
-It is a file without a name (memfd_create): nothing of it lies in a folder, and it is gone with the last process that
-has it open or mapped, however that process ends. Its size is sealed, so reading mapped memory cannot fail. gRPC passes
-no descriptors, so the receiver opens /proc/PID/fd/N, which the kernel allows processes of the same user only, and knows
-the file by the random key at its beginning. On another node, in a container that counts processes on its own, or as
-another user the receiver finds no such file, and the push goes without shared memory.
+It is a file without a name (memfd_create): it is in no folder, and it is freed when the last process that has it open
+or mapped ends, in any way. Its size is sealed, so reading mapped memory cannot fail. gRPC does not pass descriptors, so
+the receiver opens /proc/PID/fd/N, which the kernel allows only processes of the same user, and recognises the file by
+the random key at its beginning. On another node, in a container with its own process ids, or as another user the
+receiver finds no such file, and the push does without shared memory.
 
 Used by `transport.kv_routes` (CellPool) and `transport.kv_receiver` (map_memory), on their processes' loops.
 """
@@ -28,9 +28,9 @@ NAME = "baton-kv"
 """Name by which /proc/PID/maps and /proc/PID/fd show shared memory: memfd:baton-kv."""
 KEY_BYTES = 16
 TURN_BYTES = 2**19
-"""Bytes that one call may copy before the loop's other calls get their turn."""
+"""Bytes that one call may copy before it yields to the loop's other calls."""
 MAX_MAPPED_BYTES = 2**30
-"""Largest memory that a receiver maps: what a sender may make it page in is bounded."""
+"""Most bytes that a receiver maps for one push, which bounds the memory that a sender can make it page in."""
 _FIRST_CELL = mmap.PAGESIZE
 """Offset of the first cell: the key has a page of its own."""
 _MODE = 0o600
@@ -39,12 +39,12 @@ _MODE = 0o600
 class SharedCells:
     """Cells of equal size in new shared memory: each holds its owner's payloads from `take` to `give_back`.
 
-    The cell that was given back last is taken first: it is likely to be in a cache, and a push whose receiver keeps up
+    The cell that was returned last is taken first: it is likely to be in a cache, and a push whose receiver keeps up
     touches few pages. Owner: the sender's route, on its loop.
     """
 
     def __init__(self, num_cells: int, cell_bytes: int) -> None:
-        """Raise OSError where such memory cannot be had."""
+        """Allocate the memory. Raises OSError if it cannot be allocated."""
         if not hasattr(os, "memfd_create"):
             raise OSError("this operating system has no memfd_create")
         key = secrets.token_bytes(KEY_BYTES)
@@ -60,7 +60,7 @@ class SharedCells:
             raise
         self._mapped[:KEY_BYTES] = key
         self.name = kv_pb2.SharedMemory(pid=os.getpid(), descriptor=self._descriptor, num_bytes=num_bytes, key=key)
-        """What the receiver needs to find this memory."""
+        """Message by which the receiver finds this memory."""
         self.cell_bytes = cell_bytes
         self._all = [_FIRST_CELL + number * cell_bytes for number in reversed(range(num_cells))]
         self._free = list(self._all)
@@ -78,29 +78,29 @@ class SharedCells:
         self._mapped[offset : offset + payload.nbytes] = payload
 
     def reset(self) -> None:
-        """End all claims, as no receiver reads any more; the cells that were used first before are used first again."""
+        """End all claims, once no receiver reads any more. Cells are then taken in the order of new memory again."""
         self._free = list(self._all)
 
     def close(self) -> None:
-        """Let go of the memory; a receiver that has mapped it may still read it. Call once."""
+        """Release the memory; a receiver that has mapped it may still read it. Call once."""
         self._mapped.close()
         os.close(self._descriptor)
 
 
 class CellPool:
-    """Shared memory of one sender for pushes of one layout, kept from one push to the next, because pages are new once.
+    """Shared memory of one sender for pushes of one layout, reused by later pushes, which saves faulting in new pages.
 
     Owned by the process's servicer; used on its loop.
     """
 
     def __init__(self, num_cells: int, cell_bytes: int, most_kept: int = 2) -> None:
-        """`most_kept`: memories of so many cells that are kept while no push uses them."""
+        """`most_kept`: number of SharedCells, of `num_cells` cells each, that are kept while no push uses them."""
         self._num_cells, self._cell_bytes, self._most_kept = num_cells, cell_bytes, most_kept
         self._kept: list[SharedCells] = []
 
     def take(self) -> SharedCells | None:
-        """Return memory that no push uses; None where there is no such memory, with the reason in the log. The caller
-        gives it back, or closes it."""
+        """Return memory that no push uses. Return None if it cannot be allocated, with the reason in the log. The
+        caller passes it to `give_back`, or closes it."""
         if self._kept:
             return self._kept.pop()
         try:
@@ -110,28 +110,28 @@ class CellPool:
             return None
 
     def give_back(self, cells: SharedCells) -> None:
-        """Take memory back that its push's receiver reads no more."""
+        """Keep memory for the next push, once its receiver does not read it any more."""
         cells.reset()
         self._kept.append(cells)
         while len(self._kept) > self._most_kept:
             self._kept.pop(0).close()
 
     def close(self) -> None:
-        """Let go of all memory that is kept; what comes back later is not kept. Idempotent."""
+        """Release all memory that is kept. Memory that is returned later is not kept. Idempotent."""
         self._most_kept = 0
         while self._kept:
             self._kept.pop().close()
 
 
 class Turns:
-    """Lets the loop's other calls go on while one call copies the payloads of a long message."""
+    """Yields to the loop's other calls while one call copies the payloads of a long message."""
 
     def __init__(self) -> None:
         self._num_bytes = 0
-        """Bytes that were copied since the last turn of others."""
+        """Bytes that were copied since the last yield."""
 
     async def take(self, num_bytes: int) -> None:
-        """Count copied bytes, and let others go on once these are many."""
+        """Count copied bytes, and yield to other calls after each TURN_BYTES."""
         self._num_bytes += num_bytes
         if self._num_bytes >= TURN_BYTES:
             self._num_bytes = 0
@@ -139,14 +139,14 @@ class Turns:
 
 
 def map_memory(name: kv_pb2.SharedMemory) -> mmap.mmap | None:
-    """Map a sender's memory for reading, until the last view of it is gone; None when the name leads to no such memory.
+    """Map a sender's memory for reading, until the last view of it is gone; None if `name` does not lead to one.
 
-    Nothing else is mapped, whatever the name says: only a file that belongs to this process's user and to no other, has
-    no name, has a sealed size, and begins with the key.
+    The message is not trusted. Only a file is mapped that belongs to this process's user, is accessible to no other
+    user, has no name, has a sealed size, and begins with the key.
     """
     path = Path("/proc", str(name.pid), "fd", str(name.descriptor))
     try:
-        if not _is_shared(path.stat(), name):  # looked at first, as opening other kinds of files may have effects
+        if not _is_shared(path.stat(), name):  # checked first: opening other kinds of files may have effects
             return None
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
@@ -162,8 +162,8 @@ def map_memory(name: kv_pb2.SharedMemory) -> mmap.mmap | None:
 
 
 def payload_at(memory: mmap.mmap, piece: kv_pb2.SharedPiece) -> memoryview:
-    """Return a view of a piece's payload. Raises InvalidArgumentError for one that does not lie in the memory, or is
-    larger than a message of a stream may be."""
+    """Return a view of a piece's payload. Raises InvalidArgumentError for a payload that is not within the memory, or
+    is larger than a message of a stream may be."""
     if piece.num_bytes > MAX_MESSAGE_BYTES:
         raise InvalidArgumentError(
             f"num_bytes = {piece.num_bytes} is out of range: a payload has {MAX_MESSAGE_BYTES} bytes at most"

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 _ABORT_S = 5.0
-"""Seconds that a handler waits until its status has left: a caller that does not read holds the status back."""
+"""Seconds that a handler waits until its status is sent: a caller that does not read delays it."""
 FAILED_WRITE = "Internal error from Core"
 """Details of the status that grpc.aio makes of a failed write."""
 
@@ -73,12 +73,12 @@ VERSIONED = (
     "/baton.v1.Orchestrator/GetClusterState",
     "/baton.v1.Orchestrator/GetRequests",
 )
-"""Methods, by how their names begin, whose messages may change with a version: their callers must have this one's."""
+"""Prefixes of methods whose messages may change with a version: their callers must run a compatible version."""
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses callers that the check refuses or that have another version, before anything of their messages is read,
-    and turns what a servicer's asynchronous method raises into a gRPC status.
+    """Refuses callers that fail the check or have an incompatible version, before their messages are read, and turns
+    exceptions of a servicer's asynchronous methods into gRPC statuses.
 
     A BatonError gets its status from the table of `baton.status`; any other exception becomes INTERNAL, with its
     traceback in the server's log.
@@ -90,7 +90,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
-        """Return the handler of one call: that of its method, whose exceptions become statuses, or one that refuses the
+        """Return the handler of one call: the method's, with exceptions turned into statuses, or one that refuses the
         call."""
         handler = await continuation(details)
         if handler is None:
@@ -166,4 +166,4 @@ async def _abort(context: Context, error: Exception, name: str) -> NoReturn:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_ABORT_S):
             await context.abort(*(encode_error(error) if isinstance(error, BatonError) else status))
-    raise asyncio.CancelledError  # gRPC sends the status once the caller reads on; the handler need not wait for that
+    raise asyncio.CancelledError  # gRPC sends the status once the caller reads on; the handler does not wait
