@@ -43,9 +43,9 @@ class Calibration:
     model: str
     """Name of the model."""
     hardware: str
-    """Description that tells this kind of rank and link from others: processor, threads or GPU, interconnect."""
+    """Description that identifies the kind of rank and link: processor, threads or GPU, interconnect."""
     kernel: Kernel
-    """Which (query, key) pairs a lone rank computed in the measurements."""
+    """Kernel of the measurements: the (query, key) pairs that a lone rank computed."""
     shape: ModelShape
     prefill_points: Points
     """(tokens, seconds) of whole prompts on one rank alone."""
@@ -68,12 +68,12 @@ class Calibration:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the costs were fitted to times of this model on this hardware, not derived from nominal rates."""
+        """True if the costs were fitted to times of this model on this hardware; False if they are nominal."""
         return bool(self.prefill_points or self.rank_rows)
 
     @property
     def fingerprint(self) -> str:
-        """Sixteen hex digits, equal for the same model, shape, hardware and kernel, whatever was measured."""
+        """Sixteen hex digits, equal for the same model, shape, hardware and kernel, regardless of measurements."""
         key = json.dumps([self.model, self.hardware, self.kernel.value, self.shape.identity], sort_keys=True)
         return hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
 
@@ -81,11 +81,14 @@ class Calibration:
 def calibrate_chain(
     origin: Calibration, rank_rows: Sequence[RankRow], link_points: Points, request_s: float
 ) -> tuple[Calibration, float]:
-    """Fit a cost model to measurements of a chain in service. Return it and the largest residual of the rows, a
-    fraction. `origin` names the model and hardware. `request_s` is the seconds that a request took besides its chain;
-    it becomes head_s. Without `link_points` (a chain of one rank) the link stays that of `origin`. Its bandwidth stays
-    too where larger messages took no longer, as on an idle fast link. Raises InvalidArgumentError for too few rows, or
-    times that do not grow."""
+    """Fit a cost model to measurements of a chain in service. Return the calibration, and the largest residual of the
+    rows as a fraction.
+
+    `origin` names the model and hardware. `request_s` is the seconds that a request took in addition to its chain; it
+    becomes head_s. The link of `origin` is kept without `link_points` (a chain of one rank). Its bandwidth is kept if
+    larger messages took no longer, as on an idle fast link. Raises InvalidArgumentError for too few rows, or times that
+    do not grow.
+    """
     former = origin.cost
     fit = fit_ranks(rank_rows, former, BATON)
     if not fit.linear_s + fit.pair_s > 0:
@@ -111,7 +114,7 @@ def nominal(model: str, hardware: str, shape: ModelShape, rates: Hardware) -> Ca
 
 
 def save(calibration: Calibration, path: Path) -> None:
-    """Write the calibration to a file, replacing one that is there. Raises ConfigError when it cannot be written."""
+    """Write the calibration to a file, replacing an existing one. Raises ConfigError when it cannot be written."""
     json_file.write(path, dumps(calibration))
 
 
@@ -172,11 +175,11 @@ def _calibration(data: dict[str, Any]) -> Calibration:
 
 
 def measured_link(points: Points, former: Link) -> Link:
-    """Return the link whose messages took so long, measured as (bytes, seconds). Keeps the bandwidth of `former` where
+    """Return the link fitted to `points`, measured as (bytes, seconds) of messages. Keeps the bandwidth of `former` if
     larger messages took no longer."""
     try:
         return fit_link(points)
-    except InvalidArgumentError:  # all sizes are alike, or made no difference: only the latency can be fitted
+    except InvalidArgumentError:  # all sizes are equal, or larger ones took no longer: only the latency can be fitted
         beyond_s = [seconds - num_bytes / former.bandwidth for num_bytes, seconds in points]
         return Link(max(statistics.median(beyond_s), 0.0), former.bandwidth)
 
@@ -201,7 +204,7 @@ def _points(data: dict[str, Any], name: str) -> Points:
 
 
 def _rows(data: dict[str, Any]) -> tuple[RankRow, ...]:
-    """Return the rank rows of a file; empty for a file of lone ranks, which has none."""
+    """Return the rank rows of a file; empty for a file of measurements of lone ranks."""
     try:
         return tuple(
             RankRow(int(tokens), int(before), bool(last), float(seconds))

@@ -1,5 +1,5 @@
-"""Kinds of accelerator by the rates that bound a generation step, as their makers state them; and a measured machine in
-the same form. Pure. Rates of prefill ranks, which are reached in practice, are in `planning.hardware`."""
+"""Rates of accelerators that bound a generation step, as their makers state them; a measured machine has the same form.
+Pure. Rates that prefill ranks reach in practice are in `planning.hardware`."""
 
 import math
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ class Chip:
     kv_bandwidth: float | None = None
     """Bytes of KV that attention reads a second; None: the memory's bandwidth."""
     overlap: float = 1.0
-    """Fraction of the shorter of reading and computing a matrix that hides behind the longer: 1 all, 0 nothing."""
+    """Overlap of reading and computing a matrix, as a fraction of the shorter of the two: 1 all, 0 nothing."""
     layer_s: float = 0.0
-    """Seconds that each layer takes besides, whatever the batch: calls, small operations."""
+    """Fixed seconds of each layer, added for any batch: calls, small operations."""
 
     def __str__(self) -> str:
-        """Return the rates in words, in one line."""
+        """Return the rates as readable text in one line."""
         text = f"reads {self.memory_bandwidth / 1e9:.4g} GB/s, computes {self.flops / 1e12:.4g} TFLOP/s"
         if self.kv_bandwidth is not None:
             text += f", attends to {self.kv_bandwidth / 1e9:.4g} GB/s"

@@ -1,4 +1,4 @@
-"""How far the predictions of two calibrations or step times differ: a check before one replaces the other. Pure."""
+"""Check that predictions of two calibrations or step times are close, before one replaces the other. Pure."""
 
 from collections.abc import Iterable
 
@@ -18,13 +18,13 @@ NOMINAL_FACTOR = 100.0
 _CHAINS = ((256,), (4096,), (2048, 2048))
 """Chunks of the chains whose predicted time to first token is compared."""
 _STEPS = ((1, 256), (1, 4096), (16, 1024))
-"""(rows, tokens a row) of the generation steps whose predicted time is compared."""
+"""(sequences, tokens a sequence) of the generation steps whose predicted time is compared."""
 _DRAFTS = 4
-"""Drafts of each row of those steps, whose predicted time is compared as well."""
+"""Drafts of each sequence: the same steps with drafts are compared as well."""
 
 
 def require_close(what: str, given: Calibration | StepTimes, own: Calibration | StepTimes) -> None:
-    """Raise InvalidArgumentError for a prediction by `given` many times as long or short as by `own`."""
+    """Raise InvalidArgumentError if a prediction by `given` differs from that by `own` by more than a fixed factor."""
     most = MEASURED_FACTOR if own.is_measured else NOMINAL_FACTOR
     for what_takes, new_s, old_s in zip(_names(given), _seconds(given), _seconds(own), strict=True):
         if not old_s / most <= new_s <= old_s * most:

@@ -1,6 +1,6 @@
-"""The cost model: what a layer of prefill costs one rank and a message a link. All predictions are made of it.
+"""The cost model: costs of a prefill layer on one rank and of a message on a link. All predictions are made of it.
 
-  linear_s   a token through a layer's matrices            fixed_s   a layer, whatever the chunk (adds)
+  linear_s   a token through a layer's matrices            fixed_s   a layer, for any chunk (adds)
   pair_s     a (query, key) pair in a layer                issue_s   a layer's kernels, issued by the host while the
   kv_bytes   a token's K and V in a layer                            device runs behind (a floor, does not add)
   link       seconds before the first byte, bytes a second
@@ -25,7 +25,7 @@ class Link:
     """A full-duplex connection from one rank to the next: latency and bandwidth."""
 
     latency_s: float = 0.0
-    """Seconds that a message takes besides the transfer of its bytes."""
+    """Seconds that a message takes in addition to the transfer of its bytes."""
     bandwidth: float = math.inf
     """Bytes a second in one direction."""
 
@@ -45,7 +45,7 @@ class Link:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Costs of one model on one kind of rank and link. Times in seconds; all but head_s are per layer."""
+    """Costs of one model on one kind of rank and link. Times in seconds; all except head_s are per layer."""
 
     num_layers: int
     linear_s: float
@@ -56,9 +56,9 @@ class CostModel:
     fixed_s: float = 0.0
     issue_s: float = 0.0
     head_s: float = 0.0
-    """Seconds for the last token's logits; where measured in service, all that a request takes besides its chain."""
+    """Seconds for the last token's logits; if measured in service, all seconds of a request outside its chain."""
     copy_s: float = 0.0
-    """Seconds to write one token's KV again elsewhere, for protocols that need it contiguous. Baton's does not."""
+    """Seconds to copy one token's KV, for protocols that need it contiguous. Baton's protocol does not."""
     link: Link = field(default_factory=Link)
     push: Link | None = None
     """Each rank's own connection to the generation group; None: the time to push KV is left out."""
@@ -74,14 +74,14 @@ class CostModel:
             raise ConfigError("cost: linear_s and pair_s are both 0: measure again, with longer prompts")
 
     def times(self, factor: float) -> "CostModel":
-        """Return costs by which all takes `factor` times as long, links included: the best partition stays the same."""
+        """Return costs with all times multiplied by `factor`, links included: the best partition stays the same."""
         slower = {name: factor * getattr(self, name) for name in COSTS}
         push = None if self.push is None else self.push.times(factor)
         return dataclasses.replace(self, link=self.link.times(factor), push=push, **slower)
 
 
 class Kernel(Enum):
-    """Which part of a rank's rectangle of (query, key) pairs attention computes."""
+    """Part of a rank's rectangle of (query, key) pairs that attention computes."""
 
     DENSE = "dense"
     """The whole rectangle, masked afterwards, as in the KV-Runahead paper."""
@@ -95,10 +95,10 @@ class Kernel(Enum):
 
 
 class Receive(Enum):
-    """When a rank receives the earlier tokens' KV of a layer."""
+    """Time at which a rank receives the earlier tokens' KV of a layer."""
 
     BLOCKING = "blocking"
-    """Received before the rank begins that layer; the message sets out only then (the KV-Runahead paper's table 5)."""
+    """Received before the rank begins that layer; the message is sent only then (the KV-Runahead paper's table 5)."""
     OVERLAPPED = "overlapped"
     """Receive posted early; the KV is needed after projecting (section 4.3 of the KV-Runahead paper)."""
     LOCAL_FIRST = "local_first"
@@ -107,20 +107,20 @@ class Receive(Enum):
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a chain works, independent of the hardware."""
+    """Protocol of a chain, independent of the hardware."""
 
     kernel: Kernel
     receive: Receive
     cut_through: bool = False
-    """Whether each rank's chunk is a message, passed on as it arrives; else a layer's KV is one message."""
+    """True: each rank's chunk is a message, passed on when it arrives. False: a layer's KV is one message."""
     skip_last: bool = True
-    """Whether the last layer computes only KV and the last token's output."""
+    """True: the last layer computes only KV and the last token's output."""
     num_copies: int = 0
-    """How often a rank rewrites a layer's KV before it sends it."""
+    """Number of times that a rank rewrites a layer's KV before it sends it."""
 
 
 PAPER = Protocol(Kernel.DENSE, Receive.BLOCKING, skip_last=False, num_copies=2)
-"""Protocol of table 5 of the KV-Runahead paper, to the letter: receive, project, cat, stack, send, attend."""
+"""Protocol exactly as in table 5 of the KV-Runahead paper: receive, project, cat, stack, send, attend."""
 PAPER_OVERLAPPED = Protocol(Kernel.DENSE, Receive.OVERLAPPED, skip_last=False)
 """Protocol of section 4.3 of the KV-Runahead paper: receives overlap with the projections."""
 BATON = Protocol(Kernel.CAUSAL, Receive.LOCAL_FIRST, cut_through=True)

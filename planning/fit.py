@@ -1,6 +1,6 @@
-"""Fits a cost model's numbers to measurements: least squares with no negative coefficient.
+"""Fits a cost model's numbers to measurements: least squares without negative coefficients.
 
-Points are weighed by 1 / seconds, so that a short prompt that is 5 % off counts as much as a long one. Pure.
+Points are weighted by 1 / seconds, so that an error of 5 % counts the same for a short prompt and a long one. Pure.
 """
 
 import itertools
@@ -26,7 +26,7 @@ class RankRow:
     before: int
     """Keys before the chunk: cached ones, and those of earlier ranks."""
     is_last: bool
-    """Whether the rank was its chain's last; the others end once their last KV can leave."""
+    """True if the rank was its chain's last; other ranks end once their last KV can be sent."""
     seconds: float
     """Seconds that the rank computed, without its waits."""
 
@@ -81,9 +81,9 @@ def fit_link(points: Sequence[tuple[float, float]]) -> Link:
 
 
 def fit_work(steps: Sequence[tuple[StepWork, float]], known: WorkCost) -> tuple[WorkCost, float]:
-    """Fit what steps cost to works and their seconds, all above 0. Return the cost, and the largest deviation of a step
-    from it, as a fraction of its seconds. The cost of pairs stays the `known` one if no step compared more than one
-    query a key."""
+    """Fit the cost of steps to their works and seconds, all above 0. Return the cost, and the largest deviation of a
+    step from it, as a fraction of the step's seconds. The cost of pairs stays that of `known` if no step compared more
+    than one query a key."""
     columns = np.array([work.columns for work, _ in steps], np.float64)
     num_told = 4 if columns[:, 3].any() else 3
     costs, residual = fit_relative(columns[:, :num_told], np.array([seconds for _, seconds in steps]))
@@ -102,8 +102,8 @@ def _points(name: str, what: str, points: Sequence[tuple[float, float]]) -> tupl
 
 def fit_relative(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[list[float], float]:
     """Fit non-negative coefficients of the columns `[N, a few]` to the seconds `[N]`. Return them and the largest
-    deviation, as a fraction of its seconds. The best ones solve plain least squares on the columns of those that are
-    not zero; with a few unknowns, all subsets of columns are tried."""
+    deviation, as a fraction of the point's seconds. The best coefficients solve plain least squares on the columns with
+    coefficients above zero. With few unknowns, all subsets of columns can be tried."""
     scaled = columns / seconds[:, None]
     scale = np.maximum(np.abs(scaled).max(axis=0), np.finfo(np.float64).tiny)  # no division by zero
     num_columns = columns.shape[1]

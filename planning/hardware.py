@@ -1,4 +1,4 @@
-"""Kinds of rank by the rates that they reach, and a model's costs derived from its FLOPs and bytes. Pure."""
+"""Rates that kinds of rank reach, and a model's costs derived from its FLOPs and bytes. Pure."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from planning.model_shape import ModelShape
 from planning.work_cost import WorkCost
 
 _MIXED_TOKENS = 16
-"""Tokens of a step over whose number the further bytes of experts are spread evenly."""
+"""Number of tokens of a step over which the additional bytes of experts are spread evenly."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ def derive(shape: ModelShape, hardware: Hardware, push: Link | None = None) -> C
 
 
 def derive_step(shape: ModelShape, hardware: Hardware, *, weight_bytes: float) -> WorkCost:
-    """Derive what a generation step costs from a model's FLOPs and bytes at the hardware's rates. `weight_bytes`: those
-    of all weights that a step of one token reads. In a mixture of experts a further token costs those of the experts
-    that it touches besides, in the mean of the first `_MIXED_TOKENS`."""
+    """Derive the cost of a generation step from a model's FLOPs and bytes at the hardware's rates. `weight_bytes`:
+    bytes of all weights that a step of one token reads. In a mixture of experts each further token adds the bytes of
+    the additional experts that it touches, on average over the first `_MIXED_TOKENS`."""
     further = (shape.read_weights(_MIXED_TOKENS) - shape.read_weights(1)) / (_MIXED_TOKENS - 1)
     further_s = weight_bytes / hardware.memory_bandwidth * further / shape.read_weights(1)
     return WorkCost(
@@ -120,8 +120,8 @@ class CoreRates:
 
 
 def cpu_rank(num_threads: int, dtype_bytes: int, core: CoreRates | None = None) -> Hardware:
-    """Return the rates of a CPU rank with `num_threads` cores; `dtype_bytes` is 2 for bf16, 4 for fp32. They are those
-    of `core`, which were measured with that dtype; without it, a guess."""
+    """Return the rates of a CPU rank with `num_threads` cores; `dtype_bytes` is 2 for bf16, 4 for fp32. The rates
+    follow from those of `core`, measured with that dtype; without it they are estimates."""
     assumed = HARDWARE["cpu-core" if dtype_bytes == 2 else "cpu-core-fp32"]
     if core is None:
         rates = {name: getattr(assumed, name) * num_threads for name in ("linear_flops", "pair_flops")}

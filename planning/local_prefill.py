@@ -1,8 +1,8 @@
-"""How long a generation group takes to prefill a prompt by itself, in chunks between its decode steps.
+"""Predicted time of a prefill by a generation group itself, in chunks between its decode steps.
 
-A step that decodes and prefills may take at most `max_step_stretch` times as long as decoding alone, or `mixed_step_s`;
-the rest of it is prefill. So a prompt takes its own computation and, with running rows, one decode step for each of its
-chunks. Pure.
+A step that decodes and prefills may take at most `max_step_stretch` times as long as decoding alone, or `mixed_step_s`
+if that is longer. The time beyond decoding is prefill. So a prompt takes its own computation and, with running
+sequences, one decode step for each of its chunks. Pure.
 """
 
 import math
@@ -16,16 +16,16 @@ LEAST_STEP_TOKENS = 16
 
 @dataclass(frozen=True)
 class LocalPrefill:
-    """How generation groups are configured to prefill by themselves. Raises InvalidArgumentError on a bad field."""
+    """Configuration of prefill by generation groups themselves. Raises InvalidArgumentError on a bad field."""
 
     speed: float
     """Speed of a group's computing, as a multiple of that of one prefill rank."""
     max_step_stretch: float
     """Longest duration of a step with prefill, as a multiple of the duration without."""
     max_step_tokens: int
-    """Prefill tokens in one step, at most."""
+    """Most prefill tokens in one step."""
     mixed_step_s: float = 0.0
-    """Seconds that a step with prefill may take, where `max_step_stretch` allows less."""
+    """Seconds that a step with prefill may take if `max_step_stretch` allows less."""
 
     def __post_init__(self) -> None:
         for name, least in (("speed", 0.0), ("max_step_stretch", 1.0), ("max_step_tokens", 1), ("mixed_step_s", 0.0)):
@@ -35,7 +35,7 @@ class LocalPrefill:
 
     def steps_s(self, prefill_s: float, num_tokens: int, step_s: float) -> float:
         """Return the seconds of decoding that delay a prompt of `num_tokens`, which takes `prefill_s` alone: one decode
-        step of `step_s` for each of its chunks, and half a step before it. `step_s` is 0 without running rows."""
+        step of `step_s` for each of its chunks, and half a step before it. `step_s` is 0 without running sequences."""
         if step_s <= 0 or num_tokens < 1:
             return 0.0
         chunk_s = self.chunk_s(prefill_s, num_tokens, step_s)

@@ -1,4 +1,4 @@
-"""The properties of a model that decide how long prefill takes: layers, heads, widths; and shapes of well-known models.
+"""Shapes of models: the layers, heads and widths on which the time of a prefill depends; shapes of well-known models.
 
 Used by the cost model and by `baton simulate`. Pure.
 """
@@ -24,7 +24,7 @@ class ModelShape:
     """Width inside the feed-forward part; inside one expert, in a mixture of experts."""
     vocab: int
     gated: bool = True
-    """Whether the feed-forward part has three matrices (SwiGLU) or two."""
+    """True if the feed-forward part has three matrices (SwiGLU), False if it has two."""
     dtype_bytes: int = 2
     """Bytes of one element of weights and KV."""
     num_experts: int = 1
@@ -49,8 +49,8 @@ class ModelShape:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Fields that tell this shape from others: without those of experts where there are none, so that fingerprints
-        of files that were written before there were any still hold."""
+        """Fields that identify this shape. Fields of experts are left out for a model without experts, so that
+        fingerprints of files from before these fields existed stay valid."""
         fields = dataclasses.asdict(self)
         return fields if self.num_experts > 1 else {name: fields[name] for name in fields if "experts" not in name}
 
@@ -61,35 +61,35 @@ class ModelShape:
 
     @property
     def active_ffn(self) -> int:
-        """Width of all feed-forward parts together that a token passes through in a layer."""
+        """Sum of the widths of all feed-forward parts that a token passes through in a layer."""
         return self.ffn * self.num_active_experts
 
     @property
     def projection_weights(self) -> int:
-        """Weights of a layer's query, key and value matrices, whose work comes before the layer's KV can leave."""
+        """Weights of a layer's query, key and value matrices, whose work precedes sending the layer's KV."""
         return self.hidden * self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
 
     @property
     def layer_weights(self) -> int:
-        """Weights of the matrices of one layer that a token is multiplied with: all but those of other experts."""
+        """Weights of the matrices of one layer that a token is multiplied with: all except those of other experts."""
         attention = self.projection_weights + self.hidden * self.head_dim * self.num_heads
         return attention + self.num_active_experts * self.ffn_weights
 
     @property
     def step_weights(self) -> int:
-        """Weights of all layers and of the output head: what a step multiplies each token with."""
+        """Weights of all layers and of the output head with which a step multiplies each token."""
         return self.num_layers * self.layer_weights + self.vocab * self.hidden
 
     def read_weights(self, num_tokens: int) -> float:
-        """Return the weights that a step of so many tokens reads: in a mixture those of the experts that it touches, in
-        the mean over tokens whose experts are drawn evenly and independently."""
+        """Return the number of weights that a step of `num_tokens` tokens reads. In a mixture, experts that the step
+        touches count: on average, with experts drawn evenly and independently for each token."""
         touched = self.num_experts * (1 - (1 - self.num_active_experts / self.num_experts) ** num_tokens)
         further = max(touched - self.num_active_experts, 0.0)
         return self.step_weights + self.num_layers * further * self.ffn_weights
 
     @property
     def project_share(self) -> float:
-        """Fraction of a layer's linear work that comes before its KV can leave."""
+        """Fraction of a layer's linear work that comes before its KV can be sent."""
         return self.projection_weights / self.layer_weights
 
     @property

@@ -1,14 +1,16 @@
-"""How much slower ranks are than nominal rates say, learnt from the jobs that they have done. Serves for anything else
-whose duration is only guessed until it has been observed.
+"""Correction of nominal rates, learnt from finished jobs of ranks. Also used for other durations that are estimates
+until they have been observed.
 
-Nominal costs can be off by a factor, which is nearly the same for all of a model's prompts, and they leave out what a
-job takes whatever its length: messages, threads that wake. So two numbers correct them. The factor is the median,
-weighted by predicted seconds, of what the longer ones of recent jobs took over what nominal costs predict for them.
-The fixed part is the least by which one of the shorter jobs outlasted its prediction times the factor. In the
-beginning nominal rates are believed as if a job had confirmed them, so that a first prompt of a few tokens, which
-mostly pays the fixed part, tells nothing of long ones; unless it was faster than predicted, as no fixed part makes it.
-Jobs are never compared with corrected costs, so a correction
-does not feed on itself. A job counts only on ranks that served no later job meanwhile, where its time is its own. Pure.
+Nominal costs can be wrong by a factor, which is nearly the same for all prompts of a model, and they lack the fixed
+time of a job: messages, threads that wake. So two numbers correct them:
+
+    factor      the median over the longer recent jobs, weighted by predicted seconds, of observed over nominal seconds
+    fixed part  the least time by which one of the shorter jobs exceeded its prediction times the factor
+
+At first nominal rates count as if one job had confirmed them. A first prompt of a few tokens, whose time is mostly the
+fixed part, then does not change the prediction for long ones. It does if it was faster than predicted, which no fixed
+part explains. Jobs are never compared with corrected costs, so corrections do not accumulate. A job counts only on
+ranks that served no later job meanwhile, because only there its time is its own. Pure.
 """
 
 from collections import deque
@@ -20,7 +22,7 @@ from baton.types import TokenRange
 _NUM_RECENT = 16
 """Number of recent jobs over which the median is taken."""
 _PASSED_OVER = 64
-"""Decisions in a row against what this pace predicts after which its oldest observation is forgotten."""
+"""Consecutive decisions against the option that this pace predicts, after which its oldest observation is forgotten."""
 _MOST = 32.0
 """Largest factor by which one job may count as slower, or faster, than predicted."""
 
@@ -29,31 +31,31 @@ PredictRanks = Callable[[Sequence[TokenRange]], Sequence[float]]
 
 
 def computed_s(rank: RankTiming) -> float:
-    """Return the seconds that a rank took for its part, less those in which it waited for earlier ranks' KV."""
+    """Return the seconds that a rank took for its part, without waits for earlier ranks' KV."""
     return (rank.end_ns - rank.start_ns) / 1e9 - rank.wait_s
 
 
 class Pace:
-    """Estimate of the ranks' speed from finished jobs. Deterministic: it depends on nothing but what is observed."""
+    """Estimate of the ranks' speed from finished jobs. Deterministic: it depends only on the observations."""
 
     def __init__(self, believed_s: float = 0.0) -> None:
-        """`believed_s`: predicted seconds of the job that is supposed to have taken as long as predicted, until
-        sixteen others have been observed; 0 for none."""
+        """`believed_s`: predicted seconds of an assumed job that took exactly as long as predicted; 0 for none. It
+        counts until sixteen jobs have been observed."""
         self._supposed = believed_s, believed_s
         self._recent: deque[tuple[float, float]] = deque([self._supposed] if believed_s else [], maxlen=_NUM_RECENT)
         """(observed seconds, predicted seconds) of recent jobs."""
         self._num_passed_over = 0
-        """Decisions against what this pace predicts since the latest observation, or since one was forgotten."""
+        """Decisions against this pace's option since the latest observation, or since one was forgotten."""
         self._latest_ns: dict[Hashable, int] = {}
         """Start of the latest known job, by group and rank, in unix nanoseconds."""
 
     def __len__(self) -> int:
-        """Return how many jobs the estimate rests on."""
+        """Return the number of observed jobs that the estimate is based on."""
         return sum(job != self._supposed for job in self._recent)
 
     @property
     def fixed_s(self) -> float:
-        """Seconds that a job takes besides its prediction times `factor`; 0 when no short one was observed."""
+        """Seconds that a job takes in addition to its prediction times `factor`; 0 when no short job was observed."""
         factor, long_s = self.factor, self._long_s
         short = [
             observed_s - factor * predicted_s
@@ -91,17 +93,17 @@ class Pace:
             self._note(observed_s, predicted_s)
 
     def pass_over(self) -> None:
-        """Record a decision against what this pace predicts. As long as that goes on, observations are forgotten one by
-        one; else what was slow once would never be tried again."""
+        """Record a decision against the option that this pace predicts. While such decisions continue, observations
+        are forgotten one by one; otherwise an option that was slow once would never be tried again."""
         self._num_passed_over += 1
         if self._num_passed_over >= _PASSED_OVER:
             self._num_passed_over = 0
-            if len(self):  # what is supposed is no observation, and stays
+            if len(self):  # the assumed job is not an observation, and stays
                 del self._recent[1 if self._recent[0] == self._supposed else 0]
 
     @property
     def _long_s(self) -> float:
-        """Predicted seconds from which on a job is one of the longer ones: half of the longest's."""
+        """Least predicted seconds of a job that counts as long: half of the longest job's."""
         return max((predicted_s for _, predicted_s in self._recent), default=0.0) / 2
 
     def _note(self, observed_s: float, predicted_s: float) -> None:

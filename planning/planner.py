@@ -1,12 +1,12 @@
-"""Predictions for every request: how a chain divides a prompt, how long that takes, and how long generation steps take.
+"""Predictions for every request: division of a prompt among a chain's ranks, times of chains and of generation steps.
 
-Every part that needs a prediction in service asks the planner: for the division and width of a chain, the order of
-jobs, and the bound after which a chain counts as stalled. A measured calibration is used unchanged. Nominal costs are
-scaled by what finished jobs took (`planning.pace`), from the first job on, and anew in each life of the orchestrator.
+All predictions in service come from the planner: for the division and width of a chain, the order of jobs, and the
+bound after which a chain counts as stalled. A measured calibration is used unchanged. Nominal costs are scaled by the
+times of finished jobs (`planning.pace`), starting at the first job after each start of the orchestrator.
 
 Partitions are KVR-P (KV-Runahead, ICML 2024, section 4.2) over knots that are searched when the planner is made; see
-docs/kv_runahead.md. Pure. Called on the orchestrator's asyncio loop: a call costs a tenth of a millisecond or two for
-few ranks. Making a planner costs some tenths of a second for 4 ranks and some seconds for 8, so it belongs in a thread.
+docs/kv_runahead.md. Pure. Called on the orchestrator's asyncio loop: a call takes 0.1 to 0.2 ms for few ranks. Making a
+planner takes some tenths of a second for 4 ranks and some seconds for 8, so it is done in a thread.
 """
 
 import math
@@ -29,20 +29,20 @@ from planning.pace import Pace
 from planning.step_times import StepTimes
 
 _SEARCHED_RANKS = 8
-"""Widest chain that has knots, because a search takes a second there. For wider chains a few shapes are compared by
+"""Widest chain that has knots: a search of that width takes a second. For wider chains a few shapes are compared by
 their predicted times."""
 _CLOSE_RANKS = 4
-"""Widest chain whose knots lie a factor of 2 apart, which costs a percent or two between them; above, a factor of 4."""
+"""Widest chain with knots a factor of 2 apart, between which 1 or 2 % are lost; wider ones have a factor of 4."""
 _LEAST_KNOT = 16
 _BELIEVED_S = 0.5
-"""Predicted seconds of computing from which on a first job tells more of the machine than nominal rates do."""
+"""Predicted seconds of computing above which a first job is a better estimate of the machine than nominal rates."""
 _FETCH_S = 0.004
-"""Nominal seconds of a fetch of cached KV besides latency and bytes: two calls, a connection, and files."""
+"""Nominal fixed seconds of a fetch of cached KV, without latency and bytes: two calls, a connection, and files."""
 
 
 @dataclass(frozen=True)
 class PredictionBasis:
-    """What predictions rest on. Immutable: the planner replaces it as a whole."""
+    """Calibration, costs and knots behind predictions. Immutable: the planner replaces it as a whole."""
 
     calibration: Calibration
     cost: CostModel
@@ -51,8 +51,8 @@ class PredictionBasis:
 
 
 class ChainPlanner:
-    """Plans chains of up to `max_ranks` ranks by one calibration's costs. Any thread may ask for predictions. Only one
-    thread may change what they rest on (`adopt`, `use_steps`, `observe`, `observe_local`, `pass_over_local`)."""
+    """Plans chains of up to `max_ranks` ranks by one calibration's costs. Any thread may request predictions. Only one
+    thread may change their basis (`adopt`, `use_steps`, `observe`, `observe_local`, `pass_over_local`)."""
 
     def __init__(
         self,
@@ -66,15 +66,15 @@ class ChainPlanner:
         table: PartitionTable | None = None,
     ) -> None:
         """Search knots for prompts of up to `max_tokens`, unless `table` has those of an equal planner; longer prompts
-        are divided in the same proportions. Without `steps`, `step_s` raises ConfigError and `local_s` returns None; so
-        does `local_s` without `local`. Raises InvalidArgumentError for less than one rank or token."""
+        are divided in the same proportions. Without `steps`, `step_s` raises ConfigError. Without `steps` or `local`,
+        `local_s` returns None. Raises InvalidArgumentError for less than one rank or token."""
         for name, value in (("max_ranks", max_ranks), ("max_tokens", max_tokens)):
             if value < 1:
                 raise InvalidArgumentError(f"{name} = {value} is out of range: use at least 1")
         self.max_ranks = max_ranks
         self.max_tokens = max_tokens
         self.local = local
-        """How generation groups prefill by themselves; None if unknown."""
+        """Configuration of generation groups' own prefill; None if unknown."""
         self._steps = steps
         self._protocol = protocol
         self._num_searched = min(max_ranks, _SEARCHED_RANKS)
@@ -86,7 +86,7 @@ class ChainPlanner:
 
     @property
     def calibration(self) -> Calibration:
-        """The calibration in force now, which says whether it was measured."""
+        """The calibration in force now, measured or nominal."""
         return self._basis.calibration
 
     @property
@@ -96,21 +96,21 @@ class ChainPlanner:
 
     @property
     def cost(self) -> CostModel:
-        """The costs that predictions are made of."""
+        """The costs that predictions are made of, scaled by the ranks' pace unless measured."""
         return self._basis.cost
 
     @property
     def steps(self) -> StepTimes | None:
-        """What generation steps take, by rows and tokens; None if unknown."""
+        """Times of generation steps, by sequences and tokens; None if unknown."""
         return self._steps
 
     def use_steps(self, steps: StepTimes) -> None:
-        """Predict generation steps by `steps` from here on."""
+        """Predict generation steps by `steps` from now on."""
         self._steps = steps
 
     def search(self, calibration: Calibration) -> PredictionBasis:
-        """Search the knots for another calibration and return what `adopt` needs; changes nothing. Blocks while knots
-        are searched: from few tokens to `max_tokens`, each a factor shorter than the next."""
+        """Search the knots for another calibration and return the basis for `adopt`; changes nothing. Blocks during the
+        search. Knots range from few tokens to `max_tokens`, by a constant factor from one to the next."""
         contexts = {}
         for width in range(2, self._num_searched + 1):
             least, longest = max(width, _LEAST_KNOT), max(width, self.max_tokens)
@@ -120,14 +120,14 @@ class ChainPlanner:
         return PredictionBasis(calibration, calibration.cost, build_table(calibration.cost, self._protocol, contexts))
 
     def adopt(self, basis: PredictionBasis) -> None:
-        """Predict by the result of `search` from here on, and forget observations. Running calls keep the former
+        """Predict by the result of `search` from now on, and forget observations. Running calls keep the former
         basis."""
         self._basis = basis
         self._forget()
 
     def observe(self, group: Hashable, ranks: Sequence[RankTiming]) -> None:
-        """Record what the ranks of `group` took for a finished job. Nominal costs are scaled accordingly from here on;
-        where costs were measured, only the prediction for pushing KV changes."""
+        """Record the times that the ranks of `group` took for a finished job. Nominal costs are scaled by them from now
+        on; if costs were measured, only the prediction for pushing KV changes."""
         basis = self._basis
         if not ranks:
             return
@@ -146,11 +146,12 @@ class ChainPlanner:
 
     def chunks(self, tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
         """Return one consecutive, non-empty range a rank, in rank order, covering `tokens`; `tokens.start` tokens are
-        cached. Returns fewer ranges than ranks when there are fewer tokens.
+        cached. With fewer tokens than ranks, returns one range a token.
 
-        Knots are searched without a cached prefix; behind one, the best chunks are more even. So behind a prefix, and
-        where knots lie far apart, the knots' proportions and chunks of equal work are compared by predicted times, and
-        the faster ones taken. Raises InvalidArgumentError for no tokens, or ranks that are not 1 to `max_ranks`.
+        Knots are searched without a cached prefix; after a prefix, the best chunks are more even. So after a prefix,
+        and where knots are far apart, the predicted times of the knots' proportions and of chunks of equal work are
+        compared, and the faster chunks returned. Raises InvalidArgumentError for no tokens, and for a number of ranks
+        that is not in 1 to `max_ranks`.
         """
         check_partition_request(tokens, num_ranks)
         if num_ranks > self.max_ranks:
@@ -171,28 +172,28 @@ class ChainPlanner:
         return float(chain_ttft(lengths, self.cost, self._protocol, cached=cached))
 
     def rank_s(self, chunks: Sequence[TokenRange]) -> tuple[float, ...]:
-        """Return the seconds that each rank is busy with its layers, without waits and what a request takes besides."""
+        """Return the seconds that each rank computes its layers, without waits and a request's other costs."""
         return self._rank_s(chunks, self.cost)
 
     def step_s(self, batch: float, context: float) -> float:
-        """Return the seconds of a generation step of `batch` rows with a mean of `context` tokens. Raises ConfigError
-        when the planner has no step times, InvalidArgumentError for less than one row."""
+        """Return the seconds of a generation step of `batch` sequences with a mean of `context` tokens. Raises
+        ConfigError when the planner has no step times, InvalidArgumentError for less than one sequence."""
         if self._steps is None:
             raise ConfigError("this planner knows no step times: give it some, nominal ones at least")
         return self._steps.step_s(batch, context)
 
     def push_s(self, num_tokens: int, prefill_s: float) -> float:
         """Return the seconds from the end of a chain that computes for `prefill_s` until the KV of its `num_tokens` has
-        arrived: the last layer's KV, and whatever did not fit in before. Uses the nominal bandwidth, scaled by what
-        jobs took; 0 when the costs already include the push."""
+        arrived: the last layer's KV, and all KV that could not be sent before. Uses the nominal bandwidth, scaled by
+        observed pushes; 0 when the costs already include the push."""
         if self.cost.push is not None:
             return 0.0  # ttft_s includes the push
         num_bytes = num_tokens * self.cost.kv_bytes * self.cost.num_layers
         return self._push_pace.factor * self._push_s(num_bytes, prefill_s)
 
     def alone_s(self, tokens: TokenRange) -> float | None:
-        """Return the seconds in which a generation group without rows prefills `tokens` by itself, the earlier tokens
-        cached, not scaled by `local_factor`. None when it is unknown how groups prefill."""
+        """Return the seconds in which a generation group without running sequences prefills `tokens` by itself, with
+        the earlier tokens cached, not scaled by `local_factor`. None without `local`."""
         if self.local is None:
             return None
         return sum(self._rank_s((tokens,), self._basis.calibration.cost)) / self.local.speed
@@ -200,10 +201,10 @@ class ChainPlanner:
     def local_s(
         self, tokens: TokenRange, num_rows: float, context: float, alone_s: float | None = None
     ) -> tuple[float, float] | None:
-        """Return the seconds in which a generation group computes to prefill `tokens` by itself, the earlier tokens
-        cached, and the seconds in which it meanwhile decodes `num_rows` rows of `context` tokens. Both are scaled by
-        `local_factor`. None when it is unknown how groups prefill or what their steps take. `alone_s` is the method's
-        answer for the same tokens, which takes longer than the rest, where it is known already."""
+        """Return the seconds in which a generation group computes to prefill `tokens` by itself, with the earlier
+        tokens cached, and the seconds in which it meanwhile decodes `num_rows` sequences of `context` tokens. Both are
+        scaled by `local_factor`. None without `local` or step times. `alone_s`: result of the method `alone_s` for the
+        same tokens, if already known; calculating it takes most of this call."""
         prefill_s = self.alone_s(tokens) if alone_s is None else alone_s
         if self.local is None or self._steps is None or prefill_s is None:
             return None
@@ -213,7 +214,7 @@ class ChainPlanner:
 
     @property
     def local_factor(self) -> float:
-        """Factor that scales `local_s`: learnt by `observe_local`, and by the pace of prefill ranks until then."""
+        """Factor that scales `local_s`: learnt by `observe_local`; before its first call that of prefill ranks."""
         return self._known_local_pace.factor
 
     def observe_local(self, observed_s: float, predicted_s: float) -> None:
@@ -222,22 +223,22 @@ class ChainPlanner:
         self._local_pace.note(observed_s, predicted_s)
 
     def pass_over_local(self) -> None:
-        """Record that a chain is predicted to be faster than a generation group. As long as that goes on, observations
-        of generation groups are forgotten one by one."""
+        """Record that a chain is predicted to be faster than a generation group. While this continues, observations of
+        generation groups are forgotten one by one."""
         self._local_pace.pass_over()
 
     def fetch_s(self, num_tokens: int, *, is_far: bool) -> float:
-        """Return the seconds in which the cached KV of `num_tokens` is fetched from the prefix store of another node,
-        or of the same one if not `is_far`: by the link's nominal bandwidth and latency, scaled by what fetches took."""
+        """Return the seconds of fetching the cached KV of `num_tokens` from the prefix store of another node, or of the
+        same node if not `is_far`: by the link's nominal bandwidth and latency, scaled by observed fetches."""
         num_bytes = num_tokens * self.cost.kv_bytes * self.cost.num_layers
         return self._fetch_pace.factor * self._nominal_fetch_s(num_bytes, is_far=is_far)
 
     def observe_fetch(self, num_bytes: int, observed_s: float, *, is_far: bool) -> None:
-        """Record that so many bytes of KV were fetched in `observed_s`."""
+        """Record that `num_bytes` bytes of KV were fetched in `observed_s`."""
         self._fetch_pace.note(observed_s, self._nominal_fetch_s(num_bytes, is_far=is_far))
 
     def pass_over_fetch(self) -> None:
-        """Record that computing is predicted to be faster than a fetch that was possible. As long as that goes on,
+        """Record that computing is predicted to be faster than a fetch that was possible. While this continues,
         observations of fetches are forgotten one by one."""
         self._fetch_pace.pass_over()
 
@@ -261,8 +262,8 @@ class ChainPlanner:
         return link.latency_s + max(last_s, num_bytes / link.bandwidth - prefill_s)
 
     def layer_s(self, chunks: Sequence[TokenRange]) -> float:
-        """Return the seconds of the longest part of one layer anywhere: a rank's computation, or a message on a link. A
-        chain that makes no progress for much longer has stalled."""
+        """Return the seconds of the longest single part of a layer on any rank: its computation, or a message on a
+        link. A chain that makes no progress for much longer has stalled."""
         lengths, cached = _lengths(chunks)
         cost = self.cost
         work = work_of(np.array([lengths], dtype=np.float64), cost, self._protocol, cached)
@@ -276,7 +277,7 @@ class ChainPlanner:
         return tuple(float(each) for each in rank_seconds(work, is_last, cost, self._protocol)[0])
 
     def _shapes(self, tokens: TokenRange, width: int, basis: PredictionBasis) -> list[tuple[int, ...]]:
-        """Return the partitions worth comparing where there is no knot for the case."""
+        """Return the partitions to compare for a case without a knot."""
         num_tokens, cost = len(tokens), basis.cost
         balanced = analytic_seed(num_tokens, width, cost, self._protocol.kernel, cached=tokens.start)
         if width > self._num_searched:

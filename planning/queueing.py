@@ -1,6 +1,6 @@
-"""Queues on paper: how long requests wait for servers, and how many rows a batch settles at.
+"""Queueing formulas: the wait of requests for servers, and the number of sequences at which a batch settles.
 
-Waits are those of a queue with several servers and general arrivals and services, in order of arrival:
+The queue has several servers, general arrivals and services, and serves in order of arrival:
 
     W = C / (k mu (1 - rho)) x (Ca2 + Cs2) / 2          mean wait (Allen and Cunneen)
     P(W > t) = C exp(-t C / W)                          its tail
@@ -21,7 +21,7 @@ _MANY_SERVERS = 500
 
 @dataclass(frozen=True)
 class Wait:
-    """The distribution of the wait for a server: none with some probability, else exponential."""
+    """Distribution of the wait for a server: zero with some probability, else exponential."""
 
     probability: float
     """Probability that a request waits at all."""
@@ -75,7 +75,8 @@ def _erlang_c_of_many(num_servers: int, load: float) -> float:
 def wait_for_servers(
     num_servers: int, rate: float, service_s: float, *, service_scv: float = 1.0, gap_scv: float = 1.0
 ) -> Wait | None:
-    """Return the wait of requests that come `rate` a second and are served `service_s` each; None without an end.
+    """Return the wait of requests that arrive at `rate` a second and take `service_s` each; None if the queue grows
+    without bound.
 
     `service_scv` and `gap_scv` are the squared coefficients of variation of services and of gaps between arrivals.
     """
@@ -90,10 +91,10 @@ def wait_for_servers(
 
 
 def settled_rows(token_rate: float, step_s: Callable[[float], float], most: float) -> float | None:
-    """Return the number of rows at which a batch settles whose rows get a token a step.
+    """Return the number of sequences at which a batch settles, if each sequence gets one token a step.
 
-    By Little's law it is `token_rate`, the tokens a second that all requests of the batch ask for, times the seconds of
-    a step with so many rows, of at least one. None when there is no such number up to `most`.
+    By Little's law it is `token_rate`, the tokens a second of all requests of the batch, times the seconds of a step
+    with this number of sequences, at least one: `step_s` returns them. None if it would exceed `most`.
     """
     if token_rate <= 0:
         return 0.0
@@ -107,5 +108,5 @@ def settled_rows(token_rate: float, step_s: Callable[[float], float], most: floa
 
 
 def poisson_p95(mean: float) -> float:
-    """Return about the number that a Poisson count of that mean does not exceed in 95 of 100 cases."""
+    """Return the approximate 95th percentile of a Poisson count with this mean."""
     return mean + 1.6449 * math.sqrt(mean) if mean > 0 else 0.0

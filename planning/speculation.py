@@ -1,13 +1,12 @@
-"""How many tokens to draft for each row of a round of speculative decoding: as many as bring most tokens a second.
+"""Number of drafts for each sequence of a round of speculative decoding, chosen for the most tokens a second.
 
-A round is some draft steps and one step that verifies (MagicDec; Sadhukhan et al., 2024, section 4). A row of which
-each draft is accepted with probability a, until the first that is not, gets from g drafts
+A round is some draft steps and one step that verifies (MagicDec; Sadhukhan et al., 2024, section 4). If each draft of a
+sequence is accepted with probability a, until the first that is not, g drafts give the sequence
 
     1 + a + a^2 + ... + a^g = (1 - a^(g + 1)) / (1 - a)    tokens, one of them the model's own
 
-(Leviathan, Kalman and Matias, 2023). Verifying drafts reads no further keys (`planning.work_cost`), so it costs
-little where reading keys is what takes time. `generate_workers.speculation`
-asks for the drafts of each round. Pure.
+(Leviathan, Kalman and Matias, 2023). Verifying drafts reads no further keys (`planning.work_cost`), so it costs little
+where reading keys takes most of the time. `generate_workers.speculation` calls `plan_round` for each round. Pure.
 """
 
 import math
@@ -18,33 +17,33 @@ from baton.limits import MAX_DRAFTS
 from planning.work_cost import WorkCost
 
 MOST_DRAFTS = MAX_DRAFTS
-"""Most drafts of a row in a round."""
+"""Most drafts of a sequence in a round."""
 
 
 @dataclass(frozen=True)
 class Prospect:
-    """A way to draft for a row that decodes, before a round."""
+    """An option to draft for a decoding sequence, before a round."""
 
     context: int
-    """Keys that the row attends to, its last token's own included."""
+    """Keys that the sequence attends to, its last token's own included."""
     acceptance: float
     """Probability that a draft is accepted when all before it were."""
     most_drafts: int
-    """Most drafts that the row can have."""
+    """Most drafts that the sequence can have."""
     draft_keys: int
-    """Keys that a draft step attends to; 0 where drafts take no step."""
+    """Keys that a draft step attends to; 0 if drafts take no step."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """Drafts of each row for a round, and what is expected of it."""
+    """Drafts of each sequence for a round, with the expected tokens and seconds."""
 
     num_drafts: tuple[int, ...]
-    """Drafts of each row, in the rows' order; all 0: a plain step."""
+    """Drafts of each sequence, in the order of the sequences; all 0: a plain step."""
     offers: tuple[int, ...]
-    """The prospect of each row by which it is drafted for: its place among the row's; 0 for a row without drafts."""
+    """Index of each sequence's chosen prospect among its prospects; 0 for a sequence without drafts."""
     num_tokens: float
-    """Expected tokens of all rows."""
+    """Expected tokens of all sequences."""
     draft_s: float
     """Predicted seconds of the draft steps."""
     verify_s: float
@@ -57,18 +56,18 @@ class Round:
 
 
 def expected_tokens(acceptance: float, num_drafts: int) -> float:
-    """Return the tokens that a row gets from a round with so many drafts, on average."""
+    """Return the expected number of tokens of a sequence from a round with `num_drafts` drafts."""
     return num_drafts + 1 if acceptance == 1 else (1 - acceptance ** (num_drafts + 1)) / (1 - acceptance)
 
 
 def plan_round(rows: Sequence[Sequence[Prospect]], cost: WorkCost, draft_cost: WorkCost | None = None) -> Round:
-    """Return the round with the most expected tokens a second; of equal rounds the one with fewer draft steps. A row
-    has one prospect or more, of which one is taken: the ways in which it can be drafted for, all of one context.
-    `draft_cost`: what draft steps cost, where another model runs them; None: as much as other steps.
+    """Return the round with the most expected tokens a second; of equal rounds the one with fewer draft steps. Each of
+    `rows`, the sequences, has one or more prospects with equal `context`, of which one is chosen. `draft_cost`: cost of
+    draft steps, if another model runs them; None: that of other steps.
 
-    For a given number of draft steps, each further draft of a row adds its share of the expected tokens, which falls
-    with every draft, and a fixed time. At a rate of r tokens a second a draft pays while it adds more than r times its
-    seconds, and a row takes the prospect that adds most beyond that; the best rate is found by doing so at the rate
+    For a given number of draft steps, each further draft of a sequence adds expected tokens, fewer with every draft,
+    and a fixed time. At a rate of r tokens a second a draft pays while it adds more than r times its seconds. A
+    sequence takes the prospect that adds most beyond that. The best rate is found by repeating this with the rate
     reached before (Dinkelbach, 1967).
     """
     drafting = draft_cost or cost
@@ -109,7 +108,7 @@ class _Priced:
         return cls(prospect, draft_s, cost.token_s + prospect.context * cost.pair_s)
 
     def best(self, num_steps: int, rate: float) -> tuple[float, int]:
-        """Return the most tokens that drafts add beyond `rate` times their seconds, and how many drafts do."""
+        """Return the most tokens that drafts add beyond `rate` times their seconds, and the number of these drafts."""
         prospect, seconds = self.prospect, self.draft_s + self.verify_s
         most = min(prospect.most_drafts, num_steps) if prospect.draft_keys else prospect.most_drafts
         num = min(most, _num_paying(prospect.acceptance, rate * seconds))
@@ -117,7 +116,7 @@ class _Priced:
 
 
 def _most_gaining(offers: Sequence[_Priced], num_steps: int, rate: float) -> tuple[int, int]:
-    """Return the place of the prospect that adds most, of equals the first, and its number of drafts."""
+    """Return the index of the prospect that adds most, the first of equals, and its number of drafts."""
     found = [each.best(num_steps, rate) for each in offers]
     place = max(range(len(found)), key=lambda at: found[at][0])
     num = found[place][1]
@@ -125,7 +124,7 @@ def _most_gaining(offers: Sequence[_Priced], num_steps: int, rate: float) -> tup
 
 
 def _num_paying(acceptance: float, least: float) -> int:
-    """Return how many drafts each add at least so many expected tokens."""
+    """Return the number of drafts that each add at least `least` expected tokens."""
     if acceptance <= least:
         return 0
     return MOST_DRAFTS if acceptance >= 1 or least <= 0 else int(math.log(least) / math.log(acceptance))

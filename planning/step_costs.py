@@ -1,7 +1,7 @@
-"""Learns what a generation step costs (`planning.work_cost`) while steps run.
+"""Learns the cost of generation steps (`planning.work_cost`) while steps run.
 
-The costs begin as they were measured by `baton calibrate --generate`, or as a model's bytes and FLOPs at nominal rates,
-and are fitted to the latest steps of each kind. Owned by the engine's thread; has no clock.
+The first costs are measured by `baton calibrate --generate`, or follow from a model's bytes and FLOPs at nominal rates.
+They are fitted to the latest steps of each kind. Owned by the engine's thread; has no clock.
 """
 
 from collections import deque
@@ -13,7 +13,7 @@ _KEPT_STEPS = 4
 """Latest steps kept of each kind."""
 _KEPT_KINDS = 48
 _NEW_STEPS = 8
-"""Observed steps after which costs are fitted anew."""
+"""Observed steps after which costs are fitted again."""
 _Kind = tuple[int, int, int, int]
 
 
@@ -28,7 +28,7 @@ class StepCosts:
         self._num_new = 0
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """Learn from a step that took so long."""
+        """Learn from a step that took `seconds`."""
         if seconds <= 0:
             return
         kind = _kind(work)

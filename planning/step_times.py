@@ -1,15 +1,15 @@
-"""How long a generation step takes, by rows in the batch and tokens a row: a measured table, or nominal rates.
+"""Times of generation steps, by sequences in the batch and tokens a sequence: a measured table, or nominal rates.
 
   {"kind": "baton-step-times", "schema": 2, "model": ..., "hardware": ..., "fingerprint": ..., "shape": {...},
    "batches": [1, 4, 16], "contexts": [192, 1024], "seconds": [[1: 192, 1024], [4: ...], ...],
    "cost": {"step_s": ..., "token_s": ..., "key_s": ..., "pair_s": ...}}
 
-Inside the grid of measured times a prediction is interpolated, linearly along each axis. That is exact wherever a step
-reads its weights and its KV once, step_s + batch * (token_s + context * key_s). Beyond the grid, a WorkCost, fitted to
-the grid and to rounds of drafts, says how much is added to the nearest measured time; below the grid, the nearest time
-counts. A table without a grid is that cost alone. More rows or tokens never take less: where they did by chance, the
-longer time counts. Generation engines plan drafts by the WorkCost until they have learnt their own
-(`planning.step_costs`). Pure, except that load and save block on the disk.
+Inside the grid of measured times, predictions are interpolated linearly along each axis. That is exact for a step that
+reads its weights and its KV once: step_s + batch * (token_s + context * key_s). Beyond the grid, a WorkCost, fitted to
+the grid and to rounds of drafts, gives the time to add to the nearest measured time. Below the grid, the nearest time
+is used. Without a grid, the WorkCost alone is used. More sequences or tokens never take less: if a measurement was
+shorter by chance, the longer time is used. Generation engines plan drafts by the WorkCost until they have learnt their
+own (`planning.step_costs`). Pure, except that load and save block on the disk.
 """
 
 import hashlib
@@ -42,14 +42,14 @@ class StepTimes:
 
     model: str
     hardware: str
-    """Description that tells this kind of engine from others: processor, threads or GPU."""
+    """Description that identifies the kind of engine: processor, threads or GPU."""
     shape: ModelShape
     cost: WorkCost
-    """Cost of steps by what they multiply, read and compare."""
+    """Cost of steps by their work."""
     batches: tuple[int, ...] = ()
-    """Numbers of rows that were measured, ascending; empty if nothing was measured."""
+    """Measured numbers of sequences, ascending; empty if nothing was measured."""
     contexts: tuple[int, ...] = ()
-    """Tokens a row that were measured, ascending; empty if nothing was measured."""
+    """Measured tokens a sequence, ascending; empty if nothing was measured."""
     seconds: tuple[tuple[float, ...], ...] = ()
     """Measured seconds: one row for each of `batches`, in it one time for each of `contexts`."""
 
@@ -65,18 +65,19 @@ class StepTimes:
 
     @property
     def is_measured(self) -> bool:
-        """Whether there is a grid of measured times."""
+        """True if the times include a grid of measurements."""
         return bool(self.batches)
 
     @property
     def fingerprint(self) -> str:
-        """Sixteen hex digits, equal for the same model, shape and hardware, whatever was measured."""
+        """Sixteen hex digits, equal for the same model, shape and hardware, regardless of measurements."""
         key = json.dumps([KIND, self.model, self.hardware, self.shape.identity], sort_keys=True)
         return hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
 
     def step_s(self, batch: float, context: float) -> float:
-        """Return the seconds of a step of `batch` rows with `context` tokens, the mean where they differ. More rows or
-        tokens never give less. Raises InvalidArgumentError for less than one row, or a negative context."""
+        """Return the seconds of a step of `batch` sequences with `context` tokens, their mean if they differ. More
+        sequences or tokens never give less. Raises InvalidArgumentError for less than one sequence, or a negative
+        context."""
         if not 1 <= batch < float("inf") or not 0 <= context < float("inf"):
             raise InvalidArgumentError(f"a step of {batch} rows of {context} tokens: give one row or more")
         if not self.is_measured:
@@ -89,7 +90,7 @@ class StepTimes:
         return inside_s + self._beyond_s(batch, context)
 
     def _beyond_s(self, batch: float, context: float) -> float:
-        """Return the seconds that rows and tokens beyond the grid add."""
+        """Return the seconds that sequences and tokens beyond the grid add."""
         rows = min(max(batch, self.batches[0]), self.batches[-1])
         tokens = min(max(context, self.contexts[0]), self.contexts[-1])
         outer = self.cost.plain_s(max(batch, rows), max(context, tokens))
@@ -110,10 +111,13 @@ def tabulate(
     seconds: Sequence[Sequence[float]],
     rounds: Sequence[tuple[StepWork, float]] = (),
 ) -> tuple[StepTimes, float]:
-    """Make a table of measured step times of the model and hardware that `origin` names. `rounds`: works and seconds of
-    rounds of drafts; without any, comparing pairs costs what it does by `origin`. Return the table and the largest
-    deviation of a measured time from the fitted cost, as a fraction. With a single batch and no rounds, rows beyond it
-    add nothing; with a single context, tokens beyond it add nothing. Raises ConfigError for bad axes or times."""
+    """Make a table of measured step times of the model and hardware that `origin` names. Return it, and the largest
+    deviation of a measured time from the fitted cost, as a fraction.
+
+    `rounds`: works and seconds of rounds of drafts; without any, the cost of pairs is that of `origin`. Without rounds,
+    sequences beyond a single batch add nothing, and tokens beyond a single context add nothing. Raises ConfigError for
+    bad axes or times.
+    """
     table = tuple(map(tuple, seconds))
     made = replace(origin, batches=tuple(batches), contexts=tuple(contexts), seconds=table)
     has_rows, has_keys = (bool(rounds) or len(axis) > 1 for axis in (made.batches, made.contexts))
@@ -126,8 +130,8 @@ def tabulate(
 def nominal_steps(
     model: str, hardware: str, shape: ModelShape, rates: Hardware, *, weight_bytes: float | None = None
 ) -> StepTimes:
-    """Return the step times that are assumed before anything is measured: weights and KV read once at nominal
-    bandwidth, rows computed at nominal FLOP/s. `weight_bytes` is that of one weight, by default the shape's."""
+    """Return the step times that are assumed before any measurement: weights and KV read once at nominal bandwidth,
+    sequences computed at nominal FLOP/s. `weight_bytes`: bytes of one weight, by default those of the shape."""
     read_bytes = shape.step_weights * (weight_bytes or shape.dtype_bytes)
     return StepTimes(model, hardware, shape, derive_step(shape, rates, weight_bytes=read_bytes))
 
@@ -138,7 +142,7 @@ def path_beside(calibration: Path, times: StepTimes) -> Path:
 
 
 def save(times: StepTimes, path: Path) -> None:
-    """Write the step times to a file, replacing one that is there. Raises ConfigError when it cannot be written."""
+    """Write the step times to a file, replacing an existing one. Raises ConfigError when it cannot be written."""
     json_file.write(path, dumps(times))
 
 
@@ -153,8 +157,8 @@ def load(path: Path) -> StepTimes:
 
 
 def load_kept(path: Path) -> StepTimes | None:
-    """Read the step times that are kept in a file which `path_beside` names; None when there is none. Raises
-    ConfigError where `load` does, and when they are of another model or hardware than the file's name says."""
+    """Read the step times from a file that `path_beside` names; None when it does not exist. Raises ConfigError where
+    `load` does, and when the times are of another model or hardware than those in the file's name."""
     if not path.exists():
         return None
     found = load(path)
@@ -193,7 +197,7 @@ def _rows(data: dict[str, Any]) -> tuple[tuple[float, ...], ...]:
 
 
 def _place(axis: tuple[int, ...], value: float) -> tuple[int, float]:
-    """Return the index of the point of an axis below a value, and the fraction (0 to 1) of the way to the next."""
+    """Return the index of the axis point below a value, and its fraction (0 to 1) of the distance to the next."""
     if len(axis) == 1:
         return 0, 0.0
     index = min(max(bisect_right(axis, value) - 1, 0), len(axis) - 2)

@@ -1,7 +1,7 @@
-"""The terms of each way to prefill a request: by a chain, whose KV is then pushed, or by its generation group itself.
+"""Terms of the options to prefill a request: by a chain, which pushes the KV, or by its generation group itself.
 
-What is compared when a request is placed (`orchestrator.placement.predictions`), and on paper by `baton plan --explain`
-(`baton_lab.study.break_even`): both are made here, of the planner's predictions. Pure.
+They are made of the planner's predictions, and compared when a request is placed (`orchestrator.placement.predictions`)
+and by `baton plan --explain` (`baton_lab.study.break_even`). Pure.
 """
 
 from baton.results.prefill_trace import PlacementTerms
@@ -9,7 +9,7 @@ from baton.types import TokenRange
 from planning.planner import ChainPlanner
 
 Batch = tuple[float, float]
-"""Rows of a generation group that run already, a mean where they vary, and the mean tokens of a row."""
+"""Running sequences of a generation group, a mean if they vary, and the mean number of tokens of a sequence."""
 
 
 def chain_terms(
@@ -24,8 +24,8 @@ def chain_terms(
     fetch_s: float = 0.0,
 ) -> PlacementTerms:
     """Return the terms of a chain that computes for `prefill_s` and pushes the KV of `num_pushed` tokens to a group
-    that runs `batch`. `is_elsewhere`: no rank of the chain is on the group's node; `fetch_s`: how long cached KV is
-    fetched before."""
+    that runs `batch`. `is_elsewhere`: no rank of the chain is on the group's node. `fetch_s`: seconds of fetching
+    cached KV before."""
     step_s = _step_s(planner, batch) if planner.steps is not None else 0.0
     return PlacementTerms(
         queue_s=queue_s,
@@ -55,8 +55,8 @@ def local_terms(
     fetch_s: float = 0.0,
 ) -> PlacementTerms | None:
     """Return the terms of a prefill of `tokens` by a generation group that runs `batch`, after a fetch of `fetch_s`
-    seconds; None when it is unknown how groups prefill or what their steps take. `alone_s`: the planner's answer for
-    these tokens, where it has been asked before."""
+    seconds; None when the planner has no LocalPrefill or no step times. `alone_s`: result of the planner's `alone_s`
+    for these tokens, if it is already known."""
     num_rows, context = batch
     found = planner.local_s(tokens, max(num_rows, 1.0) if num_rows else 0.0, context, alone_s)
     if found is None:
@@ -67,6 +67,6 @@ def local_terms(
 
 
 def _step_s(planner: ChainPlanner, batch: Batch) -> float:
-    """Return the mean seconds of a step of that batch: with less than one row, there is no step part of the time."""
+    """Return the mean seconds of a step of that batch. With less than one sequence, no step runs part of the time."""
     num_rows, context = batch
     return min(num_rows, 1.0) * planner.step_s(max(num_rows, 1.0), context) if num_rows else 0.0

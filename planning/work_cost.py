@@ -1,10 +1,10 @@
-"""What a generation step costs, by what it multiplies, reads and compares.
+"""Cost of a generation step, by the tokens that it computes, the keys that it reads and the pairs that it compares.
 
 A step of T tokens that reads S keys, and compares E pairs of query and key beyond one query a key, takes about
 
     step + T token + S key + E pair
 
-A plain step of B rows has T = B and E = 0; one that verifies g drafts of a row of S keys adds g to T and g S to E; a
+A plain step of B sequences has T = B and E = 0. Verifying g drafts of a sequence of S keys adds g to T and g S to E. A
 draft step has few keys. The four numbers follow from a model's bytes and FLOPs (`planning.hardware`), are measured by
 `baton calibrate --generate` (`planning.step_times`), and are learnt while steps run (`planning.step_costs`). Pure.
 """
@@ -17,11 +17,11 @@ from baton.errors import ConfigError
 
 @dataclass(frozen=True)
 class StepWork:
-    """Work of one step, of several together, or beyond that of another step."""
+    """Work of one step, the sum of several steps, or the difference between steps."""
 
     num_tokens: int
     num_keys: int
-    """Keys that are read, of all rows."""
+    """Keys that are read, of all sequences."""
     num_pairs: int
     """Pairs of query and key that are compared."""
     num_steps: int = 1
@@ -44,12 +44,12 @@ class StepWork:
 
     @classmethod
     def plain(cls, num_rows: int, num_keys: int) -> "StepWork":
-        """Return the work of a step that runs one token of each row; `num_keys` is the sum over the rows."""
+        """Return the work of a step that runs one token of each of `num_rows` sequences; `num_keys` is their sum."""
         return cls(num_rows, num_keys, num_keys)
 
     @property
     def columns(self) -> tuple[int, int, int, int]:
-        """Return the numbers that the costs are multiplied with."""
+        """Return the factors of the four costs of a WorkCost, in the order of its fields."""
         return self.num_steps, self.num_tokens, self.num_keys, self.num_pairs - self.num_keys
 
 
@@ -58,17 +58,17 @@ NO_WORK = StepWork(0, 0, 0, 0)
 
 @dataclass(frozen=True)
 class RowDrafts:
-    """A row of a round."""
+    """Drafts of one sequence in a round."""
 
     context: int
     """Keys that its last token attends to."""
     num_drafts: int
     draft_keys: int = 0
-    """Keys that a draft step attends to, of the row's; 0: drafts take no step."""
+    """Keys of the sequence that a draft step attends to; 0: drafts take no step."""
 
 
 def drafting_work(rows: Sequence[RowDrafts]) -> StepWork:
-    """Return the work of the steps that make the drafts of some rows, a draft of each row at a time."""
+    """Return the work of the steps that make the drafts of some sequences, one draft of each sequence a step."""
     stepping = [row for row in rows if row.draft_keys and row.num_drafts]
     if not stepping:
         return NO_WORK
@@ -78,7 +78,7 @@ def drafting_work(rows: Sequence[RowDrafts]) -> StepWork:
 
 
 def verifying_work(rows: Sequence[RowDrafts]) -> StepWork:
-    """Return the work of the step that verifies the drafts of some rows; without drafts it is a plain step."""
+    """Return the work of the step that verifies the drafts of some sequences; without drafts it is a plain step."""
     num_tokens = sum(1 + row.num_drafts for row in rows)
     num_pairs = sum((1 + row.num_drafts) * row.context for row in rows)
     return StepWork(num_tokens, sum(row.context for row in rows), num_pairs)
@@ -89,9 +89,9 @@ class WorkCost:
     """Seconds that a step takes. Raises ConfigError for a number below 0, or one that is not finite."""
 
     step_s: float
-    """Seconds whatever the step does: the weights are read, and calls are made."""
+    """Fixed seconds of any step, for reading the weights and for calls."""
     token_s: float
-    """Seconds of a token's way through the matrices."""
+    """Seconds of multiplying a token with the matrices."""
     key_s: float
     """Seconds of reading a key and value, in all layers."""
     pair_s: float
@@ -108,5 +108,5 @@ class WorkCost:
         return steps * self.step_s + tokens * self.token_s + keys * self.key_s + pairs * self.pair_s
 
     def plain_s(self, num_rows: float, context: float) -> float:
-        """Return the predicted seconds of a step that runs one token of so many rows of `context` tokens each."""
+        """Return the predicted seconds of a step with one token of each of `num_rows` sequences of `context` tokens."""
         return self.step_s + num_rows * (self.token_s + context * self.key_s)

@@ -1,1 +1,1 @@
-"""The chain of a prefill: how a prompt is divided among ranks, and when each of them is done."""
+"""The chain of a prefill: the division of a prompt among ranks, and the times at which they finish."""

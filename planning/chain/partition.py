@@ -1,4 +1,4 @@
-"""How a prompt is divided among the ranks of a KV-Runahead chain (Cho, Rastegari, Naik, ICML 2024, section 4.2).
+"""Division of a prompt among the ranks of a KV-Runahead chain (Cho, Rastegari, Naik, ICML 2024, section 4.2).
 
 A division is one consecutive, non-empty range of tokens a rank, in rank order; `tokens.start` tokens are cached. With
 fewer tokens than ranks it has one range a token. Pure.
@@ -27,7 +27,7 @@ def as_ranges(chunks: Sequence[int], start: int) -> tuple[TokenRange, ...]:
 
 
 def check_partition_request(tokens: TokenRange, num_ranks: int) -> None:
-    """Raise InvalidArgumentError for no tokens or no ranks, in the same words for every way to divide a prompt."""
+    """Raise InvalidArgumentError for no tokens or no ranks, with one text for all functions that divide prompts."""
     if not len(tokens):
         raise InvalidArgumentError(f"tokens = [{tokens.start}, {tokens.end}) is empty: at least one is to be computed")
     if num_ranks < 1:

@@ -1,4 +1,4 @@
-"""KVR-P: partitions predicted from a table of searched ones, quickly enough for every request.
+"""KVR-P: partitions predicted from a table of searched ones, fast enough to be used for every request.
 
 A table belongs to one cost model. For each number of ranks it holds knots: context lengths with the fractions of the
 prompt that each rank takes. Between two knots the fractions are interpolated linearly; outside they are those of the

@@ -1,9 +1,9 @@
 """KVR-S: the partition with the least predicted time to first token.
 
 The search starts from an analytic seed (equal work on every rank, no communication) and from seeds for slow links. It
-improves each by moving tokens between ranks while that helps, which takes seconds where the paper's grid took hours.
-KV-Runahead (ICML 2024), section 4.2; docs/kv_runahead.md. Pure. A search takes tens of milliseconds, so results are
-kept in a table (`planning.chain.partition_table`) rather than made once a request.
+improves each seed by moving tokens between ranks while that helps, which takes seconds where the paper's grid took
+hours. KV-Runahead (ICML 2024), section 4.2; docs/kv_runahead.md. Pure. A search takes tens of milliseconds, so results
+are kept in a table (`planning.chain.partition_table`) instead of searching for each request.
 """
 
 import itertools
@@ -22,7 +22,7 @@ Evaluate = Callable[[Partitions], NDArray[np.float64]]
 """Returns the seconds of each partition, `[N]`."""
 
 _COARSE_STEPS = 256
-"""Each seed is first improved in steps of at least 1 / this of the prompt; the best two then to the last token."""
+"""Seeds are first improved in steps of at least 1 / this of the prompt; the best two then in steps of one token."""
 _SAME = 1e-9
 
 
@@ -38,9 +38,9 @@ def search(
 ) -> tuple[int, ...]:
     """Return the best chunks found, each of at least one token, in rank order. Deterministic.
 
-    `resolution`: boundaries lie at multiples of this many tokens (fewer, where the prompt is too short). `slack`: among
-    all chunks that take at most this fraction longer than the best, those nearest to balance are chosen. The result for
-    one length then resembles that for the next, also where some ranks hardly matter (a slow link).
+    `resolution`: boundaries are at multiples of this number of tokens, or a smaller one if the prompt is too short.
+    `slack`: among all chunks that take at most this fraction longer than the best, those nearest to balance are chosen.
+    The result for one length then resembles that for the next, also where some ranks hardly matter (a slow link).
     """
     if num_ranks == 1:
         return (num_tokens,)
@@ -69,8 +69,8 @@ def search(
 def analytic_seed(
     num_tokens: int, num_ranks: int, cost: CostModel, kernel: Kernel, *, cached: int = 0
 ) -> tuple[int, ...]:
-    """Return chunks that take every rank equally long, communication aside. Bisects that time; each chunk is the root
-    of a quadratic. Behind s tokens, c tokens take a c + b c (s + w c), w = 1 if dense, 1/2 if causal."""
+    """Return chunks that take every rank equally long, without communication. Bisects that time; each chunk is the root
+    of a quadratic. After s tokens, c tokens take a c + b c (s + w c), w = 1 if dense, 1/2 if causal."""
     weight, a, b = kernel.own_part, cost.linear_s, cost.pair_s
 
     def chunks_within(limit_s: float) -> list[float]:
@@ -92,7 +92,7 @@ def analytic_seed(
 
 def descend(start: Sequence[int], evaluate: Evaluate, least_step: int = 1) -> tuple[tuple[int, ...], float]:
     """Move tokens from one rank to another while the time falls; halve the step when no move helps. Return the chunks
-    and their seconds. Tries pairs too: often the slowest rank can shed tokens only to two others."""
+    and their seconds. Pairs of moves are tried too: often the slowest rank can shed tokens only to two others."""
     best = np.array(start, dtype=np.float64)
     best_s = float(evaluate(best[None])[0])
     moves = _moves(len(best))
@@ -110,8 +110,8 @@ def descend(start: Sequence[int], evaluate: Evaluate, least_step: int = 1) -> tu
 
 
 def rounded(chunks: Sequence[float], num_tokens: int) -> tuple[int, ...]:
-    """Round chunks to whole ones of at least one token that sum to `num_tokens`. Every boundary stays within one token
-    of the given one where that leaves room. Needs at least as many tokens as chunks."""
+    """Round chunks to whole numbers of at least one token that sum to `num_tokens`. Every boundary stays within one
+    token of the given one, unless a chunk would be empty. Needs at least as many tokens as chunks."""
     scale = num_tokens / sum(chunks)
     num_chunks = len(chunks)
     ends: list[int] = []
@@ -124,7 +124,8 @@ def rounded(chunks: Sequence[float], num_tokens: int) -> tuple[int, ...]:
 
 
 def tapered(num_tokens: int, num_ranks: int) -> list[tuple[int, ...]]:
-    """Return seeds for slow links: ranks with a few times the tokens before them, with half, nearly all on the last."""
+    """Return seeds for slow links: each rank has 0.5, 2 or 4 times the tokens of the rank before, or the last rank has
+    nearly all tokens."""
     shapes = [[factor**rank for rank in range(num_ranks)] for factor in (0.5, 2.0, 4.0)]
     first = [1.0] * (num_ranks - 1)
     shapes += [[*first, float(max(num_tokens - num_ranks + 1, 1))]]
@@ -132,8 +133,8 @@ def tapered(num_tokens: int, num_ranks: int) -> list[tuple[int, ...]]:
 
 
 def _moves(num_ranks: int) -> Partitions:
-    """Return the moves to try, `[moves, ranks]`: a token from one rank to another; shifts that give to one rank and
-    take from all others, or the reverse; and for up to 4 ranks, pairs of the first kind."""
+    """Return the moves to try, `[moves, ranks]`: single moves of a token from one rank to another, and shifts from all
+    other ranks to one rank, or the reverse. For up to 4 ranks, also pairs of single moves."""
     unit = np.eye(num_ranks)
     single = [unit[to] - unit[source] for to, source in itertools.permutations(range(num_ranks), 2)]
     spread = []

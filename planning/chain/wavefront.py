@@ -1,13 +1,13 @@
-"""When a chain's first token comes out: the recursion over ranks and layers, exactly and fast.
+"""Time of a chain's first token: the recursion over ranks and layers, solved exactly and fast.
 
 In a layer, a rank needs only that layer of the rank before it, and nothing flows back: so time advances as a wave. For
-rank i with c tokens behind P cached and s earlier ones, in layer l that it begins at h[l]:
+rank i with c tokens after P cached and s earlier ones, in layer l that it begins at h[l]:
 
-  q = h[l] + fixed + project(c)                                     its own KV is there
+  q = h[l] + fixed + project(c)                                     its own KV is projected
   r = all earlier tokens' KV has come: the link's messages are FIFO, each takes latency + bytes / bandwidth
   h[l + 1] = max(q + own, r) + far + rest                           LOCAL_FIRST: own = c c / 2 pairs, far = c (P + s)
   h[l + 1] = max(q, r) + own + far + rest                           OVERLAPPED
-  h[l + 1] = max(h[l], KV ready before) + message + everything      BLOCKING: the message sets out at the request
+  h[l + 1] = max(h[l], KV ready before) + message + everything      BLOCKING: the message is sent at the request
 
 No layer takes less than issue_s. `chain_ttft` solves each line for all layers at once, and for many partitions at once:
 y[l + 1] = max(y[l] + A, x[l] + B) is a running maximum of x[l] - l A.
@@ -27,10 +27,10 @@ Seconds = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Work:
-    """What each rank computes in a layer, in seconds; arrays `[N partitions, n ranks]`."""
+    """Computing time of each rank in a layer, in seconds; arrays `[N partitions, n ranks]`."""
 
     project: Seconds
-    """Seconds of fixed_s and the projections, after which KV can leave."""
+    """Seconds of fixed_s and the projections, after which KV can be sent."""
     own: Seconds
     """Seconds of attention to the rank's own chunk."""
     far: Seconds
@@ -38,7 +38,7 @@ class Work:
     copy: Seconds
     """Seconds of rewriting KV before it is sent; 0 on the first rank."""
     last_own: Seconds
-    """Seconds of `own` in the last layer on the last rank, for all queries or for one; `last_far` is that of `far`."""
+    """Seconds of `own` in the last layer on the last rank, for all queries or for one; `last_far` is its `far`."""
     last_far: Seconds
 
     @property
@@ -48,7 +48,7 @@ class Work:
 
 
 def work_of(chunks: NDArray[np.float64], cost: CostModel, protocol: Protocol, cached: int | Seconds) -> Work:
-    """Return the work of `[N, n]` chunks behind `cached` tokens: one number, or `[N, 1]`."""
+    """Return the work of `[N, n]` chunks after `cached` tokens: one number, or `[N, 1]`."""
     earlier = np.cumsum(chunks, axis=1) - chunks
     own_keys = chunks * protocol.kernel.own_part
     rest_s = (1 - cost.project_share) * cost.linear_s
@@ -68,8 +68,8 @@ def work_of(chunks: NDArray[np.float64], cost: CostModel, protocol: Protocol, ca
 
 def rank_seconds(work: Work, is_last: NDArray[np.bool_], cost: CostModel, protocol: Protocol) -> Seconds:
     """Return the seconds that ranks compute in all layers, without waits and logits, in the shape of the arrays of
-    `work`. `is_last` (broadcast to that shape) marks the last ranks of chains; with `skip_last`, all other ranks end
-    when their last KV can leave."""
+    `work`. `is_last` (broadcast to that shape) marks the last ranks of chains. With `skip_last`, all other ranks end
+    when their last KV can be sent."""
     layer = np.maximum(work.layer, cost.issue_s)
     end = np.maximum(work.project + work.last_own + work.last_far + work.copy, cost.issue_s)
     left = work.project + work.copy if protocol.skip_last else layer
@@ -80,7 +80,7 @@ def chain_ttft(
     chunks: Sequence[int] | NDArray[np.float64], cost: CostModel, protocol: Protocol, *, cached: int = 0
 ) -> Seconds:
     """Return the seconds to the first token, for one partition `[n]` or many `[N, n]`: a 0-d array, or `[N]`. With
-    `cost.push`, it ends when the token is sampled and all KV has reached the generation group."""
+    `cost.push`, the time ends when the token is sampled and all KV has reached the generation group."""
     chunks_Nn = np.atleast_2d(np.asarray(chunks, dtype=np.float64))
     work = work_of(chunks_Nn, cost, protocol, cached)
     num_ranks = chunks_Nn.shape[1]
@@ -118,7 +118,7 @@ def _rank(
         return begin_NL, begin_NL
     came_NL = arrived[-1]
     if protocol.receive is Receive.BLOCKING:
-        message = arrived[0]  # here `arrived` holds the message's seconds, and when the KV could set out
+        message = arrived[0]  # here `arrived` holds the message's seconds, and when the KV could be sent
         begin_NL = _scan(came_NL, message + whole, message + whole)
         return begin_NL, np.maximum(begin_NL, came_NL) + message[:, None]
     after = far + copy if protocol.receive is Receive.LOCAL_FIRST else far + own + copy
@@ -129,14 +129,14 @@ def _rank(
 def _pass_on(
     arrived: list[Seconds], ready_NL: Seconds, chunks: NDArray[np.float64], setting: tuple[CostModel, Protocol]
 ) -> list[Seconds]:
-    """Return when a rank's KV reaches the next, by message. BLOCKING: [a message's seconds, when it could set out]."""
+    """Return when a rank's KV reaches the next, by message. BLOCKING: [a message's seconds, when it could be sent]."""
     cost, protocol = setting
     chunk_s = chunks * cost.kv_bytes / cost.link.bandwidth
     if protocol.receive is Receive.BLOCKING:
         return [cost.link.latency_s + chunk_s.sum(axis=1), ready_NL]
     if not protocol.cut_through:
         return [_fifo(ready_NL, chunk_s.sum(axis=1)) + cost.link.latency_s]
-    # A layer's messages in rank order, own chunk last: message j of all layers lies at l * n + j of one FIFO.
+    # A layer's messages in rank order, own chunk last: message j of layer l is at l * n + j in one FIFO.
     num_messages = chunks.shape[1]
     available = np.stack([*arrived, ready_NL], axis=2).reshape(len(chunks), -1)
     sizes = np.tile(chunk_s, (1, cost.num_layers))
@@ -167,6 +167,6 @@ def _scan(ready_NL: Seconds, own_s: Seconds, after_s: Seconds) -> Seconds:
 
 
 def _fifo(ready_NL: Seconds, message_s: Seconds) -> Seconds:
-    """Return when a link that sends one message a layer has sent each, latency aside: `[N, L]`."""
+    """Return when a link that sends one message a layer has sent each, without latency: `[N, L]`."""
     steps = np.arange(ready_NL.shape[1], dtype=np.float64) * message_s[:, None]
     return np.maximum.accumulate(ready_NL - steps, axis=1) + steps + message_s[:, None]
