@@ -1,8 +1,8 @@
 """The threads on which a prefill rank opens, writes and sinks its node's cached blocks.
 
-This work may wait for locks, and seconds for a disk that does not answer (`modeling.prefix_store.disk_tier`). Used by
-`prefill_workers.servicer`. Separate from the asyncio loop's default pool, which serves heartbeats and new epochs: those
-never wait for blocks. All methods but `close` are called on the loop.
+This work may wait for locks, and for seconds for a disk that does not answer (`modeling.prefix_store.disk_tier`). Used
+by `prefill_workers.servicer`. The threads are separate from the asyncio loop's default pool, so that heartbeats and new
+epochs never wait for blocks. All methods except `close` are called on the loop.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 
 _MAX_SINKING = 64
-"""Largest number of prompts that may wait for the disk; others get there when they are stored again."""
+"""Largest number of prompts that may wait for the disk; others are copied to it when they are stored again."""
 
 
 class BlockThreads:
@@ -32,7 +32,7 @@ class BlockThreads:
 
     def sink(self, work: Callable[[], list[str]]) -> None:
         """Queue `work` for the disk thread, or drop it when too much is queued already. Does not wait. `work` returns
-        the names of the blocks that were evicted to make room, and raises nothing."""
+        the names of the blocks that were evicted to make room, and must not raise."""
         if self._num_sinking < _MAX_SINKING:
             self._num_sinking += 1
             asyncio.get_running_loop().run_in_executor(self._sinks, work).add_done_callback(self._end)

@@ -7,12 +7,12 @@ Rank i owns the tokens [s, e) of the prompt. Per layer it
   2. once the earlier ranks' rows are in, attends densely to the cached prefix and to those rows, in place, merges with
      the result of 1 by log-sum-exp, and completes the layer.
 
-A turn ends where part 2 may have to wait: it is part 2 of one layer and part 1 of the next. Between turns the engine
+A turn is part 2 of one layer and part 1 of the next: it ends where part 2 may have to wait. Between turns the engine
 may serve other jobs; inside a turn it never waits. The dependencies are:
 
     rank 0   layer 0 ------> layer 1 ------> layer 2 ...         a rank needs, in layer l, only layer l of the rank
-                |               |               |                before it: ranks run one behind the other, in step,
-    rank 1      +--> layer 0 ---+--> layer 1 ---+--> layer 2     and a message's delay is paid once, not in every layer
+                |               |               |                before it: ranks run in step, one layer apart, and a
+    rank 1      +--> layer 0 ---+--> layer 1 ---+--> layer 2     message's delay is paid once, not in every layer
                         |               |
 
 In the last layer only the last token's hidden state is needed: ranks before the last stop after projecting, and the
@@ -40,7 +40,7 @@ from prefill_workers.job import Job, JobReport, KvOutlet
 from prefill_workers.relay import Relay
 
 _MASKS = -1
-"""Value in place of a layer's number, for a job that samples as soon as its form is compiled."""
+"""Value instead of a layer's number, for a job that waits for its form to be compiled before it samples."""
 _OVERHEAD_TOKENS = 32
 """Rough fixed cost of a turn (mostly reading the weights), as the number of tokens that take as long to compute."""
 
@@ -60,13 +60,13 @@ class ChainJob:
         clock: Clock,
         is_linked: bool = False,
     ) -> None:
-        """`is_linked`: whether links carry the device's memory, in which `own_kv` and the relay's KV then are."""
+        """`is_linked`: True if links carry the device's memory. `own_kv` and the relay's KV are then in it."""
         self.job = job
         self.outlet = outlet
         self.relay = relay
         self.future: Future[JobReport] = Future()
         self.error: BaseException | None = None
-        """The first reason for which the job was given up; None while it runs."""
+        """The error for which the job was given up, the first of several; None while it runs."""
         self.slowest_turn_s = 0.0
         self.parked_s = clock.now_s()
         """Time at which the last turn ended, or the job was made, on the clock's now_s."""
@@ -81,8 +81,8 @@ class ChainJob:
 
     @property
     def expected_turn_s(self) -> float:
-        """Return how long one turn on this rank or an earlier one may take, in seconds. Scales this rank's slowest turn
-        by the largest chunk, because work grows with the chunk."""
+        """Return the seconds that one turn on this rank or an earlier one may take: this rank's slowest turn, scaled by
+        the largest chunk, because work grows with the chunk."""
         own = len(self.relay.own)
         largest = max([own, *(len(chunk) for chunk in self.job.chunks if chunk.end <= self.relay.own.start)])
         return self.slowest_turn_s * (largest + _OVERHEAD_TOKENS) / (own + _OVERHEAD_TOKENS)
@@ -108,7 +108,7 @@ class ChainJob:
         return self.error is not None or (self._computed and self.relay.done)
 
     def fail(self, error: BaseException) -> None:
-        """Give the job up for this error; keeps the first error when it was given up before."""
+        """Give the job up with this error; keeps the first error if it was given up before."""
         if self.error is None:
             self.error = error
 
@@ -123,13 +123,13 @@ class ChainJob:
         self.slowest_turn_s = max(self.slowest_turn_s, self.parked_s - start_s)
 
     def close(self) -> None:
-        """Drop the unfinished computation, and with it the last reference cycle that would keep its memory; free what
-        it has on the device."""
+        """Drop the unfinished computation, and with it the last reference cycle that would keep its memory. Free the
+        job's memory on the device."""
         self._turns.close()
         self._kv.close()
 
     def report(self) -> JobReport:
-        """Return what this rank did for the job; to be called once the job is over."""
+        """Return this rank's report on the job. Call once the job is over."""
         place = self.job.chunks.index(self.relay.own)
         return JobReport(
             rank=self.job.ranks[place],
@@ -144,8 +144,8 @@ class ChainJob:
         )
 
     def _run(self) -> Generator[int]:
-        """Compute the chunk; yield, before part 2 of each layer, the layer whose earlier rows are needed, and _MASKS
-        where these are needed to sample."""
+        """Compute the chunk. Before part 2 of each layer, yield the layer whose earlier rows are needed. Yield _MASKS
+        when sampling needs masks that are not ready."""
         decoder, relay = self._decoder, self.relay
         step = decoder.begin([self._kv.span])
         hidden_TD = decoder.embed(self._token_ids, step)

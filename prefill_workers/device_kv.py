@@ -1,16 +1,19 @@
-"""One job's KV where a rank computes with it: the memory that links and pushes use, or a device's, layer by layer.
+"""One job's KV in the memory that a rank computes in: that of links and pushes, or a device's, layer by layer.
 
-A rank's KV travels from and to the memory that `prefill_workers.relay` reads and writes, and pushes leave from home
-memory. Where the device computes in home memory, attention reads it there too (`HomeKv`). Where it does not, and links
-carry home memory (`StagedKv`), each layer
+`prefill_workers.relay` receives KV into memory and sends it from there; pushes are sent from host memory. There are
+three cases:
 
-    stores    the chunk's own rows home as soon as they are projected, before they are pushed and passed on
+    HomeKv      the device computes in host memory: attention reads KV there
+    StagedKv    links carry host memory: the device holds one layer of a job's KV, regardless of the number of layers
+    LinkedKv    links carry device memory: own and earlier rows stay there, in all layers that the chain may be ahead
+                by. Only the prefix is fetched. Own rows are copied to host memory to be pushed
+
+With StagedKv, each layer
+
+    stores    the chunk's own rows in host memory as soon as they are projected, before they are pushed and passed on
     fetches   the cached prefix while the own rows are attended to, and earlier ranks' rows once they have arrived
 
-so that the device holds one layer of a job's KV, however many layers there are. Where links carry the device's memory
-(`LinkedKv`), own and earlier rows stay there, in all layers that the chain may be ahead by, and only the prefix is
-fetched; own rows are copied home to be pushed. `prefill_workers.chain` uses it, on the
-engine's thread.
+Used by `prefill_workers.chain`, on the engine's thread.
 """
 
 from typing import Protocol
@@ -27,23 +30,23 @@ from prefill_workers.relay import Relay
 
 
 class JobKv(Protocol):
-    """What a chain's forward needs of the job's KV. Used by one thread, layer after layer."""
+    """Access of a chain's forward pass to the job's KV. Used by one thread, layer after layer."""
 
     @property
     def span(self) -> Span:
         """Return the span of the rank's own tokens."""
 
     def own_rows(self, layer: int) -> KvRows:
-        """Return the own tokens' rows of the layer that was projected last, and see to it that they are home."""
+        """Return the own tokens' rows of the layer that was projected last. Links and pushes may then send them."""
 
     def other_rows(self, layer: int) -> list[KvRows]:
-        """Return the rows of the cached prefix and of earlier ranks, which have arrived; to be read before `leave`."""
+        """Return the rows of the cached prefix and of earlier ranks, which have arrived. Read them before `leave`."""
 
     def leave(self, layer: int) -> None:
-        """Note that attention to the layer has ended, so that its rows are read no more."""
+        """Note that attention to the layer has ended, so that its rows are not read any more."""
 
     def close(self) -> None:
-        """Free what the job has on the device. The job computes no more. Idempotent."""
+        """Free the job's memory on the device. Call once the job does not compute any more. Idempotent."""
 
 
 class HomeKv:
@@ -63,12 +66,12 @@ class HomeKv:
         return [*rows, self._relay.earlier_rows(layer)] if len(self._relay.earlier) else rows
 
     def leave(self, layer: int) -> None:
-        """Tell the relay, which frees what it holds."""
+        """Notify the relay, which frees the layer's memory."""
         if len(self._relay.earlier):
             self._relay.attended(layer)
 
     def close(self) -> None:
-        """Do nothing: nothing is held but what the relay and the outlet hold."""
+        """Do nothing: all memory belongs to the relay and the outlet."""
 
 
 class FetchedPrefix:
@@ -80,7 +83,7 @@ class FetchedPrefix:
             (piece, tokens, LayerBuffers(layout, tokens, device.buffer)) for piece, tokens in job.cached_pieces
         ]
         self._fetching: Transfer | None = None
-        """The fetch of the layer that was asked for last."""
+        """The fetch of the layer that was requested last."""
 
     def fetch(self, layer: int) -> None:
         """Begin to fetch a layer."""
@@ -89,11 +92,11 @@ class FetchedPrefix:
             self._fetching = self._link.fetch(copies)
 
     def rows(self, layer: int) -> list[KvRows]:
-        """Return the rows of the layer, which may be on their way until `join`."""
+        """Return the rows of the layer, which may not have arrived before `join`."""
         return [there.rows(layer, tokens) for _, tokens, there in self._pieces]
 
     def join(self) -> None:
-        """Let what this thread computes from now on begin behind the fetch."""
+        """Make the device begin this thread's later computations after the fetch."""
         if self._fetching is not None:
             self._fetching.join()
 
@@ -113,7 +116,7 @@ class FetchedPrefix:
 
 
 class StagedKv:
-    """A JobKv in a device's memory, which home memory receives and sends. Implements Span for the layer that is
+    """A JobKv in a device's memory, received and sent through host memory. Implements Span for the layer that is
     projected."""
 
     def __init__(self, job: Job, relay: Relay, own_kv: KvBuffer, device: Device) -> None:
@@ -123,7 +126,7 @@ class StagedKv:
         self._earlier = LayerBuffers(layout, relay.earlier, device.buffer)
         self._prefix = FetchedPrefix(job, layout, device)
         self._has_earlier = False
-        """Whether the present layer's rows of earlier ranks are on the device."""
+        """True if the present layer's rows of earlier ranks are on the device."""
 
     @property
     def span(self) -> Span:
@@ -140,7 +143,7 @@ class StagedKv:
         return self._own.span(layer, self.tokens)
 
     def own_rows(self, layer: int) -> KvRows:
-        """Store the rows home, begin to fetch the cached prefix, and return the rows on the device."""
+        """Store the rows in host memory, begin to fetch the cached prefix, and return the rows on the device."""
         self._link.store([(self._own_kv.span(layer, self.tokens), self.own(layer))]).result()
         self._prefix.fetch(layer)
         return self._own.rows(layer, self.tokens)
@@ -158,7 +161,7 @@ class StagedKv:
         return rows
 
     def leave(self, layer: int) -> None:
-        """Free the layer's memory on the device for the next one, and tell the relay, which frees home memory."""
+        """Free the layer's memory on the device for the next one, and notify the relay, which frees host memory."""
         self._own.release(layer)
         self._prefix.leave(layer)
         if self._has_earlier:
@@ -182,18 +185,18 @@ class LinkedKv:
         self._relay, self._own_kv, self._link = relay, own_kv, device.link
         self._prefix = FetchedPrefix(job, own_kv.layout, device)
         self._left: int | None = None
-        """The layer whose earlier rows the device may still be reading, though this thread has left it."""
+        """The layer that this thread has left, and whose earlier rows the device may still read."""
 
     def own_rows(self, layer: int) -> KvRows:
-        """Begin to fetch the cached prefix, and return the rows once the device has written them: from then on, links
-        may send them."""
+        """Begin to fetch the cached prefix, and return the rows once the device has written them. Links may then send
+        them."""
         self._prefix.fetch(layer)
         self._link.store(()).result()
         self._read_last()
         return self._own_kv.rows(layer, self._relay.own)
 
     def other_rows(self, layer: int) -> list[KvRows]:
-        """Return the cached prefix, which is being fetched, and the rows where the links put them."""
+        """Return the cached prefix, which is being fetched, and the rows that the links received in place."""
         rows = self._prefix.rows(layer)
         if len(self._relay.earlier):
             rows.append(self._relay.earlier_rows(layer))
@@ -201,27 +204,27 @@ class LinkedKv:
         return rows
 
     def leave(self, layer: int) -> None:
-        """Free the prefix's layer for the next one, but not yet the rows of earlier ranks: links, whose order is not
-        this thread's, would write there while the device still reads."""
+        """Free the prefix's layer for the next one, but not yet the rows of earlier ranks: links are not ordered with
+        this thread, and would write there while the device still reads."""
         self._prefix.leave(layer)
         self._left = layer
 
     def close(self) -> None:
-        """Free the prefix's memory. Returns once the device reads none of the job's memory, which then may go."""
+        """Free the prefix's memory. Returns once the device reads none of the job's memory, which may then be freed."""
         self._prefix.close()
         self._link.store(()).result()
         self._read_last()
 
     def _read_last(self) -> None:
-        """Tell the relay of the layer that was left, now that the device has done what this thread gave it before."""
+        """Notify the relay that the layer was left. Call once the device has done this thread's earlier work."""
         if self._left is not None and len(self._relay.earlier):
             self._relay.attended(self._left)
         self._left = None
 
 
 def kv_of(job: Job, relay: Relay, own_kv: KvBuffer, device: Device, *, is_linked: bool = False) -> JobKv:
-    """Return the job's KV as that device computes with it. `is_linked`: links carry the device's memory, in which the
-    relay's and `own_kv` are."""
+    """Return the job's KV for that device. `is_linked`: links carry the device's memory, and `own_kv` and the relay's
+    KV are in it."""
     if device.is_home:
         return HomeKv(job, relay, own_kv)
     return (LinkedKv if is_linked else StagedKv)(job, relay, own_kv, device)

@@ -1,8 +1,9 @@
-"""How much of a rank's device its jobs' KV may take: each job is promised what it takes at most, before it begins.
+"""Bound on the KV of a rank's jobs on its device: each job reserves its largest need before it begins.
 
-`prefill_workers.engine` asks for room when a job comes, under its lock. A job has a layer on the device (`device_kv`):
-the cached prefix, earlier ranks' rows and its own, each in a buffer of whole pages. Where links carry the device's
-memory it may have all layers of the latter two: earlier ranks may be that far ahead, and the next one behind.
+`prefill_workers.engine` asks for room when a job is submitted, under its lock. A job has one layer on the device
+(`device_kv`): the cached prefix, earlier ranks' rows and its own, each in a buffer of whole pages. Where links carry
+the device's memory, it may have all layers of earlier ranks' and own rows, because earlier ranks may be ahead and the
+next rank behind.
 """
 
 from baton.errors import ConfigError, InvalidArgumentError, ResourceExhaustedError
@@ -17,18 +18,18 @@ _FIELD = "prefill.device_memory_bytes"
 
 
 class DeviceRoom:
-    """The promises to the jobs of one rank. Not thread-safe: guarded by the engine's lock."""
+    """Device memory reserved for the jobs of one rank. Not thread-safe: guarded by the engine's lock."""
 
     def __init__(self, layout: KvLayout, limit_bytes: int | None = None) -> None:
-        """`limit_bytes`: of the device, for KV. None: no limit."""
+        """`limit_bytes`: largest bytes of KV on the device; None: no limit."""
         self.limit_bytes = limit_bytes
         self._row_bytes = layout.row_bytes
         self._promised: dict[JobId, int] = {}
 
     @classmethod
     def of(cls, decoder: Decoder, device_memory_bytes: int = 0) -> "DeviceRoom":
-        """Return the room that weights leave of a device's memory; 0: no limit. Raises ConfigError when they leave
-        none. Where the device computes in home memory there is no limit."""
+        """Return the room that weights leave of `device_memory_bytes`; 0: no limit. Raises ConfigError when they leave
+        none. A device that computes in host memory has no limit."""
         if not device_memory_bytes or decoder.device.is_home:
             return cls(decoder.layout)
         weights = weight_bytes(decoder.weights)
@@ -37,9 +38,9 @@ class DeviceRoom:
         return cls(decoder.layout, device_memory_bytes - weights)
 
     def promise(self, job: Job, own: TokenRange, num_layers: int = 1) -> None:
-        """Promise a job, whose rank computes the tokens `own`, what it takes at most: `num_layers` of its own and of
-        earlier ranks' rows, and one of the cached prefix. Raises InvalidArgumentError for a
-        job that never fits, ResourceExhaustedError for one that does not fit beside the others."""
+        """Reserve the largest need of a job whose rank computes the tokens `own`: `num_layers` layers of own and
+        earlier ranks' rows, and one layer of the cached prefix. Raises InvalidArgumentError for a job that never fits,
+        ResourceExhaustedError for one that does not fit in addition to the others."""
         if self.limit_bytes is None:
             return
         earlier = TokenRange(job.cached.end, own.start)
@@ -56,7 +57,7 @@ class DeviceRoom:
         self._promised[job.number] = need
 
     def give_back(self, number: JobId) -> None:
-        """Take back what was promised to a job, which has ended. Idempotent."""
+        """Release the reservation of a job, which has ended. Idempotent."""
         self._promised.pop(number, None)
 
     def _bytes_of(self, tokens: TokenRange) -> int:

@@ -1,28 +1,28 @@
-"""Edges: what carries KV between two ranks, and the ranks' decision whether it goes from device to device.
+"""Edges that carry KV between two ranks, and the ranks' choice between host memory and device memory for them.
 
 Headers always travel by gloo (`prefill_workers.torch_links`). A payload follows its header on the edge of the two
 ranks, and there are two kinds:
 
-    home memory     the same gloo pair as the headers'; a device's KV is staged in pinned memory (`device_kv`)
+    host memory     the same gloo pair as the headers'; a device's KV is staged in pinned memory (`device_kv`)
     device memory   a communicator of the two ranks alone, made by an EdgeBackend: NCCL's
 
-A rank passes on what it receives, so all of its edges have to carry the same memory. Hence all edges of a group are
-of one kind, decided when its ranks meet, in each epoch anew: each rank writes to the store what it offers, reads
-what all others offer, and comes to the same decision as they do. On edges between devices a header announces exactly
-one payload, so that both sides call the communicator in one order.
+A rank passes on the KV that it receives, so all of its edges have to carry the same memory. Hence all edges of a group
+are of one kind. The ranks choose it in each epoch, when they meet: each rank writes its offer to the store, reads the
+offers of all others, and applies the same rule. On edges between devices a header announces exactly one payload, so
+that both sides call the communicator in one order.
 
-Of NCCL: written against torch's and NCCL's documentation and sources, and not run yet: a machine with two GPUs has to
-(tests/cuda/test_chain.py). So it is thin: what surrounds it is tested with communicators of gloo.
-
-What it rests on:
+The NCCL edges were written against torch's and NCCL's documentation and sources, and have not been run yet: that needs
+a machine with two GPUs (tests/cuda/test_chain.py). So their code is small, and the code around it is tested with
+communicators of gloo. They rely on these facts:
 
 - Each edge is a ProcessGroupNCCL of two ranks, and so a communicator of its own: NCCL ignores tags, and runs the
   operations of a communicator in the order of the calls, which the headers before them fix.
-- torch's watchdog takes the process down when a peer fails. TORCH_NCCL_BLOCKING_WAIT keeps torch from starting it.
-  Nothing here waits by Work.wait, which it would turn into a poll: a stream is waited for.
-- An operation that the peer does not join never ends by itself, even when the peer is dead. `abort` ends it, which
-  `torch_links` calls when the epoch ends: when a link breaks, at silence beyond the watchdog's limit, or at a close.
-- NCCL refuses two ranks on one GPU: `refusal` does not let it come to that.
+- torch's watchdog ends the process when a peer fails. TORCH_NCCL_BLOCKING_WAIT keeps torch from starting it. It would
+  also turn Work.wait into a poll, so the code waits for a stream instead.
+- An operation that the peer does not join never ends by itself, even when the peer is dead. `abort` ends it.
+  `torch_links` calls `abort` when the epoch ends: when a link breaks, at silence beyond the watchdog's limit, or at a
+  close.
+- NCCL refuses two ranks on one GPU: `refusal` keeps such groups in host memory.
 """
 
 import logging
@@ -84,25 +84,25 @@ class Group(Protocol):
 
 
 class Edge(Protocol):
-    """Payloads between this rank and one other, first come, first served in each direction. Chains send to higher ranks
-    only: a backend whose communicator runs one operation at a time need not carry both directions at once."""
+    """Payloads between this rank and one other, in order in each direction. Chains send to higher ranks only, so a
+    backend whose communicator runs one operation at a time does not have to carry both directions at once."""
 
     def empty(self, num_bytes: int) -> Tensor:
         """Return new memory that the edge can receive into, uint8."""
         ...
 
     def send(self, payload: Tensor) -> None:
-        """Send uint8, and return when the memory is no longer read. Blocks. Raises RuntimeError when it is broken."""
+        """Send uint8, and return when the memory is no longer read. Blocks. Raises RuntimeError on a broken edge."""
         ...
 
     def receive(self, place: Tensor) -> None:
-        """Receive into a uint8 tensor of the payload's size, and return when all bytes are there. Blocks. Raises
-        RuntimeError when it is broken. Once the edge was aborted it may return with any bytes."""
+        """Receive into a uint8 tensor of the payload's size, and return when all bytes have arrived. Blocks. Raises
+        RuntimeError when the edge is broken. After `abort` it may return with arbitrary bytes."""
         ...
 
     def abort(self) -> None:
-        """Let calls that block return or raise, in bounded time, whatever the peer does; where the backend cannot, they
-        end with the peer. Any thread; the edge carries nothing any more."""
+        """Make blocked calls return or raise in bounded time, regardless of the peer. If the backend cannot do that,
+        they end with the peer. Any thread. The edge carries no payloads afterwards."""
         ...
 
 
@@ -111,15 +111,15 @@ class EdgeBackend(Protocol):
 
     @property
     def kind(self) -> str:
-        """Return the backend's name and version: it connects only ranks of which these are equal."""
+        """Return the backend's name and version. It connects only ranks with the same kind."""
 
     @property
     def device_id(self) -> str:
         """Return the identity of this rank's device among all devices of all hosts."""
 
     def connect(self, store: dist.Store, place: int, timeout_s: float) -> Edge:
-        """Return the edge between the two ranks that call this with an equal store of their own, one as place 0 and one
-        as 1. Blocks until both have called; raises RuntimeError when they have not within `timeout_s`."""
+        """Return the edge between two ranks. Both call this with an equal store that no other pair uses, one as place 0
+        and one as 1. Blocks until both have called; raises RuntimeError when they have not within `timeout_s`."""
         ...
 
 
@@ -138,16 +138,16 @@ class GroupEdge:
         self._group.send([payload], self._peer, _TAG).wait(FOREVER)
 
     def receive(self, place: Tensor) -> None:
-        """Receive, and wait until all bytes are there."""
+        """Receive, and wait until all bytes have arrived."""
         self._group.recv([place], self._peer, _TAG).wait(FOREVER)
 
     def abort(self) -> None:
-        """Do nothing: gloo's waits end with the peer, who takes and drops what still comes once it has closed."""
+        """Do nothing: gloo's waits end with the peer, which receives and drops later payloads once it has closed."""
 
 
 def gloo_group(store: dist.Store, rank: int, num_ranks: int, host: str, timeout_s: float) -> Group:
-    """Make a gloo group of its own, not torch's default one, over the interface `host`. Blocks until all ranks have
-    met; raises RuntimeError on a timeout."""
+    """Make a gloo group, separate from torch's default one, over the interface `host`. Blocks until all ranks have met;
+    raises RuntimeError on a timeout."""
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs leave it out
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=timeout_s)
@@ -156,7 +156,7 @@ def gloo_group(store: dist.Store, rank: int, num_ranks: int, host: str, timeout_
 
 @dataclass(frozen=True)
 class Offer:
-    """What one rank offers: its backend's kind and its device's identity; both empty without a backend."""
+    """Offer of one rank: its backend's kind and its device's identity; both empty without a backend."""
 
     kind: str = ""
     device_id: str = ""
@@ -168,7 +168,7 @@ class Offer:
 
 
 def refusal(offers: Sequence[Offer]) -> str:
-    """Return why payloads of a group whose ranks offer these go through home memory; empty: they do not."""
+    """Return why payloads of a group with these offers, by rank, go through host memory; empty if they do not."""
     for rank, offer in enumerate(offers):
         if not offer.kind:
             return f"rank {rank} has no communicator for device memory"
@@ -181,8 +181,8 @@ def refusal(offers: Sequence[Offer]) -> str:
 
 
 def meet_edges(store: dist.Store, meeting: Meeting, backend: EdgeBackend | None) -> dict[Rank, Edge]:
-    """Return this rank's edges between devices by peer, none where payloads go through home memory. All ranks of the
-    epoch call this, with equal stores. Blocks until all have; raises RuntimeError when they have not in time."""
+    """Return this rank's edges between devices by peer; empty where payloads go through host memory. All ranks of the
+    epoch call this, with equal stores. Blocks until all have called; raises RuntimeError when they have not in time."""
     offers = _exchange(store, meeting, Offer.of(backend))
     why = refusal(offers)
     how = f"through host memory, by gloo: {why}" if why else f"between device memories, by {offers[0].kind}"
@@ -207,7 +207,7 @@ def _exchange(store: dist.Store, meeting: Meeting, own: Offer) -> list[Offer]:
 
 
 def _connect_all(made: "Future[dict[Rank, Edge]]", store: dist.Store, meeting: Meeting, backend: EdgeBackend) -> None:
-    """Make all edges of a rank, one after another in an order that all ranks share, so that none waits in a circle."""
+    """Make all edges of a rank, one after another in an order that all ranks share, so that waits form no circle."""
     edges: dict[Rank, Edge] = {}
     try:
         for pair in combinations(map(Rank, range(meeting.num_ranks)), 2):
@@ -225,7 +225,7 @@ def _connect_all(made: "Future[dict[Rank, Edge]]", store: dist.Store, meeting: M
 
 
 def _greet(edge: Edge, place: int, epoch: Epoch) -> None:
-    """Send the epoch's number to the higher rank: communicators are made at first use, while the store is there."""
+    """Send the epoch's number to the higher rank, because communicators are made at first use and need the store."""
     greeting = torch.frombuffer(bytearray(epoch.to_bytes(8, "little")), dtype=torch.uint8)
     memory = edge.empty(len(greeting))
     if place == 0:
@@ -237,7 +237,7 @@ def _greet(edge: Edge, place: int, epoch: Epoch) -> None:
 
 
 class NcclEdge(GroupEdge):
-    """An Edge between two GPUs; the module says what it rests on."""
+    """An Edge between two GPUs; the module's docstring has the facts that it relies on."""
 
     def __init__(self, group: Group, peer: int, device: torch.device) -> None:
         super().__init__(group, peer)
@@ -249,16 +249,16 @@ class NcclEdge(GroupEdge):
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def send(self, payload: Tensor) -> None:
-        """Send, and wait for the stream, without the GIL. What computed the payload has ended."""
+        """Send, and wait for the stream, without the GIL. The payload's computation must have ended."""
         self._run(lambda: self._group.send([payload], self._peer, 0))
 
     def receive(self, place: Tensor) -> None:
-        """Receive, and wait for the stream, without the GIL. What read the place before has ended."""
+        """Receive, and wait for the stream, without the GIL. Earlier reads of the place must have ended."""
         self._run(lambda: self._group.recv([place], self._peer, 0))
 
     def abort(self) -> None:
-        """Abort the communicator: kernels that wait for the peer end. Blocks for as long as ranks took to meet, at
-        most."""
+        """Abort the communicator, which ends kernels that wait for the peer. Blocks for at most the timeout of the
+        ranks' meeting."""
         self._group.abort()
 
     def _run(self, begin: Callable[[], Work]) -> None:
@@ -286,6 +286,6 @@ class NcclBackend:
 
 
 def backend_of(device: Device) -> EdgeBackend | None:
-    """Return the backend for KV in that device's memory; None where gloo carries it, through home memory."""
+    """Return the backend for KV in that device's memory; None where gloo carries it, through host memory."""
     is_gpu = device.torch_device.type == "cuda" and dist.is_nccl_available()
     return NcclBackend(device.torch_device) if is_gpu else None

@@ -1,14 +1,14 @@
-"""A prefill rank's engine: one thread that gives the rank's jobs their turns, and settles each job exactly once.
+"""A prefill rank's engine: one thread that runs the turns of the rank's jobs, and settles each job exactly once.
 
-Each step settles the jobs that are over, gives one job one turn, or, when no job can use one, waits until a message, a
-call, or a watchdog's deadline changes that. All other work runs on other threads and is short: the servicer's calls
-register jobs and cancellations; link threads receive messages, and pass on what is ready (`prefill_workers.relay`).
-They only set state; the engine's thread alone computes, calls outlets, and resolves futures. A second thread checks
-periodically whether the first still works (`baton.process.turn_watch`). One lock guards all bookkeeping; no thread
-computes, sends or receives while holding it.
+Each step settles the jobs that are over, and runs one turn of one job. When no job can use a turn, it waits until a
+message, a call, or a watchdog's deadline changes that. All other work runs on other threads and is short: the
+servicer's calls register jobs and cancellations; link threads receive messages, and pass on pieces that are ready
+(`prefill_workers.relay`). They only set state; the engine's thread alone computes, calls outlets, and resolves futures.
+A second thread checks periodically whether the first still works (`baton.process.turn_watch`). One lock guards all
+bookkeeping; no thread computes, sends or receives while holding it.
 
 Called by `prefill_workers.servicer`; runs jobs as `prefill_workers.chain`, within an epoch of `prefill_workers.epoch`.
-Knows no gRPC: it sees the ports KvOutlet and Links.
+Does not depend on gRPC: it uses the ports KvOutlet and Links.
 """
 
 import logging
@@ -54,24 +54,27 @@ class EngineStatus:
     epoch: Epoch
     """The present or latest epoch; 0 before the first."""
     epoch_error: str
-    """Why no job can be served now; empty while the epoch lives."""
+    """Reason why no job can be served now; empty while the epoch is running."""
     num_jobs: int
     progress: int
-    """A count that grows with every turn taken and every message passed."""
+    """Count of all turns taken and messages passed."""
     num_jobs_done: int
     """Number of jobs settled, in success or failure."""
     stall: str = ""
-    """Why the engine is thought to hang, so that this rank must be replaced; empty while it works."""
+    """Reason why the engine is considered hung, so that this rank must be replaced; empty while it works."""
 
 
 class PrefillEngine:
     """One rank of a prefill group. All public methods may be called from any thread; only `start_epoch` and `close`
-    block. `watchdog_floor_s` is the least number of seconds without a sign of life, from a peer that owes one,
-    after which the epoch is ended, and without work in a turn, after which this engine is said to hang. More than
-    `max_jobs` jobs in flight are refused; each job has a slot's lease, so slots bound them first. `make_buffer`
-    makes the home memory for the jobs' KV, the device if it is None; where links are between devices, KV is in the
-    device's. `room` bounds the jobs' KV on the device; without it nothing does. `crash_note`: file of the process's
-    crash note, if it has one; the job of each turn is named there."""
+    block.
+
+    `watchdog_floor_s`: least seconds without a sign of life from a peer that owes one, after which the epoch is ended;
+    also least seconds without work in a turn, after which this engine is considered hung. More than `max_jobs` jobs in
+    flight are refused; each job has a slot's lease, so slots bound them first. `make_buffer` allocates the host memory
+    for the jobs' KV; None: the device's own function. Where links are between devices, KV is in device memory. `room`
+    bounds the jobs' KV on the device; None: no bound. `crash_note`: file of the process's crash note, if it has one;
+    the job of each turn is named there.
+    """
 
     def __init__(
         self,
@@ -106,7 +109,7 @@ class PrefillEngine:
     def start_epoch(self, epoch: Epoch, rank: Rank, num_ranks: int, connect: ConnectLinks) -> None:
         """End the present epoch and join the next, as `rank` of `num_ranks`. Blocks until all ranks have met. Raises
         EpochEndedError for an epoch that is not above the last, UnavailableError while closing or hanging, and any
-        error of `connect`; no epoch lives then."""
+        error of `connect`; no epoch is then running."""
         with self._starting:
             life = self._begin_life(epoch, rank, num_ranks)
             try:
@@ -116,16 +119,16 @@ class PrefillEngine:
                 raise
 
     def end_epoch(self, error: BatonError) -> None:
-        """Fail all jobs with `error`, and serve none until the next `start_epoch`. Does nothing when no epoch lives."""
+        """Fail all jobs with `error`, and serve none until the next `start_epoch`. Does nothing without an epoch."""
         with self._changed:
             if self._life is not None:
                 self._life.end(error)
 
     @contextmanager
     def expect(self, epoch: Epoch, number: JobId) -> Iterator[None]:
-        """Return a context in which a job is announced: it will be submitted, however long its caller prepares it.
-        Inside it, messages that other ranks send for this job wait, and these ranks are told to keep waiting. Does
-        nothing for another epoch than the present."""
+        """Return a context in which a job is announced, while its caller prepares it for `submit`, for any time. Inside
+        it, messages of other ranks for this job wait, and those ranks are notified to keep waiting. Does nothing for
+        another epoch than the present."""
         with self._changed:
             life = self._life if self._life is not None and self._life.epoch == epoch else None
             if life is not None:
@@ -139,7 +142,7 @@ class PrefillEngine:
     def submit(self, job: Job, outlet: KvOutlet) -> Future[JobReport]:
         """Take a job and return its future. The future resolves, on the engine's thread, when the job is computed,
         pushed to `outlet` and passed on, or with a BatonError. It cannot be cancelled: call `cancel` instead. Raises at
-        once, without calling `outlet`: EpochEndedError, JobAbortedError (the job was given up before it came),
+        once, without calling `outlet`: EpochEndedError, JobAbortedError (the job was given up before it was submitted),
         InvalidArgumentError, ResourceExhaustedError."""
         self._check_tokens(job)
         with self._changed:
@@ -158,7 +161,7 @@ class PrefillEngine:
 
     def cancel(self, number: JobId, error: BatonError | None = None) -> None:
         """Give a job up, so that its future soon fails with `error`, by default RequestCancelledError, unless it is
-        over. The ranks behind are told in band. A number that is not in flight is ignored."""
+        over. Later ranks are notified by a message on the links. A number that is not in flight is ignored."""
         with self._changed:
             job = self._life.sequencer.get(number) if self._life is not None else None
             if job is not None:
@@ -177,7 +180,7 @@ class PrefillEngine:
             return EngineStatus(life.epoch, error, num_jobs, tally.progress, tally.num_jobs_done, self._stall)
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """End the epoch and both threads; wait at most `timeout_s` for peers to close theirs. Blocks. Idempotent."""
+        """End the epoch and both threads; wait at most `timeout_s` for peers to close links. Blocks. Idempotent."""
         with self._changed:
             self._closing = True
             self.end_epoch(UnavailableError("this prefill rank is leaving: use another"))
@@ -202,7 +205,7 @@ class PrefillEngine:
         return self._turns.stall
 
     def _wake(self, _: object) -> None:
-        """Let the engine's thread look for a job that can go on. Any thread."""
+        """Wake the engine's thread to look for a job that can continue. Any thread."""
         with self._changed:
             self._changed.notify_all()
 
@@ -263,7 +266,7 @@ class PrefillEngine:
                 self._turns.end()
 
     def _step(self) -> bool:
-        """Settle jobs that are over, give one a turn, or wait for a change. Return False when closed, without jobs."""
+        """Settle jobs that are over and run a turn, or wait for a change. Return False when closed and without jobs."""
         with self._changed:
             life = self._life
             patience_s = life.patience_s() if life is not None else None
@@ -280,7 +283,7 @@ class PrefillEngine:
         return True
 
     def _watch(self) -> None:
-        """Look periodically whether the engine's thread still works, as the watching thread's main function."""
+        """Check periodically whether the engine's thread still works, as the watching thread's main function."""
         while not self._has_left.wait(self._turns.period_s):
             with self._changed:
                 has_worked = self._turns.look()

@@ -2,13 +2,13 @@
 
 An epoch begins when all ranks of a group have met. It ends, for all of them, when any link breaks, any rank closes its
 links, a peer that owes a sign of life stays silent too long, or the next epoch begins. Its end fails all of its jobs
-with one typed, retryable error. Nothing of it reaches the next epoch, which has new links and an EpochLife of its own.
+with one typed, retryable error. The next epoch shares nothing with it: it has new links and an EpochLife of its own.
 
-Messages find their job by number:
-- A job that is not known yet may still be on its way to this rank. Its first message waits for a bounded time; if the
-  job is announced, which it is while its call prepares it, the message waits for as long as that takes.
+Messages are matched to jobs by number:
+- A job that is not known yet may still be on its way to this rank. Its first message waits for a bounded time. If the
+  job is announced, as it is while its call prepares it, the message waits until the call has submitted it or ended.
 - After that, and for jobs that are done or were given up, messages are received into scratch memory and dropped.
-- A job whose messages were dropped is refused when it arrives later, and the ranks behind are told.
+- A job whose messages were dropped is refused when it arrives later, and later ranks are notified.
 
 Owned by `prefill_workers.engine`; calls `prefill_workers.sequencer` and `prefill_workers.watchdog`, and handles the
 messages of `prefill_workers.links`. The engine's lock guards all state: `admit` and `patience_s` are called under it,
@@ -37,7 +37,7 @@ from prefill_workers.watchdog import Watchdog
 
 _DOUBT_S = 0.25
 """Seconds between finding a peer overdue and giving it up. A rank that was not scheduled itself, on a crowded machine,
-finds all of its peers overdue at first, while their messages lie unread: in this time its link threads read them."""
+finds all of its peers overdue at first, while their messages are unread. In this time its link threads read them."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class EpochLife:
         self.links: Links | None = None
         """The epoch's links; None until all ranks have met."""
         self.error: BatonError | None = None
-        """The error that ended the epoch; None while it lives."""
+        """The error that ended the epoch; None while it is running."""
         self.sequencer = Sequencer()
         self._changed = lock
         self._clock = clock
@@ -79,7 +79,7 @@ class EpochLife:
         self._announced: Counter[JobId] = Counter()
         """Number of running calls that will submit a job, by the job's number."""
         self._doubted_s: float | None = None
-        """Time since when a peer has been overdue, on the clock's now_s; None while no peer is."""
+        """Time at which a peer became overdue, on the clock's now_s; None while no peer is overdue."""
 
     def open(self, links: Links) -> None:
         """Begin to serve jobs over `links`, now that all ranks have met. When the epoch has ended in the meantime,
@@ -115,7 +115,7 @@ class EpochLife:
 
     def admit(self, job: Job) -> None:
         """Check that this rank can serve `job`. Raises EpochEndedError, InvalidArgumentError, or, for a job that was
-        given up before it came, JobAbortedError; the ranks behind are told of such a job."""
+        given up before it arrived, JobAbortedError. Later ranks are notified of such a job."""
         number = job.number
         if self.error is not None:
             raise EpochEndedError(f"epoch {self.epoch} has ended ({self.error}): wait for the next") from self.error
@@ -168,8 +168,8 @@ class EpochLife:
 
     def tell_waiting(self, has_worked: bool) -> None:
         """Send ALIVE to the ranks that may wait for this one, so that they keep waiting. While this rank works
-        (`has_worked`), tells the ranks behind, for each of its jobs. For each announced job, tells all ranks: the rank
-        before may have sent KV that waits here, and the rank behind waits already."""
+        (`has_worked`), sends it to the next rank of each of its jobs. For each announced job, sends it to all ranks:
+        the rank before may have sent KV that waits here, and the rank after may wait already."""
         with self._changed:
             ranks = (Rank(number) for number in range(self.num_ranks) if number != self.rank)
             idle = [rank for rank in ranks if self._watchdog.is_idle(rank)]
@@ -181,7 +181,7 @@ class EpochLife:
                     self.send(rank, LinkHeader.bare(self.epoch, number, LinkStatus.ALIVE), None)
 
     def place_for(self, source: Rank, header: LinkHeader) -> Payload | None:
-        """Return where in its job's memory a payload belongs; None to drop it. Blocks until its job is known."""
+        """Return the job's memory for a payload; None to drop the payload. Blocks until the job is known."""
         with self._changed:
             self._heard(source)
             self._await_job(header.job)
@@ -205,7 +205,7 @@ class EpochLife:
             elif header.status is LinkStatus.ABORT:
                 job.fail(JobAbortedError(f"rank {source} gave job {header.job} up: retry it as a new attempt"))
             elif header.status is LinkStatus.ALIVE:
-                if source == job.relay.source:  # other ranks speak of themselves, not of the job's KV
+                if source == job.relay.source:  # ALIVE of other ranks is not about the job's KV
                     job.relay.alive()
             else:
                 job.relay.received(header)
@@ -230,10 +230,13 @@ class EpochLife:
         self._changed.notify_all()
 
     def _await_job(self, number: JobId) -> None:
-        """Wait until the job is known, or bury a job that no call has announced in time. An announced job is waited for
-        until it is submitted, its call ends, or the epoch ends: dropping its message would fail the attempt, and blame
-        the group for a slow disk. Other messages of the same source wait too. No rank takes this for silence: this rank
-        sends ALIVE, and the source shows that it lives by receiving that (`tell_waiting`)."""
+        """Wait until the job is known, or bury a job that no call has announced in time.
+
+        The wait for an announced job lasts until it is submitted, its call ends, or the epoch ends: dropping its
+        message would fail the attempt, and blame the group for a slow disk. Other messages of the same source wait too.
+        No rank counts this as silence: this rank sends ALIVE, and receiving that is the source's sign of life
+        (`tell_waiting`).
+        """
         while not self._changed.wait_for(lambda: self._is_known(number) or self.error is not None, self._floor_s / 2):
             if number not in self._announced:
                 self.sequencer.bury(number)

@@ -1,6 +1,6 @@
-"""Hosts one prefill rank: loads its model and runs its server, in whatever process it is called.
+"""Hosts one prefill rank: loads its model and runs its server, in the calling process.
 
-`deploy.groups.hosting` calls it in a child process or in a Ray actor; this module knows neither. Starts
+`deploy.groups.hosting` calls it in a child process or in a Ray actor; this module depends on neither. Starts
 `prefill_workers.servicer`. Runs on its process's asyncio loop.
 """
 

@@ -51,8 +51,8 @@ class Job:
     layer_s: float = 0.0
     """Predicted seconds of the longest layer on any of the job's ranks; 0 when unknown."""
     masks: "Future[list[TokenMasks]] | None" = None
-    """On the last rank, which tokens may be first in a constrained output, the same for all choices, once its form is
-    compiled; else None. The job computes meanwhile, and no other job waits for it."""
+    """On the last rank, future of the masks of a constrained output's first token, the same for all choices; else None.
+    The job computes while the form is compiled, and no other job waits for it."""
 
     def __post_init__(self) -> None:
         ranks, chunks = self.ranks, self.chunks
@@ -76,7 +76,7 @@ class Job:
 
     @cached_property
     def cached_pieces(self) -> list[tuple[KvBuffer, TokenRange]]:
-        """Return the cached tokens as they lie in memory: pairs of a piece of `prefix` and its tokens that are used."""
+        """Return the cached tokens by their place in memory: pairs of a piece of `prefix` and its used tokens."""
         pieces = [piece for piece in self.prefix if piece.tokens.start < self.cached.end]
         return [(piece, TokenRange(piece.tokens.start, min(piece.tokens.end, self.cached.end))) for piece in pieces]
 
@@ -97,10 +97,13 @@ class Job:
 
 class KvOutlet(Protocol):
     """The port through which a rank's own KV leaves while the chain still runs. Called on the engine's thread; no
-    method may block. `num_present` is the number of first tokens whose KV the slot has already: no rank need push them.
-    After any number of `push` and `received` comes one `finish`, one `abort`, or, when the job fails between its last
-    computation and its last message, both. No call follows an `abort`. An exception from any method except `abort`
-    fails the job with that exception."""
+    method may block.
+
+    `num_present` is the number of first tokens whose KV the slot has already, so that no rank has to push it. After any
+    number of calls of `push` and `received` follows one of `finish` or `abort`. If the job fails between its last
+    computation and its last message, `abort` follows `finish`. No call follows `abort`. An exception from any method
+    except `abort` fails the job with that exception.
+    """
 
     @property
     def num_present(self) -> int: ...
@@ -110,8 +113,8 @@ class KvOutlet(Protocol):
         ...
 
     def received(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Take, on a chain's last rank, rows that earlier ranks computed and push by themselves. `data` holds the rows
-        of `tokens` in `layer`. It is valid only until this call returns."""
+        """Take the rows of `tokens` in `layer`, which earlier ranks computed and push themselves. Called on a chain's
+        last rank. `data` holds the rows, and is valid only until this call returns."""
         ...
 
     def finish(self, firsts: tuple[SampledToken, ...]) -> None:
@@ -119,7 +122,7 @@ class KvOutlet(Protocol):
         ...
 
     def abort(self, error: BaseException) -> None:
-        """Discard what was pushed, because the job has failed. Must not raise."""
+        """Discard all pushed rows, because the job has failed. Must not raise."""
         ...
 
 
@@ -143,4 +146,4 @@ class JobReport:
     num_messages_sent: int
     """Number of messages in which `num_bytes_sent` were sent."""
     send_s: float
-    """Seconds in which these messages were on their way, each from when the link was free for it to its arrival."""
+    """Seconds of transfer of these messages, each from the time when the link was free for it to its arrival."""

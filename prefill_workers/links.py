@@ -1,10 +1,10 @@
 """The messages that pass between two ranks of a chain, and the port that passes them.
 
 A link is a FIFO of messages from one rank to another. A message is a fixed 64-byte header and, for DATA, one payload:
-the KV of one layer for some of a job's tokens, called a piece (`prefill_workers.relay` says which pieces, and in what
-order). A payload lies in home memory or, where the links are between devices, in the device's. Messages carry no tags:
-receivers take them in the order in which they were sent, each to its end. So a job that was given up does not abandon a
-send: it ends with an in-band ABORT, and a message for such a job is received into scratch memory. Links live as long as
+the KV of one layer for some of a job's tokens, called a piece (`prefill_workers.relay` defines the pieces and their
+order). A payload is in host memory or, where the links are between devices, in device memory. Messages carry no tags:
+receivers take them in the order in which they were sent, each to its end. So a send is never abandoned: a job that is
+given up ends with an ABORT message, and messages for such a job are received into scratch memory. Links last as long as
 an epoch: when one breaks, or any rank closes its own, all are replaced.
 
 Used by `prefill_workers.relay` and `prefill_workers.epoch`; implemented by `prefill_workers.torch_links`, with threads
@@ -87,7 +87,7 @@ class LinkHandler(Protocol):
     def place_for(self, source: Rank, header: LinkHeader) -> Payload | None:
         """Return writable memory of `header.num_bytes` bytes for the payload, or None to drop the payload. Called once
         for every message with a payload, before the payload is received; the memory must stay valid. May block, which
-        holds up all messages of `source`, but not beyond the end of the epoch."""
+        delays all messages of `source`, but not beyond the end of the epoch."""
         ...
 
     def received(self, source: Rank, header: LinkHeader) -> None:
@@ -109,7 +109,7 @@ class Links(Protocol):
 
     @property
     def on_device(self) -> bool:
-        """Return whether payloads lie in the memory of the ranks' devices, at both ends of all links."""
+        """Return whether payloads are in device memory, at both ends of all links."""
         ...
 
     def send(self, target: Rank, header: LinkHeader, payload: Payload | None) -> None:
@@ -119,8 +119,9 @@ class Links(Protocol):
         ...
 
     def close(self) -> None:
-        """Drop messages that are not being sent yet, tell all peers and return at once; peers see their links broken.
-        The handler is still called for a message under way, for no other. Any thread, idempotent."""
+        """Drop messages that are not being sent yet, notify all peers and return at once; peers see their links broken.
+        The handler is still called for a message that is being sent or received, and for no other. Any thread,
+        idempotent."""
         ...
 
     def wait_closed(self, timeout_s: float) -> bool:

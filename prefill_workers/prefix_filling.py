@@ -2,9 +2,9 @@
 
 The rows that earlier ranks computed are in memory only layer by layer (`prefill_workers.relay`), so they are copied at
 once, on the engine's thread. The rows that this rank computed stay valid as long as a view of them exists, so they are
-copied after the first token has left. Only then are the blocks sealed; a job that fails or is cancelled leaves none. So
-before the first token this costs room for the blocks, in chains of several ranks, and one copy of the earlier ranks'
-part. The blocks sink to disk, if the node has one for them, once the rank has reported.
+copied after the first token was committed. Only then are the blocks sealed; a job that fails or is cancelled leaves
+none. In chains of several ranks, the cost before the first token is room for the blocks and one copy of the earlier
+ranks' rows. The blocks are then copied to disk, if the node has a disk for them.
 
 Called by `prefill_workers.servicer`; writes to `modeling.prefix_store.store`. `write` and `hold` run on the engine's
 thread, `take`, `finish` and `sink` on any thread that may wait, `drop` on any thread.
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class PrefixFilling:
-    """One job's blocks to store: consecutive from the token `start` on, where the cached blocks end."""
+    """One job's blocks to store: consecutive, beginning at the token `start`, where the cached blocks end."""
 
     def __init__(self, store: PrefixStore, names: Sequence[str], start: int, block_tokens: int) -> None:
         self._store = store
@@ -36,8 +36,8 @@ class PrefixFilling:
         self._held: list[tuple[int, TokenRange, memoryview]] = []
 
     def take(self) -> None:
-        """Take room in the store for as many of the blocks as fit. Blocks for some milliseconds. Must be called before
-        the first `write`. For a job without `write`, `finish` takes the room."""
+        """Take room in the store for all blocks that fit. Takes some milliseconds, in which it blocks. Must be called
+        before the first `write`. For a job without `write`, `finish` takes the room."""
         room = self._taken()
         with self._lock:
             if not self._over:
@@ -57,13 +57,13 @@ class PrefixFilling:
         self._held.append((layer, tokens, data))
 
     def finish(self) -> Filled:
-        """Copy the held rows, seal the blocks, and return the names of blocks stored and evicted. To be called when all
-        layers of all tokens have come. Returns an empty Filled after a `drop`, and when there is no room or the store
-        fails. Blocks for as long as copying takes."""
+        """Copy the held rows, seal the blocks, and return the names of blocks stored and evicted. Call once all layers
+        of all tokens have arrived. Returns an empty Filled after a `drop`, and without room or when the store fails.
+        Blocks for as long as copying takes."""
         with self._lock:
             if self._over:
                 return Filled()
-            self._over = True  # from here on this call owns the room
+            self._over = True  # now this call owns the room
             room, self._room = self._room, None
             held, self._held = self._held, []
         room = room or self._taken()
@@ -97,7 +97,7 @@ class PrefixFilling:
             room.drop()
 
     def _taken(self) -> BlockRoom:
-        """Return room for the blocks: for none without a folder or on a failing disk, where no job fails for it."""
+        """Return room for the blocks; empty if the folder is gone or the disk fails, so that no job fails for it."""
         try:
             return self._store.take(self._names, self._tokens(len(self._names)), self._block_tokens)
         except (BatonError, OSError) as error:

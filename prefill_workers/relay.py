@@ -4,16 +4,16 @@ A layer's KV travels in pieces. Each rank's chunk is one piece or, where the chu
 several. Sender and receiver derive the pieces from the job. A rank that owns the tokens [s, e), behind a cached prefix
 that ends at P,
 
-    receives the pieces of [P, s) in place, into memory that the layer has only while it is on its way (LayerBuffers),
-    writes   its own rows [s, e) in place, into a buffer that keeps all layers, for they are pushed to the slot as well,
-    sends    each piece from where it lies, as soon as it is final: received, or projected.
+    receives the pieces of [P, s) in place, into memory that the layer has only until it is used (LayerBuffers),
+    writes   its own rows [s, e) in place, into a buffer that keeps all layers, as they are pushed to the slot as well,
+    sends    each piece from its place in memory as soon as it is final: received, or projected.
 
-So no piece is copied, waits for another of its layer, or is sent before its last byte is final, and a rank that is
-still attending delays no rank behind it: the thread that makes a piece final passes it on, the link's receiving thread
-or the engine's. Pieces of a layer leave in the order in which they become final, since the next rank needs all of them
-before it can go on. Layers leave one after another, so that rows of a later layer do not delay rows that are needed
-sooner. The last rank passes no KV on, and the first receives none: the total that travels is the sum over all ranks but
-the last of (e_i - P), times row bytes, times layers.
+So no piece is copied, waits for another of its layer, or is sent before its last byte is final. A rank that is still
+attending delays no later rank: the thread that makes a piece final (the link's receiving thread, or the engine's)
+passes it on. Pieces of a layer are sent in the order in which they become final, since the next rank needs all of them
+before it can continue. Layers are sent one after another, so that rows of a later layer do not delay rows that are
+needed sooner. The last rank passes no KV on, and the first receives none: the total traffic is the sum over all ranks
+except the last of (e_i - P), times row bytes, times layers.
 
 Implements KV-Runahead (Cho, Rastegari, Naik, ICML 2024), section 4.1, without its concatenation, and with cut-through
 where the paper stores and forwards; docs/kv_runahead.md. Used by `prefill_workers.chain` on the engine's thread and by
@@ -37,17 +37,18 @@ from prefill_workers.job import Job
 from prefill_workers.links import LinkHeader, LinkStatus, Payload
 
 PIECE_TOKENS = 1024
-"""Largest number of tokens in a piece that some rank passes on: large enough that a message's fixed costs hardly count,
-small enough that the next link begins long before a long chunk has arrived. All ranks of a group must use the same."""
+"""Largest number of tokens in a piece that some rank passes on: large enough that a message's fixed costs hardly
+matter, small enough that the next link begins long before a long chunk has arrived. Must be the same on all ranks of a
+group."""
 
 SendMessage = Callable[[Rank, LinkHeader, Payload | None], None]
 """A function that enqueues a message as `Links.send` does, and never blocks."""
 
 
 class Relay:
-    """One job's KV on one rank, on its way along the chain. Owns the counters and `earlier_kv`; `own_kv` is shared with
-    ChainJob. Both lie where the links' payloads do, and `payload_of` returns the memory of rows for them. Thread-safe:
-    `lock` is the engine's, re-entrant, and `send` may take it."""
+    """Relay of one job's KV on one rank of a chain. Owns the counters and `earlier_kv`; `own_kv` is shared with
+    ChainJob. Both are in the memory that the links' payloads use, and `payload_of` returns the payload for some rows.
+    Thread-safe: `lock` is the engine's, re-entrant, and `send` may take it."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class Relay:
         self.num_sent = 0
         """Number of messages in which `num_bytes_sent` were sent."""
         self.send_s = 0.0
-        """Seconds in which these messages were on their way, each from when the link was free to its arrival."""
+        """Seconds of transfer of these messages, each from the time when the link was free to its arrival."""
         self._job, self._clock, self._lock, self._send = job, clock, lock, send
         self._own_kv, self._earlier_kv = own_kv, earlier_kv
         self._payload_of = payload_of
@@ -84,13 +85,13 @@ class Relay:
         self._num_received = self._num_layers if self.source is None else 0
         self._num_projected = 0
         self._final: dict[int, list[TokenRange]] = {}
-        """Pieces, by layer, that may leave once their layer's turn has come."""
+        """Final pieces that were not sent yet, by layer: they wait until earlier layers were sent."""
         self._passing_layer = self._num_passed = 0
-        """The layer whose turn it is to leave, and the number of its pieces that have been handed to the link."""
+        """The layer that is being sent, and the number of its pieces that have been passed to the link."""
         self._handed_s: deque[float] = deque()
         self._last_sent_s = -math.inf
         self._uses: Counter[int] = Counter()
-        """Number of times that each layer's earlier rows have been used: attended to, or a piece of them sent."""
+        """Number of uses of each layer's earlier rows so far: attending to them, and sending each of their pieces."""
         self._aborted = False
 
     @property
@@ -105,7 +106,7 @@ class Relay:
         return layer < self._num_received
 
     def arrived_s(self, layer: int) -> float:
-        """Return when a received layer had arrived, on the clock's now_s; minus infinity on the chain's first rank."""
+        """Return when a received layer arrived, on the clock's now_s; minus infinity on the chain's first rank."""
         return self._arrived_s[layer] if self.source is not None else float("-inf")
 
     def place(self, source: Rank, header: LinkHeader) -> Payload:
@@ -140,24 +141,23 @@ class Relay:
             self._pass_on(self._num_projected - 1, self._own_pieces)
 
     def earlier_rows(self, layer: int) -> KvRows:
-        """Return the earlier tokens' rows of a layer that was received; to be read before `attended`."""
+        """Return the earlier tokens' rows of a layer that was received. Read them before `attended`."""
         with self._lock:
             return self._earlier_kv.rows(layer, self.earlier)
 
     def earlier_span(self, layer: int) -> Tensor:
-        """Return the earlier tokens' rows of a layer that was received, `[T, 2, G, H]`; to be read before
-        `attended`."""
+        """Return the earlier tokens' rows of a layer that was received, `[T, 2, G, H]`. Read them before `attended`."""
         with self._lock:
             return self._earlier_kv.span(layer, self.earlier)
 
     def attended(self, layer: int) -> None:
         """Note that this rank has read the earlier tokens' rows of `layer` for the last time: the memory may be written
-        to. Not to be called without earlier tokens."""
+        to. Must not be called without earlier tokens."""
         with self._lock:
             self._used(layer)
 
     def sent(self, header: LinkHeader) -> None:
-        """Note that a message of this job has left: count it, and release the rows that it sent."""
+        """Count a message of this job that was sent, and release its rows."""
         with self._lock:
             self.num_bytes_sent += header.num_bytes
             if header.status is LinkStatus.DATA:
@@ -169,11 +169,11 @@ class Relay:
                     self._used(header.layer)
 
     def alive(self) -> None:
-        """Tell the next rank to keep waiting, if it may be waiting for more of this job."""
+        """Send ALIVE to the next rank, so that it keeps waiting, if it may be waiting for more of this job."""
         self._tell(LinkStatus.ALIVE)
 
     def abort(self) -> None:
-        """Tell the next rank that no more of this job will come, if more was due; pass no piece on from now on."""
+        """Send ABORT to the next rank, if more of this job was due; pass no piece on from now on."""
         self._tell(LinkStatus.ABORT)
 
     @property
@@ -188,7 +188,7 @@ class Relay:
             self._aborted |= status is LinkStatus.ABORT
 
     def _pass_on(self, layer: int, pieces: Sequence[TokenRange]) -> None:
-        """Take pieces of `layer` that have become final, and send all final pieces whose layer's turn it is."""
+        """Take pieces of `layer` that have become final, and send all final pieces up to the first unfinished layer."""
         if self.target is None or self._aborted:
             return
         self._final.setdefault(layer, []).extend(pieces)
@@ -201,7 +201,7 @@ class Relay:
                 self._passing_layer, self._num_passed = self._passing_layer + 1, 0
 
     def _payload(self, tokens: TokenRange) -> Payload:
-        """Return the memory of a piece's rows in the layer whose turn it is to leave."""
+        """Return the payload of a piece's rows in the layer that is being sent."""
         kv = self._own_kv if tokens.start >= self.own.start else self._earlier_kv
         return self._payload_of(kv.span(self._passing_layer, tokens))
 
@@ -224,6 +224,6 @@ def device_bytes(rows: Tensor) -> Tensor:
 
 
 def _pieces(job: Job, place: int) -> list[TokenRange]:
-    """Return the pieces in which the chunk of the rank at `place` is sent: one, when the next rank passes none on."""
+    """Return the pieces in which the chunk of the rank at `place` is sent: one if the next rank passes none on."""
     chunk = job.chunks[place]
     return chunk.split(PIECE_TOKENS) if place + 2 < len(job.ranks) else [chunk]

@@ -1,14 +1,14 @@
-"""Decides the order in which a rank serves its jobs: the job due first that can use a turn.
+"""Orders a rank's jobs: the next turn goes to the job due first that can use it.
 
-The orchestrator says when each job is due and numbers the jobs, ascending. On every rank a Sequencer gives each turn to
-the job due first that can use it; of two due at once, to the one with the lower number. A turn is a layer, so a short
-job that is due before a long one runs between two of its layers. A job that waits for an earlier rank's KV yields its
-turns until that KV has come: no rank is idle while any job can go on, and submissions may arrive in any order. No cycle
-of waits can form, for a job waits only for lower ranks, and messages are sent without waiting.
+The orchestrator gives each job a due time and a number, ascending. On every rank a Sequencer gives each turn to the job
+due first that can use it, and of equal due times to the job with the lower number. A turn is a layer, so a short job
+that is due before a long one runs between two layers of the long one. A job that waits for an earlier rank's KV gets no
+turn until that KV has arrived: no rank is idle while any job can continue, and submissions may arrive in any order. No
+cycle of waits can form, because a job waits only for lower ranks, and messages are sent without waiting.
 
-Due times bind no rank and may have passed. They keep long jobs from waiting for ever because they grow with the time of
-day: jobs that come later are due later (`orchestrator.placement.chain_width` assigns them, and bounds how many jobs may
-overtake).
+Due times only order jobs, and may be in the past. They keep long jobs from waiting for ever because they grow with the
+clock: later jobs are due later (`orchestrator.placement.chain_width` assigns due times, and bounds the number of jobs
+that may overtake).
 
 Used by `prefill_workers.epoch`. Pure; the engine's lock guards it.
 """
@@ -40,7 +40,7 @@ class Sequencer:
         self._jobs[job.job.number] = job
 
     def get(self, number: JobId) -> ChainJob | None:
-        """Return the present job with this number; None when there is none."""
+        """Return the present job with this number; None if none has it."""
         return self._jobs.get(number)
 
     def bury(self, number: JobId) -> None:

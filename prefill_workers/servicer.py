@@ -1,9 +1,9 @@
 """Serves one prefill rank over gRPC: its epochs, its jobs, its heartbeat, and the pushes of KV to a leased slot.
 
 Called by `orchestrator.workers.client` (Run, GetStatus, ListPrefixBlocks) and by `deploy.groups` (StartEpoch,
-GetStatus). Hands jobs to `prefill_workers.engine`, and pushes KV by `transport.kv_sender`. Runs on the process's
-asyncio loop and never touches a tensor: the engine's thread offers views of KV to a push session, and this loop's
-futures follow the engine's. Errors become statuses in the interceptor of `transport.channel.make_server`.
+GetStatus). Submits jobs to `prefill_workers.engine`, and pushes KV by `transport.kv_sender`. Runs on the process's
+asyncio loop and never touches a tensor: the engine's thread offers views of KV to a push session, and this loop awaits
+the engine's futures. Errors become statuses in the interceptor of `transport.channel.make_server`.
 """
 
 import asyncio
@@ -84,10 +84,13 @@ class PushOutlet:
 
 
 class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
-    """Serves baton.v1.PrefillRank over an engine. `host` is the address of the interface that the links use, `secret`
-    the cluster's secret, sent to generation groups, `prefixes` the node's prefix store, if it keeps one, and `exchange`
-    what other nodes' blocks come by. `may_share`: whether KV goes through shared memory to groups of the same node.
-    `grammars`: those of the model, the servicer's own from now on; without them constrained outputs are refused."""
+    """Serves baton.v1.PrefillRank over an engine.
+
+    `host`: address of the interface that the links use. `secret`: the cluster's secret, sent to generation groups.
+    `prefixes`: the node's prefix store, if it keeps one. `exchange`: exchange of blocks with other nodes. `may_share`:
+    True if KV may go through shared memory to groups of the same node. `grammars`: the model's grammars, owned by the
+    servicer from now on; without them constrained outputs are refused.
+    """
 
     def __init__(
         self,
@@ -116,7 +119,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         return prefill_pb2.StartEpochReply()
 
     async def Run(self, request: prefill_pb2.PrefillJob, context: Context) -> prefill_pb2.PrefillReport:
-        """Run a job on this rank and report it. However the call ends, job and push have ended or soon will."""
+        """Run a job on this rank and report it. In any case job and push have ended after the call, or soon will."""
         with self.engine.expect(Epoch(request.epoch), JobId(request.job)):  # first: other ranks may send already
             async with self._channels.use(request.lease.endpoint) as channel:
                 return await self._run(request, channel)
@@ -173,7 +176,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         return common_pb2.ListPrefixBlocksReply(blocks=blocks)
 
     async def close(self) -> None:
-        """End the work on blocks, and close the channels to all generation groups; to be called once no call runs."""
+        """End the work on blocks, and close the channels to all generation groups. Call once no call runs."""
         await in_own_thread(self._blocks.close)
         if self._grammars is not None:
             await in_own_thread(self._grammars.close)
@@ -201,7 +204,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
 
     async def _open_prefix(self, request: prefill_pb2.PrefillJob) -> tuple[KvBuffer, ...]:
         """Return the job's cached blocks, mapped for as long as the job or its push needs them. Raises StalePrefixError
-        without a prefix store, and what PrefixStore.open raises."""
+        without a prefix store, and the errors of PrefixStore.open."""
         if not request.prefix_blocks:
             return ()
         if self.prefixes is None:
@@ -218,7 +221,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         return self._grammars.prepare(form, job.output_ids)
 
     def _filling(self, request: prefill_pb2.PrefillJob, job: Job) -> PrefixFilling | None:
-        """Return where the job's blocks are stored; None on other ranks than the last, and where none is to be kept."""
+        """Return the filling that stores the job's blocks; None on other ranks than the last, and if none are kept."""
         if self.prefixes is None or not request.keep_blocks or self.engine.rank != job.ranks[-1]:
             return None
         block_tokens = _block_tokens(request)
@@ -258,16 +261,17 @@ class PrefillServer:
         grammars: Grammars | None = None,
         crash_note: str = "",
     ) -> Self:
-        """Serve callers that have the cluster's secret on host:port, with links over `host`; port 0 takes any free one.
-        `may_share`: whether KV goes through shared memory to generation groups of the same node. Jobs may begin behind
-        the prefixes in `prefix_folder`, which is made if need be and removed by its last user: `prefix_bytes` at most,
-        more in `prefix_disk`. `device_memory_bytes` limits weights and KV on a device with memory of its own; 0: what
-        there is. `grammars`: those of the model, for constrained outputs. `crash_note`: file of the process's crash
-        note, if it has one. Raises ConfigError when weights exceed that
-        limit, the server cannot listen, or the folder cannot be made.
+        """Serve callers that have the cluster's secret on host:port, with links over `host`. Port 0: any free port.
+
+        `may_share`: True if KV may go through shared memory to generation groups of the same node. `prefix_folder`:
+        folder of cached prefixes, created if missing and removed by its last user; it holds at most `prefix_bytes`, and
+        `prefix_disk` holds more. `device_memory_bytes`: limit of weights and KV on a device with memory of its own; 0:
+        all of it. `grammars`: the model's grammars, for constrained outputs. `crash_note`: file of the process's crash
+        note, if it has one. Raises ConfigError when weights exceed the device's limit, the server cannot listen, or the
+        folder cannot be made.
         """
         room = DeviceRoom.of(decoder, device_memory_bytes)
-        decoder.device.bound(room.limit_bytes)  # anew: a generation engine that this process was had another limit
+        decoder.device.bound(room.limit_bytes)  # a generation engine in this process may have set another
         server = make_server(check=secret.check)
         bound = bind(server, host, port)
         store = None
@@ -314,7 +318,7 @@ def meeting_from_proto(message: prefill_pb2.StartEpochRequest, host: str) -> Mee
 
 
 def job_from_proto(message: prefill_pb2.PrefillJob, prefix: tuple[KvBuffer, ...] = ()) -> Job:
-    """Return the job that a message describes, which begins behind `prefix`, the blocks that the message names. Raises
+    """Return the job that a message describes. `prefix` holds the cached blocks that the message names. Raises
     InvalidArgumentError for ranks, chunks, a prompt and a prefix that do not fit together."""
     return read(
         Job,

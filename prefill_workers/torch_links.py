@@ -8,17 +8,17 @@ two ranks there are two links, each with a sending thread on one side and a rece
 has a receive posted. So every rank notices a dead peer at once, even when no job runs. A wait that times out would
 close the pair for ever, so waits have no timeout; `prefill_workers.watchdog` limits how long a peer may be silent.
 
-A rank that closes sends CLOSE on every link and goes on receiving, into scratch memory, until its peers have closed as
-well. So no rank's send hangs on a rank that has closed, and all threads end. Only a stopped peer can hold a thread.
+A rank that closes sends CLOSE on every link and continues to receive, into scratch memory, until its peers have closed
+as well. So no rank's send hangs on a rank that has closed, and all threads end. Only a stopped peer can block a thread.
 Such a thread, a daemon, is left behind until the supervisor kills the peer; then it ends, and its error is dropped.
 
-A rank's edge with a peer blocks a thread of its own, which takes the payloads that the headers announce. So the thread
-that receives headers is never held up by a payload that does not come, and notices the peer's end as ever. Edges are
-aborted when the links are closed, after the flag is set that lets all that they still bring be dropped; by a thread,
-since that may block. A rank whose edge broke still sends CLOSE.
+For each edge with a peer, a separate thread receives the payloads that the headers announce. So the thread that
+receives headers never waits for a payload that does not come, and detects the peer's end at once. Edges are aborted
+when the links are closed, by a thread, since that may block. The flag that makes later payloads dropped is set before.
+A rank whose edge broke still sends CLOSE.
 
-The process group is an object of its own for each epoch, not torch's default group; the ranks meet at a TCPStore in
-the supervisor, which is there until all of them have met. The interface is chosen explicitly.
+Each epoch has a process group of its own, not torch's default group. The ranks meet at a TCPStore in the supervisor,
+which exists until all of them have met. The interface is chosen explicitly.
 """
 
 import contextlib
@@ -47,7 +47,8 @@ _Message = tuple[LinkHeader, Payload | None]
 
 def connect_torch_links(meeting: Meeting, handler: LinkHandler, backend: EdgeBackend | None = None) -> "TorchLinks":
     """Join an epoch and return its links. Blocks until all ranks have met; raises LinkBrokenError on a timeout.
-    `backend`: what can send from this rank's device; payloads go from device to device where all ranks have one."""
+    `backend`: communicators that can send from this rank's device; payloads go between devices if `refusal` allows it.
+    """
     lines: dict[Rank, Line] = {}
     try:
         if meeting.num_ranks > 1:
@@ -65,7 +66,7 @@ def connect_torch_links(meeting: Meeting, handler: LinkHandler, backend: EdgeBac
 
 
 def make_group(meeting: Meeting, store: dist.Store | None = None) -> Group:
-    """Make a process group of its own, not the global default. Blocks until all ranks have met; raises RuntimeError."""
+    """Make a process group, separate from torch's default. Blocks until all ranks have met; raises RuntimeError."""
     store = store or _epoch_store(meeting)
     return gloo_group(store, meeting.rank, meeting.num_ranks, meeting.host, meeting.timeout_s)
 
@@ -79,7 +80,7 @@ def _epoch_store(meeting: Meeting) -> dist.Store:
 
 @dataclass(frozen=True)
 class Line:
-    """What connects this rank with one peer."""
+    """Connection of this rank with one peer."""
 
     gloo: GroupEdge
     """The pair that carries headers, and payloads where there is no edge."""
@@ -88,7 +89,7 @@ class Line:
 
     @property
     def payloads(self) -> Edge:
-        """Return what carries payloads."""
+        """Return the edge that carries payloads: that between devices, else gloo's."""
         return self.edge or self.gloo
 
 
@@ -122,7 +123,7 @@ class TorchLinks:
                 self._queues[target].put((header, payload))
 
     def close(self) -> None:
-        """Drop messages that are not being sent yet, tell all peers and return at once; any thread, idempotent."""
+        """Drop messages that are not being sent yet, notify all peers and return at once; any thread, idempotent."""
         with self._queueing:
             if not self._closed.is_set():
                 self._closed.set()
@@ -154,7 +155,7 @@ class TorchLinks:
         try:
             self._send_messages(target, line)
         except RuntimeError as error:
-            self._break(target, error)  # then CLOSE, which the peer has to hear if only an edge broke
+            self._break(target, error)  # then CLOSE, which the peer has to receive if only an edge broke
         line.gloo.send(_as_tensor(LinkHeader.bare(self._epoch, JobId(0), LinkStatus.CLOSE).pack()))
 
     def _send_messages(self, target: Rank, line: Line) -> None:
@@ -178,7 +179,7 @@ class TorchLinks:
                 if header.status is LinkStatus.CLOSE:
                     raise LinkBrokenError("the peer closed its links: its epoch has ended")
                 if line.edge is not None:
-                    inbox.put(header)  # never many: behind a header, none follows before its payload was taken
+                    inbox.put(header)  # never many: after a header, none follows before its payload was taken
                 else:
                     self._take(source, header, line.gloo)
         finally:

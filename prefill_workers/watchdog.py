@@ -1,11 +1,11 @@
 """Tracks which peer owes this rank a sign of life, and since when.
 
 A dead peer breaks its links at once; a stopped peer is only silent. A peer is overdue when it has shown no sign of life
-for longer than the limit, while a message to it has not left or a job can only wait for it. A sign of life is a message
-that came from the peer, or one that it took. A rank whose turn takes long sends ALIVE to the ranks that wait, while it
-sees itself work (`baton.process.turn_watch`), and to all ranks while it prepares a job (`prefill_workers.epoch`). So
-silence does mean trouble, even where the prediction behind the limit was wrong, or is for another job than the one that
-occupies the peer.
+for longer than the limit, while a message to it has not been sent or a job can only wait for it. A sign of life is a
+message from the peer, or one that it took. A rank whose turn takes long sends ALIVE to the ranks that wait, while it
+detects that it works (`baton.process.turn_watch`), and to all ranks while it prepares a job (`prefill_workers.epoch`).
+So silence does mean a fault, even if the prediction behind the limit was wrong, or if the peer computes another job
+than the predicted one.
 
 Used by `prefill_workers.epoch`. Pure, with the clock passed in; the engine's lock guards it.
 """
@@ -42,7 +42,7 @@ class Watchdog:
         self._sign_s[peer] = self._clock.now_s()
 
     def sending(self, peer: Rank) -> None:
-        """Note that a message to `peer` waits to leave."""
+        """Note that a message to `peer` waits to be sent."""
         if not self._unsent[peer]:
             self.heard(peer)  # the first message to wait: the limit counts from now
         self._unsent[peer] += 1
@@ -53,12 +53,12 @@ class Watchdog:
         self.heard(peer)
 
     def is_idle(self, peer: Rank) -> bool:
-        """Return whether no message to `peer` waits to leave."""
+        """Return whether no message to `peer` waits to be sent."""
         return not self._unsent[peer]
 
     def first_due(self, waits: Iterable[tuple[Rank, float]], turn_s: float) -> Due | None:
         """Return the first deadline of the peers that owe a sign of life: those with unsent messages, and those in
-        `waits`, each with the time, on the clock's now_s, since when a job waits for it. The limit is a few times
+        `waits`, each with the time, on the clock's now_s, at which a job began to wait for it. The limit is a few times
         `turn_s`, the longest expected turn, and at least the floor."""
         most_s = limit_s(self._floor_s, turn_s)
         owing = [(peer, 0.0) for peer, count in self._unsent.items() if count]
