@@ -1,4 +1,4 @@
-"""Baton's public names: what a user imports, and the vocabulary that all parts share (layer 0: stdlib, grpc, protobuf).
+"""Baton's public names, which users import, and the vocabulary that all parts share (layer 0: stdlib, grpc, protobuf).
 
 The names below are loaded at their first use, so that parts that must not import grpc can import this package.
 """

@@ -32,7 +32,7 @@ class PromptBlocks:
     names: tuple[str, ...]
     block_tokens: int
     num_tokens: int
-    """Tokens of the prompt, those behind the last whole block included."""
+    """Tokens of the prompt, those after the last whole block included."""
 
     @classmethod
     def of(cls, token_ids: Sequence[int], block_tokens: int, layout_fingerprint: str, salt: str = "") -> "PromptBlocks":
@@ -58,5 +58,5 @@ class PromptBlocks:
         return self.names[: num_tokens // self.block_tokens]
 
     def kept(self, num_tokens: int) -> tuple[str, ...]:
-        """Return the names of the blocks behind the first `num_tokens` tokens, a whole number of blocks."""
+        """Return the names of the blocks after the first `num_tokens` tokens, a whole number of blocks."""
         return self.names[len(self.cached(num_tokens)) :]

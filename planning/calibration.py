@@ -38,7 +38,7 @@ Points = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class Calibration:
-    """A cost model, what it was measured on, and the measurements that it was fitted to."""
+    """A cost model, the model and hardware that it is for, and the measurements that it was fitted to."""
 
     model: str
     """Name of the model."""

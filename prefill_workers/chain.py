@@ -16,7 +16,7 @@ may serve other jobs; inside a turn it never waits. The dependencies are:
                         |               |
 
 In the last layer only the last token's hidden state is needed: ranks before the last stop after projecting, and the
-last rank attends and completes for one row only, from which it samples the request's next token, one per choice.
+last rank attends and completes for one token only, from which it samples the request's next token, one per choice.
 
 No collective is called. Implements KV-Runahead (Cho, Rastegari, Naik, ICML 2024), section 4, with causal squares
 instead of its dense rectangles. Called by `prefill_workers.engine`, on its thread.
@@ -113,7 +113,7 @@ class ChainJob:
             self.error = error
 
     def turn(self) -> None:
-        """Compute about one layer: up to the point that needs more KV, or to the end. Raises what the outlet raises."""
+        """Compute about one layer: up to the point that needs more KV, or to the end. Raises the outlet's errors."""
         start_s = self._clock.now_s()
         if self._needs is not None and self._needs != _MASKS:
             self._wait_s += max(self.relay.arrived_s(self._needs) - self.parked_s, 0.0)

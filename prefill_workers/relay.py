@@ -1,7 +1,7 @@
 """Relays KV along a chain: receives earlier tokens' KV and sends it on with this rank's own, layer by layer.
 
 A layer's KV travels in pieces. Each rank's chunk is one piece or, where the chunk is long and several ranks need it,
-several. Sender and receiver derive the pieces from the job. A rank that owns the tokens [s, e), behind a cached prefix
+several. Sender and receiver derive the pieces from the job. A rank that owns the tokens [s, e), after a cached prefix
 that ends at P,
 
     receives the pieces of [P, s) in place, into memory that the layer has only until it is used (LayerBuffers),

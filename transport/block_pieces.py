@@ -116,7 +116,7 @@ class BlockAssembly:
 async def read_blocks(
     channel: grpc.aio.Channel, layout: KvLayout, run: BlockRun
 ) -> AsyncGenerator[BlockAssembly, None]:
-    """Read blocks from the worker behind the channel, and yield each one when it is complete.
+    """Read blocks from the channel's worker, and yield each one when it is complete.
 
     Holds one block at a time, in addition to the messages that gRPC's flow control admits ahead. Raises the errors of
     `BlockAssembly.add`, StalePrefixError when the worker does not have the next block, and UnavailableError when the

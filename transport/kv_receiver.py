@@ -70,8 +70,8 @@ class KvReceiverServicer:
         """Lease a slot for KV of the sink's own layout.
 
         A call with the number of an earlier Reserve returns the same lease. Raises LayoutMismatchError for another
-        layout, InvalidArgumentError for a bad field, what the sink's `reserve` raises, and LeaseError for the number of
-        an aborted Reserve.
+        layout, InvalidArgumentError for a bad field, the errors of the sink's `reserve`, and LeaseError for the number
+        of an aborted Reserve.
         """
         _check_layout(self._sink.layout, request.layout_fingerprint)
         spec = _reserve_spec(request)
@@ -164,8 +164,8 @@ class _Writer:
         """Check a piece, pass it to the sink, and count it.
 
         Raises InvalidArgumentError for a piece of another lease than the first one's, LayoutMismatchError for another
-        layout, ByteCountError for a payload of the wrong length, ChecksumError for a damaged one, and what
-        KvSink.open_push and PushTarget.write raise.
+        layout, ByteCountError for a payload of the wrong length, ChecksumError for a damaged one, and the errors of
+        KvSink.open_push and PushTarget.write.
         """
         ref, layout = _lease_ref(header), self._sink.layout
         _check_layout(layout, header.layout_fingerprint)

@@ -103,8 +103,8 @@ class TurnWatch:
 
     def look(self, has_work: bool = False) -> bool:
         """Update `stall`, and return whether the engine has worked since the last look, as far as is known. A turn is
-        timed from the first look at it. Time in which `has_work` is true and no turn is under way is timed alike. Call
-        this every `period_s` seconds, or more often."""
+        timed from the first look at it. Waiting work, `has_work` without a turn, is timed in the same way. Call this
+        every `period_s` seconds, or more often."""
         with self._looking:
             turn, was_busy = self._begun, self._was_busy
             in_turn = turn is not self._ended

@@ -58,7 +58,7 @@ class LogLines:
 
 @settings
 class WorkerPlace(ModelFormats, PrefixRoom, EmulatedLink, LogLines):
-    """The process of a worker and what it finds there."""
+    """Settings of a worker's process: its model, node and cluster."""
 
     model_folder: Path = field(kw_only=True)
     """Hugging Face folder, already resolved and converted."""
