@@ -16,7 +16,7 @@ _ROOM = 0.9
 
 @dataclass(frozen=True)
 class Turn:
-    """What a user says, and what is wanted."""
+    """One message of a user, and the limits of its answer."""
 
     text: str
     max_tokens: int
@@ -27,7 +27,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns of one user, each asked with all that was said before."""
+    """Turns of one user. Each turn is sent with all earlier messages of the conversation."""
 
     number: int
     system: str
@@ -45,13 +45,13 @@ class Shape:
     think_s: float = 0.0
     """Mean seconds between an answer and the next turn, exponentially distributed."""
     num_prompts: int = 0
-    """After so many conversations, the same ones come again; 0: none comes twice."""
+    """Number of conversations after which the same ones repeat; 0: all conversations differ."""
     context_tokens: int | None = None
     """Tokens of prompt and answer together that the model takes; None: unknown."""
 
     @property
     def room_tokens(self) -> float:
-        """Return the tokens that a conversation may come to."""
+        """Return the maximum number of tokens of a conversation, with a margin for tokens counted differently."""
         return float("inf") if self.context_tokens is None else max(self.context_tokens * _ROOM, 2.0)
 
 

@@ -1,4 +1,4 @@
-"""Asks a Baton server over gRPC, as `baton.AsyncClient` does. On the loop."""
+"""Sends requests to a Baton server over gRPC, as `baton.AsyncClient` does. On the loop."""
 
 import asyncio
 import contextlib

@@ -8,7 +8,7 @@ from types import MappingProxyType
 import numpy as np
 
 _NORMAL_P90 = 1.2815515655446004
-"""Standard deviations by which the 90th percentile of a normal distribution lies above its median."""
+"""Standard deviations between the median and the 90th percentile of a normal distribution."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Sends a load, open or closed, and records what became of each request. On the loop.
+"""Sends a load, open or closed, and records the outcome of each request. On the loop.
 
-In an open loop conversations begin when they are due, whatever became of those before: an answer that is late delays no
-arrival, and latencies count from the instant at which a request was due. The turns of one conversation wait for each
-other, as those of a person do. In a closed loop each of a number of users asks again as soon as it was answered.
+In an open loop, conversations begin when they are due, regardless of earlier ones: a late answer delays no arrival, and
+latencies count from the instant at which a request was due. The turns of one conversation wait for each other, as those
+of a person do. In a closed loop, each of a number of users sends the next request as soon as the last one was answered.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from baton_lab.bench.records import MessageLog, Record, RequestFailedError
 from baton_lab.bench.server import Message, Server
 
 _AFTER_FAILURE_S = 1.0
-"""Seconds until a user of a closed loop asks again after a failure, so that a server that is away is not flooded."""
+"""Seconds after a failure until a user of a closed loop sends again, so that an absent server is not flooded."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class Users:
-    """A closed loop: how many users ask, and for how long."""
+    """Closed loop: the number of users, and how long they send requests."""
 
     name: str
     num_users: int
@@ -47,12 +47,12 @@ Load = Arrivals | Users
 
 @dataclass
 class Run:
-    """What became of a load. Belongs to the loop until the load has ended."""
+    """Records of a load. Belongs to the loop until the load has ended."""
 
     load: Load
     records: list[Record] = field(default_factory=list)
     num_unasked: int = 0
-    """Turns that were not asked because a turn before them failed."""
+    """Turns that were not sent because an earlier turn of their conversation failed."""
     seconds: float = 0.0
     """Seconds from the load's start until the last answer had ended."""
     used_s: float = 0.0
@@ -106,8 +106,8 @@ class Generator:
                 tasks.create_task(ask())
 
     async def _converse(self, run: Run, conversation: Conversation, start_s: float, due_s: float) -> bool:
-        """Ask the turns of a conversation, each with all that was said before, until one fails; return whether none
-        did."""
+        """Send the turns of a conversation, each with all earlier messages, until one fails. Return whether all were
+        answered."""
         messages: list[Message] = [("system", conversation.system)] if conversation.system else []
         for number, turn in enumerate(conversation.turns):
             if number:
@@ -126,7 +126,7 @@ class Generator:
         return True
 
     async def _ask(self, messages: list[Message], place: "_Place", log: MessageLog) -> Record:
-        """Ask once, whatever comes of it."""
+        """Send one request and return its record, also when it fails."""
         sent_s, counts, failure, explanation = log.now_s(), None, "", ""
         try:
             counts = await self._server.ask(messages, place.max_tokens, log)
@@ -148,7 +148,7 @@ class Generator:
 
 @dataclass(frozen=True)
 class _Place:
-    """What is known of a request before it is sent."""
+    """Fields of a request's record that are known before it is sent."""
 
     conversation: int
     turn: int

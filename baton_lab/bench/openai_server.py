@@ -1,4 +1,4 @@
-"""Asks a server that speaks OpenAI's API over HTTP: completions or chats, as server-sent events. On the loop."""
+"""Sends completions or chats to an OpenAI-compatible HTTP server that streams server-sent events. On the loop."""
 
 import contextlib
 import json
@@ -145,7 +145,7 @@ def _parsed(data: bytes) -> Mapping[str, Any]:
 
 
 def _text_of(event: Mapping[str, Any]) -> tuple[str, bool]:
-    """Return the text of an event, whatever part of the answer it belongs to, and whether it ends the answer."""
+    """Return the text of an event, of any part of the answer, and whether the event ends the answer."""
     if not event.get("choices"):
         return "", False
     choice = event["choices"][0]
@@ -166,7 +166,7 @@ def _counts_of(event: Mapping[str, Any]) -> TokenCounts | None:
 
 
 def _complaint(body: bytes) -> str:
-    """Return what a server says of an error, in one line: the message of OpenAI's shape, or the body's beginning."""
+    """Return a server's error message in one line: the message of OpenAI's format, or the beginning of the body."""
     try:
         error = json.loads(body)["error"]
         text = str(error["message"] if isinstance(error, dict) else error)

@@ -13,9 +13,9 @@ NOVEL = Path(__file__).with_name("novel.txt.gz")
 TOKENS_PER_WORD = 1.33
 """Tokens of an English word by the tokenizers of today's models, where a server does not say how it counts."""
 _BEGINNING = 8
-"""Words at the beginning of a passage, in which it differs from all others: fewer than a block of cached KV has."""
+"""Words at the beginning of a passage that no other passage has: fewer than fit in a block of cached KV."""
 _LOAD_STRIDE = 7919
-"""Passages by which the blocks of a load lie apart from the equal ones of the load before."""
+"""Number of passages between the blocks of a load and the equal blocks of the load before."""
 _GZIP = b"\x1f\x8b"
 
 
@@ -43,8 +43,8 @@ class Passages:
         """Mean tokens of a word by the server's tokenizer; set once the server has said how it counts."""
 
     def take(self, num_tokens: int) -> str:
-        """Return a passage of about so many tokens, whose beginning no passage before it has. Raises ConfigError when
-        the text has none left."""
+        """Return a passage of about `num_tokens` tokens whose beginning differs from those of all passages before it.
+        Raises ConfigError when the text has no such passage left."""
         start = next(self._at, None)
         if start is None:
             raise ConfigError(

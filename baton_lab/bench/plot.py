@@ -1,4 +1,4 @@
-"""The plots of `baton bench`: the distributions of one load's latencies, or what several loads come to."""
+"""Plots of `baton bench`: the latency distributions of one load, or the summaries of several loads."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,7 +31,7 @@ def draw(runs: Runs, targets: Mapping[str, float], title: str, path: Path) -> No
 
 
 def _distributions(panels: "Sequence[Axes]", run: Run, targets: Mapping[str, float]) -> None:
-    """Draw which part of the requests, or of the gaps, took no longer than so many milliseconds."""
+    """Draw the cumulative distributions, in percent: of requests, or of gaps, by latency in milliseconds."""
     values = latencies([each for each in run.records if each.is_answered])
     for panel, metric in zip(panels, LATENCIES, strict=True):
         taken = np.sort(values[metric]) * 1e3

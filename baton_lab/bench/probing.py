@@ -1,4 +1,4 @@
-"""Asks a server twice before any load: it warms up, shows that it answers, and how it counts tokens. On the loop."""
+"""Sends a server two requests before any load, to warm it up and to learn how it counts tokens. On the loop."""
 
 from collections.abc import Callable
 
@@ -13,8 +13,8 @@ _ANSWER_TOKENS = 2
 
 
 async def probe(server: Server, passages: Passages, now_s: Callable[[], float]) -> None:
-    """Ask for a short and for a longer passage, and set how many tokens a word of them has by the server's count. The
-    difference of the two leaves out what a chat template adds. Raises UnavailableError when one is not answered.
+    """Send a short and a longer passage, and set the tokens per word by the server's count. The difference of the two
+    counts leaves out the chat template. Raises UnavailableError when one of the requests fails.
     """
     most = _MOST_WORDS if server.about.context_tokens is None else server.about.context_tokens // 8
     far = max(min(_MOST_WORDS, most), 2)

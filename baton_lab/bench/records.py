@@ -1,4 +1,4 @@
-"""What became of one request of a load: instants by this process's clock, tokens, and why it failed. Pure."""
+"""Record of one request of a load: instants by this process's clock, tokens, and why it failed. Pure."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -75,7 +75,7 @@ class Record:
     failure: str = ""
     """Kind of the failure; empty where the request was answered."""
     explanation: str = field(default="", repr=False)
-    """The failure in words."""
+    """Error message of the failure; empty where the request was answered."""
 
     @property
     def lateness_s(self) -> float:
@@ -84,7 +84,7 @@ class Record:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the whole answer came."""
+        """Return whether the whole answer arrived."""
         return not self.failure
 
     @property

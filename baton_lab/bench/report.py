@@ -28,7 +28,7 @@ _PERCENTILES = ("mean", "p50", "p90", "p99")
 
 
 def lines(summary: Summary, targets: Mapping[str, float]) -> list[str]:
-    """Return what a run comes to besides latencies, in a few lines."""
+    """Return the results of a run other than latencies, in a few lines."""
     answered = f"{summary.num_answered} of {summary.num_requests} requests answered in {summary.seconds:.1f} s"
     tokens = f"{summary.mean_prompt_tokens:.0f} prompt and {summary.mean_output_tokens:.0f} output tokens, in the mean"
     cached = "" if math.isnan(summary.cached_share) else f"; {summary.cached_share:.0%} of the prompts' tokens cached"
@@ -45,7 +45,7 @@ def lines(summary: Summary, targets: Mapping[str, float]) -> list[str]:
 
 
 def failures(records: Sequence[Record], num_unasked: int) -> list[str]:
-    """Return a line for each kind of failure: how many, and one of them in words."""
+    """Return a line for each kind of failure: the count, and the message of its first failure."""
     kinds: dict[str, list[Record]] = {}
     for record in records:
         if record.failure:

@@ -1,4 +1,4 @@
-"""The port through which a load asks a server, whatever it speaks."""
+"""Port through which a load sends requests to a server of any protocol."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,10 +17,10 @@ class Style:
     """How requests are sent: the same for all of a load."""
 
     is_chat: bool = False
-    """Whether conversations are sent as chats; else as one text each."""
+    """True: conversations are sent as chats. False: each is sent as one text."""
     temperature: float = 0.0
     ignores_eos: bool = True
-    """Whether answers run to their length, whatever the model says."""
+    """True: answers run to `max_tokens`, even if the model ends them earlier."""
     timeout_s: float = 600.0
     """Seconds after which a request counts as failed."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class Style:
 
 @dataclass(frozen=True)
 class About:
-    """What a server says of itself."""
+    """Model and limits that a server reports."""
 
     model: str
     context_tokens: int | None

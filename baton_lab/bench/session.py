@@ -1,4 +1,4 @@
-"""Sends the loads of one command to a server, one after the other, and shows what each comes to. On the loop."""
+"""Sends the loads of one command to a server, one after the other, and shows the results of each. On the loop."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +26,7 @@ _TICKS_A_SECOND = 10
 
 @dataclass(frozen=True)
 class Asked:
-    """What the options of one command describe."""
+    """Parsed options of one command."""
 
     style: Style
     shape: Shape

@@ -1,4 +1,4 @@
-"""What a run comes to: rates, percentiles, goodput, failures by kind. Pure."""
+"""Summary of a run: rates, percentiles, goodput, failures by kind. Pure."""
 
 import math
 from collections import Counter
@@ -44,7 +44,7 @@ class Summary:
     num_requests: int
     num_answered: int
     num_unasked: int
-    """Turns that were not asked because a turn before them failed."""
+    """Turns that were not sent because an earlier turn of their conversation failed."""
     num_short: int
     """Answers of fewer tokens than were asked for."""
     num_uncounted: int
@@ -111,7 +111,7 @@ def summarize(run: Run, targets: Mapping[str, float]) -> Summary:
 
 
 def latencies(answered: Sequence[Record]) -> Mapping[str, list[float]]:
-    """Return all values in seconds by metric: one a request, but for itl, which has one for each gap."""
+    """Return all values in seconds by metric. Each metric has one value a request; itl has one for each gap."""
     return {
         "ttft": [each.ttft_s for each in answered],
         "tpot": [tpot_s for each in answered if (tpot_s := each.tpot_s) is not None],
@@ -130,8 +130,10 @@ def is_good(record: Record, targets: Mapping[str, float]) -> bool:
 
 
 def doubts(summary: Summary, *, may_end_early: bool) -> list[str]:
-    """Return why a run's numbers may not be the server's at the load that was meant, one line a reason. Answers that
-    `may_end_early` are no reason when they do."""
+    """Return the reasons, one a line, why a run's numbers may not be the server's at the intended load.
+
+    `may_end_early`: short answers are expected, and are not a reason.
+    """
     found = []
     if summary.lateness.p99 > LATE_S:
         late_ms = summary.lateness.p99 * 1e3

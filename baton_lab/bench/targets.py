@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from baton.errors import InvalidArgumentError
 
 METRICS = ("ttft", "tpot", "e2el")
-"""What a target may bound: time to first token, time per output token, end-to-end latency."""
+"""Metrics that a target may bound: time to first token, time per output token, end-to-end latency."""
 _UNITS_S = {"ms": 1e-3, "s": 1.0}
 
 
@@ -25,7 +25,7 @@ def parse_targets(texts: Sequence[str]) -> Mapping[str, float]:
 
 
 def target_words(targets: Mapping[str, float]) -> str:
-    """Return the targets in words, as a title shows them."""
+    """Return the targets as readable text for titles."""
     return ", ".join(f"{metric} <= {seconds * 1e3:g} ms" for metric, seconds in targets.items())
 
 
