@@ -35,7 +35,7 @@ _BACKOFF = Backoff(0.2, 0.5)
 
 @dataclass(frozen=True)
 class ChaosPlan:
-    """What the chaos cluster is made of."""
+    """Components and settings of the chaos cluster."""
 
     spawner: Spawner
     """Spawner of the workers themselves, without networks."""
@@ -88,7 +88,7 @@ class ChaosCluster:
         return tuple(config.name for config in self._plan.engines)
 
     def worker(self, name: str) -> NetworkedWorker:
-        """Return the present life of this worker."""
+        """Return the present incarnation of this worker."""
         return self._spawner.workers[name]
 
     async def __aenter__(self) -> "ChaosCluster":
@@ -122,7 +122,7 @@ class ChaosCluster:
         await self._cluster.until_ready(timeout_s)
 
     async def engine_status(self, name: str, timeout_s: float) -> generate_pb2.GenerationStatus | None:
-        """Return what this engine says of itself, past its network; None without an answer within `timeout_s`."""
+        """Return the status that this engine reports, past its network. None: no answer within `timeout_s`."""
         worker = Worker(self.worker(name).inner)
         try:
             status = await worker.status(timeout_s)
@@ -144,7 +144,7 @@ class ChaosCluster:
         return sum(status.num_jobs for status in statuses if isinstance(status, prefill_pb2.PrefillStatus))
 
     async def _keep_orchestrator(self) -> OrchestratorKeeper:
-        """Start the orchestrator in a process of its own, whatever the workers are."""
+        """Start the orchestrator in a process of its own, also where the workers are not processes."""
         plan = self._plan.orchestrator(self._cluster.generation[0].layout_fingerprint)
         around = replace(self._around, spawner=ProcessSpawner(_START_S))
         self._keeper = OrchestratorKeeper(plan, self._view, around)

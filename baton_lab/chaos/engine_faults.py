@@ -1,4 +1,4 @@
-"""Two faults of a generation engine that its supervisor must tell apart: its thread hangs, or its process is slow.
+"""Two faults of a generation engine that its supervisor must distinguish: a hanging thread and a slow process.
 
 A hung engine is killed in time and replaced; one at a fifth of a core is left alone, and makes its steps. Both are done
 to the worker's process from outside (`held_thread`, `slow_process`). Runs on the cluster's loop.
@@ -23,19 +23,19 @@ SHARE = 0.2
 SLOW_S = 30.0
 """Seconds for which an engine is slow: three times as long as its thread may stand still."""
 _ANSWER_S = 0.5
-"""Seconds for an answer of an engine whose thread is held. Without one, the thread goes on for as long before it is
-held again, so that heartbeats are answered meanwhile."""
+"""Seconds for an answer of an engine whose thread is held. Without an answer, the thread runs for the same time before
+it is held again, so that heartbeats are answered meanwhile."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of one fault of an engine."""
+    """Outcome of one fault of an engine."""
 
     happened: bool
     note: str
-    """What was done and seen, for people."""
+    """Readable account of the fault and of the engine's reaction."""
     holds: bool = True
-    """Whether the cluster did what it must."""
+    """False: the cluster did not react as required."""
 
 
 class EngineTrials:
@@ -73,7 +73,7 @@ class EngineTrials:
         return Trial(True, f"{name} hung: killed after {killed_s:.1f} s, served again {again_s:.1f} s later")
 
     async def slow(self, name: str) -> Trial:
-        """Limit the engine's process to a fifth of a core for SLOW_S seconds, in which it makes steps and lives on."""
+        """Limit the engine's process to a fifth of a core for SLOW_S seconds. It must survive and make steps."""
         worker = self._cluster.worker(name)
         before = await self._cluster.engine_status(name, self._start_s)
         share = await slow_down(worker, SHARE, SLOW_S, self._clock)

@@ -1,5 +1,5 @@
-"""Faults of calls, and the plans that inject them: faulty wrappers of ports ask a plan at every call. Plans count the
-faults that they injected. Pure."""
+"""Faults of calls, and the plans that inject them. Wrappers of ports query a plan at every call. Plans count the faults
+that they injected. Pure."""
 
 import enum
 import random

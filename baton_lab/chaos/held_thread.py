@@ -1,8 +1,8 @@
 """Holds one thread of a child process still, wherever it is: in a step, in sampling, in a copy.
 
 Linux stops whole processes by signals, and single threads only for a tracer (ptrace). The tracer is a thread of this
-process; when it ends, the kernel lets the held thread go on. When a held thread is killed, its process ends only after
-the tracer has seen that, so the tracer looks for it.
+process. When the tracer ends, the kernel resumes the held thread. When a held thread is killed, its process ends only
+after the tracer has seen that, so the tracer polls for it.
 
 A process may trace its children, unless `kernel.yama.ptrace_scope` is 2 or more, or a sandbox forbids the call.
 """
@@ -49,7 +49,7 @@ class HeldThread:
         await asyncio.wrap_future(self._held)
 
     def release(self) -> None:
-        """Let the thread go on if it was not killed; returns when it does. Idempotent."""
+        """Resume the thread if it was not killed. Return when it runs again. Idempotent."""
         self._released.set()
         self._tracer.join()
 

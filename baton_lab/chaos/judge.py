@@ -1,8 +1,8 @@
 """Compares a stream's tokens with those of an undisturbed run of the same schedule.
 
 Forwards of other shapes differ in rounding, so a token may differ where the undisturbed run's decision was a close one:
-the gap between the scores of the two tokens, from their logprobs and the seed's noise, is below MARGIN. From there on
-the two streams have different histories, and are no longer compared. Such exceptions are counted. Pure.
+the gap between the scores of the two tokens, from their logprobs and the seed's noise, is below MARGIN. After that
+token, the two streams have different histories and are no longer compared. Such exceptions are counted. Pure.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class CalmJudge:
 
     @property
     def has_too_many_exceptions(self) -> bool:
-        """Whether more tokens differ than rounding can explain."""
+        """Return whether more tokens differ than rounding can explain."""
         return self.num_exceptions > max(1, _EXCEPTIONS_PER_TOKEN * self.num_tokens)
 
     def __call__(self, ask: Ask, choice: int, tokens: Sequence[SampledToken]) -> str:

@@ -84,7 +84,7 @@ class FaultyNetwork(grpc.GenericRpcHandler):
         self._thawed.clear()
 
     def service(self, details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[bytes, bytes]":
-        """Return a handler that forwards the method, whatever it is."""
+        """Return a handler that forwards any method."""
         method = details.method
 
         async def forward(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
@@ -156,7 +156,7 @@ class NetworkedWorker:
         self.inner = inner
         self.endpoint = network.endpoint
         self.replaced = asyncio.Event()
-        """Set once the next life of this worker serves."""
+        """Set once the next incarnation of this worker serves."""
         self._network = network
         self._cutting = asyncio.create_task(self._cut())
 
@@ -172,7 +172,7 @@ class NetworkedWorker:
 
     @property
     def ended(self) -> bool:
-        """Whether the worker's process has ended."""
+        """Return whether the worker's process has ended."""
         return self.inner.ended
 
     def stop(self) -> None:
@@ -219,7 +219,7 @@ class NetworkedSpawner:
 
     def __init__(self, inner: Spawner, plan: FaultPlan) -> None:
         self.workers: dict[str, NetworkedWorker] = {}
-        """Present life of each worker, by name."""
+        """Present incarnation of each worker, by name."""
         self._inner = inner
         self._plan = plan
 

@@ -1,4 +1,4 @@
-"""What came of a schedule of chaos: how each request ended, what the clients received, and what did not hold."""
+"""Report of a chaos schedule: how each request ended, its output, and the violated conditions."""
 
 import enum
 from collections import Counter
@@ -47,7 +47,7 @@ class Answer:
     error: str
     """Error that the request ended with; empty for one that was answered."""
     complaints: tuple[str, ...]
-    """What did not hold for this request."""
+    """Conditions that this request violated."""
 
 
 @dataclass
@@ -59,12 +59,12 @@ class Report:
     blows: list[tuple[Blow, bool]] = field(default_factory=list)
     """Blows that came due, and whether their victim was up."""
     notes: list[str] = field(default_factory=list)
-    """What came of each fault of an engine, for people."""
+    """Readable outcome of each fault of an engine."""
     num_calls_struck: int = 0
     num_exceptions: int = 0
     """Tokens that differ from the undisturbed run where the decision was close."""
     complaints: list[str] = field(default_factory=list)
-    """What did not hold; empty when everything did."""
+    """Violated conditions; empty when all conditions held."""
     settled_s: float = 0.0
     """Seconds after the last request's end until nothing was held."""
     took_s: float = 0.0

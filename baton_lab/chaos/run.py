@@ -1,7 +1,7 @@
-"""Runs a schedule of chaos against a cluster through the client library, and reports what did not hold.
+"""Runs a schedule of chaos against a cluster through the client library, and reports violated conditions.
 
-What must hold: every request ends once, within its bound; its tokens are those of a run without faults; afterwards no
-slot, byte or job is held. Runs on the cluster's loop.
+Every request must end once, within its bound, with the tokens of a run without faults. Afterwards no slot, byte or job
+is held. Runs on the cluster's loop.
 """
 
 import asyncio
@@ -96,7 +96,7 @@ class ChaosRun:
         return self._report
 
     async def _ask(self, client: AsyncClient, ask: Ask, *, is_again: bool = False) -> Answer:
-        """Send one request and return how it ended, whatever happens."""
+        """Send one request and return its outcome, also when it fails."""
         stream = client.generate(token_ids=ask.prompt_ids, params=ask.params, deadline_s=ask.deadline_s)
         bound_s = self._bounds.request_s if ask.deadline_s is None else ask.deadline_s + self._bounds.late_s
         watch = Watch(stream, ask)
@@ -123,7 +123,7 @@ class ChaosRun:
     async def _watch_books(self, client: AsyncClient, over: asyncio.Event) -> None:
         """Check, until `over`, that slots and bytes balance; rounds without an answer are skipped."""
         while not over.is_set():
-            with contextlib.suppress(BatonError):  # hit by a fault, or no orchestrator: the next round asks again
+            with contextlib.suppress(BatonError):  # hit by a fault, or no orchestrator: the next round tries again
                 amiss = set(imbalances(await client.cluster_state(_STATE_S)))
                 self._report.complaints += sorted(amiss - set(self._report.complaints))
             with contextlib.suppress(TimeoutError):

@@ -24,7 +24,7 @@ _NUM_STEMS = 4
 
 
 class Act(enum.StrEnum):
-    """What is done to a process."""
+    """Action on a process."""
 
     KILL = "kill"
     """The process is killed at once."""

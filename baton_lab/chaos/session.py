@@ -1,4 +1,4 @@
-"""What `baton chaos` does: starts a cluster of child processes and runs each seed's schedule, first without faults.
+"""Session of `baton chaos`: starts a cluster of child processes, runs each seed's schedule, first without faults.
 
 Progress goes to standard error, the table to standard output, the log of the processes to a file. Runs on the
 launcher's loop.

@@ -1,4 +1,4 @@
-"""Limits a child process to a share of a core, by signals: it is stopped while it has used more, and goes on then.
+"""Limits a child process to a share of a core, by signals: it is stopped while it is above its share, then resumed.
 
 A quota of the kernel (cgroup cpu.max) does the same, but few users may set one.
 """
