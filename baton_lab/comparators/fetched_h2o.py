@@ -1,14 +1,15 @@
 """Residency `h2o` on a device with memory of its own: the device holds the keys that are kept, and no others.
 
-A Residency for `engine.step_runner`, which weighs and drops as `h2o` does. A row has places on the device for as
-many keys as it keeps, in each layer that chooses and for each kv head its own, and one place for a step's own token.
-When the step's layer has attended, the own token takes the place of the key that was dropped. A prompt is weighed layer
-by layer in memory for one layer of the longest row, which all rows share; what stays of it goes to the places.
+A Residency for `engine.step_runner`, which weighs and drops keys as `h2o` does. In each layer that chooses, a sequence
+has one place on the device for each key that it keeps, separately for each kv head, and one place for a step's own
+token. When the step's layer has attended, the own token takes the place of the key that was dropped. A prompt is
+weighed layer by layer, in memory for one layer of the longest sequence, which all sequences share. The keys that it
+keeps are copied to the places.
 
-    home    all layers' KV but the first two, what was dropped included: rows that begin with another's need it
-    device  the first two layers' KV, places, positions and sums of kept keys; memory for one layer of one row, and one
-            piece for what longer spans read
-    link    new tokens' KV; of prompts, all KV that they attend to, and once more what their queries weigh
+    host    all layers' KV except the first two, dropped keys included: sequences that share a prefix need it
+    device  the first two layers' KV, places, positions and sums of kept keys, memory for one layer of one sequence,
+            and one piece for long spans
+    link    new tokens' KV; of prompts, all KV that they attend to, and once more the KV that their queries weigh
 
 B rows of one new token, T tokens, N heads, G kv heads, H head dim, K keys that are kept, S tokens of a row.
 """
@@ -120,11 +121,11 @@ class KeptKeys:
         return self._kv.buffer
 
     def num_places(self, num_prompt: int) -> int:
-        """Return the places behind a prompt of so many tokens."""
+        """Return the number of places after a prompt of `num_prompt` tokens."""
         return sum(self._budget.of(num_prompt))
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the bytes behind a prompt of so many tokens: no shorter one takes more."""
+        """Return the bytes after a prompt of `num_tokens` tokens. The result never decreases with `num_tokens`."""
         return self._kv.bytes_for(self.num_places(num_tokens)) if num_tokens else 0
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
@@ -147,7 +148,8 @@ class KeptKeys:
 
 
 class LayerMemory:
-    """Memory of the device for one layer of one row, which rows use in turn to weigh prompts. Engine's thread."""
+    """Device memory for one layer of one sequence, which sequences use one after another to weigh prompts. Engine's
+    thread."""
 
     def __init__(self, shape: KvShape, device: Device) -> None:
         """Raise what is in OUT_OF_MEMORY."""
@@ -157,10 +159,11 @@ class LayerMemory:
         self._buffer = device.buffer(replace(shape.layout, num_layers=1), tokens)
         self._link = device.link
         self._held: tuple[KvBuffer, int, int] | None = None
-        """Home, layer and tokens of what is there."""
+        """Buffer in host memory, layer and end of the tokens that were fetched; None before the first fetch."""
 
     def bring(self, home: KvBuffer, layer: int, tokens: TokenRange) -> Tensor:
-        """Fetch a row's tokens up to the last of `tokens`, as far as they are not there; return `tokens`."""
+        """Fetch a sequence's tokens up to the end of `tokens`, except those fetched before. Return a view of `tokens`,
+        `[T, 2, G, H]`."""
         held = self._held
         num_held = held[2] if held is not None and held[0] is home and held[1] == layer else 0
         missing = TokenRange(min(num_held, tokens.end), tokens.end)
@@ -179,7 +182,7 @@ class KeptRow(AwayRow, WeighedRow):
         self, shape: KvShape, device: Device, budget: HeavyBudget, pieces: Pieces, weighing: LayerMemory
     ) -> None:
         """`weighing`: memory in which prompts are weighed. Raises what is in OUT_OF_MEMORY when the slot's address
-        space cannot be had."""
+        space cannot be allocated."""
         self.index = HitterIndex(shape.layout, budget, PlacedHitters, _KEY_BYTES)
         self.kept = KeptKeys(shape, device.row_memory, budget)
         self._weighing = weighing
@@ -190,7 +193,7 @@ class KeptRow(AwayRow, WeighedRow):
         return len(tokens) == 1 and tokens.start >= self.index.num_prompt
 
     def commit(self, tokens: TokenRange) -> None:
-        """Commit memory for `tokens` at home, and for the places."""
+        """Commit host memory for `tokens`, and device memory for the places."""
         super().commit(tokens)
         self.kept.commit()
 
@@ -231,7 +234,7 @@ class KeptRow(AwayRow, WeighedRow):
 
 
 class FetchedH2oStep(H2oStep[KeptRow]):
-    """A step whose own tokens take the places of keys that were dropped, and go home."""
+    """A step whose own tokens take the places of dropped keys and are stored in host memory."""
 
     def __init__(
         self,
@@ -262,7 +265,7 @@ class FetchedH2oStep(H2oStep[KeptRow]):
             hitters.move_own(row.kept.own_place, places_P2GH)
 
     def settle(self) -> None:
-        """Record how many tokens have weighed, and wait until all new KV is at home."""
+        """Record how many tokens have weighed, and wait until all new KV is in host memory."""
         super().settle()
         self._stores.settle()
 
@@ -274,11 +277,11 @@ class FetchedH2oStep(H2oStep[KeptRow]):
 
 
 class FetchedH2oResidency(WeighingResidency[KeptRow]):
-    """A Residency whose rows attend to heavy hitters and the latest keys, and keep the others at home."""
+    """A Residency that attends to heavy hitters and the latest keys, and keeps the others in host memory."""
 
     def __init__(self, shape: KvShape, decoder: Decoder, budget: HeavyBudget) -> None:
         """Raise ConfigError for models whose pushed prompts cannot be run again, and what is in OUT_OF_MEMORY, or
-        OSError, when the slots' address space cannot be had."""
+        OSError, when the slots' address space cannot be allocated."""
         assert native.load()  # stores rows
         device, row_bytes = decoder.device, shape.layout.row_bytes
         pieces, self._weighing = Pieces(shape.layout, device), LayerMemory(shape, device)

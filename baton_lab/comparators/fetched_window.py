@@ -1,14 +1,14 @@
 """Residency `window` on a device with memory of its own: the device holds the first and the latest keys.
 
-A Residency for `engine.step_runner`, which picks what `window` picks. A key that the window has left never comes
-back to it, so that a step fetches nothing: it writes its own token behind the latest ones, and stores it home. Home has
-all KV, for longer spans (local prefill) and for rows that begin with another's; behind either the window is fetched
-once.
+A Residency for `engine.step_runner`, which picks the keys that `window` picks. A key that has left the window never
+returns. So a step fetches nothing: it writes its own token after the latest ones, and stores it in host memory. Host
+memory has all KV, for long spans (local prefill) and for sequences that share a prefix. After either, the window is
+fetched once.
 
-    home    all layers' KV but the first two
-    device  the first two layers' KV; of the others the first keys, the latest, and room for a few more, which the
-            window moves along; one piece for what longer spans read
-    link    new tokens' KV; behind longer spans the window, and for them all tokens before them
+    host    all layers' KV except the first two
+    device  the first two layers' KV. Of the others: the first keys, the latest keys, and a few more places, along which
+            the window moves. One piece for long spans
+    link    new tokens' KV; after long spans the window, and for long spans all tokens before them
 
 B rows of one new token, T tokens, G kv heads, H head dim, K picks at most.
 """
@@ -71,21 +71,21 @@ class WindowKeys:
         return self._kv.buffer
 
     def num_places(self, num_tokens: int) -> int:
-        """Return the places of a row of so many tokens."""
+        """Return the number of places of a sequence of `num_tokens` tokens."""
         window = self._selection.num_first + num_latest(num_tokens, self._selection)
         return min(num_tokens, window + _MORE_LATEST)
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the bytes of a row of so many tokens."""
+        """Return the bytes of a sequence of `num_tokens` tokens."""
         return self._kv.bytes_for(self.num_places(num_tokens))
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim: no key is there yet."""
+        """Begin a claim, without any key."""
         self._kv.open(self.num_places(num_tokens), self._most_places)
         self.start, self._end = self._selection.num_first, 0
 
     def commit(self, num_tokens: int) -> None:
-        """Commit memory for a row of so many tokens."""
+        """Commit memory for a sequence of `num_tokens` tokens."""
         self._kv.memory.commit(TokenRange(0, self.num_places(num_tokens)))
 
     def copy_from(self, other: "WindowKeys", num_tokens: int) -> None:
@@ -96,8 +96,8 @@ class WindowKeys:
         self._kv.release()
 
     def follow(self, home: KvBuffer, num_tokens: int) -> Copies:
-        """Make room for the token behind the row's first `num_tokens`. Return the copies that the step needs: of the
-        window of that token where tokens were written without it, else none."""
+        """Make room for the token after the sequence's first `num_tokens`. Return the copies that the step needs: the
+        window of that token if tokens were written without it, else none."""
         first = self._selection.num_first
         start = max(num_tokens + 1 - num_latest(num_tokens + 1, self._selection), first)
         copies: list[tuple[Tensor, Tensor]] = []
@@ -127,12 +127,12 @@ class WindowRow(AwayRow):
     """An AwayRow with a window on the device."""
 
     def __init__(self, shape: KvShape, device: Device, selection: Selection, pieces: Pieces) -> None:
-        """Raise what is in OUT_OF_MEMORY when the slot's address space cannot be had."""
+        """Raise what is in OUT_OF_MEMORY when the slot's address space cannot be allocated."""
         self.window = WindowKeys(shape, device.row_memory, selection)
         super().__init__(shape, device, [self.window], pieces)
 
     def commit(self, tokens: TokenRange) -> None:
-        """Commit memory for `tokens` at home, and for the window of a row as long."""
+        """Commit host memory for `tokens`, and device memory for the window of a sequence that ends there."""
         super().commit(tokens)
         self.window.commit(tokens.end)
 
@@ -146,7 +146,7 @@ class WindowRow(AwayRow):
 
 
 class FetchedWindowStep(SelectiveStep[WindowRow]):
-    """A step whose picks are the same in all layers, and whose new tokens go home."""
+    """A step that picks the same keys in all layers and stores its new tokens in host memory."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class FetchedWindowStep(SelectiveStep[WindowRow]):
         return 0
 
     def end(self, layer: int) -> None:
-        """Begin to store the new tokens' KV home."""
+        """Begin to store the new tokens' KV in host memory."""
         at = layer - NUM_WHOLE_LAYERS
         if at < 0:
             return
@@ -189,7 +189,7 @@ class FetchedWindowStep(SelectiveStep[WindowRow]):
             self._stores.store(row.others.buffer.span(at, span.tokens), span.own(layer))
 
     def settle(self) -> None:
-        """Wait until all new KV is at home."""
+        """Wait until all new KV is in host memory."""
         self._stores.settle()
 
     def leave(self) -> None:
@@ -200,12 +200,12 @@ class FetchedWindowStep(SelectiveStep[WindowRow]):
 
 
 class FetchedWindowResidency(RowResidency[WindowRow]):
-    """A Residency whose rows attend to their first and latest keys, and keep the others at home."""
+    """A Residency that attends to the first and the latest keys, and keeps the others in host memory."""
 
     traits = WINDOW
 
     def __init__(self, shape: KvShape, device: Device, selection: Selection) -> None:
-        """Raise what is in OUT_OF_MEMORY when the slots' address space cannot be had."""
+        """Raise what is in OUT_OF_MEMORY when the slots' address space cannot be allocated."""
         assert native.load()  # stores rows
         pieces = Pieces(shape.layout, device)
         self.scratch_bytes = shape.long_span_bytes + PIECE_TOKENS * shape.layout.row_bytes

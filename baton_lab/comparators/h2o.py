@@ -1,17 +1,17 @@
-"""Residency `h2o`: a row attends to the keys that had most attention so far, and to the latest (Zhang et al., 2023).
+"""Residency `h2o`: attends to the keys with most attention so far, and to the latest (Zhang et al., 2023).
 
-A Residency for `engine.step_runner`, to compare InfiniGen with: a key that H2O drops is gone for good, whatever is
-asked later. Layers 0 and 1 are whole, as in InfiniGen's comparisons.
+A Residency for `engine.step_runner`, to compare InfiniGen with. A key that H2O drops is never used again, even if a
+later query would need it. Layers 0 and 1 are whole, as in InfiniGen's comparisons.
 
-What is faithful. Sums are over all queries. The queries of a prompt that is prefilled here are projected once more from
-each layer's input; a prompt that was pushed, or came from a prefix store, is run again for them, which costs a prefill
-and needs no more than its KV (`pushed_prompts`). A prompt attends to itself whole, and is cut down to the budget at its
-end. A step attends to the budget's keys, its own among them; then the kept key with the least sum is dropped, but never
-one of the latest. A step's weights are those over the kept keys: dropped keys get none.
+Faithful to the paper: sums are over all queries. The queries of a prompt that is prefilled here are projected once more
+from each layer's input. A prompt that was pushed, or came from a prefix store, is run again for its queries, which
+costs a prefill and needs only its KV (`pushed_prompts`). A prompt attends to itself whole, and is cut down to the
+budget at its end. A step attends to the budget's keys, its own among them. Then the kept key with the least sum is
+dropped, but never one of the latest. A step's weights are those over the kept keys: dropped keys get none.
 
-What is not. Memory: here a dropped key stays at home until its row ends, because it shares its pages with other kv
-heads' keys; it is not read, and a device with memory of its own does not hold it (`fetched_h2o`). And a
-longer span behind the prompt, if there were one, would attend to all keys.
+Different from the paper: here a dropped key stays in host memory until its sequence ends, because it shares its pages
+with other kv heads' keys. It is not read, and a device with memory of its own does not hold it (`fetched_h2o`). A long
+span after the prompt, if there were one, would attend to all keys.
 
 B rows of one new token, T tokens of all rows, N heads, G kv heads, H head dim, K keys that are kept.
 """
@@ -121,7 +121,7 @@ class H2oRow(SelectiveRow, WeighedRow):
     """A WeighedRow that keeps all KV."""
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, budget: HeavyBudget) -> None:
-        """Raise what is in OUT_OF_MEMORY when the slot's address space cannot be had."""
+        """Raise what is in OUT_OF_MEMORY when the slot's address space cannot be allocated."""
         self.index = HitterIndex(shape.layout, budget)
         super().__init__(shape, make_memory, self.index)
 
@@ -183,7 +183,8 @@ class WeighingResidency(RowResidency[W]):
         super().__init__(rows, self._begin)
 
     def copy(self, source: SlotId, target: SlotId, num_tokens: int) -> None:
-        """Copy tokens at home. A pushed prompt is weighed once; raises ModelError for KV of no tokens of the model."""
+        """Copy tokens in host memory. A pushed prompt is weighed once. Raises ModelError for KV that belongs to no
+        token of the model."""
         self._weigh_pushed(self._rows[source], num_tokens)
         super().copy(source, target, num_tokens)
 
@@ -214,6 +215,6 @@ class H2oResidency(WeighingResidency[H2oRow]):
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, decoder: Decoder, budget: HeavyBudget) -> None:
         """Raise ConfigError for models whose pushed prompts cannot be run again, and what is in OUT_OF_MEMORY, or
-        OSError, when the slots' address space cannot be had."""
+        OSError, when the slots' address space cannot be allocated."""
         rows = [H2oRow(shape, make_memory, budget) for _ in range(shape.num_slots)]
         super().__init__(rows, decoder, lambda rows: H2oStep(rows, decoder))

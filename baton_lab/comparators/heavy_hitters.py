@@ -1,10 +1,10 @@
-"""Heavy hitters (H2O; Zhang et al., 2023): which keys a row keeps in one layer, by the attention that they had so far.
+"""Heavy hitters (H2O; Zhang et al., 2023): the keys that a sequence keeps in one layer, by their attention so far.
 
-Residency `h2o` uses it, on the engine's thread. A key's sum adds the softmax weights that all queries gave it, those of
-the prompt and of every step. Each kv head has its own sums, over the query heads that share it, and over one sequence.
-(The published code adds over the batch, and knows no shared kv heads.) A row keeps the keys with the largest sums, and
-besides the latest; the others are dropped for good. Keys that came early were weighed by more queries: that is H2O's
-known bias, and stays.
+Residency `h2o` uses it, on the engine's thread. A key's sum adds the softmax weights from all queries, those of the
+prompt and of every step. Each kv head has its own sums, over the query heads that share it, and over one sequence. (The
+published code adds over the batch, and does not support shared kv heads.) A sequence keeps the keys with the largest
+sums, and also the latest. The others are dropped for good. Early keys were weighed by more queries: this bias is known
+from H2O, and is kept.
 
 G kv heads, J query heads of a kv head, H head dim, K keys that are kept, T tokens.
 """
@@ -69,7 +69,8 @@ class HeavyHitters:
         return self._weigh(q_TNH, self._kept(k_SGH))
 
     def take_kept(self, q_TNH: Tensor, first: int, k_GKH: Tensor) -> Tensor:
-        """Do as `take` does, where only the kept keys are there, the new ones from position `first` on last."""
+        """Add and weigh keys as `take` does, given only the kept keys `k_GKH`; those from position `first` on are
+        new."""
         self._add(TokenRange(first, first + len(q_TNH)))
         return self._weigh(q_TNH, k_GKH.float())
 
@@ -100,7 +101,7 @@ class HeavyHitters:
         self._keep(stay_GK)
 
     def _keep(self, stay_GK: Tensor) -> None:
-        """Drop all keys but those; of each kv head as many stay."""
+        """Keep the keys marked in `stay_GK`, the same number for each kv head, and drop all others."""
         shape = (len(self.positions_GK), -1)
         self.positions_GK = self.positions_GK[stay_GK].view(shape)
         self.sums_GK = self.sums_GK[stay_GK].view(shape)

@@ -43,7 +43,7 @@ class OracleStep(SelectiveStep[SelectiveRow]):
         return Picks(keys_BGK, num_BG)
 
     def fetch(self, layer: int, picks: Picks, num_bytes: int) -> int:
-        """Return the bytes of all keys and values of the choosing rows, where scoring reads them from home."""
+        """Return the bytes of all keys and values of the choosing sequences, if scoring reads them from host memory."""
         num_all = sum(tokens.end for _, tokens in self.choosing) * self.layout.row_bytes
         return super().fetch(layer, picks, num_all)
 
@@ -57,13 +57,14 @@ class OracleResidency(RowResidency[SelectiveRow]):
         self, shape: KvShape, make_memory: MakeMemory, selection: Selection, *, reads_home: bool = True
     ) -> None:
         """`reads_home`: False where `make_memory` makes a device's own memory, which then holds all KV, since all keys
-        are scored. Raises what is in OUT_OF_MEMORY when the slots' address space cannot be had."""
+        are scored. Raises what is in OUT_OF_MEMORY when the slots' address space cannot be allocated."""
         rows = [SelectiveRow(shape, make_memory, reads_home=reads_home) for _ in range(shape.num_slots)]
         super().__init__(rows, lambda rows: OracleStep(shape.layout, rows, selection))
 
 
 def true_scores(q_NH: Tensor, k_SGH: Tensor) -> Tensor:
-    """Return how close each key comes to the best key of some head of its kv head, `[G, S]`, at most 0."""
+    """Return each key's score minus the best score, `[G, S]`, in the head of its kv head where this is largest; at most
+    0."""
     num_kv_heads, head_dim = k_SGH.shape[1:]
     q_GJH = q_NH.float().view(num_kv_heads, -1, head_dim) * head_dim**-0.5
     scores_GJS = q_GJH @ k_SGH.float().permute(1, 2, 0)

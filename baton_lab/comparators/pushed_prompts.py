@@ -1,10 +1,11 @@
-"""The queries of a prompt whose KV was pushed: queries are never pushed, so the prompt is run again to have them.
+"""Recovers the queries of a prompt whose KV was pushed. Queries are never pushed, so the prompt is run again.
 
-Residency `h2o` uses it, on the engine's thread, under torch.inference_mode(). To run a prompt its tokens must be known,
-and residency policies see none. But in layer 0 a token's value depends on the token alone, since RoPE turns keys only:
-it is the projection of the normed embedding. So the tokens are those of the vocabulary whose values are the pushed
-ones. Tokens with equal values cannot be told apart: either is taken. When no token comes near, ModelError says so, and
-no token is guessed. Models with learned positions add these to layer 0's input, and are refused.
+Residency `h2o` uses it, on the engine's thread, under torch.inference_mode(). To run a prompt, its token ids are
+needed, and residency policies do not receive them. But in layer 0 a token's value depends on the token alone, since
+RoPE rotates keys only: it is the projection of the normed embedding. So the token ids are those of the vocabulary whose
+values are the pushed ones. Tokens with equal values cannot be distinguished: either is taken. If no token is close
+enough, ModelError is raised, and no token is guessed. Models with learned positions add these to layer 0's input, and
+are refused.
 
 The second run attends to the pushed KV, not to KV of its own, and writes none. It costs as much as a local prefill.
 
@@ -62,7 +63,7 @@ class PushedPrompts:
                 hidden_TD = decoder.complete(layer, hidden_TD, attention.result())
 
     def token_ids(self, read: ReadKv, tokens: TokenRange) -> list[int]:
-        """Return the ids of `tokens` by their values in layer 0. Raises ModelError when a value is no token's."""
+        """Return the ids of `tokens` by their values in layer 0. Raises ModelError when a value belongs to no token."""
         if self._vocabulary_VC is None:
             self._vocabulary_VC = self._values()
         v_TC = read(0, tokens)[:, 1].flatten(1).float()

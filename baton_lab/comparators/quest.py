@@ -40,7 +40,7 @@ class Pages:
     """The least and largest values of one row's pages, in the layers that choose."""
 
     def __init__(self, layout: KvLayout, max_tokens: int) -> None:
-        """Have room for a row of so many tokens."""
+        """Allocate room for the pages of a sequence of `max_tokens` tokens."""
         num_layers = max(layout.num_layers - NUM_WHOLE_LAYERS, 0)
         shape = (num_layers, max_tokens // PAGE_KEYS, 2, layout.num_kv_heads, layout.head_dim)
         self.num = 0

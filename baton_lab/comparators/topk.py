@@ -1,8 +1,8 @@
 """A draft view of the keys with the largest true attention, chosen in each step: a comparator, never fast.
 
-What other views could reach if they guessed perfectly. Each draft step scores all keys of its rows, so that it reads
-half of their KV besides what it attends to. A kv head takes the keys with the largest softmax weights, summed over the
-query heads that share it, the new token's own key always among them.
+It shows the limit that other views could reach with perfect guesses. Each draft step scores all keys of its sequences,
+so that it reads half of their KV in addition to the KV that it attends to. A kv head takes the keys with the largest
+softmax weights, summed over the query heads that share it, the new token's own key always among them.
 
 Engine's thread. B rows of one new token, N heads, G kv heads, J = N / G, H head dim, S keys of a row.
 """
@@ -33,7 +33,7 @@ class TopKeysView:
         self._num_keys = num_keys
 
     def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
-        """Do nothing: keys are scored as they lie."""
+        """Do nothing: keys are scored in place."""
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[DraftStep]:

@@ -1,8 +1,9 @@
-"""Residency `window`: a row attends to its first and its latest keys (StreamingLLM; Xiao et al., 2024).
+"""Residency `window`: attends to the first and the latest keys (StreamingLLM; Xiao et al., 2024).
 
-A Residency for `engine.step_runner`, to compare InfiniGen with: it never looks at what it leaves out. It takes its size
-from the prepared selection: as many latest keys as others choose by score, and the first ones besides. Keys keep the
-positions that they have in the text, because all of them are still there; the paper's cache numbers them anew.
+A Residency for `engine.step_runner`, to compare InfiniGen with: it never looks at the keys that it leaves out. The
+prepared selection sets its size: the number of latest keys is the number that others choose by score, and the first
+keys are added. Keys keep their positions in the text, because all keys are still stored. The paper's cache renumbers
+them.
 
 B rows of one new token, N heads, G kv heads, H head dim, K picks at most.
 """
@@ -39,13 +40,13 @@ class WindowResidency(RowResidency[SelectiveRow]):
     traits = WINDOW
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, selection: Selection) -> None:
-        """Raise what is in OUT_OF_MEMORY when the slots' address space cannot be had."""
+        """Raise what is in OUT_OF_MEMORY when the slots' address space cannot be allocated."""
         rows = [SelectiveRow(shape, make_memory) for _ in range(shape.num_slots)]
         super().__init__(rows, lambda rows: WindowStep(shape.layout, rows, selection))
 
 
 def num_latest(num_tokens: int, selection: Selection) -> int:
-    """Return the latest keys that a row of so many tokens attends to, if it has as many."""
+    """Return the number of latest keys that a sequence of `num_tokens` tokens attends to. May exceed `num_tokens`."""
     return max(selection.most_by_score(num_tokens), selection.num_last)
 
 
