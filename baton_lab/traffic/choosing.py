@@ -75,7 +75,7 @@ class WholeChooser:
         record.see_token(self._clock.now_s())
 
     def ended(self, number: int) -> None:
-        """Record that a request has ended, and give back what it held."""
+        """Record that a request has ended, and release what it held."""
         placed = self._placed.pop(number)
         placed.record.end_open(FinishReason.LENGTH, self._clock.unix_ns())
         placed.record.finish(self._clock.unix_ns())

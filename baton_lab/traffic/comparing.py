@@ -37,7 +37,7 @@ class Setting:
     """Blocks of earlier prompts' KV that each prefill group keeps; 0: none."""
 
     whole_chooser: bool = False
-    """Whether the orchestrator's chooser compares all groups, in place of those that can win."""
+    """True: the orchestrator's chooser compares all groups, not only those that can win."""
 
     @property
     def service(self) -> ServiceModel:

@@ -36,7 +36,7 @@ class Role(Enum):
 
 
 class State(Enum):
-    """The stages of a group's life."""
+    """Stages in the lifetime of a group."""
 
     STARTING = "starting"
     READY = "ready"
@@ -53,13 +53,13 @@ class Member:
     since_s: float
     """Instant from which the group is paid for."""
     flips: bool = False
-    """Whether the group takes the other role once it is drained."""
+    """True: the group takes the other role once it is drained."""
     num_held: int = 0
     """Requests that the group has before it: jobs of a prefill group, slots of a generation group."""
     free_at_s: float = 0.0
     """Estimated instant at which a prefill group has done all its jobs."""
     num_flips: int = 0
-    """Changes of the group's role so far; each begins a new life."""
+    """Changes of the group's role so far; each begins a new incarnation."""
     version: int = 0
     """Number of the latest event set for the group; earlier ones are void."""
     chain: PrefillWork = field(init=False)
@@ -136,7 +136,7 @@ class Fleet:
         self.on_change()
 
     def when_idle(self, member: Member) -> None:
-        """Let a draining group go on if it has no work left."""
+        """End the draining of a group that has no work left: it changes its role or leaves."""
         if member.state is not State.DRAINING or member.num_held:
             return
         if member.flips:
@@ -165,7 +165,7 @@ class Fleet:
         heapq.heappush(self._by_work, (member.free_at_s, member.number))
 
     def least_work(self, num_groups: int) -> list[Member]:
-        """Return the ready prefill groups that are free first, at most so many."""
+        """Return the ready prefill groups that are free first, at most `num_groups`."""
         found: dict[int, tuple[float, Member]] = {}
         while self._by_work and len(found) < num_groups:
             free_at_s, number = heapq.heappop(self._by_work)
@@ -178,7 +178,7 @@ class Fleet:
         return [member for _, member in found.values()]
 
     def most_room(self, num_groups: int) -> Iterator[Member]:
-        """Yield the ready generation groups with most free slots, at most so many, none without a free slot."""
+        """Yield the ready generation groups with most free slots, at most `num_groups`, none without a free slot."""
         left = num_groups
         for held in islice(self._by_room, self._sizes.num_slots):
             for number in held:

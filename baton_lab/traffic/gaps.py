@@ -17,7 +17,7 @@ class GapHistogram:
         """Number of gaps counted."""
 
     def add(self, seconds: float, num_gaps: int) -> None:
-        """Count `num_gaps` gaps of about so many seconds each."""
+        """Count `num_gaps` gaps of about `seconds` each."""
         place = int(_BINS_A_DOUBLING * math.log2(seconds / _LEAST_S)) if seconds > _LEAST_S else 0
         self._counts[min(place, len(self._counts) - 1)] += num_gaps
         self.num_gaps += num_gaps

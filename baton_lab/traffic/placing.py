@@ -23,7 +23,7 @@ from planning.planner import ChainPlanner
 from planning.terms import Batch, chain_terms
 
 _NO_BATCH: Batch = (0.0, 0.0)
-"""What a chain's generation group runs: which one it is, is chosen apart."""
+"""Load of the generation group when chains are compared: none, because the group is chosen separately."""
 SHORTLIST = 2
 """Groups of each role that are compared."""
 

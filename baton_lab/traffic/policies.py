@@ -79,7 +79,7 @@ def between(before: Allocation, after: Allocation) -> tuple[Action, ...]:
 
 
 class AutoscalePolicy:
-    """The production autoscaler, told of the simulation's requests and groups."""
+    """The production autoscaler, notified of the simulation's requests and groups."""
 
     def __init__(self, config: AutoscalingConfig, service: ServiceModel, times: LeadTimes) -> None:
         self.interval_s = config.interval_s
@@ -91,11 +91,11 @@ class AutoscalePolicy:
         """Allocation that was advised last, where decisions are not carried out."""
 
     def arrived(self, now_s: float, num_prompt_tokens: int) -> None:
-        """Tell the autoscaler of a request that has come."""
+        """Notify the autoscaler of a request that has arrived."""
         self._autoscaler.window.arrived(now_s, num_prompt_tokens)
 
     def ended(self, now_s: float, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Tell the autoscaler of a request that has ended."""
+        """Notify the autoscaler of a request that has ended."""
         self._autoscaler.window.ended(num_prompt_tokens, num_output_tokens)
 
     def scale(self, simulation: Simulation) -> list[ScalerEvent]:

@@ -1,4 +1,4 @@
-"""What became of a trace's requests: latencies, goodput, cost, and what a scaling policy did. Pure."""
+"""Results of a trace: latencies, goodput, cost, and the actions of a scaling policy. Pure."""
 
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the simulated cluster is made of: one cost model, and the sizes of groups.
+"""Parts of the simulated cluster: one cost model, and the sizes of groups.
 
 `RecallingPlanner` is the production planner that keeps its answers, because a trace asks for the same lengths again and
 again. Pure.

@@ -7,7 +7,7 @@
     generation   `baton_lab.traffic.work.batch`: rows in a batch whose steps take what the planner predicts; between two
                  steps a row joins, and its first token is sent
 
-A slot is held from the placement to the last token, as in production. A scaling policy is asked regularly and changes
+A slot is held from the placement to the last token, as in production. A scaling policy is called regularly and changes
 the fleet. Not simulated: failures, speculation, prefill by generation groups, links that several transfers share.
 Deterministic. Pure.
 """
@@ -44,7 +44,7 @@ UNBOUNDED = OrchestratorConfig(max_queued_requests=2**31, max_queued_tokens=2**6
 
 @dataclass(frozen=True)
 class SimulatedClaim:
-    """What a simulated request claims at the gate (`orchestrator.admission.gate.Claim`)."""
+    """Claim of a simulated request at the gate (`orchestrator.admission.gate.Claim`)."""
 
     num_tokens: int
     num_slots: int = 1
@@ -63,7 +63,7 @@ class _Job:
 
 
 class Scaler(Protocol):
-    """A scaling policy in the simulator: changes the fleet when it is asked, every `interval_s` seconds."""
+    """A scaling policy in the simulator: changes the fleet when it is called, every `interval_s` seconds."""
 
     interval_s: float
 
@@ -79,7 +79,7 @@ class Scaler(Protocol):
 
 @dataclass
 class Counts:
-    """What is under way at one moment, in requests and tokens."""
+    """Requests and tokens under way at one moment."""
 
     num_prefilling: int = 0
     num_unpulled: int = 0
@@ -278,7 +278,7 @@ class Simulation:
             self._admission.leave(job.entry)
 
     def _refit(self) -> None:
-        """Tell the gate how many slots there are, and place requests that wait for a group."""
+        """Set the gate's number of slots, and place requests that wait for a group."""
         self._admission.resize(self.fleet.num_ready[Role.GENERATE] * self.sizes.num_slots)
         self._place_waiting()
 

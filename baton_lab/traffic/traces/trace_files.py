@@ -1,4 +1,4 @@
-"""Reads traces from files in three public formats, told apart by their first line.
+"""Reads traces from files in three public formats, recognised by their first line.
 
     Azure LLM inference   CSV: TIMESTAMP, ContextTokens, GeneratedTokens; times like 2023-11-16 18:15:46.6805900
     BurstGPT              CSV: Timestamp, Model, Request tokens, Response tokens, Total tokens, Log Type; seconds

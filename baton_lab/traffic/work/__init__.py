@@ -1,1 +1,1 @@
-"""What groups do in the simulator: the rows of a batch, and the turns of a chain."""
+"""Work of groups in the simulator: the rows of a batch, and the turns of a chain."""

@@ -44,7 +44,7 @@ class Batch:
     """The rows of one generation group. Its owner calls `advance` at the instants that `next_end_s` names."""
 
     def __init__(self, lines: StepLines, gaps: GapHistogram, on_end: Callable[[int, float], None]) -> None:
-        """`on_end` is called with a row's number and the instant of its last token, which may lie up to one step in the
+        """`on_end` is called with a row's number and the instant of its last token, which may be up to one step in the
         future."""
         self._lines = lines
         self._gaps = gaps
@@ -131,7 +131,7 @@ class Batch:
         return min(math.ceil(guess - 1e-9), most)
 
     def _settle(self, num_steps: int) -> None:
-        """Move the state on by so many steps, none of which is beyond the next row's last."""
+        """Advance the state by `num_steps` steps, none of which is beyond the next row's last."""
         if num_steps <= 0:
             return
         seconds = self._seconds(num_steps)

@@ -29,17 +29,16 @@ class PrefillWork(Protocol):
         """Add a job to those that wait."""
 
     def advance(self, now_s: float) -> Done:
-        """Go on until now, and return what is done by then."""
+        """Advance to `now_s`, and return what is done by then."""
 
     @property
     def next_turn_s(self) -> float:
-        """Return the instant at which a rank next ends a part of a job or goes on with another; infinite without
-        jobs."""
+        """Return the instant at which a rank next ends a part of a job or resumes another; infinite without jobs."""
 
 
 @dataclass
 class _Part:
-    """What is left of a job."""
+    """Remaining work of a job on a rank."""
 
     left_s: float
     layer_s: float

@@ -1,9 +1,9 @@
-"""A prefill group of several ranks in the simulator, turn by turn as `prefill_workers` takes them.
+"""A prefill group of several ranks in the simulator, which takes its turns as `prefill_workers` does.
 
-A turn on a job is what is left of one layer, for which the rank needs the earlier ranks' KV, and the beginning of the
-next layer: projections, after which its own KV leaves, and attention to its own tokens. Each rank gives its turns to
-the job that is due first among those that can go on. So a job whose KV has not come lets another one take a turn, and
-goes on when that turn is over: long prompts delay the chains of short ones by a layer, again and again. Pure.
+A turn on a job is the rest of one layer, for which the rank needs the earlier ranks' KV, and the beginning of the next
+layer: projections, after which its own KV leaves, and attention to its own tokens. Each rank gives its turns to the job
+that is due first among those that are ready. So a job whose KV has not arrived lets another one take a turn, and
+continues when that turn is over: long prompts delay the chains of short ones by a layer, again and again. Pure.
 """
 
 import math
@@ -39,13 +39,13 @@ class _Part:
     """Seconds that a layer's rows take from the rank before."""
     num_taken: int = 0
     is_first: bool = True
-    """Whether no rank comes before in the chain."""
+    """True: no rank comes before in the chain."""
     behind: "_Part | None" = None
     """The part of the rank that comes next in the chain."""
     projected_s: list[float] = field(default_factory=list)
     """Instants at which the rank's rows are final, by layer."""
     arrived_s: list[float] = field(default_factory=list)
-    """Instants at which all earlier rows are there, by layer; empty on the first rank."""
+    """Instants at which all earlier rows have arrived, by layer; empty on the first rank."""
 
     @property
     def order(self) -> tuple[float, int]:
@@ -64,7 +64,7 @@ class _Part:
         self.pass_on()
 
     def pass_on(self) -> None:
-        """Tell the ranks behind when they have the rows of the layers that are complete here."""
+        """Pass to the ranks behind the instants at which they have the rows of the layers that are complete here."""
         behind = self.behind
         if behind is None:
             return
@@ -89,7 +89,7 @@ class _Rank:
         return self._turn_end_s if self.running else min((part.ready_s for part in self.parts), default=math.inf)
 
     def begin_turn(self, now_s: float) -> None:
-        """Give the next turn to the part due first that can go on, if any."""
+        """Give the next turn to the part due first that is ready, if any."""
         part = next((each for each in self.parts if each.ready_s <= now_s + NOTHING_S), None)
         self.running = part
         if part is not None:
