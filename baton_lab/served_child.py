@@ -58,7 +58,7 @@ async def own_cluster(purpose: str, options: Sequence[str], report: Callable[[st
 
 
 async def until_signal(work: Coroutine[Any, Any, int]) -> int:
-    """Run `work` and return its result. The first signal that asks this process to end cancels the work, and the result
+    """Run `work` and return its result. The first termination signal to this process cancels the work, and the result
     is then 128 plus the signal's number. Further signals do not disturb the work while it ends."""
     task = asyncio.create_task(work)
     caught: list[int] = []

@@ -27,7 +27,7 @@ QUESTIONS = (
     "What does a dentist do? Answer in one sentence.",
     "Why is water important? Answer in two sentences.",
 )
-"""Questions that are asked at the same time. A small model answers these sensibly, in bf16, too, where a logit may be
+"""Questions that are sent at the same time. A small model answers these sensibly, also in bf16, where a logit may be
 0.3 off."""
 _CHAT = (
     "One question to a small model. Its answer appears as it is made; the line below it says how long the request took "
@@ -122,7 +122,7 @@ def announce(console: Console, title: str, text: str) -> None:
 
 
 async def show_chat(client: AsyncClient, console: Console) -> None:
-    """Ask one question in a chat, and show the answer as it comes."""
+    """Send one question as a chat, and show the answer as it arrives."""
     announce(console, "A chat", _CHAT)
     console.print(QUESTION, style="bold")
     messages = [{"role": "user", "content": QUESTION}]
@@ -131,7 +131,7 @@ async def show_chat(client: AsyncClient, console: Console) -> None:
 
 
 async def show_passage(client: AsyncClient, console: Console, passage: str) -> None:
-    """Let the model go on with a long passage, which all ranks prefill, and draw the timeline."""
+    """Let the model continue a long passage, which all ranks prefill, and draw the timeline."""
     announce(console, "A long passage, prefilled by all ranks, and how the model continues it", _PASSAGE)
     console.print(f"... {passage[-_SHOWN_OF_PASSAGE:].strip()}", style="dim", end="", markup=False, soft_wrap=True)
     stream = client.generate(passage, max_tokens=_PASSAGE_TOKENS, deadline_s=_DEADLINE_S)
@@ -141,7 +141,7 @@ async def show_passage(client: AsyncClient, console: Console, passage: str) -> N
 
 
 async def show_all_at_once(client: AsyncClient, console: Console) -> None:
-    """Ask all questions at once, and draw the timeline of the one that waited longest."""
+    """Send all questions at once, and draw the timeline of the one that waited longest."""
     announce(console, f"{len(QUESTIONS)} streams at once, and the timeline of the one that waited longest", _AT_ONCE)
     requests = []
     for question in QUESTIONS:

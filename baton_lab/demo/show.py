@@ -2,9 +2,9 @@
 
 Each scene begins with what it shows and what to look at.
 
-Run as `python -m baton_lab.demo.show PASSAGE`. The show goes to standard output, which need not be a terminal; the
-reason of a failure, one line, to standard error. Ctrl-C ends it at any point, with all that it started. Runs on a loop
-of its own.
+Run as `python -m baton_lab.demo.show PASSAGE`. The show goes to standard output, which may be a file; the reason of a
+failure, one line, to standard error. Ctrl-C ends the show at any point, with all processes that it started. Runs on a
+loop of its own.
 """
 
 import argparse

@@ -1,1 +1,1 @@
-"""Predicts steps and prefills on hardware that need not be there (`baton plan`, `baton simulate`)."""
+"""Predicts steps and prefills, also for hardware that is not present (`baton plan`, `baton simulate`)."""

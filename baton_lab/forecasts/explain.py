@@ -1,7 +1,8 @@
-"""`baton plan --explain`: when prefill and generation on separate workers pay, beside the same workers that do both.
+"""`baton plan --explain`: when prefill and generation on separate workers are faster than the same workers doing both.
 
-It asks what placement asks in service (`planning.terms`, by `baton_lab.study.break_even`), of a kind of rank by its
-rates (`planning.hardware`) or, with `--hardware here`, of the planner that a cluster on this machine would have.
+Uses the terms by which a cluster places requests (`planning.terms`, by `baton_lab.study.break_even`). They are computed
+for a kind of rank from its rates (`planning.hardware`) or, with `--hardware here`, by the planner that a cluster on
+this machine would have.
 """
 
 import argparse
@@ -50,7 +51,7 @@ class Explanation:
     by_prompt: dict[str, tuple["Span", ...]]
     """Which side is better by tokens of prompt: for the first token ("first token"), and the last ("whole answer")."""
     by_rate: dict[str, tuple["Span", ...]]
-    """Which side is better by requests a second, likewise."""
+    """Which side is better by requests a second: for the first token ("first token"), and the last ("whole answer")."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +148,7 @@ def show(found: Explanation, console: "Console") -> None:
 
 
 def describe(spans: "Sequence[Span]", unit: str) -> str:
-    """Return in words which side is better where; numbers are whole ones, or in the format `unit`."""
+    """Return as readable text which side is better where; numbers are whole ones, or in the format `unit`."""
     if not spans:
         return "neither side carries any"
 

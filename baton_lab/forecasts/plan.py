@@ -1,6 +1,6 @@
 """`baton plan`: how long a generation step must take, how many tokens a second that is, and what fits into memory.
 
-It needs no cluster and no model's weights: it asks the roofline (`baton_lab.study.roofline`). With `--hardware here`
+It needs no cluster and no weights: it uses the roofline (`baton_lab.study.roofline`). With `--hardware here`
 this machine is measured first (`deploy.machine.probe`). torch is needed only for that, and for a MODEL that is a
 folder.
 """

@@ -21,7 +21,7 @@ class NamedModel:
 
     name: str
     formats: str
-    """Formats of weights and KV, in words."""
+    """Formats of weights and KV, as readable text."""
     model: ServedModel
     shape: ModelShape | None
     """Shape of the model; None when only its size was given."""
@@ -125,5 +125,5 @@ def _serve(
 
 
 def _bytes(args: argparse.Namespace, what: str) -> int:
-    """Return the bytes of an element: 1 for int8, the only format besides the dtype's."""
+    """Return the bytes of an element: 1 for int8, the only format other than the dtype's."""
     return 1 if getattr(args, what) else DTYPE_BYTES[args.dtype]

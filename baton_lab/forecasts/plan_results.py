@@ -1,4 +1,4 @@
-"""What `baton plan` predicts, for its tables and its plots."""
+"""Predictions of `baton plan`, for its tables and its plots."""
 
 from dataclasses import dataclass
 
@@ -47,7 +47,7 @@ class RoundCell:
     batch: int
     context: int
     fits: bool
-    """Whether weights and KV fit into memory, those of a draft model included."""
+    """True if weights and KV fit into memory, those of a draft model included."""
     kv_share: float
     """Part of a plain step's time that goes into reading KV."""
     num_drafts: int
@@ -84,5 +84,5 @@ class SpeculationForecast:
     acceptances: dict[int, float]
     """Probability that a draft is accepted, by the keys that a draft step attends to."""
     pays_from: dict[int, int | None]
-    """Tokens of context from which on drafts pay, by batch; None: at no length up to the longest that is asked for."""
+    """Least tokens of context at which drafts pay, by batch; None: at no length up to the longest requested."""
     cells: tuple[RoundCell, ...]

@@ -1,6 +1,6 @@
 """`baton simulate`: predicts the time to the first token with more ranks, other links or another model.
 
-It needs no cluster, no model and no torch: it asks the cost model (`planning`), which docs/kv_runahead.md explains and
+It needs no cluster, no model and no torch: it uses the cost model (`planning`), which docs/kv_runahead.md explains and
 benchmarks.simulate_paper checks against the KV-Runahead paper.
 """
 

@@ -1,4 +1,4 @@
-"""What `baton evaluate` is asked for, and what it finds: for its reading, its tables and its plot."""
+"""Settings and results of `baton evaluate`, for its reading, its tables and its plot."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ class Setting:
 
     policy: str
     budget: float | None = None
-    """Fraction of a row's tokens that is chosen, whatever their keys' scores are; None: as prepared."""
+    """Fraction of a sequence's tokens that is chosen, regardless of their keys' scores; None: as prepared."""
     alpha: float | None = None
     """How close to the best score a chosen key must come; None: as prepared."""
     selection: Path | None = None
@@ -41,7 +41,7 @@ class Size:
     num_rows: int
     num_steps: int
     mass_every: int
-    """Keys are weighed at every so many steps; 0: never."""
+    """Number of steps between two weighings of the keys; 0: keys are never weighed."""
     has_needles: bool
 
 

@@ -1,8 +1,8 @@
 """The plot of `baton evaluate`, a column for each context length, after the InfiniGen paper (Lee et al., OSDI 2024).
 
-From top to bottom: the cost in quality against the KV that is read (its figures 11 and 19); how often the choice is
-full attention's; how perplexity develops along the text (its figure 12), each policy at about the same size; and, where
-it was weighed, how much of true attention lies on the keys that are read.
+From top to bottom: the cost in quality against the KV that is read (the paper's figures 11 and 19), how often the
+choice equals full attention's, and how perplexity develops along the text (figure 12), each policy at about the same
+size. If true attention was weighed, the last row shows its share on the keys that are read.
 """
 
 import textwrap

@@ -69,7 +69,7 @@ class Material:
 
 @dataclass(frozen=True)
 class Readings:
-    """What one setting read of all the material of one length."""
+    """Results of one setting for all texts of one length."""
 
     plain: Reading
     is_exact: bool

@@ -67,7 +67,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class Side:
-    """What one side is predicted to do with a demand that it carries."""
+    """Predictions for one side under a demand that it carries."""
 
     terms: PlacementTerms
     """Terms of the time to the first token."""
@@ -103,7 +103,7 @@ class Span:
     first: float
     last: float
     better: str
-    """apart or together; only apart or only together where the other side does not carry the demand; else neither."""
+    """apart or together. If only one side carries the demand: only apart or only together. If neither does: neither."""
 
 
 class BreakEven:
@@ -124,7 +124,7 @@ class BreakEven:
         """Engines that the same workers make when they are one pool; a fraction where ranks are smaller."""
         self._sides: dict[Demand, Sides] = {}
         self._chains: dict[int, tuple[int, float, float]] = {}
-        """What was predicted so far, by demand and by tokens of prompt."""
+        """Predictions so far, by demand and by tokens of prompt."""
 
     def sides(self, demand: Demand) -> Sides:
         """Return the predictions for both sides. Each demand is predicted once."""

@@ -21,7 +21,7 @@ from planning.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What a generation step reads and computes of a model, in the formats in which it is served."""
+    """Bytes that a generation step reads of a model, and its operations, in the formats in which it is served."""
 
     num_params: float
     """All parameters, both embeddings where there are two, though a step reads but a few rows of one."""
@@ -150,12 +150,12 @@ def step_time(
 
 
 def critical_batch(model: ServedModel, chip: Chip) -> float:
-    """Return the rows from which on the matrices are bound by compute, whatever the number of chips; in a mixture, the
-    matrices of its experts. This is the source's beta * C / W, with activations of two bytes."""
+    """Return the batch size above which the matrices are bound by compute, for any number of chips. In a mixture, this
+    holds for the matrices of its experts. It is the source's beta * C / W, with activations of two bytes."""
     return chip.flops / chip.memory_bandwidth * model.weight_bytes / 2 * model.experts_per_active
 
 
 def largest_batch(model: ServedModel, chip: Chip, context: int, num_chips: int = 1) -> int:
-    """Return how many rows of `context` tokens fit in memory beside the weights; 0 if the weights do not fit."""
+    """Return how many sequences of `context` tokens fit in memory next to the weights; 0 if the weights do not fit."""
     free = chip.memory_bytes * num_chips - model.all_weight_bytes
     return max(0, int(free // model.kv_bytes(context)))

@@ -1,4 +1,4 @@
-"""What speculative decoding can gain by the roofline: the curves of MagicDec (Sadhukhan et al., 2025), figures 2 to 4.
+"""Gain from speculative decoding by the roofline: the curves of MagicDec (Sadhukhan et al., 2025), figures 2 to 4.
 
 With T(B, K, q) a step of B rows that attend to K keys with q tokens each (`baton_lab.study.roofline`), a round of g
 drafts with K keys at S tokens of context takes g T(B, K, 1) + T(B, S, g + 1) and brings each row
@@ -45,7 +45,7 @@ class Drafting:
 
 @dataclass(frozen=True)
 class DraftRound:
-    """A round of drafts for each row of a batch, beside a plain step."""
+    """A round of drafts for each sequence of a batch, and the plain step that it is compared with."""
 
     num_drafts: int
     draft_keys: int
