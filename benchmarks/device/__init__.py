@@ -1,1 +1,1 @@
-"""Parts of benchmarks.cuda: models of real shapes, rates of a machine, and what is measured beside them."""
+"""Parts of benchmarks.cuda: models of real shapes, a machine's rates, and the measurements compared with them."""

@@ -1,4 +1,4 @@
-"""A chain of processes on one device, linked by gloo, beside one process: each has a model and an engine of its own."""
+"""A chain of processes on one device, linked by gloo, compared with one process. Each has its own model and engine."""
 
 import contextlib
 import functools
@@ -29,7 +29,7 @@ _PATIENCE_S = 120.0
 
 @dataclass(frozen=True)
 class RankSpec:
-    """What a rank's process starts with."""
+    """Specification from which a rank's process starts."""
 
     device: str
     shape: Shape
@@ -86,7 +86,7 @@ class Chain:
             yield cls(pipes)
 
     def prefill_ms(self, num_tokens: int) -> float:
-        """Return the milliseconds of a prompt in even chunks, until its first token is there."""
+        """Return the milliseconds of a prompt in even chunks, until its first token is returned."""
         self._number += 1
         num_ranks = len(self._pipes)
         edges = [num_tokens * rank // num_ranks for rank in range(num_ranks + 1)]

@@ -1,7 +1,7 @@
 """Measures kernels of one layer on a GPU: attention (ours and torch's), matrix products, and sampling.
 
-KV is random and lies in pages, as a server's does. A prompt's pages lie in as many runs as the case says: in a server's
-steady state a prompt of 1,024 tokens lies in 8 to 12, one of 8,192 in some 28.
+KV is random and stored in pages, as a server's is. A prompt's pages form the number of contiguous runs that the case
+names: in a server's steady state a prompt of 1,024 tokens has 8 to 12 runs, one of 8,192 about 28.
 
 B rows, T queries, S keys, N heads, G kv heads, H head dim, K inputs and O outputs of a product, V vocabulary.
 """
@@ -30,7 +30,7 @@ from modeling.kv.buffers import KvRows
 from modeling.kv.pages import PAGE_TOKENS
 
 PREFILLS = ((1024, 0, 1), (1024, 0, 8), (2048, 6144, 1), (2048, 6144, 28), (8192, 0, 1), (8192, 0, 28))
-"""Queries, keys before them, and runs of pages in which all keys lie."""
+"""Queries, keys before them, and runs of pages in which all keys are stored."""
 DECODES = ((1, 1024), (16, 1024), (64, 1024), (256, 1024), (1, 8192), (16, 4096), (16, 32768))
 """Rows, and keys of each."""
 PRODUCT_ROWS = (1, 16, 64, 256, 2048)
@@ -142,7 +142,7 @@ def draws(device: Device, rates: Rates) -> Iterator[Measured]:
 
 
 def _runs(k_SGH: Tensor, v_SGH: Tensor, num_runs: int) -> list[KvRows]:
-    """Return keys and values as rows that lie in so many runs of whole pages."""
+    """Return keys and values as rows in `num_runs` runs of whole pages."""
     num_pages = len(k_SGH) // PAGE_TOKENS
     edges = [PAGE_TOKENS * (num_pages * run // num_runs) for run in range(num_runs)] + [len(k_SGH)]
     spans = itertools.pairwise(edges)

@@ -40,7 +40,7 @@ class Shape:
         return self.num_heads * self.head_dim
 
     def config(self, max_position: int) -> ModelConfig:
-        """Return the model's facts, for a context of so many tokens."""
+        """Return the model's facts, for a context of `max_position` tokens."""
         return ModelConfig(
             model_type="llama",
             vocab_size=self.vocab_size,

@@ -53,7 +53,7 @@ class PolicyRows:
     def opened(
         cls, decoder: Decoder, device: Device, policy: str, lengths: list[int], num_steps: int
     ) -> Iterator["PolicyRows"]:
-        """Open rows of `lengths` tokens with room for so many steps; release them afterwards."""
+        """Open rows of `lengths` tokens with room for `num_steps` steps; release them afterwards."""
         layout, most = decoder.layout, max(lengths) + num_steps
         shape = KvShape(layout, decoder.config.windows, len(lengths), most)
         residency = make_residency(policy, shape, device, FirstColumns(decoder))

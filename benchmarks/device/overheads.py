@@ -34,7 +34,7 @@ def launches_us(device: Device) -> dict[str, float]:
 
 
 def pinning_ms(num_bytes: int) -> float:
-    """Return the milliseconds in which so many bytes of the host are allocated and pinned. Needs a GPU."""
+    """Return the milliseconds in which `num_bytes` bytes of host memory are allocated and pinned. Needs a GPU."""
     began_s = time.perf_counter()
     torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     return 1e3 * (time.perf_counter() - began_s)

@@ -32,7 +32,7 @@ def times_s(device: Device, run: Callable[[], object], rounds: int = _ROUNDS, re
 
 
 def memory_rate(device: Device, num_bytes: int) -> float:
-    """Return the bytes a second that a copy of so many bytes on the device reads and writes, together."""
+    """Return the bytes a second that a copy of `num_bytes` bytes on the device reads and writes, together."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device.torch_device)
     to = torch.empty_like(source)
     return 2 * num_bytes / statistics.median(times_s(device, lambda: to.copy_(source)))
@@ -45,7 +45,7 @@ def product_rate(device: Device, size: int, dtype: torch.dtype) -> float:
 
 
 def link_rates(device: Device, num_bytes: int) -> tuple[float, float]:
-    """Return the bytes a second of fetches and of stores of so many bytes, from and to pinned memory on a GPU."""
+    """Return the bytes a second of fetches and of stores of `num_bytes` bytes, from and to pinned memory on a GPU."""
     is_gpu = device.torch_device.type == "cuda"
     home = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_gpu)
     there = torch.zeros(num_bytes, dtype=torch.uint8, device=device.torch_device)

@@ -1,7 +1,8 @@
 """A generation engine under closed loops of users, in process: every step's time, and which part of it the host takes.
 
 The engine is made as a worker of a cluster without prefill groups makes it, with its batcher, its speculation and its
-CUDA graphs; its streams go to the process's asyncio loop. Neither Ray nor gRPC is there: their costs are not in it.
+CUDA graphs. Its streams go to the process's asyncio loop. It runs without Ray and gRPC, so their costs are not
+included.
 """
 
 import asyncio
@@ -47,7 +48,7 @@ _KEEP_S = 60.0
 
 @dataclass(frozen=True)
 class Load:
-    """Users that each wait for an answer before they ask again."""
+    """Users that each wait for an answer before they send the next request."""
 
     users: int
     prompt_tokens: int
@@ -114,7 +115,7 @@ class Timed:
         return call
 
     def take(self) -> float:
-        """Return the seconds since this was last asked."""
+        """Return the seconds since the previous call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
