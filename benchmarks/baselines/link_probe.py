@@ -23,7 +23,7 @@ class MessageSizes:
 
 
 class LinkProbe:
-    """One end of a link that has no other use; a LinkHandler. Ranks 0 and 1 send messages to each other in turn."""
+    """One end of an otherwise unused link; a LinkHandler. Ranks 0 and 1 alternate in sending messages to each other."""
 
     def __init__(self, rank: int, epoch: Epoch, connect: ConnectLinks) -> None:
         """Join the epoch by `connect`; block until all ranks have met."""

@@ -60,11 +60,11 @@ class Pacer:
 
     @property
     def is_full_speed(self) -> bool:
-        """Whether messages pass without delay."""
+        """Return whether messages pass without delay."""
         return self._pace.is_full_speed
 
     def set(self, pace: Pace) -> None:
-        """Use this pace from here on. Bursts start again from the beginning, equal for equal seeds."""
+        """Use this pace starting now. Bursts start again from the beginning, equal for equal seeds."""
         self.close()
         self._pace = pace
 
@@ -93,7 +93,7 @@ class PacedLinks:
 
     @property
     def on_device(self) -> bool:
-        """Return whether payloads lie in the memory of the ranks' devices."""
+        """Return whether payloads are in the memory of the ranks' devices."""
         return self._links.on_device
 
     def send(self, target: Rank, header: LinkHeader, payload: Payload | None) -> None:

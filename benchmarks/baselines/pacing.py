@@ -32,7 +32,7 @@ class Pace:
 
     @property
     def is_full_speed(self) -> bool:
-        """Whether messages pass without delay."""
+        """Return whether messages pass without delay."""
         return self.bandwidth == math.inf and not self.busy_share
 
 

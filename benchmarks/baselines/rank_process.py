@@ -71,7 +71,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class RankSpec:
-    """What a rank's process starts with."""
+    """Specification from which a rank's process starts."""
 
     folder: Path
     dtype: str

@@ -27,7 +27,7 @@ VOCAB_SIZE = 49_152
 
 @dataclass(frozen=True)
 class Brain:
-    """What the server starts with."""
+    """Settings with which the server's process starts."""
 
     folder: Path
     """Folder of the model whose tokenizer is used."""
@@ -39,8 +39,8 @@ class Brain:
 
 @contextlib.asynccontextmanager
 async def brain(told: Brain) -> AsyncIterator[tuple[int, Answer]]:
-    """Run the server as a process's role: it greets with its port. Asked `usage`, it answers what the process has used;
-    `profile` starts a profile, and `profiled` ends it and returns its text."""
+    """Run the server as a process's role: it greets with its port. `usage` returns the resources that the process has
+    used. `profile` starts a profile; `profiled` ends it and returns its text."""
     members = Members()
     planner = ChainPlanner(nominal_calibration(told.folder, "bfloat16", 1), max_ranks=1, max_tokens=MAX_TOKENS)
     most = 2 * told.num_slots * len(told.ports)

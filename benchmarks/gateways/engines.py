@@ -1,6 +1,6 @@
 """Generation groups that compute nothing: the real service over engines whose tokens come from a script, at a pace.
 
-Output token i is 1000 + i, its text one word. All groups are in one process. Their steps take turns on one thread, so
+Output token i is 1000 + i, its text one word. All groups are in one process. Their steps alternate on one thread, so
 that a group's streams get their tokens together, as from a batch.
 """
 
@@ -39,7 +39,7 @@ class Groups:
     step_s: float
     """Seconds between two tokens of a stream, when the processor keeps up."""
     says_time: bool = False
-    """Whether a token's text is the time at which it is made, in unix nanoseconds, in place of a word."""
+    """True: a token's text is the time at which it is made, in unix nanoseconds. False: it is a word."""
 
 
 @dataclass

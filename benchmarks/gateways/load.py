@@ -35,7 +35,7 @@ class Streams:
 
 @dataclass
 class Seen:
-    """What the clients have received so far."""
+    """Tokens, streams and errors that the clients have seen so far."""
 
     num_tokens: int = 0
     num_done: int = 0
@@ -48,7 +48,7 @@ class Seen:
 
 
 class Clients(ABC):
-    """The streams that run in this process, whatever they speak."""
+    """Streams that run in this process, over any protocol."""
 
     def __init__(self) -> None:
         self._running: list[asyncio.Task[None]] = []
@@ -75,9 +75,9 @@ class Clients(ABC):
         return self.seen
 
     async def answer(self, question: Any) -> Any:
-        """Answer a question to the clients' process: Streams opens them, and answers when all run; `seen` answers how
-        many tokens have come, and how late those since the last time were; `usage`, what the process has used; `drain`
-        waits until all have ended."""
+        """Return the answer to a question to the clients' process. Streams opens them, and is answered when all run.
+        `seen` returns the number of tokens received, and the delays of those since the last `seen`. `usage` returns
+        the resources that the process has used. `drain` waits until all streams have ended."""
         if isinstance(question, Streams):
             return await self.open(question)
         if question == "seen":

@@ -14,8 +14,8 @@ from typing import Any
 
 Answer = Callable[[Any], Awaitable[Any]]
 Role = Callable[..., contextlib.AbstractAsyncContextManager[tuple[Any, Answer]]]
-"""What a process does: a context manager that yields its greeting and the function that answers its questions. Must be
-a function of a module."""
+"""Role of a process: a context manager that yields its greeting and the function that answers its questions. Must be a
+function of a module."""
 NewLoop = Callable[[], asyncio.AbstractEventLoop]
 
 _END_S = 20.0
@@ -24,7 +24,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process has used since it started."""
+    """Resources that a process has used since it started."""
 
     cpu_s: float
     """Processor time of all threads, in seconds."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def draw(cells: Sequence[CellTimes], breakdowns: Sequence[Breakdown], path: Path) -> None:
-    """Draw a PNG. Along batches the length is the one that most cells have, along lengths the batch likewise."""
+    """Draw a PNG. Along batches, the length is the one that most cells have; along lengths, the batch is."""
     from matplotlib.figure import Figure
 
     num_panels = 3 if breakdowns else 2

@@ -7,7 +7,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Cell:
-    """What was measured at one batch and context."""
+    """Measurements at one batch and context."""
 
     batch: int
     context: int

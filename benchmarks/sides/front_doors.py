@@ -1,6 +1,6 @@
-"""Baton and vLLM behind their front doors: servers in processes of their own, asked over gRPC and over HTTP.
+"""Baton and vLLM behind their front doors: servers in processes of their own, called over gRPC and over HTTP.
 
-Both are asked by the one loop that calls, and all instants are those at which it has a message.
+Both are called on the caller's loop, and all instants are those at which this loop has a message.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Generation engines whose rows continue natural texts: real prompts, their real KV, prefilled once for all engines.
 
-So drafts are accepted as they are in service, which random KV would not tell. Used by one thread.
+So drafts are accepted as they are in service, which random KV would not show. Used by one thread.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ class PrefilledText:
 
 @dataclass(frozen=True)
 class Measured:
-    """What some steps did."""
+    """Rates measured over some steps."""
 
     rate: float
     """Tokens a second, of all rows."""
@@ -122,7 +122,7 @@ class TextRows:
     @torch.inference_mode()
     def bare_ms(self, num_drafts: int, keys: DraftKeys | None = None) -> float:
         """Return the milliseconds of one forward and its logits, without the engine: of each row's last prompt token
-        and so many drafts over all keys, or of one token over `keys`. It overwrites the rows' KV."""
+        and `num_drafts` drafts over all keys, or of one token over `keys`. It overwrites the rows' KV."""
         spans = [(SlotId(slot), TokenRange(end - 1, end + num_drafts)) for slot, end in enumerate(self._lengths)]
         view = self._residency if keys is None else StreamingView(self._residency, keys)
         token_ids = [1] * sum(len(tokens) for _, tokens in spans)
@@ -133,7 +133,7 @@ class TextRows:
         return (time.perf_counter() - start_s) * 1e3
 
     def measure(self, num_tokens: int) -> Measured:
-        """Step until so many more tokens have come."""
+        """Step until at least `num_tokens` more tokens have come, and return their rates."""
         before, start_s = self.num_tokens, time.perf_counter()
         first, link_bytes = self.engine.status(), self._residency.num_link_bytes
         with torch.inference_mode():

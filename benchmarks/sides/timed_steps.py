@@ -121,7 +121,7 @@ class TimedResidency:
 
     @property
     def scratch_bytes(self) -> int:
-        """Return the bytes that the policy holds beside its rows."""
+        """Return the bytes that the policy holds in addition to its rows."""
         return self._inner.scratch_bytes
 
     def bytes_for(self, num_tokens: int) -> KvBytes:
@@ -189,11 +189,11 @@ class TimedLink(PacedLink):
         return TimedTransfer(super().fetch_heads(heads), self._clock)
 
     def store(self, copies: Copies) -> Transfer:
-        """Begin to copy home."""
+        """Begin to copy to host memory."""
         return TimedTransfer(super().store(copies), self._clock)
 
     def store_rows(self, rows: RowCopies) -> Transfer:
-        """Begin to copy rows home."""
+        """Begin to copy rows to host memory."""
         return TimedTransfer(super().store_rows(rows), self._clock)
 
 

@@ -1,1 +1,1 @@
-"""What several benchmarks share: pairs, reports, loads, rates."""
+"""Helpers that several benchmarks share: pairs, reports, loads, rates."""

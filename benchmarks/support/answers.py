@@ -17,13 +17,13 @@ class Ask:
     max_tokens: int
     """Output tokens of the answer, exactly."""
     at_s: float = 0.0
-    """When it is asked, in seconds from the load's start."""
+    """Instant at which it is sent, in seconds from the load's start."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """When a request was asked, and when each message with tokens came; unix nanoseconds. A message holds the tokens of
-    one step: with speculation there may be several."""
+    """Instants at which a request was sent, and at which each message with tokens came, in unix nanoseconds. A message
+    holds the tokens of one step: with speculation there may be several."""
 
     asked_ns: int
     message_ns: tuple[int, ...]
@@ -53,13 +53,13 @@ class Answered:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the first ask to the last token."""
+        """Seconds from the first request to the last token."""
         first_ns = min(each.asked_ns for each in self.answers)
         return (max(each.message_ns[-1] for each in self.answers) - first_ns) / 1e9
 
     @property
     def tokens_s(self) -> float:
-        """All output tokens, over the seconds from the first ask to the last token."""
+        """All output tokens, over the seconds from the first request to the last token."""
         return sum(each.num_tokens for each in self.answers) / self.seconds
 
     @property
@@ -69,7 +69,7 @@ class Answered:
 
     @property
     def last_ttft_s(self) -> float:
-        """Seconds to the first token of the request that was asked last."""
+        """Seconds to the first token of the request that was sent last."""
         return max(self.answers, key=lambda each: each.asked_ns).ttft_s
 
     @property
@@ -94,7 +94,7 @@ class Answered:
 
 
 class FrontDoor(Protocol):
-    """A running server that is asked as its clients ask it."""
+    """A running server, called as its clients call it."""
 
     async def answer(self, asks: Sequence[Ask]) -> Answered:
         """Send all requests, each at its time, and return the answers when all have ended. Raises RuntimeError for an

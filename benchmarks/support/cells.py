@@ -1,4 +1,4 @@
-"""Cells of a grid of closed loads: so many streams at once, and perhaps a long prompt that joins them. Pure."""
+"""Cells of a grid of closed loads: a number of streams at once, and perhaps a long prompt that joins them. Pure."""
 
 import re
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class Joining:
 
 @dataclass(frozen=True)
 class Cell:
-    """One load: `num_streams` prompts, all asked at once, of equal length."""
+    """One load: `num_streams` prompts of equal length, all sent at once."""
 
     num_streams: int
     num_tokens: int
@@ -46,18 +46,18 @@ class Cell:
 
     @property
     def sizes(self) -> Sequence[Joining]:
-        """Sizes of all requests, in the order in which they are asked."""
+        """Sizes of all requests, in the order in which they are sent."""
         streams = [Joining(self.num_tokens, self.max_tokens, 0.0)] * self.num_streams
         return [*streams, *([self.joining] if self.joining else [])]
 
     @property
     def keys(self) -> dict[str, object]:
-        """What tells the cell from others in a row's case."""
+        """Keys by which a row's case names this cell."""
         keys: dict[str, object] = {"tokens": self.num_tokens, "streams": self.num_streams, "output": self.max_tokens}
         return keys if self.joining is None else {**keys, "joining": self.joining.num_tokens}
 
     def asks(self, passages: Passages) -> list[Ask]:
-        """Return the load, of prompts that were not asked before."""
+        """Return the load, of prompts that were not used before."""
         return [Ask(passages.take(each.num_tokens), each.max_tokens, each.at_s) for each in self.sizes]
 
     def __str__(self) -> str:

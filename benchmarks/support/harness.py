@@ -1,8 +1,8 @@
-"""What all benchmarks share: interleaved pairs, rows in one form, and a note of where they were measured.
+"""Parts that all benchmarks share: interleaved pairs, rows in one form, and a note of where they were measured.
 
 Machines are noisy, so two sides are always measured alternately (A, B, A, B, ...) and compared by the median of the
 pairs' ratios. A row is `{"bench", "case", "metric", "value", "unit", "baseline", "baseline_value", "ratio"}`; `ratio`
-says how many times better than the baseline (above 1 is better, whatever the unit).
+says how many times better than the baseline the value is (above 1 is better, for any unit).
 """
 
 import argparse
@@ -34,7 +34,7 @@ _RATES = ("gb_s", "gb_cpu_s", "tokens_s", "tokens_step", "gflops", "goodput")
 
 @dataclass(frozen=True)
 class Row:
-    """One measured number, beside the same number of a baseline."""
+    """One measured number, and the same number of a baseline."""
 
     bench: str
     case: str

@@ -28,7 +28,7 @@ _NUM_PROMPTS = 64
 
 @dataclass(frozen=True)
 class Ask:
-    """What every request of a load asks for."""
+    """Parameters of every request of a load."""
 
     num_tokens: int
     """Tokens of the prompt."""
@@ -40,7 +40,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of one request; times in seconds from the load's start."""
+    """Outcome of one request; times in seconds from the load's start."""
 
     at_s: float
     """When the request arrived."""
@@ -48,9 +48,9 @@ class Fate:
     first_s: float | None
     """When its first token came; None if it had none."""
     refused: bool
-    """Whether it was refused, at once or when its place in the queue was given away."""
+    """True: it was refused, at once or when another request took its place in the queue."""
     in_time: bool
-    """Whether it got all that it asked for."""
+    """True: it got all tokens that it requested."""
 
     @property
     def ttft_s(self) -> float:
@@ -86,8 +86,8 @@ class Source:
         return Fate(at_s, end_s, first_s, isinstance(error, ResourceExhaustedError), error is None)
 
     async def at_once(self, ask: Ask, num_streams: int, seconds: float) -> list[Fate]:
-        """Run `num_streams` streams for `seconds`, each of which asks again when it was served: the most that can be
-        served."""
+        """Run `num_streams` streams for `seconds`, each of which sends a new request when the last one was served. This
+        measures the most that can be served."""
         start_s = self._clock.now_s()
 
         async def stream() -> list[Fate]:

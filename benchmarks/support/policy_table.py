@@ -1,7 +1,7 @@
 """Steps of several policies at several batches and lengths, as one table: a line for each policy, a column a cell.
 
-The forms of InfiniGen's figures 14 to 16 (Lee et al., 2024): speedup over a policy that streams all KV, and how near a
-step comes to that of a device which has room for all.
+The forms of InfiniGen's figures 14 to 16 (Lee et al., 2024): speedup over a policy that streams all KV, and a step's
+time compared with that of a device which has room for all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ IDEAL, STREAMED = "device", "host"
 
 @dataclass(frozen=True)
 class CellTimes:
-    """The steps of all policies at one batch and length, measured in turn."""
+    """Step times of all policies at one batch and length, measured alternately."""
 
     batch: int
     context: int
@@ -25,7 +25,7 @@ class CellTimes:
     """Milliseconds of a step by policy, one number for each round."""
 
     def pairs(self, policy: str, baseline: str) -> Pairs:
-        """Return the rounds of a policy beside those of another."""
+        """Return the rounds of a policy paired with those of another."""
         return Pairs(list(self.times_ms[policy]), list(self.times_ms[baseline]))
 
     def speedup(self, policy: str) -> float:

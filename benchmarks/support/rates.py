@@ -27,11 +27,11 @@ def runnable(names: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class RateProbe:
-    """A rate that a rank is asked to measure."""
+    """A rate for a rank to measure."""
 
     kind: str
-    """Kind of rate. cached: bf16 matmul within the second-level cache; stream: a copy that no cache holds; layer: the
-    matmuls of a layer; attention: a causal square."""
+    """Kind of rate: cached (bf16 matmul within the second-level cache), stream (a copy that no cache holds), layer (the
+    matmuls of a layer) or attention (a causal square)."""
     seconds: float
     shape: ModelShape
     num_tokens: int

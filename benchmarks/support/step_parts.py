@@ -1,4 +1,4 @@
-"""The parts of a generation step's time: a clock that tells them apart, and what it found in a benchmark's rounds."""
+"""Parts of a generation step's time: a clock that separates them, and what it measured in a benchmark's rounds."""
 
 import statistics
 import time

@@ -13,7 +13,7 @@ from benchmarks.support.harness import random_prompt
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked of a side, all at once."""
+    """Requests to a side, all sent at once."""
 
     prompts: tuple[tuple[int, ...], ...]
     """Token ids of each stream's prompt."""
