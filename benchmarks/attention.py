@@ -1,8 +1,8 @@
-"""How fast is prefill attention on one core? Our native kernel beside torch's SDPA and the bf16 linear layers.
+"""How fast is prefill attention on one core? Our native kernel, torch's SDPA and the bf16 linear layers.
 
 One thread. For each number of keys: a causal square (as many queries as keys, of which only the visible pairs count)
-and a dense rectangle of `--queries` queries. All sides are measured in turn. `matmul` is the rate of the linear layers
-of one layer of the model over as many tokens: what attention could reach if it were a matrix product.
+and a dense rectangle of `--queries` queries. All sides are measured alternately. `matmul` is the rate of the linear
+layers of one layer of the model over the same number of tokens: what attention could reach if it were a matrix product.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """Is a chain the best way to prefill one prompt on several ranks? Against TSP, zigzag ring attention, and one process.
 
-Ranks of one thread on a core each. All schemes use one decoder and one attention kernel, and are measured in turn. The
-chain's partitions are even (`even`) and searched over a cost model (`kvr_s`) that is calibrated before, with all ranks
-busy. Rows compare KVR-S with every other scheme, and its time with the model's prediction (`model`). The baseline
-`single` is one process with as many threads as there are ranks. `--bars` measures only the promised cases.
+Ranks of one thread on a core each. All schemes use one decoder and one attention kernel, and are measured alternately.
+The chain's partitions are even (`even`) and searched over a cost model (`kvr_s`) that is calibrated before, with all
+ranks busy. Rows compare KVR-S with every other scheme, and its time with the model's prediction (`model`). The baseline
+`single` is one process with one thread for each rank. `--bars` measures only the promised cases.
 """
 
 import argparse
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
 def report(
     reporter: Reporter, contest: Contest, num_ranks: int, found: Mapping[str, list[float]], bars: Bars | None
 ) -> None:
-    """Report KVR-S beside every other scheme, and beside the model's prediction."""
+    """Report KVR-S compared with every other scheme, and with the model's prediction."""
     num_tokens, kernel = contest.num_tokens, contest.kernel
     name = case(tokens=num_tokens, ranks=num_ranks, scheme="kvr_s", kernel=kernel)
     for baseline, seconds in found.items():

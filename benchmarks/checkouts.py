@@ -1,4 +1,4 @@
-"""Is this checkout as fast as another one? Runs one benchmark in both, in turn, and compares every row.
+"""Is this checkout as fast as another one? Runs one benchmark alternately in both, and compares every row.
 
 `python -m benchmarks.checkouts ../before decode --alone --pairs 1` runs `python -m benchmarks.decode --json --alone
 --pairs 1` here and in `../before`, a checkout of another commit, alternately. Both use this environment's packages, and
@@ -23,8 +23,8 @@ Key = tuple[str, str, str]
 
 
 def values(checkout: Path, benchmark: Sequence[str]) -> dict[Key, float]:
-    """Run a benchmark in a checkout and return its rows' values. Raises SystemExit with its output when it prints no
-    row; a bar of the benchmark that does not hold is no failure here."""
+    """Run a benchmark in a checkout and return its rows' values. Raises SystemExit with the benchmark's output when it
+    prints no row. A missed bar of the benchmark is not a failure here."""
     name, *options = benchmark
     command = ["env", f"PYTHONPATH={checkout}", sys.executable, "-m", f"benchmarks.{name}", "--json", *options]
     done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)

@@ -1,10 +1,10 @@
-"""What does the orchestrator's bookkeeping cost, by its size: the prefix index, workers' statuses, the cluster's view?
+"""How much does the orchestrator's bookkeeping cost, by size: prefix index, workers' statuses, the cluster's view?
 
-`prefix index`: eight stores of 125,000 blocks each; memory a block, and the time of a block that is written, of one
-that is looked up in one store, and of one name that is looked for in all stores. `census`: the orchestrator's processor
-time for the status of one worker, from scripted generation groups in another process; every worker is asked twice a
-second, and by the supervisor once a second, with the same call. `view`: reading a view of so many groups, which the
-supervisor pushes once a second.
+`prefix index`: eight stores of 125,000 blocks each. Rows: memory a block, and the times of writing a block, of looking
+a block up in one store, and of looking for one name in all stores. `census`: the orchestrator's processor time for the
+status of one worker, from scripted generation groups in another process. Every worker is queried twice a second, and by
+the supervisor once a second, with the same call. `view`: reading a view of `num_groups` groups, which the supervisor
+pushes once a second.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def index_rows(num_blocks: int) -> list[Row]:
-    """Return memory and times of a prefix index with so many blocks."""
+    """Return memory and times of a prefix index with `num_blocks` blocks."""
     num_prompts = max(num_blocks // BLOCKS, 1)
     tracemalloc.start()
     index = PrefixIndex()
@@ -95,7 +95,7 @@ async def census_row(num_workers: int) -> Row:
 
 
 def view_row(num_groups: int) -> Row:
-    """Return the processor time of reading a view of so many groups, half of each role."""
+    """Return the processor time of reading a view of `num_groups` groups, half of each role."""
     half = num_groups // 2
     view = ClusterView(
         tuple(PrefillGroup(f"prefill-{each}", (f"node-{each}:1",), Epoch(0)) for each in range(half)),

@@ -1,20 +1,20 @@
-"""What does a GPU reach, beside what its memory, its tensor cores and its link allow?
+"""How near does a GPU get to the limits of its memory, its tensor cores and its link?
 
 Models of real shapes with random weights in bf16 (benchmarks.device), rates measured in the same run:
 
-    steps     decode steps over KV in pages, beside the time in which a copy's rate would read their bytes (`roofline`);
-              an engine's steps, replayed from CUDA graphs, beside those of an engine without graphs (`launched`)
-    prefill   one forward of a prompt, beside its operations at the rate of a large product (`product`)
-    offload   steps of residencies `host` and `infinigen`, whose KV is at home, beside those of `device`, and beside
-              their bytes at the link's rate (`link`)
-    chain     a prompt by two processes that share the device, beside one process (`single`)
+    steps     decode steps over KV in pages, compared with the time in which a copy's rate would read their bytes
+              (`roofline`), and an engine's steps, replayed from CUDA graphs, compared with those of an engine without
+              graphs (`launched`)
+    prefill   one forward of a prompt, compared with its operations at the rate of a large product (`product`)
+    offload   steps of residencies `host` and `infinigen`, whose KV is in host memory, compared with those of `device`
+              and with their bytes at the link's rate (`link`)
+    chain     a prompt by two processes that share the device, compared with one process (`single`)
     overheads launches, replays and pinned memory, compared with an operator of torch (`torch`)
-    kernels   attention, products and sampling of one layer, compared with the device's rates and torch's attention;
-              needs a GPU
+    kernels   attention, products and sampling of one layer, compared with the device's rates and torch's attention.
+              Needs a GPU
     served    an engine in process under closed loops of users: its steps, first tokens and gaps, compared with the
-              least times of their bytes and operations (`floor`), and where the time of a loaded engine goes;
+              least times of their bytes and operations (`floor`), and where the time of a loaded engine goes.
               `--log FOLDER` keeps each step, each compilation and a trace
-
 `--bars`: steps reach 0.8 of the roofline, a prefill 0.6 of the product's rate. On other devices, which serve as a
 smoke test, steps need Triton's interpreter: TRITON_INTERPRET=1 in the environment.
 """
@@ -129,7 +129,7 @@ class Benchmark:
         fetch_rate, store_rate = link_rates(self._device, self._sizes.copied)
         self._console.print(f"  link: in {fetch_rate / _GB:.1f}, out {store_rate / _GB:.1f} GB/s", style="dim")
         plain = self._decoder(context + rounds + 2)
-        paged = Decoder(plain.config, plain.weights, device=self._device)  # its rows lie in pages
+        paged = Decoder(plain.config, plain.weights, device=self._device)  # its rows are stored in pages
         lengths = [context] * batch
         decoders = {"host": plain, "device": paged, "infinigen": paged}
         found = {

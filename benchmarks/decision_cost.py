@@ -1,11 +1,12 @@
-"""What does a placement cost, by number of groups, and what an autoscaler's decision?
+"""How much time does a placement take, by number of groups, and how much an autoscaler's decision?
 
-`idle` and `busy` are the orchestrator's own choice (`orchestrator.placement.chooser`) of a way to serve a prompt of
-1,500 tokens. Idle: no group has work, and no store has a block. Busy: each prefill group has two jobs before it, each
-generation group 8 to 12 rows and a prefix store of its own; stores of an eighth of the groups have one to five of the
-prompt's blocks, which all others may fetch; and generation groups may prefill by themselves. `shortlist` is the traffic
-simulator's choice, which compares the groups that can win; `autoscaler` is one decision in a budget of so many groups.
-Nominal costs of Llama-3.1-8B on H100s, half of the groups of each role. Median milliseconds of a few calls here.
+`idle` and `busy` measure how the orchestrator (`orchestrator.placement.chooser`) places a prompt of 1,500 tokens. Idle:
+no group has work, and no store has a block. Busy: each prefill group has two jobs before it, and each generation group
+has 8 to 12 rows and a prefix store of its own. Stores of an eighth of the groups have one to five of the prompt's
+blocks, which all others may fetch, and generation groups may prefill by themselves. `shortlist` is the traffic
+simulator's choice, which compares only the groups that can win. `autoscaler` is one decision in a budget of that number
+of groups. Nominal costs of Llama-3.1-8B on H100s, half of the groups of each role. Median milliseconds of a few calls
+on this machine.
 """
 
 import argparse
@@ -147,7 +148,7 @@ def shortlist_ms(planner: RecallingPlanner, num_groups: int, num_calls: int) -> 
 
 
 def autoscaler_ms(planner: RecallingPlanner, num_groups: int, num_calls: int) -> float:
-    """Return the milliseconds of one decision in a budget of so many groups, all of which are needed."""
+    """Return the milliseconds of one decision in a budget of `num_groups` groups, all of which are needed."""
     half = num_groups // 2
     config = AutoscalingConfig(min=2, max=num_groups)
     autoscaler = Autoscaler(config, ServiceModel(planner, 1, 32), LeadTimes(30.0, 2.0))

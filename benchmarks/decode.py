@@ -2,15 +2,15 @@
 
 The grid is batch x context. Every row has its own length, spread evenly over a tenth around the context, and its KV
 where a served request would have it. A step is the engine's, sampling and text included (benchmarks.sides.engine_rows).
-The other side is vLLM-CPU where it is named (`--peer-python`, `--peer-model`; benchmarks/peers), with rows of the same
-lengths, stepped by its own engine in its own process; else transformers (`plain`). Both are measured in turn, four
-steps at a time, after one that is not counted; the side that waits is idle.
+The other side is vLLM-CPU if it is named (`--peer-python`, `--peer-model`; benchmarks/peers), with rows of the same
+lengths, stepped by its own engine in its own process. Otherwise it is transformers (`plain`). The sides alternate, four
+steps at a time, after one that is not counted, and the side that waits is idle.
 
 `floor` is all bytes that a step must read, by the engine's own account, over the bandwidth that all threads reach at
-reading memory; `operations` is the sum over matrices and attention of the longer of reading and computing, at rates
-measured before the first cell; `roofline` is what `baton plan --hardware here` predicts, from its measurements then.
-`--plot` draws both beside the measured steps. `--bars` checks what is promised against vLLM, of the operations and of
-the prediction.
+reading memory. `operations` is the sum over matrices and attention of the longer of reading and computing, at rates
+measured before the first cell. `roofline` is what `baton plan --hardware here` predicts, from its measurements then.
+`--plot` draws both with the measured steps. `--bars` checks what is promised against vLLM, of the operations and of the
+prediction.
 """
 
 import argparse

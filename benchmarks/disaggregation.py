@@ -1,13 +1,14 @@
-"""What should prefill? For each prompt the way predicted to be faster (`auto`), against always a chain, and never one.
+"""Is prefill faster where auto puts it? The predicted faster way (`auto`), against always and never a chain.
 
 A local relay (orchestrator, a prefill rank and a generation engine of one thread each, KV pushed and committed) with
 streams that run all along. Meanwhile short prompts (32 to 256 tokens) and a few long ones (2,000 to 4,000) arrive at
-random times; each asks for one token. Fewer than one prompt in twenty is long, so that the 95th percentile is a short
+random times; each requests one token. Fewer than one prompt in twenty is long, so that the 95th percentile is a short
 prompt's; a chain prefills the long ones in either case. The policies are the orchestrator's own
-(`orchestrator.disaggregation`), over the same workers and the same cost model, which is calibrated before; each serves
-the same arrivals, in turn. Rows compare `policy=auto` with each of the others: mean and 95th percentile of the time to
-first token, and the 99th percentile of the time between two tokens of the streams. At the end, the reasons for which
-prompts were prefilled where they were. `--bars`: auto is the better in mean and 95th percentile, against both.
+(`orchestrator.disaggregation`), over the same workers and the same cost model, which is calibrated before. They serve
+the same arrivals, one policy after another. Rows compare `policy=auto` with each of the others: mean and 95th
+percentile of the time to first token, and the 99th percentile of the time between two tokens of the streams. At the
+end, the reasons for which prompts were prefilled by a chain or by the engine. `--bars`: auto is better in mean and 95th
+percentile, against both.
 """
 
 import argparse
@@ -68,7 +69,7 @@ class Served:
 
 
 async def serve(cluster: LocalCluster, planner: ChainPlanner, way: Disaggregation, seed: int, quick: bool) -> Served:
-    """Serve one round's arrivals, beside running streams."""
+    """Serve one round's arrivals while streams run."""
     sizes = (QUICK_SHORT, QUICK_LONG, QUICK_SECONDS) if quick else (NUM_SHORT, NUM_LONG, SECONDS)
     async with (
         controlled(cluster, planner, OrchestratorConfig(disaggregation=way)) as controller,
@@ -80,7 +81,7 @@ async def serve(cluster: LocalCluster, planner: ChainPlanner, way: Disaggregatio
 
 
 def report(reporter: Reporter, bars: Bars, console: Console, found: dict[Disaggregation, list[Served]]) -> None:
-    """Report auto beside the other policies, and the reasons of all placements."""
+    """Report auto compared with the other policies, and the reasons of all placements."""
     name = case(streams=NUM_STREAMS, ranks=1, policy="auto", trace="mixed")
     for way in WAYS[1:]:
         for metric, unit, attribute in (

@@ -1,10 +1,10 @@
-"""What does elastic chain width gain when short prompts meet long ones? Against full width, first come first served.
+"""How much does elastic chain width gain when short prompts meet long ones? Against full width in order of arrival.
 
 Two prompts of 6,000 tokens at once, ten of 256 between 0.2 and 2 s later, through a whole local relay (orchestrator, a
 chain of two ranks of one thread, a generation engine, KV pushed and committed), one token each. Both policies are the
 orchestrator's own (`elastic` on and off, the baseline `static`), over the same workers and the same cost model, which
-is calibrated before; each serves the whole burst, in turn. Rows: mean TTFT of the short prompts, and of the long ones.
-`--bars`: the short ones' at least 3 times better, the long ones' at most 15 % worse.
+is calibrated before. They serve the whole burst alternately. Rows: mean TTFT of the short prompts, and of the long
+ones. `--bars`: the short ones' at least 3 times better, the long ones' at most 15 % worse.
 """
 
 import argparse

@@ -5,12 +5,12 @@ The real server, over gRPC on both sides: generation groups that make tokens fro
 Prompts are text, which the server tokenizes; nothing is prefilled.
 
 `trace=paced`: all streams at once, each at a few tokens a second, so that the processor suffices for all three. Over a
-window in which all run: the tokens passed on a second (baseline `made`: what the groups would make at their pace); the
-server's processor time a token, in microseconds; p99 of the time from the engine to the client; and the server's memory
-a stream, over what it had when a tenth of the streams had come and gone. `trace=flood`: fewer streams, whose tokens are
-made faster than they can be passed on. `trace=burst`: short requests at random times within a few seconds: p99 of the
-time to first token, and the server's processor time a request. A number without a baseline of its own is shown beside
-its bar (`promised`).
+window in which all run, these are measured: the tokens passed on a second (baseline `made`: what the groups would make
+at their pace), the server's processor time a token in microseconds, and p99 of the time from the engine to the client.
+The server's memory a stream is what it gained since a tenth of the streams had come and gone. `trace=flood`: fewer
+streams, whose tokens are made faster than they can be passed on. `trace=burst`: short requests at random times within a
+few seconds: p99 of the time to first token, and the server's processor time a request. A number without a baseline of
+its own is shown with its bar (`promised`).
 
 Any missing or misplaced token, any stream without its last message, and any status but OK is an error. `--bars`: no
 error; in `paced`, 0.95 of what is made and the promised processor time and memory. `--profile FILE` samples the server
@@ -68,7 +68,7 @@ _BURST_TOKENS, _BURST_RATE = 4, 20.0
 
 @dataclass(frozen=True)
 class Looked:
-    """What the server used, and the clients received, between two points in time."""
+    """Resources that the server used, and tokens that the clients received, between two points in time."""
 
     before: Usage
     after: Usage

@@ -2,19 +2,19 @@
 
 Eight streams run. After a while alone, prompts of 6,000 tokens come one after the other, for one token each. Measured
 is the 99th percentile of the time between two tokens of a stream while prompts come, over that of the streams alone
-(baseline `idle`), for sides that are measured in turn:
+(baseline `idle`). The sides are measured one after another:
 
   disaggregated   a generation engine on a core of its own; the prefill rank, the orchestrator and this process on the
                   others
   streamed        the same with KV over gRPC in place of shared memory (prefill.transfer)
   colocated       one engine with all cores prefills by itself, within its bound (generate.max_step_stretch)
   unbounded       the same engine, as many tokens in a step as max_prefill_tokens_per_step says
-  vllm, vllm_256  vLLM's CPU build in chunks of 2,048 tokens, as it comes, or of 256, as ours (`--peer-python PATH`,
-                  of the environment that `peers/setup_vllm_cpu.sh` makes, and `--peer-model DIR`; else absent)
+  vllm, vllm_256  vLLM's CPU build in chunks of 2,048 tokens, its default, or of 256, as ours. Needs `--peer-python
+                  PATH`, of the environment that `peers/setup_vllm_cpu.sh` makes, and `--peer-model DIR`
 
-Rows, by `policy`: p99_ms; step_ms, the median between two tokens; ttft_s of the long prompts that had their token in
-time, against `disaggregated`'s. `--plot FILE`: all gaps as a distribution. `--bars`: disaggregated, at most 1.4 times
-idle, which is what the bound allows where prefill is colocated.
+Rows, by `policy`: p99_ms, step_ms (the median between two tokens), and ttft_s of the long prompts that had their token
+in time, against `disaggregated`'s. `--plot FILE`: all gaps as a distribution. `--bars`: disaggregated, at most 1.4
+times idle, which is what the bound allows where prefill is colocated.
 """
 
 import argparse
@@ -212,7 +212,8 @@ def _median(values: Sequence[float]) -> float:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Measure all sides in turn, after a round that is not counted; with --bars, return 1 when a bar is missed."""
+    """Measure all sides one after another, after a round that is not counted; with --bars, return 1 when a bar is
+    missed."""
     sizes = QUICK if args.quick else FULL
     reporter, bars = Reporter("interference", args.json), Bars()
     found: dict[str, list[Felt]] = {}

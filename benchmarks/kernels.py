@@ -1,7 +1,7 @@
 """Does the choice among kernels take the better one, for a step of few rows and for a prefill of many?
 
-Three sides, each a process of its own with the whole decoder, measured in turn: `panels` (linear layers in C++ at any
-number of rows), `torch` (linear layers by torch at any number of rows), and ours, which uses what
+Three sides are measured alternately, each a process of its own with the whole decoder: `panels` (linear layers in C++
+at any number of rows), `torch` (linear layers by torch at any number of rows), and ours, which uses what
 `modeling.kernels.choosing` measures at its start. Steps are a generation engine's (benchmarks.sides.engine_rows) on all
 cores; a prefill is one forward of the decoder on one thread, as a rank's is.
 
@@ -62,13 +62,13 @@ _END_S = 10.0
 
 @dataclass(frozen=True)
 class SideSpec:
-    """What the process of one side starts with."""
+    """Specification from which the process of one side starts."""
 
     name: str
     folder: Path
     dtype: str
     tiles: bool
-    """Whether our kernels may use the processor's AMX."""
+    """True: our kernels may use the processor's AMX."""
 
     def choice(self) -> KernelChoice:
         """Measure the choice among kernels, and replace the part that this side forces."""
@@ -188,7 +188,7 @@ class _Prefill:
 
 
 def measure(sides: dict[str, Side], cell: Cell, reporter: Reporter, bars: Bars) -> None:
-    """Time all sides in turn, and report ours beside the better forced one."""
+    """Time all sides alternately, and report ours compared with the better forced one."""
     for side in sides.values():
         side.begin(cell)
     times: dict[str, list[float]] = {name: [] for name in sides}

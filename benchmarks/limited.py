@@ -4,13 +4,13 @@ Orchestrator, prefill rank and generation engine, KV pushed and committed, and p
 place in it. With a device of `--device-gib` (for weights and KV; accounted on a CPU too) policies `host` and
 `infinigen` keep KV in host memory (`device` has no room for all: `benchmarks.residency`). Each prompt is first sent
 once for one token, so that its KV is cached; then all are sent at once. Rows: milliseconds a token, over the time in
-which all streams run, of `infinigen`, or of `--policies`, beside `host`; the engine's memory at that time's end beside
-its beginning. Keys are chosen as in `benchmarks.sparse`.
+which all streams run, of `infinigen`, or of `--policies`, compared with `host`, and the engine's memory at that time's
+end compared with its beginning. Keys are chosen as in `benchmarks.sparse`.
 
-With `--device emulated --link 4GBps` the engine's device has memory of its own, and all policies go over the same link
-(docs/devices.md). On a CPU the link is memory: `host` copies each layer and reads the copy, `infinigen` reads keys
-where they lie and copies nothing. So the ratio is that of copying and not copying, and says nothing about a device.
-`--bars`: no request is refused (a refusal ends the benchmark); 1.5 times as fast; 1.05 times the memory.
+With `--device emulated --link 4GBps` the engine's device has memory of its own, and all policies use the same link
+(docs/devices.md). On a CPU the link is memory: `host` copies each layer and reads the copy, `infinigen` reads keys in
+place and copies nothing. So the ratio compares copying with not copying, and says nothing about a device. `--bars`: no
+request is refused (a refusal ends the benchmark); 1.5 times as fast; 1.05 times the memory.
 """
 
 import argparse

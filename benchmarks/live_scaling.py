@@ -2,8 +2,8 @@
 
 A real orchestrator, supervisor, gRPC and KV transfers, and a process for each worker; only the engines are paced
 (tests.support.paced): they compute with a tiny model, and wait until the time has passed that the cost model gives for
-a large one. The same traces go to the cluster's front door, open loop, and through the simulator, with one cost model;
-to it belongs what a request takes besides its chain, measured on the idle cluster as `baton calibrate` does.
+a large one. The same traces go to the cluster's front door, open loop, and through the simulator, with one cost model.
+The model includes the time of a request outside its chain, measured on the idle cluster as `baton calibrate` does.
 
 Three traces, whose seeds were written down before any was run: `bimodal` (three prompts in ten of 3,000 tokens, the
 others of 100), `bursty` (gaps with a squared variation of 8) and `shifting` (long prompts, then long answers). Each

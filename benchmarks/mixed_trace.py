@@ -1,10 +1,10 @@
-"""What do clients notice of speculation? A mixed trace through `baton serve`, with drafts and without.
+"""How much do clients notice of speculation? A mixed trace through `baton serve`, with drafts and without.
 
 Short chats and summaries of long passages (tests/data) arrive at random times and stream greedy answers. Two clusters
-on one Ray, alike but for `generate.speculation`, are kept up and serve the same arrivals in turn. Rows compare `auto`
-with `off`: over requests the median and the 99th percentile of the mean time per output token, and the 99th percentile
-of the time to first token; the tokens a second from the first arrival to the last token; and the largest gap between
-two messages of a stream. `--bars` checks what is promised.
+on one Ray differ only in `generate.speculation`. They are kept up and serve the same arrivals alternately. Rows compare
+`auto` with `off`. Over requests: the median and the 99th percentile of the mean time per output token, and the 99th
+percentile of the time to first token. Over the load: the tokens a second from the first arrival to the last token, and
+the largest gap between two messages of a stream. `--bars` checks what is promised.
 """
 
 import argparse

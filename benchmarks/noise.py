@@ -1,10 +1,10 @@
-"""What does other traffic on the links cost? The chain beside all-gathers and ring attention, quiet and disturbed.
+"""How much does other traffic on the links cost? The chain, all-gathers and ring attention, quiet and disturbed.
 
 Two kinds of disturbance, both ways on every link, in random bursts, the same for all schemes (`baselines.pacing`):
 `traffic`, on links of `--link` MB/s that other messages hold for a share of the time; and `delay`, on links of full
-speed, where a message waits for a burst to end. Quiet and disturbed runs take turns; rows show a scheme's disturbed
-time beside its quiet one (`quiet`). KV-Runahead (ICML 2024, figure 11) lost 3.7 % at most where TSP lost over 10 %.
-`--bars`: the chain's median loss stays below 6 %; TSP's is shown beside it.
+speed, where a message waits for a burst to end. Quiet and disturbed runs alternate. Rows compare a scheme's disturbed
+time with its quiet one (`quiet`). KV-Runahead (ICML 2024, figure 11) lost 3.7 % at most where TSP lost over 10 %.
+`--bars`: the chain's median loss stays below 6 %; TSP's is shown for comparison.
 """
 
 import argparse

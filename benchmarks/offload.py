@@ -1,20 +1,20 @@
-"""What does KV in home memory cost, across a link that has to bring it?
+"""How much does KV in host memory cost, across a link that has to bring it to the device?
 
-Policies on emulated devices (docs/devices.md), each with a link of `--link` of its own: `device`, which has room for
-all KV, and two whose KV lies at home: `host`, which streams all of it in each step (after FlexGen), and `infinigen`,
-which fetches what the next layer picks, on a device with room for `--room` of all KV besides the weights. The same
-rows, which have read a novel, get the tokens that truly come next. Measured in turn, two steps at a time after one that
-is not counted. Rows: milliseconds of a step beside `device` and beside `host`, bytes over the link in a step beside
-`host`'s, and the most bytes that the device held, beside all KV. `--also` names further policies, which are measured on
-devices like that of `infinigen`. The table at the end, and `--plot`, have all policies and cells (InfiniGen's figures
-14 to 16): the step, how many times as fast as `host`, and `device`'s step as a part of it.
+Policies on emulated devices (docs/devices.md), each with a link of `--link` of its own. `device` has room for all KV.
+Two policies keep KV in host memory: `host`, which streams all of it in each step (after FlexGen), and `infinigen`,
+which fetches what the next layer picks, on a device with room for the weights and `--room` of all KV. The same rows,
+which have read a novel, get the tokens that truly come next. The policies alternate, two steps at a time after one that
+is not counted. Rows: milliseconds of a step compared with `device` and with `host`, bytes over the link in a step
+compared with `host`'s, and the most bytes that the device held, compared with all KV. `--also` names further policies,
+which are measured on devices like that of `infinigen`. The table at the end, and `--plot`, have all policies and cells
+(InfiniGen's figures 14 to 16): the step, how many times as fast as `host`, and `device`'s step as a part of it.
 
 `--breakdown CELL` times the parts of each policy's steps in one further cell (figure 18): waiting for transfers, the
-policy's own work, attention, linear layers, and the rest. Policy by policy, each in turn with steps that are not timed
-(`benchmarks.sides.timed_steps`).
+policy's own work, attention, linear layers, and the rest. Policy by policy, timed steps alternate with steps that are
+not timed (`benchmarks.sides.timed_steps`).
 
-`--bars`: a step of `infinigen` takes at most 1.6 times that of `device` and a third of that of `host`; its bytes are at
-most 15 % of `host`'s, and those that its steps counted; at least 70 % of its fetches' time is hidden; and the device
+`--bars`: a step of `infinigen` takes at most 1.6 times that of `device` and a third of that of `host`. Its bytes are at
+most 15 % of `host`'s, and equal those that its steps counted. At least 70 % of its fetches' time is hidden. The device
 never holds more than its room. Of a breakdown at most a tenth is in no part, and timing adds at most a tenth.
 """
 
@@ -102,7 +102,7 @@ class Bench:
         return Cell(batch, context, contexts, rooms, LinkRate(self.args.link, _LATENCY_S))
 
     def compare(self, cell: Cell) -> CellTimes:
-        """Measure all policies of a cell in turn, and report them."""
+        """Measure all policies of a cell alternately, and report them."""
         with contextlib.ExitStack() as opened:
             sides = {
                 policy: opened.enter_context(running(policy, cell.contexts, self.source, cell.rate, room))

@@ -1,22 +1,22 @@
-"""What does the server do with more than it can serve, and with one tenant that asks for far more than its share?
+"""How does the server handle more load than it can serve, and one tenant that requests far more than its share?
 
 A local relay (orchestrator, a rank and a generation engine of one thread each, KV pushed and committed), and requests
 at random times that wait for no answer (benchmarks.support.open_loop). There are as many computing threads as cores on
 the machine that the bars are for: with more, each of them slows down when another has work, and no order of requests
-helps. The capacity, how many requests a second can be served, is measured first, by streams that ask again when they
-are served.
+helps. The capacity, how many requests a second can be served, is measured first, by streams that send a new request
+when the last one was served.
 
 `trace=overload`, three times as many requests as can be served. With `policy=queue` the queue holds what is served
 within the bound on waiting. With `policy=deadline` the queue is long, and each request has that bound as its deadline,
 for its one token, so that being in time and being done are the same. Rows: p99 of the time until a refusal (baseline
-`promised`, 50 ms); p95 of the time to first token of requests that were not refused, over the bound; requests served to
-their end and in time, over the capacity; this process's memory at the end over its memory after a quarter; seconds from
-the last arrival to the last first token.
+`promised`, 50 ms), p95 of the time to first token of requests that were not refused, over the bound, requests served to
+their end and in time, over the capacity, this process's memory at the end over its memory after a quarter, and seconds
+from the last arrival to the last first token.
 
-`trace=fair`, two tenants: a light one with a tenth of the load that can be served, alone (baseline `alone`), and beside
-a heavy one with twenty times as much. The heavy tenant may have two of three slots: a light request that found the
-other slots taken by requests of its own tenant would wait for a slot, whatever its turn. Row: p95 of the light tenant's
-time to first token.
+`trace=fair`, two tenants: a light one with a tenth of the load that can be served, first alone (baseline `alone`), then
+with a heavy one that sends twenty times its load. The heavy tenant may have two of three slots. When the light tenant
+holds all other slots, its next request waits for a slot, regardless of its place in the queue. Row: p95 of the light
+tenant's time to first token.
 
 `--bars`: 50 ms; 1.3 times the bound; 0.9 of the capacity; 1.05 times the memory; 1.3 times the bound; 1.5 times alone.
 """
@@ -57,7 +57,7 @@ NUM_SLOTS = 12
 NUM_RESERVED = 4
 """Slots that the heavy tenant may not have."""
 ROUNDS = 3
-"""Rounds of the fair trace: the light tenant alone and beside the heavy one, in turn."""
+"""Rounds of the fair trace, in each of which the light tenant runs alone and then together with the heavy one."""
 REFUSAL_BAR_MS = 50.0
 TTFT_BAR = 1.3
 GOODPUT_BAR = 0.9
@@ -196,7 +196,7 @@ class _Bench:
     @contextlib.asynccontextmanager
     async def _controller(self, config: OrchestratorConfig) -> AsyncIterator[Controller]:
         members, planner = self._cluster.members, self._planner
-        config = replace(config, disaggregation="always")  # the engine prefills nothing, so that there is one capacity
+        config = replace(config, disaggregation="always")  # the engine never prefills: one capacity for all requests
         secret, on_failure = self._cluster.secret, self._cluster.suspect
         controller = Controller(members, SystemClock(), config, planner=planner, secret=secret, on_failure=on_failure)
         controller.start()

@@ -2,11 +2,11 @@
 
 Each round calibrates the model, with all ranks busy, and then runs every length, so that a machine that has become
 slower is compared with itself. KVR-S searches each length's chunks; KVR-P interpolates them between knots, as served
-requests are divided, and no length lies on a knot. Rows: KVR-S's time beside its round's prediction (`model`), and
-KVR-P's beside KVR-S's. Before that, what a busy neighbour costs: ranks at the same time and one rank alone (`idle`)
-prefill a prompt of their own, multiply within the cache, copy more than the caches hold, and run a layer's matrices and
-attention. What slows down with the neighbour is what the ranks share: a core's clock and units where cached matrices
-do, the way to memory where copies do.
+requests are divided, and no length is a knot. Rows: KVR-S's time compared with its round's prediction (`model`), and
+KVR-P's compared with KVR-S's. Before that, the cost of a busy neighbour: ranks at the same time and one rank alone
+(`idle`) prefill a prompt of their own, multiply within the cache, copy more than the caches hold, and run a layer's
+matrices and attention. What slows down with the neighbour is what the ranks share: a core's clock and units where
+cached matrices do, the way to memory where copies do.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """How long to the first token? The whole relay with a chain of ranks against one colocated engine (`single`).
 
 Both sides are real local clusters, alive at the same time and measured alternately: prompt in, first token out, KV
-pushed and committed in between. Cores are shared fairly: `--ranks` ranks of one thread against one engine of as many
+pushed and committed in between. Cores are shared fairly: `--ranks` ranks of one thread against one engine of `--ranks`
 threads.
 """
 

@@ -1,9 +1,9 @@
-"""What does a cached prefix save? Time to first token behind one, against the same prompt from its beginning.
+"""How much time does a cached prefix save? Time to first token with one, against a prompt from its beginning.
 
 A whole local relay (orchestrator, a chain of ranks of one thread, a generation engine). Each round sends a new prompt
 (`cold`), and one that begins like it and ends otherwise: its shared tokens are read where the first prompt's ranks have
 left them. Then the second turn of a chat (`turn` in a case: tokens of the first answer): a prompt that begins with an
-earlier one and its answer, against a new prompt of as many tokens. Rows: time to first token; KV pushed to the
+earlier one and its answer, against a new prompt of the same length. Rows: time to first token; KV pushed to the
 generation engine, also against what that engine lacks (`missing`: all but whole blocks of its node, so 1). `--bars`
 checks what is promised.
 """
@@ -96,7 +96,7 @@ async def measure(controller: Controller, num_shared: int, num_new: int, pairs: 
 async def measure_turns(
     controller: Controller, num_first: int, num_answer: int, num_new: int, pairs: int
 ) -> tuple[list[Asked], list[Asked]]:
-    """Measure second turns and cold prompts of as many tokens, one of each a round, after a round that is not
+    """Measure second turns and cold prompts of the same length, one of each a round, after a round that is not
     counted."""
     second, cold = [], []
     with progress(f"second turn behind {num_first} tokens and {num_answer} of an answer", pairs + 1) as advance:

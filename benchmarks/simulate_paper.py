@@ -46,13 +46,13 @@ MISPRINT = (4096, 2, 1)
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement of the paper beside our prediction: seconds, or a ratio of them."""
+    """One measurement of the paper and our prediction of it: seconds, or a ratio of them."""
 
     model: str
     context: int
     ranks: int
     what: str
-    """What was measured on the fast link: tsp, kvr_s (TTFT) or speedup (TSP over KVR-S)."""
+    """Quantity measured on the fast link: tsp, kvr_s (TTFT) or speedup (TSP over KVR-S)."""
     paper: float
     ours: float
 
@@ -106,8 +106,8 @@ def calibrate(tables: dict[str, Any]) -> Hardware:
 
 
 def _issue_and_latency(shortest: dict[str, float]) -> tuple[float, float]:
-    """Fit issue time and latency to the shortest row by least squares: a layer takes issue + latency for each of its
-    messages in turn (n - 1 for an all-gather, one for a chain), and the time of its bytes."""
+    """Fit issue time and latency to the shortest row by least squares. A layer takes issue + latency for each of its
+    consecutive messages (n - 1 for an all-gather, one for a chain), and the time of its bytes."""
     shape, context = SHAPES[REFERENCE], shortest["context_tokens"]
     columns, seconds = [], []
     for ranks in RANKS:

@@ -1,12 +1,12 @@
 """How long does a prompt take over slow links, and does the cost model predict it? From 200 down to 5 MB/s.
 
 Two ranks, or more; their links, the chain's and the ring's alike, are held to a pace (`baselines.paced`). KVR-S's
-chunks are searched anew for each link. Beside it even chunks, zigzag ring attention, and a chain of one rank, which
-needs no link. Each round calibrates the model, with all ranks busy, and each link by messages of its own, and then runs
-every point once, so that a machine that has become slower is compared with itself. Rows: each scheme's time beside its
-round's prediction (`model`). At the end, where one scheme overtakes another, measured and predicted, and, with --plot,
-both in a picture. `--bars`: KVR-S within 15 % of the model at every point, and no crossing missed by more than that in
-time.
+chunks are searched again for each link. It is compared with even chunks, zigzag ring attention, and a chain of one
+rank, which needs no link. Each round calibrates the model, with all ranks busy, and each link by messages of its own,
+and then runs every point once, so that a machine that has become slower is compared with itself. Rows: each scheme's
+time compared with its round's prediction (`model`). At the end, where one scheme overtakes another, measured and
+predicted, and, with --plot, both in a picture. `--bars`: KVR-S within 15 % of the model at every point, and no crossing
+missed by more than that in time.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """How much faster is a step that attends to only some of the keys?
 
-Policy `infinigen` beside `device` (`generate_workers.residency`): the same rows, each with its own length. They have
-read a novel, because how many keys are chosen depends on the text. A step feeds every row the token that truly comes
-next: decoder, policy, logits and greedy choice, on both sides without what an engine does besides. Both are measured in
-turn, two steps at a time after one that is not counted.
+Compares policy `infinigen` with `device` (`generate_workers.residency`): the same rows, each with its own length. They
+have read a novel, because how many keys are chosen depends on the text. A step feeds every row the token that truly
+comes next: decoder, policy, logits and greedy choice, on both sides without the engine's other work. They alternate,
+two steps at a time after one that is not counted.
 
 Keys are chosen by what `baton prepare` found for the model, or by `--selection`; where there is none, by a basis that
 is fitted on the spot, and by the paper's alpha and cap. `kv_bytes` is what attention reads in a step, without partial

@@ -1,11 +1,11 @@
 """Does speculation pay? Tokens a second with drafts and without, over batches, contexts, draft keys and drafts.
 
 Rows continue natural texts (tests/data), greedily, from KV that was prefilled once; with `--texts quotes` each is
-quoting its own beginning. Sides take turns: plain steps, `--policies` with fixed numbers of drafts over fixed numbers
-of keys, n-grams, and what `generate.speculation = auto` plans; with `--peer-python` also vLLM's CPU build, plain and
-with n-gram drafts (`peers/setup_vllm_cpu.sh`). `ratio` is to our plain steps. With `--residency host` KV lives at home,
-and rows say what crosses the link for a token; with `--link RATE` it is that of an emulated device. What bare forwards
-allow, T_target, T_verify and T_draft measured without the engine, is, at the tokens a round that were measured,
+quoting its own beginning. Sides alternate: plain steps, `--policies` with fixed numbers of drafts over fixed numbers of
+keys, n-grams, and what `generate.speculation = auto` plans; with `--peer-python` also vLLM's CPU build, plain and with
+n-gram drafts (`peers/setup_vllm_cpu.sh`). `ratio` is to our plain steps. With `--residency host` KV is stored in host
+memory, and rows say what crosses the link for a token; with `--link RATE` it is that of an emulated device. The bound
+from bare forwards, with T_target, T_verify and T_draft measured without the engine, is, at the measured tokens a round,
 
     T_target tokens / (drafts T_draft + T_verify)
 
@@ -85,7 +85,7 @@ class Choice:
     num_keys: int = 256
 
     def config(self, batch: int, context: int, num_tokens: int, residency: str) -> EngineConfig:
-        """Return the settings of an engine with so many rows."""
+        """Return the settings of an engine with `batch` rows."""
         return EngineConfig(
             num_slots=batch,
             max_slot_tokens=context + num_tokens + MOST_DRAFTS + 1,
@@ -97,7 +97,7 @@ class Choice:
 
     @property
     def keys(self) -> dict[str, object]:
-        """Return what tells the choice from others in a row's case."""
+        """Return the keys by which a row's case names this choice."""
         keys: dict[str, object] = {"policy": self.speculation}
         return keys | ({"keys": self.num_keys, "drafts": self.num_drafts} if self.num_drafts else {})
 
@@ -107,7 +107,7 @@ PLAIN = Choice("off")
 
 @dataclass
 class Found:
-    """What was measured of a side in one cell, each once for each round of the benchmark."""
+    """Measurements of a side in one cell, one for each round of the benchmark."""
 
     rates: list[float] = field(default_factory=list)
     """Tokens a second, of all rows."""
@@ -129,7 +129,7 @@ class Found:
 def texts_of(
     decoder: Decoder, tokenizer: Tokenizer, batch: int, context: int, *, quotes: bool = False
 ) -> list[PrefilledText]:
-    """Prefill a prompt for each row, of texts in turn; with `quotes` each ends with its own beginning."""
+    """Prefill a prompt for each row, cycling through the texts; with `quotes` each ends with its own beginning."""
     ids = [tokenizer.encode(gzip.decompress((_DATA / f"{name}.txt.gz").read_bytes()).decode()) for name in _TEXTS]
     starts = [(ids[row % len(ids)], row // len(ids) * _STRIDE + _STRIDE // 4) for row in range(batch)]
     with progress(f"prefill {batch} x {context}", batch) as advance:
@@ -159,7 +159,7 @@ class Bench:
             yield Choice(policy, drafts, keys)
 
     def cell(self, texts: Sequence[PrefilledText], choices: Sequence[Choice]) -> dict[Choice, Found]:
-        """Measure all choices of a cell in turn."""
+        """Measure all choices of a cell alternately."""
         found = {choice: Found() for choice in choices}
         with progress(f"{len(texts)} x {len(texts[0].token_ids)}", self.rounds * len(choices)) as advance:
             for _ in range(self.rounds):
@@ -186,7 +186,7 @@ class Bench:
         return found
 
     def allowed(self, texts: Sequence[PrefilledText], choice: Choice, tokens: float) -> float:
-        """Return the speedup that bare forwards allow a fixed choice of `streaming` at so many tokens a round."""
+        """Return the speedup that bare forwards allow a fixed choice of `streaming`, at `tokens` tokens a round."""
         keys = DraftKeys.of(choice.num_keys, MOST_DRAFTS)
         with self._running(texts, PLAIN) as rows:
             rows.measure(len(texts))

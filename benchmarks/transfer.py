@@ -1,6 +1,6 @@
 """How fast does KV travel into a slot, and what does it cost the processors?
 
-Three sides, each from this process into a receiver process of its own on the same node, measured in turn:
+Three sides, each from this process into a receiver process of its own on the same node, measured alternately:
 
   shared   our push through shared memory
   stream   our push over loopback gRPC
@@ -58,7 +58,7 @@ BAR = 2.0
 BAR_FROM_TOKENS = 512
 """Shortest prompt that the bar holds for: below, calls weigh more than bytes."""
 _LEAST_BYTES = 64 * 10**6
-"""Bytes of one measurement, at least: so that what is counted besides the pushes weighs little."""
+"""Bytes of one measurement, at least, so that other counted work than the pushes has little weight."""
 _PLAIN = "/baton.benchmark.Plain/Push"
 
 
@@ -86,7 +86,7 @@ async def _drain(pieces: AsyncIterator[kv_pb2.KvPiece], context: object) -> kv_p
 
 
 def _receive(pipe: Connection) -> None:
-    """Run the receiver's process: answer each question with its processor time, until told to exit."""
+    """Run the receiver's process: answer each question with its processor time, until a message ends it."""
 
     async def serve() -> None:
         server = make_server()
@@ -148,7 +148,7 @@ def _plain_pusher(channel: grpc.aio.Channel, buffer: KvBuffer) -> Push:
 
 @dataclass(frozen=True)
 class Rates:
-    """What one measurement of a side came to."""
+    """Rates of one measurement of a side."""
 
     gb_s: float
     gb_cpu_s: float

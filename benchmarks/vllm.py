@@ -1,14 +1,14 @@
-"""How long does a long prompt take beside vLLM's CPU build, and how far is that from what the cores can do?
+"""How long does a long prompt take compared with vLLM's CPU build, and with what the cores can do?
 
-Two ranks of one thread each, with the native kernel and KVR-S's chunks, against vLLM with as many threads
+Two ranks of one thread each, with the native kernel and KVR-S's chunks, against vLLM with the same number of threads
 (`--peer-python PATH`, of the environment that `peers/setup_vllm_cpu.sh` makes, and `--peer-model DIR`; without them its
-rows are absent). vLLM lives in one process all along, and both sides are measured in turn; the side that waits is idle.
+rows are absent). vLLM runs in one process all along, and the sides alternate; the side that waits is idle.
 
-`bound` is the time that the model's FLOPs take at the rates that the ranks reach, side by side, at nothing but a
-layer's matrices and nothing but attention, divided evenly. The time above it is reported by part: waiting for earlier
-ranks' KV, commands and sampling, and on the busiest rank everything else (norms, rotations, residuals, merging partial
-attention, rates that fall short, chunks that are not quite balanced). `--bars`: at most 0.8 of vLLM's time, 0.95 where
-the processor has AMX, by which vLLM's products run.
+`bound` is the time that the model's FLOPs take, divided evenly, at the rates that the ranks reach at the same time at
+only a layer's matrices and at only attention. The time above it is reported by part: waiting for earlier ranks' KV,
+commands and sampling, and on the busiest rank everything else (norms, rotations, residuals, merging partial attention,
+rates that fall short, chunks that are not quite balanced). `--bars`: at most 0.8 of vLLM's time, 0.95 where the
+processor has AMX, by which vLLM's products run.
 """
 
 import argparse

@@ -1,13 +1,13 @@
-"""What does HTTP add to gRPC, and how many streams of server-sent events does one HTTP gateway hold?
+"""How much does HTTP add to gRPC, and how many streams of server-sent events does one HTTP gateway hold?
 
 The real orchestrator and the real HTTP gateway, in processes of their own, over generation groups that make tokens from
 a script, at a pace, without computing (benchmarks.gateways). The clients of both are in processes of their own, too.
 
-`trace=short`: 64 streams at random times within two seconds, 20 tokens a second each, over HTTP and over gRPC in turn.
-Rows: the median time to first token, with gRPC as the baseline; the processor time of the gateway's process a token,
-beside its bar (`promised`), and beside that of a client that only receives the same streams over gRPC (`grpc`).
-`trace=held`: 2,000 streams at once, a token a second each, over HTTP: p99 of the time from the engine to the client,
-and the tokens that came, of those made.
+`trace=short`: 64 streams at random times within two seconds, 20 tokens a second each, over HTTP and over gRPC
+alternately. Rows: the median time to first token, with gRPC as the baseline; the processor time of the gateway's
+process a token, compared with its bar (`promised`) and with that of a client that only receives the same streams over
+gRPC (`grpc`). `trace=held`: 2,000 streams at once, a token a second each, over HTTP: p99 of the time from the engine to
+the client, and the tokens that came, of those made.
 
 Any missing token, any stream that ends otherwise than by its length, and any status but 200 is an error. `--bars`: no
 error; HTTP adds at most 3 ms to the first token and takes at most 0.2 ms a token; p99 in `held` below 500 ms.
