@@ -1,7 +1,8 @@
-"""Refuses a last commit whose subject is no imperative sentence of at most 72 characters.
+"""Refuses a last commit whose subject is not an imperative sentence of at most 72 characters.
 
-`python tools/check_subject.py [SUBJECT]`: without a subject, the last commit's that is no merge. What can be told from
-the words: the first one is a capitalised verb in its base form, not an article, a noun's plural or a participle.
+`python tools/check_subject.py [SUBJECT]`: without a subject, that of the last commit that is not a merge. The check
+looks at words only: the first one is a capitalised verb in its base form, not an article, a noun's plural or a
+participle.
 Outside a git repository there is nothing to check.
 """
 
@@ -32,7 +33,7 @@ def main() -> int:
 
 
 def why_refused(subject: str) -> str:
-    """Return why a subject is no imperative sentence; empty when it may be one."""
+    """Return why a subject is not an imperative sentence; empty when it may be one."""
     if len(subject) > MAX_CHARS:
         return f"{len(subject)} characters, at most {MAX_CHARS}"
     words = subject.split()

@@ -37,7 +37,7 @@ SERVER_MODULES = (
     ),
     *("charset_normalizer", "click", "packaging", "annotated_types"),
 )
-"""Modules that `baton serve` and Ray import, besides MODULES and Ray."""
+"""Modules that `baton serve` and Ray import, in addition to MODULES and Ray."""
 RAY_EXECUTABLE = "ray/core/src/ray/gcs/gcs_server"
 """A file in Ray's wheel that Ray starts."""
 _VERSIONS = ("torch", "triton", "numpy", "transformers", "grpcio")
@@ -45,7 +45,7 @@ _VERSIONS = ("torch", "triton", "numpy", "transformers", "grpcio")
 
 def missing(device: str, parts: Sequence[str], wheels: Path) -> list[str]:
     """Return what the machine lacks for these parts, one line each. `wheels`: folder of the wheels that the part serve
-    installs; it need not exist."""
+    installs; it may be missing."""
     found = []
     if sys.version_info[:2] not in PYTHONS:
         found.append(f"Python {platform.python_version()}: use 3.11 or 3.12, by PYTHON=...")
@@ -71,7 +71,7 @@ def _absent(modules: Sequence[str]) -> list[str]:
 
 
 def _is_installed(module: str) -> bool:
-    """Return whether a module can be found. The package that a nested one lies in is imported."""
+    """Return whether a module can be found. The parent package of a nested module is imported."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:

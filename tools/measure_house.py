@@ -33,7 +33,7 @@ LONG_FILE_LINES = 330
 CONFIGURED = ("Config", "Section", "Host")
 """Ends of the names of classes that hold configuration, or are made from it."""
 LEAST_COPIES = 3
-"""Keyword arguments that copy an attribute of the same name, from which on a call counts as copying by hand."""
+"""Least number of keyword arguments copying an attribute of the same name that counts as copying by hand."""
 
 
 def main(root: Path) -> int:
