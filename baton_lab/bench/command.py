@@ -1,4 +1,4 @@
-"""`baton bench`: sends a load to a server, and says what its clients saw. Needs no cluster of its own, and no torch."""
+"""`baton bench`: sends a load to a server and reports what clients saw. Needs no cluster of its own and no torch."""
 
 import argparse
 import json

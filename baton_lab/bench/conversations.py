@@ -1,4 +1,4 @@
-"""Makes the conversations of a load: what each turn says, and how long its answer is to be. Pure."""
+"""Makes the conversations of a load: the text of each turn, and the length of its answer. Pure."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from baton_lab.bench.passages import Passages
 from baton_lab.traffic.traces.trace import Trace
 
 _ROOM = 0.9
-"""Part of a model's context that prompts and answers are planned to fill, because lengths of texts are estimates."""
+"""Fraction of a model's context that prompts and answers may fill, because the token counts of texts are estimates."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ def conversations(passages: Passages, shape: Shape, seed: int) -> Iterator[Conve
 
 def replayed(passages: Passages, trace: Trace, shape: Shape, load: int) -> Iterator[Conversation]:
     """Yield the requests of a trace, in its order, as conversations of one turn. Where the trace names blocks, equal
-    blocks of a load are equal texts, so that its prompts share the beginnings that those of the trace shared. What the
-    model has no room for is cut off."""
+    blocks of a load are equal texts, so that its prompts share prefixes as those of the trace do. Requests that exceed
+    the model's context are cut."""
     system = passages.take(shape.system_tokens) if shape.system_tokens else ""
     for number, (num_tokens, max_tokens) in enumerate(zip(trace.prompt_tokens, trace.output_tokens, strict=True)):
         blocks = trace.blocks[number] if trace.blocks else ()
@@ -99,7 +99,7 @@ def _turns(passages: Passages, shape: Shape, generator: np.random.Generator) -> 
 
 
 def _fitted(num_prompt: int, num_output: int, left: float) -> tuple[int, int]:
-    """Return tokens of prompt and answer that together are no more than those left; answers get at most half."""
+    """Return the tokens of prompt and answer, cut so that their sum is at most `left`; answers get at most half."""
     num_output = int(min(num_output, max(left / 2, 1)))
     return int(min(num_prompt, max(left - num_output, 1))), num_output
 

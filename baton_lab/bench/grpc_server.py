@@ -25,7 +25,7 @@ class GrpcServer:
     @classmethod
     @contextlib.asynccontextmanager
     async def connected(cls, target: str, api_key: str | None, style: Style) -> AsyncIterator["GrpcServer"]:
-        """Find the server's model, and yield the server, whose failures are not hidden by attempts to reconnect. Raises
+        """Find the server's model, and yield the server. Its failures are not hidden by attempts to reconnect. Raises
         UnavailableError when it does not answer."""
         async with AsyncClient(target, api_key=api_key, reconnect=Reconnect(num_connects=1, num_resumes=0)) as client:
             try:
@@ -35,8 +35,8 @@ class GrpcServer:
             yield cls(client, About(model.name, model.max_tokens), style)
 
     async def ask(self, messages: list[Message], max_tokens: int, log: MessageLog) -> TokenCounts | None:
-        """Send one request, and read its answer to the end. Tokens of one step count as one message, which has come
-        with the last of them, though each has an event: that token says how many there were."""
+        """Send one request, and read its answer to the end. The tokens of one step have an event each, but count as
+        one message, received with the last of them. That token carries their number."""
         try:
             async with asyncio.timeout(self._style.timeout_s), self._stream(messages, max_tokens) as stream:
                 async for event in stream:

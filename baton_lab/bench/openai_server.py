@@ -12,10 +12,10 @@ from baton_lab.bench.records import MessageLog, RequestFailedError, TokenCounts
 from baton_lab.bench.server import About, Message, Style, as_text
 
 _KEPT_S = 2.0
-"""Seconds for which an idle connection is used again: fewer than servers wait before they close one."""
+"""Seconds for which an idle connection is reused; shorter than the time after which servers close one."""
 _CONNECT_S = 30.0
 _SHOWN = 200
-"""Characters of a server's own words that an error repeats."""
+"""Characters of a server's message that an error repeats."""
 _DATA, _DONE = b"data:", b"[DONE]"
 
 

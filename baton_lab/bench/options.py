@@ -29,7 +29,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say when requests come."""
+    """Add the options that define the arrivals of each load."""
     group = parser.add_argument_group("load (one of --rate, --concurrency, --trace)")
     text = "open loop: requests, or conversations, that begin a second; several are a sweep"
     group.add_argument("--rate", metavar="R,...", help=text)
@@ -49,7 +49,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_request_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what requests ask for."""
+    """Add the options for the prompts and answers of requests."""
     group = parser.add_argument_group("requests")
     text = "mix of prompt and answer lengths: fixed (256 and 64 tokens), sharegpt, long (default: %(default)s)"
     group.add_argument("--lengths", default="fixed", metavar="MIX", help=text)

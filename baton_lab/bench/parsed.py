@@ -1,4 +1,4 @@
-"""Reads the options of `baton bench`: how requests are sent, what they say, and the loads."""
+"""Reads the options of `baton bench`: how requests are sent, their prompts, and the loads."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Prompts that are passages of a text, none of which begins like another, as long as the server counts tokens."""
+"""Prompts that are passages of a text, each with a different beginning, in lengths by the server's token count."""
 
 import gzip
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from baton.errors import ConfigError, InvalidArgumentError
 NOVEL = Path(__file__).with_name("novel.txt.gz")
 """The text of prompts where the user names none: Jane Austen's Emma, which is in the public domain."""
 TOKENS_PER_WORD = 1.33
-"""Tokens of an English word by the tokenizers of today's models, where a server does not say how it counts."""
+"""Tokens of an English word by the tokenizers of today's models, for servers that do not report token counts."""
 _BEGINNING = 8
 """Words at the beginning of a passage that no other passage has: fewer than fit in a block of cached KV."""
 _LOAD_STRIDE = 7919
@@ -40,7 +40,7 @@ class Passages:
         self._starts = np.random.default_rng(seed).permutation(len(words))
         self._at = self._new_starts()
         self.tokens_per_word = TOKENS_PER_WORD
-        """Mean tokens of a word by the server's tokenizer; set once the server has said how it counts."""
+        """Mean tokens of a word by the server's tokenizer; set once the server has reported a count."""
 
     def take(self, num_tokens: int) -> str:
         """Return a passage of about `num_tokens` tokens whose beginning differs from those of all passages before it.
@@ -54,7 +54,7 @@ class Passages:
         return self._passage(start, num_tokens)
 
     def of_block(self, load: int, number: int, num_tokens: int) -> str:
-        """Return the passage of a trace's block: the same for the same load and number, another for others."""
+        """Return the passage of a trace's block: equal for equal load and number, otherwise different."""
         start = int(self._starts[(load * _LOAD_STRIDE + number) % len(self._starts)])
         return f"[{load}.{number}] {self._passage(start, num_tokens)}"
 
@@ -67,7 +67,7 @@ class Passages:
         return " ".join([*self._words[start:], *whole, *self._words[:rest]])
 
     def _new_starts(self) -> Iterator[int]:
-        """Yield places in the text that begin unlike all before."""
+        """Yield start positions whose passages begin differently from all before."""
         seen = set[tuple[str, ...]]()
         doubled = [*self._words, *self._words[:_BEGINNING]]
         for start in map(int, self._starts):

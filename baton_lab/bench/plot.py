@@ -74,7 +74,7 @@ def _sweep(panels: "Sequence[Axes]", runs: Runs, targets: Mapping[str, float]) -
 
 
 def _places(runs: Runs) -> tuple[list[float], str]:
-    """Return where each load stands on the axis, and what the axis shows."""
+    """Return the position of each load on the axis, and the axis's label."""
     loads = [run.load for run, _ in runs]
     if all(isinstance(each, Users) for each in loads):
         return [float(each.num_users) for each in loads if isinstance(each, Users)], "concurrent users"

@@ -62,7 +62,7 @@ class Record:
     turn: int
     """Place of the request in its conversation, from 0."""
     due_s: float
-    """When the request was to be sent, which no answer delays in an open loop."""
+    """Instant at which the request is due. In an open loop, no answer delays it."""
     sent_s: float
     end_s: float
     """When the answer had ended, or the request had failed."""
@@ -89,7 +89,7 @@ class Record:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of the answer; its messages, where the server does not count."""
+        """Tokens of the answer; the number of its messages if the server does not count tokens."""
         return len(self.message_s) if self.counts is None else self.counts.num_output
 
     @property

@@ -9,7 +9,7 @@ from baton_lab.bench.records import MessageLog, TokenCounts
 Message = tuple[str, str]
 """Role and content of one message of a conversation."""
 SEPARATOR = "\n\n"
-"""Stands between the messages of a conversation that is sent as one text."""
+"""Separator between the messages of a conversation that is sent as one text."""
 
 
 @dataclass(frozen=True)
@@ -50,5 +50,5 @@ class Server(Protocol):
 
 
 def as_text(messages: list[Message]) -> str:
-    """Return a conversation as one text, of which that of a longer conversation is a continuation."""
+    """Return a conversation as one text. The text of a longer conversation continues that of its beginning."""
     return SEPARATOR.join(content for _, content in messages)

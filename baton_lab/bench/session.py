@@ -20,7 +20,7 @@ from baton_lab.bench.statistics import Summary, doubts, summarize
 from deploy.options.screen import progress
 
 _REFRESH_S = 0.5
-"""Least seconds between two drawings of the bar, because each delays what is measured."""
+"""Least seconds between two updates of the progress bar, because each update delays what is measured."""
 _TICKS_A_SECOND = 10
 
 
@@ -73,7 +73,7 @@ class Session:
             collect_all()
 
     def _made(self, shape: Shape, number: int) -> Iterator[Conversation]:
-        """Return what the load of that number says."""
+        """Return the conversations of load `number`."""
         trace = self._asked.loads.trace
         if trace is None:
             return conversations(self._passages, shape, self._asked.seed)
@@ -94,8 +94,8 @@ class Session:
 
     @contextlib.contextmanager
     def _shown(self, load: Load) -> Iterator[Callable[[Record], None]]:
-        """Show a bar of the load's requests or, where it is bounded by time alone, of its seconds. Yields what is to be
-        called with each record."""
+        """Show a progress bar of the load's requests or, if only time bounds the load, of its seconds. Yield a function
+        to call with each record."""
         num = len(load.at_s) if isinstance(load, Arrivals) else load.num_conversations
         if num is not None:
             total = num * self._asked.shape.num_turns
