@@ -30,7 +30,7 @@ from orchestrator.membership.view import ClusterView
 _STATUS_S = 2.0
 _START_S = 60.0
 _BACKOFF = Backoff(0.2, 0.5)
-"""Short pauses: here workers are ended again and again, and none of them is broken."""
+"""Short delays before a restart, because the faults end workers often although none of them is broken."""
 
 
 @dataclass(frozen=True)

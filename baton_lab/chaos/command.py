@@ -30,7 +30,7 @@ examples:
 
 _SECTIONS = "generate", "device"
 _FIXED = "num_groups", "num_threads", "num_slots", "max_slot_tokens"
-"""Fields that are the schedules' own."""
+"""Configuration fields that the schedules set."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

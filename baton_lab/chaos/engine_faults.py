@@ -39,7 +39,7 @@ class Trial:
 
 
 class EngineTrials:
-    """Does faults to the engines of a cluster, one at a time to each, and judges what comes of them."""
+    """Injects faults into the engines of a cluster, one at a time in each, and judges the outcomes."""
 
     def __init__(self, cluster: ChaosCluster, clock: Clock, *, late_s: float, start_s: float) -> None:
         """`late_s`: seconds by which a busy machine may be late. `start_s`: seconds in which a worker must serve."""
@@ -85,9 +85,9 @@ class EngineTrials:
         return Trial(True, f"{note}: {num_steps} steps, still process {worker.pid}", num_steps > 0)
 
     async def _hold(self, name: str) -> tuple[NetworkedWorker, HeldThread, float]:
-        """Hold the engine's thread at a moment when it has sequences and its process answers: held with Python's lock,
-        it would stop the whole process. Return its worker, the thread and the seconds of its latest step. Raises
-        OSError when the thread cannot be held."""
+        """Hold the engine's thread at a moment when it has sequences and its process still answers: a thread that holds
+        Python's lock would stop the whole process. Return its worker, the thread and the seconds of its latest step.
+        Raises OSError when the thread cannot be held."""
         while True:
             worker = self._cluster.worker(name)
             with contextlib.suppress(ProcessLookupError):  # the worker has ended: the next one will do

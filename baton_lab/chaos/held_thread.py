@@ -18,7 +18,7 @@ _SEIZE, _INTERRUPT = 0x4206, 0x4207
 _WALL = 0x40000000
 """Option of waitpid for threads of other processes."""
 _LOOK_S = 0.02
-"""Seconds between two looks whether the thread stands still, or was killed."""
+"""Seconds between two checks whether the thread stands still, or was killed."""
 
 
 def thread_of(pid: int, name: str) -> int:

@@ -39,7 +39,7 @@ repeats it. A push is repeated as a whole; repeating pieces within a push is up 
 _STREAMS = frozenset(("Streams", "Generate", "PushShared"))
 """Calls that may be cut between two replies."""
 _OF_CONNECTION = ("grpc-", "user-agent")
-"""How keys of metadata begin that are about the connection itself, and are not passed on."""
+"""Prefixes of metadata keys that concern the connection itself, and are not passed on."""
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 Call = grpc.aio.StreamStreamCall[bytes, bytes]
@@ -47,7 +47,7 @@ Replies = AsyncGenerator[bytes, None]
 
 
 class FaultyNetwork(grpc.GenericRpcHandler):
-    """Serves, on a port of its own, what the server at the target of `open` serves. Make and open it on the loop."""
+    """Proxy, on a port of its own, for the server at the target of `open`. Make and open it on the loop."""
 
     def __init__(self, plan: FaultPlan) -> None:
         self.endpoint = ""

@@ -107,7 +107,7 @@ class Report:
 
     @property
     def outcomes_text(self) -> str:
-        """How many requests ended in each way, for people."""
+        """Readable numbers of requests by how they ended."""
         return ", ".join(f"{self.outcomes[each]} {each.value}" for each in Outcome if self.outcomes[each])
 
     @property

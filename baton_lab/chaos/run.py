@@ -22,9 +22,10 @@ from baton_lab.chaos.report import Answer, Outcome, Report, outcome_of
 from baton_lab.chaos.schedule import Act, Ask, Blow, Schedule
 
 _RECONNECT = Reconnect(num_connects=120, num_resumes=120, max_delay_s=0.5)
-"""45 s in all: longer than an orchestrator takes to start on a busy machine, and shorter than `Bounds.request_s`."""
+"""Delays of 45 s in all: longer than an orchestrator takes to start on a busy machine, and shorter than
+`Bounds.request_s`."""
 _LOOK_S = 0.05
-"""Seconds between two looks at what is held."""
+"""Seconds between two checks of what is held."""
 _STATE_S = 2.0
 """Seconds to wait for an answer about what is held."""
 _WATCH_S = 0.25
@@ -33,7 +34,7 @@ _FAILED_PART = 0.25
 """Fraction of all requests that may end with a retryable error."""
 
 Judge = Callable[[Ask, int, Sequence[SampledToken]], str]
-"""Judges a choice's tokens, which may be only its first ones: returns what is wrong with them, or ""."""
+"""Judges a choice's tokens, which may be only its first ones. Returns what is wrong with them, or ""."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class ChaosRun:
                 self._report.blows.append((blow, self._cluster.strike(blow)))
 
     async def _try(self, blow: Blow) -> None:
-        """Let an engine hang or be slow, and report what came of it."""
+        """Let an engine hang or be slow, and report the outcome."""
         trial = await (self._trials.hang if blow.act is Act.HANG else self._trials.slow)(blow.victim)
         self._report.blows.append((blow, trial.happened))
         self._report.notes.append(trial.note)
@@ -236,7 +237,7 @@ class Watch:
 
 
 def holdings(state: ClusterState) -> str:
-    """Return what a cluster holds and what does not balance, for people; empty when nothing is held."""
+    """Return readable text about what a cluster holds and what does not balance; empty when nothing is held."""
     counts = {"queued": state.num_queued, "running": state.num_running}
     for group in state.groups:
         held = group.generation or GenerationStatus()

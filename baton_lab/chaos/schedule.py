@@ -144,7 +144,7 @@ class Schedule:
 
 
 def _with_engine_faults(blows: Sequence[Blow], seed: int, num_tokens: int, shape: Shape) -> list[Blow]:
-    """Add engines that hang or are slow, each another one. What is slow must live on, and is spared other blows."""
+    """Add hanging and slow engines, each a different one. A slow engine must survive, and gets no other blows."""
     rng = random.Random(f"chaos of engines {seed}")
     acts = [Act.HANG] * shape.num_hung + [Act.SLOW] * shape.num_slow
     added = [

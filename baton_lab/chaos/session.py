@@ -153,7 +153,7 @@ def _plan(folder: Path, model: ModelConfig, assignments: Sequence[str]) -> Chaos
 
 
 def _show(reports: Sequence[Report], args: argparse.Namespace) -> None:
-    """Print what came of each seed in a row; then what did not hold, and the command that repeats it."""
+    """Print a line with the results of each seed, then the violated conditions, and the command that repeats them."""
     console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH)
     columns = (Column(name, justify="left" if name == "requests" else "right", no_wrap=True) for name in _COLUMNS)
     table = Table(*columns, "", box=None)
