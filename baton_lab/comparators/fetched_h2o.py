@@ -206,13 +206,14 @@ class KeptRow(AwayRow, WeighedRow):
         return SplitSpan(BufferSpan(self.whole.buffer, tokens), places)
 
     def read(self, layer: int, tokens: TokenRange) -> Tensor:
-        """Return KV of `tokens` on the device, where it is brought unless the layer is whole."""
+        """Return KV of `tokens` on the device, fetched from host memory unless the layer is whole."""
         if layer < NUM_WHOLE_LAYERS:
             return self.kv(layer, tokens)
         return self._weighing.bring(self.others.buffer, layer - NUM_WHOLE_LAYERS, tokens)
 
     def weigh(self, layer: int, q_TNH: Tensor, tokens: TokenRange) -> Tensor:
-        """Let the queries of `tokens` weigh all kept keys. Of a step behind the prompt, return these keys' places."""
+        """Weigh all kept keys by the queries of `tokens`. Return the keys that were weighed, `[G, K]`: for a step after
+        the prompt their places, otherwise their positions."""
         hitters, places_P2GH = self.placed(layer)
         if not self.chooses(tokens):
             hitters.forget_places()

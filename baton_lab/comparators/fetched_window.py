@@ -44,7 +44,7 @@ from modeling.kv.transfers import Finished, Transfer
 from modeling.sparse.bases import NUM_WHOLE_LAYERS
 
 _MORE_LATEST = 32
-"""Places beyond the window: how many steps pass until it moves to the start of its room."""
+"""Number of places beyond the window, and so of steps until the window moves back to the start of its places."""
 
 
 class WindowKeys:
@@ -173,7 +173,7 @@ class FetchedWindowStep(SelectiveStep[WindowRow]):
         return self._picks
 
     def fetch(self, layer: int, picks: Picks, num_bytes: int) -> int:
-        """Wait for the windows that were asked for before the first layer ran."""
+        """Wait for the windows whose fetches began before the first layer ran."""
         self._fetch.join()
         return 0
 

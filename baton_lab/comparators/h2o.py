@@ -61,11 +61,11 @@ class HitterIndex:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of what is noted of the kept keys."""
+        """Return the bytes of the data about the kept keys."""
         return sum(each.num_bytes for each in self.hitters.values())
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the bytes of what is noted of all tokens, while the prompt is not complete."""
+        """Return the bytes of the data about all tokens, which are kept while the prompt is incomplete."""
         return len(self._layers) * self._num_kv_heads * num_tokens * self._key_bytes
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
@@ -189,7 +189,7 @@ class WeighingResidency(RowResidency[W]):
         super().copy(source, target, num_tokens)
 
     def _begin(self, rows: Sequence[tuple[W, TokenRange]]) -> H2oStep[W]:
-        """Make a step, after weighing pushed prompts. Raises RowError for a row whose pushed KV is of no tokens."""
+        """Make a step, after weighing pushed prompts. Raises RowError for a row whose pushed KV no tokens explain."""
         for row, tokens in rows:
             try:
                 self._weigh_pushed(row, tokens.start)
@@ -199,7 +199,7 @@ class WeighingResidency(RowResidency[W]):
 
     @torch.inference_mode()
     def _weigh_pushed(self, row: W, num_tokens: int) -> None:
-        """Run again the row's first tokens that did not run here, and let their queries weigh all keys."""
+        """Rerun those of the row's first `num_tokens` tokens that did not run here. Their queries weigh all keys."""
 
         def weigh(layer: int, q_TNH: Tensor, tokens: TokenRange) -> None:
             if layer >= NUM_WHOLE_LAYERS:

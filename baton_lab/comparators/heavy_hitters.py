@@ -89,8 +89,8 @@ class HeavyHitters:
         return self.positions_GK
 
     def drop(self, num_heavy: int, num_recent: int) -> None:
-        """Drop all keys for good but the latest `num_recent`, and of the others the `num_heavy` with the largest sums.
-        Of equal sums the earlier keys are dropped."""
+        """Drop all keys for good except the latest `num_recent` and, of the others, the `num_heavy` with the largest
+        sums. Of equal sums the earlier keys are dropped."""
         num_kept = self.positions_GK.shape[1]
         num_dropped = num_kept - num_recent - num_heavy
         if num_dropped <= 0:

@@ -9,8 +9,8 @@ In each layer but the first two, which attend to all keys, a kv head takes the p
 up over the query heads that share it; of equals the earlier page. The latest keys, which fill no page or are of
 drafts, are always attended to. Together they are at most `num_keys`, unless not even one page fits: one is taken.
 
-The pages' values are kept from round to round. They take a sixteenth of the KV that they are of, and are not counted as
-its memory: the view is here to compare others with.
+The pages' values are kept from round to round. They take a sixteenth of their KV's bytes, which are not counted as the
+view's memory, because the view serves only for comparison.
 
 Engine's thread. L layers, B rows of one new token, N heads, G kv heads, H head dim, P pages, I = 16 keys of a page.
 """
@@ -49,7 +49,7 @@ class Pages:
         """The least values, then the largest."""
 
     def follow(self, residency: DeviceResidency, slot: SlotId, num_tokens: int) -> None:
-        """Take in the pages that a row's first `num_tokens` tokens have filled, and that are not here yet."""
+        """Add the pages that a row's first `num_tokens` tokens have filled, except those added before."""
         pages = slice(self.num, num_tokens // PAGE_KEYS)
         if pages.start == pages.stop:
             return
