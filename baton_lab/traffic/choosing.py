@@ -1,7 +1,7 @@
 """Places simulated requests by the orchestrator's whole chooser, as it serves.
 
 The chooser (`orchestrator.placement.chooser`) looks at every group, which takes milliseconds for hundreds of them;
-`baton_lab.traffic.placing` compares the groups that can win, and is held against this. Pure.
+`baton_lab.traffic.placing` compares only the groups that can win, and is tested against this. Pure.
 """
 
 from contextlib import ExitStack

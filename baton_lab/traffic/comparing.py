@@ -1,4 +1,4 @@
-"""Runs one trace under several policies with the same budget of groups, and finds what the budget bears. Pure."""
+"""Runs one trace under several policies with the same budget of groups, and finds the rate that it carries. Pure."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

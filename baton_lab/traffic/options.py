@@ -11,7 +11,7 @@ GENERATORS = ("steady", "bursty", "diurnal", "bimodal", "shifting")
 
 
 def add_trace_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say which requests come."""
+    """Add the options that describe the trace."""
     group = parser.add_argument_group("traffic")
     names = ", ".join(GENERATORS)
     group.add_argument(
@@ -32,7 +32,7 @@ def add_trace_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_cluster_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what serves them."""
+    """Add the options that describe the cluster."""
     group = parser.add_argument_group("groups")
     group.add_argument("--groups", default="4:4", metavar="P:G", help="prefill and generation groups at the beginning")
     group.add_argument("--ranks", default="1", metavar="N", help="ranks of a prefill group (default: %(default)s)")

@@ -1,4 +1,4 @@
-"""Where the simulator places a request: the production comparison over the groups that can win it.
+"""Placement of simulated requests: the production comparison, over the groups that can win it.
 
 The production chooser looks at every group, which takes milliseconds for hundreds of them, and a simulation places
 millions of requests. All groups of a role are alike here, so the cheapest way uses one of the prefill groups that are
@@ -53,7 +53,7 @@ class Spot:
 
 
 class Placer(Protocol):
-    """Chooses groups for requests, and keeps the book of the work that they were given."""
+    """Chooses groups for requests, and keeps account of the work assigned to them."""
 
     backlogs: Backlogs
     num_cached_tokens: int
@@ -69,7 +69,7 @@ class Placer(Protocol):
 
 
 class Placing:
-    """Compares a shortlist of groups. Implements `Placer`; what is sent and ended is not needed for it."""
+    """Compares a shortlist of groups. Implements `Placer`, without use for `sent` and `ended`."""
 
     def __init__(
         self, fleet: Fleet, planner: ChainPlanner, policy: WidthPolicy, clock: Clock, *, max_blocks: int = 0
@@ -89,10 +89,10 @@ class Placing:
         """Prompt tokens that no chain computed, because they were cached."""
 
     def sent(self, number: int) -> None:
-        """Ignore that a first token has been sent: the fleet knows what groups hold."""
+        """Do nothing: the fleet keeps account of what groups hold."""
 
     def ended(self, number: int) -> None:
-        """Ignore that a request has ended: the fleet knows what groups hold."""
+        """Do nothing: the fleet keeps account of what groups hold."""
 
     def place(self, asked: Asked) -> Spot | None:
         """Return where a request is served now; None while no group of either role has room."""

@@ -1,7 +1,7 @@
 """Scaling policies in the simulator: the production autoscaler, and two simpler ones to compare it with.
 
     autoscale     `orchestrator.autoscaling`: forecasts, cost model and queueing
-    queue         a threshold on what waits: a group more of the role that has more waiting for each of its groups
+    queue         a threshold on queues: one more group for the role with more requests waiting for each group
     load          load regression, as other planners do it: mean rates by the throughput of a group, without queueing
 
 The latter two may flip roles as well, and drain as the autoscaler does, so that only the decision differs. Pure.
@@ -30,7 +30,7 @@ _DRAINS = {Move.DRAIN_PREFILL: Role.PREFILL, Move.DRAIN_GENERATE: Role.GENERATE}
 
 
 def target_of(fleet: Fleet) -> Allocation:
-    """Return the groups that there will be once all changes under way are done."""
+    """Return the number of groups of each role after all changes under way."""
     counts = dict.fromkeys(Role, 0)
     for member in fleet.members.values():
         if member.state is not State.DRAINING:
@@ -74,7 +74,7 @@ def _drain(fleet: Fleet, role: Role, *, flips: bool) -> None:
 
 
 def between(before: Allocation, after: Allocation) -> tuple[Action, ...]:
-    """Return the changes from one allocation to another, with as many changes of role as can be."""
+    """Return the changes from one allocation to another, with as many role changes as possible."""
     return actions_between(FleetState(before), after, LeadTimes(cold_start_s=math.inf, flip_s=0.0), before.total)
 
 
@@ -99,7 +99,7 @@ class AutoscalePolicy:
         self._autoscaler.window.ended(num_prompt_tokens, num_output_tokens)
 
     def scale(self, simulation: Simulation) -> list[ScalerEvent]:
-        """Carry out the autoscaler's decision, unless it is only to advise."""
+        """Carry out the autoscaler's decision, unless it only advises."""
         now_s, fleet = simulation.timeline.now_s(), simulation.fleet
         state = self._state(simulation, now_s)
         decision = self._autoscaler.decide(now_s, state)
@@ -141,13 +141,13 @@ class QueuePolicy:
         self._changed_s = -math.inf
 
     def arrived(self, now_s: float, num_prompt_tokens: int) -> None:
-        """Take no note: only queues count."""
+        """Do nothing: only queues count."""
 
     def ended(self, now_s: float, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Take no note: only queues count."""
+        """Do nothing: only queues count."""
 
     def scale(self, simulation: Simulation) -> list[ScalerEvent]:
-        """Give the role with the longer queue a group more; take one away after a quiet cool-down."""
+        """Add a group to the role with the longer queue; remove one after a quiet cool-down."""
         now_s, fleet = simulation.timeline.now_s(), simulation.fleet
         before = target_of(fleet)
         queued = simulation.counts.num_prefilling / max(before.num_prefill, 1)
@@ -194,11 +194,11 @@ class LoadPolicy:
         self._fewer_since_s: float | None = None
 
     def arrived(self, now_s: float, num_prompt_tokens: int) -> None:
-        """Take note of a prompt's length."""
+        """Record a prompt's length."""
         self._arrivals.append((now_s, num_prompt_tokens))
 
     def ended(self, now_s: float, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Take note of an answer's length."""
+        """Record an answer's length."""
         self._outputs.append((now_s, num_prompt_tokens, num_output_tokens))
 
     def scale(self, simulation: Simulation) -> list[ScalerEvent]:

@@ -1,6 +1,6 @@
 """Parts of the simulated cluster: one cost model, and the sizes of groups.
 
-`RecallingPlanner` is the production planner that keeps its answers, because a trace asks for the same lengths again and
+`RecallingPlanner` is the production planner that keeps its answers, because a trace queries the same lengths again and
 again. Pure.
 """
 

@@ -68,10 +68,10 @@ class Scaler(Protocol):
     interval_s: float
 
     def arrived(self, now_s: float, num_prompt_tokens: int) -> None:
-        """Take note of a request that has come."""
+        """Record a request that has arrived."""
 
     def ended(self, now_s: float, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Take note of a request that has got its last token."""
+        """Record a request that has got its last token."""
 
     def scale(self, simulation: "Simulation") -> list[ScalerEvent]:
         """Change the simulation's fleet, and return what was done and why."""
@@ -145,7 +145,7 @@ class Simulation:
         return self.num_queued, self._admission.num_queued_tokens + num_tokens
 
     def run(self) -> Results:
-        """Run until every request has ended, and return what became of them."""
+        """Run until every request has ended, and return the results."""
         self._schedule_arrival(0)
         if self._scaler is not None:
             self.timeline.at(self._scaler.interval_s, self._scale)
@@ -182,7 +182,7 @@ class Simulation:
             self._place(job)
 
     def _turn(self, job: _Job) -> None:
-        """Place a request that has left the queue, or forget one that was refused, once the gate is done."""
+        """Place a request that has left the queue, or drop one that was refused, once the gate is done."""
         assert job.entry is not None
         self.timeline.at(0.0, partial(self._forget if job.entry.started_s is None else self._place, job))
 
@@ -235,8 +235,8 @@ class Simulation:
         self._watch(member, member.chain.next_turn_s, self._advance_chain)
 
     def _pulled(self, number: int) -> None:
-        """Let a request whose KV is in its slot join the batch: between two steps, and only then its first token, which
-        came with the KV, is sent."""
+        """Add a request whose KV has arrived to the batch at the next step boundary, and send its first token, which
+        came with the KV."""
         now_s, spot = self.timeline.now_s(), self._jobs[number].spot
         assert spot is not None
         self.counts.num_unpulled -= 1

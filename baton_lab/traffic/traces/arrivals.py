@@ -1,4 +1,4 @@
-"""Arrival processes: instants of requests that come whether or not those before have been answered. Pure.
+"""Arrival processes: instants of requests that arrive regardless of earlier answers. Pure.
 
 Used by `baton_lab.traffic.traces.generators` for traffic on paper, and by `baton bench` for traffic that is sent.
 """

@@ -14,10 +14,10 @@ from baton.ids import Rank
 from orchestrator.placement.chain_width import ChainPlan
 
 NOTHING_S = 1e-12
-"""Seconds that count as none: sums of times differ by their rounding."""
+"""Seconds treated as zero, because sums of times differ by rounding."""
 
 Done = tuple[list[tuple[int, Rank]], list[tuple[int, float]]]
-"""Parts of jobs that are done, as (job, rank), and jobs that are, each with the instant of its first token."""
+"""Finished parts of jobs, as (job, rank), and finished jobs, each with the instant of its first token."""
 
 
 class PrefillWork(Protocol):
