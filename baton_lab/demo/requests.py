@@ -49,9 +49,9 @@ _DEADLINE_S = 120.0
 _SHOWN_OF_PASSAGE = 240
 """Characters of the passage's end that are shown before its continuation."""
 _IDLE_LOOKS = 30
-"""Questions after which a cluster that still holds something is shown as it is."""
+"""Number of checks after which a cluster that still holds something is shown as it is."""
 _LOOK_S = 0.5
-"""Seconds between two of them."""
+"""Seconds between two checks."""
 _REFRESHES_A_SECOND = 8
 _TAIL = 60
 """Characters at the end of a running text that are shown, where there is room."""
@@ -80,7 +80,7 @@ class DemoRequest:
 
     @property
     def pace(self) -> str:
-        """The number of tokens, and the rate at which they came after the first, for people."""
+        """Readable number of tokens, and the rate at which they came after the first."""
         num_after_first = len(self.token_ns) - 1
         if num_after_first < 1:
             return f"{self.num_tokens} tokens"
@@ -102,7 +102,7 @@ class DemoRequest:
             pass
 
     async def show(self, console: Console) -> None:
-        """Print the text as it comes, then what the request took."""
+        """Print the text as it comes, then the request's timings."""
         async for text in self.follow():
             console.print(text, end="", markup=False, soft_wrap=True)
         console.print()

@@ -67,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _convert_model(args: argparse.Namespace, console: Console) -> None:
-    """Say what the demo shows, and convert the model unless that was done before. Done here, where its bar is seen:
-    `baton serve` writes to a pipe."""
+    """Announce the demo, and convert the model unless that was done before. It is converted here, where the progress
+    bar is visible: `baton serve` writes to a pipe."""
     from deploy.config.file import load_config
     from deploy.machine.model_folder import resolve_folder
 

@@ -77,7 +77,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Raise InvalidArgumentError for options that the explanation, or its absence, leaves without a meaning."""
+    """Raise InvalidArgumentError for options that need --explain if it is absent, or exclude it if it is given."""
     for name in (*_DEFAULTS, "link_gb_s"):
         if getattr(args, name) is not None and not args.explain:
             option = f"--{name.replace('_', '-')}"
@@ -122,7 +122,7 @@ def make_explanation(args: argparse.Namespace) -> Explanation:
 
 
 def show(found: Explanation, console: "Console") -> None:
-    """Print both sides, and where it turns."""
+    """Print both sides, and the ranges in which each is better."""
     demand, pools = found.demand, found.pools
     console.print(f"[bold]{found.title}[/]", soft_wrap=True)
     console.print(

@@ -1,8 +1,7 @@
 """`baton plan`: how long a generation step must take, how many tokens a second that is, and what fits into memory.
 
-It needs no cluster and no weights: it uses the roofline (`baton_lab.study.roofline`). With `--hardware here`
-this machine is measured first (`deploy.machine.probe`). torch is needed only for that, and for a MODEL that is a
-folder.
+It needs no cluster and no weights: it uses the roofline (`baton_lab.study.roofline`). With `--hardware here` this
+machine is measured first (`deploy.machine.probe`). torch is needed only for that, and for a MODEL that is a folder.
 """
 
 import argparse
@@ -167,7 +166,7 @@ def _cell(model: ServedModel, chip: Chip, num_chips: int, size: tuple[int, int])
 
 
 def summary(plan: StepForecast) -> "Table":
-    """Return the table of what does not depend on batch and context."""
+    """Return the table of the values that do not depend on batch and context."""
     from rich.table import Table
 
     model = plan.model

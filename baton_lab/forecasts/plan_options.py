@@ -17,7 +17,7 @@ DEFAULT_CHIP = "h100"
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model as the user asked for it, and its formats."""
+    """A model as the options name it, and its formats."""
 
     name: str
     formats: str

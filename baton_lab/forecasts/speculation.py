@@ -1,4 +1,4 @@
-"""`baton plan --speculation`: what speculative decoding can gain, by batch and context, and from which context on.
+"""`baton plan --speculation`: gain from speculative decoding by batch and context, and the least context that pays.
 
 The curves of MagicDec (Sadhukhan et al., 2025), figures 2 to 4, for any model and chip
 (`baton_lab.study.speculation`).
@@ -50,7 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Raise InvalidArgumentError for an option of speculation where speculation is not asked for."""
+    """Raise InvalidArgumentError for an option of speculation without --speculation."""
     for name in _OPTIONS:
         if getattr(args, name) is not None and not args.speculation:
             option = f"--{name.replace('_', '-')}"

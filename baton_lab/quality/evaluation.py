@@ -6,7 +6,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Setting:
-    """A policy, and how many keys it chooses where that is not as prepared."""
+    """A policy, and the number of keys that it chooses if this differs from the prepared one."""
 
     policy: str
     budget: float | None = None
@@ -14,7 +14,7 @@ class Setting:
     alpha: float | None = None
     """How close to the best score a chosen key must come; None: as prepared."""
     selection: Path | None = None
-    """File that `baton prepare` wrote; None: where it wrote for the model."""
+    """File that `baton prepare` wrote; None: the file that it wrote for the model."""
     pool: float | None = None
     """Fraction of a row's tokens that is kept; None: all are."""
     eviction: str | None = None
@@ -74,13 +74,13 @@ class Cell:
     """KV bytes that cross between host and device, copied or (where keys are read in place) counted, as a fraction of
     the bytes that full attention reads."""
     home_share: float
-    """Memory in which KV lives between steps, as a fraction of what full attention takes."""
+    """Bytes that store KV between steps, as a fraction of what full attention stores."""
     device_share: float
     """Memory that counts as the device's, what keys are chosen by included, as a fraction of full attention's."""
     mass: float | None
-    """Weight of true attention on the keys attended to; None where it was not asked for."""
+    """Weight of true attention on the keys attended to; None where it was not requested."""
     num_found: int | None
-    """Number of needles found; None where they were not asked for."""
+    """Number of needles found; None where they were not requested."""
     step_ms: float
     """Median milliseconds of a step."""
     chunks: tuple[float, ...]

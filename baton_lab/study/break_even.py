@@ -1,4 +1,4 @@
-"""When it pays to prefill apart: one cluster's workers as two pools, or all of them as engines that prefill themselves.
+"""When separate prefill pays: one cluster's workers as two pools, or all of them as engines that prefill themselves.
 
 Both sides have the same workers, and serve requests of one kind that arrive at one rate:
 
@@ -33,7 +33,7 @@ _RATE_STEPS = 48
 
 @dataclass(frozen=True)
 class Pools:
-    """A cluster's workers, when they are two pools. Raises InvalidArgumentError for less than one of anything."""
+    """A cluster's workers as two pools. Raises InvalidArgumentError for a number below 1."""
 
     num_groups: int = 1
     """Number of prefill groups."""
@@ -207,8 +207,8 @@ class BreakEven:
         return self._chains[prompt_tokens]
 
     def _rows(self, demand: Demand, rate: float, part: float = 0.0) -> float | None:
-        """Return the mean rows of an engine that gets `rate` requests a second and spends `part` of its time on
-        prefill; None when they outgrow its slots. The least number that serves as many tokens as are asked for."""
+        """Return the mean number of sequences of an engine that gets `rate` requests a second and spends `part` of its
+        time on prefill: the least number at which it makes the required tokens. None when they exceed its slots."""
         tokens_s, context = rate * (demand.output_tokens - 1), _context(demand)
 
         def lacking(num_rows: float) -> bool:
@@ -269,8 +269,8 @@ def _better(sides: Sides, key: Callable[[Side], float]) -> str:
 
 
 def _spans(points: Sequence[float], better: Callable[[float], str], width: float) -> tuple[Span, ...]:
-    """Return the spans in which `better` says the same, as seen at the points; their ends lie within `width` of where
-    it turns."""
+    """Return the spans in which `better` gives the same answer, as seen at the points. The ends of spans are within
+    `width` of the change."""
     spans: list[Span] = []
     first, before, word = points[0], points[0], better(points[0])
     for point in points[1:]:

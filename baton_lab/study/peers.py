@@ -1,4 +1,4 @@
-"""Predicted times to first token of what a chain is compared with: tensor/sequence parallel, zigzag, one process.
+"""Predicted times to first token of the chain's rivals: tensor/sequence parallel, zigzag ring, one process.
 
 All divide the prompt evenly and hold a cached prefix on every rank. An all-gather is n - 1 ring steps, each a message
 of its own, and nothing hides it; the ring hides a step's message under its attention. KV-Runahead (Cho, Rastegari,

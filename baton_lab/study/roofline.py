@@ -24,7 +24,7 @@ class ServedModel:
     """Bytes that a generation step reads of a model, and its operations, in the formats in which it is served."""
 
     num_params: float
-    """All parameters, both embeddings where there are two, though a step reads but a few rows of one."""
+    """All parameters, including both embeddings if they are separate, although a step reads only a few rows of one."""
     kv_token_bytes: float
     """Bytes of K and V of one token in all layers."""
     weight_bytes: float = 2

@@ -21,7 +21,7 @@ from planning.speculation import MOST_DRAFTS, expected_tokens
 
 @dataclass(frozen=True)
 class Drafting:
-    """A way to draft, and the choices that a round has."""
+    """A method of drafting, and the options of a round."""
 
     acceptances: Mapping[int, float]
     """By the keys that a draft step attends to: the probability that a draft is accepted when all before it were."""
