@@ -1,7 +1,7 @@
-"""Writes a checkpoint of Mistral 7B's shape with random weights in bf16, for a server that is to bear its loads.
+"""Writes a checkpoint of Mistral 7B's shape with random weights in bf16, for load tests of a server.
 
 `python -m benchmarks.device.checkpoint FOLDER` draws the weights on the GPU, if there is one, and takes 15 GB of disk.
-Text is tokenized letter by letter (tests.support.models.tiny_tokenizer); what the model says is noise.
+Text is tokenized letter by letter (tests.support.models.tiny_tokenizer); the model's output is noise.
 """
 
 import argparse

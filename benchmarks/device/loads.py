@@ -31,7 +31,7 @@ class Setting:
     config: EngineConfig
     loads: tuple[Load, ...]
     profiled: Load | None = None
-    """A load during which the stack is sampled and kernels are traced: its own times are longer for it."""
+    """A load during which the stack is sampled and kernels are traced, which lengthens its own times."""
     warm_s: float = 6.0
     """Seconds of that load before its profile begins."""
 
@@ -54,7 +54,7 @@ FULL = (
     ),
     Setting("long", EngineConfig(**_LONG, speculation="off"), (Load(4, 8192, 64, 2),)),
 )
-"""By speculation. The first load finds an engine that has served nothing."""
+"""Settings by speculation. The first load meets an engine that has served no request."""
 QUICK = (Setting("auto", EngineConfig(num_slots=2, max_slot_tokens=64), (Load(2, 24, 4, 2),), Load(2, 24, 4, 2), 0.0),)
 _WINDOW_S, _LIMIT_S = 1.5, 40.0
 
@@ -62,7 +62,7 @@ _WINDOW_S, _LIMIT_S = 1.5, 40.0
 def measure(
     decoder: Decoder, shape: Shape, rates: Rates, settings: tuple[Setting, ...], folder: Path | None
 ) -> Iterator[Measured]:
-    """Yield what came of all loads. Writes steps, compilations and a trace to `folder`, if given."""
+    """Yield the results of all loads. Writes steps, compilations and a trace to `folder`, if given."""
     for setting in settings:
         with compilations() as compiled, running_engine(decoder, setting.config) as engine:
             yield from _total({"setting": setting.name, "when": "start"}, compiled)

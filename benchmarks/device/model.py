@@ -73,7 +73,7 @@ SEVEN_B = Shape("7b", 32, 32, 8, 14336, 32000)
 ONE_B = Shape("7b-8-layers", 8, 32, 8, 14336, 32000)
 """A quarter of Mistral 7B's layers, for processes that each have a copy."""
 TINY = Shape("tiny", 4, 4, 2, 256, 512, head_dim=32)
-"""For a smoke test."""
+"""Shape for a smoke test."""
 
 
 def random_model(

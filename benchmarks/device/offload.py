@@ -1,7 +1,7 @@
 """Decode steps of residency policies over a device's real link, on rows with random KV.
 
-Residency `infinigen` chooses a tenth of the keys, by a third of a head's columns. Weights are random, too: what stays
-hot from step to step says nothing about a real model.
+Residency `infinigen` chooses a tenth of the keys, by a third of a head's columns. Weights are random, too, so the share
+of keys that stay hot from step to step says nothing about a real model.
 """
 
 import contextlib

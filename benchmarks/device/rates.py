@@ -12,7 +12,7 @@ _ROUNDS = 5
 
 
 def synchronize(device: Device) -> None:
-    """Wait until the device has computed all that it was given."""
+    """Wait until the device has completed all work."""
     if device.torch_device.type == "cuda":
         torch.cuda.synchronize(device.torch_device)
 

@@ -63,7 +63,7 @@ class Step:
     """One step of the engine, in seconds."""
 
     at_s: float
-    """Begin, from that of the load."""
+    """Beginning of the step, in seconds from the beginning of the load."""
     took_s: float
     num_rows: int
     """Rows that decode in the step."""
@@ -72,11 +72,11 @@ class Step:
     num_bytes: int
     """Bytes of weights and KV that the step read."""
     device_s: float
-    """In a step that runs whole on the device: from its inputs' copy until its tokens are read. Else 0."""
+    """Seconds from the copy of the inputs until the tokens are read, if the step runs whole on the device; else 0."""
     draft_s: float
-    """To plan drafts, to make them, and to learn from them."""
+    """Seconds for planning drafts, making them, and learning from them."""
     batch_s: float
-    """To choose what the step runs."""
+    """Seconds for choosing what the step runs."""
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Served:
     first_s: list[float] = field(default_factory=list)
     """Seconds from each request to its first token."""
     gap_s: list[float] = field(default_factory=list)
-    """Seconds between tokens of a stream that follow each other."""
+    """Seconds between consecutive tokens of a stream."""
     steps: list[Step] = field(default_factory=list)
 
 
@@ -167,7 +167,7 @@ def running_engine(decoder: Decoder, config: EngineConfig) -> Iterator[LoggedEng
 
 
 def serve(engine: LoggedEngine, load: Load, limit_s: float, observe: Callable[[], None] | None = None) -> Served:
-    """Bear a load for `limit_s` seconds at most, and return what came of it; `observe` is called in a thread meanwhile.
+    """Run a load for `limit_s` seconds at most, and return its results; `observe` is called in a thread meanwhile.
     Blocks."""
     served = Served(load)
     engine.log.clear()
