@@ -1,1 +1,1 @@
-"""Other ways to prefill one prompt on several ranks, built from the same code: what the chain is compared with."""
+"""Other methods to prefill one prompt on several ranks, built from the same code, for comparison with the chain."""

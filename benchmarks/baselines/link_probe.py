@@ -77,7 +77,7 @@ class LinkProbe:
         self._came.put(None)
 
     def sent(self, target: Rank, header: LinkHeader) -> None:
-        """Ignored: the message that comes back says that this one was sent."""
+        """Do nothing: the message that comes back shows that this one was sent."""
 
     def broken(self, error: ChainError) -> None:
         self._came.put(error)

@@ -31,7 +31,7 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Groups:
-    """How many groups there are, and how fast they are."""
+    """Number and speed of the groups."""
 
     num_groups: int
     num_slots: int
@@ -101,8 +101,8 @@ class ScriptedEngine:
 
 @contextlib.asynccontextmanager
 async def engines(groups: Groups) -> AsyncIterator[tuple[list[int], Answer]]:
-    """Run the engines as a process's role: it greets with the groups' ports, and answers any question with what the
-    process has used."""
+    """Run the engines as a process's role: it greets with the groups' ports, and answers any question with the
+    resources that the process has used."""
     made = [ScriptedEngine(groups.num_slots, says_time=groups.says_time) for _ in range(groups.num_groups)]
     servers, servicers, ports = [], [], []
     for engine in made:

@@ -1,5 +1,5 @@
 """HTTP in the gateway benchmarks: the real HTTP gateway as a process, and the process of its clients, which read
-server-sent events. Groups say the time with each token (`Groups.says_time`), so that its way can be measured."""
+server-sent events. Groups send the time with each token (`Groups.says_time`), so that delays can be measured."""
 
 import asyncio
 import contextlib
@@ -26,8 +26,8 @@ _PREFIX, _DONE = b"data: ", b"[DONE]"
 
 @contextlib.asynccontextmanager
 async def http_gateway(target: str, folder: Path) -> AsyncIterator[tuple[int, Answer]]:
-    """Run the HTTP gateway as a process's role: it greets with its port, and answers any question with what the process
-    has used. `folder` is that of the model whose tokenizer is used."""
+    """Run the HTTP gateway as a process's role: it greets with its port, and answers any question with the resources
+    that the process has used. `folder` is that of the model whose tokenizer is used."""
     async with Upstream(target) as upstream:
         reader = Reader(Tokenizer.load(folder), await upstream.model({}))
         server = await HttpServer.start(upstream, reader, open_socket(HOST, 0))

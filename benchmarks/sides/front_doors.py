@@ -58,8 +58,8 @@ class BatonDoor:
         return own, everything - own, actors
 
     async def _one(self, ask: Ask) -> Answer:
-        """Send one request. Tokens of one step count as one message, which has come with the last of them, though each
-        has an event: that token says how many there were."""
+        """Send one request. The tokens of one step have an event each, but count as one message, received with the
+        last of them. That token carries their number."""
         await asyncio.sleep(ask.at_s)  # from the load's start
         params = SamplingParams(max_tokens=ask.max_tokens, temperature=0.0, ignore_eos=True)
         asked_ns, message_ns, num_tokens = time_ns(), list[int](), 0
@@ -115,12 +115,12 @@ class VllmDoor:
 
 
 def last_of_step(token_ns: list[int], num_tokens: int) -> list[int]:
-    """Return the instants with those of the last `num_tokens` tokens, which one step brought, made one: the last."""
+    """Return the instants with those of the last `num_tokens` tokens, which one step made, replaced by the latest."""
     return [*token_ns[:-num_tokens], token_ns[-1]]
 
 
 def checked(answer: Answer, ask: Ask) -> Answer:
-    """Return an answer that has as many tokens as were asked for. Raises RuntimeError for another."""
+    """Return an answer that has the requested number of tokens. Raises RuntimeError for any other."""
     if answer.num_tokens != ask.max_tokens or len(answer.message_ns) < 2:
         raise RuntimeError(f"asked for {ask.max_tokens} tokens in two messages or more, and got {answer}")
     return answer

@@ -22,7 +22,7 @@ STEPS_A_ROUND = COUNTED_STEPS + 1
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedSelection(SelectionSource):
-    """A selection that was read or fitted before, for many policies: to fit one takes a while."""
+    """A selection that was read or fitted before, and is shared by many policies, because fitting is slow."""
 
     prepared: PreparedSelection
 

@@ -1,7 +1,7 @@
 """A step on an emulated device whose parts are timed (`benchmarks.support.step_parts`) by wrappers around its ports.
 
-The wrappers stand around what a step is made of: a policy's residency and its turns between layers, the link, and the
-decoder's linear layers and attention. The code that is measured knows nothing of them. All are used by the thread that
+The wrappers enclose the parts of a step: a policy's residency and its turns between layers, the link, and the decoder's
+linear layers and attention. The code that is measured does not depend on them. All are used by the thread that
 runs steps. The decoder runs its layers piece by piece. It does so for all policies but `device`, whose layers otherwise
 run in one native call that has no parts: a timed step of `device` takes longer than another.
 """

@@ -109,7 +109,7 @@ async def _served(reading: "asyncio.Task[None]", ready: asyncio.Event, lines: "c
 
 
 async def _listening(port: int) -> None:
-    """Wait until the server takes connections, which it does a moment after it has said that it is up. Raises
+    """Wait until the server takes connections, which it does shortly after it has reported that it is up. Raises
     TimeoutError when it does not."""
     async with asyncio.timeout(_LISTEN_S):
         while True:
@@ -123,7 +123,7 @@ async def _listening(port: int) -> None:
 
 
 async def _end(process: Process) -> None:
-    """End the server as Ctrl-C does; kill what is left of its session, which is all its own, after a while."""
+    """End the server as Ctrl-C does. After a while, kill the remaining processes of its session."""
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGINT)
     with contextlib.suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""Answers of a front door to concurrent requests, as a client sees them: when messages came, and what follows. Pure."""
+"""Answers of a front door to concurrent requests, as a client sees them: times of messages, and latencies. Pure."""
 
 import statistics
 from collections.abc import Sequence

@@ -67,5 +67,5 @@ class Cell:
 
 
 def parse_grid(text: str) -> list[Cell]:
-    """Read cells with commas between them. Raises ValueError for what is none."""
+    """Read cells with commas between them. Raises ValueError for any other text."""
     return [Cell.parse(each) for each in text.split(",")]

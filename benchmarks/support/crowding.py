@@ -1,4 +1,4 @@
-"""How much of the processors' time other programs took while something was measured: with much, numbers mean little."""
+"""Share of the processors' time that other programs took during a measurement. If it is large, numbers mean little."""
 
 import os
 from pathlib import Path
@@ -9,14 +9,14 @@ _BUSY = (0, 1, 2, 5, 6, 7)
 
 
 class Crowding:
-    """Counts from when it is made. Linux only: elsewhere no time counts as taken by others."""
+    """Counts from its creation. Linux only: elsewhere no time counts as taken by others."""
 
     def __init__(self) -> None:
         self._before = _read()
 
     def share(self) -> float:
-        """Return the fraction of all processors' time that others took. Of this process's children, those count as its
-        own that have ended."""
+        """Return the fraction of all processors' time that other processes took. Children of this process count as its
+        own once they have ended."""
         busy_s, own_s, all_s = (after - before for after, before in zip(_read(), self._before, strict=True))
         return max(busy_s - own_s, 0.0) / all_s if all_s else 0.0
 

@@ -1,4 +1,4 @@
-"""Load that comes whether or not it is served: requests at random times, and what became of each.
+"""Load that arrives whether or not it is served: requests at random times, and their outcomes.
 
 Drives a controller in this process, on its loop, so that the time until a refusal is the server's own. An arrival never
 waits for another's answer, so a server that falls behind gets no fewer requests.
@@ -69,7 +69,7 @@ class Source:
         self._num_asked = 0
 
     async def one(self, ask: Ask, start_s: float) -> Fate:
-        """Send one request and return what became of it. Raises errors other than refusals and deadlines."""
+        """Send one request and return its outcome. Raises errors other than refusals and deadlines."""
         clock = self._clock
         at_s, first_s, error = clock.now_s() - start_s, None, None
         try:
@@ -136,7 +136,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def throughput(fates: Sequence[Fate], from_s: float, to_s: float) -> float:
-    """Return the requests a second that ended between these times and got all that they had asked for."""
+    """Return the requests a second that ended between these times and got all tokens that they requested."""
     return sum(fate.in_time and from_s < fate.end_s <= to_s for fate in fates) / (to_s - from_s)
 
 

@@ -17,14 +17,13 @@ _MOST_S = 60.0
 
 
 def used_s(pids: Iterable[int]) -> dict[int, float]:
-    """Return the processor seconds that each process has used, all threads together; those that are gone are left
-    out."""
+    """Return the processor seconds that each process has used, all threads together; ended processes are left out."""
     found = {pid: _fields(pid) for pid in pids}
     return {pid: (int(each[11]) + int(each[12])) * TICK_S for pid, each in found.items() if each}
 
 
 def main_threads_used_s(pids: Iterable[int]) -> dict[int, float]:
-    """Return the processor seconds that each process's main thread has used; those that are gone are left out."""
+    """Return the processor seconds that each process's main thread has used; ended processes are left out."""
     found = {}
     for pid in pids:
         with contextlib.suppress(OSError):

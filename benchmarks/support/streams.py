@@ -1,4 +1,4 @@
-"""Measurements of concurrent streams of one side: when each was asked for, and when its tokens were made.
+"""Measurements of concurrent streams of one side: when each was sent, and when its tokens were made.
 
 Throughput is measured over the window in which all streams generate: from the last stream's first token to the first
 stream's last. There every row of the batch is full, on every side.
@@ -69,7 +69,7 @@ class Side(Protocol):
     """A side of a comparison that can stream: a served cluster, or an engine alone."""
 
     async def measure(self, load: Load) -> Measured:
-        """Ask for all streams at once; return the measurements when all have ended."""
+        """Send all streams at once; return the measurements when all have ended."""
         ...
 
 
