@@ -15,6 +15,7 @@ Models of real shapes with random weights in bf16 (benchmarks.device), rates mea
     served    an engine in process under closed loops of users: its steps, first tokens and gaps, compared with the
               least times of their bytes and operations (`floor`), and where the time of a loaded engine goes.
               `--log FOLDER` keeps each step, each compilation and a trace
+
 `--bars`: steps reach 0.8 of the roofline, a prefill 0.6 of the product's rate. On other devices, which serve as a
 smoke test, steps need Triton's interpreter: TRITON_INTERPRET=1 in the environment.
 """
@@ -78,7 +79,7 @@ class Benchmark:
     def __init__(
         self, device: Device, sizes: Sizes, reporter: Reporter, bars: Bars | None, log: Path | None = None
     ) -> None:
-        """`bars`: where to check what is promised. None: nowhere. `log`: folder of what is logged step by step."""
+        """`bars`: checks of what is promised; None: no checks. `log`: folder of the logs of single steps."""
         self._device, self._sizes, self._reporter, self._bars, self._log = device, sizes, reporter, bars, log
         self._is_gpu = device.torch_device.type == "cuda"
         self._console = Console(stderr=True, highlight=False)
@@ -155,7 +156,7 @@ class Benchmark:
         self._reporter.add(name, "ttft_ms", "ms", "single", Pairs(found[2], found[1]))
 
     def overheads(self) -> None:
-        """Measure what is paid before any byte is read."""
+        """Measure the fixed costs that precede any read."""
         found = overheads.launches_us(self._device)
         for name, us in found.items():
             pairs = Pairs([us], [found["torch operator"]])

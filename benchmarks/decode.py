@@ -132,8 +132,8 @@ def peer_step(peer: VllmPeer, lengths: list[int]) -> Callable[[], float]:
 
 
 def bare(chip: Chip, prompt_flops: float) -> Chip:
-    """Return a machine whose operations take no longer than reading or computing takes, whichever is more: it computes
-    as fast as steps of many rows, or as a prompt's layers at `prompt_flops`, and reads KV as fast as anything."""
+    """Return a machine whose operations take the longer of reading and computing. It computes at the rate of steps of
+    many rows or at `prompt_flops`, whichever is higher, and reads KV at the full memory bandwidth."""
     return Chip(max(chip.flops, prompt_flops), chip.memory_bandwidth, chip.memory_bytes)
 
 

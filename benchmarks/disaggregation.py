@@ -1,4 +1,4 @@
-"""Is prefill faster where auto puts it? The predicted faster way (`auto`), against always and never a chain.
+"""Does it pay to choose for each prompt whether a chain prefills it? `auto`, against always and never a chain.
 
 A local relay (orchestrator, a prefill rank and a generation engine of one thread each, KV pushed and committed) with
 streams that run all along. Meanwhile short prompts (32 to 256 tokens) and a few long ones (2,000 to 4,000) arrive at

@@ -1,4 +1,4 @@
-"""Long contexts on a device that holds few of them: a whole relay whose engine has a device of 1 GiB.
+"""How fast are long contexts on a device that holds few of them? A whole relay whose engine has a device of 1 GiB.
 
 Orchestrator, prefill rank and generation engine, KV pushed and committed, and prompts from a novel, each from its own
 place in it. With a device of `--device-gib` (for weights and KV; accounted on a CPU too) policies `host` and

@@ -100,7 +100,7 @@ def trace(tokenizer: Tokenizer, seed: int, *, quick: bool) -> list[Arrival]:
 
 
 async def serve(client: AsyncClient, arrivals: Sequence[Arrival]) -> Served:
-    """Ask for all arrivals, each at its time, whether or not others were answered."""
+    """Send all arrivals, each at its time, whether or not others were answered."""
     return Served(await asyncio.gather(*(_ask(client, each) for each in arrivals)))
 
 

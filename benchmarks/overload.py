@@ -8,10 +8,10 @@ when the last one was served.
 
 `trace=overload`, three times as many requests as can be served. With `policy=queue` the queue holds what is served
 within the bound on waiting. With `policy=deadline` the queue is long, and each request has that bound as its deadline,
-for its one token, so that being in time and being done are the same. Rows: p99 of the time until a refusal (baseline
-`promised`, 50 ms), p95 of the time to first token of requests that were not refused, over the bound, requests served to
-their end and in time, over the capacity, this process's memory at the end over its memory after a quarter, and seconds
-from the last arrival to the last first token.
+for its one token, so that being in time and being done are the same. The rows are: p99 of the time until a refusal
+(baseline `promised`, 50 ms). p95 of the time to first token of requests that were not refused, as a multiple of the
+bound. Requests served to their end and in time, as a part of the capacity. This process's memory at the end, as a
+multiple of its memory after a quarter. Seconds from the last arrival to the last first token.
 
 `trace=fair`, two tenants: a light one with a tenth of the load that can be served, first alone (baseline `alone`), then
 with a heavy one that sends twenty times its load. The heavy tenant may have two of three slots. When the light tenant

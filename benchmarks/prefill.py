@@ -27,7 +27,7 @@ QUICK_LENGTHS = "512"
 
 
 async def ttft_s(controller: Controller, num_tokens: int, seed: int) -> float:
-    """Send a random prompt that asks for one token; return the seconds until the token arrives."""
+    """Send a random prompt for one token; return the seconds until the token arrives."""
     clock = SystemClock()
     spec = Request(
         RequestId(uuid.uuid4().hex), random_prompt(num_tokens, seed), SamplingParams(max_tokens=1, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""How much time does a cached prefix save? Time to first token with one, against a prompt from its beginning.
+"""How much time does a cached prefix save? Time to first token with one and without, for prompts of equal length.
 
 A whole local relay (orchestrator, a chain of ranks of one thread, a generation engine). Each round sends a new prompt
 (`cold`), and one that begins like it and ends otherwise: its shared tokens are read where the first prompt's ranks have

@@ -132,7 +132,7 @@ class _Bench:
         return ratio
 
     async def spans(self, chain: ServedSide) -> float:
-        """Measure and report where the time to a first token goes; return the milliseconds that are not the chain's."""
+        """Measure and report where the time to a first token goes; return the milliseconds outside the chain."""
         num_requests = QUICK_SPAN_REQUESTS if self.args.quick else SPAN_REQUESTS
         found = []
         with progress("spans", num_requests + 1) as advance:

@@ -71,7 +71,7 @@ STALLED_MS = 500.0
 STALLED_BAR = 0.5
 """Most 99th percentile of the times between messages over vLLM's, where its streams stall."""
 GAP_BAR = 1.2
-"""The same where they do not."""
+"""The same where its streams do not stall."""
 IDLE_BAR = 0.02
 """Most processor seconds a second of Baton's own processes while no request runs."""
 STACK_CELL = Cell(16, 205, 64)
@@ -194,7 +194,7 @@ class Bench:
             self.bars.at_most(f"{cell}: of the engine's time alone", 1 / row.ratio, STACK_BAR)
 
     def _engine_spec(self) -> EngineSpec:
-        """Return an engine as the cluster's is: as this machine is arranged, with all cores where it has all."""
+        """Return an engine like the cluster's: as this machine is arranged, with its threads or one for each core."""
         section = arrange(read_sections(None, self.settings), self.folder, inspect_machine())[0].generate
         num_threads = section.num_threads or len(self.cores)
         return EngineSpec(self.folder, self.args.dtype, num_threads, (), part_of(EngineConfig, section))

@@ -41,7 +41,7 @@ ranks); the times at 1 GB/s on two ranks can be reached only by receives that ov
 ROUNDING_S = 0.005
 """Largest rounding error of the paper's times, which are printed to hundredths of a second."""
 MISPRINT = (4096, 2, 1)
-"""Context, ranks and GB/s of a cell that is out of line with its neighbours: 0.84 s."""
+"""Context, ranks and GB/s of a cell, 0.84 s, that does not fit its neighbours."""
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ class Found:
     """Megabytes that crossed the link for a token."""
 
     def add(self, measured: Measured) -> None:
-        """Take in a round."""
+        """Add the measurements of a round."""
         self.rates.append(measured.rate)
         self.tokens.append(measured.tokens_step)
         self.accepted.append(measured.accepted_share)
@@ -169,7 +169,7 @@ class Bench:
         return found
 
     def peers(self, texts: Sequence[PrefilledText]) -> dict[str, list[float]]:
-        """Return vLLM's tokens a second by its policy, where it is to be measured."""
+        """Return vLLM's tokens a second by its policy; empty without `--peer-python`."""
         if self.args.peer_python is None:
             return {}
         model, cores = self.args.peer_model or self.folder, sorted(os.sched_getaffinity(0))

@@ -73,7 +73,7 @@ class Rows:
     def running(
         cls, decoder: Decoder, tokenizer: Tokenizer, prompts: list[tuple[int, ...]], params: SamplingParams
     ) -> Iterator["Rows"]:
-        """Make an engine with a row for each prompt, bring all rows to their first token, and close it afterwards."""
+        """Make an engine with a row for each prompt, run all rows to their first token, and close it afterwards."""
         clock, longest = SystemClock(), max(map(len, prompts)) + params.max_tokens
         config = EngineConfig(num_slots=len(prompts), max_slot_tokens=longest, speculation="off")
         slots = SlotTable(make_memory(decoder, config), clock, endpoint="none:0")

@@ -155,7 +155,7 @@ class Rates:
 
 
 async def _measure_side(push: Push, num_bytes: int, pipe: Connection) -> Rates:
-    """Push so often that it can be measured, and return the rates."""
+    """Repeat a push until enough bytes are moved to be measured, and return the rates."""
     times = max(1, round(_LEAST_BYTES / num_bytes))
     cpu_s, start_s = _cpu_s(pipe), time.perf_counter()
     for _ in range(times):

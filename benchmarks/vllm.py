@@ -93,7 +93,7 @@ class _Peer:
 
 
 def bound_s(ranks: Ranks, shape: ModelShape, num_tokens: int) -> tuple[float, str]:
-    """Return the seconds of the compute bound, and a line that says what it is made of."""
+    """Return the seconds of the compute bound, and a line that shows its parts."""
     width = len(ranks)
     rates = {
         kind: sum(ranks.rates(RateProbe(kind, _PROBE_S, shape, num_tokens // width), width))
@@ -107,7 +107,7 @@ def bound_s(ranks: Ranks, shape: ModelShape, num_tokens: int) -> tuple[float, st
 
 
 def parts(outcomes: list[Outcome], least_s: float) -> str:
-    """Return a line that says where the time above the bound goes, in medians."""
+    """Return a line that shows where the time above the bound goes, in medians."""
 
     def median(values: Iterator[float]) -> float:
         return statistics.median(values)

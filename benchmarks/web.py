@@ -45,7 +45,7 @@ ROUNDS, QUICK_ROUNDS = 5, 1
 
 
 class _Bench:
-    """Where results go, and what is measured."""
+    """The processes of the benchmark, its measurements, and where results go."""
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
         self._folder, self._is_quick = folder, args.quick
