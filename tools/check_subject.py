@@ -2,8 +2,7 @@
 
 `python tools/check_subject.py [SUBJECT]`: without a subject, that of the last commit that is not a merge. The check
 looks at words only: the first one is a capitalised verb in its base form, not an article, a noun's plural or a
-participle.
-Outside a git repository there is nothing to check.
+participle. Outside a git repository there is nothing to check.
 """
 
 import subprocess

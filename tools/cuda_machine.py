@@ -1,4 +1,4 @@
-"""Says whether a machine has what tests and benchmarks for GPUs need, or what became of them. cuda_measure.sh calls it.
+"""Checks whether a machine has what tests and benchmarks for GPUs need, or reports their runs. For cuda_measure.sh.
 
 `python tools/cuda_machine.py DEVICE WHEELS PART ...` prints what is missing for these parts and returns 1, or prints
 the machine. WHEELS is the folder of wheels that the part `serve` installs. `python tools/cuda_machine.py DEVICE
@@ -79,7 +79,7 @@ def _is_installed(module: str) -> bool:
 
 
 def _no_server(wheels: Path) -> str:
-    """Return what a server lacks; empty where it lacks nothing."""
+    """Return what a server lacks; empty if nothing is missing."""
     lacking = _absent(SERVER_MODULES)
     wheel = next(wheels.glob("ray-*.whl"), None)
     if wheel is None:
@@ -96,7 +96,7 @@ def _is_executable(wheel: Path, name: str) -> bool:
 
 
 def describe(device: str) -> dict[str, object]:
-    """Return the machine's kind and the versions of what runs there."""
+    """Return the machine's kind and the versions of its software."""
     import torch
 
     name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
@@ -105,8 +105,8 @@ def describe(device: str) -> dict[str, object]:
 
 
 def _version(package: str) -> str:
-    """Return a package's version; where the module came by another name, as torch's own builds of Triton do, that it is
-    unknown."""
+    """Return a package's version, or that it is unknown if the module was installed under another name, as torch's own
+    builds of Triton are."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -114,7 +114,7 @@ def _version(package: str) -> str:
 
 
 def main(device: str, *rest: str) -> int:
-    """Print what is missing, or the machine, or what became of runs; return the exit status."""
+    """Print what is missing, or the machine, or the outcomes of runs; return the exit status."""
     if all("=" in each for each in rest):
         statuses = (each.partition("=") for each in rest)
         print(json.dumps(describe(device) | {name: int(status) for name, _, status in statuses}))

@@ -22,7 +22,7 @@ _REQUESTS = ("requests", "urllib3", "certifi", "idna", "charset-normalizer")
 _OPENTELEMETRY = (f"opentelemetry-{name}" for name in (*_TRACES, *(f"exporter-otlp-{each}" for each in _EXPORTERS)))
 PACKAGES = (*_MODEL, *_GRPC, *_HTTP, *_OPENTELEMETRY, *_OTHERS, *_RAY, *_REQUESTS)
 _PLATFORMS = ("_2_31", "_2_28", "_2_17", "2014", "_2_5", "1")
-"""Behind "manylinux", the newest first."""
+"""Suffixes of "manylinux" in platform names, the newest first."""
 _LEFT_OUT = ("ray/jars/", "ray/rllib/", "ray/llm/", "ray/dashboard/client/")
 
 

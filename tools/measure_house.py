@@ -1,4 +1,4 @@
-"""Measures how easily one finds one's way in the code, as docs/decisions/0026-folders-by-topic.md shows it.
+"""Measures how easy it is to navigate the code, as docs/decisions/0026-folders-by-topic.md shows it.
 
 `python -m tools.measure_house [ROOT]` prints the figures of the checkout at ROOT as a Markdown table. A room of a
 package is a module or a folder right below it; its levels are the rooms on the longest way along imports, where rooms
