@@ -36,7 +36,7 @@ class MessageLog:
         """Instants at which messages with text or tokens came."""
 
     def message(self, text: str) -> None:
-        """Record that a message with this text has come just now."""
+        """Record that a message with this text has just arrived."""
         self.message_s.append(self.now_s())
         self._texts.append(text)
 
@@ -67,7 +67,7 @@ class Record:
     end_s: float
     """When the answer had ended, or the request had failed."""
     max_tokens: int
-    """Output tokens that were asked for."""
+    """Requested number of output tokens."""
     message_s: tuple[float, ...] = ()
     """When messages with text came. A message holds the tokens of one step, with speculation perhaps several."""
     counts: TokenCounts | None = None

@@ -46,7 +46,7 @@ class Summary:
     num_unasked: int
     """Turns that were not sent because an earlier turn of their conversation failed."""
     num_short: int
-    """Answers of fewer tokens than were asked for."""
+    """Answers of fewer tokens than requested."""
     num_uncounted: int
     """Answers whose tokens the server did not count, so that messages were counted in their place."""
     failures: Mapping[str, int]

@@ -17,7 +17,7 @@ from baton_lab.chaos.slow_process import slow_down
 from generate_workers.config import EngineConfig
 
 THREAD = "generate-engine"
-"""Name of the engine's thread, as the system knows it."""
+"""Name of the engine's thread in the operating system."""
 SHARE = 0.2
 """Share of a core that a slow engine has."""
 SLOW_S = 30.0

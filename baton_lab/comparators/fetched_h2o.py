@@ -189,7 +189,7 @@ class KeptRow(AwayRow, WeighedRow):
         super().__init__(shape, device, [self.kept, self.index], pieces)
 
     def chooses(self, tokens: TokenRange) -> bool:
-        """Return whether a step's new token comes behind the prompt, whose kept keys have places."""
+        """Return whether a step has one token, after the prompt, so that the kept keys have places."""
         return len(tokens) == 1 and tokens.start >= self.index.num_prompt
 
     def commit(self, tokens: TokenRange) -> None:

@@ -58,7 +58,7 @@ class WindowKeys:
         self.start = selection.num_first
         """Position of the first of the latest tokens that have a place."""
         self._end = 0
-        """Position behind the latest token that has a place."""
+        """Position after the latest token that has a place."""
 
     @property
     def num_bytes(self) -> int:
@@ -166,7 +166,7 @@ class FetchedWindowStep(SelectiveStep[WindowRow]):
         if self.choosing:
             picks = first_and_last(self.lengths_B, selection, layout.num_kv_heads)
             self._picks = _as_places(picks, [row for row, _ in self.choosing], selection.num_first)
-        self._fetch: Transfer = link.fetch(copies) if copies else Finished()  # last: nothing may fail behind it
+        self._fetch: Transfer = link.fetch(copies) if copies else Finished()  # last: nothing may fail after it
 
     def choose(self, layer: int, q_BNH: Tensor) -> Picks:
         assert self._picks is not None, "no row chooses"

@@ -82,7 +82,7 @@ class HitterIndex:
         return positions_GK
 
     def drop(self, layer: int) -> None:
-        """Drop the keys that the next step may not keep, behind the prompt."""
+        """Drop the keys that the next step may not keep, once the prompt is complete."""
         num_heavy, num_recent = self._budget.of(self.num_prompt)
         self.hitters[layer].drop(num_heavy, num_recent - 1)  # the next token is one of the latest
 

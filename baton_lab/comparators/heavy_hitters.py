@@ -43,7 +43,7 @@ class HeavyBudget:
         return cls(share / 2, share / 2)
 
     def of(self, num_prompt: int) -> tuple[int, int]:
-        """Return `(heavy, recent)` numbers of keys for the steps behind a prompt of `num_prompt` tokens."""
+        """Return `(heavy, recent)` numbers of keys for the steps after a prompt of `num_prompt` tokens."""
         return int(self.heavy_share * num_prompt), max(int(self.recent_share * num_prompt), 1)
 
 
@@ -120,7 +120,7 @@ class HeavyHitters:
 
 def _weights(q_TNH: Tensor, k_GHK: Tensor) -> Tensor:
     """Return the softmax weights that all queries together give each key, `[G, K]`. The last T keys are the queries'
-    own, and a query sees none behind its own."""
+    own, and a query sees no key after its own."""
     num_queries, num_keys = len(q_TNH), k_GHK.shape[2]
     num_kv_heads, head_dim = k_GHK.shape[:2]
     q_TGJH = q_TNH.float().reshape(num_queries, num_kv_heads, -1, head_dim)

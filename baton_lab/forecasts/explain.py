@@ -92,7 +92,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def make_explanation(args: argparse.Namespace) -> Explanation:
-    """Make the explanation that the options ask for. Blocks while partitions are searched. Raises what `find_model`
+    """Make the explanation that the options describe. Blocks while partitions are searched. Raises what `find_model`
     raises, and InvalidArgumentError for a number that is out of range."""
     from baton_lab.study.break_even import BreakEven, Demand
 

@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_plan(args: argparse.Namespace) -> StepForecast | SpeculationForecast | explain.Explanation:
-    """Make the plan that the options ask for. Blocks to measure hardware `here`. Raises what `find_model` raises."""
+    """Make the plan that the options describe. Blocks to measure hardware `here`. Raises what `find_model` raises."""
     speculation.check_options(args)
     explain.check_options(args)
     if args.explain:

@@ -60,7 +60,7 @@ def check_options(args: argparse.Namespace) -> None:
 def make_forecast(
     args: argparse.Namespace, batches: Sequence[int], contexts: Sequence[int], num_chips: int
 ) -> SpeculationForecast:
-    """Make the forecast that the options ask for. Blocks to measure hardware `here`. Raises what `find_model` does."""
+    """Make the forecast that the options describe. Blocks to measure hardware `here`. Raises what `find_model` does."""
     acceptances = _acceptances(args)
     numbers = range(MOST_DRAFTS + 1) if args.drafts is None else _numbers(args.drafts)
     named = find_model(args)

@@ -179,7 +179,7 @@ def find_settings(args: argparse.Namespace) -> list[Setting]:
 
 
 def _own_budget(policy: PolicyTraits, text: str) -> float:
-    """Parse the budget behind a policy's name."""
+    """Parse the budget that follows a policy's name."""
     if "budget" not in policy.sizes:
         raise InvalidArgumentError(f"--policies {policy.name}:{text}: {policy.name} has no budget, name it alone")
     return option_values.part("--policies", text.strip())

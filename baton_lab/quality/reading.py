@@ -62,7 +62,7 @@ class Material:
 
     plain: list[Context]
     facts: list[Context]
-    """Passages with needles; empty where they are not asked for."""
+    """Passages with needles; empty where they are not requested."""
     answers: list[int]
     """Number of tokens of each needle's answer."""
 

@@ -42,7 +42,7 @@ class Pools:
     num_engines: int = 1
     """Number of generation engines."""
     num_slots: int = 16
-    """Requests that an engine holds at a time, those whose KV is still to come included."""
+    """Requests that an engine holds at a time, including those whose KV has not arrived."""
 
     def __post_init__(self) -> None:
         for name in ("num_groups", "num_ranks", "num_engines", "num_slots"):

@@ -44,7 +44,7 @@ class Comparison:
 
 
 def compare(num_tokens: int, num_ranks: int, cost: CostModel, protocol: Protocol, *, cached: int = 0) -> Comparison:
-    """Predict all schemes' times for one prompt behind `cached` tokens; only chains include a push of KV."""
+    """Predict all schemes' times for one prompt after `cached` tokens; only chains include a push of KV."""
     width = min(num_ranks, num_tokens)
     tokens = TokenRange(cached, cached + num_tokens)
 

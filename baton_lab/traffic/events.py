@@ -22,7 +22,7 @@ class Timeline:
         return round(self._now_s * 1e9)
 
     def at(self, time_s: float, action: Callable[[], None]) -> None:
-        """Run `action` at that instant; at once, behind the actions of this instant, if it has passed."""
+        """Run `action` at that instant; at once, after the actions of the present instant, if that has passed."""
         heapq.heappush(self._actions, (max(time_s, self._now_s), next(self._numbers), action))
 
     def run(self) -> None:

@@ -122,8 +122,8 @@ class Fleet:
             self._ready(member)
 
     def drain(self, member: Member, *, flips: bool = False) -> None:
-        """Give a ready group no new work; once idle, it leaves, or takes the other role if `flips`. A group that has
-        not come up yet is given up at once."""
+        """Give a ready group no new work; once idle, it leaves, or takes the other role if `flips`. A group that is
+        still starting leaves at once."""
         if member.state is State.STARTING:
             self._leave(member)
             return

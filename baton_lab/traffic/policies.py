@@ -41,7 +41,7 @@ def target_of(fleet: Fleet) -> Allocation:
 
 
 def carry_out(fleet: Fleet, actions: Iterable[Action]) -> None:
-    """Start, drain and flip groups: those with least to do leave first, and groups that have not come up at once."""
+    """Start, drain and flip groups. Groups with least work leave first, and those that are still starting at once."""
     for action in actions:
         for _ in range(action.num_groups):
             if action.move in _STARTS:

@@ -6,7 +6,7 @@ planner's step times, at this N and near this C), and every step adds N to C. So
     k (A + B C) + B N k (k - 1) / 2
 
 and no step is simulated by itself. That is exact for nominal step times, and linear between measured ones. A row joins
-at the first step that begins after it has come, as in the engine, and leaves after its last step. Pure.
+at the first step that begins after its arrival, as in the engine, and leaves after its last step. Pure.
 """
 
 import heapq
