@@ -64,7 +64,7 @@ class Served:
 
 
 async def serve(controller: Controller, arrival: Arrival) -> Served:
-    """Send a prompt when its time has come; return when it has ended."""
+    """Send a prompt at its arrival time; return when it has ended."""
     await asyncio.sleep(arrival.at_s)  # from the burst's start
     clock, first_s, finished = SystemClock(), 0.0, None
     params = SamplingParams(max_tokens=1, ignore_eos=True)

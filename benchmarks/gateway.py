@@ -94,7 +94,7 @@ class _Bench:
         self._profiles: list[str] = []
 
     async def run(self) -> Bars:
-        """Measure all traces that were asked for; return the bars."""
+        """Measure all requested traces; return the bars."""
         sizes = self._sizes
         traces = {
             "paced": (sizes.rate, sizes.num_streams, self._paced),

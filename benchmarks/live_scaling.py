@@ -143,7 +143,7 @@ class _Bench:
         self._console = Console(stderr=True, highlight=False)
 
     async def run(self) -> int:
-        """Compare all traces that were asked for; return the exit status."""
+        """Compare all requested traces; return the exit status."""
         with tempfile.TemporaryDirectory() as made:
             folder = Path(made) / "paced"
             folder.mkdir()

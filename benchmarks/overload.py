@@ -121,7 +121,7 @@ class _Bench:
         self._console = Console(stderr=True, highlight=False)
 
     async def run(self) -> Bars:
-        """Measure all cases that were asked for."""
+        """Measure all requested cases."""
         for policy, ask in self._cases.items():
             if policy not in self._wanted:
                 continue

@@ -46,7 +46,7 @@ ANSWER_TOKENS = 256
 QUICK_ANSWER_TOKENS = 130
 BLOCK = OrchestratorConfig.block_tokens
 TTFT_BAR = 8.0
-"""How many times sooner the first token must come behind the prefix, at least."""
+"""How many times sooner the first token must come with the prefix, at least."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ async def ask(controller: Controller, prompt_ids: tuple[int, ...], num_tokens: i
 
 
 async def measure(controller: Controller, num_shared: int, num_new: int, pairs: int) -> tuple[list[Asked], list[Asked]]:
-    """Measure prompts behind a prefix and cold ones, one of each a round, after a round that is not counted."""
+    """Measure prompts with a cached prefix and cold ones, one of each a round, after a round that is not counted."""
     warm, cold = [], []
     with progress(f"{num_shared} shared tokens, {num_new} new", pairs + 1) as advance:
         for seed in range(pairs + 1):
@@ -115,7 +115,7 @@ class Case:
 
     name: str
     what: str
-    """Description of the known beginning, for people."""
+    """Readable description of the known beginning."""
     num_lacking: int
     """Tokens whose KV the generation engine's node lacks: all but whole blocks of what was seen."""
     warm: list[Asked]

@@ -84,7 +84,7 @@ _WARM = Cell(2, 64, 8)
 
 @dataclass
 class Found:
-    """The rounds of one cell, one answer of each side a round; the last two are empty where there is no such side."""
+    """The rounds of one cell, one answer of each side a round; the last two are empty without such a side."""
 
     ours: list[Answered] = field(default_factory=list)
     theirs: list[Answered] = field(default_factory=list)
@@ -117,7 +117,7 @@ class Bench:
 
     @property
     def settings(self) -> list[str]:
-        """Settings of `baton serve`: the model, and those that were asked for; all others are its defaults."""
+        """Settings of `baton serve`: the model, and those of `--set`; all others are its defaults."""
         return [f"model.name={self.folder}", f"model.dtype={self.args.dtype}", *self.args.set]
 
     @contextlib.asynccontextmanager

@@ -5,7 +5,7 @@ have read a novel, because how many keys are chosen depends on the text. A step 
 comes next: decoder, policy, logits and greedy choice, on both sides without the engine's other work. They alternate,
 two steps at a time after one that is not counted.
 
-Keys are chosen by what `baton prepare` found for the model, or by `--selection`; where there is none, by a basis that
+Keys are chosen by what `baton prepare` found for the model, or by `--selection`. Without either, by a basis that
 is fitted on the spot, and by the paper's alpha and cap. `kv_bytes` is what attention reads in a step, without partial
 keys. `--bars`: a step of `infinigen` is at least 1.6 times as fast as one of `device`.
 """

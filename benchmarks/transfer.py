@@ -7,7 +7,7 @@ Three sides, each from this process into a receiver process of its own on the sa
   plain    the same bytes in plain protobuf messages, over loopback gRPC
 
 Ours are checked (stamp, layout, byte count, checksum) and written in place; the baseline is parsed as `KvPiece` by
-protobuf, unchecked, and written one piece behind the other. All write into new memory, as a leased slot's is, and both
+protobuf, unchecked, and written one piece after the other. All write into new memory, as a leased slot's is, and both
 processes rarely collect garbage, as workers do.
 
 Rows, by `scheme`: gb_s, bytes per second; gb_cpu_s, bytes per second of processor time, that of both processes in sum.

@@ -124,7 +124,7 @@ def parts(outcomes: list[Outcome], least_s: float) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure our side, and the peer's where there is one; with --bars, return 1 when a bar is missed."""
+    """Measure our side, and the peer's if it is named; with --bars, return 1 when a bar is missed."""
     folder, cores = resolve(args), sorted(os.sched_getaffinity(0))[: args.ranks]
     num_tokens = args.tokens or (QUICK_TOKENS if args.quick else TOKENS)
     pairs = args.pairs or (QUICK_PAIRS if args.quick else PAIRS)

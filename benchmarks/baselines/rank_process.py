@@ -1,7 +1,7 @@
 """One rank of a comparison: a process that obeys one command after the other.
 
 The chain runs on the real engine over the real links. It pushes its KV to no generation group, as its peers do not
-either. All links, the chain's and the schemes', keep to the pace that a command asks for.
+either. All links, the chain's and the schemes', keep to the pace that a command sets.
 """
 
 import contextlib

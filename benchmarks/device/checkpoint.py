@@ -29,7 +29,7 @@ def letter_shape(shape: Shape) -> LetterShape:
 
 
 def main() -> None:
-    """Write the checkpoint that the command line asks for."""
+    """Write the checkpoint that the command line describes."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.device.checkpoint", description=__doc__)
     parser.add_argument("folder", type=Path, help="folder of the checkpoint, which is made")
     parser.add_argument("--quick", action="store_true", help="a tiny shape: a smoke test")

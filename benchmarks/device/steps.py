@@ -29,7 +29,7 @@ class StepTimes:
     graphs_ms: list[float]
     """Steps that run whole: replayed from a CUDA graph, or on a CPU launched kernel by kernel."""
     launched_ms: list[float]
-    """Steps of an engine without graphs: a forward, and sampling behind it."""
+    """Steps of an engine without graphs: a forward, and sampling after it."""
     num_bytes: int
     """Bytes that a step reads: weights but the embedding, and the KV of all rows."""
 

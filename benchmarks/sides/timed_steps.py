@@ -93,7 +93,7 @@ class TimedTurns:
             return self._turns.picks(layer, q_TNH)
 
     def end(self, layer: int) -> None:
-        """Take the turn behind a layer."""
+        """Take the turn after a layer."""
         with self._clock.part(Part.POLICY):
             self._turns.end(layer)
 

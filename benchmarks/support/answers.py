@@ -98,7 +98,7 @@ class FrontDoor(Protocol):
 
     async def answer(self, asks: Sequence[Ask]) -> Answered:
         """Send all requests, each at its time, and return the answers when all have ended. Raises RuntimeError for an
-        answer that is not what was asked for."""
+        answer that does not match its request."""
         ...
 
     def pids(self) -> set[int]:

@@ -74,7 +74,7 @@ def mixed(seed: int, num_short: int, num_long: int, seconds: float) -> tuple[Arr
 
 
 async def ask(controller: Controller, arrival: Arrival) -> Asked:
-    """Send a prompt for one token when its time has come; return when it has ended."""
+    """Send a prompt for one token at its arrival time; return when it has ended."""
     await asyncio.sleep(arrival.at_s)  # from the load's start
     clock, first_s, timings = SystemClock(), math.nan, None
     start_s = clock.now_s()
