@@ -39,9 +39,9 @@ class ClusterConfig(LogLines):
     name: Name = "baton"
     """Name of the cluster, for `baton status` and `baton stop`; also the namespace of its Ray actors."""
     arrangement: Arrangement = "auto"
-    """Whether ranks, threads and cores, where none is set, follow this machine (auto) or defaults (configured)."""
+    """How ranks, threads and cores are chosen if none is set: for this machine (auto), or defaults (configured)."""
     worker_host: str = ""
-    """Address that all workers and their links bind to; empty: each node's own on a running Ray, else 127.0.0.1."""
+    """Address that workers and their links bind to; empty: on a running Ray each node's own, else 127.0.0.1."""
     model: ModelSection = field(default_factory=ModelSection)
     prefill: PrefillSection = field(default_factory=PrefillSection)
     generate: GenerateSection = field(default_factory=GenerateSection)
@@ -63,7 +63,8 @@ class ClusterConfig(LogLines):
 
     @property
     def most_groups(self) -> dict[str, int]:
-        """Number of groups of each role that there may be: as configured, or as many as the autoscaler may start."""
+        """Largest number of groups of each role: the configured number, or with autoscaling in mode `act` the number
+        that the autoscaler may reach, if that is larger."""
         groups = {"prefill": self.prefill.num_groups, "generate": self.generate.num_groups}
         if self.autoscaling.mode != "act":
             return groups
@@ -71,7 +72,7 @@ class ClusterConfig(LogLines):
 
     @property
     def num_workers(self) -> int:
-        """Workers in all: ranks and engines, without the orchestrator."""
+        """Total number of workers (ranks and engines), without the orchestrator."""
         return self.prefill.num_groups * self.prefill.num_ranks + self.generate.num_groups
 
     @property
@@ -82,13 +83,13 @@ class ClusterConfig(LogLines):
 
     @property
     def node_labels(self) -> dict[str, dict[str, str]]:
-        """Labels that nodes must have, by role; a role that takes any node is not there."""
+        """Labels that nodes must have, by role. A role that runs on any node has no entry."""
         asked = {"prefill": self.prefill.node_labels, "generate": self.generate.node_labels}
         return {role: dict(each.split("=", 1) for each in labels) for role, labels in asked.items() if labels}
 
     @property
     def gpu_shares(self) -> dict[str, float]:
-        """Part of a GPU that each worker gets, by role; a role that computes on none is not there."""
+        """Share of a GPU that each worker gets, by role. A role that does not run on cuda has no entry."""
         prefill, generate = self.prefill, self.generate
         pools = ("prefill", prefill.device, prefill.gpu_share), ("generate", generate.device, generate.gpu_share)
         return {role: share for role, device, share in pools if device == "cuda"}
@@ -107,12 +108,12 @@ class ClusterConfig(LogLines):
     ) -> tuple[WorkerConfig, ...]:
         """Return the configurations of the workers of a group, in rank order.
 
-        A group that is not configured, because it stands in for one that is, gets the cores of the latter. `folder`
-        holds the resolved model; nodes without it find the model by the name `model` (empty: the configured one).
-        `cluster` is the name by which workers share files on a node; empty: that of the cluster. `secret` is the secret
-        that the cluster's processes share. `host` is the address that workers bind to without a `worker_host`; empty:
-        each node's own. `step_times` is the file of what engines measured earlier, if any. Memory for KV is shared by
-        all engines that there may be, where all lie on one machine.
+        A group that is not configured stands in for a configured one and gets that group's cores. `folder` holds the
+        resolved model. Nodes without it find the model by the name `model` (empty: the configured name). `cluster` is
+        the name by which workers share files on a node (empty: the cluster's name). `secret` is the secret that the
+        cluster's processes share. `host` is the address that workers bind to without a `worker_host` (empty: each
+        node's own). `step_times` is the file of step times that engines measured earlier, if any. On one machine, the
+        memory for KV is divided among the largest possible number of engines (`most_groups`).
         """
         number = int(name.partition("-")[2])
         is_chain = name.startswith("prefill-")

@@ -1,6 +1,6 @@
-"""Reads a ClusterConfig from a TOML file and `--set a.b=c`, and prints one as TOML that explains itself.
+"""Reads a ClusterConfig from a TOML file and `--set a.b=c`, and prints one as TOML with a comment above each value.
 
-Every mistake of a user is a ConfigError of one line: which key, which value, what to do.
+Each mistake of a user is a ConfigError of one line that names the key, the value and the remedy.
 """
 
 import json
@@ -18,8 +18,8 @@ from deploy.config.cluster import ClusterConfig
 
 
 def load_config(path: Path | None, assignments: Sequence[str] = ()) -> ClusterConfig:
-    """Read the configuration: the file, if any, with each `a.b=value` of `assignments` put over it, in order. Raises
-    ConfigError."""
+    """Read the configuration: the file, if any, then each `a.b=value` of `assignments` in order; later values override
+    earlier ones. Raises ConfigError."""
     return make_config(read_sections(path, assignments))
 
 
@@ -29,8 +29,9 @@ def load_local_config(path: Path | None, assignments: Sequence[str] = ()) -> Clu
 
 
 def read_sections(path: Path | None, assignments: Sequence[str] = ()) -> dict[str, Any]:
-    """Read what a configuration sets: the file, if any, with each `a.b=value` of `assignments` put over it, in order.
-    Raises ConfigError when it cannot be read; names and values are checked by `make_config`."""
+    """Read the values that a configuration sets: the file, if any, then each `a.b=value` of `assignments` in order;
+    later values override earlier ones. Raises ConfigError if the file or an assignment cannot be read. `make_config`
+    checks names and values."""
     raw: dict[str, Any] = _read(path) if path is not None else {}
     for assignment in assignments:
         _assign(raw, assignment)
@@ -38,20 +39,22 @@ def read_sections(path: Path | None, assignments: Sequence[str] = ()) -> dict[st
 
 
 def make_local_config(sections: Mapping[str, Any]) -> ClusterConfig:
-    """Return the configuration of a relay in one process tree, as `make_config` does. By default, its chain always
-    prefills, so that it can be seen; its name is this process's own. Raises ConfigError."""
+    """Return the configuration of a relay in one process tree, as `make_config` does. By default its chain prefills
+    every prompt, so that users see the chain at work. Its name contains this process's id. Raises ConfigError."""
     given = sections.get("orchestrator", {})
     section = {"disaggregation": "always"} | given if isinstance(given, dict) else given
     return make_config({**sections, "orchestrator": section, "name": f"local-{os.getpid()}"})
 
 
 def make_config(sections: Mapping[str, Any]) -> ClusterConfig:
-    """Return the configuration with these values, each section a mapping; all else is default. Raises ConfigError."""
+    """Return the configuration with these values, each section a mapping. Other fields keep their defaults. Raises
+    ConfigError."""
     return from_json(ClusterConfig, json.dumps(sections, default=str))
 
 
 def format_config(config: ClusterConfig) -> str:
-    """Return the configuration as TOML, with the meaning above each value; `load_config` reads it back."""
+    """Return the configuration as TOML, with the note of each field as a comment above its value. `load_config` can
+    read the result."""
     return "\n".join(_lines(config, "")).strip() + "\n"
 
 
@@ -80,7 +83,7 @@ def _assign(raw: dict[str, Any], assignment: str) -> None:
 
 
 def _value(text: str) -> Any:
-    """Return the TOML value of a text; a text that is none (a bare word, a path) is a string."""
+    """Return the TOML value of a text. A text that is not valid TOML (a bare word, a path) is returned as a string."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
@@ -102,8 +105,8 @@ def _lines(section: Any, name: str) -> Iterator[str]:
 
 
 def _sections(key: str, value: Any) -> dict[str, Any]:
-    """Return the sections that a field holds, by their place: itself, or those of a table of sections. Empty for a
-    plain value or an empty table."""
+    """Return the sections that a field holds, by their key: the field itself, or the entries of a table of sections.
+    Empty for a plain value or an empty table."""
     if is_dataclass(value):
         return {key: value}
     return {f"{key}.{each}": nested for each, nested in value.items()} if isinstance(value, dict) else {}

@@ -1,9 +1,9 @@
-"""The sections of a cluster's configuration: one class a section, each field with its meaning and unit.
+"""The sections of a cluster's configuration: one class per section, each field with its meaning and unit.
 
-What a role goes by is declared with the role (`generate_workers.config`, `prefill_workers.config`,
-`orchestrator.requests.config`); its section here adds how many there are and where they run. `baton config` prints the
-first line of each section's docstring and the notes below its fields: so each is one line. `deploy.config.cluster` puts
-the sections together.
+The settings of a role are declared with the role (`generate_workers.config`, `prefill_workers.config`,
+`orchestrator.requests.config`). Its section here adds the number of its groups and where they run. `baton config`
+prints the first line of each section's docstring and the note below each field, so each of them is one line.
+`deploy.config.cluster` combines the sections.
 """
 
 import re
@@ -34,7 +34,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
 
 
 def _hashed(key: str) -> str:
-    """Return an API key as its hash. Reads env:NAME from the environment of this process, so that other processes see
+    """Return the hash of an API key. Reads env:NAME from the environment of this process, so that other processes get
     only the hash."""
     source, _, value = key.partition(":")
     if source == "env":
@@ -65,15 +65,15 @@ class ModelSection(ModelFormats):
     """The model that is served."""
 
     name: Annotated[str, Field(min_length=1)] = DEFAULT_MODEL
-    """Hugging Face folder, GGUF file, known name, or ORGANISATION/NAME on a hub (docs/models.md)."""
+    """Model to serve: Hugging Face folder, GGUF file, known name, or ORGANISATION/NAME on a hub (docs/models.md)."""
     cache: Path = field(default_factory=cache_folder)
     """Folder in which converted models are kept."""
     search: tuple[AbsolutePath, ...] = ()
-    """Folders in which nodes that lack the model's folder look for one of that name, like a mounted share."""
+    """Folders, like a mounted share, where nodes without the model's folder look for a folder of the same name."""
 
     @property
     def description(self) -> str:
-        """The number formats of weights and KV, in words for people."""
+        """Number formats of weights and KV, as readable text."""
         return self.dtype if self.quantization == "none" else f"{self.dtype}, weights {self.quantization}"
 
 
@@ -82,23 +82,23 @@ class PrefillSection(PrefillConfig, PrefixRoom, PrefixRules):
     """The prefill groups: chains of worker processes (ranks) that share each prompt."""
 
     num_groups: Annotated[int, Field(ge=0, le=64)] = 1
-    """Prefill groups, each a chain of ranks; 0: none, generation groups prefill by themselves (colocated)."""
+    """Number of prefill groups, each a chain of ranks; 0: generation groups prefill by themselves (colocated)."""
     num_ranks: Annotated[int, Field(ge=1, le=64)] = 2
-    """Ranks of each prefill group."""
+    """Number of ranks in each prefill group."""
     across_nodes: bool = False
-    """Whether a group that no node has room for may lie on several; it then begins no prompt from cached KV."""
+    """Allow a group that fits on no single node to span several; it then never starts a prompt from cached KV."""
     device: DeviceName = "auto"
-    """Where each rank computes: cpu, cuda, emulated (docs/devices.md), or auto: the CPU."""
+    """Device of each rank: cpu, cuda, emulated (docs/devices.md), or auto (the CPU)."""
     gpu_share: GpuShare = 1.0
-    """Part of a GPU that Ray gives each rank on cuda; below 1, workers share GPUs: bound device_memory_bytes too."""
+    """Share of a GPU that Ray gives each rank on cuda; below 1, workers share GPUs: set device_memory_bytes too."""
     num_threads: Count = 1
-    """Threads with which each rank computes."""
+    """Number of compute threads of each rank."""
     cores: CoresOfEach = ()
     """Cores that each rank is pinned to, one list for each rank of all groups in order; empty: not pinned."""
     node_labels: NodeLabels = ()
-    """Labels that a node of Ray must have to hold prefill groups, each key=value; empty: any node."""
+    """Labels that a Ray node must have to run prefill groups, each key=value; empty: any node."""
     calibration: AbsolutePath = ""
-    """File of costs to predict by, which `baton calibrate` replaces; empty: the one kept for model and hardware."""
+    """File with the costs for predictions, replaced by `baton calibrate`; empty: the one of this model and hardware."""
 
     @model_validator(mode="after")
     def _one_list_for_each_rank(self) -> Self:
@@ -111,17 +111,17 @@ class GenerateSection(EngineConfig):
     """The generation groups: engines that generate tokens for a batch of requests."""
 
     num_groups: Annotated[int, Field(ge=1, le=64)] = 1
-    """Generation groups, each an engine with a batch of its own."""
+    """Number of generation groups, each an engine with its own batch."""
     device: DeviceName = "auto"
-    """Where each engine computes: cpu, cuda, emulated (docs/devices.md), or auto: the CPU."""
+    """Device of each engine: cpu, cuda, emulated (docs/devices.md), or auto (the CPU)."""
     gpu_share: GpuShare = 1.0
-    """Part of a GPU that Ray gives each engine on cuda; below 1, workers share GPUs: bound device_memory_bytes too."""
+    """Share of a GPU that Ray gives each engine on cuda; below 1, workers share GPUs: set device_memory_bytes too."""
     num_threads: Annotated[int, Field(ge=0)] = 0
-    """Threads with which each engine computes; 0: one for each core."""
+    """Number of compute threads of each engine; 0: one for each core."""
     cores: CoresOfEach = ()
     """Cores that each engine is pinned to, one list for each engine; empty: not pinned."""
     node_labels: NodeLabels = ()
-    """Labels that a node of Ray must have to hold generation groups, each key=value; empty: any node."""
+    """Labels that a Ray node must have to run generation groups, each key=value; empty: any node."""
 
     @model_validator(mode="after")
     def _one_list_for_each_engine(self) -> Self:
@@ -131,7 +131,7 @@ class GenerateSection(EngineConfig):
 
 @settings
 class DeviceSection(EmulatedLink):
-    """Emulated devices, for groups whose device is emulated: the CPU, with memory of its own behind a link."""
+    """The emulated device, for groups whose device is emulated: the CPU with separate memory behind a link."""
 
 
 @settings
@@ -139,7 +139,7 @@ class TenantSection(TenantLimits):
     """A tenant, which shares the queue with other tenants."""
 
     api_keys: tuple[ApiKey, ...] = ()
-    """API keys of the tenant, env:NAME or sha256:HEX; if there are any, only calls with one are the tenant's."""
+    """API keys of the tenant, env:NAME or sha256:HEX; if any are set, only calls with one of them are the tenant's."""
 
 
 @settings
@@ -149,21 +149,21 @@ class OrchestratorSection(OrchestratorLimits):
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     """Address of the interface that the orchestrator listens on."""
     port: Port = 50051
-    """Port for clients; 0 takes any free one."""
+    """Port for clients; 0: any free port."""
     metrics_port: Annotated[int, Field(ge=-1, le=65535)] = 0
-    """Port of /metrics, for Prometheus; 0 takes any free one, which `baton status` shows; -1: no metrics."""
+    """Port of /metrics, for Prometheus; 0: any free port (`baton status` shows it), -1: no metrics."""
     cores: Cores = ()
     """Cores that the orchestrator is pinned to; empty: not pinned."""
     trust_tenant_metadata: bool = False
-    """Whether a call without a key may name its tenant (baton-tenant); for gateways that know their callers."""
+    """Let a call without a key name its tenant (metadata baton-tenant); for gateways that identify their callers."""
     require_api_key: bool = False
-    """Whether a call that does not identify its tenant is refused; if not, it belongs to the tenant "default"."""
+    """Refuse calls that do not identify their tenant; if false, they belong to the tenant "default"."""
     operator_keys: tuple[ApiKey, ...] = ()
-    """Keys for drain, reload and calibrate, env:NAME or sha256:HEX; none: the cluster's secret alone does."""
+    """Keys for drain, reload and calibrate, env:NAME or sha256:HEX; empty: the cluster's secret is enough."""
     model_folders: tuple[AbsolutePath, ...] = ()
-    """Folders below which `baton reload --model` finds models; empty: model.cache, and that of the served model."""
+    """Folders below which `baton reload --model` finds models; empty: model.cache, and the served model's parent."""
     tenants: dict[TenantName, TenantSection] = field(default_factory=dict)
-    """Tenants that share the queue, by name: each a section of its own, like [orchestrator.tenants.acme]."""
+    """Tenants that share the queue, by name, each in its own section like [orchestrator.tenants.acme]."""
 
     @model_validator(mode="after")
     def _tenants_can_be_told_apart(self) -> Self:
@@ -174,7 +174,7 @@ class OrchestratorSection(OrchestratorLimits):
         return self
 
     def tenancy(self) -> Tenants:
-        """Return the tenants and the rules that tell them apart, as the orchestrator takes them."""
+        """Return the tenants and the rules that identify them, for the orchestrator."""
         return Tenants(
             tuple(
                 Tenant(name, **values_of(TenantLimits, section), key_hashes=_hashes(section.api_keys))
@@ -196,28 +196,28 @@ class OrchestratorSection(OrchestratorLimits):
 
 @settings
 class HttpSection(HttpRules):
-    """OpenAI's API over HTTP, which `baton serve` serves by a process of its own (docs/http.md)."""
+    """OpenAI's API over HTTP, which `baton serve` serves in a separate process (docs/http.md)."""
 
     host: Annotated[str, Field(min_length=1)] = LOOPBACK
-    """Address of the interface that HTTP clients are served on."""
+    """Address of the interface that the HTTP gateway listens on."""
     port: Annotated[int, Field(ge=-1, le=65535)] = 8000
-    """Port for HTTP clients; 0 takes any free one, which `baton serve` prints; -1: no HTTP."""
+    """Port for HTTP clients; 0: any free port (`baton serve` prints it), -1: no HTTP."""
     certificate: AbsolutePath = ""
-    """File with a chain of certificates in PEM, by which HTTPS is served; empty: plain HTTP."""
+    """PEM file with the certificate chain for HTTPS; empty: plain HTTP."""
     private_key: AbsolutePath = ""
-    """File with the private key of the certificate, in PEM."""
+    """PEM file with the private key of the certificate."""
     grace_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 5.0
-    """Seconds that running requests have to end by themselves when the gateway ends; new ones get status 503."""
+    """Seconds that running requests get to finish when the gateway stops; new requests get status 503 meanwhile."""
     console: bool = True
-    """Whether the gateway also serves the web console, at /console."""
+    """Serve the web console at /console."""
     tool_format: Literal["auto", "hermes", "llama3", "mistral", "smollm2", "none"] = "auto"
-    """How the model calls tools: auto, as its chat template says; hermes, llama3, mistral, smollm2, or none."""
+    """Format of the model's tool calls: auto (from its chat template), hermes, llama3, mistral, smollm2, or none."""
     max_responses: Annotated[int, Field(ge=0)] = 4096
-    """Responses of /v1/responses that are kept, for others to go on from, at most; 0: none."""
+    """Maximum number of /v1/responses responses kept for later requests to continue; 0: none are kept."""
     max_responses_bytes: Bytes = 64 * 2**20
-    """Bytes of memory of kept responses with their conversations, at most, like "64MiB"."""
+    """Maximum bytes of memory for kept responses with their conversations, like "64MiB"."""
     keep_responses_s: Seconds = 24 * 3600.0
-    """Seconds after which a response is forgotten."""
+    """Seconds after which a kept response is deleted."""
 
     @model_validator(mode="after")
     def _certificate_and_key(self) -> Self:
@@ -228,10 +228,10 @@ class HttpSection(HttpRules):
 
 @settings
 class SupervisionSection:
-    """How workers are watched, and when they are replaced."""
+    """Supervision of workers: heartbeats, and timeouts after which workers are replaced."""
 
     start_timeout_s: Seconds = 120.0
-    """Seconds in which a worker must load its model and answer."""
+    """Timeout in seconds for a worker to load its model and answer."""
     heartbeat_s: Seconds = 1.0
     """Seconds between two heartbeats."""
     dead_after_s: Seconds = 5.0
@@ -249,13 +249,13 @@ class RaySection:
     """The Ray cluster that the workers run on."""
 
     address: str = ""
-    """host:port of a running Ray that declares baton_prefill and baton_generate, one a worker; empty: start one."""
+    """host:port of a running Ray with resources baton_prefill and baton_generate, 1 per worker; empty: start a Ray."""
     object_store_mib: Annotated[int, Field(ge=75)] = 80
-    """Object store of a Ray that is started here, in MiB. Baton puts nothing large into it."""
+    """Object store in MiB of a Ray that Baton starts. Baton stores nothing large in it."""
     node_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Seconds that a group may wait for a node with room for it, which Ray's autoscaler may start; 0: none."""
+    """Seconds that a group waits for a node with room, for example one that Ray's autoscaler starts; 0: no wait."""
     head_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 60.0
-    """Seconds that the launcher tries again when Ray does not answer, as while its head is restarted; then it ends."""
+    """Seconds that the launcher retries when Ray does not answer (its head restarts, for example) before it ends."""
 
 
 def _hashes(api_keys: tuple[ApiKey, ...]) -> tuple[str, ...]:

@@ -15,7 +15,8 @@ Section = PrefillConfig | EngineConfig | OrchestratorConfig
 
 @settings
 class WorkerConfig:
-    """One worker: its role and number, where it runs, and the settings of its role. A line of JSON to its process."""
+    """Configuration of one worker: its role and number, where it runs, and the settings of its role. Its process
+    reads it as one line of JSON."""
 
     role: Role
     group: int
@@ -26,8 +27,8 @@ class WorkerConfig:
     section: Section
     """Settings of the role."""
     lent: str = ""
-    """Name of the worker in whose place this one runs, because its group has lent it; empty: it has a place of its
-    own."""
+    """Name of the worker whose place this one uses, because that worker's group has lent it; empty: it uses its own
+    place."""
 
     @property
     def group_name(self) -> str:
@@ -36,11 +37,12 @@ class WorkerConfig:
 
     @property
     def place_name(self) -> str:
-        """Name of the worker that has the place where this one runs: its own name, or that of the lent worker."""
+        """Name of the worker that owns the place where this one runs: its own name, or that of the lent worker."""
         return self.lent or self.name
 
     def in_place_of(self, home: "WorkerConfig") -> "WorkerConfig":
-        """Return this configuration for the process of another worker, which its group has lent: on its cores."""
+        """Return this configuration for the process of `home`, a worker that its group has lent, on that worker's
+        cores."""
         cores, num_threads = home.place.cores, self.place.num_threads
         if cores:
             num_threads = min(num_threads or len(cores), len(cores))
@@ -48,7 +50,7 @@ class WorkerConfig:
 
     @property
     def name(self) -> str:
-        """Name of the worker: that of its group, in a chain with .RANK, or orchestrator."""
+        """Name of the worker: its group's name, followed by .RANK in a chain, or "orchestrator"."""
         if self.role == "orchestrator":
             return self.role
         return f"{self.group_name}.{self.rank}" if self.role == "prefill" else self.group_name
