@@ -1,6 +1,6 @@
 """Keeps the secrets of a cluster on the launcher's machine, in files that only the launcher's user can read.
 
-The files lie in a folder beside the cluster's record. `baton serve` writes them before it starts any process, and
+The files are in a folder next to the cluster's record. `baton serve` writes them before it starts any process, and
 `ClusterRecord.remove` removes them. Operators' commands on that machine read the cluster's secret from its file
 (`deploy.commands.record.secret_for`). docs/security.md lists all secrets.
 """
@@ -20,8 +20,8 @@ _MOST_BYTES = 4096
 
 
 def keep_secrets(record: Path, secret: ClusterSecret) -> Path:
-    """Keep the secret of the cluster whose record has this path, and a new token for its Ray, in place of any that are
-    there. Return the path of the token. Raises ConfigError when they cannot be written."""
+    """Write the secret of the cluster whose record has this path, and a new token for its Ray, in place of existing
+    ones. Return the path of the token. Raises ConfigError when they cannot be written."""
     folder = _folder(record)
     try:
         remove_secrets(record)

@@ -116,7 +116,7 @@ def restore(stub: "AdminStub", group: str, *, timeout_s: float | None, model: st
 
 
 def left_of(state: "GroupState") -> str:
-    """Return what a group has left to do, in words for people."""
+    """Return the number of requests and slots that a group still holds, as readable text."""
     requests = f"{state.num_requests} request{'' if state.num_requests == 1 else 's'}"
     if (held := state.generation) is None:
         return requests

@@ -91,7 +91,7 @@ class HttpDoor:
         self._closing = threading.Event()
         self._decided = threading.Event()
         """Set once there is a target, or the door closes."""
-        self._target: HttpTarget | None = None  # guarded by the lock, as are the process and what it was told
+        self._target: HttpTarget | None = None  # guarded by the lock, as are `_process` and `_is_told`
         self._process: subprocess.Popen[str] | None = None
         self._is_told = False
         """True once the target was sent to the process."""
@@ -107,8 +107,8 @@ class HttpDoor:
         return f"{'https' if self._section.certificate else 'http'}://{address}"
 
     def serve(self, target: str, model: ModelInfo) -> None:
-        """Serve this model by the orchestrator at `target` from now on, in a new life of a process that was told
-        another target."""
+        """Serve this model through the orchestrator at `target`. A process that has got its target already is replaced
+        by a new one."""
         with self._lock:
             self._target = HttpTarget(target, model)
             if self._process is not None and self._is_told:
@@ -116,7 +116,7 @@ class HttpDoor:
         self._decided.set()
 
     def close(self) -> None:
-        """End the process, once its answers have ended or their grace has passed, and give the address back.
+        """End the process once its responses have ended or the grace period has passed, and release the address.
         Idempotent."""
         self._closing.set()
         with self._lock:
@@ -140,7 +140,7 @@ class HttpDoor:
             self._closing.wait(pause_s)
 
     def _live(self, restarts: Restarts) -> tuple[HttpTarget | None, str]:
-        """Run one life of the process; return the target that it had, and why it ended."""
+        """Run the process once, until it ends. Return its target and the reason why it ended."""
         with self._lock:
             if self._closing.is_set():
                 return self._target, "closing"

@@ -36,7 +36,8 @@ class ClusterRecord:
     name: str
     launcher_pid: int
     launcher_started: str
-    """When the launcher started, in the kernel's ticks since boot: tells a reused process id from the launcher."""
+    """Start time of the launcher in the kernel's ticks since boot. It identifies a process that reuses the launcher's
+    process id."""
     ray_address: str
     """Address of the cluster's Ray, host:port."""
     ray_folder: str
@@ -51,7 +52,7 @@ class ClusterRecord:
         return process_start(self.launcher_pid) == self.launcher_started
 
     def save(self) -> None:
-        """Write the record to its file, replacing one that is there in one step."""
+        """Write the record to its file. An existing file is replaced atomically."""
         path = record_path(self.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}")

@@ -87,7 +87,7 @@ class _Rollout:
         self._stand_in = ""
         """Name of the extra group that serves while the only generation group is away; empty if there is none."""
         self._is_withdrawn = False
-        """Whether the group that is being reloaded has been asked to leave."""
+        """True once the group that is being reloaded has been ordered to leave."""
 
     def names(self) -> list[str]:
         """Return the names of all groups that are not drained, and have workers of their own."""
@@ -112,7 +112,7 @@ class _Rollout:
             self._stand_in = ""
 
     def advice(self, options: str, left: Sequence[str]) -> list[str]:
-        """Return lines that say how to go on after the first of the groups `left` failed."""
+        """Return lines that say how to continue after the first of the groups `left` failed."""
         name, groups = left[0], "".join(f" --group {each}" for each in left)
         lines = [f"the cluster still serves; to continue: `baton reload{options}{groups}`"]
         if self._is_withdrawn:

@@ -145,7 +145,7 @@ class _Launch:
         from deploy.ray_cluster.supervisor import SupervisorActor
         from deploy.ray_cluster.supervisor_state import NAME
 
-        # Beside the launcher while that node lives: there the orchestrator's address is known beforehand.
+        # On the launcher's node while it is up, because the orchestrator's address is known there in advance.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         made: Any = ray.remote(SupervisorActor).options(
             name=NAME,
@@ -184,7 +184,7 @@ class _Launch:
             stopping.wait(self._config.supervision.heartbeat_s if self._endpoint else _START_POLL_S)
 
     def _look(self, supervisor: Any) -> None:
-        """Ask the supervisor for its state and show it; kill a silent supervisor."""
+        """Get the supervisor's state and show it. Kill a silent supervisor."""
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError
 
@@ -338,9 +338,11 @@ def _start_ray(config: ClusterConfig, folder: Path) -> str:
 
 
 def declared_pools(config: ClusterConfig, num_cores: int) -> dict[str, float]:
-    """Return how many workers of each pool a Ray that is started on a machine of so many cores declares: as many as the
-    cores have threads for, but at least what is configured, and one group more, which stands in while one is reloaded;
-    what the autoscaler may start counts as configured."""
+    """Return the number of workers of each pool that a Ray on a machine with `num_cores` cores declares.
+
+    This is the number that the cores have threads for, but at least enough for all groups that are configured or that
+    the autoscaler may start, and one more, which stands in while a group is reloaded.
+    """
     asked = {"prefill": config.prefill.num_ranks, "generate": 1}
     threads = {"prefill": config.prefill.num_threads, "generate": config.generate.num_threads or num_cores}
     return {

@@ -101,8 +101,8 @@ def run_stop(args: argparse.Namespace) -> int:
 
 
 def _end_on(address: str, name: str) -> bool:
-    """End the cluster of that name on a Ray that goes on running; return whether there was one. Does nothing when that
-    Ray is gone."""
+    """End the cluster of that name on a Ray that keeps running. Return whether the cluster existed. Does nothing when
+    that Ray is gone."""
     from baton.errors import UnavailableError
     from deploy.commands.ray_access import prepare_to_join
 

@@ -1,4 +1,4 @@
-"""What `baton status` shows of a running cluster: its health, what its predictions rest on, its groups and slots."""
+"""Output of `baton status`: health of a running cluster, the basis of its predictions, its groups and slots."""
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -26,8 +26,8 @@ _NUM_CHANGES = 5
 
 
 def show_status(name: str, api_key: str | None = None) -> int:
-    """Show the cluster of that name, asked with its secret and `api_key`. Return 0 when it serves, 1 when it does not,
-    or does not answer. Raises ConfigError when its secret cannot be read."""
+    """Show the state of the cluster of that name, requested with its secret and `api_key`. Return 0 when it serves, 1
+    when it does not serve or does not answer. Raises ConfigError when its secret cannot be read."""
     record = load_record(name)
     if record is None or not record.endpoint:
         print(f"cluster {name}: {'not running' if record is None else 'starting'}")

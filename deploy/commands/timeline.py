@@ -14,7 +14,7 @@ _LABEL_WIDTH = 18
 _NOTE_WIDTH = 34
 _RANK_STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _LAYER_MARKS = ("\u2588", "\u2593")
-"""Marks of even and odd layers, which differ so that neighbouring layers can be told apart."""
+"""Marks of even and odd layers. They differ so that the boundary between two layers is visible."""
 
 
 def draw_timeline(

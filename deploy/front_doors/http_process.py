@@ -81,7 +81,7 @@ def _answer(answers: TextIO, message: dict[str, object]) -> None:
 
 
 async def _beat(answers: int, every_s: float) -> None:
-    """Tell the launcher that the loop runs, until cancelled. A launcher that does not read is not waited for."""
+    """Report to the launcher that the loop runs, until cancelled. Does not wait for a launcher that does not read."""
     os.set_blocking(answers, False)
     while True:
         with contextlib.suppress(OSError):

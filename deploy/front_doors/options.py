@@ -1,4 +1,4 @@
-"""Options and the end of a command that serves clients in front of a server, whatever they speak."""
+"""Options of commands that serve clients in front of a server, for any protocol, and how such a command ends."""
 
 import argparse
 from pathlib import Path

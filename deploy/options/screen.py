@@ -1,4 +1,4 @@
-"""What several commands show on a terminal in the same form: tables of numbers, and bars of progress."""
+"""Terminal output that several commands share: tables of numbers, and progress bars."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +9,7 @@ from rich.table import Table
 
 
 def number_table(title: str, headings: Sequence[str], words: str = "") -> Table:
-    """Return an empty table whose columns are flush right, as numbers are, but for the one that is headed `words`."""
+    """Return an empty table with right-aligned columns, except the column with the heading `words`."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
     for heading in headings:
         table.add_column(heading, justify="left" if heading == words else "right")
