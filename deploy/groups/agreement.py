@@ -1,4 +1,4 @@
-"""What the workers of one cluster must have in common, checked when each of them starts.
+"""Checks at the start of each worker that it matches the other workers of its cluster.
 
 Pure. Owned by the cluster's supervisor.
 """
@@ -17,9 +17,9 @@ from transport.proto_types import kernels_from_proto
 
 @dataclass
 class Agreement:
-    """What all workers of a cluster must have in common: the supervisor's version, the KV layout of those that load the
-    same model folder, and the kernels of those on the same kind of processor. The first worker that is asked sets the
-    latter two."""
+    """Properties that workers of a cluster must share. All workers have the supervisor's version. Workers with the same
+    model folder have one KV layout, and workers on the same kind of processor have the same kernels. The first worker
+    that is checked sets layout and kernels."""
 
     layouts: dict[Path, tuple[str, str]] = field(default_factory=dict)
     """KV layout by model folder: its fingerprint, and the worker that reported it."""

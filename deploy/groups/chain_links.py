@@ -44,7 +44,7 @@ class ChainLinks:
         try:
             outcomes = await asyncio.gather(*joins, return_exceptions=True)
         finally:
-            del store  # no longer listens, whatever keeps this frame
+            del store  # stops listening, even if a traceback keeps this frame
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome

@@ -201,12 +201,12 @@ class LocalCluster:
 
     @property
     def generation(self) -> Worker:
-        """The first generation engine's worker in its present life."""
+        """The current worker of the first generation engine."""
         return self._cluster.generation[0].workers[0]
 
     @property
     def ranks(self) -> tuple[Worker, ...]:
-        """The prefill ranks' workers in their present lives, in rank order."""
+        """The current workers of the prefill ranks, in rank order."""
         return tuple(group.workers[rank] for group in self._cluster.prefill for rank in sorted(group.workers))
 
     async def until_ready(self, timeout_s: float) -> None:

@@ -51,13 +51,13 @@ class WorkerGroup:
         """The group in whose room the workers run, and the number of places there."""
         self.links = links
         self.workers: dict[int, Worker] = {}
-        """Workers by rank, in their present lives; empty before the group has started."""
+        """Current workers by rank; empty before the group has started."""
         self.layout_fingerprint = ""
         """Fingerprint of the group's KV layout, as its workers reported it at their start."""
         self.residency = ""
         """Residency policy of a generation engine, as it was reported at the engine's start; empty for a chain."""
         self.is_approximate = False
-        """Whether the residency policy attends to less than all tokens."""
+        """True if the residency policy attends to less than all tokens."""
         self._configs = tuple(configs)
         self._around = surroundings
         self._heartbeats = Heartbeats(links, surroundings)
@@ -65,17 +65,17 @@ class WorkerGroup:
         self._stores: dict[int, str] = {}
         """Prefix stores of the workers' nodes, by rank, as reported at their start; empty strings if there are none."""
         self._missing: dict[int, WorkerConfig] = {}
-        """Workers whose process has ended and whose next life has not begun, by rank."""
+        """Configurations of workers whose process has ended and has not been replaced yet, by rank."""
         self._ready = asyncio.Event()
         self._look = asyncio.Event()
         self._changing = asyncio.Lock()
-        """Held while workers are asked, replaced, given or received."""
+        """Held while workers are sent heartbeats, replaced, given or received."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
 
     @property
     def ready(self) -> bool:
-        """Whether all workers serve and, in a chain, have links, as far as the supervisor knows."""
+        """True if all workers serve and, in a chain, have links, as far as the supervisor knows."""
         return self._ready.is_set()
 
     @property
@@ -106,8 +106,8 @@ class WorkerGroup:
         self._look.set()
 
     async def start(self, given: Mapping[int, WorkerHandle] = MappingProxyType({})) -> None:
-        """Start the workers and return when the group is ready; from then on it is watched. The processes `given`, by
-        rank, which other groups have given up, become its workers. Raises the first failure; `close` cleans up."""
+        """Start the workers and return when the group is ready; after that the group is supervised. The processes
+        `given`, by rank, come from other groups and become its workers. Raises the first failure; `close` cleans up."""
         if self._around.room is not None:
             await self._around.room.reserve(self.room, self.num_places)
         spawns = (self._spawn(config, given.get(config.rank)) for config in self._configs)
@@ -123,8 +123,8 @@ class WorkerGroup:
         self._keep(supervising)
 
     async def give(self, rank: int) -> WorkerHandle | None:
-        """Give up the place of this rank, and return its worker, which serves elsewhere from now on; None when its
-        process has ended. The other ranks of a chain are linked anew."""
+        """Remove the place of this rank and return its worker, which serves in another group next; None when its
+        process has ended. The other ranks of a chain are linked again."""
         async with self._changing:
             worker = self.workers.get(rank)
             if worker is not None:
@@ -136,8 +136,8 @@ class WorkerGroup:
             return None if worker is None or worker.handle.ended else worker.handle
 
     async def receive(self, config: WorkerConfig, given: WorkerHandle | None) -> None:
-        """Add a worker, as which the process `given`, or a new one, serves from now on; a chain is linked anew with it.
-        If that fails, it is tried again as for a worker that has ended."""
+        """Add a worker, and link a chain again with it. The worker runs in the process `given`, or in a new one. If it
+        does not start, it is retried like a worker that has ended."""
         async with self._changing:
             self._set_ready(False)
             self._configs = tuple(sorted((*self._configs, config), key=lambda each: each.rank))
@@ -197,8 +197,8 @@ class WorkerGroup:
         self._stores[worker.handle.config.rank] = status.prefix_store.identity
 
     async def _wake_at_end(self, handle: WorkerHandle) -> None:
-        """Wake the supervisor when the worker's process has ended, and tell what it was computing if it crashed. A wait
-        that fails wakes it, too, and leaves the rest to the heartbeats."""
+        """Wake the supervisor when the worker's process has ended, and report the work that it did if it crashed. A
+        wait that fails wakes the supervisor, too; the heartbeats then detect the end."""
         try:
             await handle.wait()
         except Exception as error:  # noqa: BLE001 - logged by tell_failure, with its traceback
@@ -259,9 +259,9 @@ class WorkerGroup:
             raise
 
     async def _repair(self) -> None:
-        """Ask all workers for their status, replace those that ended, and link a chain anew if necessary: also one that
-        is not ready, whatever its ranks say, as links that failed are tried again, and ranks may have come or gone. The
-        group is ready afterwards, unless a worker is missing, or silent when a chain is to be linked."""
+        """Send all workers a heartbeat, replace those that ended, and link a chain again if necessary. A chain that is
+        not ready is always linked again, because an earlier attempt may have failed and ranks may have changed. The
+        group is ready afterwards, unless a worker is missing, or is silent when its chain must be linked."""
         broken = await self._heartbeats.send(self.workers.values())
         replaced = await self._replace_ended()
         if self._missing:
@@ -274,8 +274,7 @@ class WorkerGroup:
         self._set_ready(True)
 
     async def _replace_ended(self) -> bool:
-        """Start a new life for every worker whose process has ended, if its pause is over. Return whether one has
-        begun."""
+        """Replace each worker whose process has ended, if its pause is over. Return whether a worker was replaced."""
         for rank, worker in self.workers.items():
             if worker.handle.ended and rank not in self._missing:
                 self._set_ready(False)
@@ -294,8 +293,8 @@ class WorkerGroup:
             return describe(error)
 
     async def _replace(self, config: WorkerConfig) -> bool:
-        """Close the rest of the worker's former life, and begin a new one. Return whether that has begun; after any
-        failure it is tried again after the worker's pause."""
+        """Close the ended worker, and start its replacement. Return whether that succeeded. A failure is reported, and
+        retried after the worker's pause."""
         try:
             if config.rank in self.workers:
                 await self.workers[config.rank].close()

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class Heartbeats:
-    """Asks the workers of one group. Only a chain has `links`."""
+    """Sends heartbeats to the workers of one group. Only a chain has `links`."""
 
     def __init__(self, links: ChainLinks | None, surroundings: Surroundings) -> None:
         self._links = links
@@ -24,7 +24,7 @@ class Heartbeats:
 
     async def send(self, workers: Iterable[Worker]) -> bool:
         """Send one heartbeat to every worker; kill those that are silent or hang. Return whether a rank's links are
-        broken. Raises the first failure once all workers have been asked."""
+        broken. Raises the first failure once the heartbeats of all workers are done."""
         hearing = (self._hear(worker) for worker in workers)
         heard = await asyncio.gather(*hearing, return_exceptions=True)
         for outcome in heard:

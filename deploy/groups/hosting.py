@@ -67,8 +67,8 @@ class WorkerHost:
         self._server: Server | None = None
 
     async def serve(self, config: WorkerConfig) -> int:
-        """End the server that there is, with all that it holds but the model, start that of this configuration, and
-        return its port. Raises a BatonError of one line when that fails; then nothing is served."""
+        """Stop the present server, if any, and free all that it holds except the model. Then start a server with this
+        configuration and return its port. Raises a BatonError of one line when that fails; then nothing is served."""
         if self._server is not None:
             await self._server.stop(_GRACE_S)
             self._server = None

@@ -45,15 +45,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OrchestratorPlan:
-    """What the lives of an orchestrator are made from."""
+    """Settings from which an orchestrator and each of its replacements are started."""
 
     worker: WorkerConfig
-    """Configuration of the orchestrator's process, equal for all lives."""
+    """Configuration of the orchestrator's process, equal for all replacements."""
     model: ModelInfo
     eos_token_ids: tuple[int, ...]
     make_planner: Callable[[ChainPlanner | None], ChainPlanner]
-    """Returns the planner of a new life, from the planner of the former one (None: there was none). Blocks; raises
-    ConfigError for a damaged calibration."""
+    """Returns the planner of a new orchestrator process, from the planner of the former one (None: it is the first).
+    Blocks; raises ConfigError for a damaged calibration."""
     host: str
     """Interface on which clients are served."""
     ports: tuple[int, int | None] = (0, None)
@@ -65,7 +65,7 @@ class OrchestratorPlan:
 
 
 class _Life:
-    """One life of the orchestrator, with the channel to it."""
+    """One process of the orchestrator, with the channel to it. Its replacement is another _Life."""
 
     def __init__(self, handle: WorkerHandle) -> None:
         self.handle = handle
@@ -89,11 +89,11 @@ class OrchestratorKeeper:
     def __init__(self, plan: OrchestratorPlan, view: Callable[[], ClusterView], around: Surroundings) -> None:
         """Make a keeper that has no orchestrator yet. `view` is called at each heartbeat."""
         self.ports = plan.ports
-        """Ports for clients and for metrics (None: no metrics): as planned, and once started, those that the
-        orchestrator got."""
+        """Ports for clients and for metrics (None: no metrics): the planned ones, and after the start those that the
+        orchestrator listens on."""
         self.orders = Orders()
-        """Operators' orders, as the orchestrator's last life knew them, for its next life. First set by the supervisor,
-        which keeps them too."""
+        """Operators' orders as the orchestrator last reported them; a replacement process starts with them. First set
+        by the supervisor, which keeps them too."""
         self.follow: Callable[[Orders], Orders] = _keep
         """Called with the orders in each heartbeat's answer; returns those that were kept. Set once, by the
         supervisor."""
@@ -109,7 +109,7 @@ class OrchestratorKeeper:
 
     @property
     def pid(self) -> int:
-        """Process id of the present life; 0 when there is none."""
+        """Process id of the running orchestrator; 0 when none runs."""
         return 0 if self._life is None or self._life.handle.ended else self._life.handle.pid
 
     def tell(self) -> None:
@@ -117,9 +117,9 @@ class OrchestratorKeeper:
         self._news.set()
 
     async def start(self, process: WorkerHandle | None = None) -> None:
-        """Start the orchestrator, or take over one that an earlier supervisor left; return when it serves clients. From
-        then on it is kept. `process`, if any, was started for it before, as the plan's worker. Raises its error when it
-        cannot serve; then nothing of it is left."""
+        """Start the orchestrator, or take over one that an earlier supervisor left. Return when it serves; after
+        that it is supervised, and replaced when it ends. `process`, if any, was started before from the plan's worker
+        configuration. Raises the orchestrator's error when it cannot serve, and then leaves no process behind."""
         await self._begin(process)
         self._keeping = asyncio.create_task(self._keep())
         self._keeping.add_done_callback(self._tell_end)
@@ -212,8 +212,8 @@ class OrchestratorKeeper:
         )
 
     async def _plan_chains(self) -> ChainPlanner:
-        """Return a planner by the calibration that is kept now, which an earlier life may have been given. A file that
-        has been damaged since does not end a cluster that serves."""
+        """Return a planner that uses the calibration file as it is now; an earlier orchestrator process may have
+        replaced it. A file that has been damaged since does not end a cluster that serves."""
         try:
             self._planner = await asyncio.to_thread(self._plan.make_planner, self._planner)
         except ConfigError as error:

@@ -2,8 +2,8 @@
 
 Parent and child speak in lines: the parent writes a WorkerConfig as JSON to the child's standard input and keeps the
 pipe open; the child answers with one line of JSON on standard output, `{"port": ...}` or `{"error": ...}`. A further
-WorkerConfig gives the child another role. End of input tells the child to exit, so a killed parent takes its children
-along.
+WorkerConfig gives the child another role. The child exits at the end of its input, so no child outlives a killed
+parent.
 
 Runs on the parent's asyncio loop.
 """
@@ -69,8 +69,8 @@ class WorkerProcess:
             self.process.send_signal(signal.SIGKILL)
 
     async def close(self) -> None:
-        """End the worker's input, which asks it to exit; kill it after CLOSE_GRACE_S. Returns when the process has
-        ended."""
+        """End the worker's input, on which it exits. Kill it if it runs after CLOSE_GRACE_S. Returns when the process
+        has ended."""
         if self.process.stdin is not None:
             self.process.stdin.close()
         try:

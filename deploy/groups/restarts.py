@@ -1,4 +1,4 @@
-"""When a worker that ended may start again: at once after a long life, after growing pauses if they are short."""
+"""Decides when an ended worker is restarted: at once after a long run, after growing pauses if its runs are short."""
 
 from dataclasses import dataclass
 
@@ -7,23 +7,23 @@ from baton.clock import Clock
 
 @dataclass(frozen=True)
 class Backoff:
-    """How soon a worker that ends again and again is started again."""
+    """Pauses before restarts of a worker that ends repeatedly."""
 
     first_s: float = 1.0
     """Seconds before the second start in a row; doubles with each further one. The first is made at once."""
     most_s: float = 30.0
     """Longest pause before a start, in seconds."""
     healthy_s: float = 60.0
-    """Seconds of life after which a worker's earlier ends no longer count."""
+    """Seconds that a worker must run before its earlier ends no longer count."""
 
 
 class Restarts:
-    """Counts the short lives of one worker, and says when its next may begin. Owned by its group."""
+    """Counts the short runs of one worker, and says when it may be restarted. Owned by the worker's group."""
 
     def __init__(self, backoff: Backoff, clock: Clock, num_at_once: int = 1) -> None:
-        """Make the count of a worker that has not lived yet; `num_at_once` starts in a row are made without a pause."""
+        """Make the count of a worker that has not run yet; `num_at_once` starts in a row are made without a pause."""
         self.num_ends = 0
-        """Lives in a row that were short, or did not begin."""
+        """Number of successive runs that were short, or failed to start."""
         self._backoff = backoff
         self._clock = clock
         self._num_at_once = num_at_once
@@ -32,15 +32,15 @@ class Restarts:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next life may begin now."""
+        """True if the worker may be restarted now."""
         return self._clock.now_s() >= self._due_s
 
     def began(self) -> None:
-        """Record that the worker serves from now on."""
+        """Record that the worker began to serve."""
         self._began_s = self._clock.now_s()
 
     def ended(self) -> float:
-        """Record that a life has ended, or could not begin. Return the seconds until the next may begin."""
+        """Record that the worker ended, or failed to start. Return the seconds until it may be restarted."""
         now_s = self._clock.now_s()
         if self._began_s is not None and now_s - self._began_s >= self._backoff.healthy_s:
             self.num_ends = 0

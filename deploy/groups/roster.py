@@ -2,9 +2,9 @@
 Groups leave and come back one by one, while the others serve.
 
 A stand-in may borrow its worker from a group of the other role: the worker's process takes that role, and its model
-stays loaded. The lending group goes on with what it has left, and has no workers when all are lent. When the stand-in
-leaves, the worker goes back, unless its own group is to leave, too. All of them run in the lending group's room, which
-is released when none is left.
+stays loaded. The lending group continues with its remaining workers, and has none when all are lent. When the stand-in
+leaves, the worker returns to its group, unless that group must leave, too. All these workers run in the lending group's
+room, which is released when none is left.
 
 The orders of operators come with every heartbeat (`orchestrator.membership.members.Orders`), and are compared with the
 present groups: an order that was missed is carried out later, and one that was taken back meanwhile is not. A group
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 Given = dict[int, WorkerHandle]
 """Workers on their way from one group to another, by the rank that they are to have."""
 MakeGroup = Callable[[str, Orders], WorkerGroup]
-"""Makes a group's next life, from its name and the orders, which say its model and what it has lent or borrowed. Raises
+"""Makes a group from its name and the orders, which say its model and which workers it has lent or borrowed. Raises
 ConfigError for a model that cannot be served here."""
 
 
@@ -51,7 +51,8 @@ class Roster:
         self._restarts: dict[str, Restarts] = {}
         """Failed starts of groups that could not be started, by name."""
         self._moves: dict[str, asyncio.Task[None]] = {}
-        """What is done with groups now, by name; two groups that pass a worker on have one task."""
+        """Running task of each group that is starting or ending, by name. Two groups that pass on a worker share one
+        task."""
         self._lent_out: set[str] = set()
         """Names of groups that have no workers because all are lent."""
 
@@ -61,9 +62,9 @@ class Roster:
         return tuple(self._absent[name] for name in sorted(self._absent))
 
     async def adopt(self, orders: Orders, within_s: float | None = None) -> None:
-        """Take over in a later life of a supervisor: find the groups that should be there, and end what is left of the
-        others. Return when that is done, or after `within_s` seconds, while the work goes on (None: no limit). A
-        group that does not come up is absent, and `follow` tries it again."""
+        """Take over after a restart of the supervisor: find the groups that should exist, and end what is left of the
+        others. Return when that is done, or after `within_s` seconds (None: no limit), while the work continues. A
+        group that does not start is absent, and `follow` starts it again."""
         back = [name for name in orders.lent if name in orders.leaving and self._returns(name, orders)]
         self._orders = orders.without(back)  # their workers belong to their own groups again
         for name in self._known:
@@ -226,7 +227,7 @@ class Roster:
         self._set_absent(AbsentGroup(name, role_of(name), starts=True, error=text))
 
     async def _end_leftover(self, name: str) -> None:
-        """End what is left of a group, whatever its model was."""
+        """End what is left of a group, regardless of its model."""
         await self._end(self._make(name, replace(self._orders, models={})))
 
     async def _end(self, group: WorkerGroup) -> None:

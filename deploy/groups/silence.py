@@ -13,7 +13,7 @@ class Silence:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the last heartbeat was left unanswered."""
+        """True if the last heartbeat was not answered."""
         return self._seconds > 0
 
     def end(self) -> None:

@@ -29,7 +29,7 @@ class WorkerHandle(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether the worker's process has ended. Never blocks."""
+        """True if the worker's process has ended. Never blocks."""
         ...
 
     async def wait(self) -> str:
@@ -54,8 +54,8 @@ class WorkerHandle(Protocol):
         ...
 
     async def close(self) -> None:
-        """Ask the worker to exit, and kill it when it does not within a few seconds. Returns when its process has
-        ended."""
+        """Request the worker to exit, and kill it if it does not exit within a few seconds. Returns when its process
+        has ended."""
         ...
 
 
@@ -78,6 +78,6 @@ class Room(Protocol):
         ...
 
     async def release(self, group: str) -> None:
-        """Give back what was reserved for the group, even by an earlier supervisor; workers that are left there end.
-        Harmless when nothing is reserved."""
+        """Release the room that was reserved for the group, even by an earlier supervisor. Workers that still run in it
+        end. Does nothing when nothing is reserved."""
         ...

@@ -1,4 +1,4 @@
-"""What all groups of one cluster share."""
+"""Objects that all groups of one cluster share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the groups of one cluster share: spawner, heartbeat, clock and reports."""
+    """Objects that the groups of one cluster share: spawner, heartbeat, clock and reports."""
 
     spawner: Spawner
     heartbeat: Heartbeat

@@ -15,7 +15,7 @@ WorkerStatus = prefill_pb2.PrefillStatus | generate_pb2.GenerationStatus
 
 
 class Worker:
-    """One life of one worker, with its connection; its replacement is another Worker."""
+    """One started worker, with its connection. Its replacement is another Worker."""
 
     def __init__(self, handle: WorkerHandle) -> None:
         self.handle = handle
