@@ -1,8 +1,8 @@
-"""Arranges a cluster on one machine: what the configuration leaves open of ranks, threads and cores is decided here.
+"""Arranges a cluster on one machine: chooses ranks, threads and cores that the configuration does not set.
 
-`baton serve` and `baton doctor` call it before anything is started. What is set is never changed, and where any of it
-says how the pools are made up, only the settings of steps are filled in. Blocks for some milliseconds, once torch has
-been imported.
+`baton serve` and `baton doctor` call it before anything is started. A setting of the user is never changed. If the user
+has set any field of the pools (`_POOLS`), only the settings of steps are filled in. Blocks for some milliseconds, once
+torch has been imported.
 """
 
 from collections.abc import Mapping
@@ -19,27 +19,27 @@ _POOLS = {
     "prefill": ("num_groups", "num_ranks", "num_threads", "cores", "device", "across_nodes"),
     "generate": ("num_groups", "num_threads", "cores", "device"),
 }
-"""Settings that say how the pools are made up: where one is set, the machine is not arranged."""
+"""Fields that define the pools. If the user sets one of them, `arrange` chooses no pools."""
 _TOGETHER_STEPS = {
     "max_prefill_tokens_per_step": 512,
     "max_step_stretch": 3.0,
     "mixed_step_s": 0.3,
     "burst_step_s": 1.0,
 }
-"""Settings of an engine that does all prefills: prompts that come together and are too many for one step take
-steps of a few, which compute nearly as fast; beside streams a step leaves each three tokens a second, and decoding
-takes at most a third of it."""
+"""Settings of an engine that does all prefills. Prompts that arrive together and exceed one step are prefilled a few
+per step, which is nearly as fast. While other requests generate, a step leaves each of them three tokens a second, and
+decoding takes at most a third of the step."""
 _CUDA_STEP_TOKENS = 2048
-"""Most prompt tokens of a step on a GPU, which computes thousands while a CPU computes a few hundred."""
+"""Maximum number of prompt tokens in a step on a GPU, which computes thousands while a CPU computes a few hundred."""
 
 Sections = Mapping[str, Any]
 """A configuration as it was written: values and sections by name."""
 
 
 def arrange(sections: Sections, folder: Path, machine: Machine) -> tuple[ClusterConfig, str]:
-    """Return the configuration for the model in `folder`, with what `sections` leave open decided for `machine`, and
-    one line that says what was decided and why; an empty one where nothing was to be decided. Raises ConfigError, and
-    ModelError for a bad model."""
+    """Return the configuration for the model in `folder`, with fields that `sections` do not set chosen for `machine`,
+    and one line that explains the choice (empty if the pools were not chosen here). Raises ConfigError, and ModelError
+    for a bad model."""
     written = make_config(sections)
     why = ""
     if _is_open(sections, written):
@@ -53,7 +53,8 @@ def arrange(sections: Sections, folder: Path, machine: Machine) -> tuple[Cluster
 
 
 def _is_open(sections: Sections, written: ClusterConfig) -> bool:
-    """Return whether the configuration leaves it to the machine how the pools are made up."""
+    """Return whether the pools are to be chosen for the machine: the configuration permits it and sets no field of
+    them."""
     asks_for_chains = written.autoscaling.mode != "off" or written.orchestrator.disaggregation == "always"
     if written.arrangement == "configured" or written.ray.address or asks_for_chains:
         return False
@@ -61,7 +62,8 @@ def _is_open(sections: Sections, written: ClusterConfig) -> bool:
 
 
 def _choose(config: ClusterConfig, folder: Path, machine: Machine) -> tuple[Way, str]:
-    """Return the best way for this machine, and one line about it and the best of the other kind."""
+    """Return the best way for this machine, and one line that compares it with the best way of the other kind (chain or
+    engine alone)."""
     model = config.model
     costs = Costs(
         prefill=lambda threads: nominal_calibration(folder, model.dtype, threads, model.quantization),
@@ -79,7 +81,7 @@ def _choose(config: ClusterConfig, folder: Path, machine: Machine) -> tuple[Way,
 
 
 def _settings_of(way: Way, cores: list[int]) -> dict[str, dict[str, Any]]:
-    """Return the settings that make up the pools. Workers of a chain and their engine have cores of their own."""
+    """Return the settings of the pools for a way. Ranks of a chain and their engine are pinned to separate cores."""
     if not way.num_ranks:
         return {"prefill": {"num_groups": 0}, "generate": {"num_threads": way.engine_threads}}
     engine, ranks = cores[: way.engine_threads], cores[way.engine_threads :]
@@ -90,5 +92,5 @@ def _settings_of(way: Way, cores: list[int]) -> dict[str, dict[str, Any]]:
 
 
 def _filled(sections: Sections, settings: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the sections with these settings where they set nothing."""
+    """Return the sections with these settings added. Fields that the sections set already are kept."""
     return {**sections, **{name: {**values, **sections.get(name, {})} for name, values in settings.items()}}

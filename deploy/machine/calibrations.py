@@ -1,6 +1,8 @@
-"""Finds the calibration and step times that a cluster predicts by. There always are some: those in the configured file,
-else those kept for this model and hardware, else estimates from the model's shape and nominal rates: those of one core
-that were measured here (`core_rates`), or assumed ones. Step times are kept beside the calibration.
+"""Finds the calibration and step times from which a cluster predicts.
+
+The first of these that exists is used: the configured file, the file kept for this model and hardware, or estimates
+from the model's shape and nominal rates. Nominal rates are those of one core measured here (`core_rates`), or assumed.
+Step times are kept next to the calibration.
 
 The hardware is that of the machine which runs this code; all ranks are assumed to run on equal machines. Blocks on the
 disk.
@@ -79,8 +81,8 @@ def nominal_step_times(
 
 
 def find_step_times(assumed: StepTimes, calibration: Path) -> StepTimes:
-    """Return the step times that are kept beside the calibration file, `assumed` when there are none. Kept ones that
-    are damaged, of another version, or of another model or hardware are logged and ignored."""
+    """Return the step times that are kept next to the calibration file, or `assumed` if there are none. Step times that
+    are damaged, or of another version, model or hardware, are logged and ignored."""
     try:
         return load_kept(path_beside(calibration, assumed)) or assumed
     except ConfigError as error:
@@ -165,7 +167,7 @@ def served_planner(config: ClusterConfig, folder: Path, former: ChainPlanner | N
 
 
 def _machine(engine: str, quantization: str) -> str:
-    """Return the description that tells engines like these from others."""
+    """Return the description that identifies engines of this kind."""
     weights = "" if quantization == "none" else f", weights {quantization}"
     return f"{_processor()}, cpu, {engine}{weights}"
 

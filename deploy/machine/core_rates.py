@@ -1,11 +1,13 @@
-"""Keeps the rates of one core of this machine at prefill and at reading memory, by which predictions begin.
+"""Keeps the rates of one core of this machine at prefill and at reading memory: the basis of the first predictions.
 
-`python -m deploy.machine.core_rates` measures them, in a few seconds, and keeps them beside the built kernels, once for
-a kind of processor; `deploy.machine.model_folder` runs it before a first use. Reading what is kept needs no torch. They
-hold until a model's own costs have been measured (`baton calibrate`). Matrices and attention are timed twice: on one
-core by the processor time of its thread, which other processes disturb little, and on all cores by the clock, since
-cores that all compute are slower each. A core's rate is its part of the latter, but at least half of the former, which
-a busy machine does not lower.
+`python -m deploy.machine.core_rates` measures them in a few seconds and writes them to a file next to the built
+kernels, once for each kind of processor. `deploy.machine.model_folder` runs it before the first use. Reading the file
+needs no torch. The rates are used until a model's own costs have been measured (`baton calibrate`).
+
+Matrices and attention are timed twice. On one core, the processor time of the thread is measured, which other processes
+disturb little. On all cores, the elapsed time is measured, because each core is slower when all compute. The rate of a
+core is its part of the rate of all cores, but at least half of the rate on one core, since a busy machine does not
+lower the latter.
 """
 
 import json
@@ -44,7 +46,8 @@ def kept_rates_path() -> Path:
 
 
 def kept_rates(dtype_bytes: int) -> CoreRates | None:
-    """Return what was measured here with numbers of so many bytes; None where nothing was, or it cannot be read."""
+    """Return the rates measured here with numbers of `dtype_bytes` bytes; None if there are none, or the file cannot be
+    read."""
     path = kept_rates_path()
     try:
         return CoreRates(**json.loads(path.read_text())[str(dtype_bytes)])

@@ -37,11 +37,11 @@ _GPU_FILES = ("nvidia*", "kfd", "dxg")
 """Files that the drivers of NVIDIA, of AMD and of Windows make in /dev."""
 _PACKAGES = ("torch", "ray", "grpcio", "protobuf", "transformers")
 WORKER_BYTES = GIB // 2
-"""Bytes that a worker takes besides weights and KV: an upper estimate for torch and the process itself."""
+"""Bytes that a worker takes in addition to weights and KV: an upper estimate for torch and the process itself."""
 
 
 class Verdict(enum.Enum):
-    """What a finding means for the cluster."""
+    """Consequence of a finding for the cluster."""
 
     OK = "ok"
     WARNING = "warning"
@@ -127,7 +127,7 @@ def check_model(config: ClusterConfig, folder: Path) -> Finding:
 
 
 def check_devices(config: ClusterConfig) -> Finding:
-    """Check that the devices on which workers are to compute are there, and say which there are."""
+    """Check that the devices on which workers are to compute exist, and list the devices of this machine."""
     asked = {"prefill": config.prefill.device, "generate": config.generate.device}
     if not config.prefill.num_groups:
         del asked["prefill"]
@@ -198,7 +198,7 @@ def check_cores(config: ClusterConfig, machine: Machine) -> Finding:
 
 
 def check_memory(config: ClusterConfig, folder: Path, machine: Machine) -> Finding:
-    """Check that the weights of all workers fit in memory, and warn when the KV does not fit beside them."""
+    """Check that the weights of all workers fit in memory, and warn when weights and KV together do not."""
     needed = config.num_workers * (weight_bytes(folder, config.model.dtype) + WORKER_BYTES)
     if config.generate.draft_model:
         needed += config.generate.num_groups * weight_bytes(Path(config.generate.draft_model), config.model.dtype)
@@ -317,15 +317,15 @@ def _num_weights(path: Path, weights_a_word: int) -> int:
 
 
 def _weights_a_word(config: Path) -> int:
-    """Return the weights that a word of 32 bits holds where they are packed, by the fewest bits that config.json or the
-    file of an early tool beside it names; 8 where none is named."""
+    """Return the number of packed weights in a 32-bit word. It follows from the smallest number of bits named in
+    config.json or in an early tool's file next to it; 8 if none is named."""
     files = [path for path in (config, *map(config.with_name, _QUANTIZE_FILES)) if path.is_file()]
     named = [int(bits) for path in files for bits in _BITS.findall(path.read_text(encoding="utf-8", errors="replace"))]
     return 32 // min(named, default=4)
 
 
 def _available_bytes() -> int:
-    """Return MemAvailable in bytes, which counts what caches would give back; 0 where there is no /proc."""
+    """Return MemAvailable in bytes, which includes memory that caches would release; 0 where there is no /proc."""
     path = Path("/proc/meminfo")
     lines = path.read_text().splitlines() if path.is_file() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)

@@ -1,8 +1,9 @@
 """Models by their name on a Hugging Face hub: downloads the files that Baton reads into the hub's own cache.
 
-`model_folder` asks before anything is started. All of it is done by `huggingface_hub`, which reads its own environment:
-HF_ENDPOINT names a mirror, HF_TOKEN the user, HF_HOME the cache, and with HF_HUB_OFFLINE only the cache is asked. A
-connection that is cut is resumed, a chunk before at most, and files that are whole are never fetched again. Blocks.
+`model_folder` calls it before anything is started. All work is done by `huggingface_hub`, which reads its own
+environment: HF_ENDPOINT names a mirror, HF_TOKEN identifies the user, HF_HOME is the cache, and HF_HUB_OFFLINE limits
+it to the cache. After a broken connection, the download continues where it stopped, or at most one chunk before.
+Complete files are never downloaded again. Blocks.
 """
 
 import re
@@ -40,11 +41,11 @@ def is_hub_name(model: str) -> bool:
 
 
 def fetch_model(model: str, console: Console, *, weights: bool = True) -> Path:
-    """Return the folder of `model` in the hub's cache, with all files that Baton reads, or without `weights` all but
-    those; what is missing there is downloaded, with progress on the console. The small files come first, and a model
-    that Baton cannot serve is refused before its weights are fetched. Raises ModelError of one line when a hub is
-    needed and cannot be reached, does not have the model, or does not let this user have it."""
-    from httpx2 import HTTPError  # what huggingface_hub asks with, and raises
+    """Return the folder of `model` in the hub's cache, with all files that Baton reads; without `weights`, the weights
+    may be missing. Missing files are downloaded, with progress on the console. Small files are downloaded first, and a
+    model that Baton cannot serve is refused before its weights are downloaded. Raises ModelError of one line when a hub
+    is needed and cannot be reached, does not have the model, or denies this user access to it."""
+    from httpx2 import HTTPError  # huggingface_hub uses httpx2, and raises its errors
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 

@@ -140,9 +140,9 @@ def _failure_of(module: str) -> str:
 
 
 def require_alike(folder: Path, before: Path) -> None:
-    """Raise ConfigError unless the model in `folder` is that in `before` except for its weights. Configuration and
-    tokenizer must be equal, so that requests, and streams that go on, mean the same to both. Raises ModelError when
-    there is no model."""
+    """Raise ConfigError unless the model in `folder` equals that in `before` except for its weights. Configuration and
+    tokenizer must be equal, so that requests, and streams that continue, have the same meaning for both. Raises
+    ModelError when there is no model."""
     differing = [name for name in _TEXT_FILES if _content(folder / name) != _content(before / name)]
     if model_config(folder) != model_config(before):
         differing.insert(0, "config.json")

@@ -52,7 +52,7 @@ class Measured:
     spread: float
     """Ratio of median to fastest repeat, the largest of all measurements."""
     is_bound: bool = True
-    """Whether computing bounded a step at all; if not, FLOP/s are only a lower bound."""
+    """True if computing, not memory, bounded some step. If false, FLOP/s are only a lower bound."""
 
     @property
     def doubt(self) -> str:
@@ -85,7 +85,7 @@ class Steps:
 
     @property
     def is_bound(self) -> bool:
-        """Whether computing bounds the step with the most rows."""
+        """True if computing bounds the step with the most rows."""
         return computing_share(self.by_rows) >= _COMPUTING
 
 
@@ -222,8 +222,8 @@ def _step(decoder: Decoder, rows: int, context: int) -> Callable[[], object]:
 
 
 def _write_model(folder: Path, shape: ModelShape, dtype: str, num_layers: int) -> None:
-    """Write a Llama model with random weights; a feed-forward part without a gate becomes one with as many weights, and
-    the experts of a token one as wide as they are together."""
+    """Write a Llama model with random weights. A feed-forward part without a gate becomes a gated one with the same
+    number of weights. The experts of a token become one feed-forward part with their total width."""
     ffn = shape.active_ffn if shape.gated else -(-2 * shape.active_ffn // 3)
     config = {
         "model_type": "llama",

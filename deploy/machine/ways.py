@@ -1,9 +1,9 @@
-"""How the cores of one machine are best divided: an engine that prefills by itself, or a chain of ranks beside it.
+"""Finds the best use of one machine's cores: an engine that also prefills, or a chain of ranks and a separate engine.
 
-Each way is predicted for a nominal request by the cost model: how many such requests a second it can serve, and how
-long one waits for its first token on an idle machine. Cores that prefill and generate in turn are never idle; cores of
-their own keep long prompts from running streams, and cost nothing where steps are bound by memory that all cores share.
-Pure.
+The cost model predicts two numbers for each way, with a nominal request: the requests a second that it can serve, and
+the time to first token on an idle machine. Cores that alternate between prefill and generation are never idle. Separate
+cores keep long prompts from delaying running streams, and cost nothing if steps are bound by the memory that all cores
+share. Pure.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,7 +60,7 @@ class Costs:
         return Way(0, num_cores, 1 / request_s, prefill_s)
 
     def apart(self, num_cores: int, num_ranks: int) -> Way:
-        """Predict a chain of ranks that have a core each, beside an engine that has the others."""
+        """Predict a chain of ranks with one core each, and an engine with the remaining cores."""
         cost, num_threads = self.prefill(1).cost, num_cores - num_ranks
         chunks = np.array([analytic_seed(PROMPT_TOKENS, num_ranks, cost, BATON.kernel)], dtype=np.float64)
         is_last = np.arange(num_ranks) == num_ranks - 1
@@ -81,8 +81,8 @@ def ways(costs: Costs, num_cores: int, most_workers: int) -> list[Way]:
 
 
 def best_way(found: Sequence[Way]) -> Way:
-    """Return the way that serves most requests a second; of those that serve nearly as many, the one whose first token
-    comes soonest, and of equals the first."""
+    """Return the way with the shortest time to first token among those that serve nearly the most requests a second.
+    Of equal ways, return the first."""
     most = max(way.requests_per_s for way in found)
     near = [way for way in found if way.requests_per_s >= (1 - _ALIKE) * most]
     return min(near, key=lambda way: way.first_token_s)
