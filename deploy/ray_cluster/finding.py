@@ -1,8 +1,8 @@
 """Finds a cluster's orchestrator from any machine that reaches the Ray it runs on, also after it has moved to another
 node: the supervisor keeps the address in Ray's key-value store (`deploy.ray_cluster.memory`).
 
-Asks Ray's control store by gRPC, without joining that Ray: the caller's machine needs no node of it, and the caller
-goes on while the store is away. Runs on the caller's asyncio loop.
+Queries Ray's control store by gRPC, without joining that Ray. The caller's machine does not need to be one of its
+nodes, and the caller keeps running while the store is unreachable. Runs on the caller's asyncio loop.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,8 @@ _ANSWER_S = 5.0
 
 
 class OrchestratorFinder:
-    """Asks the Ray at one address where the orchestrator of one cluster serves. `deploy.commands.ray_access` prepares
-    the environment first."""
+    """Queries the Ray at one address for the address of one cluster's orchestrator. `deploy.commands.ray_access` must
+    have prepared the environment."""
 
     def __init__(self, address: str, name: str) -> None:
         """Make a finder for the cluster of that name on the Ray at host:port."""

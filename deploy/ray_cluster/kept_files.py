@@ -19,8 +19,8 @@ _PREFIX = "baton-file:"
 
 
 def keep_file(namespace: str, path: Path) -> None:
-    """Keep the text of a file for the other nodes of the cluster of that namespace, replacing what was kept under its
-    name. Does nothing for a file that is not there."""
+    """Keep the content of a file for other nodes of the cluster with that namespace, replacing the content kept under
+    the same name. Does nothing if the file does not exist."""
     if path.is_file():
         _internal_kv_put(_PREFIX + path.name, path.read_bytes(), namespace=namespace)
 

@@ -1,8 +1,8 @@
-"""What a supervisor's next life has to know, perhaps on another node: operators' orders, where the orchestrator
-serves, and what the workers were made with. Kept in Ray's key-value store, which lives as long as that Ray does.
+"""State that a supervisor needs after a restart, perhaps on another node: operators' orders, the orchestrator's
+address, and settings with which the workers were started. Kept in Ray's key-value store, as long as that Ray runs.
 
-Orders are written before they are carried out, so that a group that was to leave does not come back with a new
-supervisor; the next orchestrator gets them from the supervisor. Gateways read the orchestrator's address there
+Orders are written before they are carried out, so that a group that must leave does not return with a new supervisor.
+The next orchestrator gets the orders from the supervisor. Gateways read the orchestrator's address from the store
 (`deploy.ray_cluster.finding`).
 """
 
@@ -35,18 +35,18 @@ class Address:
 
 @dataclass(frozen=True)
 class Memory:
-    """What the supervisor of one cluster keeps for its next life."""
+    """State that the supervisor of one cluster keeps for its restart."""
 
     orders: Orders
     address: Address | None = None
-    """Where the orchestrator serves, or served last; None before it has served."""
+    """Address at which the orchestrator serves, or served last; None before it has served."""
     layout_fingerprint: str = ""
-    """Fingerprint of the KV layout of the groups that were there when this was kept."""
+    """Fingerprint of the KV layout of the groups that existed when this was saved."""
     step_times: Mapping[str, str] = field(default_factory=dict)
-    """Path of the step times that engines were given, by the folder of their model: another node would choose another,
-    and workers are found again by an equal configuration."""
+    """Path of the engines' step times, by the folder of their model. It is kept because another node would choose
+    another path, and workers are only found again by an equal configuration."""
     worker_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of memory that workers ask of their node, by role; none are asked of a Ray that was started here."""
+    """Bytes of memory that workers reserve on their node, by role; empty on a Ray that was started here."""
 
     def save(self, namespace: str) -> None:
         """Keep this for the cluster of that namespace, replacing what was kept before."""

@@ -35,7 +35,7 @@ _MOST_SHOWN = 8
 
 @dataclass(frozen=True)
 class WorkerNeeds:
-    """What a worker of a pool asks of its node."""
+    """Resources and labels that a worker of a pool needs on its node."""
 
     resources: Mapping[str, float]
     """Amounts by Ray's names; memory in bytes."""
@@ -43,13 +43,13 @@ class WorkerNeeds:
     """Labels that the node must have."""
 
     def __str__(self) -> str:
-        """Return the needs in words, for errors."""
+        """Return the needs as readable text, for errors."""
         where = f" labelled {_listed('{}={}'.format, self.labels)}" if self.labels else ""
         return f"{_amounts(self.resources)}, on one node{where}"
 
 
 Needs = Mapping[str, WorkerNeeds]
-"""What workers of each role ask."""
+"""Needs of the workers of each role, by role."""
 
 
 def needs_of(
@@ -57,8 +57,8 @@ def needs_of(
     memory_bytes: Mapping[str, int],
     gpu_shares: Mapping[str, float] = MappingProxyType({}),
 ) -> Needs:
-    """Return what workers of each role ask: one of their pool's resource, few CPUs, the pool's labels, memory, if its
-    bytes are given for the role, and that share of a GPU, if one is given for the role."""
+    """Return the needs of workers of each role: one of their pool's resource, `SMALL_CPU` CPUs, the pool's labels, and
+    if given for the role, `memory_bytes` and a share of a GPU."""
     needs = {}
     for role in ("prefill", "generate"):
         memory = {"memory": float(memory_bytes[role])} if role in memory_bytes else {}
@@ -73,7 +73,7 @@ class Node:
 
     node_id: str
     resources: Mapping[str, float]
-    """What it has in all, in use or not."""
+    """Total amounts, in use or not, by Ray's names."""
     labels: Mapping[str, str]
     address: str = ""
 
@@ -96,13 +96,13 @@ class RayRoom:
         across_nodes: bool = False,
         report: Callable[[str], None] = logger.info,
     ) -> None:
-        """Make a Room that waits up to `timeout_s` seconds for room that is taken now, and up to `node_wait_s` for
-        nodes that Ray does not have yet (0: it refuses at once). With `across_nodes` a group that no node could hold
-        lies on several. `report` gets a line for each group that waits."""
+        """Make a Room that waits up to `timeout_s` seconds for room that is in use now, and up to `node_wait_s` seconds
+        for nodes that Ray does not have yet (0: it refuses at once). With `across_nodes`, a group that no single node
+        can hold spans several. `report` gets a line for each group that waits."""
         self.places: dict[str, PlacementGroup] = {}
         """Placement group of each group of workers, by name."""
         self.needs = needs
-        """What workers ask. Owned by the supervisor, which may replace it before the first group is placed."""
+        """Needs of workers. Owned by the supervisor, which may replace it before the first group is placed."""
         self._timeout_s = timeout_s
         self._node_wait_s = node_wait_s
         self._across_nodes = across_nodes
@@ -159,8 +159,8 @@ class RayRoom:
         return self.needs[role_of(group)]
 
     def _make(self, group: str, num_workers: int) -> PlacementGroup:
-        """Return a new placement group, on the group's target unless that is gone or full: then on any node. Without a
-        target it waits for a node that holds it or, `across_nodes`, lies on as few nodes as hold it."""
+        """Return a new placement group. It is on the group's target node, or on any node if the target is gone or full.
+        Without a target it waits for a node that can hold it, or with `across_nodes` spans as few nodes as possible."""
         target, needs = self._targets[group], self._of(group)
         made: PlacementGroup = ray.util.placement_group(
             [dict(needs.resources)] * num_workers,
@@ -186,9 +186,12 @@ def living_nodes() -> list[Node]:
 def least_used(
     nodes: Sequence[Node], group: str, size: int, needs: WorkerNeeds, held: Mapping[str, Counter[str]]
 ) -> str:
-    """Return the id of the node for a further group of that size: of those that can hold it beside their other groups
-    of the pool, the one with the fewest; if there is none, of those that could hold it alone; empty if none could.
-    `held` has the workers of each role on each node, by the node's id."""
+    """Return the id of the node with the fewest workers of the pool that can hold a further group of that size.
+
+    Nodes that can hold it in addition to their present groups of the pool are preferred. If there are none, nodes that
+    could hold it if they were empty are considered. Returns "" if no node could. `held` has the number of workers of
+    each role on each node, by the node's id.
+    """
     role = role_of(group)
     able = [node for node in nodes if node.holds(needs) >= size]
 
@@ -200,8 +203,9 @@ def least_used(
 
 
 def check_room(nodes: Sequence[Node], sizes: Mapping[str, int], needs: Needs, *, across_nodes: bool = False) -> None:
-    """Raise ConfigError when these nodes, were they empty, could not hold all groups of these sizes, each on one node
-    unless it may lie `across_nodes`. Groups of one pool are equally large. Pools are looked at one by one."""
+    """Raise ConfigError when these nodes, if they were empty, could not hold all groups of these sizes. Each group must
+    fit on one node unless it may span several (`across_nodes`). Groups of one pool have equal sizes. Each pool is
+    checked independently of the others."""
     for role in {role_of(name) for name in sizes}:
         groups = {name: size for name, size in sizes.items() if role_of(name) == role}
         held = [node.holds(needs[role]) for node in nodes]
@@ -226,7 +230,7 @@ def _held(targets: Mapping[str, str]) -> dict[str, Counter[str]]:
 
 
 async def _placed_within(place: PlacementGroup, timeout_s: float) -> bool:
-    """Return whether Ray places a group within so many seconds."""
+    """Return whether Ray places a group within `timeout_s` seconds."""
     loop = asyncio.get_running_loop()
     deadline_s, pause_s = loop.time() + timeout_s, _FIRST_POLL_S
     while not await asyncio.to_thread(is_placed, place):  # by short looks: a wait in a thread would keep the thread
@@ -257,12 +261,12 @@ def _no_room(name: str, size: int, needs: WorkerNeeds, nodes: Sequence[Node], wh
 
 
 def _wanted(size: int, needs: WorkerNeeds) -> str:
-    """Return what a group of that size asks, in words."""
+    """Return the needs of a group of that size, as readable text."""
     return f"{size} worker{'s' if size > 1 else ''}, each {needs}"
 
 
 def _amounts(resources: Mapping[str, float], names: Iterable[str] | None = None) -> str:
-    """Return the amounts of these resources, all or those of `names`, in words."""
+    """Return the amounts of these resources, all or those of `names`, as readable text."""
     return _listed(_amount, {name: resources.get(name, 0) for name in (resources if names is None else names)})
 
 

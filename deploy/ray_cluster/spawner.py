@@ -32,7 +32,7 @@ from orchestrator.membership.view import place_of, role_of
 logger = logging.getLogger(__name__)
 
 SMALL_CPU = 0.01
-"""CPUs that a bundle asks of Ray: few, because the configuration divides the cores, and not Ray."""
+"""CPUs that a bundle requests from Ray: few, because the configuration assigns the cores, not Ray."""
 _MAX_CALLS = 16
 
 
@@ -72,7 +72,8 @@ class RayWorker:
         self.config, self.endpoint = config, join_address(served.host, served.port)
 
     def kill(self) -> None:
-        """Send SIGKILL on the worker's node, which also ends a stopped process; then tell Ray not to restart it."""
+        """Send SIGKILL on the worker's node, which also ends a stopped process. Then end the actor, so that Ray does
+        not restart it."""
         if self.ended:
             return
         kill_process(self.pid, self._node_id)
@@ -81,9 +82,9 @@ class RayWorker:
     async def close(self) -> None:
         """End the server, then the process; return when it has ended."""
         if not self.ended:
-            with contextlib.suppress(RayError, TimeoutError):  # the actor is ended below, whatever it answers
+            with contextlib.suppress(RayError, TimeoutError):  # the actor is ended below in any case
                 await asyncio.wait_for(answer(self._actor.stop.remote()), CLOSE_GRACE_S)
-            ray.kill(self._actor)  # not by a signal, after which Ray would tell the user that a worker died
+            ray.kill(self._actor)  # not by a signal, after which Ray would report to the user that a worker died
             try:
                 await asyncio.wait_for(self.wait(), CLOSE_GRACE_S)
             except TimeoutError:
@@ -95,7 +96,7 @@ class RayWorker:
             await self._actor.live.remote()
         except RayError as error:
             self._end = type(error).__name__
-        except Exception as error:  # noqa: BLE001 - logged by tell_failure; the spawner finds the worker again if it lives
+        except Exception as error:  # noqa: BLE001 - logged by tell_failure; a worker that still runs is found again
             tell_failure(f"{self.config.name} cannot be watched, and counts as ended", error)
             self._end = describe(error)
         else:
@@ -164,8 +165,8 @@ class RaySpawner:
         return actor
 
     def _room(self, config: WorkerConfig) -> dict[str, Any]:
-        """Return the options that say where the actor runs: the orchestrator beside its supervisor, also on a node that
-        declares no CPUs; a worker in its group's place."""
+        """Return the options that say where the actor runs. The orchestrator runs on its supervisor's node, even if
+        that node declares no CPUs. A worker runs in its group's place."""
         if config.role == "orchestrator":
             here = ray.get_runtime_context().get_node_id()
             return {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False), "num_cpus": 0}
@@ -201,7 +202,7 @@ async def end_worker(namespace: str, name: str) -> None:
     actor = _actor(namespace, name)
     if actor is None:
         return
-    with contextlib.suppress(RayError, TimeoutError):  # the actor is killed next, whatever it answers
+    with contextlib.suppress(RayError, TimeoutError):  # the actor is killed next in any case
         await asyncio.wait_for(answer(actor.stop.remote()), CLOSE_GRACE_S)
     ray.kill(actor)
 

@@ -1,9 +1,9 @@
 """The supervisor: a detached Ray actor that makes all groups and the orchestrator, watches them, and ends them.
 
-It outlives its launcher and is restarted by Ray, on another node when its own is lost. A new life adopts what the last
-one left, ends groups that operators had sent away, links the chains anew, and gives the orchestrator a place beside it.
-What fails in a new life is tried again: only `stop` ends the cluster then. The supervisor's loop has a thread of its
-own, started with the actor, so that a restart needs no call.
+It outlives its launcher and is restarted by Ray, on another node if its own is lost. After a restart it adopts the
+running workers, ends groups that operators had sent away, links the chains again, and runs the orchestrator on its own
+node. Each step that fails after a restart is retried, and only `stop` ends the cluster. The supervisor's loop runs in
+its own thread, started with the actor, so that a restart needs no call.
 """
 
 import asyncio
@@ -64,8 +64,8 @@ class SupervisorActor:
         self, config: ClusterConfig, folder: Path, kernels: tuple[KernelChoice, ...], store: str, secret: ClusterSecret
     ) -> None:
         """Start the supervisor's loop, which starts the cluster. `kernels` is the launcher's choice, for its kind of
-        processor; `store` is the name by which workers share files on a node; `secret` is the secret that the
-        cluster's processes share."""
+        processor. `store` is the name by which workers share files on a node. `secret` is the secret that the cluster's
+        processes share."""
         set_up_logs(logging.INFO, config.log_format)
         self._config = config
         self._folder = self._here = folder
@@ -94,7 +94,7 @@ class SupervisorActor:
         )
         self._sizes = config.group_sizes
         self._memory = Memory(Orders())
-        """What the next life of the supervisor will find."""
+        """State that a restarted supervisor will read."""
         self._cluster = Cluster([], [], self._around)
         self._roster = Roster(self._cluster, self._sizes, self._make_group, self._around)
         self._max_tokens = config.generate.max_slot_tokens
@@ -122,7 +122,7 @@ class SupervisorActor:
         try:
             self._loop.run_until_complete(self._run())
             self._state = replace(self._state, phase="stopped")
-        except Exception as error:  # whatever it is, the launcher shows it
+        except Exception as error:  # the launcher shows any error
             logger.warning("the cluster failed", exc_info=not isinstance(error, BatonError))
             text = str(error) if isinstance(error, BatonError) else f"supervisor: {error!r}: see Ray's logs"
             self._state = replace(self._state, phase="failed", error=text)
@@ -149,8 +149,8 @@ class SupervisorActor:
                 await self._room.release(name)
 
     async def _serve(self) -> None:
-        """Make the cluster serve. Raises the first failure of the cluster's first life. In later lives, whose workers
-        serve already, each step is tried until it succeeds."""
+        """Make the cluster serve. On the first start, raises the first failure. After a restart, when workers serve
+        already, each step is retried until it succeeds."""
         before = await self._until_done("reading the cluster's memory", self._load_memory)
         if before is None:
             await self._serve_first()
@@ -183,18 +183,18 @@ class SupervisorActor:
         self._room.needs = needs_of(self._config.node_labels, self._memory.worker_bytes, self._config.gpu_shares)
 
     async def _save_layout(self) -> None:
-        if self._cluster.groups:  # if all groups have left, what the former life was told still holds
+        if self._cluster.groups:  # if all groups have left, the layout from before the restart still holds
             self._memory = replace(self._memory, layout_fingerprint=self._cluster.groups[0].layout_fingerprint)
         self._memory.save(self._config.name)
 
     async def _find_orchestrator(self) -> tuple[OrchestratorKeeper, ModelInfo]:
-        """Find the orchestrator that an earlier life left, or start one."""
+        """Find the orchestrator that runs since before the restart, or start one."""
         await self._find_files()
         return await self._start_orchestrator(None)
 
     async def _start_orchestrator(self, process: WorkerHandle | None) -> tuple[OrchestratorKeeper, ModelInfo]:
-        """Let the orchestrator serve: in the process that a cluster's first life has started for it, or (None) in one
-        that is found or started. Return its keeper, and the model that it serves. Raises its error when it cannot."""
+        """Start serving with the orchestrator in `process`, or (None) in a process that is found or started. Return its
+        keeper, and the model that it serves. Raises the orchestrator's error when it cannot serve."""
         plan = self._plan()
         self._keeper = keeper = OrchestratorKeeper(plan, self._view, self._around)
         keeper.orders, keeper.follow = self._memory.orders, self._follow
@@ -220,8 +220,8 @@ class SupervisorActor:
         await asyncio.to_thread(self._share_measurements)
 
     async def _start_all(self) -> WorkerHandle:
-        """Start the cluster's first life: all groups or none. Meanwhile start the orchestrator's process, and return
-        it. Raises the first failure, and then leaves no process of it behind."""
+        """Start all groups of the cluster for the first time, or none. Meanwhile start the orchestrator's process, and
+        return it. Raises the first failure, and then leaves no orchestrator process behind."""
         await self._room.reserve_all(self._sizes)
         self._report(f"starting {self._config.num_workers} workers")
         for name in self._sizes:
@@ -256,8 +256,8 @@ class SupervisorActor:
         return group_of(name, workers_of, self._around, orders)
 
     def _step_times(self, folder: Path, model: str) -> str:
-        """Return the path of the step times for engines whose model is in that folder on the launcher's machine: the
-        same in all lives of the supervisor."""
+        """Return the path of the step times for engines whose model is in that folder on the launcher's machine. The
+        path stays the same across restarts of the supervisor."""
         kept = self._memory.step_times
         if str(folder) not in kept:
             found = engine_step_times(self._config, self._folder_here(model))
@@ -265,7 +265,7 @@ class SupervisorActor:
             if self._keeper is not None:  # else it is kept when all groups have started
                 self._memory.save(self._config.name)
         path = self._memory.step_times[str(folder)]
-        if path:  # measured anew, perhaps
+        if path:  # its content may have been measured again
             keep_file(self._config.name, Path(path))
         return path
 

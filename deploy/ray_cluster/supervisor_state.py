@@ -13,7 +13,7 @@ from deploy.ray_cluster.memory import forget_memory
 NAME = "supervisor"
 """Name of the supervisor's actor, in the namespace of its cluster."""
 STOP_S = 60.0
-"""Seconds within which a supervisor that is told to stop has ended everything."""
+"""Timeout in seconds for a supervisor that is stopped to end all its processes."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class SupervisorState:
     phase: str = "starting"
     """Phase of the cluster: starting, running, stopping, failed or stopped."""
     reports: tuple[str, ...] = ()
-    """Lines for the user, the latest of this life."""
+    """Latest lines for the user since the supervisor's last start."""
     num_reports: int = 0
     """Number of lines so far, those no longer in `reports` included."""
     error: str = ""
@@ -44,7 +44,7 @@ def end_supervisor(namespace: str) -> bool:
         actor = ray.get_actor(NAME, namespace=namespace)
     except ValueError:
         return False
-    with contextlib.suppress(RayError):  # the actor is killed next, whatever it answers
+    with contextlib.suppress(RayError):  # the actor is killed next in any case
         ray.get(actor.stop.remote(), timeout=STOP_S)
     ray.kill(actor)
     forget_memory(namespace)

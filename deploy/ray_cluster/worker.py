@@ -50,8 +50,8 @@ class WorkerActor:
         self._starting = asyncio.Lock()
 
     async def serve(self, config: WorkerConfig) -> Served:
-        """Serve with this configuration, in place of another if there was one; a server that has it already, because a
-        supervisor that was restarted asks again, goes on. Return its port or its error."""
+        """Serve with this configuration, in place of the former one, if any. A server that has this configuration
+        already keeps running: a restarted supervisor calls this again. Return the server's port or its error."""
         async with self._starting:
             if self._served is None or config != self._config:
                 self._config, self._served = config, None

@@ -13,10 +13,10 @@ from baton.errors import ConfigError
 
 @contextlib.contextmanager
 def pressed_keys() -> Iterator[Callable[[float], str]]:
-    """Take keys without echo and without the return key, until the block ends. Yields a function that waits at most so
-    many seconds for a key and returns it; empty when none was pressed.
+    """Read keys without echo and without the return key, until the block ends. Yields a function that waits for a key,
+    at most the given number of seconds, and returns it; "" when no key was pressed.
 
-    Raises ConfigError when standard input is no terminal.
+    Raises ConfigError when standard input is not a terminal.
     """
     descriptor = sys.stdin.fileno() if sys.stdin.isatty() else None
     if descriptor is None:

@@ -1,4 +1,4 @@
-"""What a cluster did between two samples of it. Pure."""
+"""Rates of a cluster's work between two samples of its state. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ class Rates:
     first_token_s: tuple[float | None, float | None]
     """Median and 95th percentile of the time to first token; None without requests."""
     token_s: tuple[float | None, float | None]
-    """Median and 95th percentile of the time between tokens, likewise."""
+    """Median and 95th percentile of the time between tokens; None without requests."""
     steps: Mapping[str, float]
-    """Steps of each generation group, by name; those that began anew are missing."""
+    """Steps of each generation group, by name, without groups that restarted their count."""
     jobs: Mapping[str, float]
-    """Jobs that the last rank of each prefill group has done, by name, likewise."""
+    """Jobs done by the last rank of each prefill group, by name, without groups that restarted their count."""
     pushed_bytes: float
     """Bytes of KV that chains pushed to generation groups."""
     read_bytes: Mapping[str, float]
@@ -37,7 +37,7 @@ class Rates:
 
 def between(before: Snapshot, after: Snapshot) -> Rates | None:
     """Return the rates between two samples; None for two of the same instant, and across a restart of the
-    orchestrator, which counts anew."""
+    orchestrator, which resets its counts."""
     seconds = after.at_s - before.at_s
     name = "baton_requests_total"
     if seconds <= 0 or after.value(name) < before.value(name):
@@ -68,7 +68,7 @@ def between(before: Snapshot, after: Snapshot) -> Rates | None:
 
 
 def _grown(before: Mapping[str, int], after: Mapping[str, int], seconds: float) -> dict[str, float]:
-    """Return by how much each count grew a second, without those that are new or began anew."""
+    """Return the growth of each count per second, without counts that are new or were reset."""
     return {
         name: (count - before[name]) / seconds
         for name, count in after.items()

@@ -32,7 +32,7 @@ class Watch:
 
     @property
     def is_serving(self) -> bool:
-        """Whether the latest sample says that the cluster serves."""
+        """True if the cluster serves, according to the latest sample."""
         return not self._window[-1].state.why_not_serving
 
     def look(self) -> RenderableType:
@@ -41,7 +41,7 @@ class Watch:
         while self._window and now.at_s - self._window[0].at_s > WINDOW_S:
             self._window.popleft()
         rates = between(self._window[0], now) if self._window else None
-        if rates is None:  # the orchestrator counts anew
+        if rates is None:  # the orchestrator has reset its counts
             self._window.clear()
         self._window.append(now)
         time_of_day = datetime.fromtimestamp(self._clock.unix_ns() / 1e9).astimezone()
