@@ -60,7 +60,7 @@ class Check:
     num_tokens: int
     chunks: tuple[int, ...]
     is_fitted: bool
-    """Whether the costs were fitted to this length."""
+    """True if the costs were fitted to this length."""
     measured_s: float
     """Median time to first token, in seconds."""
     predicted_s: float
@@ -96,7 +96,7 @@ class Outcome:
 
 def fitted_lengths(max_tokens: int) -> tuple[int, ...]:
     """Return the prompt lengths to fit, for requests of up to `max_tokens`: each half of the next. Raises
-    InvalidArgumentError when they would be too short to tell costs apart."""
+    InvalidArgumentError when they would be too short to distinguish the costs."""
     longest = int(max_tokens * _LONGEST_SHARE)
     lengths = tuple(longest >> power for power in reversed(range(_NUM_LENGTHS)))
     if lengths[0] < LEAST_TOKENS:

@@ -77,7 +77,7 @@ def _grid(args: argparse.Namespace, client: "Client") -> "Grid":
 
 
 def _show(origin: "StepTimes", times: "StepTimes", residual: float, console: "Console") -> None:
-    """Print the table, earlier predictions beside it, and the fitted cost."""
+    """Print the table with earlier predictions next to each value, and the fitted cost."""
     from rich.table import Table
 
     console.print(f"{times.model} on {times.hardware} (fingerprint {times.fingerprint})")
@@ -97,7 +97,7 @@ def _show(origin: "StepTimes", times: "StepTimes", residual: float, console: "Co
 
 
 def _show_rounds(times: "StepTimes", rounds: "list[Measured]", has_drafts: bool, console: "Console") -> None:
-    """Print what verifying drafts costs, and the rounds beside what the fitted cost predicts for them."""
+    """Print the cost of verifying drafts, and each measured round next to the prediction of the fitted cost."""
     from rich.table import Table
 
     if not rounds:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _ANSWER_S = 10.0
 _USE_S = 120.0
-"""Seconds that the orchestrator may take to search its partitions anew."""
+"""Timeout in seconds for the orchestrator to search its partitions again."""
 _MAX_REPEATS = 1000
 
 _DESCRIPTION = """\

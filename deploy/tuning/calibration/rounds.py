@@ -1,9 +1,10 @@
-"""Measures rounds of drafts in service: batches of rows of which each step verifies a fixed number of drafts.
+"""Measures rounds of drafts in service: batches of sequences, where each step verifies a fixed number of drafts.
 
-A batch is one request with as many choices as it has rows, as in the module `steps` of this folder, which asks for so
-many drafts. All rows begin together, so they run in step until the first of them ends, however many drafts of each are
-accepted. The tokens of a round are stamped one after another when it has ended, so the time from one round's first
-token to the next one's is that of a round, with the steps that draft. Blocks; one batch at a time.
+A batch is one request with one choice for each sequence, as in the module `steps` of this folder; the request sets the
+number of drafts. All sequences begin together and run the same steps until the first of them ends, regardless of how
+many drafts of each are accepted. The tokens of a round get their timestamps one after another when the round has ended.
+So the time between the first tokens of two rounds is that of a round, including the steps that draft. Blocks; one batch
+at a time.
 """
 
 import itertools
@@ -22,7 +23,8 @@ from planning.work_cost import NO_WORK, RowDrafts, StepWork, drafting_work, veri
 NUM_ROUNDS = 8
 """Rounds that are measured of each batch, at least."""
 NUM_DRAFTS = (2, 6)
-"""Drafts of each row, in one batch and another: few and many tell the cost of a draft from that of a round."""
+"""Numbers of drafts per sequence, one for each batch. A few and many distinguish the cost of a draft from that of a
+round."""
 _UNMEASURED = 2
 """Steps at a row's start that bring a token and are not measured: the prompt's end, and the first round."""
 Measured = tuple[StepWork, float]
@@ -44,7 +46,8 @@ class ChoiceStep:
 
 
 def max_tokens_of(num_drafts: int) -> int:
-    """Return the output tokens of a row with so many drafts that is measured, even if all of them are accepted."""
+    """Return the number of output tokens that a measured sequence with `num_drafts` drafts needs, even if all drafts
+    are accepted."""
     return _UNMEASURED + (NUM_ROUNDS + 2) * (1 + num_drafts)
 
 
@@ -108,8 +111,8 @@ def rounds_of(
 
 
 def steps_of_choice(events: Sequence[TokenEvent]) -> list[ChoiceStep]:
-    """Return the steps of one choice, from the events of its tokens: those of a step with drafts end with the event
-    that tells of the drafts, all other steps have one token."""
+    """Return the steps of one choice, from the events of its tokens. The events of a step with drafts end with the one
+    that reports the drafts. All other steps have one token."""
     steps: list[ChoiceStep] = []
     for index, event in enumerate(events):
         steps.append(ChoiceStep(event.unix_ns, event.unix_ns, index, None))

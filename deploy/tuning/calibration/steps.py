@@ -1,9 +1,9 @@
-"""Measures generation steps in service: batches of rows of one length, by the times of their tokens.
+"""Measures generation steps in service: batches of sequences of one length, by the times of their tokens.
 
-A batch is one request with as many choices as it has rows. Its prompt is prefilled once, and its KV is copied to a slot
-for each row; so all rows join in one step and leave in one step, and between the two the engine runs nothing else. A
-token is stamped where it is made, so the time between two tokens of a row is the time of a step, whatever the way to
-the client takes. Rows have no drafts: `rounds` measures those. Blocks; one batch at a time.
+A batch is one request with one choice for each sequence. Its prompt is prefilled once, and its KV is copied to a slot
+for each sequence. So all sequences join in one step and leave in one step, and in between the engine runs nothing else.
+The engine sets a token's timestamp, so the time between two tokens of a sequence is the time of a step, regardless of
+the delay to the client. Sequences have no drafts: `rounds` measures those. Blocks; one batch at a time.
 """
 
 import itertools

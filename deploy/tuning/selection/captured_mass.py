@@ -18,10 +18,10 @@ from modeling.sparse.bases import Basis, LayerSample
 
 @dataclass(frozen=True)
 class Captured:
-    """What a selection keeps: means over the layers that select, queries and heads."""
+    """Part of the attention that a selection keeps: means over the layers that select, queries and heads."""
 
     mass: float
-    """Fraction of the softmax's weight that lies on the chosen keys."""
+    """Fraction of the softmax's weight that the chosen keys have."""
     share: float
     """Fraction of the row's keys that are chosen."""
 
@@ -31,7 +31,7 @@ class Guess:
     """One way to choose keys: by a basis, or by true scores."""
 
     basis: Basis | None
-    """Basis whose columns score the keys; None: true scores, the best that so many keys can do."""
+    """Basis whose columns score the keys; None: true scores, the best possible choice of that number of keys."""
     lookahead: int
     selection: Selection
 
@@ -85,7 +85,7 @@ def _guessed(sample: LayerSample, guess: Guess, basis: Basis, positions_Q: Tenso
 
 
 def _scores(q_QNX: Tensor, k_SGX: Tensor) -> Tensor:
-    """Return scores `[G, J, Q, S]`, over whatever columns queries and keys have."""
+    """Return scores `[G, J, Q, S]`, over all columns of queries and keys."""
     num_queries, num_heads, num_columns = q_QNX.shape
     num_kv_heads = k_SGX.shape[1]
     q_QGJX = q_QNX.reshape(num_queries, num_kv_heads, num_heads // num_kv_heads, num_columns)

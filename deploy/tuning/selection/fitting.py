@@ -4,7 +4,7 @@ passage 1 -> queries and keys of every layer -> bases of all kinds, all ratios
 passage 2 -> the same                        -> attention that each captures -> the best kind of each ratio
 others    -> read through the policy         -> perplexity and bytes         -> the selection that reads least
 
-Kinds that capture nearly the same are told apart by a reading of the others, for what they cost differs by more.
+Kinds that capture nearly the same are compared by reading the other passages, because their costs differ by more.
 """
 
 import argparse
@@ -63,7 +63,7 @@ class Judged:
     early_mass: float
     """Fraction captured by queries that were predicted a layer early."""
     is_best: bool
-    """Whether no basis with as many columns captures more, by at least `_TIE`, at the lookahead asked for."""
+    """True if no basis with the same number of columns captures more by `_TIE` or more, at the requested lookahead."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Reader:
         reading = self.read(basis, selection)
         cost, cost_error = relative_cost(reading.losses_BM, self._full.losses_BM)
         layout = self._shape.layout
-        # besides KV, a bf16 partial key is read for each key in the layers that choose
+        # in addition to KV, a bf16 partial key is read for each key in the layers that choose
         choosing_share = (layout.num_layers - NUM_WHOLE_LAYERS) / layout.num_layers
         partial_share = choosing_share * 2 * layout.num_kv_heads * basis.num_columns / layout.row_bytes
         measured = Measured(

@@ -47,7 +47,7 @@ class PicksMeter:
 
     def __init__(self) -> None:
         self.weighs = False
-        """Whether to measure from now on the weight of true attention on the picked keys, which is slow."""
+        """True while the weight of true attention on the picked keys is measured, which is slow."""
         self._shares: list[float] = []
         self._masses: list[float] = []
 
@@ -106,7 +106,7 @@ def _keys(span: SequenceSpan, layer: int) -> Tensor:
 
 
 def _picked_weight(picks: Picks, row: int, q_NH: Tensor, k_SGH: Tensor) -> float:
-    """Return the fraction of softmax attention's weight that lies on a row's picks, the mean over its heads."""
+    """Return the fraction of softmax attention's weight that a row's picks have, the mean over its heads."""
     _, num_kv_heads, head_dim = k_SGH.shape
     q_GJH = q_NH.float().view(num_kv_heads, -1, head_dim) * head_dim**-0.5
     weights_GJS = torch.softmax(q_GJH @ k_SGH.float().permute(1, 2, 0), -1)

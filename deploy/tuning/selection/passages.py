@@ -2,8 +2,8 @@
 
 A row is a passage: a context, and the text that truly follows it. Full attention makes the context's KV, which is
 pushed into the policy's memory, the same bytes for every policy. The text behind it is fed one token a step, all rows
-in one batch. Each step says how likely it found the token that comes next, and which it would have chosen:
-teacher-forced, so that every policy is asked the same. Runs on the thread that calls it, and draws nothing at random.
+in one batch. Each step returns the likelihood of the true next token, and the token that it would have chosen. The true
+token is always fed (teacher forcing), so every policy gets the same input. Runs on the calling thread, deterministic.
 
 Legend: B rows, M steps, V vocabulary, D hidden.
 """
@@ -62,7 +62,7 @@ class Context:
 
 @dataclass(frozen=True)
 class StepScore:
-    """The result of one step: what it says of the tokens that come next."""
+    """Result of one step: its predictions of the next tokens."""
 
     losses_B: Tensor
     """Negative log likelihoods of the true tokens, natural logarithm, float64."""

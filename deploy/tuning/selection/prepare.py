@@ -40,7 +40,7 @@ The best of all --kinds is taken at each ratio, and of these what reads least an
 a standard error more. `baton evaluate` on another text says what it is worth."""
 
 _COSTS = ("0.02", "0.015")
-"""Rise of perplexity that is allowed unless told otherwise, by lookahead."""
+"""Default for the allowed rise of perplexity, by lookahead."""
 
 _EXAMPLES = """\
 examples:

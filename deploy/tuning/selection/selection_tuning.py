@@ -52,7 +52,7 @@ Measure = Callable[[Basis, Selection], Measured]
 
 
 def cheapest(bases: Sequence[Basis], fixed: Selection, context: int, measure: Measure) -> list[Basis]:
-    """Keep one of the bases with as many columns: the one that costs least under the tightest cap, without alpha."""
+    """Keep one basis of each number of columns: the one with the lowest cost under the tightest cap, without alpha."""
     tightest = replace(fixed, alpha=math.inf, most_share=_caps(fixed, context)[0])
     rivals = [[basis for basis in bases if basis.num_columns == num] for num in sorted({b.num_columns for b in bases})]
     return [
@@ -83,7 +83,7 @@ def tune(bases: Sequence[Basis], fixed: Selection, context: int, most_cost: floa
 
 
 def _caps(fixed: Selection, context: int) -> list[float]:
-    """Return the caps that rows of so many tokens would feel, the tightest first."""
+    """Return the caps that limit rows of `context` tokens, the tightest first; if none does, the loosest cap."""
     return [cap for cap in CAPS if math.floor(cap * context) > fixed.free_keys] or list(CAPS[-1:])
 
 

@@ -1,7 +1,8 @@
-"""The texts of `baton evaluate`: natural passages, and passages in which a fact is told early and asked for late.
+"""The texts of `baton evaluate`: natural passages, and passages with a fact at the start and a question about it at the
+end.
 
-Rows are independent samples: texts take turns, and each row has a part of its text to itself. Only the facts are
-random, by a fixed seed.
+Rows are independent samples: texts are assigned to rows one after another, and each row has its own part of its text.
+Only the facts are random, by a fixed seed.
 """
 
 import gzip
@@ -29,18 +30,18 @@ _SECRETS = (
 
 @dataclass(frozen=True)
 class Needle:
-    """A passage that ends in the answer to a question whose fact its context told."""
+    """A passage that ends in the answer to a question about a fact in its context."""
 
     passage: Passage
     num_answer: int
-    """Tokens of the answer at the end, which only the fact can tell."""
+    """Number of tokens of the answer at the end, which can be predicted only from the fact."""
 
 
 class Texts:
     """Texts, divided into a part for each row."""
 
     def __init__(self, tokenizer: Tokenizer, paths: Sequence[Path], num_rows: int) -> None:
-        """Read and divide the texts. Raises InvalidArgumentError for a file that is no text, and more files than
+        """Read and divide the texts. Raises InvalidArgumentError for a file that is not a text, and for more files than
         rows."""
         if num_rows < len(paths):
             raise InvalidArgumentError(f"--rows {num_rows} is less than the {len(paths)} texts: use a row for each")
@@ -58,8 +59,8 @@ class Texts:
         return [Passage(tuple(part.first(num_tokens)), num_context) for part in self._parts]
 
     def needles(self, num_context: int, num_steps: int) -> list[Needle]:
-        """Return a passage for each row with a fact in the first half of the context, at another depth in each row;
-        then at least `num_steps` tokens of the text behind the context; then the question and the answer. Raises
+        """Return a passage for each row. Its context has a fact in the first half, at a different depth in each row.
+        After the context follow at least `num_steps` tokens of the text, the question and the answer. Raises
         InvalidArgumentError when a part or a context is too short."""
         facts = _facts(len(self._parts))
         forms = [[self._bare(form.format(**fact)) for form in (_TOLD, _ASKED, _ANSWER)] for fact in facts]

@@ -1,4 +1,4 @@
-"""What `baton prepare` is asked for, and the options that say which model it and `baton evaluate` run."""
+"""Requested values of `baton prepare`, and the options that select the model for it and for `baton evaluate`."""
 
 import argparse
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from baton.types import DTYPES, QUANTIZATIONS
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the options of `baton prepare` ask for."""
+    """Values of the options of `baton prepare`."""
 
     kinds: tuple[str, ...]
     ratios: tuple[float, ...]
