@@ -1,6 +1,7 @@
-"""A request's life: its record, and its stream's events. `orchestrator.requests.states` has its states.
+"""The record of a request, and the events of its stream. `orchestrator.requests.states` has a request's states.
 
-Made by `orchestrator.controller`; changed by it and `orchestrator.dispatch`; read by `orchestrator.placement`. Pure.
+Records are made by `orchestrator.controller`, changed by it and `orchestrator.dispatch`, and read by
+`orchestrator.placement`. Pure.
 """
 
 import math
@@ -28,7 +29,7 @@ class Started:
     num_prompt_tokens: int
     seed: int
     exact: bool = True
-    """Whether only generation groups that attend to all tokens may serve the request."""
+    """True if only generation groups that attend to all tokens may serve the request."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ class ChoiceRecord:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What is known of one attempt at a request; a field that the attempt has not come to is as it is here."""
+    """State of one attempt at a request. Fields keep their defaults until the attempt reaches the stage that sets
+    them."""
 
     number: int = 1
     leased_ns: int = 0
@@ -102,7 +104,7 @@ class Attempt:
     ranks: tuple[RankTiming, ...] = ()
     """Timings of the prefill ranks; empty when the generation group prefilled by itself."""
     blamed: Hashable = None
-    """Life of the group that failed the attempt; None when no group did."""
+    """Incarnation (`life`) of the group that failed the attempt; None when no group did."""
     generation: str = ""
     """Name of the generation group; empty before the attempt has one."""
     prefill: str = ""
@@ -118,13 +120,12 @@ class FailedAttempt:
     error: str
     """Name of the error's class."""
     reason: str
-    """Message of the error, in words."""
+    """Text of the error's message."""
 
 
 @dataclass
 class RequestRecord:
-    """The life of an accepted request: its state, its choices, its times. Changed by its methods, in the request's
-    task.
+    """Record of an accepted request: its state, its choices, its times. Changed by its methods, in the request's task.
 
     Its choices share an attempt, and so the prompt's prefill, as long as none of them has a token. A later failure is
     retried choice by choice, as `branches`.
@@ -144,13 +145,13 @@ class RequestRecord:
     attempt: Attempt = Attempt()
     """The present attempt, or the last one."""
     avoid: set[Hashable] = field(default_factory=set)
-    """Lives of groups that failed this request."""
+    """Incarnations (`life`) of groups that failed this request."""
     failures: list[FailedAttempt] = field(default_factory=list)
     """Attempts that have failed, those of all branches included, which share this list."""
 
     @classmethod
     def of(cls, request: Request, received_ns: int) -> Self:
-        """Return the record of a request that has just come; its choices go on after the tokens that the client has."""
+        """Return the record of a new request. Its choices continue after the tokens that the client already has."""
         lists = request.outputs or [()] * request.params.n
         choices = [ChoiceRecord(index, request.params.of_choice(index), list(ids)) for index, ids in enumerate(lists)]
         return cls(request, tuple(choices), received_ns)
@@ -230,7 +231,7 @@ class RequestRecord:
         self.attempt = replace(self.attempt, ranks=ranks)
 
     def blame(self, life: Hashable) -> None:
-        """Record that the group in that life has failed the attempt; later attempts avoid it."""
+        """Record that this incarnation of a group has failed the attempt; later attempts avoid it."""
         self.avoid.add(life)
         self.attempt = replace(self.attempt, blamed=life)
 
@@ -240,7 +241,7 @@ class RequestRecord:
         self.attempt = Attempt(self.attempt.number + 1)
 
     def replan(self) -> None:
-        """Begin the attempt anew without counting another, because no worker and no request caused the failure."""
+        """Restart the attempt without counting another, because neither a worker nor the request caused the failure."""
         self.advance(RequestMove.RETRY)
         self.attempt = Attempt(self.attempt.number)
 

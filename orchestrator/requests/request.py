@@ -34,9 +34,9 @@ class Request:
     tenant: Tenant = DEFAULT_TENANT
     """The tenant that sent the request."""
     by_chain: bool = False
-    """Whether a chain prefills, if there is one, even where the generation group is predicted to be faster."""
+    """True if a chain prefills, if there is one, even where the generation group is predicted to be faster."""
     exact: bool = False
-    """Whether only groups that attend to all tokens may serve it: the client asked for that, or was told so."""
+    """True if only groups that attend to all tokens may serve it: the client required that, or got it as a promise."""
     trace_context: tuple[tuple[str, str], ...] = ()
     """The caller's W3C trace context, as its `traceparent` and `tracestate`; empty without one."""
     prefix_salt: str = ""

@@ -48,9 +48,9 @@ class TenantLimits:
     max_queued_requests: Annotated[int, Field(ge=0)] = 0
     """Requests that the tenant may have waiting; 0: as many as the queue holds."""
     max_queued_tokens: Annotated[int, Field(ge=0)] = 0
-    """Prompt tokens that the tenant may have waiting; 0: as many as the queue holds."""
+    """Maximum number of the tenant's prompt tokens that wait; 0: limited only by the queue."""
     max_running: Annotated[int, Field(ge=0)] = 0
-    """Choices of the tenant's requests that may run at once; 0: as many as there are slots."""
+    """Maximum number of choices of the tenant's requests that run at once; 0: limited only by the slots."""
 
 
 @settings
@@ -78,17 +78,17 @@ def values_of(metadata: Metadata) -> dict[str, str]:
 
 @settings
 class Tenants:
-    """Finds the tenant of a call by its metadata, and tells operators apart.
+    """Identifies the tenant of a call, or an operator, by the call's metadata.
 
-    Raises ConfigError for tenants that cannot be told apart, and for required keys where no tenant or operator has one.
+    Raises ConfigError for ambiguous tenants, and for required keys where no tenant or operator has one.
     """
 
     tenants: tuple[Tenant, ...] = ()
     _: KW_ONLY
     trust_metadata: bool = False
-    """Whether a call without a key may name its tenant."""
+    """True if a call without a key may name its tenant."""
     require_key: bool = False
-    """Whether a call that has neither a key nor such a name is refused."""
+    """True if a call that has neither a key nor such a name is refused."""
     operator_hashes: tuple[KeyHash, ...] = ()
     """Hashes of operators' keys."""
 
