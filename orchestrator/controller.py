@@ -1,8 +1,8 @@
 """Sees each request through from its arrival to its one end: queue, attempts, events.
 
 Called by `orchestrator.api.frontend`, which puts it on gRPC, and by `deploy.commands.session` (`baton local`) without
-gRPC. Each request has a task of its own, which feeds its stream; a slow or departed reader of the stream does not delay
-it, and the deadline holds all the same. On the loop.
+gRPC. Each request has its own task, which feeds its stream. A slow or departed reader of the stream does not delay the
+task, and the deadline holds in any case. On the loop.
 """
 
 import asyncio
@@ -114,7 +114,7 @@ class Controller:
         members.on_update, members.breakers = self._resize, Breakers(clock)
 
     def start(self) -> None:
-        """Begin to ask workers periodically what they hold, and to scale. To be called once, on the loop."""
+        """Start the periodic census of the workers, and scaling. To be called once, on the loop."""
         self._resize()
         self._counting = asyncio.create_task(self._census.run(self._config.poll_s))
         self._scaler.start()
@@ -212,9 +212,9 @@ class Controller:
     def _check_exact(self, wanted: bool) -> bool:
         """Return whether all of the request's tokens will be exact.
 
-        Raises InvalidArgumentError when they must be and cannot be. The answer is told at the stream's start and holds
-        to its end. So where no group is approximate now, no approximate group that joins later may take the request
-        over.
+        Raises InvalidArgumentError when they must be and cannot be. The result is reported at the stream's start and
+        holds to its end. So if no group is approximate now, no approximate group that joins later may take over the
+        request.
         """
         groups = self._members.present.generation  # drained ones too: they may return, or keep a stream
         if wanted and groups and all(group.is_approximate for group in groups):
@@ -231,7 +231,7 @@ class Controller:
         self._budget.resize(num_slots)
 
     async def _complete(self, run: _Run) -> Finished:
-        """Run the request to its end, whatever happens but cancellation, and return that end."""
+        """Run the request to its end and return that end, on any error except cancellation."""
         record, emit, deadline_s = run.record, partial(self._emit, run), run.record.request.deadline_s
         left_s = None if deadline_s is None else deadline_s - self._clock.now_s()
         reason: FinishReason | None = None
@@ -300,7 +300,7 @@ class Controller:
             except BatonError as error:
                 self._note_failure(record, error)
                 may_succeed = error.retryable or isinstance(error, LeaseError)
-                if may_succeed:  # also before the last failure is told: the client may send the request again
+                if may_succeed:  # also before the last failure is reported: the client may send the request again
                     await self._suspects.judge(record, num_before)
                 if not may_succeed or record.attempt.number >= self._config.max_attempts:
                     raise

@@ -1,1 +1,1 @@
-"""Tells the autoscaler of a running cluster, and carries its decisions out."""
+"""Reports the state of a running cluster to the autoscaler, and carries out the autoscaler's decisions."""

@@ -1,13 +1,13 @@
-"""Carries the autoscaler's decisions out by the verbs that operators have: groups start, are drained and leave, or take
-the other role. No work is ended.
+"""Carries out the autoscaler's decisions with the operations that operators have: groups start, are drained and leave,
+or take the other role. No work is ended.
 
-    start   a group that is being let go is taken back; else another one of its kind is started
-    drain   a group that has not come up yet is given up; else the one with least to do is let go
-    flip    the group with least to do lends its worker to the other role, or gives back one that it has borrowed, once
-            it is idle; a flip the other way that waits for that is called off instead
+    start   takes back a group that is being removed, or else starts another one of its kind
+    drain   cancels a group that has not started yet, or else removes the one with least to do
+    flip    cancels a flip in the other direction that still waits, or else takes the group with least to do: once idle,
+            it lends its worker to the other role, or returns one that it has borrowed
 
-Each change has a task of its own, until it has been carried out. What a change took is kept, so that the next decision
-expects it. Drains that an orchestrator ordered before it ended go on in its next life. On the loop.
+Each change has its own task until it has been carried out. Measured durations of changes are kept for the next
+decisions. Drains that an orchestrator ordered before it ended are continued by its replacement. On the loop.
 """
 
 import asyncio
@@ -82,16 +82,16 @@ class Actuator:
                     self._flip(_FLIPS[action.move])
 
     def resume(self) -> None:
-        """Go on with drains that were ordered and have no task: those of an earlier life, and those that failed."""
+        """Continue drains that were ordered and have no task: those of an earlier orchestrator, and failed ones."""
         orders = self._members.orders
         for name in orders.surplus - orders.leaving - self._tasks.keys():
             if self._members.is_present(name):
                 self._run(name, self._leave(name))
 
     def target(self) -> Allocation:
-        """Return the numbers of groups that there will be once all changes under way are done: all that are known and
-        not drained, present or not, but for those that have lent all their workers; those that are drained to change
-        their role count for the other."""
+        """Return the numbers of groups after all changes under way. All known groups that are not drained count,
+        present or not, except groups that have lent all their workers. Groups that are drained to change their role
+        count for the other role."""
         members, orders = self._members, self._members.orders
         roles = [role for name, role in members.roles.items() if name not in orders.drained and not self._is_lent(name)]
         turning = [role for name, role in self._flipping.items() if name in orders.drained - orders.leaving]
@@ -137,7 +137,7 @@ class Actuator:
         self._run(f"start {self._num_started}", self._come(role, start, is_cold))
 
     async def _come(self, role: str, start: Callable[[], Awaitable[object]], is_cold: bool) -> None:
-        """Start a group; a cold start that succeeds tells how long the next will take."""
+        """Start a group. The duration of a successful cold start becomes the estimate for the next one."""
         begin_s = self._clock.now_s()
         try:
             await start()
@@ -188,8 +188,8 @@ class Actuator:
             self._run(name, self._turn(name))
 
     def _may_turn(self, group: Group) -> bool:
-        """Return whether the group may lend its last worker, or give it back: a chain of several ranks is not to be
-        without any."""
+        """Return whether the group may lend its last worker, or return one. Where chains lend single ranks, a chain
+        keeps at least one rank, and a generation group only returns a borrowed worker."""
         if not self._lends_ranks:
             return True
         return len(group.endpoints) > 1 if isinstance(group, PrefillGroup) else group.name in self._members.orders.lent

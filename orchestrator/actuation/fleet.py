@@ -1,7 +1,7 @@
-"""What the autoscaler is told of a running cluster: the groups that there will be, the work that waits, and how soon a
+"""State of a running cluster for the autoscaler: groups after all changes under way, waiting work, and the time until a
 group of each role could leave.
 
-Reads the books of `orchestrator.membership` and `orchestrator.placement`; keeps only which requests run. On the loop.
+Reads the books of `orchestrator.membership` and `orchestrator.placement`; keeps only the running requests. On the loop.
 """
 
 from baton.clock import Clock
@@ -37,7 +37,7 @@ class LiveFleet:
             self._window.arrived(self._clock.now_s(), len(request.prompt_ids), request.params.max_tokens)
 
     def ended(self, record: RequestRecord) -> None:
-        """Take note of an accepted request's end; only answers that ended by themselves tell how long answers are."""
+        """Record the end of an accepted request. Only complete outputs count for the forecast of output lengths."""
         self._records.pop(id(record), None)
         if record.is_complete and not record.request.is_resumed:
             num_cached = record.attempt.num_cached_tokens

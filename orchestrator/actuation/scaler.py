@@ -1,4 +1,4 @@
-"""Asks the autoscaler regularly what a running cluster needs, says what it answers, and has it carried out.
+"""Runs the autoscaler of a cluster periodically, publishes its decisions, and has them carried out.
 
 Each decision is explained: to the log when it differs from the one before, as metrics, and in `baton status`. In the
 mode `advise` nothing is carried out. Made by `orchestrator.controller`. On the loop.
@@ -35,7 +35,7 @@ _MOST_PAUSE_S = 30.0
 
 
 class Scaler:
-    """Scales one cluster. Make it, `start` it, tell it of requests, `close` it."""
+    """Scales one cluster. Make it, `start` it, report requests to it, `close` it."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Scaler:
         clock: Clock,
         config: AutoscalingConfig,
     ) -> None:
-        """`planner` needs step times, or nothing is decided. `occupancy` tells which requests a group generates for."""
+        """Without step times in `planner`, nothing is decided. `occupancy` has the requests that each group serves."""
         self.state: Scaling | None = None
         """The latest decision, as it is shown; None before the first. Replaced as a whole."""
         self._members = members

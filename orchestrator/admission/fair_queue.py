@@ -1,8 +1,8 @@
 """Decides which waiting request is next: fairly among tenants, then by priority class, then by due time.
 
     tenant     deficit round robin over prompt tokens (Shreedhar and Varghese, "Efficient fair queueing using deficit
-               round robin", SIGCOMM 1995): each tenant that has something waiting is visited in turn, may have
-               `QUANTUM_TOKENS` times its weight served, and keeps unused credit for its next turn, if it still waits
+               round robin", SIGCOMM 1995): tenants with waiting requests are visited one after another; a visited
+               tenant may have `QUANTUM_TOKENS` times its weight served, and keeps unused credit while it still waits
     priority   strict within a tenant: its most urgent class first. Clients choose the class, so it takes nothing from
                other tenants
     request    the one due first, of equals the one that came first

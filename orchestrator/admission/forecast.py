@@ -2,9 +2,9 @@
 
 The prediction adds two waits:
 
-    for slots    the requests that are served before it, and it, need so many more slots than are free; slots come free
-                 as fast as they did lately while a request waited for one (`Turnover`), whatever limits that; before
-                 that is known, all of them once in the mean time that requests keep theirs (Little, 1961), or at once
+    for slots    time until the request, and all requests served before it, have slots. Slots are assumed to come free
+                 at the rate of late while a request waited for one (`Turnover`). Before that rate is known, all slots
+                 are assumed to come free once in the mean time that requests keep theirs (Little, 1961), or at once
     for prefill  its own chain, including the jobs that the ranks have before them, or its generation group's own
                  prefill, as `orchestrator.placement.chooser` would place it now; times the ratio of measured to
                  predicted time of late (`Correction`), raised so that one request in forty takes longer
@@ -22,12 +22,12 @@ from orchestrator.requests.record import RequestRecord
 
 _KEPT = 0.95
 _ONE_IN_FORTY = 1.960
-"""Standard deviations above the mean of a normal distribution, beyond which one value in forty lies."""
+"""Standard deviations above the mean of a normal distribution that one value in forty exceeds."""
 _MOST_LATE = 3.0
 """Largest delay that counts, in corrected predictions: a request that hung says little about the next one."""
 
 _MOST_SLOW = 32.0
-"""Largest factor by which one request may count as slower than predicted: one that hung is no measure of the others."""
+"""Largest factor by which one request may count as slower than predicted. It limits the effect of a hanging request."""
 
 
 class Turnover:

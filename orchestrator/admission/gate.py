@@ -167,7 +167,7 @@ class Admission:
         self._admit()
         if entry.started_s is None and (why := self._why_tenant_full(entry) or self._make_room(entry)):
             self._remove(entry)
-            self._admit()  # entries behind the removed one need not wait for it
+            self._admit()  # entries behind the removed one no longer wait for it
             raise self._full(entry, why)
         return entry
 
@@ -248,8 +248,8 @@ class Admission:
         return ""
 
     def _make_room(self, entry: Entry) -> str:
-        """Refuse entries with a worse claim until the queue has room for this one, and return ""; return why, and
-        change nothing, when there is none to be had."""
+        """Refuse entries with a weaker claim until the queue has room for this one, and return "". If that cannot make
+        room, change nothing and return the reason."""
         displaced: list[Entry] = []
         while why := self._why_full(entry):
             last = self._queue.last(entry)

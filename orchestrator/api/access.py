@@ -60,7 +60,7 @@ class Doorkeeper:
         self._secret = secret
 
     def check(self, method: str, metadata: Metadata) -> None:
-        """Return if the call may go on; `method` is its full name. Implements `transport.status.Check`.
+        """Return if the call is permitted; `method` is its full name. Implements `transport.status.Check`.
 
         Raises UnauthenticatedError without a required key or secret, and PermissionDeniedError for a tenant's key where
         an operator's is required.

@@ -1,5 +1,5 @@
-"""Serves operators' requests over gRPC: drain and undrain a group, start a stand-in, change a worker's role, and tell
-the way of a request that has ended.
+"""Serves operators' requests over gRPC: drain and undrain a group, start a stand-in, change a worker's role, and return
+the trace of a request that has ended.
 
 The server's half of `baton drain`, `baton reload`, `baton flip` and `baton trace`; calls
 `orchestrator.observability.state`. On the process's asyncio loop.
@@ -33,7 +33,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
     """Serves baton.v1.Admin over the controller's Overview."""
 
     def __init__(self, overview: Overview, traces: Traces, model_folders: Sequence[Path] | None = None) -> None:
-        """`model_folders`: folders below which a model must lie that a call names; None: it may lie anywhere."""
+        """`model_folders`: folders below which a model named by a call must be; None: it may be anywhere."""
         self._overview = overview
         self._traces = traces
         self._model_folders = model_folders
@@ -58,7 +58,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         return group_state_to_proto(await self._overview.undrain(request.group, request.model))
 
     async def StandIn(self, request: pb.StandInRequest, context: Context) -> orchestrator_pb2.GroupState:
-        """Start a group beside the named one, and return its state."""
+        """Start a stand-in for the named group, and return the stand-in's state."""
         return group_state_to_proto(await self._overview.stand_in(request.group))
 
     async def Flip(self, request: pb.FlipRequest, context: Context) -> AsyncIterator[orchestrator_pb2.GroupState]:
@@ -70,8 +70,8 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
                 yield group_state_to_proto(state)
 
     async def GetTrace(self, request: pb.GetTraceRequest, context: Context) -> pb.Trace:
-        """Return what is known of a request that has ended. Raises NotFoundError for one that is not among the latest
-        of this orchestrator."""
+        """Return the trace of a request that has ended. Raises NotFoundError if it is not among the latest requests of
+        this orchestrator."""
         trace = self._traces.get(request.request_id)
         if trace is None:
             raise NotFoundError(
@@ -82,7 +82,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
 
 
 def trace_to_proto(trace: Trace) -> pb.Trace:
-    """Return what is known of a request as a message."""
+    """Return the trace of a request as a message."""
     return pb.Trace(
         request_id=trace.request_id,
         usage=orchestrator_pb2.Usage(**vars(trace.usage)),
@@ -94,7 +94,7 @@ def trace_to_proto(trace: Trace) -> pb.Trace:
 
 
 def trace_from_proto(message: pb.Trace) -> Trace:
-    """Return what the message tells of a request. Raises InvalidArgumentError for a rank's reversed token range."""
+    """Return the trace that the message holds. Raises InvalidArgumentError for a rank's reversed token range."""
     reasons = (finish_from_proto(each) for each in message.reasons)
     return Trace(
         request_id=message.request_id,

@@ -133,7 +133,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
         return pb.Model(**vars(self._model), tokenizer_fingerprint=self._intake.tokenizer_fingerprint)
 
     async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.ClusterState:
-        """Ask all workers what they hold, and return the cluster's state within about a second."""
+        """Get the status of all workers, and return the cluster's state within about a second."""
         return cluster_state_to_proto(await self.controller.overview.state())
 
     async def GetRequests(self, request: pb.GetRequestsRequest, context: Context) -> pb.RequestList:

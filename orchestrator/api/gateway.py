@@ -3,8 +3,8 @@
 Runs in a process of its own, started by `deploy.front_doors.gateway`. It reads requests by `orchestrator.api.reading`,
 and passes on token ids, the caller's metadata, the time left before the deadline, and cancellations. Replies pass
 through byte for byte, errors included. It stores nothing of a stream: any gateway can resume another's. When the
-orchestrator moves to another address, the gateway is told so (`Gateway.move`). On the process's asyncio loop; long
-prompts are tokenized in threads.
+orchestrator moves to another address, `Gateway.move` is called. On the process's asyncio loop; long prompts are
+tokenized in threads.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ class GatewayServicer:
         self._closing = False
 
     def use(self, orchestrator: grpc.aio.Channel) -> None:
-        """Send what comes from now on to this orchestrator; calls to a former one go on until its channel is closed."""
+        """Send new calls to this orchestrator. Calls to a former one continue until its channel is closed."""
         self._generate = orchestrator.unary_stream(f"/{SERVICE}/Generate", pb.GenerateRequest.SerializeToString)
         self._unary = {name: orchestrator.unary_unary(f"/{SERVICE}/{name}") for name in _PASSED_ON}
 
@@ -217,11 +217,11 @@ class Gateway:
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuse new requests and connections, give running ones `grace_s` seconds, and end the rest with UNAVAILABLE.
 
-        Clients of ended streams resume them at another gateway, or at this one's next life. Idempotent.
+        Clients of ended streams resume them at another gateway, or at this one after a restart. Idempotent.
         """
         await self._end_watch()
         await self._shown.enter_graceful_shutdown()
-        leaving = asyncio.create_task(self._server.stop(grace_s + _STATUS_GRACE_S))  # clients are told to go elsewhere
+        leaving = asyncio.create_task(self._server.stop(grace_s + _STATUS_GRACE_S))  # clients learn to go elsewhere
         await self._servicer.close(grace_s)
         await self._server.stop(_STATUS_GRACE_S)  # no longer waits for clients that only watch the health
         await leaving
@@ -233,7 +233,7 @@ class Gateway:
 
 
 async def ask_model(orchestrator: grpc.aio.Channel, timeout_s: float, caller: Metadata = ()) -> pb.Model:
-    """Return the model that the orchestrator serves, asked with this metadata.
+    """Return the model that the orchestrator serves. The call carries the metadata `caller`.
 
     Raises UnavailableError or DeadlineExceededError without an answer, and UnauthenticatedError where a key is
     required.

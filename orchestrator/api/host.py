@@ -32,16 +32,16 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class OrchestratorHost(keeping_pb2_grpc.KeepingServicer):
-    """One life of the orchestrator. Its methods for gRPC are called only by the supervisor."""
+    """One run of the orchestrator. Its gRPC methods are called only by the supervisor."""
 
     def __init__(
         self, folder: Path, config: OrchestratorConfig, *, host: str, secret: ClusterSecret, cores: Sequence[int] = ()
     ) -> None:
-        """Prepare a life of the orchestrator, which does not serve yet.
+        """Prepare a run of the orchestrator, which does not serve yet.
 
-        `folder` holds the tokenizer; whether there is a chat template is read from it, whatever a supervisor says. The
-        supervisor, which has the cluster's secret, is served at `host`. The process is pinned to `cores`; empty: not
-        pinned.
+        `folder` holds the tokenizer. It also decides whether there is a chat template, regardless of the model that a
+        supervisor sends. The supervisor, which has the cluster's secret, is served at `host`. The process is pinned to
+        `cores`; empty: not pinned.
         """
         self.port = 0
         """Port for the supervisor; 0 before the host has started."""
@@ -88,7 +88,7 @@ class OrchestratorHost(keeping_pb2_grpc.KeepingServicer):
         return self._status()
 
     async def Serve(self, request: pb.ServeRequest, context: Context) -> pb.OrchestratorStatus:
-        """Start to serve clients, once; goes on when the call is cancelled, so that nothing is started by half.
+        """Start to serve clients, once. The start continues if the call is cancelled, so that it is never half done.
 
         Raises ConfigError when the server cannot listen.
         """

@@ -1,4 +1,4 @@
-"""Converts what a supervisor and the orchestrator tell each other to and from the messages of baton.v1.Keeping.
+"""Converts the data that a supervisor and the orchestrator exchange to and from the messages of baton.v1.Keeping.
 
 Used by `orchestrator.api.host` and, on the supervisor's side, by `deploy.groups.keeper`. Pure.
 """
@@ -34,7 +34,7 @@ def view_to_proto(view: ClusterView) -> pb.ClusterView:
 
 
 def view_from_proto(message: pb.ClusterView) -> ClusterView:
-    """Return the view; each group is equal to the one that was sent, and so is its life."""
+    """Return the view. Each group, and its `life`, equals the one that was sent."""
     return ClusterView(
         prefill=tuple(_of(PrefillGroup, group) for group in message.prefill),
         generation=tuple(_of(GenerationGroup, group) for group in message.generation),

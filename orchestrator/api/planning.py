@@ -1,7 +1,7 @@
 """Serves the measurements that the planner predicts by, over gRPC, and replaces them while requests run.
 
-The server's half of `baton calibrate`: a calibration of chains, and a table of generation steps beside it. On the
-process's asyncio loop; the search for knots and the writing of files run in a thread.
+The server's half of `baton calibrate`: a calibration of chains, and a table of generation steps. On the process's
+asyncio loop; the search for knots and the writing of files run in a thread.
 """
 
 import asyncio
@@ -31,10 +31,11 @@ logger = logging.getLogger(__name__)
 
 
 class PlanningServicer(planning_pb2_grpc.PlanningServicer):
-    """Serves baton.v1.Planning over the planner that the controller asks."""
+    """Serves baton.v1.Planning over the planner that the controller uses."""
 
     def __init__(self, planner: ChainPlanner, path: Path | None) -> None:
-        """`path` keeps new calibrations, and step times beside them, for the next life; None: nowhere."""
+        """`path` is the file in which new calibrations are kept for later runs; new step times are kept in a file next
+        to it. None: neither is kept."""
         self._planner = planner
         self._path = path
         self._using = asyncio.Lock()

@@ -55,7 +55,7 @@ class FleetState:
     drain_generate_s: float = 0.0
     """Predicted seconds in which a generation group ends the streams that it has."""
     lends_ranks: bool = False
-    """Whether chains lend their last rank for the other role, in place of changing their role as a whole."""
+    """True if chains lend their last rank to the other role instead of changing their role as a whole."""
 
 
 def actions_between(state: FleetState, after: Allocation, times: LeadTimes, most: int) -> tuple[Action, ...]:

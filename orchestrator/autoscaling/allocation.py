@@ -1,8 +1,8 @@
 """Chooses an allocation of groups in a budget: the cheapest that meets the targets, else the one that serves most.
 
-Latencies only fall when a pool grows. So the least number of groups of each role, beside more than enough of the other,
-is found by bisection, and the search goes up from the two together. Of many allocations of equal size, some evenly
-spaced ones are predicted, and then those around the best. Pure.
+Latencies only fall when a pool grows. So bisection finds the smallest number of groups of each role that suffices with
+more than enough groups of the other. The search starts at these two numbers and proceeds upwards. Of many allocations
+of equal size, some evenly spaced ones are predicted, and then those around the best. Pure.
 """
 
 from bisect import bisect_left

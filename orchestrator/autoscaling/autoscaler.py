@@ -5,8 +5,8 @@ Up    as soon as the prediction for the time after a cold start misses a target:
 Down  when fewer groups would meet both targets with `MARGIN` more traffic, for a whole cool-down
 Flip  in place of a new group: where the role of a group that is to leave can be changed sooner than a new group starts,
       or where the budget has no room for a new one before another has left
-Lend  a rank in place of a new generation group, for the same reasons, where chains have several ranks: the chain goes
-      on without it, and gets it back when prompts need it
+Lend  a rank in place of a new generation group, for the same reasons, where chains have several ranks: the chain
+      continues without it, and gets it back when prompts need it
 
 Nothing changes before an answer has ended, unless that takes `PATIENCE_S`: until then their lengths are a guess.
 A change that gains little waits until the miss has been predicted for `PATIENCE_S`, and is not made if it takes back
@@ -31,8 +31,8 @@ PATIENCE_S = 10.0
 
 @dataclass(frozen=True)
 class _Bar:
-    """What a change must gain, one of the two: a share of all requests, or a factor on the good ones, which tells
-    allocations apart where all of them are overloaded."""
+    """Minimum gain of a change, in requests that meet the targets: a share of all requests, or a factor on the present
+    number of them. The factor compares allocations where all are overloaded. One of the two suffices."""
 
     share: float
     factor: float
@@ -52,7 +52,7 @@ _TAKING_BACK = _Bar(0.3, 8.0)
 
 @dataclass(frozen=True)
 class Decision:
-    """What is to be done about the groups, and why."""
+    """Decision about the groups, with its explanation."""
 
     time_s: float
     before: Allocation
@@ -95,13 +95,13 @@ class _Case:
 
 
 class Autoscaler:
-    """Decides for one cluster. Tell it of requests through `window`; ask `decide` every `interval_s`."""
+    """Decides for one cluster. Report requests to `window`, and call `decide` every `interval_s`."""
 
     def __init__(
         self, config: AutoscalingConfig, service: ServiceModel, times: LeadTimes, window: TrafficWindow | None = None
     ) -> None:
         self.window = window or TrafficWindow()
-        """Observations of traffic; the caller tells it of arrivals and ends."""
+        """Observations of traffic; the caller reports arrivals and ends to it."""
         self.times = times
         """How long changes take; the caller replaces it by what it measures."""
         self._config = config

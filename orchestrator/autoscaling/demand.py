@@ -1,4 +1,4 @@
-"""What a forecast of traffic, and work that waits already, ask of the groups: seconds of prefill, tokens, rows.
+"""Demand on the groups from forecast traffic and work that waits already: seconds of prefill, tokens, rows.
 
 The seconds come from the production planner. Work that waits, un-pulled KV included, counts as further traffic over the
 seconds in which it should be gone. Pure.
@@ -19,12 +19,12 @@ from planning.planner import ChainPlanner
 _SAMPLED = 8
 """Prompt lengths of a class that are predicted."""
 _BITS = 7
-"""Bits of prompt lengths that are told apart: to a percent."""
+"""Leading bits of prompt lengths that are distinguished: a precision of about one percent."""
 
 
 @dataclass(frozen=True)
 class ServiceModel:
-    """What one group of each role does, by the production planner."""
+    """Predictions of the production planner for one group of each role."""
 
     planner: ChainPlanner
     """Planner with step times, for chains of at least `num_ranks`."""
@@ -52,7 +52,7 @@ class ServiceModel:
         return busy_s, alone_s + self.planner.push_s(num_tokens, alone_s)
 
     def step_s(self, rows: float, context: float) -> float:
-        """Return the seconds of a step of so many rows, one at least, with a mean of `context` tokens."""
+        """Return the seconds of a step of `rows` rows, at least one, with a mean of `context` tokens."""
         return self.planner.step_s(max(rows, 1.0), context)
 
 
@@ -82,8 +82,7 @@ class Demand:
         self._factor = 1.0
 
     def beside(self, backlog: Backlog, factor: float = 1.0) -> "Demand":
-        """Return the demand of `factor` times as much traffic beside this backlog; what is known is not predicted
-        again."""
+        """Return the demand of `factor` times the traffic, plus this backlog. Predictions made already are reused."""
         made = Demand(self.service, self._traffic)
         made._backlog, made._factor = backlog, factor
         made._sampled, made._tokens = self._sampled, self._tokens
@@ -96,7 +95,7 @@ class Demand:
 
     @cached_property
     def prefill_work(self) -> float:
-        """Return the seconds of prefill that are asked of all groups together, a second."""
+        """Return the seconds of prefill per second that all groups together must do."""
         return self.prompt_s * self._traffic_rate + self._backlog.prefill_s / self._backlog.clear_s
 
     @cached_property

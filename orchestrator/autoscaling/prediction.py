@@ -4,9 +4,9 @@
     next tokens    the step time at the rows at which batches settle, and at the 95th percentile of their number
 
 The waits are those of `planning.queueing`, for the distributions in `orchestrator.autoscaling.demand`. Percentiles
-count the work that waits already. Beyond saturation there are none; the share of requests that meet their targets goes
-on as a rule of thumb that falls with the overload, so that allocations can be compared there too. That share is the
-mean of two: with the work that waits and without it, so that an allocation that clears a queue and then fails the
+count the work that waits already. Beyond saturation percentiles do not exist. There the share of requests that meet
+their targets is a rule of thumb that falls with the overload, so that allocations can still be compared. That share is
+the mean of two, with the waiting work and without it, so that an allocation that clears a queue and then fails the
 traffic is not preferred. Pure.
 """
 
@@ -35,7 +35,7 @@ class Allocation:
     num_prefill: int
     num_generate: int
     num_lent: int = 0
-    """Ranks of the prefill groups that serve as generation groups, and count there, while their chains go on
+    """Number of ranks of prefill groups that serve as generation groups, and count there, while their chains continue
     without them."""
 
     @property

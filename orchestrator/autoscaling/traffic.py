@@ -1,9 +1,9 @@
 """Forecasts traffic: how many requests of which lengths come a second, as distributions.
 
 Requests are sorted into classes by prompt length, each class twice as long as the one before it. The rate of a class is
-counted over a window, which begins anew where the last few seconds differ from it by more than chance: so a change is
-believed within seconds, and scatter is averaged out. Lengths of answers are kept by class for long, so that traffic
-that comes back is known at once. Where the rate of a class rises or falls steadily, its line is followed to the
+counted over a window. The window restarts when the last few seconds differ from it by more than chance, so a change is
+recognized within seconds, and scatter is averaged out. Output lengths are kept by class for a long time, so that they
+are known at once when traffic returns. If the rate of a class rises or falls steadily, its line is extrapolated to the
 forecast's instant. Pure; owned by one autoscaler.
 """
 
@@ -16,7 +16,7 @@ SHORT_S = (2.0, 4.0, 8.0)
 LONG_S = 60.0
 """Longest window over which a rate is counted."""
 _SURPRISE = 3.5
-"""Standard deviations of a count by which a change of rate is told from chance."""
+"""Standard deviations of a count beyond which a difference is a change of rate and not chance."""
 _KEPT_LENGTHS = 256
 """Latest lengths kept of each class."""
 _GUESSED_OUTPUT = 256

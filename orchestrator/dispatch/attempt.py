@@ -1,9 +1,9 @@
 """Serves one attempt at a request: plans it, leases its slots, runs its prefill, and reads its stream.
 
-Called by `orchestrator.controller`. A slot is leased before prefill starts, so that KV always has a home; the stream is
-opened before prefill, so that the lease has an owner; every rank runs its chunk and pushes its KV straight to the slot.
-When an attempt has ended, in any way, its calls have ended, its job is in no book, and its slot is free or soon will
-be. On the loop, in the request's task.
+Called by `orchestrator.controller`. A slot is leased before prefill starts, so that KV always has a destination. The
+stream is opened before prefill, so that the lease has an owner. Every rank runs its chunk and pushes its KV straight to
+the slot. When an attempt has ended, in any way, its calls have ended, its job is in no book, and its slot is free or
+soon will be. On the loop, in the request's task.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ class _Home:
     held: ExitStack
     """Holds the group's count of the attempt, and the use of the worker's connection."""
     fetch: PrefixFetch | None = None
-    """What came of the attempt's fetch of cached KV from another node; None when none was tried."""
+    """Result of the attempt's fetch of cached KV from another node; None when no fetch was tried."""
 
 
 @dataclass
@@ -68,11 +68,11 @@ class _Learnt:
     full_since_s: float = math.inf
     """Time when a group that should have room first refused the attempt, on the clock's now_s."""
     full: set[Hashable] = field(default_factory=set)
-    """Lives of groups that refused the attempt for lack of room; cleared once all have refused."""
+    """Incarnations (`life`) of groups that refused the attempt for lack of room; cleared once all have refused."""
     trusts_hints: bool = True
-    """Whether the attempt still relies on the prefix index: False once blocks that the index named were missing."""
+    """True while the attempt relies on the prefix index; false once blocks that the index named were missing."""
     fetch: PrefixFetch | None = None
-    """What came of the attempt's fetch of cached KV from another node; None before one was tried."""
+    """Result of the attempt's fetch of cached KV from another node; None before a fetch was tried."""
 
     @property
     def may_fetch(self) -> bool:
@@ -111,10 +111,10 @@ class Dispatcher:
     async def attempt(self, record: RequestRecord, emit: Emit) -> None:
         """Run a request from where its record stands to its end: events go into the record, then to `emit`.
 
-        Raises the error of the attempt, after the record was told which group is to blame. Three failures end no
-        attempt, and it is planned anew: a generation group has no room after all while another has, cached KV did not
-        come from another node in time, or a cached prefix is missing, so that the prompt is computed from its
-        beginning.
+        Raises the error of the attempt, after the group to blame was recorded. After three failures the attempt does
+        not end but is planned again: a generation group has no room after all while another has, cached KV did not
+        arrive from another node in time, or a cached prefix is missing. In the last case the prompt is computed from
+        its beginning.
         """
         self._stores.look()
         learnt = _Learnt()
@@ -127,7 +127,7 @@ class Dispatcher:
                     if plan.fetch is not None:
                         learnt.fetch = await self._fetcher.run(plan.fetch, record)
                         if learnt.fetch.shortfall:
-                            continue  # what the plan was made for is not there
+                            continue  # the blocks that the plan counts on are missing
                     with contextlib.suppress(NoRoomError):  # `learnt` says so to the next plan
                         home = self._home(record, plan.generation, held, learnt.fetch)
                         await self._serve(home, plan, learnt, emit)
@@ -225,7 +225,7 @@ class Dispatcher:
             raise
 
     def _origins(self, home: _Home, prefill: str = "") -> Origins:
-        """Return what tells an attempt's tokens apart; `prefill` is the name of its chain's group, if it has one."""
+        """Return the origins of the attempt's tokens. `prefill` is the name of its chain's group, if it has one."""
         group, predicted_s = home.group, 0.0
         if self._planner.steps is not None:
             num_rows = max(self._members.load(group.name).num_slots, 1)

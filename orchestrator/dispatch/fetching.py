@@ -2,7 +2,7 @@
 
 Called by `orchestrator.dispatch.attempt`. A worker of the node that is to have the blocks copies them; what it stored,
 and what it evicted for that, goes into the prefix index, and its speed into the planner. A fetch that fails or comes
-too late is no error: the attempt is planned anew, without. On the loop, in the request's task.
+too late is not an error: the attempt is planned again without a fetch. On the loop, in the request's task.
 """
 
 import logging

@@ -1,7 +1,8 @@
 """Frees what attempts held: aborts leases, cancels streams, and undoes Reserves whose answers were lost.
 
 Called by `orchestrator.dispatch.attempt`; calls workers through `orchestrator.workers.client`. When an attempt has
-ended, its calls go on here until the workers have answered, or until the slot or stream ends by its ttl. On the loop.
+ended, its calls continue here until the workers have answered, or until the slot or stream expires by its TTL. On the
+loop.
 """
 
 import asyncio

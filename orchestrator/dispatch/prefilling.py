@@ -39,7 +39,7 @@ class ChainRunner:
         clock: Clock,
         config: OrchestratorConfig,
     ) -> None:
-        """`prefixes` is told what ranks report of their stores."""
+        """`prefixes` gets the reports of ranks about their prefix stores."""
         self._members = members
         self._clients = clients
         self._planner = planner
@@ -125,7 +125,7 @@ def failure_of(task: PrefillTask) -> BaseException | None:
 
 
 async def _renew(owner: WorkerClient, job: PrefillJob) -> None:
-    """Renew the job's lease. A failure is only logged: its stream reports a lost lease, which is no rank's fault."""
+    """Renew the job's lease. A failure is only logged: the stream reports a lost lease, and no rank is to blame."""
     try:
         await owner.renew(job.lease.ref, job.lease.ttl_s)
     except BatonError as error:

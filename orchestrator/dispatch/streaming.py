@@ -1,4 +1,4 @@
-"""Reads an attempt's stream of tokens, beside the chain that prefills for it.
+"""Reads an attempt's stream of tokens while the chain prefills for it.
 
 Used by `orchestrator.dispatch.attempt`; events come from `orchestrator.workers.client`. On the loop.
 """
@@ -51,15 +51,15 @@ async def first_event(stream: EventStream, prefill: PrefillTask | None) -> Token
 
 
 class Origins:
-    """Says of one attempt's tokens which groups they come from, where these change: an attempt's first token of a
-    choice comes from the last rank of its chain, if it has one, and all others from its generation group."""
+    """Adds to one attempt's tokens the groups they come from, where these change. The first token of each choice comes
+    from the last rank of the attempt's chain, if it has one, and all others come from its generation group."""
 
     def __init__(self, generation: str, prefill: str = "", predicted_step_s: float = 0.0) -> None:
         """`prefill` is the name of the chain's group; empty without a chain."""
         own = TokenOrigin(generation, predicted_step_s=predicted_step_s)
         self._origins = (replace(own, prefill=prefill), own) if prefill else (own,)
         self._num_told: dict[int, int] = {}
-        """Origins that were told, by choice."""
+        """Number of origins reported so far, by choice."""
 
     def told(self, event: TokenEvent) -> TokenEvent:
         """Return the event, with its origin unless that is the one of the choice's token before."""

@@ -1,7 +1,7 @@
-"""Requests that crash the workers that compute them: one that was computed in two crashes is not tried again.
+"""Requests that crash the workers that compute them: one that was computed in two crashes is not retried.
 
 Used by `orchestrator.controller`. A worker that crashes leaves a note of the requests whose first tokens it was
-computing, its supervisor reads that, and the view tells it (`ClusterView.ended`); a worker that was killed names none.
+computing. Its supervisor reads the note and adds it to the view (`ClusterView.ended`). A killed worker names none.
 A request that was computed in a crash is a suspect. Suspects are tried one at a time, until they have had their first
 tokens, so that the next crash does not name innocent requests that were computed in the same step. An attempt that
 failed before its first tokens is followed by the next one only when it is known whether its worker has crashed. On the
@@ -27,7 +27,7 @@ from orchestrator.workers.client import Clients
 logger = logging.getLogger(__name__)
 
 _VERDICT_S = 3.0
-"""Seconds to wait for a worker that does not answer to be told as ended."""
+"""Seconds to wait until the view lists a worker that does not answer as ended."""
 
 
 class Suspects:

@@ -1,12 +1,13 @@
 """Circuit breakers and the retry budget: failing groups get no work for a while, and retries are bounded.
 
-    CLOSED --so many failures in a row--> OPEN --its pause is over--> HALF_OPEN --one attempt--> PROBING
+    CLOSED --too many failures in a row-> OPEN --its pause is over--> HALF_OPEN --one attempt--> PROBING
        ^                                    ^                                                     |   |
        |                                    +---------- it failed: the pause is twice as long ----+   |
        +--------------------------------------------- it went well, or has not failed for a pause ----+
 
-A breaker belongs to one life of a group: a group that was repaired starts with a new one, and its supervisor alone
-decides how fast it repairs. Used by `orchestrator.membership.members` and `orchestrator.controller`. Pure; on the loop.
+A breaker belongs to one incarnation of a group: a group that was repaired starts with a new breaker. The supervisor
+alone decides how fast it repairs a group. Used by `orchestrator.membership.members` and `orchestrator.controller`.
+Pure; on the loop.
 """
 
 from collections.abc import Collection, Hashable
@@ -46,7 +47,7 @@ class BreakerPolicy:
 
 
 class Breaker:
-    """The breaker of one life of a group."""
+    """Circuit breaker of one incarnation of a group."""
 
     def __init__(self, clock: Clock, policy: BreakerPolicy) -> None:
         self._clock = clock
@@ -108,7 +109,7 @@ class Breaker:
 
 
 class Breakers:
-    """The breakers of all lives of groups that have failed; a life without a breaker counts as closed."""
+    """Breakers of all incarnations of groups that have failed. An incarnation without a breaker counts as closed."""
 
     def __init__(self, clock: Clock, policy: BreakerPolicy | None = None) -> None:
         self._clock = clock
@@ -116,30 +117,30 @@ class Breakers:
         self._breakers: dict[Hashable, Breaker] = {}
 
     def of(self, life: Hashable) -> Breaker:
-        """Return this life's breaker; a closed one, which is not kept, where there is none."""
+        """Return the breaker of this incarnation. If there is none, return a closed breaker, which is not kept."""
         return self._breakers.get(life) or Breaker(self._clock, self._policy)
 
     def admits(self, life: Hashable) -> bool:
-        """Return whether this life of a group may be given an attempt now."""
+        """Return whether this incarnation of a group may be given an attempt now."""
         breaker = self._breakers.get(life)
         return breaker is None or breaker.admits
 
     def failed(self, life: Hashable) -> None:
-        """Record that an attempt at this life of a group failed."""
+        """Record that an attempt at this incarnation of a group failed."""
         self._breakers.setdefault(life, self.of(life)).failed()
 
     def keep(self, lives: Collection[Hashable]) -> None:
-        """Forget the breakers of all lives but these."""
+        """Forget the breakers of all incarnations except these."""
         for life in self._breakers.keys() - set(lives):
             del self._breakers[life]
 
     def __len__(self) -> int:
-        """Return the number of lives that have failed since they began."""
+        """Return the number of incarnations that have failed since they began."""
         return len(self._breakers)
 
 
 def tells_of_the_group(error: BatonError) -> bool:
-    """Return whether a failure tells something about the attempt's group, not only about the request or the load."""
+    """Return whether a failure may be the fault of the attempt's group, and not only of the request or the load."""
     return not isinstance(error, InvalidArgumentError | NotFoundError | ResourceExhaustedError)
 
 
@@ -147,8 +148,8 @@ class RetryBudget:
     """Bounds how fast attempts may be retried, over all requests: by a share of the requests that come, and a burst.
 
     The burst covers a group's death: every stream that the group had is retried at once, and none is lost. Retries
-    beyond it wait, so that failures cost the other requests a bounded part of the capacity. A token bucket whose tokens
-    may be borrowed: a retry that takes a token before it is there is told how long to wait.
+    beyond it wait, so that failures cost the other requests a bounded part of the capacity. It is a token bucket whose
+    tokens may be borrowed: a retry that takes a token in advance gets the time to wait for it.
     """
 
     def __init__(self, clock: Clock, *, share: float = 0.2, burst: int = 100, window_s: float = 10.0) -> None:

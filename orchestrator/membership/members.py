@@ -49,9 +49,9 @@ class Members:
         self.on_update: Callable[[], None] = lambda: None
         """Called whenever the groups of `view` change; set once, by the controller."""
         self.breakers = Breakers(SystemClock())
-        """Breakers of the groups' lives; replaced once, by the controller."""
+        """Breakers of the groups' incarnations; replaced once, by the controller."""
         self.backlogs = Backlogs()
-        """Jobs that prefill groups have before them, by the groups' lives. Written by the dispatcher."""
+        """Jobs that prefill groups have before them, by the groups' incarnations. Written by the dispatcher."""
         self.num_bytes_free: dict[str, int] = {}
         """Bytes of KV that generation groups have free, by name, as they reported last. Written by the census."""
         self.orders = Orders()
@@ -60,7 +60,7 @@ class Members:
         self._returning = Counter[str]()
         """Numbers of orders under way that drain a group only for a time, by the group's name."""
         self._kept: Orders | None = None
-        """Orders that the supervisor keeps for this orchestrator's next life; None without a supervisor."""
+        """Orders that the supervisor keeps for this orchestrator's replacement; None without a supervisor."""
         self._changed = asyncio.Event()
 
     @property
@@ -84,13 +84,13 @@ class Members:
         self._tell()
 
     def drain(self, name: str) -> None:
-        """Give the group no new work from now on, in any of its lives. Raises NotFoundError for an unknown name."""
+        """Give the group no new work from now on, even after repairs. Raises NotFoundError for an unknown name."""
         self._require(name)
         self.keep_orders(replace(self.orders, drained=self.orders.drained | {name}))
 
     def let_go(self, name: str) -> None:
-        """Drain the group because fewer are enough, so that the autoscaler may take it back, also in the orchestrator's
-        next life. Raises NotFoundError for an unknown name."""
+        """Drain the group because fewer are enough. The autoscaler may take it back, even after a restart of the
+        orchestrator. Raises NotFoundError for an unknown name."""
         self.drain(name)
         self.keep_orders(replace(self.orders, surplus=self.orders.surplus | {name}))
 
@@ -179,8 +179,8 @@ class Members:
         return made
 
     def give_back(self, name: str) -> None:
-        """Order the worker that the drained, idle group has borrowed to go back to its own group, which gets no new
-        work until the worker is there, and then may get work again."""
+        """Order the worker that the drained, idle group has borrowed to return to its own group. That group gets no new
+        work until the worker has returned, and may get work again after that."""
         drained = (self.orders.drained | {name}) - {self.orders.lender(name)}
         self.keep_orders(replace(self.orders, drained=drained, leaving=self.orders.leaving | {name}))
 
@@ -191,7 +191,7 @@ class Members:
         self._tell()
 
     def hear_kept(self, orders: Orders) -> None:
-        """Record that the supervisor keeps these orders for the orchestrator's next life."""
+        """Record that the supervisor keeps these orders for the orchestrator's replacement."""
         self._kept = orders
         self._tell()
 
@@ -235,7 +235,7 @@ class Members:
         return self.is_coming(role) or any(self.roles.get(name) == role for name in self.orders.surplus)
 
     def absence(self, name: str) -> AbsentGroup | None:
-        """Return what is known of a group without workers; None when it has some, or is unknown."""
+        """Return the state of a group without workers; None when it has some, or is unknown."""
         return next((group for group in self.present.absent if group.name == name), None)
 
     def is_starting(self, name: str) -> bool:
@@ -260,8 +260,8 @@ class Members:
 
     def withdrawn(self, could_serve: Callable[[GenerationGroup], bool]) -> tuple[str, ...]:
         """Return the names, sorted, of the generation groups that could serve a request, if operators have drained them
-        all and no order that is under way brings one back; empty otherwise. Only groups with workers are asked whether
-        they could serve. A group that has lent all its workers could not, unless they are about to come back."""
+        all and no order that is under way brings one back; empty otherwise. `could_serve` is only called for groups
+        with workers. A group that has lent all its workers could not serve, unless they are about to return."""
         orders = self.orders
         if not orders.drained:
             return ()
@@ -311,7 +311,7 @@ class Members:
             self._tell()
 
     def failed(self, life: Hashable) -> None:
-        """Record that an attempt failed because of the group in that life."""
+        """Record that an attempt failed because of that incarnation of a group."""
         self.breakers.failed(life)
         self._tell_later(life)
 

@@ -1,8 +1,8 @@
 """The book of the jobs that prefill groups have before them: predicted seconds on each rank, and each job's turn.
 
 Ranks do not report while they work, so the book supposes that each works on the job due first, at the predicted speed.
-What is left of a job never falls below 0, and its entry goes when its run on that rank has ended, in any way: a wrong
-prediction is forgotten with its job. A group's book ends with this life of its links. Held by
+The rest of a job never falls below 0, and its entry is removed when its run on that rank has ended, in any way. So a
+wrong prediction is forgotten with its job. A group's book ends when its links are made again. Held by
 `orchestrator.membership.members`, written by `orchestrator.dispatch.prefilling`. Pure; on the loop.
 """
 
@@ -18,7 +18,7 @@ class Pending:
     """One job in flight, with the work that its ranks still have to do."""
 
     due_s: float
-    """Time that decides the order: of two jobs that could go on, a rank serves the one due earlier."""
+    """Time that decides the order: of two jobs that could run next, a rank serves the one due earlier."""
     latest_s: float
     """Time by which this job must still be done if a job that comes later is to be served before it."""
     left_s: Mapping[Rank, float]
@@ -75,7 +75,7 @@ class Backlog:
 
 
 class Backlogs:
-    """The backlogs of all lives of groups that have jobs in flight."""
+    """Backlogs of all incarnations of groups that have jobs in flight."""
 
     def __init__(self) -> None:
         self._backlogs: dict[Hashable, Backlog] = {}
@@ -85,12 +85,12 @@ class Backlogs:
         return sum(len(backlog) for backlog in self._backlogs.values())
 
     def pending(self, life: Hashable, now_s: float) -> tuple[Pending, ...]:
-        """Return the jobs of the group in that life, in serving order, with the work left at `now_s`."""
+        """Return the jobs of that incarnation of a group, in serving order, with the work left at `now_s`."""
         backlog = self._backlogs.get(life)
         return () if backlog is None else backlog.pending(now_s)
 
     def add(self, life: Hashable, number: JobId, job: Pending, now_s: float) -> None:
-        """Add a job to the work of its ranks, in the group in that life."""
+        """Add a job to the work of its ranks, in that incarnation of a group."""
         self._backlogs.setdefault(life, Backlog()).add(number, job, now_s)
 
     def release(self, life: Hashable, number: JobId, ranks: Sequence[Rank], now_s: float) -> None:

@@ -12,7 +12,7 @@ from baton.ids import Epoch
 
 @dataclass(frozen=True)
 class PrefillGroup:
-    """A chain of ranks, in one life of its links."""
+    """A chain of ranks with its present links. A chain that is linked again is another PrefillGroup."""
 
     name: str
     endpoints: tuple[str, ...]
@@ -20,13 +20,13 @@ class PrefillGroup:
     epoch: Epoch
     ready: bool = True
     prefix_store: str = ""
-    """Name of the ranks' prefix store; equal for groups of either role that share one; empty: none."""
+    """Name of the ranks' prefix store, equal for groups of either role that share one; empty: none."""
     layout_fingerprint: str = ""
     """Fingerprint of the layout of the group's KV; empty: unknown, and all groups have the same."""
 
     @property
     def life(self) -> Hashable:
-        """Return an identity of this life of the group, which changes when the group is repaired."""
+        """Return an identity of this incarnation of the group, which changes when the group is repaired."""
         return self.name, self.endpoints, self.epoch
 
 
@@ -45,9 +45,9 @@ class GenerationGroup:
     prefix_store: str = ""
     """Name of the store in which the group's slots find prefixes and its answers are kept; empty: none."""
     residency: str = ""
-    """Name of the group's residency policy, which decides where KV lives and to which part of it rows attend."""
+    """Name of the group's residency policy: it decides where KV is stored and to which part of it sequences attend."""
     is_approximate: bool = False
-    """Whether the group's rows attend to fewer than all tokens."""
+    """True if the group's sequences attend to fewer than all tokens."""
 
     def may_serve(self, *, exact: bool) -> bool:
         """Return whether the group may serve a request that, if `exact`, needs attention to all tokens."""
@@ -55,12 +55,12 @@ class GenerationGroup:
 
     @property
     def life(self) -> Hashable:
-        """Return an identity of this life of the group, which changes when the group is replaced."""
+        """Return an identity of this incarnation of the group, which changes when the group is replaced."""
         return self.name, self.endpoint
 
 
 def endpoints_of(life: Hashable) -> tuple[str, tuple[str, ...]]:
-    """Return the role of the group of that life, and the endpoints of its workers then."""
+    """Return the role of a group, and the endpoints of its workers, from the group's `life`."""
     assert isinstance(life, tuple), f"{life} is not the life of a group"
     endpoints = life[1]
     return ("generate", (endpoints,)) if isinstance(endpoints, str) else ("prefill", endpoints)
@@ -78,7 +78,7 @@ class AbsentGroup:
     role: str
     """The group's role: prefill or generate."""
     starts: bool = False
-    """Whether the group's workers are to be started; if not, it has left, as operators wanted."""
+    """True if the group's workers are to be started; false if it has left by an operator's order."""
     error: str = ""
     """Why the group's last start failed, in one line; the start is retried."""
 
@@ -128,8 +128,8 @@ class ClusterView:
 
 @dataclass(frozen=True)
 class Orders:
-    """What operators want of groups, present or not. The orchestrator changes orders; the supervisor carries them out,
-    and keeps them for the next life of either."""
+    """Operators' orders for groups, present or not. The orchestrator changes orders. The supervisor carries them out,
+    and keeps them for a restart of either."""
 
     drained: frozenset[str] = frozenset()
     """Names of groups that are to get no new work."""
@@ -144,7 +144,7 @@ class Orders:
     worker goes back to its own group when the stand-in leaves."""
 
     surplus: frozenset[str] = frozenset()
-    """Names of drained groups that the autoscaler lets go, because fewer are enough: it may take them back."""
+    """Names of groups that the autoscaler drained because fewer are enough. It may take them back."""
 
     def without(self, names: Collection[str]) -> "Orders":
         """Return these orders without any for the groups of these names."""

@@ -1,1 +1,1 @@
-"""Tells operators how the cluster stands: state, health and metrics."""
+"""Reports the cluster to operators: state, health and metrics."""

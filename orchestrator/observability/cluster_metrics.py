@@ -89,7 +89,7 @@ def _of_groups(groups: Sequence[GroupState]) -> Iterator[Metric]:
 
 
 def _of_generation_groups(groups: Mapping[str, GenerationStatus]) -> Iterator[Metric]:
-    """Yield what generation groups say of themselves: groups that do not answer are left out."""
+    """Yield the metrics that generation groups report. Groups that do not answer are left out."""
 
     def of_each(number: Callable[[GenerationStatus], float]) -> _Samples:
         return [((name,), number(status)) for name, status in groups.items()]

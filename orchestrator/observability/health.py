@@ -1,4 +1,4 @@
-"""Says in words why the orchestrator does not serve, and why it serves worse than it could.
+"""Explains as readable text why the orchestrator does not serve, and why it serves worse than it could.
 
 Used by `orchestrator.observability.state`. Health is NOT_SERVING when no generation group can take a request, and when
 the workers' books do not balance or slots are leaked, because then no request can rely on them. Pure.
@@ -28,7 +28,7 @@ def why_degraded(
     groups: Sequence[GroupState], absent: Sequence[AbsentGroup] = (), surplus: Collection[str] = ()
 ) -> tuple[str, ...]:
     """Return a line for each group that gets no work, for the consequence, and for each group that cannot use its
-    node's disk. Returns none for groups of which there are enough (`surplus`, by name)."""
+    node's disk. Groups that were drained because fewer are enough (`surplus`, by name) get no line."""
     idle = [group for group in groups if not group.is_ready and group.name not in surplus]
     reasons = [f"{group.name} {_absence(group)}" for group in idle]
     lent = {group.lender: group.name for group in groups if group.lender}

@@ -1,5 +1,5 @@
-"""Writes down what becomes of requests: each arrival, refusal, failed attempt and end, in the log, in metrics, in
-traces and in the book of requests; and how long steps take, beside their predictions.
+"""Records each arrival, refusal, failed attempt and end of a request in the log, in metrics, in traces and in the book
+of requests. Also records the duration of steps and their predictions.
 
 Called by `orchestrator.controller`. On the loop.
 """

@@ -20,7 +20,7 @@ _RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)
 
 
 class Metrics:
-    """Histograms and counters of all requests in this orchestrator's life."""
+    """Histograms and counters of all requests since this orchestrator started."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

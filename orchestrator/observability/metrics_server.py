@@ -1,7 +1,7 @@
 """Serves the metrics over HTTP, for Prometheus: /metrics on a port of its own, answered by threads of its own.
 
-Started by `orchestrator.api.frontend`. Each scrape asks the loop once for the state of the cluster
-(`orchestrator.observability.cluster_metrics`); all other metrics are read on the scrape's thread. Made and stopped on
+Started by `orchestrator.api.frontend`. Each scrape requests the state of the cluster once from the loop
+(`orchestrator.observability.cluster_metrics`). All other metrics are read on the scrape's thread. Made and stopped on
 the loop.
 """
 

@@ -1,7 +1,7 @@
 """Keeps the requests that wait or run, and the latest that have ended, for those who watch a cluster.
 
-Told by `orchestrator.observability.journal`; put on gRPC by `orchestrator.api.frontend`. Neither prompts nor outputs
-leave it, and ids go to a request's own tenant and to operators only. On the loop.
+Written by `orchestrator.observability.journal`; served over gRPC by `orchestrator.api.frontend`. It never returns
+prompts or outputs, and returns the id of a request only to its own tenant and to operators. On the loop.
 """
 
 import itertools
@@ -40,7 +40,7 @@ class RequestBook:
 
     def list(self, num_ended: int, tenant: str | None) -> RequestList:
         """Return all requests that have not ended and the latest `num_ended` that have, without the ids of others'
-        requests. `tenant` is the caller's; None for an operator, who is told all ids."""
+        requests. `tenant` is the caller's; None for an operator, who gets all ids."""
         found = [*self._latest_ended(num_ended), *self._running()]
         found.sort(key=lambda each: each.number, reverse=True)
         return RequestList(self._clock.unix_ns(), tuple(_told(each, tenant) for each in found))

@@ -1,4 +1,4 @@
-"""A request that has ended, with what is known of its way: for traces and for `baton trace`. Pure."""
+"""Trace of a request that has ended, with its stages: for OpenTelemetry and for `baton trace`. Pure."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from orchestrator.requests.record import FailedAttempt
 
 @dataclass(frozen=True)
 class Trace:
-    """A request that has ended, with what is known of its way."""
+    """A request that has ended, with its usage and the timings of its stages."""
 
     request_id: str
     usage: Usage

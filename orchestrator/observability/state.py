@@ -47,7 +47,7 @@ class Overview:
         *,
         lease_ttl_s: float,
     ) -> None:
-        """For `lease_ttl_s` seconds, slots may be held since an earlier life, and count as no leak."""
+        """For `lease_ttl_s` seconds, slots that an earlier orchestrator leased may be held, and are not leaks."""
         self._members = members
         self._census = census
         self._admission = admission
@@ -64,8 +64,8 @@ class Overview:
         """host:port of the metrics; empty without them. Set once, by `orchestrator.api.frontend`."""
 
     async def state(self) -> ClusterState:
-        """Return the state of groups, queue and slots, after asking all workers, which takes at most about a second.
-        Calls share one question at a time, whose answers serve for 0.25 s, or until workers come or go."""
+        """Return the state of groups, queue and slots, after a census of all workers, which takes at most about a
+        second. Concurrent calls share one census. Its results are reused for 0.25 s, or until workers come or go."""
         async with self._asking:
             answered, answered_s = self._answered
             endpoints = self._members.present.endpoints
@@ -75,7 +75,7 @@ class Overview:
         return self.last_state()
 
     def last_state(self) -> ClusterState:
-        """Return the state of groups, queue and slots, as the workers answered when last asked."""
+        """Return the state of groups, queue and slots from the last answers of the workers."""
         groups = self._census.groups()
         return ClusterState(
             groups=groups,
@@ -96,13 +96,13 @@ class Overview:
         return not self._why_not_serving(self._census.groups())
 
     async def drain(self, name: str, *, leave: bool, returns: bool = False) -> AsyncGenerator[GroupState, None]:
-        """Keep new work from the group from now on, and yield its state, now and whenever it changes. `returns`: the
+        """Give the group no new work from now on, and yield its state, now and whenever it changes. `returns`: the
         caller brings this group or another one back afterwards, so that requests wait for that.
 
-        Ends when the group has no work left and the supervisor has recorded the drain; if the group is to `leave`, when
-        its workers are gone after that, a borrowed one to its own group; and when the group is undrained. Raises
-        NotFoundError for an unknown name, and UnavailableError where no supervisor ends workers and the group is to
-        leave.
+        Ends when the group has no work left and the supervisor has recorded the drain. If the group is to `leave`, it
+        ends later, when the group's workers are gone (a borrowed worker returns to its own group). It also ends when
+        the group is undrained. Raises NotFoundError for an unknown name, and UnavailableError if the group is to leave
+        and there is no supervisor that ends workers.
         """
         gives_back = leave and name in self._members.orders.lent
         draining = self._give_back(name) if gives_back else self._drain(name, leave=leave)
@@ -112,7 +112,7 @@ class Overview:
                     yield state
 
     async def _drain(self, name: str, *, leave: bool, is_brief: bool = False) -> AsyncGenerator[GroupState, None]:
-        """Drain as `drain` says. A drain that `is_brief`, because another order follows, need not be recorded."""
+        """Drain as `drain` says. If `is_brief`, another order follows, and the drain does not wait to be recorded."""
         self._members.drain(name)
         logger.info("draining group=%s", name)
         told: GroupState | None = None
@@ -179,11 +179,11 @@ class Overview:
         """Let the last worker of the group serve in the other role, with its weights still loaded, and yield states:
         those of the group while it finishes its work, and at last that of the new group that has borrowed the worker.
 
-        New requests go to other groups meanwhile, and no request is lost. What is left of a chain gets work again as
-        soon as the worker serves. A group that has borrowed its worker gives it back, as `unflip` does. If the caller
-        stops before the worker could be spared, nothing has changed. Raises NotFoundError for an unknown name;
-        UnavailableError for a group without workers, for the last one that may generate, without a supervisor, and when
-        the worker does not serve in its new role: it then goes back to its group, and the order is withdrawn.
+        New requests go to other groups meanwhile, and no request is lost. The rest of a chain gets work again as soon
+        as the worker serves. A group that has borrowed its worker returns it, as `unflip` does. If the caller stops
+        before the group is idle, nothing has changed. Raises NotFoundError for an unknown name. Raises UnavailableError
+        for a group without workers, for the last one that may generate, without a supervisor, and when the worker does
+        not serve in its new role: it then returns to its group, and the order is withdrawn.
         """
         return self._unflip(name) if name in self._members.orders.lent else self._lend(name)
 
@@ -294,7 +294,7 @@ class Overview:
     def _is_idle(self, group: GroupState) -> bool:
         """Return whether no request, slot or memory of the group is in use. A group that is not ready and does not
         answer has no worker that could hold any."""
-        if group.num_requests or self._members.load(group.name).num_requests:  # when asked, and now
+        if group.num_requests or self._members.load(group.name).num_requests:  # at the last census, and now
             return False
         if group.role == "prefill":
             return True

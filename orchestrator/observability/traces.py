@@ -2,9 +2,9 @@
 
 A request becomes one span, in the trace of the caller if it sent a `traceparent` (W3C trace context), and one span
 below it for each stage, ranks' parts included. Workers send nothing: what they measured came with their answers, so
-that one process exports, once for each request, after its end. Batches leave on a thread of OpenTelemetry's SDK; one
-that a collector does not take in time is dropped, and said so in the log. Told by `orchestrator.observability.journal`
-on the loop.
+that one process exports, once for each request, after its end. A thread of OpenTelemetry's SDK sends batches. A batch
+that a collector does not take in time is dropped and logged. Called by `orchestrator.observability.journal` on the
+loop.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class Traces:
         return next((trace for (_, each), trace in self._latest.items() if each == request_id), None)
 
     def ended(self, trace: Trace, request: Request) -> None:
-        """Keep what is known of a request that has ended, and export its spans."""
+        """Keep the trace of a request that has ended, and export its spans."""
         key = request.tenant.name, trace.request_id
         self._latest[key] = trace
         self._latest.move_to_end(key)

@@ -1,4 +1,4 @@
-"""Asks all workers for their status, and finds leaks among what they hold; seldom while they hold nothing.
+"""Polls all workers for their status, rarely while they hold nothing, and finds leaked slots and jobs.
 
 A leak is a slot or job that for over 2 s without pause belonged to no request of this orchestrator, and to no stream
 kept for a client to resume. A slot that is only leased, perhaps by a Reserve whose answer was lost, is a leak when it
@@ -28,7 +28,7 @@ QUIET_S = 2.0
 """Seconds between two questions to workers that held nothing and are given no work."""
 _TIMEOUT_S = 1.0
 _MOST_PAUSE_S = 5.0
-"""Longest pause in seconds after an unforeseen failure, until the workers are asked again."""
+"""Longest pause in seconds after an unforeseen failure, until the workers are polled again."""
 
 
 class Excess:
@@ -95,7 +95,7 @@ class Census:
         """Latest status of each rank that answers, by endpoint."""
         self._on_step = on_step
         self._asked: tuple[frozenset[str], float] = frozenset(), -QUIET_S
-        """Endpoints of the workers asked last, and the instant."""
+        """Endpoints of the workers polled last, and the instant."""
 
     async def run(self, period_s: float) -> None:
         """Look at all workers every `period_s` seconds until this task is cancelled, also after an unforeseen
@@ -108,20 +108,20 @@ class Census:
         await repeat("the census of workers", look, Pauses(period_s, _MOST_PAUSE_S))
 
     async def look(self) -> None:
-        """Ask every worker, unless all of them said within the last QUIET_S that they hold nothing, and no request has
-        been given to one."""
+        """Poll every worker, unless all of them reported within the last QUIET_S that they hold nothing, and no worker
+        has been given a request."""
         if not self._is_quiet:
             await self.ask()
 
     async def ask(self) -> None:
-        """Ask every worker once, for at most a second, and forget those that are gone. Calls may overlap."""
+        """Poll every worker once, for at most a second, and forget those that are gone. Calls may overlap."""
         view = self._members.present
         self._asked = view.endpoints, self._clock.now_s()
         await asyncio.gather(
             *(self._ask_generation(group) for group in view.generation),
             *(self._ask_rank(group, endpoint) for group in view.prefill for endpoint in group.endpoints),
         )
-        present = self._members.present.endpoints  # other workers may have come, or been asked, meanwhile
+        present = self._members.present.endpoints  # other workers may have come, or been polled, meanwhile
         for endpoint in (self._leaks.keys() | self._generation.keys() | self._ranks.keys()) - present:
             self._forget(endpoint)
         await self._clients.prune(present)

@@ -52,7 +52,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class FetchReport:
-    """What a worker reports of a fetch of cached KV."""
+    """Report of a worker on a fetch of cached KV."""
 
     num_stored: int = 0
     """Number of blocks that its node's prefix store has now, of those that were named: the first ones."""

@@ -1,4 +1,4 @@
-"""Makes the messages that tell workers about a request: a prefill job, a stream, a stream to be taken over.
+"""Makes the messages about a request for workers: a prefill job, a stream, a stream to be taken over.
 
 Used by `orchestrator.workers.client`; jobs are made by `orchestrator.dispatch.attempt`. Pure.
 """
@@ -58,7 +58,7 @@ class PrefillJob:
 def stream_request(
     record: RequestRecord, number: StreamNumber, config: OrchestratorConfig, lease: Lease | None
 ) -> generate_pb2.StreamRequest:
-    """Return the message that asks a generation group for an attempt's stream."""
+    """Return the message that requests an attempt's stream from a generation group."""
     return generate_pb2.StreamRequest(
         request_id=record.request_id,
         history=history_to_proto(record.request.prompt_ids, record.output_ids, record.request.params),
@@ -70,7 +70,7 @@ def stream_request(
 
 
 def takeover_request(record: RequestRecord, number: StreamNumber) -> generate_pb2.StreamRequest:
-    """Return the message that asks a generation group for a stream that it may have kept."""
+    """Return the message that requests from a generation group a stream that it may have kept."""
     outputs = [common_pb2.Output(token_ids=choice.output_ids) for choice in record.choices]
     return generate_pb2.StreamRequest(
         request_id=record.request_id,

@@ -1,7 +1,7 @@
-"""Asks each prefix store that comes into view for its blocks, once, so that earlier orchestrators' prompts stay of use.
+"""Queries each prefix store that comes into view for its blocks, once, so that earlier orchestrators' prompts count.
 
 Called by `orchestrator.dispatch.attempt`; fills `orchestrator.placement.prefix_index`. No request waits for the answer:
-until it is there, prompts are computed. On the loop.
+until it arrives, prompts are computed. On the loop.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ class PrefixStores:
         self._clients = clients
         self._index = index
         self._asked: dict[str, asyncio.Task[None]] = {}
-        """Tasks that ask for a store's blocks, by store; kept when done, so that each store is asked once."""
+        """Tasks that query a store's blocks, by store; kept when done, so that each store is queried once."""
 
     def look(self) -> None:
-        """Ask stores that are new in the view, in tasks, and forget those that are gone; for every request. The stores
-        of drained groups count: other nodes may fetch from them."""
+        """Query stores that are new in the view, in tasks, and forget those that are gone. Called for every request.
+        The stores of drained groups count: other nodes may fetch from them."""
         groups = [group for group in self._members.present.groups if group.prefix_store]
         stores = {group.prefix_store for group in groups}
         self._index.keep_only(stores)
@@ -40,13 +40,13 @@ class PrefixStores:
                 self._asked[group.prefix_store] = asyncio.create_task(self._ask(group))
 
     async def close(self) -> None:
-        """Cancel all tasks that still ask, and wait for their end."""
+        """Cancel all queries that still run, and wait for their end."""
         for asking in self._asked.values():
             asking.cancel()
         await asyncio.gather(*self._asked.values(), return_exceptions=True)
 
     async def _ask(self, group: Group) -> None:
-        """Add a store's blocks to the index, asking this group of those that share the store."""
+        """Query this group, one of those that share the store, and add the store's blocks to the index."""
         try:
             with self._clients.use(endpoint_of(group)) as worker:
                 names = await worker.prefix_blocks(is_prefill=isinstance(group, PrefillGroup))

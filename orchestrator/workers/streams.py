@@ -55,7 +55,7 @@ class StreamPart:
         return self._events.popleft()
 
     def cancel(self) -> None:
-        """Tell the group that this stream is no longer read. Idempotent; does nothing once the stream has ended."""
+        """Notify the group that this stream is no longer read. Idempotent; does nothing once the stream has ended."""
         if not self._ended:
             self._leave(self.number)
             self.end(UnavailableError(f"stream {self.number} was left by its reader"))
@@ -182,7 +182,7 @@ class SharedStreams:
 
 
 def check_size(request_id: str, num_bytes: int) -> None:
-    """Raise InvalidArgumentError when the message that tells workers about a request is too large to send."""
+    """Raise InvalidArgumentError when the message to workers about a request is too large to send."""
     if num_bytes > MAX_COMMAND_BYTES:
         raise InvalidArgumentError(
             f"request {request_id} takes {num_bytes} bytes between the orchestrator and its workers, over the limit "
