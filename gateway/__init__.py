@@ -1,1 +1,1 @@
-"""OpenAI-compatible HTTP in front of a Baton server, which it asks over gRPC as any client does."""
+"""OpenAI-compatible HTTP in front of a Baton server, which it calls over gRPC like any client."""

@@ -28,7 +28,7 @@ FINISHES = {None: None, FinishReason.LENGTH: "length", FinishReason.STOP: "stop"
 
 @dataclass(frozen=True)
 class Head:
-    """What all objects of one answer begin with."""
+    """Fields that all objects of one answer begin with."""
 
     id: str
     created: int

@@ -96,7 +96,7 @@ class Gateway:
             app.include_router(self._console.router())
         app.get("/metrics", include_in_schema=False)(self.metrics)
         for path, route in (("/health", self.health), ("/ready", self.ready), ("/metrics", self.metrics)):
-            app.head(path, include_in_schema=False)(route)  # monitors and load generators ask so whether it is there
+            app.head(path, include_in_schema=False)(route)  # used by monitors and load generators
         app.exception_handler(BatonError)(self._refused)
         app.exception_handler(RequestValidationError)(self._malformed)
         app.exception_handler(HTTPException)(self._not_there)
@@ -141,11 +141,11 @@ class Gateway:
         return {"prompt": await read_body(request, partial(decode, body.tokens))}
 
     async def health(self) -> Response:
-        """Say that this process lives."""
+        """Report that this process runs."""
         return Response()
 
     async def ready(self) -> Response:
-        """Say whether requests are served."""
+        """Report whether requests are served."""
         return Response(status_code=200 if await self._upstream.is_serving() else 503)
 
     async def metrics(self) -> Response:
@@ -186,7 +186,7 @@ class Gateway:
             stack.push_async_callback(events.aclose)
             first = await unless_gone(request, anext(events))
             chunks = _chunks(writer, asked, answers, first, events)
-            return EventStream(chunks, stack.pop_all(), headers)  # the streams are the answer's from here on
+            return EventStream(chunks, stack.pop_all(), headers)  # the answer now owns the streams
 
     async def _refused(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, BatonError), error
@@ -218,7 +218,7 @@ def _chat_writer(head: Head, asked: Asked) -> Writer:
 
 
 async def _whole(writer: Writer, answers: Answers) -> Object:
-    """Return the whole answer, once it is there. Raises the first error of its streams."""
+    """Wait for the whole answer and return it. Raises the first error of its streams."""
     if not isinstance(writer, ParsedChats):
         return writer.whole(await answers.collect())
     async for prompt, event in answers.events():

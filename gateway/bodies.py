@@ -61,19 +61,19 @@ PromptField = Annotated[str | list[int] | list[str] | list[list[int]], PlainVali
 
 
 class StreamOptions(BaseModel):
-    """What a stream holds besides its tokens."""
+    """Options for the content of a stream in addition to its tokens."""
 
     include_usage: bool = False
-    """Whether a chunk with the request's usage comes before the end."""
+    """True: a chunk with the request's usage comes before the end."""
 
 
 class SamplingBody(BaseModel):
-    """What both kinds of request have in common."""
+    """Fields that both kinds of request have in common."""
 
     model_config = ConfigDict(extra="allow")
 
     model: str = ""
-    """Name of the served model; empty: whatever is served."""
+    """Name of the served model; empty: any model."""
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -182,7 +182,7 @@ class Function(BaseModel):
     name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """JSON schema of the arguments; the model is told of it, and nothing enforces it."""
+    """JSON schema of the arguments. It is shown to the model, and not enforced."""
 
 
 class Tool(BaseModel):

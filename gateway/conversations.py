@@ -1,7 +1,7 @@
 """Renders chats with tools for one model, and says how its output is to be read. Any thread may use it.
 
-Tools are told to a model by its own chat template. SmolLM2's takes none: its tools are told in the system's message, in
-the words that it was trained on (`gateway.tools.prompt`).
+A model's own chat template describes the tools to it. SmolLM2's template takes no tools: they are described in the
+system message, in the words that the model was trained on (`gateway.tools.prompt`).
 """
 
 import hashlib
@@ -73,8 +73,9 @@ class ChatRenderer:
         most_calls: int | None = None,
         is_obliged: bool = False,
     ) -> OutputRules:
-        """Return how the model's output is to be read after a chat that was rendered as this text, and goes on with the
-        text `continued`. `is_obliged`: its form is that of `gateway.tools.choice.obliged_form`."""
+        """Return the rules for reading the model's output after a chat that was rendered as this text and that the
+        output continues from the text `continued`. `is_obliged`: the output has the form of
+        `gateway.tools.choice.obliged_form`."""
         names = frozenset(tool.function.name for tool in tools)
         if is_obliged:
             return OutputRules(replace(OBLIGED, has_short_ids=self._has_short_ids), names, most_calls)
@@ -90,8 +91,8 @@ class ChatRenderer:
 
 def messages_of(messages: Sequence[Message], format_: CallFormat | None) -> list[dict[str, Any]]:
     """Return a chat as chat templates take it: `developer` is the new name of `system`, parts of a content are joined
-    by line breaks, and arguments of calls are objects. Raises InvalidArgumentError for what is no text, and for calls
-    of tools where there is no format for them."""
+    by line breaks, and arguments of calls are objects. Raises InvalidArgumentError for parts that are not text, and for
+    calls of tools if there is no format for them."""
     return [_message(f"messages[{index}]", each, format_) for index, each in enumerate(messages)]
 
 
@@ -108,8 +109,8 @@ def _check_values(field: str, value: object) -> None:
 
 
 def text_of(where: str, content: str | Sequence[Part]) -> str:
-    """Return a content as text: its parts, with a line break between each two. Raises InvalidArgumentError for a part
-    that is no text; `where` names the content."""
+    """Return a content as text: its parts, joined by line breaks. Raises InvalidArgumentError for a part that is not
+    text; `where` names the content."""
     if isinstance(content, str):
         return content
     texts = []

@@ -11,7 +11,7 @@ from baton import errors
 from baton.errors import BatonError
 
 CLIENT_GONE = 499
-"""The status of a request whose client left: metrics alone tell it."""
+"""Status of a request whose client left. It appears only in metrics."""
 
 
 class BodyTooLargeError(errors.InvalidArgumentError):

@@ -1,6 +1,6 @@
 """Opens the socket on which HTTP is served, for the server's own process or for a launcher that passes it on.
 
-A launcher that keeps the socket keeps its address over the lives of the server. Imports nothing of the server.
+A launcher that keeps the socket keeps its address across restarts of the server. Imports nothing of the server.
 """
 
 import socket
@@ -11,7 +11,7 @@ from baton.settings.addresses import join_address
 
 def open_socket(host: str, port: int) -> socket.socket:
     """Return a socket bound to host:port, 0 for any free port; nothing listens on it yet. Raises ConfigError when the
-    address cannot be had."""
+    address cannot be bound."""
     try:
         return _bound(host, port)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of all routes: errors in the shape that they have, and streams. Pure."""
+"""Parts of the OpenAPI document that all routes share: the shape of errors, and streams. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong, and where."""
+    """Cause of an error, and the field that it concerns."""
 
     message: str
     type: str
@@ -44,14 +44,14 @@ _EVENT = {
     "required": ["data"],
 }
 _STREAM: dict[str, Any] = {"text/event-stream": {"schema": _EVENT}}
-"""What a stream is made of: its schema is that of an event, whose data is JSON, or `[DONE]`."""
+"""Content of a stream. The schema is that of one event, whose data is JSON, or `[DONE]`."""
 _UNUSED = "HTTPValidationError", "ValidationError"
 
 Responses = dict[int | str, dict[str, Any]]
 ERRORS: Responses = {status: {"model": ErrorBody, "description": meaning} for status, meaning in _MEANINGS.items()}
-"""Answers that any route may give in place of its own."""
+"""Error answers that any route may return."""
 STREAMED: Responses = {200: {"description": "The answer, whole or as server-sent events.", "content": _STREAM}}
-"""The answer of a route that streams if it is asked to."""
+"""Answer of a route that streams on request."""
 
 
 def describe(app: FastAPI) -> None:

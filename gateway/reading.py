@@ -1,7 +1,7 @@
-"""Reads bodies: what is asked of the server, as arguments of `baton.AsyncClient.generate`, and what of the answer.
+"""Reads bodies into arguments of `baton.AsyncClient.generate`, and into the options of the answer.
 
-Prompts are tokenized here, so that the room that they leave is known: OpenAI's chats have no limit on their output but
-the model's. Blocks while long prompts are tokenized, so it is called in a thread.
+Prompts are tokenized here, because the room that they leave must be known: OpenAI's chats limit their output only by
+the model's context. Blocks while long prompts are tokenized, so it is called in a thread.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a body asks for."""
+    """Content of a body, read and checked."""
 
     prompts: tuple[Prompt, ...]
     options: tuple[SamplingOptions, ...]
@@ -51,7 +51,7 @@ class Asked:
     cache_salt: str = ""
     is_streamed: bool = False
     includes_usage: bool = False
-    """Whether a stream tells the usage before its end."""
+    """True if a stream reports the usage before its end."""
     logprobs: int | None = None
     """How many most likely tokens are reported with each token; None: no logprobs."""
     output: OutputRules = PLAIN

@@ -70,11 +70,10 @@ class HttpServer:
         spans: "TracerProvider | None" = None,
         has_console: bool = True,
     ) -> Self:
-        """Serve on a bound socket, which is the server's from here on; return once requests are answered. `upstream`
-        stays its owner's, but `stop` closes it. `rules` say who is answered. `limits` bound the responses that are
-        kept. `spans` makes a span of each request, and stays its owner's; None: there are none. `has_console` says
-        whether the web console is served, too. Raises ConfigError when the certificate cannot be read; the socket is
-        closed then."""
+        """Serve on a bound socket, which the server then owns. Return once requests are answered. The caller owns
+        `upstream`, but `stop` closes it. `rules` say who is answered. `limits` bound the responses that are kept.
+        `spans` makes a span of each request, and stays the caller's; None: no spans. `has_console` is true if the web
+        console is served, too. Raises ConfigError when the certificate cannot be read; the socket is closed then."""
         allow_connections()
         clock = SystemClock()
         console = Console(upstream, reader, clock) if has_console else None

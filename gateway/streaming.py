@@ -1,4 +1,4 @@
-"""What routes share: who asks, clients that leave, and answers as server-sent events. On the loop."""
+"""Functions that routes share: the caller's identity, clients that leave, server-sent events. On the loop."""
 
 import asyncio
 import logging
@@ -22,16 +22,16 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _LONG_BYTES = 1024
-"""Bytes of a body from which on it is read in a thread, as its prompt may take long to tokenize."""
+"""Smallest number of bytes of a body that is read in a thread, because its prompt may take long to tokenize."""
 _CALLER = ("authorization", "baton-tenant")
-"""Headers that say who asks, which the server judges."""
+"""Headers that identify the caller, which the server checks."""
 _TRACE = ("traceparent", "tracestate")
-"""Headers that say in which trace."""
+"""Headers with the caller's trace context."""
 _REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARS}}}")
 _METADATA = re.compile(r"[\x20-\x7e]*")
 """Text that gRPC takes as metadata."""
 _TRACE_VALUE = re.compile(r"[\x20-\x7e]{0,512}")
-"""The same, of at most as many bytes as W3C's Trace Context asks to pass on."""
+"""The same, of at most the number of bytes that W3C's Trace Context requires to be passed on."""
 FAULT = "the HTTP process failed at this request: see its log"
 _SSE = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -50,8 +50,8 @@ class EventStream(StreamingResponse):
 
 
 def error_of(failure: Exception) -> BatonError:
-    """Return the error to tell the client of a stream that failed after its status was sent. A failure that is not
-    Baton's own is a fault of this process: it is logged."""
+    """Return the error for the client of a stream that failed after its status was sent. A failure that is not a
+    BatonError is a fault of this process, and is logged."""
     if isinstance(failure, BatonError):
         return failure
     logger.error("a stream failed", exc_info=failure)
@@ -82,8 +82,8 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 def caller_of(request: Request, *, traces: bool = True) -> Mapping[str, str]:
-    """Return who asks, as metadata of a call, and with `traces` in which trace, unless there is a span here: the call
-    is in that.
+    """Return the caller's headers as metadata of a call. With `traces` they include the trace context, unless this
+    process has a span: the call then belongs to that span.
 
     Raises UnauthenticatedError for a key, and InvalidArgumentError for a tenant, that gRPC cannot send, and
     HeadersTooLongError for more than MAX_CALLER_BYTES of them. A trace that gRPC cannot send is left out.

@@ -1,4 +1,4 @@
-"""The server behind the gateway, asked over gRPC: its model, its health, and streams of tokens. On the loop."""
+"""Client of the server behind the gateway, over gRPC: its model, its health, and streams of tokens. On the loop."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from transport.channel import make_channel
 
 _SERVICE = "baton.v1.Orchestrator"
 _ANSWER_S = 5.0
-"""Seconds that the server has to tell its health, its state or its requests."""
+"""Timeout in seconds for the server to return its health, its state or its requests."""
 
 
 class Upstream:
@@ -79,7 +79,7 @@ class Upstream:
             with translate_rpc_errors():
                 said = await health_pb2_grpc.HealthStub(self._health).Check(request, timeout=_ANSWER_S)
         except BatonError:
-            return False  # it does not answer, which is what was asked
+            return False  # a server that does not answer is not ready
         return bool(said.status == health_pb2.HealthCheckResponse.SERVING)
 
     @asynccontextmanager

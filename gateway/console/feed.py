@@ -1,9 +1,8 @@
-"""Answers that consoles share: each caller's consoles have one question to the server, however many are open. On the
-loop.
+"""Answers that consoles share: all open consoles of a caller cause only one call to the server at a time. On the loop.
 
-Nothing is asked by itself: a console asks for the latest answer again and again while it is looked at. An answer holds
-for FRESH_S, and so does an error. Callers are told apart by the headers that say who asks, because the server may tell
-each of them something else.
+The feed never calls the server by itself: a console requests the latest answer repeatedly while it is visible. An
+answer, or an error, is reused for FRESH_S. Callers are identified by the headers that name the caller, because the
+server may answer each of them differently.
 """
 
 import asyncio
@@ -22,7 +21,7 @@ T = TypeVar("T")
 FRESH_S = 1.0
 """Seconds for which an answer, or an error, is given again."""
 MAX_CALLERS = 64
-"""Callers whose latest answers are kept, at most; the one that asked longest ago is forgotten."""
+"""Maximum number of callers whose latest answers are kept. The least recent caller is forgotten first."""
 
 
 @dataclass
@@ -30,7 +29,7 @@ class _Latest(Generic[T]):
     """The latest answer to one caller."""
 
     asking: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a question is open, so that all consoles of the caller wait for the same answer."""
+    """Held during a call to the server, so that all consoles of the caller wait for the same answer."""
     told_s: float = float("-inf")
     answer: T | None = None
     error: BatonError | None = None
@@ -40,14 +39,15 @@ class Feed(Generic[T]):
     """The latest answers of one server, by caller."""
 
     def __init__(self, ask: Callable[[Mapping[str, str]], Awaitable[T]], clock: Clock) -> None:
-        """`ask` asks the server on behalf of a caller, given by its headers."""
+        """`ask` calls the server on behalf of a caller, given by its headers."""
         self._ask = ask
         self._clock = clock
         self._latest: OrderedDict[str, _Latest[T]] = OrderedDict()
 
     async def latest(self, caller: Mapping[str, str]) -> T:
-        """Return an answer to the caller that is at most FRESH_S old, or came meanwhile. Raises the BatonError that
-        the server answered instead. A question whose asker is cancelled is asked anew by the next one that waits."""
+        """Return an answer to the caller that is at most FRESH_S old, or arrived during this call. Raises the
+        BatonError that the server returned instead. If a call to the server is cancelled, the next waiting caller
+        repeats it."""
         latest = self._of(caller)
         async with latest.asking:
             if self._clock.now_s() - latest.told_s >= FRESH_S:

@@ -1,6 +1,6 @@
-"""The console's files: page, style and scripts, read once, served with a policy that lets nothing else be loaded. Pure.
+"""The console's files: page, style and scripts, read once, served with a policy that forbids loading other files. Pure.
 
-Nothing is read by a name that a client gives: a file is served if it was there when the gateway began.
+No file is read by a name that a client gives: only files that existed when the gateway started are served.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ class Page:
     content: bytes
     media_type: str
     tag: str
-    """Hash of the content, by which browsers ask whether it has changed."""
+    """Hash of the content, with which browsers check for changes."""
 
     def answer(self, request: Request) -> Response:
         """Return the file, or that it is still what the browser has."""

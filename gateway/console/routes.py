@@ -42,7 +42,7 @@ class Console:
         self._feed = Feed(self._ask, clock)
 
     def router(self) -> APIRouter:
-        """Return the routes of the console, which are no part of the API that the gateway documents."""
+        """Return the routes of the console, which do not belong to the API that the gateway documents."""
         router = APIRouter(include_in_schema=False, route_class=BodyRoute)
         router.get("/")(self.root)
         router.get("/console")(self.console)
@@ -54,7 +54,7 @@ class Console:
         return router
 
     async def root(self, request: Request) -> Response:
-        """Lead browsers to the console; programs are told that nothing is there, as without a console."""
+        """Redirect browsers to the console. Programs get status 404, as without a console."""
         if "text/html" not in request.headers.get("accept", ""):
             raise HTTPException(404)
         return RedirectResponse("console/")
@@ -88,8 +88,8 @@ class Console:
         return await self._stream(request, partial(self._reader.completion, body))
 
     async def _ask(self, caller: Mapping[str, str]) -> Object:
-        """Ask the server. The state asks all of its workers; the requests are asked for after that, so that they are
-        the later ones."""
+        """Get the cluster's state, for which the server polls all workers, and after it the requests, so that the
+        requests are the more recent part."""
         state = await self._upstream.state(caller)
         requests = await self._upstream.requests(NUM_ENDED, caller)
         reader = self._reader

@@ -21,7 +21,7 @@ def check_single(asked: Asked) -> None:
 
 
 def begun(output: Completion) -> Object:
-    """Return what is known of the request once the server has taken it."""
+    """Return the properties of the request that are known once the server has accepted it."""
     return {
         "id": output.request_id,
         "model": output.model,
@@ -47,7 +47,7 @@ def token(event: TokenEvent, own_text: str) -> Object:
 
 
 def ended(output: Completion) -> Object:
-    """Return the request's usage, and what it took beside what was predicted."""
+    """Return the request's usage, and its measured times with the predicted ones."""
     timings = output.timings
     return {
         "usage": None if output.usage is None else asdict(output.usage),

@@ -1,4 +1,4 @@
-"""What the console shows of a cluster, as JSON: groups with their KV by tier, and requests with their stages. Pure.
+"""The console's view of a cluster, as JSON: groups with their KV by tier, and requests with their stages. Pure.
 
 Times are milliseconds: instants since 1970, those of a request's stages since its arrival.
 """

@@ -1,4 +1,4 @@
-"""Asks the server who may call, before a body is read: once a second for each caller. On the loop."""
+"""Checks with the server who may call, before a body is read: once a second for each caller. On the loop."""
 
 import time
 from collections import OrderedDict
@@ -8,7 +8,7 @@ from baton.errors import BatonError, DeadlineExceededError, UnauthenticatedError
 from gateway.upstream import Upstream
 
 _VALID_S = 1.0
-"""Seconds for which an answer holds: a key that was revoked is refused after as many."""
+"""Seconds for which an answer is reused. A revoked key is refused after this time at the latest."""
 _MAX_KEPT = 1024
 """Callers whose answer is kept."""
 

@@ -1,7 +1,7 @@
 """Refuses requests that a web page of another site had its reader's browser send, by the headers Host and Origin.
 
-A name that its owner points at 127.0.0.1 (DNS rebinding) makes such a page and this server one site for the browser,
-so that only Host tells them apart. Where the server requires API keys, no page has one, and nothing is refused.
+If the owner of a name points it at 127.0.0.1 (DNS rebinding), such a page and this server are one site for the browser,
+and only the header Host distinguishes them. If the server requires API keys, no page has one, and nothing is refused.
 """
 
 from ipaddress import ip_address
@@ -16,7 +16,7 @@ from gateway.door.rules import HttpRules, name_of
 from gateway.errors import WrongHostError, error_body, status_of
 
 _OPEN = ("/health", "/ready", "/metrics")
-"""Paths that probes ask for by whatever address they have."""
+"""Paths that probes may request by any host name or address."""
 
 
 class HostCheck:

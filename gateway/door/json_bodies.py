@@ -1,7 +1,7 @@
 """Reads JSON bodies within bounds, before anything is made of them: what a route's model then checks is small.
 
-`BodyRoute` is the class of all routes. It asks who calls first, so that callers without a key have nothing read. Long
-bodies are parsed and checked in a thread.
+`BodyRoute` is the class of all routes. It checks the caller first, so that no body is read of callers without a key.
+Long bodies are parsed and checked in a thread.
 """
 
 import json
@@ -24,7 +24,7 @@ from gateway.streaming import caller_of
 from text.bounded_reading import BoundedReading
 
 _LONG_BYTES = 16 * 1024
-"""Bytes of a body from which on it is parsed in a thread."""
+"""Smallest number of bytes of a body that is parsed in a thread."""
 _OTHERS = bytes(byte for byte in range(256) if byte not in b'",:[{')
 """Bytes that say nothing of how many values there are."""
 _TEXT = re.compile(rb'"[^"]*"')
@@ -32,7 +32,7 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """Half of a surrogate pair, as JSON escapes it; pairs are sound."""
 
 Admit = Callable[[Mapping[str, str]], Awaitable[None]]
-"""Raises BatonError unless a caller, as `caller_of` returns it, may ask."""
+"""Raises BatonError unless a caller, as `caller_of` returns it, may send requests."""
 
 
 class BodyRoute(APIRoute):
@@ -115,7 +115,7 @@ def _check_size(body: bytes) -> None:
     marks = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _OTHERS)
     if (number := _num_texts(marks)) > MAX_TEXTS:
         raise BodyTooLargeError(f"body has {number} texts and keys: the limit is {MAX_TEXTS}; send fewer")
-    # nothing but marks is left: two quotes in a row are a text without marks, for between texts there is one
+    # only marks are left: two quotes in a row are a text without marks, because a mark separates any two texts
     marks = _TEXT.sub(b"", marks.replace(b'""', b""))
     if (number := _num_values(marks)) > MAX_VALUES:
         raise BodyTooLargeError(f"body has {number} values: the limit is {MAX_VALUES}; send fewer")

@@ -1,6 +1,6 @@
-"""What surrounds the routes: a limit on bodies, and counts of requests. Around any ASGI application; on the loop.
+"""Middleware around the routes: a limit on bodies, and counts of requests. For any ASGI application; on the loop.
 
-Streams pass through message by message: nothing is put between a route and its client that would wait or copy.
+Streams pass through message by message: nothing between a route and its client buffers or copies.
 """
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -55,7 +55,7 @@ class BodyLimit:
             self._num_bytes -= num_bytes
 
     def _refusal(self, num_bytes: int) -> BatonError | None:
-        """Return why a request must not go on with a body of so many bytes."""
+        """Return the error with which a request is refused for a body of `num_bytes` bytes, if it is."""
         if num_bytes > MAX_BODY_BYTES:
             return _too_large(num_bytes)
         if self._num_bytes > MAX_BODIES_BYTES:

@@ -36,16 +36,16 @@ Origins = tuple[Annotated[str, AfterValidator(_origin)], ...]
 
 @settings
 class HttpRules:
-    """Callers that an HTTP gateway answers, and how long requests and connections last."""
+    """Rules of an HTTP gateway: permitted hosts and origins, and timeouts of requests and connections."""
 
     allowed_hosts: Hosts = ()
-    """Host names that requests may name besides loopback ones; empty: any, if not on loopback without API keys."""
+    """Allowed values of Host, in addition to loopback names; empty: any, except on loopback without API keys."""
     allow_origins: Origins = ()
     """Origins whose web pages may call, like https://chat.example.com, or * for all; empty: only its own pages."""
     default_deadline_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 3600.0
     """Seconds after which a request over HTTP ends; 0: never."""
     keep_alive_s: Seconds = 75.0
-    """Seconds for which a connection without a request stays open; longer than a load balancer keeps it."""
+    """Seconds for which an idle connection stays open; use more than the load balancer's idle timeout."""
 
 
 DEFAULT_RULES = HttpRules()

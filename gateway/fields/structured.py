@@ -17,8 +17,8 @@ _IGNORED = ("disable_fallback", "disable_any_whitespace", "disable_additional_pr
 
 
 def structured_of(body: SamplingBody) -> StructuredOutput | None:
-    """Return the form that a body asks its output to have, if any. Raises InvalidArgumentError, also for a body that
-    asks for two forms."""
+    """Return the form that a body requires of its output, if any. Raises InvalidArgumentError for an invalid form, and
+    for a body with two forms."""
     given = {f"guided_{name}": {name: getattr(body, f"guided_{name}")} for name in _GUIDED}
     asked = {name: form for name, form in given.items() if None not in form.values()}
     if body.structured_outputs is not None:

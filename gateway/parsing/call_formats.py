@@ -16,15 +16,15 @@ class CallFormat:
     end: str = ""
     """Text that calls end with; empty: each ends with its JSON."""
     is_bare: bool = False
-    """Whether an answer may also begin with a call's JSON at once."""
+    """True if an answer may also begin directly with a call's JSON."""
     is_all: bool = False
-    """Whether an answer is a JSON list of calls and nothing else."""
+    """True if an answer is a JSON list of calls and nothing else."""
     is_prompted: bool = False
-    """Whether the tools are told in the system's message, because the chat template does not take them."""
+    """True if the tools are described in the system message, because the chat template does not take them."""
     markers: tuple[str, ...] = ()
-    """Texts that say where calls are, and may be special tokens, which have no text of their own."""
+    """Texts that mark calls. They may be special tokens, which have no text of their own."""
     has_short_ids: bool = False
-    """Whether the chat template takes ids of nine letters and digits only."""
+    """True if the chat template takes only ids of nine letters and digits."""
 
 
 HERMES = CallFormat("hermes", "<tool_call>", "</tool_call>", markers=("<tool_call>", "</tool_call>"))
@@ -35,7 +35,7 @@ OBLIGED = CallFormat("obliged", "[", is_bare=True, is_all=True)
 """How a model writes calls that its output is constrained to."""
 FORMATS = {each.name: each for each in (HERMES, LLAMA3, MISTRAL, SMOLLM2)}
 FORMAT_NAMES = ("auto", *FORMATS, "none")
-"""What may be asked for: a format by its name, none at all, or whatever the chat template says."""
+"""Formats that may be requested: one by its name, none, or auto for the format of the chat template."""
 
 _TAKES_TOOLS = re.compile(r"\btools\b")
 _SIGNS = (
@@ -44,12 +44,12 @@ _SIGNS = (
     ("Environment: ipython", LLAMA3),
     ("<tool_call>", HERMES),
 )
-"""What the template of a family mentions; the first that is found counts."""
+"""Texts in the chat template of each family; the first that is found decides the format."""
 
 
 def format_of(template: str, asked: str = "auto") -> CallFormat | None:
-    """Return the format of a model with this chat template, or the one that is asked for by name; None when the model
-    cannot be told of tools. Raises ConfigError for a name that there is not."""
+    """Return the format of a model with this chat template, or the one with the name `asked`; None when the model
+    cannot use tools. Raises ConfigError for an unknown name."""
     if asked not in FORMAT_NAMES:
         raise ConfigError(f"tool format {asked!r} is unknown: use one of {', '.join(FORMAT_NAMES)}")
     if asked != "auto":

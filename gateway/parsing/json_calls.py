@@ -14,7 +14,7 @@ _OPENING, _CLOSING = "{[", "}]"
 
 
 class NotACallError(ValueError):
-    """What was read is no call: it is text like any other."""
+    """The text read so far is not a call, but ordinary text."""
 
 
 class _Place(Enum):
@@ -33,11 +33,11 @@ class CallReader:
     """Reads one call. Made for each."""
 
     def __init__(self, *, is_strict: bool = False) -> None:
-        """With `is_strict`, an object that has a key which calls do not have is no call."""
+        """With `is_strict`, an object with a key that calls do not have is not a call."""
         self.name: str | None = None
         """Name of the function, once it is known."""
         self.has_arguments = False
-        """Whether the arguments are complete."""
+        """True once the arguments are complete."""
         self._place = _Place.BEFORE
         self._key = ""
         self._span = ""  # of the key or the value, as far as it has been read
@@ -59,7 +59,7 @@ class CallReader:
 
     @property
     def is_over(self) -> bool:
-        """Whether the call has been read to its end."""
+        """True once the call has been read to its end."""
         return self._place is _Place.OVER or (self._is_short and self.has_arguments)
 
     def push(self, char: str) -> str:

@@ -20,20 +20,20 @@ class OutputRules:
     """How the output of a request's choices is read."""
 
     format: CallFormat | None = None
-    """How tools are called; None: they are not."""
+    """Format of tool calls; None: no tools are called."""
     names: Collection[str] = ()
-    """Names of the functions that there are."""
+    """Names of the available functions."""
     most_calls: int | None = None
     has_reasoning: bool = False
-    """Whether the model marks reasoning."""
+    """True if the model marks reasoning."""
     is_reasoning_open: bool = False
-    """Whether the prompt ends within reasoning."""
+    """True if the prompt ends within reasoning."""
     markers: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
     """Text of tokens that mark something and have no text of their own, by id."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether all output is text."""
+        """True if all output is text."""
         return self.format is None and not self.has_reasoning
 
     def parser(self) -> "OutputParser":
@@ -56,7 +56,7 @@ class OutputParser:
 
     @property
     def has_calls(self) -> bool:
-        """Whether tools have been called so far."""
+        """True if a tool has been called so far."""
         return self._calls is not None and self._calls.num_calls > 0
 
     def push(self, text: str, token_id: int | None = None) -> Iterator[Piece]:

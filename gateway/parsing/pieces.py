@@ -1,4 +1,4 @@
-"""What an answer is made of, piece by piece, in the order in which the model writes it. Pure."""
+"""Pieces of an answer, in the order in which the model writes them. Pure."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Reasoning:
-    """Text in which the model comes to its answer."""
+    """Text of the model's reasoning before its answer."""
 
     text: str
 

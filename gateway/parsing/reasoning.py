@@ -1,4 +1,4 @@
-"""Tells a model's reasoning, which it marks by <think> and </think>, from its answer, token by token. Pure."""
+"""Separates a model's reasoning, marked by <think> and </think>, from its answer, token by token. Pure."""
 
 from collections.abc import Iterator
 
@@ -37,7 +37,7 @@ class ReasoningParser:
             yield Text(held)
 
     def _begin(self) -> None:
-        """Decide whether the text begins with reasoning, once enough of it is there."""
+        """Decide whether the text begins with reasoning, once enough of it has arrived."""
         start = self._held.lstrip()
         if start.startswith(BEGIN):
             self._is_decided = self._is_inside = True

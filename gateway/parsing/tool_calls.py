@@ -12,7 +12,7 @@ from gateway.parsing.json_calls import CallReader, NotACallError
 from gateway.parsing.pieces import Arguments, CallBegun, Piece, Text
 
 _SEPARATORS = ",;[]"
-"""Characters between calls, besides white space."""
+"""Characters between calls, in addition to white space."""
 
 
 class _Mode(Enum):
@@ -36,7 +36,7 @@ class CallParser:
         make_id: Callable[[], str],
         most_calls: int | None = None,
     ) -> None:
-        """`names` are those of the functions that there are: only they are called without a marker. Calls beyond
+        """`names` are those of the available functions. Only these can be called without a marker. Calls beyond
         `most_calls` are left out."""
         self.num_calls = 0
         self._format = format_
@@ -61,7 +61,7 @@ class CallParser:
             if self._mode is _Mode.TEXT:
                 yield from self._read_text()
                 if self._mode is _Mode.TEXT:
-                    return  # what is left may become a marker
+                    return  # the rest may become a marker
             else:
                 char, self._held = self._held[0], self._held[1:]
                 yield from self._read_char(char)
@@ -78,7 +78,7 @@ class CallParser:
             yield from self._text(self._held.rstrip() if self.num_calls else self._held)
 
     def _starts(self) -> bool:
-        """Return whether it is decided how the answer begins, and go on accordingly."""
+        """Decide how the answer begins, and set the mode. Return whether that was possible yet."""
         start = self._held.lstrip()
         if not start:
             return False

@@ -60,13 +60,13 @@ class ResponsesBody(SamplingBody):
     """Body of POST /v1/responses."""
 
     input: Annotated[str | Annotated[list[Item], Field(max_length=MAX_ITEMS, fail_fast=True)], at_most(MAX_ITEMS)]
-    """What the user says, or the conversation's next items."""
+    """The user's message, or the conversation's next items."""
     instructions: str | None = None
-    """The system's message of this answer alone: an answer that goes on from it has its own."""
+    """System message of this response only. A response that continues from it has its own."""
     previous_response_id: str | None = None
-    """The kept response whose conversation goes on."""
+    """Id of the kept response whose conversation is continued."""
     store: bool | None = None
-    """Whether the response is kept; unless false, it is."""
+    """False: the response is not kept. By default it is kept."""
     max_output_tokens: int | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None

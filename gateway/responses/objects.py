@@ -43,7 +43,7 @@ class OutputItem:
 
 @dataclass(frozen=True)
 class ResponseHead:
-    """What all objects of one response have in common."""
+    """Fields that all objects of one response have in common."""
 
     id: str
     created: int

@@ -110,7 +110,7 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
 
 
 def _belongs(last: Message, found: Message) -> bool:
-    """Return whether a message of the assistant goes on with the one before it."""
+    """Return whether a message of the assistant continues the one before it."""
     if last.role != "assistant" or found.role != "assistant":
         return False
     return bool(found.tool_calls) or (last.content is None and not last.tool_calls)

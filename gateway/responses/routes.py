@@ -102,7 +102,7 @@ class Responses:
         return kept
 
     def _before(self, body: ResponsesBody, request: Request) -> Kept | None:
-        """Return the kept response that the body goes on from, if it names one."""
+        """Return the kept response that the body continues from, if it names one."""
         if body.previous_response_id is None:
             return None
         kept = self._store.get(_owner(request), body.previous_response_id)
@@ -151,7 +151,7 @@ async def _lines(
     keep: Callable[[Object], Awaitable[object]],
 ) -> AsyncIterator[bytes]:
     """Yield a stream's lines, to its end or to the error that ended it. A complete response is kept before its last
-    line is sent, so that the client may go on from it at once."""
+    line is sent, so that the client may continue from it at once."""
     try:
         for each in (*events.begin(), *events.take(first)):
             yield line(each, each["type"])

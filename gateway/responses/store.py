@@ -1,6 +1,6 @@
-"""Keeps responses for a while, so that others may go on from them. Bounded by number, bytes and time.
+"""Keeps responses for a while, so that later requests may continue from them. Bounded by number, bytes and time.
 
-Owned by one gateway, on its loop: another gateway does not know them, nor does this one after it is started again.
+Owned by one gateway, on its loop. Other gateways do not have these responses, and a restart of the gateway drops them.
 """
 
 import json

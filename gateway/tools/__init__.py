@@ -1,1 +1,1 @@
-"""Tools in a chat: which a request offers, how the model is told of them, and what a choice of tool obliges it to."""
+"""Tools in a chat: those that a request offers, their description to the model, and the form of required calls."""

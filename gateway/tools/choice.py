@@ -1,7 +1,7 @@
-"""Which of a request's tools are offered to the model, and whether it must call one. Pure.
+"""Selects the tools of a request that are offered to the model, and decides whether it must call one. Pure.
 
-A model that must call is held to that by the form of its output: a JSON list of calls, whose arguments have the form of
-the function's parameters, whatever its family writes by itself.
+If the model must call a tool, its output is constrained to a JSON list of calls, whose arguments match the function's
+parameters. This holds for all families, regardless of their usual format.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from gateway.tools.references import rebased
 
 
 def offered(tools: Sequence[Tool] | None, choice: str | NamedTool | None) -> tuple[Tool, ...]:
-    """Return the tools that the model may call. Raises InvalidArgumentError for names that are there twice, and for a
-    choice of what is not there."""
+    """Return the tools that the model may call. Raises InvalidArgumentError for duplicate names, and for a choice that
+    the tools do not contain."""
     given = tuple(tools or ())
     names = [tool.function.name for tool in given]
     for name in names:
@@ -31,8 +31,8 @@ def offered(tools: Sequence[Tool] | None, choice: str | NamedTool | None) -> tup
 def obliged_form(
     tools: Sequence[Tool], choice: str | NamedTool | None, *, most_calls: int | None = None
 ) -> StructuredOutput | None:
-    """Return the form of an output that calls tools as it must: some of the offered ones, or the named one, once; None
-    when it need not. Raises InvalidArgumentError for parameters that are too long."""
+    """Return the form of an output that must call tools: any of the offered ones, or the named one exactly once. None
+    when no call is required. Raises InvalidArgumentError for parameters that are too long."""
     called = _called(tools, choice)
     if not called:
         return None
@@ -49,8 +49,8 @@ def obliged_form(
 
 
 def parameter_names(tools: Sequence[Tool], choice: str | NamedTool | None) -> dict[str, str]:
-    """Return how errors name the form of an output that must call tools, and the fields that it is made of; nothing
-    when it need not."""
+    """Return the request's field names for parts of the form of an output that must call tools, by the names that
+    errors use for these parts. Empty when no call is required."""
     called = _called(tools, choice)
     places = {
         f"structured_output.json is not supported at {_place(place)}": f"tools[{number}].function.parameters is not "

@@ -1,4 +1,4 @@
-"""Tells a model of tools in the system's message, in the words that SmolLM2's instruct models were trained on. Pure."""
+"""Describes tools in the system message, in the words that SmolLM2's instruct models were trained on. Pure."""
 
 import json
 from collections.abc import Sequence
