@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(output: Completion) -> str:
-    """Return what the request took, in one line."""
+    """Return a one-line summary of the request: tokens, finish reasons, times, and what is special about it."""
     finishes = dict.fromkeys("none" if each.finish is None else each.finish.value for each in output.choices)
     num_output_tokens = sum(len(choice.tokens) for choice in output.choices)
     parts = [

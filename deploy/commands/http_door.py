@@ -34,12 +34,12 @@ from gateway.listening import open_socket
 
 _MODULE = "deploy.front_doors.http_process"
 _START_S = 120.0
-"""Seconds in which the process must serve: it loads a tokenizer, on a machine that may be busy."""
+"""Timeout in seconds for the process to serve. It loads a tokenizer, on a machine that may be busy."""
 _END_S = 10.0
-"""Seconds that the process has to end by itself, beyond the grace of its requests."""
+"""Seconds that the process has to exit by itself after the grace period of its requests."""
 _EXAMPLE = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 48}'
 _LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Addresses that stand for all interfaces of a machine, and the one that reaches them from there."""
+"""Addresses that stand for all interfaces of a machine, each with the loopback address that reaches them locally."""
 
 
 @settings
@@ -168,7 +168,7 @@ class HttpDoor:
         return target, str(answer.get("error") or why)
 
     def _report(self, line: str) -> None:
-        """Show a line to the user, if that is possible: HTTP is served on without."""
+        """Show a line to the user, if that is possible. A failure to show it does not stop HTTP."""
         with contextlib.suppress(OSError, ValueError):  # ValueError: of a stream that was closed
             self._print(line)
 
@@ -186,7 +186,7 @@ class HttpDoor:
 
 @contextlib.contextmanager
 def http_door(config: ClusterConfig, folder: Path, report: Callable[[str], None]) -> Iterator[HttpDoor | None]:
-    """Yield the HTTP gateway's keeper, or None where no HTTP is configured; close it in the end."""
+    """Yield the keeper of the HTTP gateway, or None if HTTP is not configured. Close the keeper in the end."""
     if config.http.port < 0:
         yield None
         return
@@ -230,7 +230,7 @@ def _tell(process: "subprocess.Popen[str]", message: HttpPlan | HttpTarget) -> N
 
 
 def _first_answer(process: "subprocess.Popen[str]") -> dict[str, object]:
-    """Return what the process answers; nothing if it ends before, or does not serve in time."""
+    """Return the first answer of the process; empty if it ends before, or does not serve in time."""
     assert process.stdout is not None
     late = threading.Timer(_START_S, process.kill)
     late.start()
@@ -265,7 +265,7 @@ def _ask_to_end(process: "subprocess.Popen[str]") -> None:
 
 
 def _close_pipes(process: "subprocess.Popen[str]") -> None:
-    """Close the pipes of a process that has ended, and lose what it has not read."""
+    """Close the pipes of a process that has ended, and discard input that it has not read."""
     _ask_to_end(process)
     assert process.stdout is not None
     process.stdout.close()

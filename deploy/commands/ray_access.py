@@ -1,4 +1,4 @@
-"""Prepares a command for Ray: checks that a Ray answers, finds out whether it asks for a token, and finds the token.
+"""Prepares a command for Ray: checks that a Ray answers, detects whether it requires a token, and finds the token.
 
 Called before ray is imported, because Ray reads its environment variables then.
 """

@@ -83,14 +83,14 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def _report(line: str) -> None:
-    """Show a line to the user. A line that cannot be shown, as on a full disk or a closed pipe, is lost: the cluster
-    serves on."""
+    """Show a line to the user. A line that cannot be shown, as on a full disk or a closed pipe, is lost, and the
+    cluster keeps serving."""
     with contextlib.suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)
 
 
 class _Launch:
-    """One supervisor actor, from its making to its end."""
+    """One supervisor actor, from its creation to its end."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class _Launch:
         self._kernels = kernels
         self._record = record
         self._endpoint = ""
-        """Where the orchestrator serves, as was last announced; empty before it serves."""
+        """Address of the orchestrator as last announced; empty before it serves."""
         self._fails_since_s: float | None = None
         """When Ray's errors began, on the monotonic clock; None while there are none."""
         self._ray_age_s = _age_s()
@@ -205,8 +205,8 @@ class _Launch:
             self._pid = 0  # Ray restarts it
 
     def _wait_for_ray(self, error: Exception) -> None:
-        """Take note of an error of Ray's. Raises UnavailableError if the cluster has never served, or if there have
-        been only errors for `ray.head_wait_s`."""
+        """Record an error of Ray. Raises UnavailableError if the cluster has never served, or if there have been only
+        errors for `ray.head_wait_s`."""
         where, wait_s, now_s = self._record.ray_folder, self._config.ray.head_wait_s, time.monotonic()
         reason = type(error).__name__
         if not self._endpoint:
@@ -234,8 +234,8 @@ class _Launch:
             self._serves(state)
 
     def _serves(self, state: Any) -> None:
-        """Record where the orchestrator serves now, and announce it once. A record that cannot be saved is saved by a
-        later call."""
+        """Record the orchestrator's present address, and announce it once. If the record cannot be saved, a later call
+        saves it."""
         is_new, has_moved = state.endpoint != self._endpoint, bool(self._endpoint)
         self._endpoint = state.endpoint
         record = self._record.serving(state.endpoint, "" if self._door is None else self._door.url)
@@ -267,7 +267,7 @@ class _Failed(BatonError):
 
 
 class _RayGoneError(UnavailableError):
-    """Ray does not answer any more, after the cluster has served."""
+    """Ray no longer answers, after the cluster has served."""
 
 
 @contextlib.contextmanager

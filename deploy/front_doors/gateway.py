@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_S = 10.0
 _LOOK_S = 1.0
-"""Seconds between two looks at where the orchestrator serves."""
+"""Seconds between two queries for the orchestrator's address."""
 _MOST_PAUSE_S = 5.0
-"""Longest pause after looks that failed, in seconds."""
+"""Longest pause after failed queries, in seconds."""
 
 _DESCRIPTION = """\
 Serves clients as `baton serve` does: validates requests, renders chats and tokenizes. A cluster's orchestrator does the
@@ -108,7 +108,7 @@ async def _serve(args: argparse.Namespace) -> int:
 
 
 def _finder(args: argparse.Namespace) -> "OrchestratorFinder | None":
-    """Return what finds the orchestrator on the Ray that --address names; None without that option."""
+    """Return the finder of the orchestrator on the Ray that --address names; None without that option."""
     if args.address is None:
         return None
     from deploy.commands.ray_access import prepare_to_join
@@ -120,7 +120,7 @@ def _finder(args: argparse.Namespace) -> "OrchestratorFinder | None":
 
 
 class _Upstream:
-    """The channel to the orchestrator, wherever that serves now. Owned by the command."""
+    """Channel to the orchestrator at its present address. Owned by the command."""
 
     def __init__(self, target: str) -> None:
         from transport.channel import make_channel
@@ -140,8 +140,8 @@ class _Upstream:
             ) from error
 
     async def follow(self, finder: "OrchestratorFinder", gateway: "Gateway") -> None:
-        """Move the gateway to each new place of the orchestrator, until cancelled. While Ray does not answer, the
-        present place stays."""
+        """Move the gateway to each new address of the orchestrator, until cancelled. While Ray does not answer, the
+        present address stays."""
         import asyncio
 
         from baton.process.endless import Pauses, repeat

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def add_front_door(parser: argparse.ArgumentParser, *, port: int) -> None:
-    """Add where to listen, which tokenizer to use, and how to end. `port` is the default one."""
+    """Add the options for the address, the tokenizer and the grace period. `port` is the default port."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=port, help="0 takes any free one (default: %(default)s)")
     parser.add_argument(

@@ -31,7 +31,7 @@ from transport.identity import ClusterSecret
 logger = logging.getLogger(__name__)
 
 NO_ORDERS = Orders()
-"""The orders under which every group has the workers that are configured."""
+"""Orders under which every group has its configured workers."""
 
 
 class Cluster:

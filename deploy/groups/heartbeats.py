@@ -1,4 +1,4 @@
-"""Heartbeats of one group: every worker is asked for its status, and killed if it is silent or hangs."""
+"""Heartbeats of one group: the status of every worker is requested, and workers that are silent or hang are killed."""
 
 import asyncio
 import logging

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from modeling.hosting import LoadedModel
 
 _GRACE_S = 2.0
-"""Seconds that calls have to end when a process takes another role: heartbeats, and fetches by other nodes."""
+"""Seconds that running calls have to end when a process takes another role: heartbeats, and fetches by other nodes."""
 
 
 class Server(Protocol):

@@ -59,7 +59,7 @@ class OrchestratorPlan:
     ports: tuple[int, int | None] = (0, None)
     """Ports for clients and for metrics; 0: any free one, None: no metrics."""
     calibration_path: Path | None = None
-    """File for calibrations that the orchestrator is given while it runs; None: they are not kept."""
+    """File for calibrations that the orchestrator receives while it runs; None: they are not kept."""
     start_timeout_s: float = 60.0
     """Seconds in which the orchestrator must serve clients once its process runs."""
 

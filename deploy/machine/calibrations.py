@@ -49,8 +49,8 @@ def kept_path(calibration: Calibration) -> Path:
 
 
 def calibration_path(assumed: Calibration, given: str) -> Path:
-    """Return the path of the file that is read at the start and written by `baton calibrate`: `given`, or that of the
-    kept calibration if `given` is empty."""
+    """Return the path of the file that is read at the start and written by `baton calibrate`: `given`, or the path of
+    the kept calibration if `given` is empty."""
     return Path(given).expanduser() if given else kept_path(assumed)
 
 
@@ -101,7 +101,7 @@ def _of_same(assumed: Calibration, path: Path) -> Calibration:
 
 
 def served_calibration(config: ClusterConfig, folder: Path) -> Calibration:
-    """Return the calibration that a cluster predicts by when it starts. Raises ModelError, and ConfigError for a
+    """Return the calibration from which a cluster predicts when it starts. Raises ModelError, and ConfigError for a
     configured file that is damaged, missing, or of another model or hardware."""
     return find_calibration(_assumed(config, folder), config.prefill.calibration)
 
@@ -112,20 +112,20 @@ def served_calibration_path(config: ClusterConfig, folder: Path) -> Path:
 
 
 def served_step_times(config: ClusterConfig, folder: Path) -> StepTimes:
-    """Return the step times that a cluster's generation groups are predicted by; a bad calibration file does not
+    """Return the step times from which a cluster predicts its generation groups. A bad calibration file does not
     matter. Raises ModelError."""
     return find_step_times(_assumed_steps(config, folder), served_calibration_path(config, folder))
 
 
 def served_step_times_path(config: ClusterConfig, folder: Path) -> Path:
-    """Return the path of the file in which a cluster's step times are kept, whether or not there are any. Raises
+    """Return the path of the file in which a cluster's step times are kept; the file may not exist. Raises
     ModelError."""
     return path_beside(served_calibration_path(config, folder), _assumed_steps(config, folder))
 
 
 def engine_step_times(config: ClusterConfig, folder: Path) -> str:
-    """Return the path of the step times by which the engines of a cluster plan drafts, whether or not there are any;
-    empty without speculation. Raises ModelError."""
+    """Return the path of the step times with which the engines of a cluster plan drafts; the file may not exist. Empty
+    without speculation. Raises ModelError."""
     if config.generate.speculation == "off":
         return ""
     return str(served_step_times_path(config, folder))

@@ -40,7 +40,7 @@ _SECONDS = 0.25
 
 
 def kept_rates_path() -> Path:
-    """Return the file of the rates: another one for another processor, torch, or source of any kernel."""
+    """Return the path of the file of rates. It differs by processor, torch version and source of the kernels."""
     choice = native.choice_path()
     return choice.with_name(choice.name.replace("choice-", "rates-"))
 
@@ -92,7 +92,7 @@ def measure_core_rates() -> dict[str, CoreRates]:
 
 
 def keep_rates(rates: dict[str, CoreRates]) -> None:
-    """Write the rates to where `kept_rates` finds them."""
+    """Write the rates to the file that `kept_rates` reads."""
     path = kept_rates_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as partial:

@@ -32,7 +32,7 @@ _TEXT_FILES = [
     "chat_template.jinja",
 ]
 _WEIGHT_FILES = ["model.safetensors", "model.safetensors.index.json", "model-*.safetensors"]
-"""Those of other formats, and further copies in folders, stay where they are."""
+"""Patterns of the weight files that are downloaded. Files of other formats, and further copies in folders, are not."""
 
 
 def is_hub_name(model: str) -> bool:
@@ -77,7 +77,7 @@ def fetch_model(model: str, console: Console, *, weights: bool = True) -> Path:
 
 
 class _DownloadProgress:
-    """Shows how many bytes of a model have come, once any have. Calls may come from several threads."""
+    """Shows the number of downloaded bytes of a model, once there are any. Calls may come from several threads."""
 
     def __init__(self, model: str, console: Console) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
@@ -85,13 +85,13 @@ class _DownloadProgress:
         self._task = self._progress.add_task(f"downloading {model}", total=None)
 
     def show(self, num_bytes: int, total: int) -> None:
-        """Show the bytes that have come, and those that will in all. Does nothing unless a terminal shows it."""
+        """Show the number of downloaded bytes and the total. Does nothing unless a terminal shows it."""
         if not self._progress.live.is_started:
             self._progress.start()
         self._progress.update(self._task, completed=num_bytes, total=total)
 
     def close(self) -> None:
-        """Show no more. May be called twice."""
+        """Stop showing progress. Idempotent."""
         if self._progress.live.is_started:
             self._progress.stop()
 
@@ -129,14 +129,14 @@ def _require(model: str, folder: Path, *names: str) -> None:
 
 
 def _require_servable(folder: Path) -> None:
-    """Raise ModelError for a model that no family reads, by its small files."""
+    """Raise ModelError for a model whose small files show that no family can read it."""
     from modeling.checkpoints.weights import load_config  # imports torch: seconds, where weights may take hours
 
     load_config(folder)
 
 
 def _failure(model: str, error: Exception) -> ModelError:
-    """Return what to say when the hub's client failed."""
+    """Return the error to raise for a failure of the hub's client."""
     from httpx2 import ConnectError
     from huggingface_hub import constants, errors
 

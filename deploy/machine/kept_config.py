@@ -20,7 +20,7 @@ from modeling.forward.model_config import ModelConfig
 logger = logging.getLogger(__name__)
 
 _READ_FILES = ("generation_config.json", *FORMAT_FILES)
-"""Files of a model's folder that its configuration follows from."""
+"""Files of a model's folder that determine its configuration."""
 _READERS = ("checkpoints/*.py", "families/*.py", "quantized/*.py", "forward/model_config.py")
 """Code of `modeling` that reads them."""
 

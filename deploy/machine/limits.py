@@ -6,6 +6,6 @@ from deploy.machine.kept_config import model_config
 
 
 def tokens_of_slot(folder: Path, max_slot_tokens: int) -> int:
-    """Return the tokens, prompt and output, that a request may have: as many as a slot holds and the model has
+    """Return the number of tokens, prompt and output, that a request may have: limited by a slot's size and the model's
     positions. Raises ModelError."""
     return min(max_slot_tokens, model_config(folder).max_position)

@@ -57,8 +57,9 @@ def _write_tokenizer(gguf_path: Path, folder: Path) -> None:
 
 
 def folder_on_node(place: WorkerPlace) -> Path:
-    """Return the folder of a worker's model on this node: where the launcher has it, or below `model_search`, or found
-    or made by its name. Workers of a cluster compare what they have loaded. Blocks. Raises ModelError of one line."""
+    """Return the folder of a worker's model on this node: the launcher's path if it exists here, or the same name below
+    `model_search`, or a folder found or made by the model's name. Workers of a cluster compare the models that they
+    have loaded. Blocks. Raises ModelError of one line."""
     for folder in (place.model_folder, *(each / place.model_folder.name for each in place.model_search)):
         if folder.is_dir():
             return folder
@@ -70,8 +71,9 @@ def folder_on_node(place: WorkerPlace) -> Path:
 
 
 def path_on_node(path: Path, place: WorkerPlace, field: str) -> Path:
-    """Return where this node has a file or folder that the configuration names by the launcher's path: there, or by the
-    same name below `model_search`. Raises ConfigError, which names the configuration's `field`, when it has none."""
+    """Return the path on this node of a file or folder that the configuration names by the launcher's path: the same
+    path, or the same name below `model_search`. Raises ConfigError, which names the configuration's `field`, if neither
+    exists."""
     for each in (path, *(folder / path.name for folder in place.model_search)):
         if each.exists():
             return each
@@ -80,7 +82,7 @@ def path_on_node(path: Path, place: WorkerPlace, field: str) -> Path:
 
 
 def section_on_node(section: S, place: WorkerPlace) -> S:
-    """Return a worker's settings with the paths that they name where this node has them. Raises ConfigError."""
+    """Return a worker's settings with their paths replaced by those on this node. Raises ConfigError."""
     if not isinstance(section, EngineConfig):
         return section
 
@@ -116,8 +118,8 @@ def prepare_kernels(console: Console) -> tuple[KernelChoice, ...]:
 
 
 def prepare_rates(console: Console) -> None:
-    """Measure what a core reaches with the kernels, by which predictions begin, unless that was done before. Runs in a
-    process of its own. To be called once the kernels are prepared."""
+    """Measure the rates of a core with the kernels, the basis of the first predictions, unless that was done before.
+    Runs in a separate process. Call it once the kernels are prepared."""
     if not kept_rates_path().exists():
         with _doing("measuring what a core of this processor reaches", console):
             if reason := _failure_of("deploy.machine.core_rates"):
@@ -125,7 +127,7 @@ def prepare_rates(console: Console) -> None:
 
 
 def _doing(text: str, console: Console) -> AbstractContextManager[object]:
-    """Say what is being done while the block runs: on a terminal with a spinner, elsewhere in a line."""
+    """Show what is being done while the block runs: on a terminal with a spinner, elsewhere as a line."""
     if console.is_terminal:
         return console.status(text)
     console.print(text, markup=False, soft_wrap=True)

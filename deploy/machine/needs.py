@@ -1,4 +1,4 @@
-"""The memory that a worker is predicted to take, by which Ray finds a node for it. Reads headers of model files."""
+"""Predicts the memory that a worker takes, so that Ray can find a node for it. Reads headers of model files."""
 
 from pathlib import Path
 
@@ -10,8 +10,9 @@ from deploy.machine.limits import tokens_of_slot
 
 def worker_bytes(config: ClusterConfig, folder: Path) -> dict[str, int]:
     """Return the bytes of memory that a worker of each role takes: its process, all weights, and KV. A prefill rank
-    has the KV of one prompt, as long as may be; a generation engine `generate.kv_memory_bytes`, or where that follows
-    the node's memory at least the KV of one slot. Raises ModelError, and ConfigError for a bad file."""
+    holds the KV of one prompt of the greatest length. A generation engine holds `generate.kv_memory_bytes`, or if that
+    is 0 (it follows the node's memory), at least the KV of one slot. Raises ModelError, and ConfigError for a bad
+    file."""
     shape = shape_of(folder, config.model.dtype)
     slot = shape.num_layers * shape.kv_bytes * tokens_of_slot(folder, config.generate.max_slot_tokens)
     weights = WORKER_BYTES + weight_bytes(folder, config.model.dtype)

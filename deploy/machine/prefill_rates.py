@@ -19,7 +19,7 @@ from modeling.kv.buffers import KvRows
 from planning.model_shape import ModelShape
 
 Clock = Callable[[], float]
-"""Seconds: those that pass, or time.thread_time, the calling thread's own, which is the work of one thread alone."""
+"""Clock in seconds: elapsed time, or time.thread_time, which counts only the work of the calling thread."""
 WALL: Clock = time.perf_counter
 _LEAST_REPEATS = 3
 _READ_BYTES = 2**28

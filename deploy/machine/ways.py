@@ -24,12 +24,12 @@ OUTPUT_TOKENS = 128
 MOST_RANKS = 8
 """Longest chain that is considered."""
 _ALIKE = 0.05
-"""Part of the most requests a second by which another way may serve fewer, if its first token comes sooner."""
+"""Fraction of the highest request rate that a way may lose for a shorter time to first token."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to divide a machine's cores, and what is predicted of it for the nominal request."""
+    """One way to divide a machine's cores, with its predictions for the nominal request."""
 
     num_ranks: int
     """Prefill ranks of one thread each; 0: the generation engine prefills by itself."""

@@ -202,7 +202,7 @@ class SupervisorActor:
         return keeper, plan.model
 
     async def _serves(self, keeper: OrchestratorKeeper, model: ModelInfo) -> None:
-        """Save and report where the orchestrator serves now, and what."""
+        """Save and report the orchestrator's present address, and its model."""
         endpoint = join_address(client_host(self._config.orchestrator.host), keeper.ports[0])
         self._memory = replace(self._memory, address=Address(endpoint, self._state.node_id, keeper.ports))
         self._memory.save(self._config.name)

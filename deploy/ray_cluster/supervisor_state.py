@@ -1,4 +1,4 @@
-"""The supervisor as other processes meet it: its name, its state, and its end."""
+"""The supervisor's interface for other processes: its name, its state, and how to stop it."""
 
 import contextlib
 from dataclasses import dataclass, field

@@ -1,1 +1,1 @@
-"""`baton top`: a cluster as it works, in a terminal."""
+"""`baton top`: shows a running cluster in a terminal, refreshed continuously."""

@@ -1,4 +1,4 @@
-"""`baton top`: shows a running cluster in a terminal, again and again."""
+"""`baton top`: shows a running cluster in a terminal, refreshed continuously."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""One frame of `baton top`: what a cluster is and does, in 80 columns or more. Pure."""
+"""One frame of `baton top`: state and rates of a cluster, in 80 columns or more. Pure."""
 
 from collections.abc import Iterator, Sequence
 

@@ -57,7 +57,7 @@ class Watch:
 
 
 def print_once(watch: Watch, interval_s: float, console: Console) -> None:
-    """Print one frame, whose rates are those of one interval. Raises a BatonError without an answer."""
+    """Print one frame, with the rates of one interval. Raises a BatonError without an answer."""
     watch.look()
     Event().wait(interval_s)  # the time over which rates are taken
     console.print(watch.look())

@@ -1,1 +1,1 @@
-"""Shows operators the way of a single request through the cluster."""
+"""Shows operators the stages of a single request in the cluster."""

@@ -1,1 +1,1 @@
-"""Measures and fits what serving goes by: a cost model's rates, and how a model's keys are chosen."""
+"""Measures and fits parameters of serving: the rates of a cost model, and how a model's keys are chosen."""

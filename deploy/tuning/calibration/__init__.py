@@ -1,1 +1,1 @@
-"""Measures the numbers that the planner predicts by: prefill chains and generation steps of a running cluster."""
+"""Measures the inputs of the planner's predictions: prefill chains and generation steps of a running cluster."""

@@ -48,7 +48,7 @@ _NUM_JUDGED = 64
 _JUDGED_SHARE = 0.05
 """Fraction of the keys that each basis chooses by score when bases are compared."""
 _TIE = 0.001
-"""Difference of captured mass that says nothing about two bases: another number of threads makes as much."""
+"""Difference of captured mass below which two bases are equal: another number of threads causes as much."""
 _MASS_EVERY = 16
 """Steps between two at which the final selection's keys are weighed."""
 
