@@ -1,1 +1,1 @@
-"""Stands between clients and workers: takes requests, queues and places them, and sees each through to its one end."""
+"""Serves between clients and workers: accepts requests, queues and places them, and runs each to its one end."""

@@ -30,7 +30,7 @@ from orchestrator.observability.state import Overview
 logger = logging.getLogger(__name__)
 
 _REFUSED = Pauses(10.0, 300.0)
-"""Pauses in starts of a role after those that failed, as for want of room."""
+"""Pauses before a role's next start after failed ones, for example for lack of room."""
 _STARTS = {Move.START_PREFILL: "prefill", Move.START_GENERATE: "generate"}
 _DRAINS = {Move.DRAIN_PREFILL: "prefill", Move.DRAIN_GENERATE: "generate"}
 _FLIPS = {
@@ -47,21 +47,21 @@ class Actuator:
     def __init__(
         self, members: Members, overview: Overview, clock: Clock, times: LeadTimes, *, lends_ranks: bool = False
     ) -> None:
-        """`times` are supposed until changes have been seen. `lends_ranks`: whether chains have several ranks, and
-        change the role of their last one only."""
+        """`times` are estimates that are used until changes have been measured. `lends_ranks` is true if chains have
+        several ranks and change the role of only their last one."""
         self.times = times
-        """How long changes take: as supposed, then as measured last. Replaced as a whole."""
+        """Durations of changes: the given estimates, then the last measurements. Replaced as a whole."""
         self._members = members
         self._lends_ranks = lends_ranks
         self._overview = overview
         self._clock = clock
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        """Changes under way, by what they are about: the name of a group, or a number for one that has no name yet."""
+        """Changes under way, by the name of the group, or by a number for a group without a name yet."""
         self._flipping: dict[str, str] = {}
         """Groups that are drained to change their role, and the role that they have."""
         self._num_started = 0
         self._failures: dict[str, tuple[int, float]] = {}
-        """By role, the failed starts in a row, and the instant before which no further one is made."""
+        """By role, the number of successive failed starts, and the instant before which no further start is made."""
 
     async def close(self) -> None:
         """Stop waiting for changes under way. Orders that were given stay."""
@@ -152,7 +152,7 @@ class Actuator:
             self.times = replace(self.times, cold_start_s=max(self._clock.now_s() - begin_s, 1e-3))
 
     def _let_go(self, role: str) -> None:
-        """Give up a group that is still being started, else drain the one with least to do."""
+        """Cancel a group that is still being started, or else drain the one with least to do."""
         members = self._members
         starting = [
             name

@@ -27,10 +27,10 @@ class LiveFleet:
         self._window = window
         self._clock = clock
         self._records: dict[int, RequestRecord] = {}
-        """Requests that have come and not ended, by their identity."""
+        """Requests that have arrived and not ended, by their identity."""
 
     def arrived(self, record: RequestRecord) -> None:
-        """Take note of a request that was accepted. One that resumes a stream brings no new prompt."""
+        """Record a request that was accepted. One that resumes a stream brings no new prompt."""
         self._records[id(record)] = record
         if not record.request.is_resumed:
             request = record.request

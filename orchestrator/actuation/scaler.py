@@ -69,23 +69,23 @@ class Scaler:
         self._deciding: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to decide, unless that is off. To be called once, on the loop."""
+        """Start deciding, unless autoscaling is off. To be called once, on the loop."""
         if self._config.mode != "off":
             self._deciding = asyncio.create_task(self._decide_always())
 
     async def close(self) -> None:
-        """Decide no more. Idempotent."""
+        """Stop deciding. Idempotent."""
         if self._deciding is not None:
             self._deciding.cancel()
             await asyncio.gather(self._deciding, return_exceptions=True)
         await self._actuator.close()
 
     def arrived(self, record: RequestRecord) -> None:
-        """Take note of a request that was accepted."""
+        """Record a request that was accepted."""
         self._fleet.arrived(record)
 
     def ended(self, record: RequestRecord) -> None:
-        """Take note of an accepted request's end."""
+        """Record the end of an accepted request."""
         self._fleet.ended(record)
 
     async def _decide_always(self) -> None:

@@ -116,7 +116,7 @@ class Forecast:
     """The predicted seconds from a request's slots to its first token, as predicted when it came."""
 
     predicted_s: float
-    """The prediction, not corrected; 0 where nothing is known about the workers that would prefill."""
+    """The prediction, not corrected; 0 if the workers that would prefill are unknown."""
     cautious_s: float
     """Seconds within which 39 of 40 such requests have their first token."""
 

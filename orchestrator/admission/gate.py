@@ -59,7 +59,7 @@ class Claim(Protocol):
 
     @property
     def priority(self) -> Priority:
-        """Return the request's class."""
+        """Return the request's priority class."""
 
     @property
     def deadline_s(self) -> float | None:
@@ -236,7 +236,7 @@ class Admission:
             )
 
     def _why_tenant_full(self, entry: Entry) -> str:
-        """Return why the tenant has too much waiting, this entry included; empty when it has not."""
+        """Return the reason why the tenant has too much waiting, including this entry; "" if it has not."""
         tenant = entry.tenant
         totals = self._totals_of.get(tenant.name, Totals())
         for bound, num_waiting, what in (
@@ -264,7 +264,7 @@ class Admission:
         return ""
 
     def _why_full(self, entry: Entry) -> str:
-        """Return why the queue holds too much with this entry included; empty when it does not."""
+        """Return the reason why the queue holds too much, including this entry; "" if it does not."""
         config, totals = self._config, self._totals
         if totals.num_requests > config.max_queued_requests:
             return f"{totals.num_requests - 1} requests wait already: the queue holds {config.max_queued_requests}"

@@ -61,9 +61,9 @@ class Decision:
     reason: str
     """Why, in a few words."""
     present: Prediction | None
-    """Prediction for the groups as they are; None without traffic."""
+    """Prediction for the present groups; None without traffic."""
     chosen: Prediction | None
-    """Prediction for the groups as they are to be; None without traffic."""
+    """Prediction for the desired groups; None without traffic."""
     rate: float
     """Requests a second that are forecast."""
 
@@ -79,14 +79,14 @@ class Decision:
 
 @dataclass(frozen=True)
 class _Case:
-    """One question to the autoscaler, and what is predicted for it."""
+    """One decision to be made, and the predictions for it."""
 
     now_s: float
     state: FleetState
     rate: float
     predictor: Predictor
     present: Prediction | None
-    """Prediction for the groups as they are; None where a role has none."""
+    """Prediction for the present groups; None if a role has no group."""
 
     def decide(self, chosen: Prediction, actions: tuple[Action, ...], reason: str) -> Decision:
         """Return the decision for `chosen`."""
@@ -103,7 +103,7 @@ class Autoscaler:
         self.window = window or TrafficWindow()
         """Observations of traffic; the caller reports arrivals and ends to it."""
         self.times = times
-        """How long changes take; the caller replaces it by what it measures."""
+        """Durations of changes; the caller replaces them by its measurements."""
         self._config = config
         self._service = service
         self._enough_since_s: float | None = None
@@ -115,7 +115,7 @@ class Autoscaler:
         """Direction of the last change: 1 towards prefill, -1 towards generation."""
 
     def decide(self, now_s: float, state: FleetState) -> Decision:
-        """Return what is to be done now; a decision without actions when all is well."""
+        """Return the decision for now; it has no actions when no change is needed."""
         traffic, target = self.window.forecast(now_s, self.times.cold_start_s), state.target
         if not traffic.rate and not state.backlog.num_requests:
             return self._idle(now_s, state)

@@ -31,9 +31,9 @@ class ServiceModel:
     num_ranks: int
     num_slots: int
     _known: dict[int, tuple[float, float]] = field(default_factory=dict, compare=False, repr=False)
-    """Predictions for prompts, by their tokens, that hold for `_costs`."""
+    """Predictions for prompts, by their number of tokens, that hold for `_costs`."""
     _costs: list[CostModel] = field(default_factory=list, compare=False, repr=False)
-    """The costs that predictions are remembered for, if any."""
+    """Costs for which predictions are cached, if any."""
 
     def prompt_s(self, num_tokens: int) -> tuple[float, float]:
         """Return the seconds for which a prompt keeps its group busy, and its seconds to a first token there alone,
@@ -61,9 +61,9 @@ class Backlog:
     """Work that waits already."""
 
     prefill_s: float = 0.0
-    """Seconds that one prefill group would take for all prompts that have come and are not computed."""
+    """Seconds that one prefill group would take for all prompts that have arrived and are not computed."""
     num_requests: int = 0
-    """Requests that have come and do not generate yet, those with un-pulled KV included."""
+    """Number of requests that have arrived and do not generate yet, including those with un-pulled KV."""
     clear_s: float = 30.0
     """Seconds in which this work should be gone."""
 
@@ -111,7 +111,7 @@ class Demand:
 
     @cached_property
     def token_rate(self) -> float:
-        """Return the tokens a second that are asked for, first tokens left out."""
+        """Return the number of requested tokens a second, without first tokens."""
         return self._tokens[0] * self.rate
 
     @cached_property

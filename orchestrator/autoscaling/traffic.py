@@ -66,7 +66,7 @@ class _ClassWindow:
         """Lengths of answers that are assumed as long as none is known."""
 
     def arrived(self, now_s: float) -> None:
-        """Record an arrival, and forget those of which no forecast will know, whether one is ever made or not."""
+        """Record an arrival, and drop arrivals that are too old for any forecast."""
         self.arrivals_s.append(now_s)
         self._begin_at(now_s - LONG_S)
 
@@ -98,7 +98,7 @@ class _ClassWindow:
         self._begin_at(now_s - LONG_S)
 
     def _begin_at(self, earliest_s: float) -> None:
-        """Let the window begin then at the earliest."""
+        """Let the window begin at that instant at the earliest."""
         self.begin_s = max(self.begin_s, earliest_s)
         while self.arrivals_s and self.arrivals_s[0] <= self.begin_s:
             self.arrivals_s.popleft()
@@ -142,7 +142,8 @@ class TrafficWindow:
         window.cached_shares.append(min(num_cached_tokens / max(num_prompt_tokens, 1), 1.0))
 
     def longest_output(self, num_prompt_tokens: int) -> int:
-        """Return the longest of the latest answers to prompts of about that length, in tokens; a guess before any."""
+        """Return the longest of the latest output lengths for prompts of about that length, in tokens; an assumed
+        length before any is known."""
         window = self._class(num_prompt_tokens)
         return max(window.outputs or window.guesses, default=_GUESSED_OUTPUT)
 

@@ -32,7 +32,7 @@ class BlockFetcher:
         self._clock = clock
 
     async def run(self, fetch: BlockFetch, record: RequestRecord) -> PrefixFetch:
-        """Fetch the blocks, for a bounded time, and return what came of it. Raises no BatonError."""
+        """Fetch the blocks, for a bounded time, and return the result. Raises no BatonError."""
         start_s = self._clock.now_s()
         is_probe = self._sources.began(fetch)
         try:

@@ -62,7 +62,8 @@ class ChainRunner:
                 await asyncio.gather(task, return_exceptions=True)
 
     async def reports(self, task: PrefillTask) -> tuple[RankTiming, ...]:
-        """Return the ranks' timings; none when they fail or are late, for the request has all its tokens."""
+        """Return the ranks' timings; empty when ranks fail or are late, because the request has all its tokens
+        already."""
         await asyncio.wait({task}, timeout=self._config.report_wait_s)
         return task.result() if task.done() and failure_of(task) is None else ()
 

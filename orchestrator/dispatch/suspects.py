@@ -84,7 +84,7 @@ class Suspects:
         return True
 
     def _is_told(self, endpoints: tuple[str, ...]) -> bool:
-        """Return whether a worker at these endpoints is said to have ended, or has been replaced."""
+        """Return whether a worker at these endpoints is listed as ended, or has been replaced."""
         present = self._members.present
         ended = any(worker.endpoint in endpoints for worker in present.ended)
         return ended or not present.endpoints.issuperset(endpoints)

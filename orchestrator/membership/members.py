@@ -1,4 +1,4 @@
-"""Knows which groups there are, and how much work this orchestrator has given them.
+"""Keeps the present groups of the cluster, and how much work this orchestrator has given them.
 
 The supervisor pushes a view of the cluster whenever it changes, and regularly, through `orchestrator.api.host`; the
 orchestrator makes no worker and ends none. Read by `orchestrator.placement` and `orchestrator.dispatch`. On the loop.

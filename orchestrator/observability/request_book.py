@@ -17,7 +17,7 @@ from orchestrator.requests.record import Finished, RequestRecord
 
 
 class RequestBook:
-    """The requests of one orchestrator: the records of those that have not ended, and what became of the latest."""
+    """The requests of one orchestrator: records of those that have not ended, and the results of the latest."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -28,11 +28,11 @@ class RequestBook:
         """The latest requests that have ended, in order of their ends."""
 
     def opened(self, record: RequestRecord) -> None:
-        """Take up a request that the queue has taken."""
+        """Add a request that the queue has accepted."""
         self._open[id(record)] = next(self._numbers), record
 
     def ended(self, record: RequestRecord, finished: Finished) -> None:
-        """Keep what became of a request, and let its record go."""
+        """Keep the result of a request, and drop its record."""
         number, _ = self._open.pop(id(record))
         error = "" if finished.error is None else type(finished.error).__name__
         status = _status(number, record, finished.timings)

@@ -9,7 +9,7 @@ from orchestrator.requests.request import Request
 
 
 def export(tracer: Tracer, trace: Trace, request: Request) -> None:
-    """Make the spans of a request, with the times that its stages had."""
+    """Make the spans of a request, with the times of its stages."""
     timings, usage = trace.timings, trace.usage
     root = tracer.start_span(
         "generate",

@@ -25,7 +25,7 @@ from orchestrator.workers.census import Census
 logger = logging.getLogger(__name__)
 
 _FRESH_S = 0.25
-"""Seconds for which workers' answers serve every caller that asks for the cluster's state."""
+"""Seconds for which the answers of workers are reused for all callers that request the cluster's state."""
 _POLL_S = 0.5
 """Longest pause in seconds between two looks at a group that drains or starts; a change ends it early."""
 
@@ -55,9 +55,10 @@ class Overview:
         self._clock = clock
         self._leaks_count_from_s = clock.now_s() + lease_ttl_s
         self._asking = asyncio.Lock()
-        """Held while workers are asked for a caller of `state`."""
+        """Held during a census for a caller of `state`."""
         self._answered: tuple[frozenset[str], float] = frozenset(), -_FRESH_S
-        """Endpoints of the workers that were last asked for a caller of `state`, and when all had answered."""
+        """Endpoints of the workers in the last census for a caller of `state`, and the instant when all had
+        answered."""
         self.scaling: Callable[[], Scaling | None] = lambda: None
         """Returns the autoscaler's latest decision; set once, by the controller."""
         self.metrics_endpoint = ""

@@ -1,4 +1,4 @@
-"""Finds the tenant that a call belongs to, and says what each tenant may have: keys, a weight, bounds.
+"""Finds the tenant that a call belongs to, and holds the settings of each tenant: keys, a weight, bounds.
 
 A call's gRPC metadata says who sends it: an API key (`authorization: Bearer KEY`, or `x-api-key: KEY`) or, where a
 trusted gateway in front has checked already, the tenant's name (`baton-tenant: NAME`). Operators have keys of their own
@@ -44,9 +44,9 @@ class TenantLimits:
 
     _: KW_ONLY
     weight: Annotated[float, Field(ge=0.1, le=1000)] = 1.0
-    """Prompt tokens that the tenant is served while others wait, for each one of a tenant of weight 1."""
+    """Share of the queue while several tenants wait: prompt tokens served for each one of a tenant of weight 1."""
     max_queued_requests: Annotated[int, Field(ge=0)] = 0
-    """Requests that the tenant may have waiting; 0: as many as the queue holds."""
+    """Maximum number of the tenant's requests that wait; 0: limited only by the queue."""
     max_queued_tokens: Annotated[int, Field(ge=0)] = 0
     """Maximum number of the tenant's prompt tokens that wait; 0: limited only by the queue."""
     max_running: Annotated[int, Field(ge=0)] = 0
@@ -55,15 +55,15 @@ class TenantLimits:
 
 @settings
 class Tenant(TenantLimits):
-    """One of the users that share the queue."""
+    """A tenant: one of the users that share the queue."""
 
     name: TenantName
     key_hashes: tuple[KeyHash, ...] = field(default=(), kw_only=True)
-    """Hashes of the tenant's API keys; a tenant with any is reached by these keys only."""
+    """Hashes of the tenant's API keys. If there are any, only calls with one of these keys are the tenant's."""
 
 
 DEFAULT_TENANT = Tenant("default")
-"""The tenant of calls that do not say who sends them."""
+"""Tenant of calls that do not identify one."""
 
 
 def hash_key(api_key: str) -> str:

@@ -23,9 +23,9 @@ from orchestrator.workers.client import Clients
 logger = logging.getLogger(__name__)
 
 LEAK_S = 2.0
-"""Seconds after which a slot or job of no known request is a leak: until then it may be on its way to be freed."""
+"""Seconds after which a slot or job of no known request is a leak. Until then it may be about to be freed."""
 QUIET_S = 2.0
-"""Seconds between two questions to workers that held nothing and are given no work."""
+"""Seconds between two polls of workers that hold nothing and get no work."""
 _TIMEOUT_S = 1.0
 _MOST_PAUSE_S = 5.0
 """Longest pause in seconds after an unforeseen failure, until the workers are polled again."""

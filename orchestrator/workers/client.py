@@ -63,9 +63,9 @@ class FetchReport:
     copying_s: float = 0.0
     """Seconds that it took to copy them."""
     shortfall: str = ""
-    """Why not all blocks are stored, in one line; empty when all are."""
+    """Reason why not all blocks are stored, in one line; empty when all are."""
     missing_block: str = ""
-    """Name of the block that the other node turned out not to have; empty when it was not that."""
+    """Name of the block that the other node did not have; empty for any other failure."""
 
 
 class EventStream:
@@ -161,8 +161,8 @@ class WorkerClient(KvClient):
         return list(reply.blocks)
 
     async def fetch_blocks(self, fetch: BlockFetch) -> FetchReport:
-        """Let this worker fetch blocks into its node's prefix store, and return what came of it. The worker stops in
-        time to report within `fetch.within_s`, and a moment."""
+        """Let this worker fetch blocks into its node's prefix store, and return its report. The worker stops early
+        enough to report soon after `fetch.within_s` seconds."""
         request = exchange_pb2.FetchBlocksRequest(
             endpoint=fetch.source.endpoint,
             names=fetch.names,
