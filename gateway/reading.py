@@ -53,7 +53,7 @@ class Asked:
     includes_usage: bool = False
     """True if a stream reports the usage before its end."""
     logprobs: int | None = None
-    """How many most likely tokens are reported with each token; None: no logprobs."""
+    """Number of most likely tokens that are reported with each token; None: no logprobs."""
     output: OutputRules = PLAIN
     """How the output is read."""
 
@@ -62,15 +62,15 @@ class Reader:
     """Reads bodies for one model. Any thread may use it."""
 
     def __init__(self, tokenizer: Tokenizer, model: ModelInfo, tool_format: str = "auto") -> None:
-        """`tool_format` says how the model calls tools: a name of `gateway.parsing.call_formats`, or auto: as its chat
-        template says. Raises ConfigError for another one."""
+        """`tool_format` is the format of the model's tool calls: a name of `gateway.parsing.call_formats`, or auto for
+        the format of its chat template. Raises ConfigError for another name."""
         self.tokenizer = tokenizer
         self.model = model
         self._renderer = ChatRenderer(tokenizer, tool_format)
 
     def completion(self, body: CompletionBody) -> Asked:
-        """Return what a completion asks for. Raises InvalidArgumentError for what is not supported, or wrong, and
-        NotFoundError for another model."""
+        """Return the checked content of a completion's body. Raises InvalidArgumentError for fields that are wrong or
+        not supported, and NotFoundError for another model."""
         refuse_unsupported(body, adds_special_tokens=True)
         if body.best_of not in (None, 1, body.n):
             raise InvalidArgumentError("best_of is not supported: all choices are returned; leave it out")
@@ -83,8 +83,8 @@ class Reader:
         return self._asked(body, prompts, options, body.logprobs)
 
     def chat(self, body: ChatBody) -> Asked:
-        """Return what a chat asks for. Raises InvalidArgumentError for what is not supported, or wrong, and
-        NotFoundError for another model."""
+        """Return the checked content of a chat's body. Raises InvalidArgumentError for fields that are wrong or not
+        supported, and NotFoundError for another model."""
         refuse_unsupported(body, adds_special_tokens=False)
         if body.top_logprobs is not None and not body.logprobs:
             raise InvalidArgumentError("top_logprobs needs logprobs = true: set both, or neither")

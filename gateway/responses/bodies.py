@@ -49,7 +49,7 @@ class TextFormat(BaseModel):
 
 
 class TextConfig(BaseModel):
-    """How the answer's text is to be."""
+    """Format options of the answer's text."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -73,7 +73,7 @@ class ResponsesBody(SamplingBody):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     include: Annotated[list[str], Field(max_length=MAX_INCLUDED, fail_fast=True)] | None = None
-    """`message.output_text.logprobs` asks for logprobs."""
+    """Further content of the response. `message.output_text.logprobs` requests logprobs."""
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     metadata: Annotated[dict[str, str] | None, at_most(MAX_METADATA)] = None
     """Kept with the response, and sent back."""

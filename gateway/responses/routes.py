@@ -90,7 +90,7 @@ class Responses:
         return Page(limit, order, after).of(await asyncio.to_thread(self._kept(response_id, request).read_input))
 
     async def delete(self, response_id: str, request: Request) -> Object:
-        """Forget a response that is kept."""
+        """Delete a response that is kept."""
         if not self._store.delete(_owner(request), response_id):
             raise _unknown(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
@@ -114,7 +114,8 @@ class Responses:
         return kept
 
     def _read(self, body: ResponsesBody, before: Kept | None) -> tuple[Asked, bytes | None]:
-        """Return what is asked for, and the conversation to be kept as JSON, if it is to be. Blocks for long ones."""
+        """Return the content of the body, and the conversation to be kept as JSON (None if it is not kept). Blocks for
+        long ones."""
         earlier: tuple[Item, ...] = () if before is None else before.read_items()
         items = (*earlier, *named(items_of(body), {item.id for item in earlier}))
         if len(items) > MAX_ITEMS:
@@ -182,7 +183,7 @@ def _usage(answers: Answers) -> Usage | None:
 
 
 def _owner(request: Request) -> str:
-    """Return what stands for the caller, by its key and tenant, of which nothing else is kept."""
+    """Return an identity of the caller, made from its key and tenant. The key itself is not kept."""
     named = json.dumps(sorted(caller_of(request, traces=False).items()))
     return hashlib.sha256(named.encode()).hexdigest()
 

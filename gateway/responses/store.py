@@ -26,7 +26,7 @@ class StoreLimits:
     max_bytes: int = 64 * 2**20
     """Bytes of memory of all conversations and responses."""
     keep_s: float = 24 * 3600.0
-    """Seconds after which a response is forgotten."""
+    """Seconds after which a response is deleted."""
 
 
 DEFAULT_LIMITS = StoreLimits()
@@ -37,11 +37,11 @@ class Kept:
     """A response and the conversation that it was made from, each as JSON, which takes less memory than objects."""
 
     owner: str
-    """Caller that asked for it: others do not find it."""
+    """Caller that requested the response. Other callers cannot read it."""
     response: bytes
     input: bytes
     until_s: float
-    """When it is forgotten, on the clock."""
+    """Time on the clock at which the response is deleted."""
 
     @property
     def num_bytes(self) -> int:
@@ -58,7 +58,7 @@ class Kept:
 
 
 class ResponseStore:
-    """The responses that are kept. The oldest go first when there is no room."""
+    """The responses that are kept. The oldest are dropped first when there is no room."""
 
     def __init__(self, limits: StoreLimits, clock: Clock) -> None:
         self.num_bytes = 0
@@ -88,7 +88,7 @@ class ResponseStore:
         return kept if kept is not None and kept.owner == owner else None
 
     def delete(self, owner: str, id_: str) -> bool:
-        """Forget a response of this caller; return whether there was one of that id."""
+        """Delete a response of this caller. Return whether a response of that id existed."""
         if self.get(owner, id_) is None:
             return False
         self._drop(id_)
