@@ -4,8 +4,8 @@ The launcher owns the socket: the address is bound before anything else starts a
 and go, and connections that arrive between two processes wait for the next one. The process
 (`deploy.front_doors.http_process`) is started with the door and reads two lines of JSON: an HttpPlan, by which it loads
 all that it needs while the cluster starts, and an HttpTarget once the cluster serves. It answers with one line when it
-serves itself, and with an empty one each heartbeat. It ends with its standard input, so that a killed launcher takes it
-along. A thread of the launcher, `http-door`, waits for its end, and kills it when it is silent.
+serves itself, and with an empty one each heartbeat. It exits at the end of its standard input, so it does not outlive a
+killed launcher. A thread of the launcher, `http-door`, waits for its end, and kills it when it is silent.
 """
 
 import contextlib

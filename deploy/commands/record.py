@@ -80,8 +80,8 @@ def record_path(name: str) -> Path:
 
 
 def store_name(record: Path) -> str:
-    """Return the name by which the workers of a cluster share files on a node: the cluster's, and a hash of the folder
-    of its record, for clusters of one name that are recorded in different folders may run at once."""
+    """Return the name by which the workers of a cluster share files on a node: the cluster's name, and a hash of the
+    folder of its record. Clusters of one name may run at the same time if their records are in different folders."""
     place = hashlib.blake2b(str(record.parent.absolute()).encode(), digest_size=4).hexdigest()
     return f"{record.stem}-{place}"
 

@@ -13,7 +13,7 @@ from deploy.groups.spawner import Room, Spawner
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """How workers are watched by heartbeats."""
+    """Intervals and timeouts of heartbeats."""
 
     interval_s: float
     """Seconds between two heartbeats, and for an answer to one."""
@@ -31,7 +31,7 @@ class Surroundings:
     report: Callable[[str], None]
     """Shows one line of text about an event to the user."""
     changed: Callable[[], None] = lambda: None
-    """Called when a group has become ready, or has ceased to be, and when a worker has ended."""
+    """Called when a group becomes ready or stops being ready, and when a worker has ended."""
     agreement: Agreement = field(default_factory=Agreement)
     backoff: Backoff = field(default_factory=Backoff)
     ended: EndedWorkers = field(default_factory=EndedWorkers)

@@ -24,13 +24,13 @@ from orchestrator.membership.view import role_of
 logger = logging.getLogger(__name__)
 
 _FIRST_POLL_S, _POLL_S = 0.02, 0.5
-"""Seconds between the first two looks whether a group is placed, and at most; between others, twice those before."""
+"""Seconds between the first two checks whether a group is placed, and longest pause. Pauses double."""
 _SOON_S = 2.0
 """Seconds in which Ray places a group that a living node can hold; only longer waits are reported."""
 
 _GIB = 2**30
 _MOST_SHOWN = 8
-"""Most nodes that an error lists."""
+"""Maximum number of nodes that an error lists."""
 
 
 @dataclass(frozen=True)
