@@ -74,7 +74,7 @@ class Scaler:
             self._deciding = asyncio.create_task(self._decide_always())
 
     async def close(self) -> None:
-        """Stop deciding. Idempotent."""
+        """Stop making decisions. Idempotent."""
         if self._deciding is not None:
             self._deciding.cancel()
             await asyncio.gather(self._deciding, return_exceptions=True)

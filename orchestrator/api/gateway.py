@@ -41,12 +41,12 @@ _GenerateCall = grpc.aio.UnaryStreamCall[pb.GenerateRequest, bytes]
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Orchestrator"].full_name
 _STATUS_GRACE_S = 1.0
-"""Seconds that the last statuses have to leave, when no request runs any more."""
+"""Seconds that the last statuses have to be sent, after all requests have ended."""
 _PASSED_ON = ("GetModel", "GetClusterState", "GetRequests")
-"""Methods whose messages pass through as they are."""
+"""Methods whose messages pass through unchanged."""
 _CLOSING = "the gateway is shutting down: try again"
 _ANSWER_S = 10.0
-"""Seconds that the orchestrator has to answer which model it serves."""
+"""Timeout in seconds for the orchestrator to return its model."""
 _MOST_MS = 2.0**32 - 1
 """Largest deadline in milliseconds that the message's field of 32 bits holds."""
 _AGAIN_S = 0.5
@@ -55,7 +55,7 @@ _HEALTH_PAUSES = Pauses(_AGAIN_S, 5.0)
 
 
 class GatewayServicer:
-    """Serves baton.v1.Orchestrator by an orchestrator elsewhere; messages that only pass through are bytes."""
+    """Serves baton.v1.Orchestrator through an orchestrator elsewhere. Messages that only pass through are bytes."""
 
     def __init__(self, orchestrator: grpc.aio.Channel, reader: RequestReader, model: str, clock: Clock) -> None:
         self._generate: grpc.aio.UnaryStreamMultiCallable[pb.GenerateRequest, bytes]
@@ -163,7 +163,7 @@ class Gateway:
         shown: health.HealthServicer,
         watch: Callable[[grpc.aio.Channel], Coroutine[Any, Any, None]],
     ) -> None:
-        """`shown` is the server's health service, which `watch` keeps as an orchestrator's health is."""
+        """`shown` is the server's health service; `watch` copies an orchestrator's health to it."""
         self.port = port
         self._server = server
         self._servicer = servicer

@@ -206,7 +206,7 @@ class Members:
 
     @property
     def away(self) -> tuple[str, ...]:
-        """Return the names of the groups that have left as operators wanted, sorted, and may come back."""
+        """Return the names of the groups that have left by an operator's order and may come back, sorted."""
         left = {group.name for group in self.present.absent if not group.starts}
         return tuple(sorted(left & self.orders.leaving))
 
@@ -220,7 +220,7 @@ class Members:
         return roles | dict.fromkeys((group.name for group in self.present.generation), "generate")
 
     def is_coming(self, role: str) -> bool:
-        """Return whether a group of that role is being started that has not failed to."""
+        """Return whether a group of that role is being started whose start has not failed."""
         absent = {group.name: group for group in self.present.absent}
         starts = any(group.role == role and group.starts and not group.error for group in absent.values())
         ordered = {name for name in self.orders.stand_ins - self.orders.drained if role_of(name) == role}
@@ -280,7 +280,7 @@ class Members:
         return is_away and bool(self.orders.borrowers(name)) and not self.is_starting(name)
 
     def is_broken(self, group: Group) -> bool:
-        """Return whether the group's breaker is not closed, because attempts there failed again and again."""
+        """Return whether the group's breaker is not closed, because attempts there failed repeatedly."""
         return self.breakers.of(group.life).state is not BreakerState.CLOSED
 
     def may_have_work(self, group: Group) -> bool:

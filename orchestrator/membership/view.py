@@ -37,7 +37,7 @@ class GenerationGroup:
     name: str
     endpoint: str
     layout_fingerprint: str
-    """Fingerprint of the layout of the KV that the group takes."""
+    """Fingerprint of the KV layout that the group accepts."""
     num_slots: int
     max_slot_tokens: int
     """Tokens that a slot may hold, prompt and output."""
@@ -136,7 +136,8 @@ class Orders:
     leaving: frozenset[str] = frozenset()
     """Names of drained groups that are to have no workers: they had no work left."""
     stand_ins: frozenset[str] = frozenset()
-    """Names of groups beyond the configured ones, which serve while others are away; one that has left is forgotten."""
+    """Names of groups beyond the configured ones, which serve while others are away. A stand-in that has left is
+    forgotten."""
     models: Mapping[str, str] = field(default_factory=dict)
     """Folder of the model that a group loads when it starts, by the group's name; others load the configured one."""
     lent: Mapping[str, str] = field(default_factory=dict)

@@ -31,11 +31,11 @@ class Journal:
         self._planner = planner
 
     def refused(self, error: BatonError) -> None:
-        """Count a request that the queue did not take."""
+        """Count a request that the queue refused."""
         self._metrics.refused(error)
 
     def joined(self, record: RequestRecord) -> None:
-        """Write down that the queue has taken a request."""
+        """Record that the queue has accepted a request."""
         self.book.opened(record)
 
     def stepped(self, step: StepSample) -> None:
@@ -48,7 +48,7 @@ class Journal:
             self._metrics.predicted("generation_step", predicted_s, step.duration_s)
 
     def failed(self, record: RequestRecord, error: BatonError) -> None:
-        """Write down that the request's present attempt has failed."""
+        """Record that the request's present attempt has failed."""
         name, attempt = type(error).__name__, record.attempt.number
         logger.warning(
             "attempt failed request=%s attempt=%d state=%s output_tokens=%d error=%s: %s",
@@ -58,7 +58,7 @@ class Journal:
         record.failures.append(FailedAttempt(attempt, self._clock.unix_ns(), name, str(error)))
 
     def ended(self, record: RequestRecord, finished: Finished) -> None:
-        """Write down how the request has ended, with its times."""
+        """Record the end of the request, with its times."""
         usage, timings, error = finished.usage, finished.timings, finished.error
         first_token_s = timings.time_to_first_token_s
         logger.info(
