@@ -20,10 +20,10 @@ Object = dict[str, Any]
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _TEXT = "text"
-"""Stands for the text in the line from which a choice's frame is cut."""
+"""Placeholder for the text in the line from which a choice's frame is cut."""
 
 FINISHES = {None: None, FinishReason.LENGTH: "length", FinishReason.STOP: "stop"}
-"""OpenAI's words for why a choice ended. Other ends are errors, which the stream raises."""
+"""OpenAI's finish reasons. Other ends are errors, which the stream raises."""
 
 
 @dataclass(frozen=True)
@@ -108,14 +108,14 @@ class Writer(ABC):
 
     @abstractmethod
     def _first(self, prompt: int, number: int) -> Object | None:
-        """Return what comes before a choice's first text, if anything does."""
+        """Return the chunk before a choice's first text, if any."""
 
     @abstractmethod
     def _delta(self, number: int, text: str, logprobs: Object | None, finish: str | None) -> Object: ...
 
     @abstractmethod
     def _logprobs(self, prompt: int, event: TokenEvent) -> Object | None:
-        """Return the logprobs that an event of a prompt's stream brings, if they are asked for."""
+        """Return the logprobs in an event of a prompt's stream, if they are requested."""
 
 
 class Chats(Writer):
@@ -269,7 +269,7 @@ def line(data: Any, event: str = "") -> bytes:
 
 
 def _frame(chunk: Object) -> tuple[bytes, bytes]:
-    """Return what comes before and after the text in the line of a chunk, which ends with the choice's own fields. What
-    comes before may hold the same characters: a client names its request, and an operator the model."""
+    """Return the parts before and after the text in the line of a chunk, which ends with the choice's own fields. The
+    part before may contain the same characters, because a client names its request, and an operator the model."""
     before, _, after = line(chunk).rpartition(_ENCODER.encode(_TEXT).encode())
     return before, after

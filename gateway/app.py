@@ -42,7 +42,7 @@ _DONE = b"data: [DONE]\n\n"
 
 
 class Gateway:
-    """Answers requests by one upstream server."""
+    """Answers requests with one upstream server."""
 
     def __init__(
         self,
@@ -54,8 +54,8 @@ class Gateway:
         rules: HttpRules = DEFAULT_RULES,
         is_loopback: bool = True,
     ) -> None:
-        """`console` is served in addition to the API; None: there is none. `is_loopback` says whether only processes
-        of this machine reach the gateway."""
+        """`console` is served in addition to the API; None: no console. `is_loopback` is true if only processes of this
+        machine reach the gateway."""
         self._console = console
         self._rules = rules
         self._is_loopback = is_loopback
@@ -194,7 +194,7 @@ class Gateway:
         return JSONResponse(body, status_of(error), headers=error_headers(error))
 
     async def _failed(self, request: Request, error: Exception) -> Response:
-        """Answer a request that failed by a fault of this process. uvicorn logs the fault."""
+        """Answer a request that failed by a defect of this process. uvicorn logs the defect."""
         return JSONResponse(error_body(BatonError(FAULT)), 500)
 
     async def _malformed(self, request: Request, error: Exception) -> Response:

@@ -104,7 +104,7 @@ class SamplingBody(BaseModel):
     guided_grammar: str | None = None
     guided_choice: Annotated[list[str], Field(max_length=MAX_FORM_CHOICES, fail_fast=True)] | None = None
     priority: Literal["interactive", "standard", "batch"] | None = None
-    """How urgent the request is while it waits."""
+    """Priority of the request while it waits."""
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
     """Only requests of the same salt use each other's cached KV."""
 
@@ -116,7 +116,7 @@ class CompletionBody(SamplingBody):
     """One prompt or several, as text or as token ids."""
     max_tokens: int | None = 16
     logprobs: int | None = None
-    """How many of the most likely tokens are reported with each token."""
+    """Number of most likely tokens that are reported with each token."""
     echo: bool | None = None
     best_of: int | None = None
     """Accepted if it is 1 or `n`: all choices are returned."""
@@ -136,7 +136,7 @@ Parts = Annotated[list[Part], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class CalledFunction(BaseModel):
-    """The function that was called, and with what."""
+    """The called function and its arguments."""
 
     name: str
     arguments: str = "{}"
@@ -217,7 +217,7 @@ class ChatBody(SamplingBody):
     messages: Messages
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    """Output tokens, at most; without it, as many as the model has room for. `max_tokens` is its former name."""
+    """Maximum number of output tokens; without it, the model's remaining context. `max_tokens` is the former name."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Tools | None = None

@@ -34,7 +34,7 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         template = tokenizer.chat_template(for_tools=True)
         self.format = format_of(template, tool_format)
-        """How the model calls tools; None: it cannot."""
+        """Format of the model's tool calls; None: the model cannot call tools."""
         self._has_reasoning = BEGIN in template
         self._of_reasoning = tokenizer.silent_tokens((BEGIN, END))
         self._of_calls = tokenizer.silent_tokens(self.format.markers if self.format else ())

@@ -28,7 +28,7 @@ class ContextTooLongError(errors.InvalidArgumentError):
 
 
 class HeadersTooLongError(errors.InvalidArgumentError):
-    """The request's line and headers, or those that say who calls, have more bytes than are taken."""
+    """The request's line and headers, or its headers that identify the caller, exceed the limit on their bytes."""
 
 
 class WrongHostError(errors.PermissionDeniedError):
@@ -36,7 +36,7 @@ class WrongHostError(errors.PermissionDeniedError):
 
 
 class UnknownResponseError(errors.NotFoundError):
-    """The response that is asked for is not kept."""
+    """The requested response is not kept."""
 
 
 _STATUSES: tuple[tuple[type[BatonError], int, str, str | None], ...] = (
@@ -67,7 +67,7 @@ class FieldNames:
     fields: Collection[str] = ()
     """Fields that an error may name as `param`."""
     renamed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Names that errors begin with, or that follow `sampling.`, and what the client calls these fields."""
+    """Names at the start of errors, or after `sampling.`, with the client's names of these fields."""
 
     def text(self, error: BatonError) -> str:
         """Return an error's text with the client's names."""

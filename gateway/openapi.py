@@ -14,7 +14,7 @@ class ErrorDetail(BaseModel):
     message: str
     type: str
     param: str | None
-    """The field of the body that is wrong, if it is one."""
+    """Name of the wrong field of the body, if the error is about one."""
     code: str | None
 
 
@@ -55,7 +55,7 @@ STREAMED: Responses = {200: {"description": "The answer, whole or as server-sent
 
 
 def describe(app: FastAPI) -> None:
-    """Let the application's document say what its routes answer: what is wrong with a body is status 400 here."""
+    """Correct the application's OpenAPI document: an invalid body has status 400 here, not 422."""
 
     def document() -> Mapping[str, Any]:
         if app.openapi_schema is None:

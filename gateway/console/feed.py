@@ -19,7 +19,7 @@ from baton.errors import BatonError
 T = TypeVar("T")
 
 FRESH_S = 1.0
-"""Seconds for which an answer, or an error, is given again."""
+"""Seconds for which an answer, or an error, is reused."""
 MAX_CALLERS = 64
 """Maximum number of callers whose latest answers are kept. The least recent caller is forgotten first."""
 

@@ -37,7 +37,7 @@ class Page:
     """Hash of the content, with which browsers check for changes."""
 
     def answer(self, request: Request) -> Response:
-        """Return the file, or that it is still what the browser has."""
+        """Return the file, or status 304 if the browser has this version."""
         headers = {**_HEADERS, "etag": self.tag}
         if request.headers.get("if-none-match") == self.tag:
             return Response(status_code=304, headers=headers)

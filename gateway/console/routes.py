@@ -28,12 +28,12 @@ from gateway.streaming import EventStream, caller_of, error_of, read_body, reque
 from gateway.upstream import Answers, Upstream
 
 NUM_ENDED = 48
-"""Requests that have ended that the console shows, at most."""
+"""Maximum number of requests that have ended which the console shows."""
 _UNCACHED = {"cache-control": "no-store"}
 
 
 class Console:
-    """Serves the console of one upstream server."""
+    """Serves the console for one upstream server."""
 
     def __init__(self, upstream: Upstream, reader: Reader, clock: Clock) -> None:
         self._upstream = upstream
@@ -60,7 +60,7 @@ class Console:
         return RedirectResponse("console/")
 
     async def console(self) -> Response:
-        """Lead to the page, whose links are relative to its folder, so that a proxy may serve it below any path."""
+        """Redirect to the page, whose links are relative to its folder, so that a proxy may serve it below any path."""
         return RedirectResponse("console/")
 
     async def index(self, request: Request) -> Response:
@@ -74,7 +74,7 @@ class Console:
         return self._pages[name].answer(request)
 
     async def state(self, request: Request) -> Response:
-        """Return what the console shows of the cluster, at most a second old."""
+        """Return the console's view of the cluster, at most a second old."""
         return JSONResponse(await self._feed.latest(caller_of(request, traces=False)), headers=_UNCACHED)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:

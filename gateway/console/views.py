@@ -47,7 +47,7 @@ def snapshot(state: ClusterState, requests: RequestList, model: ModelInfo, *, ha
 
 
 def taken(timings: Timings) -> Object:
-    """Return what was predicted for a request, and what it took, up to its first token."""
+    """Return the predicted and measured times of a request, up to its first token."""
     placement, width = timings.prefill.placement, timings.prefill.width
     terms = None if placement is None else placement.local if placement.is_local else placement.chain
     leased, first = timings.leased_ns, timings.first_token_ns
@@ -131,7 +131,7 @@ def _speculation(held: GenerationStatus) -> Object:
 
 
 def _rank(rank: int, said: PrefillStatus | None) -> Object:
-    """Return what a rank does; `num_jobs` is null for one that does not answer."""
+    """Return the state of a rank; `num_jobs` is null if it does not answer."""
     if said is None:
         return {"rank": rank, "num_jobs": None, "num_jobs_done": None, "trouble": ""}
     trouble = said.stall or said.epoch_error

@@ -10,11 +10,11 @@ from gateway.upstream import Upstream
 _VALID_S = 1.0
 """Seconds for which an answer is reused. A revoked key is refused after this time at the latest."""
 _MAX_KEPT = 1024
-"""Callers whose answer is kept."""
+"""Maximum number of callers whose answer is kept."""
 
 
 class Access:
-    """Callers that the server has admitted a moment ago."""
+    """Callers that the server has recently admitted."""
 
     def __init__(self, upstream: Upstream, now_s: Callable[[], float] = time.monotonic) -> None:
         self._upstream, self._now_s = upstream, now_s

@@ -22,9 +22,10 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(*args, **options)
         self._is_in_head = True
         self._num_head_bytes = 0
-        """Bytes received of the present request's line and headers, as long as their end has not come."""
+        """Bytes received of the present request's line and headers, while they are incomplete."""
         self._num_parsed_bytes = 0
-        """Bytes of the URL and the whole headers among them: all that counts where one piece holds the end, too."""
+        """Bytes of the URL and of complete headers among them. Only these count if one piece also has the headers'
+        end."""
         self._reading: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
 
@@ -36,13 +37,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse(UnavailableError(f"{MAX_CONNECTIONS} connections are open: close some, or try again"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop waiting for what will not come."""
+        """Cancel the timers of the connection."""
         self._stop_waiting()
         self._stop_watching()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Read what came, at most as many bytes of headers as are allowed, and one piece."""
+        """Read the received data. A connection gets the allowed bytes of headers and at most one further piece."""
         if self.transport.is_closing():
             return
         super().data_received(data)

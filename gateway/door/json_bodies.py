@@ -26,7 +26,7 @@ from text.bounded_reading import BoundedReading
 _LONG_BYTES = 16 * 1024
 """Smallest number of bytes of a body that is parsed in a thread."""
 _OTHERS = bytes(byte for byte in range(256) if byte not in b'",:[{')
-"""Bytes that say nothing of how many values there are."""
+"""Bytes that do not affect the number of values."""
 _TEXT = re.compile(rb'"[^"]*"')
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 """Half of a surrogate pair, as JSON escapes it; pairs are sound."""
@@ -69,7 +69,7 @@ class _Read(Request):
         self._body, self._value = body, value
 
     async def json(self) -> object:
-        """Return what the body became."""
+        """Return the parsed and validated value of the body."""
         return self._value
 
 
@@ -99,7 +99,7 @@ def parse(body: bytes) -> object:
 
 
 def _read(body: bytes, model: TypeAdapter[Any]) -> object:
-    """Return the value of a body as its model has it. Raises as `parse` does, and RequestValidationError."""
+    """Return the value of a body, validated by its model. Raises as `parse` does, and RequestValidationError."""
     value = parse(body)
     try:
         return model.validate_python(value)
@@ -153,7 +153,7 @@ def _refuse(name: str) -> None:
 
 
 def _check_headers(request: Request) -> None:
-    """Raise UnreadableBodyError unless the body is said to be JSON, and not to be compressed."""
+    """Raise UnreadableBodyError unless the headers declare the body as JSON, and not as compressed."""
     given = request.headers.get("content-type", "")
     kind = given.partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):

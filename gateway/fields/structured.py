@@ -42,7 +42,7 @@ def form_names(body: SamplingBody) -> dict[str, str]:
 
 
 def _response_form(format_: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return what a `response_format` asks for, as fields of a StructuredOutput; None for plain text."""
+    """Return the form that a `response_format` requests, as fields of a StructuredOutput; None for plain text."""
     match (format_ or {"type": "text"}).get("type"):
         case "text":
             return None

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from baton.errors import InvalidArgumentError
 
 _NOTHING: tuple[object, ...] = (False, "", [], {})
-"""Values by which most fields ask for nothing."""
+"""Values with which most fields have no effect."""
 _NOTHING_OF: Mapping[str, tuple[object, ...]] = {
     "include_reasoning": (True,),
     "length_penalty": (1, 1.0),
@@ -18,7 +18,7 @@ _NOTHING_OF: Mapping[str, tuple[object, ...]] = {
     "separate_reasoning": (True,),
     "skip_special_tokens": (True,),
 }
-"""Values by which the other fields ask for nothing."""
+"""Values with which the other fields have no effect."""
 UNSUPPORTED: Mapping[str, str] = {
     "add_special_tokens": "the tokenizer and the chat template say which",
     "allowed_token_ids": "use logit_bias or structured_outputs",
@@ -57,12 +57,12 @@ UNSUPPORTED: Mapping[str, str] = {
     "use_beam_search": "there is no beam search",
     "web_search_options": "nothing is searched",
 }
-"""The fields, and what to use instead or why there is none."""
+"""The fields, with the replacement, or the reason why there is none."""
 
 
 def refuse_unsupported(body: BaseModel, *, adds_special_tokens: bool) -> None:
-    """Raise InvalidArgumentError for a field of a body that asks for what is not supported. `adds_special_tokens`:
-    whether its prompt gets the special tokens with which the tokenizer begins a text."""
+    """Raise InvalidArgumentError for a field of a body that requests an unsupported feature. `adds_special_tokens` is
+    true if its prompt gets the special tokens with which the tokenizer begins a text."""
     for name, value in (body.model_extra or {}).items():
         if name not in UNSUPPORTED or value is None:
             continue
