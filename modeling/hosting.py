@@ -1,7 +1,7 @@
-"""What a worker of either role does in the process that hosts it: loads its model, and finds its node's prefixes.
+"""Setup of a process that hosts a worker of either role: loads the model and finds the node's prefix folders.
 
-`prefill_workers.host` and `generate_workers.host` call these when a worker starts: once in a process, or once for each
-role that it has in turn. All block.
+`prefill_workers.host` and `generate_workers.host` call these functions when a worker starts: once in a process, or once
+for each role if the process takes one role after another. All of them block.
 """
 
 import math
@@ -28,26 +28,28 @@ from modeling.prefix_store.node import DiskPlace
 
 
 class PrefixOptions(TypedDict):
-    """Where a worker's server keeps prefixes, as the arguments of its start."""
+    """Places where a worker's server keeps prefixes, as arguments of its start."""
 
     prefix_folder: Path | None
-    """Folder in memory; None: no prefixes are kept."""
+    """Folder in memory. None: no prefixes are kept."""
     prefix_bytes: int
     prefix_disk: DiskPlace | None
 
 
 def use_cores(cores: Sequence[int], num_threads: int) -> None:
-    """Pin this process to `cores` and give torch `num_threads` threads. Call before the model is loaded, and before the
-    threads start that compute."""
+    """Pin this process to `cores` and give torch `num_threads` threads. Call before the model is loaded and before the
+    computing threads start."""
     pin(cores)
     torch.set_num_threads(num_threads)
 
 
 @contextmanager
 def _half_of(num_threads: int) -> Iterator[None]:
-    """Give torch half of the threads in the block. Other processes of the cluster start while weights are copied, and
-    OpenMP's threads wait busily for one whose core is taken: on two busy cores, two threads took three times the
-    processor time of one to load a model."""
+    """Give torch half of the threads inside the `with` block.
+
+    Other processes of the cluster start while weights are copied, and OpenMP's threads spin while they wait for a
+    thread whose core is taken. On two busy cores, loading a model with two threads took three times the processor time
+    of loading it with one."""
     torch.set_num_threads(max(1, num_threads // 2))
     try:
         yield
@@ -56,7 +58,7 @@ def _half_of(num_threads: int) -> Iterator[None]:
 
 
 class LoadedModel:
-    """The model that a process has loaded, which stays loaded while one server after another uses it. Owned by the
+    """The model that a process has loaded. It stays loaded while one server after another uses it. Owned by the
     process; not thread-safe."""
 
     def __init__(self) -> None:
@@ -65,15 +67,15 @@ class LoadedModel:
         self._decoder: Decoder | None = None
 
     def load(self, place: WorkerPlace) -> Decoder:
-        """Pin the process as its place says, choose its kernels, and return the model, which is loaded unless it is
-        there already, on the same device. Raises ModelError or ConfigError, in one line."""
+        """Pin the process and choose its kernels as `place` states, and return the model. The model is loaded unless
+        the same one is already loaded on the same device. Raises ModelError or ConfigError, in one line."""
         allow_files()
         num_threads = place.num_threads or os.cpu_count() or 1
         use_cores(place.cores, num_threads)
         KERNELS.use(place.kernels)
         source = place.model_folder, place.dtype, place.quantization, place.device, values_of(EmulatedLink, place)
         if self._decoder is None or self._source != source:
-            self._decoder = None  # first: there may be no memory for two
+            self._decoder = None  # freed first: memory may not suffice for two models
             device = make_device(place.device, LinkRate(place.link or math.inf, place.link_latency_s))
             formats = {"dtype": place.dtype, "quantization": place.quantization}
             with _half_of(num_threads):
@@ -84,7 +86,7 @@ class LoadedModel:
 
 
 def _prepare_kernels(decoder: Decoder) -> None:
-    """Build or compile kernels now that the first token, or the first prompt, would have to wait for."""
+    """Build or compile the kernels now, so that the first token or prompt does not wait for them."""
     config = decoder.config
     if decoder.weights.device.type == "cpu":
         native.load()
@@ -95,7 +97,7 @@ def _prepare_kernels(decoder: Decoder) -> None:
 
 
 def prefix_options(place: WorkerPlace) -> PrefixOptions:
-    """Return where a cluster's workers keep prefixes on this node. Raises ConfigError without such a file system."""
+    """Return where a cluster's workers keep prefixes on this node. Raises ConfigError if the file system is missing."""
     if not place.prefix_share:
         return {"prefix_folder": None, "prefix_bytes": 0, "prefix_disk": None}
     return {

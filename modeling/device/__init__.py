@@ -1,1 +1,1 @@
-"""Devices: where attention and linears run, the memory that they read, and the link to home memory."""
+"""Devices: where attention and linears run, the memory that they read, and the link to host memory."""

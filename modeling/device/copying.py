@@ -1,4 +1,4 @@
-"""Links whose copies threads of the host make: of the CPU to itself, and of an emulated device."""
+"""Links whose copies run on threads of the host: the CPU's link to itself, and that of an emulated device."""
 
 import functools
 import threading
@@ -21,11 +21,11 @@ from modeling.kv.staging import FRAME_BYTES, NUM_FRAMES, StagingFrames
 from modeling.kv.transfers import Finished, Transfer
 
 CopyTensor = Callable[[Tensor, Tensor], None]
-"""Copies `(to, from)`, and returns when the copy is done."""
+"""Function that copies `(to, from)` and returns when the copy is done."""
 
 
 def copy_bytes(to: Tensor, source: Tensor) -> None:
-    """Copy a tensor on one core and without the GIL: torch would take the cores that compute."""
+    """Copy a tensor on one core, without the GIL. A copy by torch would occupy the cores that compute."""
     np.copyto(np.asarray(bytes_of(to)), np.asarray(bytes_of(source)))
 
 
@@ -38,13 +38,13 @@ class _Job:
 
 
 class ThreadLink:
-    """A Link whose fetches run on a thread of its own, while others compute; what is stored, the caller copies."""
+    """A Link whose fetches run on a thread of its own while others compute. Stores run on the caller's thread."""
 
     def __init__(self, copy: CopyTensor = copy_bytes) -> None:
         """`copy` is the function that copies one tensor."""
         self._copy = copy
         self._threads: dict[str, ThreadPoolExecutor] = {}
-        """A thread for each direction that was used, by name."""
+        """Thread of each direction that was used, by name."""
         self._starting = threading.Lock()
         self._num_bytes_fetched = self._num_bytes_stored = 0  # each counted by one thread
 
@@ -55,7 +55,7 @@ class ThreadLink:
 
     @property
     def num_bytes_stored(self) -> int:
-        """Return the bytes copied home so far."""
+        """Return the bytes copied to host memory so far."""
         return self._num_bytes_stored
 
     def fetch(self, copies: Copies) -> Transfer:
@@ -63,7 +63,7 @@ class ThreadLink:
         return self._begin_fetch(self._job_of(copies))
 
     def fetch_heads(self, heads: PickedHeads) -> Transfer:
-        """Begin to copy picked keys and values, on the thread."""
+        """Begin to copy selected keys and values, on the thread."""
         args = heads.home_B, heads.there_B, heads.pairs_BGK2, heads.num_BG, heads.head_bytes
         return self._begin_fetch(_Job(functools.partial(native.operators().copy_heads, *args), heads.num_bytes))
 
@@ -72,12 +72,12 @@ class ThreadLink:
         return self._begin_store(self._job_of(copies))
 
     def store_rows(self, rows: RowCopies) -> Transfer:
-        """Copy rows home, as `store` does."""
+        """Copy rows to host memory, as `store` does."""
         args = rows.there_B, rows.home_B, rows.row_bytes
         return self._begin_store(_Job(functools.partial(native.operators().copy_rows, *args), rows.num_bytes))
 
     def rest(self) -> None:
-        """Wait for the copies that were asked for, and end the threads."""
+        """Wait for the copies that were requested, and end the threads."""
         with self._starting:
             threads, self._threads = self._threads, {}
         for thread in threads.values():
@@ -114,12 +114,12 @@ class ThreadLink:
 
 @dataclass(frozen=True)
 class LinkRate:
-    """How fast a link is. Infinite: as fast as the host copies."""
+    """Rate and latency of a link. An infinite rate is the rate at which the host copies."""
 
     bytes_per_s: float = float("inf")
-    """In each direction, at the same time."""
+    """Bytes per second in each direction; both directions work at the same time."""
     latency_s: float = 0.0
-    """Seconds before the first byte of a transfer has come."""
+    """Seconds until the first byte of a transfer has arrived."""
 
     def __post_init__(self) -> None:
         if not self.bytes_per_s > 0:
@@ -133,15 +133,16 @@ UNBOUND = LinkRate()
 
 
 class _Pace:
-    """One direction's time: transfers follow one another, and none is done sooner than at the link's rate."""
+    """Timing of one direction: transfers run one after another, and none ends sooner than the link's rate allows."""
 
     def __init__(self, rate: LinkRate) -> None:
         self._rate = rate
         self._free_s = 0.0
-        """Time at which the last transfer was due, on time.monotonic."""
+        """Time at which the last transfer was due, by time.monotonic."""
 
     def keep(self, began_s: float, num_bytes: int) -> None:
-        """Wait until a transfer that began to be copied then would be done. An overslept wait delays none behind it."""
+        """Wait until a transfer whose copy began at `began_s` would be done. A wait that oversleeps does not delay the
+        transfers after it."""
         took_s = self._rate.latency_s + num_bytes / self._rate.bytes_per_s
         self._free_s = max(self._free_s, began_s) + took_s
         left_s = self._free_s - time.monotonic()
@@ -150,14 +151,14 @@ class _Pace:
 
 
 class _Awaited(Running):
-    """A fetch that notes how long it was waited for."""
+    """A fetch that adds the time spent waiting for it to the link's `waited_s`."""
 
     def __init__(self, future: "Future[None]", link: "PacedLink") -> None:
         super().__init__(future)
         self._link = link
 
     def result(self) -> None:
-        """Wait for the thread; raise what went wrong there."""
+        """Wait for the thread. Raises the error of the copy."""
         began_s = time.monotonic()
         try:
             super().result()
@@ -168,15 +169,15 @@ class _Awaited(Running):
 
 
 class PacedLink(ThreadLink):
-    """A Link that copies for real, and takes as long as one of the given rate, in both directions at the same time."""
+    """A Link that really copies, and takes as long as a link of the given rate. Both directions work concurrently."""
 
     def __init__(self, rate: LinkRate, copy: CopyTensor = copy_bytes) -> None:
         super().__init__(copy)
         self._in, self._out = _Pace(rate), _Pace(rate)
         self.fetch_s = 0.0
-        """Seconds in which fetches were on their way, together."""
+        """Total duration of all fetches, in seconds."""
         self.waited_s = 0.0
-        """Seconds in which threads waited for fetches."""
+        """Total time that threads waited for fetches, in seconds."""
 
     def _begin_fetch(self, job: _Job) -> Transfer:
         return _Awaited(self._submit("kv-fetch", self._fetch, job), self)
@@ -197,7 +198,7 @@ class PacedLink(ThreadLink):
 
 
 class LinkAccess:
-    """HostAccess to a device's memory: over its link, through memory of the host's that the link can reach."""
+    """HostAccess to a device's memory over its link, through host memory that the link can reach."""
 
     def __init__(
         self,
@@ -206,24 +207,24 @@ class LinkAccess:
         num_frames: int = NUM_FRAMES,
         frame_bytes: int = FRAME_BYTES,
     ) -> None:
-        """`make_home` makes home memory of so many bytes, uint8, from and to which the link copies fast."""
+        """`make_home(num_bytes)` allocates host memory, uint8, from and to which the link copies fast."""
         self._link = link
         self._make_home = make_home
         self._frame_size = num_frames, frame_bytes
 
     @classmethod
     def plain(cls, link: Link, num_frames: int = NUM_FRAMES, frame_bytes: int = FRAME_BYTES) -> Self:
-        """Return the access through memory that is not pinned."""
+        """Return an access through host memory that is not pinned."""
         return cls(link, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8), num_frames, frame_bytes)
 
     @functools.cached_property
     def frames(self) -> StagingFrames:
-        """Return the device's staging frames, which are allocated when they are first asked for: by the policy that
-        keeps KV on the device, as it is made."""
+        """Return the device's staging frames. They are allocated at the first use: when the residency policy that keeps
+        KV on the device is made."""
         return StagingFrames(self._make_home, *self._frame_size)
 
     def read(self, sources: Sequence[Tensor]) -> memoryview:
-        """Return a copy in memory of the host, by one transfer."""
+        """Return a copy in host memory, made by one transfer."""
         staged = self._make_home(sum(source.nbytes for source in sources))
         copies, start = list[tuple[Tensor, Tensor]](), 0
         for source in sources:
@@ -233,7 +234,8 @@ class LinkAccess:
         return bytes_of(staged)
 
     def write(self, writes: Writes) -> Transfer:
-        """Begin to copy, straight from staging frames; other bytes are copied to memory of the link's first."""
+        """Begin to copy. Bytes in staging frames are copied directly; other bytes are first copied to memory that the
+        link can reach."""
         return self._link.fetch([(to, _like(to, self._staged(data))) for to, data in writes])
 
     def _staged(self, data: memoryview) -> Tensor:
@@ -247,5 +249,5 @@ class LinkAccess:
 
 
 def _like(tensor: Tensor, staged: Tensor) -> Tensor:
-    """Return bytes of home memory in the shape and dtype of a tensor."""
+    """Return bytes of host memory in the shape and dtype of a tensor."""
     return staged.view(tensor.dtype).view(tensor.shape)

@@ -1,4 +1,4 @@
-"""The device cpu: computing's memory is home memory, so that a copy is one from memory to memory."""
+"""The device cpu: it computes in host memory, so that its link copies from host memory to host memory."""
 
 import torch
 
@@ -11,7 +11,8 @@ from modeling.kv.pool_memory import MappedPool
 
 
 class CpuDevice:
-    """The CPU. Implements Device. Its link copies at the memory's rate, for policies that keep KV apart even here."""
+    """The CPU. Implements Device. Its link copies at the memory's rate. Residency policies that keep a separate copy of
+    KV use it on the CPU too."""
 
     name = "cpu"
     torch_device = torch.device("cpu")
@@ -35,13 +36,13 @@ class CpuDevice:
         return PagedMemory(layout, max_tokens)
 
     def buffer(self, layout: KvLayout, tokens: TokenRange) -> KvBuffer:
-        """Make a buffer in home memory."""
+        """Make a buffer in host memory."""
         return KvBuffer(layout, tokens)
 
     home_buffer = buffer
 
     def bound(self, limit_bytes: int | None) -> None:
-        """Do nothing: home memory has limits of its own."""
+        """Do nothing: host memory has limits of its own."""
 
     def require(self, address: int, num_bytes: int) -> None:
         """Do nothing: all memory is the device's."""

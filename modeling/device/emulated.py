@@ -1,9 +1,9 @@
 """The device emulated: the CPU computes in an arena of its own, across a link of a configured rate.
 
-What runs on it is what runs on an accelerator: the same buffers, fetches and limits, on a machine without one. Only its
-kernels are the CPU's; weights and activations lie wherever torch puts them, and the limit of KV leaves room for the
-weights (`generate_workers.engine.memory_limits`). KV that is computed with is checked, by its address, to be in the
-arena (`require`), and bytes of the arena are refused to the host (`modeling.kv.buffers.byte_view`).
+It runs what an accelerator would run, with the same buffers, fetches and limits, on a machine without one. Only its
+kernels are the CPU's. Weights and activations are allocated by torch outside the arena, and the limit of KV leaves room
+for the weights (`generate_workers.engine.memory_limits`). KV that attention reads is checked, by its address, to be in
+the arena (`require`). The host cannot take a view of the arena's bytes (`modeling.kv.buffers.byte_view`).
 """
 
 import weakref
@@ -20,7 +20,7 @@ from modeling.kv.pool_memory import MappedPool
 
 
 class EmulatedDevice:
-    """A device with memory of its own, played by the CPU. Implements Device."""
+    """A device with memory of its own, emulated by the CPU. Implements Device."""
 
     name = "emulated"
     torch_device = torch.device("cpu")
@@ -33,7 +33,7 @@ class EmulatedDevice:
 
     @property
     def memory_use(self) -> MemoryUse:
-        """Return what the arena counts."""
+        """Return the arena's counts of bytes."""
         arena = self.arena
         return MemoryUse(arena.limit_bytes, arena.num_bytes, arena.peak_bytes)
 
@@ -42,7 +42,7 @@ class EmulatedDevice:
         return PagedMemory(layout, max_tokens, self.arena, self._access)
 
     def pool_memory(self, layout: KvLayout, num_pages: int, page_tokens: int) -> MappedPool:
-        """Make memory in the arena, of which pages count while they are in use."""
+        """Make memory in the arena. Its pages count while they are in use."""
         return MappedPool(layout, num_pages, page_tokens, self.arena, self._access)
 
     def home_memory(self, layout: KvLayout, max_tokens: int) -> PagedMemory:
@@ -50,7 +50,7 @@ class EmulatedDevice:
         return PagedMemory(layout, max_tokens)
 
     def buffer(self, layout: KvLayout, tokens: TokenRange) -> KvBuffer:
-        """Make a buffer in the arena, which is counted whole until the buffer is gone."""
+        """Make a buffer in the arena. All of its bytes count until the buffer is freed."""
         memory = PagedMemory(layout, len(tokens), self.arena, self._access)
         memory.commit(TokenRange(0, len(tokens)))
         buffer = KvBuffer.of(layout, tokens, memory.data_LS2GH, self._access)

@@ -1,9 +1,9 @@
-"""What crosses a link key by key: the picks of kv heads to the device, and new tokens' rows home.
+"""Copies of single keys over a link: selected keys and values to the device, and new tokens' rows to host memory.
 
-Addresses are numbers, so that one call serves all rows of a step, wherever they lie. A HeadLink takes them: threads of
-the host copy for a CPU and an emulated device (`copying`), kernels for a GPU (`cuda`).
+Addresses are numbers, so that one call serves all sequences of a step, regardless of where their KV is stored. A
+HeadLink takes them. Threads of the host copy for a CPU and an emulated device (`copying`), kernels for a GPU (`cuda`).
 
-B rows, G kv heads, K picks at most.
+B sequences, G kv heads, at most K selected keys of each head.
 """
 
 import functools
@@ -18,29 +18,29 @@ from modeling.kv.transfers import Transfer
 
 @dataclass(frozen=True)
 class PickedHeads:
-    """Keys and values that kv heads picked, to be fetched: addresses of rows, and what is wanted of each. All tensors
-    are where the link's device computes."""
+    """Selected keys and values of kv heads that are to be fetched: addresses, and the keys of each sequence. All
+    tensors are on the link's device."""
 
     home_B: Tensor
-    """Addresses of the rows' KV of a layer at home, int64."""
+    """Addresses of the sequences' KV of a layer in host memory, int64."""
     there_B: Tensor
-    """Addresses of the rows' places on the device, int64."""
+    """Addresses of the sequences' destinations on the device, int64."""
     pairs_BGK2: Tensor
-    """Number of a key at home and of its place on the device, int32."""
+    """Pairs of a key's number in host memory and the number of its place on the device, int32."""
     num_BG: Tensor
-    """Number of pairs, int32."""
+    """Number of pairs of each kv head, int32."""
     head_bytes: int
-    """Bytes of a head's key, and of its value."""
+    """Bytes of a head's key; its value has the same number."""
 
     @functools.cached_property
     def num_bytes(self) -> int:
-        """Return the bytes that are fetched. Waits for a device that counts the pairs."""
+        """Return the bytes that are fetched. Waits for the device if `num_BG` is computed there."""
         return int(self.num_BG.sum()) * 2 * self.head_bytes
 
 
 @dataclass(frozen=True)
 class RowCopies:
-    """The same number of bytes of each row, to be stored: addresses of B rows, int64."""
+    """Rows to be stored, one for each of B sequences, each of the same number of bytes. Addresses are int64."""
 
     there_B: Tensor
     home_B: Tensor
@@ -56,7 +56,7 @@ class HeadLink(Link, Protocol):
     """A Link that also copies by addresses."""
 
     def fetch_heads(self, heads: PickedHeads) -> Transfer:
-        """Begin to copy picked keys and values to the device."""
+        """Begin to copy selected keys and values to the device."""
 
     def store_rows(self, rows: RowCopies) -> Transfer:
-        """Begin to copy rows home, behind what this thread has computed."""
+        """Begin to copy rows to host memory, after the work that this thread has queued."""

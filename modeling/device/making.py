@@ -1,4 +1,4 @@
-"""Makes devices by name, and says which there are. `modeling.hosting` makes one for each worker's process."""
+"""Makes devices by name, and lists the GPUs of this machine. `modeling.hosting` makes one for each worker's process."""
 
 import torch
 
@@ -11,8 +11,8 @@ from modeling.device.port import Device
 
 
 def make_device(name: str, rate: LinkRate = UNBOUND) -> Device:
-    """Return the device of that name: cpu, cuda, emulated, or auto, which is the CPU. `rate` is that of an
-    emulated one's link. Raises ConfigError for another name, and where there is no such device."""
+    """Return the device of that name: cpu, cuda, emulated, or auto, which is the CPU. `rate` is that of an emulated
+    device's link. Raises ConfigError if the name is unknown or the device is not available."""
     if name in ("auto", "cpu"):
         return CpuDevice()
     if name == "emulated":
@@ -24,13 +24,13 @@ def make_device(name: str, rate: LinkRate = UNBOUND) -> Device:
 
 
 def list_gpus() -> list[str]:
-    """Return the name and memory of each GPU that torch sees here."""
+    """Return the name and memory of each GPU that torch sees on this machine."""
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB" for gpu in gpus]
 
 
 def require_cuda() -> None:
-    """Raise ConfigError, with the reason, where torch sees no CUDA device."""
+    """Raise ConfigError, with the reason, if torch sees no CUDA device."""
     if torch.version.cuda is None:
         raise ConfigError(
             "device = cuda is not available: this torch is built without CUDA; install one with, or use cpu"

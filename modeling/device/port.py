@@ -1,14 +1,14 @@
-"""The device port: one device that computes, its memory, home memory beside it, and the link between the two.
+"""The device port: one device that computes, its memory, host memory, and the link between the two memories.
 
 `making` makes a device by its name. Implementations:
 
-    cpu       the device's memory and home memory are one; nothing ever crosses a link
-    cuda      a GPU; home memory is pinned; copies run on streams of their own
-    emulated  the CPU computes, but only in an arena of its own memory; every byte between it and home memory is copied,
-              counted, and takes as long as on a link of the configured rate
+    cpu       The device's memory is host memory. No copy over a link is needed.
+    cuda      A GPU. Host memory is pinned, and copies run on streams of their own.
+    emulated  The CPU computes, but only in an arena of its own memory. Every byte between the arena and host memory is
+              copied and counted, and takes as long as on a link of the configured rate.
 
-What attention and linears run on is the decoder's concern, by `torch_device`. A tensor belongs to one of the two
-memories for as long as it lives. Only a link touches both.
+The decoder runs attention and linears on `torch_device`. A tensor stays in the memory in which it was allocated. Only a
+link touches both memories.
 """
 
 from collections.abc import Sequence
@@ -30,37 +30,37 @@ Copies = Sequence[tuple[Tensor, Tensor]]
 
 
 def num_bytes_of(copies: Copies) -> int:
-    """Return the bytes that these copies bring."""
+    """Return the total bytes of these copies."""
     return sum(source.nbytes for _, source in copies)
 
 
 class Link(Protocol):
-    """Copies between home memory and the device's, in each direction first come, first served. Thread-safe."""
+    """Copies between host memory and the device's memory, in the order of the calls in each direction. Thread-safe."""
 
     @property
     def num_bytes_fetched(self) -> int:
-        """Return the bytes copied to the device so far, those of finished transfers."""
+        """Return the bytes of finished transfers to the device."""
 
     @property
     def num_bytes_stored(self) -> int:
-        """Return the bytes copied home so far, those of finished transfers."""
+        """Return the bytes of finished transfers to host memory."""
 
     def fetch(self, copies: Copies) -> Transfer:
-        """Begin to copy from home to the device."""
+        """Begin to copy from host memory to the device."""
 
     def store(self, copies: Copies) -> Transfer:
-        """Begin to copy from the device home, behind what this thread has computed."""
+        """Begin to copy from the device to host memory, after the work that this thread has queued."""
 
     def rest(self) -> None:
-        """Wait for the copies that were asked for, and end threads, which later copies start anew. Idempotent."""
+        """Wait for the copies that were requested, and end the threads. Later copies start them again. Idempotent."""
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """The memory of a device."""
+    """Use of a device's memory."""
 
     limit_bytes: int | None
-    """Bytes that there are for this process. None: no limit but home memory's."""
+    """Bytes available to this process. None: only host memory limits it."""
     num_bytes: int
     """Bytes in use now."""
     peak_bytes: int
@@ -68,7 +68,7 @@ class MemoryUse:
 
 
 NO_MEMORY = MemoryUse(None, 0, 0)
-"""The memory use of a device that computes in home memory."""
+"""Memory use of a device that computes in host memory."""
 
 
 class Device(Protocol):
@@ -80,51 +80,51 @@ class Device(Protocol):
 
     @property
     def torch_device(self) -> torch.device:
-        """Return where tensors of the device's memory are for torch."""
+        """Return the torch device of tensors in the device's memory."""
 
     @property
     def is_home(self) -> bool:
-        """Return whether home memory is the device's own, so that nothing has to cross a link."""
+        """Return whether the device computes in host memory, so that nothing has to cross a link."""
 
     @property
     def link(self) -> Link:
-        """Return the link to home memory."""
+        """Return the link to host memory."""
 
     @property
     def memory_use(self) -> MemoryUse:
         """Return how much of the device's memory is in use."""
 
     def row_memory(self, layout: KvLayout, max_tokens: int) -> RowMemory:
-        """Make memory of the device for one row's KV. Raises OSError or what is in OUT_OF_MEMORY."""
+        """Make memory of the device for one sequence's KV. Raises OSError or an error in OUT_OF_MEMORY."""
 
     def pool_memory(self, layout: KvLayout, num_pages: int, page_tokens: int) -> PoolMemory:
-        """Make memory of the device for the pages that rows share. Raises as `row_memory` does."""
+        """Make memory of the device for the pages that sequences share. Raises the same errors as `row_memory`."""
 
     def home_memory(self, layout: KvLayout, max_tokens: int) -> RowMemory:
-        """Make home memory for one row's KV. Raises as `row_memory` does."""
+        """Make host memory for one sequence's KV. Raises the same errors as `row_memory`."""
 
     def buffer(self, layout: KvLayout, tokens: TokenRange) -> KvBuffer:
-        """Make a buffer in the device's memory. Raises what is in OUT_OF_MEMORY."""
+        """Make a buffer in the device's memory. Raises an error in OUT_OF_MEMORY."""
 
     def home_buffer(self, layout: KvLayout, tokens: TokenRange) -> KvBuffer:
-        """Make a buffer in home memory from and to which the link copies fast. Raises what is in OUT_OF_MEMORY."""
+        """Make a buffer in host memory from and to which the link copies fast. Raises an error in OUT_OF_MEMORY."""
 
     def bound(self, limit_bytes: int | None) -> None:
-        """Refuse memory for rows and buffers beyond so many bytes in all, where the device counts them itself. None:
-        what there is."""
+        """Limit the memory for sequences and buffers to `limit_bytes` in total, if the device counts it itself. None:
+        all of the device's memory."""
 
     def require(self, address: int, num_bytes: int) -> None:
-        """Raise WrongMemoryError unless all of these bytes are the device's, as far as that can be told."""
+        """Raise WrongMemoryError unless all of these bytes are the device's. Devices that cannot check do nothing."""
 
 
 class Running:
-    """A Transfer by a thread of the host."""
+    """A Transfer that a thread of the host carries out."""
 
     def __init__(self, future: "Future[None]") -> None:
         self._future = future
 
     def result(self) -> None:
-        """Wait for the thread; raise what went wrong there."""
+        """Wait for the thread. Raises the error of the copy."""
         self._future.result()
 
     join = result  # the host computes
