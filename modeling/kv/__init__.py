@@ -1,1 +1,1 @@
-"""Hold keys and values in memory, and hand out views of them."""
+"""Memory for keys and values, and views of it."""

@@ -1,8 +1,8 @@
-"""The memory of an emulated device: parts of this process's memory that stand for the device's own.
+"""The memory of an emulated device: regions of this process's memory that stand for the device's own.
 
-`modeling.device.emulated` makes one for each device; `modeling.kv.memory` lays rows into it. What lies in an arena is
-counted, and told from home memory by its address, so that a read across the link that did not go over the link is found
-(`require_home`, `Arena.require`).
+`modeling.device.emulated` makes an arena for each device, and `modeling.kv.memory` allocates sequences' KV in it. Bytes
+in an arena are counted, and their addresses distinguish them from host memory. So an access that bypasses the link is
+detected (`require_home`, `Arena.require`).
 """
 
 import threading
@@ -11,26 +11,26 @@ from collections import deque
 
 _lock = threading.Lock()
 _regions: list[tuple[int, int]] = []
-"""Start and end of all regions of all arenas in this process, ascending; they do not overlap."""
+"""Start and end of all regions of all arenas in this process, in ascending order. Regions do not overlap."""
 _gone: "deque[tuple[Arena, tuple[int, int]]]" = deque()
-"""Regions that are no arena's any more, and are still in the lists."""
+"""Regions that were removed from their arenas, and are still in the lists."""
 
 
 class WrongMemoryError(AssertionError):
-    """Memory of a device was touched as if it were the host's, or the reverse: a fault of this program."""
+    """Memory of a device was accessed as host memory, or the reverse. This is a bug in the program."""
 
 
 class Arena:
     """The memory of one emulated device. Thread-safe."""
 
     def __init__(self, limit_bytes: int | None = None) -> None:
-        """`limit_bytes`: most bytes in use at a time. None: no limit."""
+        """`limit_bytes`: most bytes that may be in use at a time. None: no limit."""
         self.limit_bytes = limit_bytes
         self.peak_bytes = 0
         """Most bytes that were in use at a time."""
         self._num_bytes = 0
         self._given: deque[int] = deque()
-        """Bytes that are free again, and are still counted in `_num_bytes`."""
+        """Sizes that are free again but still counted in `_num_bytes`."""
         self._own: list[tuple[int, int]] = []
 
     @property
@@ -41,19 +41,19 @@ class Arena:
             return self._num_bytes
 
     def add_region(self, start: int, num_bytes: int) -> None:
-        """Count these addresses as the device's, until `remove_region`. Nothing there is in use yet."""
+        """Count these addresses as the device's until `remove_region`. None of these bytes is in use yet."""
         with _lock:
             _forget_gone()
             insort(_regions, (start, start + num_bytes))
             insort(self._own, (start, start + num_bytes))
 
     def remove_region(self, start: int, num_bytes: int) -> None:
-        """Count these addresses as home memory again. Takes no lock: Python's collector calls it, in whatever thread
-        and statement it runs."""
+        """Count these addresses as host memory again. Takes no lock, because Python's garbage collector may call it on
+        any thread and at any statement."""
         _gone.append((self, (start, start + num_bytes)))
 
     def take(self, num_bytes: int) -> None:
-        """Count bytes as in use. Raises MemoryError, and counts nothing, where that exceeds the limit."""
+        """Count bytes as in use. Raises MemoryError, and counts nothing, if that would exceed the limit."""
         with _lock:
             self._forget_given()
             if self.limit_bytes is not None and self._num_bytes + num_bytes > self.limit_bytes:
@@ -64,7 +64,7 @@ class Arena:
             self.peak_bytes = max(self.peak_bytes, self._num_bytes)
 
     def give(self, num_bytes: int) -> None:
-        """Count bytes as free again. Takes no lock, as `remove_region` does not."""
+        """Count bytes as free again. Takes no lock, for the same reason as `remove_region`."""
         self._given.append(num_bytes)
 
     def require(self, address: int, num_bytes: int) -> None:
@@ -76,7 +76,7 @@ class Arena:
             raise WrongMemoryError(f"{num_bytes} bytes at {address:#x} are host memory: fetch them over the link first")
 
     def _forget_given(self) -> None:
-        """Count as free what was given back. With the lock."""
+        """Subtract the bytes that are free again. The caller holds the lock."""
         while self._given:
             self._num_bytes -= self._given.popleft()
 
@@ -93,7 +93,7 @@ def require_home(address: int) -> None:
 
 
 def _forget_gone() -> None:
-    """Take regions out of the lists that are no arena's any more. With the lock."""
+    """Delete removed regions from the lists. The caller holds the lock."""
     while _gone:
         arena, region = _gone.popleft()
         _regions.remove(region)

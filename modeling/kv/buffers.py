@@ -1,8 +1,8 @@
 """KV memory: token-major buffers, views for attention, and raw bytes for the transport.
 
-Both worker roles keep KV in these buffers; `modeling.forward.attention` reads their views, and `transport` moves their
-bytes. A buffer lies in home memory, whose bytes the host reads and writes where they are, or in a device's, which it
-reaches over a link (`modeling.device`). S cached tokens, G kv heads, H head dim, L layers.
+Both worker roles keep KV in these buffers. `modeling.forward.attention` reads their views, and `transport` moves their
+bytes. A buffer is in host memory, whose bytes the host reads and writes in place, or in a device's memory, which the
+host reaches over a link (`modeling.device`). S cached tokens, G kv heads, H head dim, L layers.
 """
 
 import dataclasses
@@ -21,44 +21,44 @@ from modeling.kv.staging import StagingFrames
 from modeling.kv.transfers import Finished, Transfer
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""torch's dtype by the name that KvLayout carries."""
+"""torch's dtype for each dtype name of KvLayout."""
 
 OUT_OF_MEMORY = (MemoryError, RuntimeError)
-"""What numpy and torch raise when a buffer's memory cannot be had."""
+"""Errors that numpy and torch raise when a buffer's memory cannot be allocated."""
 
 
 Writes = Sequence[tuple[Tensor, memoryview]]
-"""Pairs `(to, data)`: a contiguous tensor, and exactly its bytes in home memory."""
+"""Pairs `(to, data)`: a contiguous tensor, and exactly its bytes in host memory."""
 
 
 class HostAccess(Protocol):
-    """How the host reads and writes bytes of the memory that a buffer lies in. Any thread."""
+    """The host's access to the bytes of a buffer's memory. Any thread may use it."""
 
     @property
     def frames(self) -> StagingFrames | None:
-        """Return the frames from which `write` copies without another copy; None: it copies from any memory so."""
+        """Return the staging frames from which `write` copies directly. None: it copies directly from any memory."""
 
     def read(self, sources: Sequence[Tensor]) -> memoryview:
-        """Return the bytes of contiguous tensors, one behind the other: the memory itself where there is one tensor and
-        it is the host's, else a copy, of all at once. Blocks."""
+        """Return the bytes of contiguous tensors, one after the other. The result is the memory itself for a single
+        tensor in host memory, else one copy of all tensors. Blocks."""
 
     def write(self, writes: Writes) -> Transfer:
-        """Copy to the host's memory, without the GIL, or begin to copy to a device's. Bytes in frames must not change
-        before the transfer is done; others are not read any more when this returns."""
+        """Copy to host memory, without the GIL, or begin to copy to a device's memory. Bytes in frames must not change
+        before the transfer is done. Other bytes are not read any more once this returns."""
 
 
 class HomeAccess:
-    """HostAccess to home memory."""
+    """HostAccess to host memory."""
 
     frames = None
 
     def read(self, sources: Sequence[Tensor]) -> memoryview:
-        """Return the memory itself, or a copy of several pieces of it."""
+        """Return the memory itself for one tensor, or a copy of several."""
         views = [byte_view(source) for source in sources]
         return views[0] if len(views) == 1 else memoryview(b"".join(views))
 
     def write(self, writes: Writes) -> Transfer:
-        """Copy in place: by numpy, because torch takes no read-only memory, which is what gRPC hands out."""
+        """Copy in place, with numpy: gRPC's memory is read-only, which torch does not accept."""
         for to, data in writes:
             np.copyto(np.asarray(byte_view(to)), np.frombuffer(data, np.uint8))
         return Finished()
@@ -69,7 +69,7 @@ HOME = HomeAccess()
 
 @dataclass(frozen=True)
 class KvRows:
-    """Keys and values of consecutive tokens in one layer, as attention reads them; views, never copies."""
+    """Keys and values of consecutive tokens in one layer, as attention reads them. Views, never copies."""
 
     k_SGH: Tensor
     v_SGH: Tensor
@@ -90,32 +90,33 @@ class KvRows:
 
 
 class KvBuffer:
-    """The KV of tokens `tokens` of one sequence, in all layers: one tensor `[L, S, 2, G, H]`.
+    """KV of the tokens `tokens` of one sequence in all layers: one tensor `[L, S, 2, G, H]`.
 
-    Memory is allocated when the buffer is made, unless the buffer is made `over` existing memory, and freed when its
-    last view is gone. On the CPU a large buffer's pages are committed only when written. Not thread-safe by itself:
-    concurrent writers must write different token ranges, and a range is read only after it was written.
+    Memory is allocated when the buffer is made, unless it is made `over` existing memory, and freed with its last view.
+    On the CPU a large buffer's pages are committed only when written. Not thread-safe by itself: concurrent writers
+    must write different token ranges, and a range may be read only after it was written.
     """
 
     access: HostAccess = HOME
 
     def __init__(self, layout: KvLayout, tokens: TokenRange) -> None:
-        """Allocate the buffer in home memory. Raises what is in OUT_OF_MEMORY."""
+        """Allocate the buffer in host memory. Raises an error in OUT_OF_MEMORY."""
         self.layout = layout
         self.tokens = tokens
         self.data = _empty(_shape(layout, tokens), TORCH_DTYPES[layout.dtype])
 
     @classmethod
     def over(cls, layout: KvLayout, tokens: TokenRange, memory: memoryview) -> Self:
-        """Return a buffer whose data is `memory`: writable, of the buffer's size, held until its last view is gone."""
+        """Return a buffer whose data is `memory`, which is writable, has the buffer's size, and is held until the last
+        view is freed."""
         assert memory.nbytes == len(tokens) * layout.token_bytes, f"{memory.nbytes} bytes for {tokens}"
         data = torch.frombuffer(memory, dtype=TORCH_DTYPES[layout.dtype]).view(_shape(layout, tokens))
         return cls.of(layout, tokens, data)
 
     @classmethod
     def of(cls, layout: KvLayout, tokens: TokenRange, data: Tensor, access: HostAccess = HOME) -> Self:
-        """Return a buffer whose data is `data`, `[L, S, 2, G, H]`, in memory that `access` reaches; each layer lies in
-        one piece."""
+        """Return a buffer whose data is `data`, `[L, S, 2, G, H]`, in memory that `access` reaches. Each layer is
+        contiguous."""
         assert data.shape == _shape(layout, tokens), f"{tuple(data.shape)} for {tokens}"
         self = cls.__new__(cls)
         self.layout = layout
@@ -140,7 +141,7 @@ class KvBuffer:
         return KvRows(span[:, 0], span[:, 1], tokens.start)
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
-        """Return the bytes of `tokens` in `layer`: the memory itself of home memory, a copy of a device's (blocks)."""
+        """Return the bytes of `tokens` in `layer`: a view of host memory, or a copy of a device's memory. Blocks."""
         return self.access.read([self.span(layer, tokens)])
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
@@ -148,7 +149,7 @@ class KvBuffer:
         self.begin_write(layer, tokens, data).result()
 
     def begin_write(self, layer: int, tokens: TokenRange, data: memoryview) -> Transfer:
-        """Begin to copy `data` (exactly the range's bytes) into place, as HostAccess.write does."""
+        """Begin to copy `data` (exactly the range's bytes) into place, by HostAccess.write."""
         assert data.nbytes == len(tokens) * self.layout.row_bytes, f"{data.nbytes} bytes for {tokens}"
         return self.access.write([(self.span(layer, tokens), data)])
 
@@ -162,10 +163,10 @@ MakeBuffer = Callable[[KvLayout, TokenRange], KvBuffer]
 
 
 class LayerBuffers:
-    """The KV of tokens `tokens` of one sequence, in those layers that are in use.
+    """KV of the tokens `tokens` of one sequence, in the layers that are in use.
 
-    A layer has memory from the first call for it until it is released; released memory serves the next layer. So memory
-    never exceeds the layers that were in use at once, however many come. Not thread-safe.
+    A layer has memory from the first call for it until it is released. The next layer reuses released memory, so the
+    memory never exceeds that of the layers that were in use at the same time. Not thread-safe.
     """
 
     def __init__(self, layout: KvLayout, tokens: TokenRange, make_buffer: MakeBuffer = KvBuffer) -> None:
@@ -176,7 +177,8 @@ class LayerBuffers:
         self._free: list[KvBuffer] = []
 
     def span(self, layer: int, tokens: TokenRange) -> Tensor:
-        """Return a contiguous view `[len(tokens), 2, G, H]` of a layer, allocated if need be. Raises OUT_OF_MEMORY."""
+        """Return a contiguous view `[len(tokens), 2, G, H]` of a layer, which is allocated if it has no memory yet.
+        Raises an error in OUT_OF_MEMORY."""
         return self._buffer(layer).span(0, tokens)
 
     def rows(self, layer: int, tokens: TokenRange) -> KvRows:
@@ -184,11 +186,11 @@ class LayerBuffers:
         return self._buffer(layer).rows(0, tokens)
 
     def release(self, layer: int) -> None:
-        """Free a layer's memory for other layers. The layer has memory, and its views are not used any more."""
+        """Free a layer's memory for other layers. The layer must have memory, and its views must be out of use."""
         self._free.append(self._held.pop(layer))
 
     def drop(self) -> None:
-        """Free all memory. No view of it is used any more."""
+        """Free all memory. All views of it must be out of use."""
         self._held.clear()
         self._free.clear()
 
@@ -200,48 +202,48 @@ class LayerBuffers:
 
 @dataclass(frozen=True)
 class BlockTable:
-    """The pages of one sequence's keys, in order, among all pages of a device. Read when a step begins."""
+    """Block table of one sequence: the numbers of its pages, in order. Read when a step begins."""
 
     data_LPS2GH: Tensor
-    """All pages: P of S tokens each in every layer, each of a layer in one piece."""
+    """All pages of the device: P pages of S tokens in every layer. A page is contiguous within a layer."""
     pages_C: Tensor
-    """Numbers of the sequence's pages, int32, in home memory; those behind the last are of no use."""
+    """Numbers of the sequence's pages, int32, in host memory. Entries after the sequence's last page are unused."""
 
     @property
     def page_tokens(self) -> int:
-        """Return the tokens of a page."""
+        """Return the number of tokens of a page."""
         return self.data_LPS2GH.shape[2]
 
 
 @dataclass(frozen=True)
 class KvPlace:
-    """Where one sequence's keys and values lie in a device's memory: in one piece of the CPU's, or in pages."""
+    """Location of one sequence's keys and values: contiguous in the CPU's memory, or in pages of a device's."""
 
     address: int
-    """Address of layer 0's K of the first position; 0 with pages. A token's V follows its K, and the next token
-    follows."""
+    """Address of layer 0's K of the first position; 0 with pages. A token's V follows its K, and then the next token's
+    K."""
     layer_bytes: int
     """Bytes from one layer to the next."""
     num_layers: int
-    """Layers that have memory there: the model's layer l is number l modulo this, unless `others` is given."""
+    """Layers that have memory there. The model's layer l is number l modulo this, unless `others` is given."""
     num_keys: int
-    """Keys of the sequence, those of new tokens included."""
+    """Keys of the sequence, including those of new tokens."""
     num_new: int = 1
-    """Keys of new tokens, the last ones; each new token sees the keys up to its own."""
+    """Keys of new tokens, which are the last ones. Each new token attends to the keys up to its own."""
     unseen: TokenRange | None = None
-    """Keys, numbered from the first position's, that no new token attends to; the new ones are not among them."""
+    """Keys, numbered from the first position's, that no new token attends to. Keys of new tokens are not among them."""
     own: int | None = None
-    """Number of the new token's key, of a sequence whose only one it is. None: new tokens' keys are the last ones."""
+    """Number of the new token's key, if the sequence has one new token. None: new tokens' keys are the last ones."""
     others: "KvPlace | None" = None
-    """Where the layers from number `num_layers` on lie. None: here."""
+    """Location of the layers from number `num_layers` on. None: the same as that of the other layers."""
     table: BlockTable | None = None
-    """The pages of the keys. None: they lie in one piece in each layer."""
+    """Block table of the keys. None: the keys are contiguous in each layer."""
 
 
 @dataclass(frozen=True)
 class BufferSpan:
-    """The new tokens `tokens` of a sequence whose KV, old and new, lies in one buffer: a generation slot's row. In a
-    buffer of fewer layers than the model's, layers take turns: layer l is number l modulo the buffer's."""
+    """New tokens `tokens` of a sequence whose old and new KV is in one buffer, such as that of a generation slot. If
+    the buffer has fewer layers than the model, layers share its memory: layer l is number l modulo the buffer's."""
 
     buffer: KvBuffer
     tokens: TokenRange
@@ -266,15 +268,15 @@ def _shape(layout: KvLayout, tokens: TokenRange) -> tuple[int, ...]:
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Allocate a tensor from numpy, which asks for huge pages where memory is large: first touches, with one fault for
-    each 4 KiB otherwise, took two thirds of the time of a push into a new slot."""
+    """Allocate a tensor from numpy, which requests huge pages for large memory. With 4 KiB pages, the page faults of
+    first writes took two thirds of the time of a push into a new slot."""
     memory = np.empty(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(memory).view(dtype).view(shape)
 
 
 def byte_view(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor of any dtype as writable bytes; valid while the view lives. Raises
-    WrongMemoryError for memory of a device."""
+    """Return the memory of a contiguous tensor of any dtype as writable bytes. The view keeps the memory allocated.
+    Raises WrongMemoryError for memory of a device."""
     if tensor.device.type != "cpu":
         raise WrongMemoryError(f"a tensor on {tensor.device} has no bytes of the host: copy it over the link first")
     require_home(tensor.data_ptr())
@@ -282,6 +284,7 @@ def byte_view(tensor: Tensor) -> memoryview:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory as `byte_view` does, also that of an emulated device: for links, which alone touch both."""
+    """Return the memory as `byte_view` does, also that of an emulated device. For links only, which access both
+    memories."""
     assert tensor.is_contiguous()
     return tensor.view(torch.uint8).view(-1).numpy().data

@@ -1,7 +1,7 @@
-"""The memory of one row's KV: address space is reserved once, pages are committed as they are written.
+"""Memory for one sequence's KV: address space is reserved once, and pages are committed as they are written.
 
-Residency policies (`generate_workers.residency`) keep a slot's KV in it. A row grows without ever being copied, the
-bytes that it holds are known to the page, and `release` returns them to the operating system at once.
+Residency policies (`generate_workers.residency`) keep a slot's KV in it. The KV grows without ever being copied, its
+committed bytes are counted exactly, and `release` returns them to the operating system at once.
 
 L layers, S tokens, G kv heads, H head dim.
 """
@@ -22,47 +22,49 @@ from modeling.kv.buffers import HOME, TORCH_DTYPES, HostAccess
 PAGE_BYTES = mmap.PAGESIZE
 _HUGE_BYTES = 2 << 20
 _MAP_NORESERVE = 0x4000
-"""Value on Linux; Python names this flag from 3.12 on."""
+"""Value on Linux. Python has a name for this flag from 3.12 on."""
 _MADV_POPULATE_WRITE = 23
-"""Value on Linux, from 5.14 on, which Python does not name."""
+"""Value on Linux, from 5.14 on. Python has no name for it."""
 _LEAST_POPULATED_PAGES = 4
-"""New pages that are committed by one call; fewer are left to the page faults of their first writes."""
+"""Least number of new pages that one call commits. Fewer are committed by the page faults of their first writes."""
 
 
 class RowMemory(Protocol):
-    """Memory for the KV of up to `max_tokens` tokens, for one sequence after another. Not thread-safe."""
+    """Memory for the KV of up to `max_tokens` tokens, used by one sequence after another. Not thread-safe."""
 
     data_LS2GH: Tensor
-    """All of the memory; bytes that were not committed must not be touched."""
+    """All of the memory. Bytes that were not committed must not be accessed."""
     num_bytes: int
     """Bytes that are committed now."""
     access: HostAccess
-    """How the host reads and writes the memory."""
+    """Host's access to the memory."""
 
     def bytes_for(self, num_tokens: int) -> int:
         """Return the bytes that the first `num_tokens` tokens take, once committed in all layers."""
 
     def expect(self, num_tokens: int) -> None:
-        """Announce that so many tokens will be written for sure. May be called once between two releases."""
+        """Announce that `num_tokens` tokens will certainly be written. May be called once between two releases."""
 
     def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
-        """Commit memory for `tokens`, which are about to be written, in one layer or in all. Tokens written in all
-        layers come in ascending order, without a gap to those committed by layer."""
+        """Commit memory for `tokens`, which are about to be written, in `layer` or in all layers. Calls for all layers
+        must ascend, without a gap after the tokens that were committed layer by layer."""
 
     def release(self) -> None:
-        """Free all memory; no thread may read or write the released rows any more. Idempotent."""
+        """Free all memory. No thread may read or write it any more. Idempotent."""
 
 
 class PagedMemory:
-    """RowMemory of the CPU, home memory or an emulated device's. Each layer begins at a huge page, so that a long
-    prompt's layers may be made of huge pages. These are requested only where every byte will be written, so that pages
-    are counted right but for up to one huge page a layer, while a prompt is being written."""
+    """RowMemory in the CPU's memory: host memory or an emulated device's.
+
+    Each layer begins at a huge page, so that a long prompt's layers can consist of huge pages. Huge pages are requested
+    only where every byte will be written. So the count of committed bytes is exact, except for up to one huge page per
+    layer while a prompt is being written."""
 
     def __init__(
         self, layout: KvLayout, max_tokens: int, arena: Arena | None = None, access: HostAccess = HOME
     ) -> None:
-        """`arena`: the emulated device's, which the memory is part of, and `access` how the host reaches it. Raises
-        OSError when so much address space cannot be had."""
+        """`arena`: the emulated device's arena that the memory is part of; None: host memory. `access`: the host's
+        access to it. Raises OSError when the address space cannot be reserved."""
         self.num_bytes = 0
         self.access = access
         self._arena = arena
@@ -80,20 +82,20 @@ class PagedMemory:
         self.data_LS2GH = _strided(whole[self._offset :], layout, max_tokens, self._layer_bytes)
         if arena is not None:
             arena.add_region(self.address, self._size)
-            weakref.finalize(self, arena.remove_region, self.address, self._size)  # when nobody reads it any more
+            weakref.finalize(self, arena.remove_region, self.address, self._size)  # once it is not read any more
         self._has_page_LP = np.zeros(
             (self._num_layers, _ceil(max_tokens * self._row_bytes, PAGE_BYTES) // PAGE_BYTES), bool
         )
         self._num_whole = 0
-        """Tokens, from 0, that need no more pages in any layer."""
+        """Number of leading tokens that have all their pages in every layer."""
         self._is_advised = False
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the bytes of a whole number of pages in each layer."""
+        """Return the bytes of the pages that these tokens take in all layers."""
         return self._num_layers * _ceil(num_tokens * self._row_bytes, PAGE_BYTES)
 
     def expect(self, num_tokens: int) -> None:
-        """Request huge pages where these tokens will fill them."""
+        """Request huge pages for the memory that these tokens will fill completely."""
         num_huge_bytes = num_tokens * self._row_bytes // _HUGE_BYTES * _HUGE_BYTES
         if num_huge_bytes:
             self._is_advised = True
@@ -101,9 +103,9 @@ class PagedMemory:
                 self._advise(mmap.MADV_HUGEPAGE, self._offset + layer * self._layer_bytes, num_huge_bytes)
 
     def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
-        """Count the pages that were not written before. The operating system commits them at the first write, or here,
-        many of one layer at once, which takes a third of the time of their page faults. Raises MemoryError when they
-        exceed the limit of an emulated device."""
+        """Count the pages that were not committed before. The operating system commits them at the first write. Many
+        pages of one layer are committed here by one call, which takes a third of the time of their page faults. Raises
+        MemoryError when an emulated device's limit is exceeded."""
         if tokens.end <= self._num_whole:
             return
         end = _ceil(tokens.end * self._row_bytes, PAGE_BYTES) // PAGE_BYTES
@@ -122,7 +124,7 @@ class PagedMemory:
             self._num_whole = end * PAGE_BYTES // self._row_bytes
 
     def release(self) -> None:
-        """Return the pages to the operating system; a later read of the memory would find zeros."""
+        """Return the pages to the operating system. A later read of the memory would find zeros."""
         if not self.num_bytes and not self._is_advised:
             return
         self._mapping.madvise(mmap.MADV_DONTNEED)
@@ -134,12 +136,13 @@ class PagedMemory:
         self.num_bytes, self._num_whole, self._is_advised = 0, 0, False
 
     def _advise(self, advice: int, start: int, length: int) -> None:
-        with contextlib.suppress(OSError):  # a kernel refuses advice that it does not know, as about huge pages
+        with contextlib.suppress(OSError):  # a kernel refuses advice that it does not support
             self._mapping.madvise(advice, start, length)
 
 
 class TensorMemory:
-    """RowMemory of a CUDA device, or pinned: one tensor for the longest row, counted from `expect` to `release`."""
+    """RowMemory of a CUDA device, or pinned host memory: one tensor of `max_tokens` tokens, counted from `expect` to
+    `release`."""
 
     def __init__(
         self,
@@ -150,7 +153,7 @@ class TensorMemory:
         pinned: bool = False,
         access: HostAccess = HOME,
     ) -> None:
-        """`access`: how the host reaches the device's memory."""
+        """`access`: the host's access to the device's memory."""
         self.num_bytes = 0
         self.access = access
         self._shape = (layout.num_layers, max_tokens, 2, layout.num_kv_heads, layout.head_dim)
@@ -161,7 +164,7 @@ class TensorMemory:
         self.data_LS2GH = torch.empty(0)
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the bytes of the longest row, or 0 for no tokens."""
+        """Return the bytes of `max_tokens` tokens, or 0 for no tokens."""
         return self._whole_bytes if num_tokens else 0
 
     def expect(self, num_tokens: int) -> None:
@@ -174,7 +177,7 @@ class TensorMemory:
         assert self.num_bytes
 
     def release(self) -> None:
-        """Drop the tensor; its memory is freed with its last view."""
+        """Drop the tensor. Its memory is freed with its last view."""
         self.data_LS2GH = torch.empty(0)
         self.num_bytes = 0
 

@@ -1,9 +1,9 @@
-"""The prefix cache's tier in device memory: pages with the KV of named blocks, which rows that begin alike share.
+"""The prefix cache's tier in device memory: pages with the KV of named blocks, shared by sequences of equal prefix.
 
-`generate_workers.residency.paged` keeps the blocks of rows here, under the names of `baton.prefix_blocks`, and begins
-new rows with them. The tier owns its pages as rows do, so that they outlive the row that filled them. It takes what
-rows leave of the pool: when a row needs a page and none is free, the block that was used longest ago is evicted, of
-those with a page that no row has.
+`generate_workers.residency.paged` keeps sequences' blocks here, under the names of `baton.prefix_blocks`, and begins
+new sequences with them. The tier is an owner of its pages, as sequences are, so that the pages outlive the sequence
+that filled them. It uses the pages that sequences leave free. When a sequence needs a page and none is free, the least
+recently used block is evicted, among the blocks that have a page that no sequence owns.
 """
 
 import threading
@@ -14,28 +14,28 @@ from modeling.kv.pages import PagePool
 
 
 class PagePrefixes:
-    """Blocks by name, each with its pages, in one pool. Thread-safe."""
+    """Named blocks, each with its pages, in one pool. Thread-safe."""
 
     def __init__(self, pool: PagePool) -> None:
-        """Become what the pool reclaims pages from."""
+        """Keep blocks in `pool`, and set its `reclaim` to `evict`."""
         self.num_shared_blocks = 0
-        """Blocks with which rows have begun so far."""
+        """Blocks with which sequences have begun so far."""
         self._pool = pool
         self._lock = threading.Lock()
-        """Taken before the pool's."""
+        """Guards `_blocks` and `_is_closed`. Taken before the pool's lock."""
         self._blocks: OrderedDict[str, list[int]] = OrderedDict()
-        """Pages of each block; that used last is the last."""
+        """Pages of each block; the most recently used block is last."""
         self._is_closed = False
         pool.reclaim = self.evict
 
     def keep(self, names: Sequence[str], pages: Sequence[int]) -> None:
-        """Own the pages of consecutive blocks, whose KV is final. Blocks that are here already stay as they are. Does
-        nothing after `close`."""
+        """Become an owner of the pages of consecutive blocks, whose KV is final. Blocks that are already kept stay as
+        they are. Does nothing after `close`."""
         size = len(pages) // len(names) if names else 0
         with self._lock:
             if self._is_closed:
                 return
-            for index in reversed(range(len(names))):  # a block is of no use without those before it
+            for index in reversed(range(len(names))):  # a block is useless without those before it
                 if names[index] not in self._blocks:
                     own = list(pages[index * size : (index + 1) * size])
                     self._pool.share(own)
@@ -43,7 +43,8 @@ class PagePrefixes:
                 self._blocks.move_to_end(names[index])
 
     def begin(self, names: Sequence[str]) -> list[int]:
-        """Return the pages of the longest run of leading blocks that are here, with the caller as one more owner."""
+        """Return the pages of the leading blocks that are kept, up to the first gap, with the caller as one more
+        owner."""
         pages: list[int] = []
         with self._lock:
             found = []
@@ -60,8 +61,8 @@ class PagePrefixes:
         return pages
 
     def evict(self, num_pages: int) -> bool:
-        """Drop blocks with pages that no row has, those used longest ago first, until so many pages are free; return
-        whether there was any."""
+        """Drop blocks with pages that no sequence owns, least recently used first, until `num_pages` pages are freed.
+        Return whether a block was dropped."""
         dropped, num_spared = list[str](), 0
         with self._lock:
             for name, pages in self._blocks.items():
@@ -75,7 +76,7 @@ class PagePrefixes:
         return bool(dropped)
 
     def close(self) -> None:
-        """Drop all blocks, even those whose pages rows share, and keep none any more. Idempotent."""
+        """Drop all blocks, also those whose pages sequences share, and keep none any more. Idempotent."""
         with self._lock:
             self._is_closed = True
             while self._blocks:

@@ -1,9 +1,9 @@
-"""KV in pages: the memory of a device that all rows share, and each row's block table.
+"""KV in pages: a device's memory that all sequences share, and each sequence's block table.
 
-A page is a fixed number of tokens, in all layers: one table serves a row's every layer, and a prefix is shared, copied
-and counted as whole tokens. In each layer all pages follow each other, so that a row of adjacent pages lies there in
-few pieces. Residency `device` keeps rows so on devices with memory of their own (`generate_workers.residency.paged`);
-the decoder's kernels read the tables (`modeling.forward.rows`).
+A page holds a fixed number of tokens in all layers. So one block table serves all layers of a sequence, and prefixes
+are shared, copied and counted as whole tokens. Within a layer pages are adjacent in memory, so that a sequence with
+adjacent pages is in few pieces. Residency `device` keeps sequences in pages on devices with memory of their own
+(`generate_workers.residency.paged`). The decoder's kernels read the block tables (`modeling.forward.rows`).
 
 L layers, P pages, S tokens of a page, G kv heads, H head dim, T tokens of a run.
 """
@@ -21,11 +21,11 @@ from modeling.kv.buffers import BlockTable, KvPlace, KvRows
 from modeling.kv.pool_memory import PoolMemory
 
 PAGE_TOKENS = 64
-"""Tokens of a page: a tile of the decode kernel for CPUs, so that a tile has keys of two pages at most."""
+"""Tokens of a page. It is the tile size of the decode kernel for CPUs, so that a tile has keys of two pages at most."""
 
 
 class PagePool:
-    """The pages of a device, each with the number of its owners. Thread-safe."""
+    """Pages of a device, each with the number of its owners. Thread-safe."""
 
     def __init__(self, memory: PoolMemory) -> None:
         self.memory = memory
@@ -34,26 +34,26 @@ class PagePool:
         self.most_taken = self.num_pages
         """Most pages that may have an owner at a time."""
         self.reclaim: Callable[[int], bool] = lambda num_pages: False
-        """Called without the lock when so many more pages are needed than are free: gives back as many that can be
-        spared, or all, and returns whether there was any. Set before the pool is used."""
+        """Called without the lock when `num_pages` more pages are needed than are free. Releases that number of pages,
+        or all that it can, and returns whether it released any. Must be set before the pool is used."""
         self._lock = threading.Lock()
         self._num_owners_P = np.zeros(self.num_pages, np.int32)
         self._num_gifts = 0
-        """How often pages were given back."""
+        """Number of calls of `give`."""
 
     @property
     def num_taken(self) -> int:
-        """Return how many pages have an owner."""
+        """Return the number of pages that have an owner."""
         return int(np.count_nonzero(self._num_owners_P))
 
     @property
     def num_free(self) -> int:
-        """Return how many more pages may be taken."""
+        """Return the number of pages that may still be taken."""
         return self.most_taken - self.num_taken
 
     def take(self, num_pages: int) -> list[int]:
-        """Return pages that had no owner and have one now: the lowest, so that they are mostly adjacent. Raises
-        MemoryError, and takes none, when there are too few even after what can be spared was given back."""
+        """Take free pages, which then have one owner, and return their numbers. The lowest are taken, so that pages are
+        mostly adjacent. Raises MemoryError, and takes none, when too few are free even after `reclaim`."""
         while True:
             num_gifts = self._num_gifts
             try:
@@ -64,13 +64,13 @@ class PagePool:
                     raise
 
     def share(self, pages: Sequence[int]) -> None:
-        """Add an owner to each of these pages, which have one."""
+        """Add an owner to each of these pages, which must have an owner already."""
         with self._lock:
             assert (self._num_owners_P[pages] > 0).all(), "a page without an owner cannot be shared"
             self._num_owners_P[pages] += 1
 
     def give(self, pages: Sequence[int]) -> None:
-        """Take an owner from each of these pages; those that have none any more are free."""
+        """Remove an owner from each of these pages. Pages without an owner are free."""
         with self._lock:
             assert (self._num_owners_P[pages] > 0).all(), "a released page has no owner"
             self._num_gifts += 1
@@ -92,7 +92,8 @@ class PagePool:
 
 
 class RowPages:
-    """The pages of one row, claim after claim. Used by one thread at a time; rows share a pool."""
+    """Pages of a slot's sequence, used by one sequence after another. One thread at a time may use it; instances share
+    a pool."""
 
     def __init__(self, pool: PagePool, max_tokens: int) -> None:
         self._pool = pool
@@ -103,16 +104,16 @@ class RowPages:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the row's pages; those that it shares count whole."""
+        """Return the bytes of the sequence's pages. Shared pages count whole."""
         return len(self._pages) * self._pool.page_bytes
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the bytes that so many tokens take."""
+        """Return the bytes that `num_tokens` tokens take."""
         return self._num_for(num_tokens) * self._pool.page_bytes
 
     def prepare(self, tokens: TokenRange, num_tokens: int) -> None:
-        """Have pages for `tokens`, which are about to be written, and for the row's first `num_tokens`. Pages of
-        `tokens` that are shared are copied first. Raises MemoryError when there are too few pages."""
+        """Take pages for `tokens`, which are about to be written, and for the sequence's first `num_tokens` tokens.
+        Shared pages of `tokens` are copied first. Raises MemoryError when too few pages are free."""
         num_new = self._num_for(max(tokens.end, num_tokens)) - len(self._pages)
         if num_new > 0:
             self._set(len(self._pages), self._pool.take(num_new))
@@ -125,18 +126,20 @@ class RowPages:
         return self._pages[tokens.start // self._pool.page_tokens : self._num_for(tokens.end)]
 
     def share(self, pages: Sequence[int]) -> None:
-        """Begin with pages that another owner has filled. This row has no pages yet. The first owner that writes to a
-        shared page copies it."""
+        """Begin with pages that another owner has filled. The sequence must not have pages yet. The first owner that
+        writes to a shared page copies it."""
         self._pool.share(pages)
         self.adopt(pages)
 
     def adopt(self, pages: Sequence[int]) -> None:
-        """Begin with filled pages of which this row, which has none yet, is an owner already."""
+        """Begin with filled pages that the caller has already taken or shared for this sequence. The sequence must not
+        have pages yet."""
         assert not self._pages, "pages are adopted by rows that have none"
         self._set(0, pages)
 
     def runs(self, tokens: TokenRange) -> Iterator[tuple[TokenRange, int]]:
-        """Yield `tokens` in parts that lie in one piece in each layer, each with its first token's place there."""
+        """Yield `tokens` in parts that are contiguous in each layer, each with the index of its first token among all
+        tokens of the layer's pages."""
         size, start = self._pool.page_tokens, tokens.start
         while start < tokens.end:
             first = last = start // size
@@ -153,7 +156,7 @@ class RowPages:
             yield part, data_S2GH[place : place + len(part)]
 
     def release(self) -> None:
-        """Give all pages back. Idempotent."""
+        """Release all pages. Idempotent."""
         pages, self._pages = self._pages, []
         self._pool.give(pages)
 
@@ -175,7 +178,7 @@ class RowPages:
 
 @dataclass(frozen=True)
 class PageSpan:
-    """The new tokens `tokens` of a sequence whose KV, old and new, lies in pages."""
+    """New tokens `tokens` of a sequence whose old and new KV is in pages."""
 
     pages: RowPages
     tokens: TokenRange
@@ -185,7 +188,7 @@ class PageSpan:
         return own_T2GH
 
     def owns(self, layer: int) -> Iterator[tuple[TokenRange, Tensor]]:
-        """Yield the memory of the new tokens' KV, with the part of `tokens` that each piece holds."""
+        """Yield views of the new tokens' KV, each with the part of `tokens` that it holds."""
         return self.pages.spans(layer, self.tokens)
 
     def segments(self, layer: int) -> Iterator[KvRows]:

@@ -1,4 +1,4 @@
-"""The memory of a device for pages of KV that all rows share (`modeling.kv.pages`).
+"""Device memory for the pages of KV that all sequences share (`modeling.kv.pages`).
 
 L layers, P pages, S tokens of a page, G kv heads, H head dim.
 """
@@ -16,23 +16,23 @@ from modeling.kv.memory import PagedMemory
 
 
 class PoolMemory(Protocol):
-    """The memory of all pages of a pool."""
+    """Memory of all pages of a pool."""
 
     data_LPS2GH: Tensor
-    """All of the memory; only pages that were taken may be touched."""
+    """All of the memory. Only pages that were taken may be accessed."""
     access: HostAccess
-    """How the host reads and writes the memory."""
+    """Host's access to the memory."""
 
     def take(self, pages: Sequence[int]) -> None:
-        """Count these pages as in use. Raises MemoryError, and counts none, where the device's limit is exceeded."""
+        """Count these pages as in use. Raises MemoryError, and counts none, if the device's limit would be exceeded."""
 
     def give(self, pages: Sequence[int]) -> None:
         """Count these pages as free."""
 
 
 class MappedPool:
-    """PoolMemory of the CPU, home memory or an emulated device's. The operating system commits a page when it is first
-    written; it stays committed until the pool is gone, as a GPU's memory would."""
+    """PoolMemory in the CPU's memory: host memory or an emulated device's. The operating system commits a page at its
+    first write. The page stays committed until the pool is freed, as a GPU's memory would."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class MappedPool:
         arena: Arena | None = None,
         access: HostAccess = HOME,
     ) -> None:
-        """`arena`: the emulated device's, which the memory is part of, and `access` how the host reaches it. Raises
-        OSError when so much address space cannot be had."""
+        """`arena`: the emulated device's arena that the memory is part of; None: host memory. `access`: the host's
+        access to it. Raises OSError when the address space cannot be reserved."""
         self.access = access
         self._arena = arena
         self._page_bytes = page_tokens * layout.token_bytes
@@ -52,7 +52,7 @@ class MappedPool:
         self.data_LPS2GH = self._memory.data_LS2GH.view(_shape(layout, num_pages, page_tokens))
 
     def take(self, pages: Sequence[int]) -> None:
-        """Count the pages in the arena. Raises MemoryError, and counts none, where its limit is exceeded."""
+        """Count the pages in the arena. Raises MemoryError, and counts none, if its limit would be exceeded."""
         if self._arena is not None:
             self._arena.take(len(pages) * self._page_bytes)
 
@@ -68,16 +68,16 @@ class TensorPool:
     def __init__(
         self, layout: KvLayout, num_pages: int, page_tokens: int, device: torch.device, access: HostAccess
     ) -> None:
-        """`access`: how the host reaches the device's memory. Raises RuntimeError when the device has too little."""
+        """`access`: the host's access to the device's memory. Raises RuntimeError when the device has too little."""
         self.access = access
         shape, dtype = _shape(layout, num_pages, page_tokens), TORCH_DTYPES[layout.dtype]
         self.data_LPS2GH = torch.empty(shape, dtype=dtype, device=device)
 
     def take(self, pages: Sequence[int]) -> None:
-        """Do nothing: the memory is there."""
+        """Do nothing: the memory is already allocated."""
 
     def give(self, pages: Sequence[int]) -> None:
-        """Do nothing: the memory stays."""
+        """Do nothing: the memory stays allocated."""
 
 
 def _shape(layout: KvLayout, num_pages: int, page_tokens: int) -> tuple[int, ...]:
