@@ -7,7 +7,7 @@
     (zeros up to HEADER_BYTES)
     KV `[L, S, 2, G, H]`                 L layers, S tokens, G kv heads, H head dim
 
-`modeling.prefix_store.store` says who locks a file when, and counts files, under their folder's lock.
+`modeling.prefix_store.store` describes the locks on a file. It counts files under their folder's lock.
 """
 
 import errno
@@ -31,24 +31,24 @@ UNSEALED = ".unsealed-"
 _MAGIC = b"Baton prefix v3\n"
 _FORMAT = struct.Struct("<16s16sqq128s")
 NUM_KNOWN_BYTES = _FORMAT.size
-"""Bytes at a header's beginning whose values are known."""
+"""Bytes at a header's beginning that `header_of` defines."""
 
 
 def header_of(name: str, layout: KvLayout, num_tokens: int) -> bytes:
-    """Return the beginning of a block's header."""
+    """Return the first NUM_KNOWN_BYTES bytes of a block's header."""
     num_bytes = num_tokens * layout.token_bytes
     return _FORMAT.pack(_MAGIC, layout.fingerprint.encode(), num_tokens, num_bytes, name.encode())
 
 
 class BlockWriter:
-    """A block that is being written: made under the folder's lock, then to be allocated. `drop` may be called on any
-    thread, all other methods on one at a time."""
+    """Writer of one block. Make it under the folder's lock, then call `allocate`, `write` and `seal`. `drop` may be
+    called on any thread, all other methods on one thread at a time."""
 
     def __init__(
         self, path: Path, layout: KvLayout, tokens: TokenRange, used_ns: int, *, in_memory: bool = True
     ) -> None:
-        """Claim the block's bytes, in a file that is memory or on disk. Raises ConfigError when no file can be made
-        there."""
+        """Reserve the block's bytes in a new file, in memory or on disk. Raises ConfigError when the file cannot be
+        created."""
         self.name = path.name
         self.tokens = tokens
         self._path = path
@@ -62,13 +62,13 @@ class BlockWriter:
             self._file, unsealed = tempfile.mkstemp(prefix=UNSEALED, dir=path.parent)
             self._unsealed, self._over = Path(unsealed), False
             fcntl.flock(self._file, fcntl.LOCK_EX)
-            os.ftruncate(self._file, self._num_bytes)  # `store` counts the file's bytes from here on
+            os.ftruncate(self._file, self._num_bytes)  # from now on `store` counts the file's bytes
         except OSError as error:
             self.drop()
             raise ConfigError(f"prefix store: no file can be made in {path.parent} ({error.strerror})") from error
 
     def allocate(self) -> bool:
-        """Allocate the block's memory, so that no write runs out of it; return whether there was enough."""
+        """Allocate the block's memory, so that no later write can lack memory. Return whether there was enough."""
         try:
             os.posix_fallocate(self._file, 0, self._num_bytes)
             # a write to a mapped file on disk would hold the GIL for as long as the disk takes
@@ -82,8 +82,9 @@ class BlockWriter:
         return True
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Copy the rows of `tokens`, all of them the block's, in `layer` into place. Each row must be written once.
-        With its last row a block on disk is written to its file: raises OSError, and blocks as long as that takes."""
+        """Copy the KV rows of `tokens`, which must be within the block, in `layer` into place. Each row must be written
+        exactly once. With its last row, a block on disk is written to its file: the call then blocks for the duration
+        of the write, and raises OSError if it fails."""
         self._kv.write(layer, tokens, data)
         self._num_missing -= len(tokens)
         if not self._num_missing and not self._in_memory:
@@ -93,8 +94,8 @@ class BlockWriter:
             del self._kv, self._content
 
     def seal(self) -> None:
-        """Give the file its block's name, after all rows were written. Call under the folder's lock, so that the file
-        is counted exactly once. A block of that name that is there by now stays instead."""
+        """Rename the file to its block's name. Call after all rows were written, and under the folder's lock, so that
+        the file is counted exactly once. If a block of that name exists by now, it is kept instead."""
         assert not self._num_missing, f"{self._num_missing} rows of block {self.name} were not written"
         os.fchmod(self._file, 0o400)
         os.utime(self._file, ns=(self._used_ns, self._used_ns))
@@ -103,7 +104,7 @@ class BlockWriter:
         self.drop()
 
     def drop(self) -> None:
-        """Let go of the file, which is removed unless it was sealed. Idempotent."""
+        """Close the file, and remove it unless it was sealed. Idempotent."""
         if not self._over:
             self._over = True
             try:
@@ -116,10 +117,10 @@ class BlockWriter:
 
 
 def kv_of(file: int, num_bytes: int, *, in_memory: bool) -> memoryview:
-    """Return the KV of an open block, of so many bytes; writable.
+    """Return the KV of an open block, `num_bytes` bytes, writable.
 
-    Where files are memory it is the file, mapped copy-on-write, which keeps the file open, and so its lock, until the
-    last view is gone. From disk it is a copy: no reader of it waits for a disk. Raises OSError.
+    In memory it is the file, mapped copy-on-write. The mapping keeps the file open, and therefore locked, until the
+    last view is freed. From disk it is a copy, so that its readers do not wait for the disk. Raises OSError.
     """
     if in_memory:
         return memoryview(mmap.mmap(file, HEADER_BYTES + num_bytes, access=mmap.ACCESS_COPY))[HEADER_BYTES:]
@@ -134,7 +135,7 @@ def kv_of(file: int, num_bytes: int, *, in_memory: bool) -> memoryview:
 
 
 def has_file(path: Path) -> bool:
-    """Return whether there is such a file; False on a disk that fails."""
+    """Return whether the file exists. False on a disk that fails."""
     try:
         path.stat(follow_symlinks=False)
     except OSError:
@@ -143,7 +144,7 @@ def has_file(path: Path) -> bool:
 
 
 def remove_unlocked(path: Path) -> bool:
-    """Remove a file unless a process holds a lock on it; return whether it is gone."""
+    """Remove a file unless a process holds a lock on it. Return whether the file is gone."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -165,7 +166,7 @@ def remove_unlocked(path: Path) -> bool:
 
 
 def is_there(path: Path, num_bytes: int) -> bool:
-    """Return whether there is a block of so many bytes; remove one of another size."""
+    """Return whether a block of `num_bytes` bytes exists. A file of another size is removed."""
     try:
         if path.stat(follow_symlinks=False).st_size == num_bytes:
             return True
@@ -176,7 +177,8 @@ def is_there(path: Path, num_bytes: int) -> bool:
 
 
 def free_bytes(folder: Path, *, in_memory: bool) -> int:
-    """Return the bytes that the file system has free; in memory, of which it may promise more, those available."""
+    """Return the free bytes of the file system. In memory it may promise more than exists: then the available memory
+    is the bound."""
     disk = os.statvfs(folder)
     if not in_memory:
         return disk.f_bavail * disk.f_frsize

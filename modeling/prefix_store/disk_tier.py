@@ -1,10 +1,10 @@
-"""A store on a disk that may never answer: a file server that is away, a disk that dies.
+"""A store on a disk that may never answer, such as an unreachable file server or a failed disk.
 
-A call of such a disk cannot be interrupted, so no start, request or heartbeat may wait for it. Each call, opening
-included, runs on a thread of its own, a daemon. Its caller waits for ANSWER_S at most after the disk's last answer.
-From then on, until the call returns, the tier counts as empty: no other call is made, and `fault` says why.
+A call to such a disk cannot be interrupted, so no start, request or heartbeat may wait for it. Each call, including
+opening, runs on a daemon thread of its own. Its caller waits for at most ANSWER_S after the disk's last answer. After
+that, until the call returns, the tier counts as empty: no other call is made, and `fault` gives the reason.
 
-Used by `modeling.prefix_store.store`, below which it lies. Any thread.
+`modeling.prefix_store.store` uses it as the tier below memory. Any thread.
 """
 
 import logging
@@ -22,10 +22,10 @@ from baton.errors import BatonError
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 2.0
-"""Seconds after which a disk that has not answered counts as hung. Most blocks are computed in less."""
+"""Seconds without an answer after which a disk counts as hung. Computing a block takes less time in most cases."""
 
 FOLDER_S = 30.0
-"""The same while a whole folder is listed or removed, for which no request waits."""
+"""Seconds without an answer while a whole folder is listed, copied or removed. No request waits for these calls."""
 
 Store = TypeVar("Store")
 Result = TypeVar("Result")
@@ -34,17 +34,17 @@ Other = TypeVar("Other")
 
 @dataclass(eq=False)
 class _Call:
-    """A call of the disk that has not returned."""
+    """A call to the disk that has not returned."""
 
     within_s: float
-    """Seconds that it has after each answer."""
+    """Seconds that the call may take after each answer."""
     due_s: float
-    """Time from which the disk counts as hung, unless it answers before."""
+    """Time at which the disk counts as hung, unless it answers before."""
     num_answers: int = 0
 
 
 class DiskTier(Generic[Store]):
-    """The store in a folder on disk, which `open_store` makes; `limit_bytes` is its bound."""
+    """A store in a folder on disk, made by `open_store`. `limit_bytes` is its bound."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class DiskTier(Generic[Store]):
         clock: Clock,
         answer_s: float = ANSWER_S,
     ) -> None:
-        """Open the store, and return after `answer_s` seconds if that takes longer. A store that cannot be opened is no
-        error: `fault` says so."""
+        """Open the store, and return after `answer_s` seconds if that takes longer. A store that cannot be opened
+        raises nothing: `fault` reports it."""
         self.limit_bytes = limit_bytes
         self._folder, self._clock, self._answer_s = folder, clock, answer_s
         self._store: Store | None = None
@@ -68,7 +68,7 @@ class DiskTier(Generic[Store]):
 
     @property
     def fault(self) -> str:
-        """Return why the disk is not used now, in one line; empty while it is used."""
+        """Return the reason why the disk is not used now, in one line. Empty while it is used."""
         with self._lock:
             is_hung = any(self._clock.now_s() >= call.due_s for call in self._calls.values())
         if is_hung:
@@ -78,23 +78,25 @@ class DiskTier(Generic[Store]):
         return self._error
 
     def ask(self, work: Callable[[Store], Result], otherwise: Other, within_s: float | None = None) -> Result | Other:
-        """Return what `work` returns for the store, or `otherwise` when the store is not open or does not answer: at
-        once when that is known, else after `within_s` seconds (by default the tier's) without an answer. `work` then
-        goes on by itself, and what it returns is lost. Raises what `work` raises."""
+        """Return the result of `work(store)`, or `otherwise` when the store is not open or does not answer.
+
+        `otherwise` is returned at once if the disk is known to be unusable, else after `within_s` seconds (default:
+        `answer_s`) without an answer. `work` then continues in its thread, and its result is lost. Errors of `work`
+        are raised."""
         store = self._store
         if store is None or self.fault:
             return otherwise
         return self._ask(partial(work, store), otherwise, within_s or self._answer_s)
 
     def begin(self, work: Callable[[Store], None]) -> None:
-        """Begin `work`, which must raise nothing, and do not wait for it. Does nothing when the store is not open or
-        does not answer."""
+        """Begin `work`, which must not raise, and do not wait for it. Does nothing when the store is not open or does
+        not answer."""
         store = self._store
         if store is not None and not self.fault:
             self._begin(partial(work, store), self._answer_s)
 
     def answered(self) -> None:
-        """Note, from within `work`, that the disk has answered: `work` has all its seconds again."""
+        """Report that the disk has answered, which restarts the timeout of the call. To be called by `work`."""
         with self._lock:
             call = self._calls[threading.current_thread()]
             call.num_answers += 1
@@ -103,7 +105,7 @@ class DiskTier(Generic[Store]):
     def _open(self, open_store: Callable[[], Store]) -> None:
         try:
             self._store = open_store()
-        except (BatonError, OSError) as error:  # memory's tier works without it
+        except (BatonError, OSError) as error:  # the tier in memory works without it
             self._error = f"{error}; nothing is kept on disk until the worker starts again"
             logger.warning("%s", self._error)
 
@@ -116,7 +118,7 @@ class DiskTier(Generic[Store]):
                 try:
                     return running.result()
                 finally:
-                    del running  # its error's traceback has this frame
+                    del running  # its error's traceback refers to this frame
         with self._lock:
             call.due_s = self._clock.now_s()
         logger.warning("prefix store: %s", self.fault or f"{self._folder} answers late")
@@ -133,14 +135,14 @@ class DiskTier(Generic[Store]):
     def _run(self, work: Callable[[], Result], running: "Future[Result]") -> None:
         try:
             result = work()
-        except BaseException as error:  # noqa: BLE001 - it is raised where the call is waited for
+        except BaseException as error:  # noqa: BLE001 - it is raised to the caller that waits
             self._end()
             running.set_exception(error)
         else:
             self._end()
             running.set_result(result)
         finally:
-            del work, running  # an error's traceback has this frame
+            del work, running  # an error's traceback refers to this frame
 
     def _end(self) -> None:
         with self._lock:

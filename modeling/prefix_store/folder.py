@@ -1,13 +1,14 @@
 """The folder of a node's cached prefixes: made by its first user, removed by its last, and found again after a crash.
 
-`node` holds a folder for each worker. A user holds a shared lock on the folder for as long as it lives, and the kernel
-releases the lock however that life ends. So a process that gets the exclusive lock knows that the folder has no users:
-the last user removes it, and a worker that starts removes the folders that killed clusters left on its node. A folder
-whose name is used again is taken over as it is: each file's name says what the file holds. In a file system that all
-users share, another user may have taken a folder's name: such a folder is never used, and workers that have the same
-key take the same other name.
+`node` holds a folder for each worker. A user of the folder holds a shared lock on it until it closes the folder or its
+process ends in any way: the kernel then releases the lock. So a process that gets the exclusive lock knows that the
+folder has no users. The last user removes the folder, and a worker that starts removes the folders that killed clusters
+left on its node. A folder whose name is used again is reused as it is, because each file's name identifies its content.
+In a file system that all users share, another user may have taken a folder's name. Such a folder is never used, and
+workers that have the same key take the same other name.
 
-Knows nothing of the files in the folder. Any process of the node; blocks only while another process removes a folder.
+This module does not know the files in the folder. Any process of the node may use it. It blocks only while another
+process removes a folder.
 """
 
 import contextlib
@@ -28,33 +29,35 @@ from baton.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _MAX_FILES = 16_384
-"""Files that may be open: a job, or a lease, holds one open for each cached block that it begins behind."""
+"""Most files that may be open. A job or a lease holds one open for each cached block that it begins with."""
 MEMORY = Path("/dev/shm")
-"""The file system whose files are memory."""
+"""Path of the file system whose files are memory."""
 _KIND = "baton-prefixes"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _POLL_S = 0.05
 _MOST_NAMES = 8
-"""Names that are tried for a folder, one after the other."""
+"""Number of names that are tried for a folder, one after the other."""
 _REMEDY = "make room for it, or set prefill.prefix_share to 0"
 
 
 def node_folder(cluster: str, parent: Path | None = None) -> Path:
     """Return the folder in which a cluster's workers keep prefixes on their node, one for each cluster name and user.
 
-    It lies in memory, or below `parent`. Below `parent` each boot has its own, as files that a crash cut look whole.
+    It is in memory, or below `parent`. Below `parent` each boot has its own folder, because a file that a crash
+    truncated may look complete.
     """
     name = f"{_KIND}-{os.geteuid()}-{cluster}"
     return MEMORY / name if parent is None else parent / f"{name}-{boot_id()}"
 
 
 def boot_id() -> str:
-    """Return the id of this node's present boot."""
+    """Return the id of this node's current boot."""
     return _BOOT_ID.read_text().strip()
 
 
 def share_bytes(share: float, path: Path = MEMORY) -> int:
-    """Return a share of the bytes that the file system of `path` could hold. Raises ConfigError when there is none."""
+    """Return a share of the capacity, in bytes, of the file system of `path`. Raises ConfigError when `path` cannot be
+    used."""
     try:
         disk = os.statvfs(path)
     except OSError as error:
@@ -63,7 +66,8 @@ def share_bytes(share: float, path: Path = MEMORY) -> int:
 
 
 def allow_files() -> None:
-    """Raise this process's limit on open files to what blocks may need, or as far as it may be raised."""
+    """Raise this process's limit on open files to the number that blocks may need, or to the hard limit if that is
+    lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MAX_FILES if hard == resource.RLIM_INFINITY else min(_MAX_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -71,11 +75,11 @@ def allow_files() -> None:
 
 
 class StoreFolder:
-    """One process's hold on a folder of this user's, which is made if need be. Not thread-safe."""
+    """One process's shared lock on a folder of this user, which is made if it does not exist. Not thread-safe."""
 
     def __init__(self, path: Path, key: str = "") -> None:
-        """Hold the folder `path`. Where another user has taken that name, hold one whose name only those know who have
-        the same `key`. Raises ConfigError when no folder can be made."""
+        """Lock the folder `path`. If another user has taken that name, use one of the names that are derived from
+        `key`, which only its holders can compute. Raises ConfigError when no folder can be made."""
         first: OSError | None = None
         for self.path in _names(path, key):
             try:
@@ -88,9 +92,9 @@ class StoreFolder:
         raise ConfigError(f"prefix store: {path} cannot be used ({first.strerror}): {_REMEDY}") from first
 
     def close(self) -> None:
-        """Let go of the folder; its last user removes it. Call once."""
+        """Release the folder; its last user removes it. Call once."""
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of several that try at once, one succeeds
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # if several try at once, one succeeds
             shutil.rmtree(self.path)
         except BlockingIOError:
             logger.debug("others use %s", self.path)
@@ -101,21 +105,21 @@ class StoreFolder:
 
 
 def sweep(parent: Path = MEMORY) -> None:
-    """Remove this user's folders in `parent` that no process uses. Others, and those that cannot be removed, stay."""
+    """Remove this user's folders in `parent` that no process uses. Folders that cannot be removed stay."""
     for path in parent.glob(f"{_KIND}-{os.geteuid()}-*"):
         _remove_unused(path)
 
 
 def remove_left(path: Path, within_s: float = 5.0) -> None:
-    """Remove the folder of processes that were ended or killed, once they let go of it: a process that looks dead may
-    have threads that are not, and locks. Blocks. A folder that is still used after `within_s` seconds stays."""
+    """Remove the folder of processes that were ended or killed, once they have released it. A process that looks dead
+    may still have running threads, and locks. Blocks. A folder that is still used after `within_s` seconds stays."""
     deadline_s, pause = time.monotonic() + within_s, threading.Event()
     while not _remove_unused(path) and time.monotonic() < deadline_s:
         pause.wait(_POLL_S)
 
 
 def _remove_unused(path: Path) -> bool:
-    """Remove the folder if it is this user's and no process uses it. Return False while a process uses it."""
+    """Remove the folder if it is this user's and no process uses it. Return False if a process uses it."""
     try:
         file = _open(path)
     except OSError as error:
@@ -137,7 +141,7 @@ def _remove_unused(path: Path) -> bool:
 
 
 def _names(path: Path, key: str) -> Iterator[Path]:
-    """Yield the paths to try for a folder: the path itself, then others that need the key to be foreseen."""
+    """Yield the paths to try for a folder: the path itself, then others that cannot be guessed without the key."""
     yield path
     for number in range(1, _MOST_NAMES):
         suffix = hashlib.blake2b(f"{path.name} {number}".encode(), key=key.encode(), digest_size=8).hexdigest()
@@ -145,7 +149,8 @@ def _names(path: Path, key: str) -> Iterator[Path]:
 
 
 def _lock_shared(path: Path) -> int:
-    """Return a descriptor of the folder, with the shared lock; make the folder if need be. Raises OSError."""
+    """Return a descriptor of the folder that holds the shared lock. Makes the folder if it does not exist. Raises
+    OSError."""
     while True:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
@@ -160,7 +165,8 @@ def _lock_shared(path: Path) -> int:
 
 
 def _open(path: Path) -> int:
-    """Return a descriptor of a folder that is this user's alone. Raises OSError, PermissionError for any other one."""
+    """Return a descriptor of a folder that only this user can access. Raises PermissionError for any other folder, and
+    OSError."""
     file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     stat = os.fstat(file)
     if stat.st_uid == os.geteuid() and not stat.st_mode & 0o077:

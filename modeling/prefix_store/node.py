@@ -1,7 +1,7 @@
 """One worker's use of its node's prefix store: the folder in memory, the one on disk, if any, and their blocks.
 
-Both worker roles make one at their start and close it at their end. The folders' last user removes them (`folder`).
-Neither waits for a disk that does not answer (`disk_tier`).
+Both worker roles make a NodeStore when they start and close it when they end. The last user of a folder removes it
+(`folder`). Neither making nor closing waits for a disk that does not answer (`disk_tier`).
 """
 
 import threading
@@ -19,16 +19,16 @@ from modeling.prefix_store.store import PrefixStore
 
 @dataclass(frozen=True)
 class DiskPlace:
-    """Folder on disk for blocks that memory may have no room for, and the bytes that they may take."""
+    """Folder on disk for blocks that may not fit in memory, and the bytes that they may take."""
 
     folder: Path
     limit_bytes: int
     answer_s: float = ANSWER_S
-    """Seconds without an answer after which the disk is not used until it answers."""
+    """Seconds without an answer after which the disk is not used until it answers again."""
 
 
 class NodeStore:
-    """The prefix store of a node, and this worker's hold on its folders. Blocks while it is made and closed."""
+    """Prefix store of a node, and this worker's locks on its folders. Making and closing it block."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class NodeStore:
         disk: DiskPlace | None = None,
         key: str = "",
     ) -> None:
-        """`key`: the secret of those who share the store (see StoreFolder). Raises ConfigError when no folder can be
-        made in memory."""
+        """`key`: the secret of the workers that share the store (see StoreFolder). Raises ConfigError when the folder
+        in memory cannot be made."""
         self._key = key
         self._lock = threading.Lock()
         """Guards `_disk_folder` and `_is_closed`."""
@@ -55,7 +55,7 @@ class NodeStore:
         self.blocks = PrefixStore(self._folder.path, layout, limit_bytes=limit_bytes, clock=clock, below=self._below)
 
     def close(self) -> None:
-        """Let go of the folders. Call once."""
+        """Release the folders. Call once."""
         self._folder.close()
         with self._lock:
             self._is_closed = True
@@ -64,7 +64,8 @@ class NodeStore:
             self._below.ask(lambda _: on_disk.close(), None, FOLDER_S)
 
     def _open_disk(self, disk: DiskPlace, layout: KvLayout, clock: Clock) -> PrefixStore:
-        """Hold the folder on disk and return its store; remove what killed clusters left next to it meanwhile."""
+        """Hold the folder on disk and return its store. A thread removes folders that killed clusters left next to
+        it."""
         folder = StoreFolder(disk.folder, self._key)
         with self._lock:
             is_late = self._is_closed

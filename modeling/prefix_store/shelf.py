@@ -1,5 +1,4 @@
-"""The files of a store's folder, and the eviction of those that were used longest ago. Used by
-`modeling.prefix_store.store`."""
+"""Files of a store's folder, and eviction of the least recently used ones. Used by `modeling.prefix_store.store`."""
 
 import contextlib
 import logging
@@ -23,13 +22,13 @@ class Shelf:
 
     folder: Path
     blocks: list[tuple[int, str, int]] = field(default_factory=list)
-    """(unix ns of last use, name, bytes) of each block that may be evicted; the one used longest ago is last."""
+    """(unix ns of last use, name, bytes) of each block that may be evicted; the least recently used one is last."""
     num_bytes: int = 0
     """Bytes of all files."""
 
     @classmethod
     def of(cls, folder: Path, *, spared: Collection[str]) -> Self:
-        """Remove files of killed writers, and return the others in the folder. Blocks in `spared` may not be
+        """Remove the files of killed writers, and return the other files of the folder. Blocks in `spared` may not be
         evicted."""
         for unsealed in folder.glob(UNSEALED + "*"):
             if remove_unlocked(unsealed):
@@ -43,7 +42,8 @@ class Shelf:
         return shelf
 
     def clear(self, left_bytes: int) -> list[str]:
-        """Evict unread blocks until at most `left_bytes` are left, or no such block is; return their names."""
+        """Evict blocks that are not being read until at most `left_bytes` bytes or no such blocks are left. Return the
+        names of the evicted blocks."""
         gone = []
         while self.num_bytes > left_bytes and self.blocks:
             _, name, size = self.blocks.pop()
@@ -54,11 +54,11 @@ class Shelf:
 
 
 def files_in(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """Yield name and status of each file in a store's folder but its lock; none where the folder is gone."""
+    """Yield name and status of each file in a store's folder except its lock. Yields none if the folder is gone."""
     if not folder.is_dir():
         return
     with os.scandir(folder) as entries:
         for entry in entries:
-            with contextlib.suppress(FileNotFoundError):  # dropped, or without the lock, sealed or evicted
+            with contextlib.suppress(FileNotFoundError):  # dropped; without the lock also sealed or evicted
                 if entry.name != LOCK:
                     yield entry.name, entry.stat(follow_symlinks=False)

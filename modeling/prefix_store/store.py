@@ -1,24 +1,26 @@
-"""Cached prefixes of a node: blocks of KV in files in memory, written once, read in place by every rank that needs it.
+"""Cached prefixes of a node: blocks of KV in files in memory, written once, and read in place by all workers.
 
-Prefill ranks and `generate_workers.prefixes` read and fill it. A prefix is a list of blocks, and attention takes a list
-of segments anyway. A file holds the KV of one block's tokens in all layers, as KvBuffer lays it out, behind a header of
-one page (`block_files`). Callers name blocks: equal names must mean equal tokens, and equal tokens before them.
+Prefill ranks and `generate_workers.prefixes` read and fill the store. A prefix is a list of blocks, each of which is
+one segment for attention. A file holds the KV of one block's tokens in all layers, in KvBuffer's layout, after a header
+of HEADER_BYTES (`block_files`). Callers name blocks: equal names must mean equal tokens, and equal tokens before them.
 
-What holds at any moment, even when processes die:
+Invariants, which hold even when processes die:
 
-    limit     files take no more than `limit_bytes` together. Room is taken under the folder's lock, for whole blocks;
-              where there is none, the blocks that were used longest ago are evicted first
-    readers   hold a shared lock on the file for as long as it is mapped, so for as long as any view of it lives;
-              mapped files are not evicted. A block that is gone, being removed, or not of its layout is a stale hint
-    writers   hold the exclusive lock on a file whose name no reader could ask for. Sealing gives the file its block's
-              name, and it never changes again. A killed writer's file has no lock: the next `take` removes it
+    limit     Files take at most `limit_bytes` in total. Room is taken under the folder's lock, for whole blocks. If
+              room is lacking, the least recently used blocks are evicted.
+    readers   A reader holds a shared lock on the file while it is mapped, that is, until the last view is freed. Mapped
+              files are not evicted. A block that is gone, being removed, or of another layout raises StalePrefixError.
+    writers   A writer holds the exclusive lock on a file whose name no reader can request. Sealing renames the file to
+              its block's name, and it never changes again. The file of a killed writer has no lock, and the next `take`
+              removes it.
 
-A store may have another one below it, on disk, with a folder and a bound of its own. Blocks are copied there after they
-are sealed, when no request waits for it, and not when they are evicted, when one does. Readers get copies from there. A
-disk that does not answer counts as empty (`disk_tier`).
+A store may have another store below it, on disk, with a folder and a bound of its own. Blocks are copied there after
+they are sealed, when no request waits for the copy. They are not copied on eviction, when a request does wait. Readers
+get copies of blocks on disk. A disk that does not answer counts as empty (`disk_tier`).
 
-So locks die with their process, and no process keeps a list of readers. Files are mapped copy-on-write: readers share
-their pages and cannot spoil them. No state but the files: any thread, any process of the node, of either role.
+The kernel releases the locks of a process that dies, so no process keeps a list of readers. Files are mapped
+copy-on-write, so that readers share their pages and cannot change them. The files are the only state that is shared:
+any thread of any process of the node, of either role, may use the store.
 """
 
 import contextlib
@@ -59,7 +61,7 @@ _NAME = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_-]{0,127}")
 
 @dataclass(frozen=True)
 class Leading:
-    """The leading blocks of a prompt that are stored."""
+    """Leading blocks of a prompt that are stored."""
 
     blocks: tuple[KvBuffer, ...]
     num_disk_bytes: int
@@ -68,12 +70,12 @@ class Leading:
 
 @dataclass(frozen=True)
 class Filled:
-    """Changes of a store after blocks were written, by blocks' names."""
+    """Changes of a store after blocks were written, as names of blocks."""
 
     stored: tuple[str, ...] = ()
     """Blocks of the request that are stored now: the prompt's first ones, without a gap."""
     evicted: tuple[str, ...] = ()
-    """Blocks that were evicted for them."""
+    """Blocks that were evicted to make room for them."""
 
 
 @dataclass
@@ -90,25 +92,27 @@ class BlockRoom:
     """Blocks that were evicted to make room."""
 
     def allocate(self) -> None:
-        """Allocate the blocks' memory; give up the first block for which there is none, and those behind it."""
+        """Allocate the blocks' memory. The first block that cannot be allocated is given up, with all blocks after
+        it."""
         for index, writer in enumerate(self.writers):
             if not writer.allocate():
                 self.give_up(index)
 
     def give_up(self, index: int) -> None:
-        """Drop the block of that index among those to be written, and all blocks behind it."""
+        """Drop the block of that index in `writers`, and all blocks after it."""
         for writer in self.writers[index:]:
             writer.drop()
         del self.writers[index:]
 
     def seal(self) -> None:
-        """Give all blocks, which are complete, their names; where one of that name is stored by now, it stays."""
+        """Rename all blocks, which must be complete, to their names. A block of that name that is stored by now is kept
+        instead."""
         with self.locked():
             for writer in self.writers:
                 writer.seal()
 
     def filled(self, names: Sequence[str]) -> Filled:
-        """Return which of `names` are stored now and which blocks were evicted. Call after `seal`."""
+        """Return the blocks of `names` that are stored now, and the blocks that were evicted. Call after `seal`."""
         stored = {*self.present, *(writer.name for writer in self.writers)}
         return Filled(tuple(name for name in names if name in stored), tuple(self.evicted))
 
@@ -119,8 +123,8 @@ class BlockRoom:
 
 
 class PrefixStore:
-    """The blocks in `folder`, of one layout, at most `limit_bytes` of them; shared by all workers of a node. `clock`'s
-    unix time orders blocks by last use. Raises ConfigError when there is no such folder."""
+    """Blocks of one layout in `folder`, of at most `limit_bytes` bytes in total, shared by all workers of a node. The
+    unix time of `clock` orders blocks by last use. Raises ConfigError when the folder does not exist."""
 
     def __init__(
         self,
@@ -131,7 +135,7 @@ class PrefixStore:
         clock: Clock,
         below: "DiskTier[PrefixStore] | None" = None,
     ) -> None:
-        """`below`: a store on disk, with a bound of its own, in which blocks are looked up when they are gone here."""
+        """`below`: a store on disk, with a bound of its own, in which blocks are looked up that are not in `folder`."""
         if not folder.is_dir():
             raise ConfigError(f"prefix store: {folder} is not a folder: make one in /dev/shm")
         self.limit_bytes = limit_bytes
@@ -144,14 +148,16 @@ class PrefixStore:
         self.identity = f"{boot_id()}:{stat.st_dev}:{stat.st_ino}"
         """Id of the folder: equal for all processes that share it, different for every other or later folder."""
         self._num_disk_bytes = 0
-        """Bytes of the store below when they were counted last."""
+        """Bytes of the store below at the last count."""
         self._counted_s = -math.inf
-        """Time when a count of them was last begun."""
+        """Time at which the last count of them was begun."""
 
     def holdings(self) -> Holdings:
-        """Return what the store holds now: nothing where the folder is gone. Files of killed writers count until a
-        process takes room. While others write, a block and its successor may both count. Does not wait for a disk: of
-        the store below it returns the last count, and begins another each COUNTED_S."""
+        """Return the numbers of blocks and bytes that the store holds now: 0 if the folder is gone.
+
+        Files of killed writers count until a process takes room. While other processes write, a block and its successor
+        may both count. Does not wait for a disk: for the store below, it returns the last count, and begins another one
+        each COUNTED_S."""
         sizes = [stat.st_size for _, stat in files_in(self._folder)]
         held = Holdings(len(sizes), sum(sizes), self.limit_bytes)
         if self.below is None:
@@ -164,12 +170,13 @@ class PrefixStore:
         return replace(held, num_disk_bytes=self._num_disk_bytes, limit_disk_bytes=limit_bytes, disk_fault=fault)
 
     def names(self) -> list[str]:
-        """Return the names of all sealed blocks: those below first, then those here, from the one used longest ago."""
+        """Return the names of all sealed blocks: those below first, then those here, each from the least recently used
+        one on."""
         below = self.below.ask(self._files_below, []) if self.below is not None else []
         return list(dict.fromkeys([*_sealed(below), *_sealed(files_in(self._folder))]))
 
     def has(self, name: str) -> bool:
-        """Return whether the block is stored here or below, now."""
+        """Return whether the block is stored now, here or below."""
         return has_file(self._path(name)) or (
             self.below is not None and self.below.ask(lambda below: below.has(name), False)
         )
@@ -189,11 +196,11 @@ class PrefixStore:
             logger.warning("prefix store: the files on disk cannot be counted: %s", error)
 
     def sink(self, names: Sequence[str], tokens: TokenRange, block_tokens: int) -> list[str]:
-        """Copy consecutive blocks of a prompt, which together are `tokens`, to the store below, if there is one. Return
+        """Copy consecutive blocks of a prompt, which together hold `tokens`, to the store below, if one exists. Return
         the names of blocks that were evicted for them.
 
-        Copies blocks that are here and not there, as far as there is room, up to the first that is gone by now. Blocks
-        for as long as copying takes, so requests must not wait for it. Raises what `take` raises, and OSError.
+        Copies the blocks that are stored here and not below, as far as they fit, up to the first that is gone by now.
+        Blocks for as long as copying takes, so requests must not wait for it. Raises the errors of `take`, and OSError.
         """
         if self.below is None or not names:
             return []
@@ -201,7 +208,7 @@ class PrefixStore:
         return [name for name in gone if not has_file(self._path(name))]
 
     def _sink(self, below: "PrefixStore", names: Sequence[str], tokens: TokenRange, block_tokens: int) -> list[str]:
-        """Copy blocks to the store below, and return the names of those that are no longer there."""
+        """Copy blocks to the store below, and return the names of blocks that it has evicted."""
         assert self.below is not None
         room = below.take(names, tokens, block_tokens)
         try:
@@ -222,7 +229,7 @@ class PrefixStore:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder's lock, so that no other process takes room. Hold it for a moment only."""
+        """Hold the folder's lock, so that no other process takes room. Hold it for a short time only."""
         try:
             file = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -234,20 +241,22 @@ class PrefixStore:
             os.close(file)
 
     def open(self, names: Sequence[str], block_tokens: int) -> tuple[KvBuffer, ...]:
-        """Return the KV of consecutive sealed blocks of `block_tokens` tokens each, from the prompt's first on.
+        """Return the KV of consecutive sealed blocks of `block_tokens` tokens each, from the prompt's first block on.
 
-        Blocks here are views of the files, which stay until the last view is gone; blocks below, on disk, are copies.
-        They count as used now, the first one last. Blocks while a disk is read. Raises StalePrefixError when a block is
-        not stored, or not of this layout and size, InvalidArgumentError for a bad name.
+        Blocks here are views of the files, which stay until the last view is freed. Blocks below, on disk, are copies.
+        They count as used now, and the prompt's first one as the most recently used. Waits while a disk is read. Raises
+        StalePrefixError when a block is not stored or has another layout or size, and InvalidArgumentError for a bad
+        name.
         """
         return tuple(block for block, _ in self._opening(names, block_tokens))
 
     def open_block(self, name: str, tokens: TokenRange) -> KvBuffer:
-        """Return the KV of one block, which is to be that of `tokens`, as `open` does."""
+        """Return the KV of one block as that of `tokens`. Raises the same errors as `open`."""
         return self._open(name, tokens, self._clock.unix_ns())[0]
 
     def open_leading(self, names: Sequence[str], block_tokens: int) -> "Leading":
-        """Open the leading blocks that are stored, up to a gap, as `open` does. Raises InvalidArgumentError."""
+        """Open the leading blocks that are stored, up to the first gap, as `open` does. Raises InvalidArgumentError for
+        a bad name."""
         found: list[tuple[KvBuffer, int]] = []
         try:
             found.extend(self._opening(names, block_tokens))  # keeps those before the one that fails
@@ -256,7 +265,7 @@ class PrefixStore:
         return Leading(tuple(block for block, _ in found), sum(num_bytes for _, num_bytes in found))
 
     def _opening(self, names: Sequence[str], block_tokens: int) -> Iterator[tuple[KvBuffer, int]]:
-        """Yield each block with its bytes that were read from below."""
+        """Yield each block with the number of its bytes that were read from below."""
         now_ns = self._clock.unix_ns()
         for index, name in enumerate(names):
             tokens = TokenRange(index * block_tokens, (index + 1) * block_tokens)
@@ -265,11 +274,11 @@ class PrefixStore:
     def take(
         self, names: Sequence[str], tokens: TokenRange, block_tokens: int, *, spared: Collection[str] = ()
     ) -> BlockRoom:
-        """Take room for consecutive blocks of a prompt, which together are `tokens`. Blocks that do not fit, even after
-        evicting every block that is neither read nor in `names` or `spared`, are left out from the end; that is no
-        error.
+        """Take room for consecutive blocks of a prompt, which together hold `tokens`.
 
-        Blocks. Raises ConfigError when no file can be made in the folder, InvalidArgumentError for a bad name.
+        Evicts blocks that are neither being read nor in `names` or `spared`. If that does not suffice, the last blocks
+        are left out, without an error. May wait for the folder's lock. Raises ConfigError when no file can be made in
+        the folder, and InvalidArgumentError for a bad name.
         """
         assert len(tokens) == len(names) * block_tokens, f"{len(names)} names for {tokens}"
         paths = [self._path(name) for name in names]
@@ -289,7 +298,8 @@ class PrefixStore:
     def _claim(
         self, room: BlockRoom, paths: Sequence[Path], parts: Sequence[TokenRange], spared: Collection[str]
     ) -> None:
-        """Note which blocks are stored, and claim bytes for the others while there are any. Under the lock."""
+        """Note the blocks that are stored, and reserve bytes for the others as far as they fit. The caller holds the
+        lock."""
         size = HEADER_BYTES + len(parts[0]) * self.layout.token_bytes
         shelf = Shelf.of(self._folder, spared={*spared, *(path.name for path in paths)})
         now_ns = self._clock.unix_ns()
@@ -334,7 +344,8 @@ class PrefixStore:
         return KvBuffer.over(self.layout, tokens, memory)
 
     def _check(self, name: str, file: int, num_tokens: int) -> None:
-        """Raise StalePrefixError for a block that was removed, or is not what its name says; remove that one."""
+        """Raise StalePrefixError for a block that was removed or does not match its name. One that does not match is
+        removed."""
         stat = os.fstat(file)
         if not stat.st_nlink:
             raise StalePrefixError(f"block {name} has been removed: prefill without it")
@@ -353,7 +364,7 @@ class PrefixStore:
 
 
 def _sealed(files: Iterable[tuple[str, os.stat_result]]) -> list[str]:
-    """Return the names of the sealed blocks among a folder's files, the one used longest ago first."""
+    """Return the names of the sealed blocks among a folder's files, least recently used first."""
     return [
         name for _, name in sorted((stat.st_mtime_ns, name) for name, stat in files if not name.startswith(UNSEALED))
     ]

@@ -1,7 +1,7 @@
-"""Whole blocks in and out of a prefix store, for their exchange with other nodes.
+"""Whole blocks read from and written to a prefix store, for the exchange with other nodes.
 
-Implements `transport.block_store.BlockStore`, which it cannot import; the servicers of both worker roles connect the
-two. Any thread; all methods may wait for locks and disks.
+Implements `transport.block_store.BlockStore`, which this layer must not import. The servicers of both worker roles
+connect the two. Any thread. All methods may wait for locks and disks.
 """
 
 from collections.abc import Collection, Sequence
@@ -13,7 +13,7 @@ from modeling.prefix_store.store import Filled, PrefixStore
 
 
 class WholeBlocks:
-    """The blocks of one node's store. No state but the store's files."""
+    """Blocks of one node's store. It has no state except the store's files."""
 
     def __init__(self, store: PrefixStore) -> None:
         self._store = store
@@ -24,12 +24,12 @@ class WholeBlocks:
         return self._store.layout
 
     def num_leading(self, names: Sequence[str]) -> int:
-        """Return how many of these blocks are stored, in memory or on disk, from the first one on without a gap."""
+        """Return the number of leading blocks of `names` that are stored, in memory or on disk, up to the first gap."""
         return sum(1 for _ in takewhile(self._store.has, names))
 
     def open_block(self, name: str, tokens: TokenRange) -> KvBuffer:
-        """Return a stored block as the KV of `tokens`; it counts as used now. Raises StalePrefixError when it is not
-        stored or of another size, InvalidArgumentError for a bad name."""
+        """Return a stored block as the KV of `tokens`. The block counts as used now. Raises StalePrefixError when it is
+        not stored or has another size, and InvalidArgumentError for a bad name."""
         return self._store.open_block(name, tokens)
 
     def put_block(
@@ -39,9 +39,9 @@ class WholeBlocks:
         pieces: Sequence[tuple[int, TokenRange, memoryview]],
         spared: Collection[str],
     ) -> Filled:
-        """Store a block whose rows are `pieces`, each once, as (layer, tokens, bytes). A reader finds the block whole
-        or not at all. Blocks in `spared` are not evicted for it. Stores nothing, which is no error, when there is no
-        room. Raises ConfigError when no file can be made in the folder, InvalidArgumentError for a bad name."""
+        """Store a block whose KV rows are `pieces`, each row once, as (layer, tokens, bytes). A reader finds the block
+        complete or not at all. Blocks in `spared` are not evicted for it. Without room nothing is stored and no error
+        raised. Raises ConfigError when no file can be made in the folder, InvalidArgumentError for a bad name."""
         room = self._store.take((name,), tokens, len(tokens), spared=spared)
         try:
             for writer in room.writers:
