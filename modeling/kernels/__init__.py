@@ -1,1 +1,1 @@
-"""Kernels in C++, built when Baton is installed; where they are not, torch's operators take their place."""
+"""Kernels in C++, built when Baton is installed. If they are not built, torch's operators are used instead."""

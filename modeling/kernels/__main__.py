@@ -1,6 +1,7 @@
-"""`python -m modeling.kernels`: measure which of the kernels that are built are the fastest on this machine.
+"""`python -m modeling.kernels`: measure which of the built kernels are the fastest on this machine.
 
-A model's first use then does not wait for it. The exit status is 1 when there are no kernels; the log says why.
+The first use of a model then does not wait for the measurement. The exit status is 1 when no kernels can be loaded. The
+log gives the reason.
 """
 
 import sys

@@ -1,9 +1,10 @@
 """Measures which kernels are the fastest for bfloat16 on this processor.
 
-`kept_choice` runs it once for each kind of processor, torch and sources of the kernels. Linear layers are timed with
-the shapes of a real layer (SmolLM2-135M's), at row counts from a generation step's to a prefill chunk's; weights come
-from memory, as they do in a model. Each comparison is of alternating runs on one thread, by that thread's own processor
-time, and goes on until Wald's sequential test is sure (Wald, 1945); an alternative must be better by `MARGIN`.
+`kept_choice` runs it once for each combination of processor kind, torch version and kernel build. Linear layers are
+timed with the shapes of a real layer (SmolLM2-135M's), at row counts from those of a generation step to those of a
+prefill chunk. Weights are read from memory, as in a model. A comparison alternates runs of both candidates on one
+thread, measures that thread's processor time, and ends when Wald's sequential test (Wald, 1945) decides. An alternative
+must be better by `MARGIN`.
 """
 
 import itertools
@@ -27,24 +28,25 @@ from modeling.kernels.products import DOT, TILES, WIDENED
 logger = logging.getLogger(__name__)
 
 MARGIN = 1.05
-"""Factor by which the preferred kernel must be slower, at least, to lose."""
+"""Least factor by which the preferred kernel must be slower to lose."""
 ROWS = (1, 16, 32, 64, 128, 512)
 """Row counts at which linear layers are compared."""
 _BATCH_ROWS = 32
-"""Rows at which ways to multiply in C++ are compared."""
+"""Number of rows at which the C++ kernels' multiplication methods are compared."""
 RATED_ROWS = (1, 8, 32, 128, 512)
-"""Row counts for which `linear_rates` tells rates: one stream, small and larger batches, verified drafts, a prompt."""
+"""Row counts for which `linear_rates` measures: one stream, small and larger batches, verified drafts, a prompt."""
 TORCH = "torch"
 _BARE = 512
-"""Rows and columns of the matrices by which a bare product is measured."""
+"""Rows and columns of the matrices with which a bare product is measured."""
 _REPEATS = 3
 _LEAD = 6
-"""Comparisons by which one side must lead: wrong once in 700 times where three of four comparisons are right."""
+"""Comparisons by which one side must lead. If three of four comparisons are right, the result is wrong once in 700
+times."""
 _MOST_COMPARISONS = 61
 _LEAST_ROWS = 64
-"""Least rows that a timed run computes, by several calls where one call has fewer."""
+"""Least number of rows that a timed run computes, with several calls if one call has fewer."""
 _NUM_LAYERS = 8
-"""Layers of weights, 57 MB: more than most processors' caches hold for a core."""
+"""Number of layers of weights, 57 MB: more than most processors' caches hold for a core."""
 _HIDDEN, _HEADS, _KV_HEADS, _HEAD_DIM, _FFN = 576, 9, 3, 64, 1536
 _QUERIES, _KEYS = 256, 1024
 
@@ -55,8 +57,10 @@ _Linear = Callable[[Tensor, Tensor | None], Tensor]
 
 
 def measure_choice(*, tiles: bool = True) -> KernelChoice:
-    """Measure the choice for this processor; takes a few seconds. Without `tiles` as if it had no AMX; torch's linear
-    layers ignore AMX only in a process in which oneDNN may not use it either."""
+    """Measure and return the choice of kernels for this processor. Takes a few seconds.
+
+    Without `tiles`, the C++ kernels are measured as on a processor without AMX. Torch's linear layers ignore AMX only
+    if oneDNN must not use it in this process."""
     kind = processor_kind()
     if not native.load():
         return KernelChoice(kind, WIDENED, WIDENED, torch_rows=1)
@@ -71,9 +75,11 @@ def measure_choice(*, tiles: bool = True) -> KernelChoice:
 
 
 def linear_rates() -> tuple[dict[str, list[float]], float]:
-    """Return the FLOP/s of one core at a layer's matrices with each of RATED_ROWS, norms, gate and residuals included,
-    by the way to multiply: those that this processor has, and TORCH; and its FLOP/s at torch's bare product of bf16 or
-    of fp32 matrices, whichever is faster: about the most that the core reaches. Takes a few seconds."""
+    """Return the FLOP/s of one core, in linear layers and in a bare product. Takes a few seconds.
+
+    The first result has a rate for each of RATED_ROWS, by multiplication method: those that this processor supports,
+    and TORCH. It covers a layer's linear layers with norms, gate and residuals. The second is the rate of torch's
+    product of two matrices in bf16 or fp32, whichever is faster: about the most that the core reaches."""
     ways = dict.fromkeys([TORCH], _by_torch)
     if native.load():
         has = {WIDENED: True, DOT: native.operators().has_dots, TILES: native.operators().has_tiles}
@@ -93,7 +99,7 @@ def linear_rates() -> tuple[dict[str, list[float]], float]:
 
 
 def _median_ns(run: Callable[[], object]) -> float:
-    """Return the median of a run's nanoseconds of processor time, after one that is not counted."""
+    """Return the median processor time of a run in nanoseconds, after one run that is not counted."""
     run()
     return statistics.median(_cpu_ns(run) for _ in range(_REPEATS))
 
@@ -110,7 +116,7 @@ def _one_thread() -> Iterator[None]:
 
 def _is_beaten(preferred: _Run, other: _Run) -> bool:
     """Return whether the preferred run takes more than `MARGIN` times as long as the other."""
-    for run in (preferred, other):  # fills caches and maps memory before time counts
+    for run in (preferred, other):  # fills caches and maps memory before the timed runs
         run()
     lead = 0
     for _ in range(_MOST_COMPARISONS):
@@ -127,7 +133,8 @@ def _cpu_ns(run: Callable[[], object]) -> int:
 
 
 def _choose_vectors() -> str:
-    """Return how attention multiplies without tiles: DOT where the processor has it, unless WIDENED is faster."""
+    """Return attention's multiplication method without tiles: DOT if the processor supports it, unless WIDENED is
+    faster."""
     if not native.operators().has_dots:
         return WIDENED
     q_TNH = _random(_QUERIES, _HEADS, _HEAD_DIM)
@@ -141,8 +148,8 @@ def _choose_vectors() -> str:
 
 
 def _choose_panels() -> str:
-    """Return how linear layers in C++ multiply without tiles: DOT where the processor has it, unless WIDENED is faster
-    with as many rows as a batch has."""
+    """Return the C++ linear layers' multiplication method without tiles: DOT if the processor supports it, unless
+    WIDENED is faster with _BATCH_ROWS rows."""
     if not native.operators().has_dots:
         return WIDENED
     x_TD = _random(_BATCH_ROWS, _HIDDEN)
@@ -151,7 +158,8 @@ def _choose_panels() -> str:
 
 
 def _choose_torch_rows(panels: str) -> int | None:
-    """Return the least of `ROWS` from which on torch's linear layers beat those in C++; None when none does."""
+    """Return the least of `ROWS` at and above which torch's linear layers are faster than those in C++. None: they are
+    never faster."""
     ours = [_Layer(partial(_in_panels, panels)) for _ in range(_NUM_LAYERS)]
     torchs = [_Layer(_by_torch) for _ in range(_NUM_LAYERS)]
     chosen = None
@@ -164,7 +172,7 @@ def _choose_torch_rows(panels: str) -> int | None:
 
 
 class _Layer:
-    """The linear layers of one decoder layer, with the norms, gate and residuals around them."""
+    """Linear layers of one decoder layer, with the norms, gate and residuals around them."""
 
     def __init__(self, make: Callable[[Tensor, bool, bool], _Linear]) -> None:
         """`make(weight, is_gated, has_norm)` returns one linear layer."""
@@ -176,13 +184,13 @@ class _Layer:
 
     def run(self, x_TD: Tensor) -> None:
         self._qkv(x_TD, None)
-        hidden_TD = self._output(x_TD, x_TD)  # of attention's output, which has the shape of x_TD
+        hidden_TD = self._output(x_TD, x_TD)  # x_TD in place of attention's output, which has the same shape
         self._down(self._gate_up(hidden_TD, None), hidden_TD)
 
 
 def _by_torch(weight_NK: Tensor, is_gated: bool, has_norm: bool) -> _Linear:
-    """Return a linear layer as `modeling.forward.linear.TorchLinear` computes it, with a norm before; its arguments are
-    the input and the residual. Layers are built of kernels, and cannot be imported here."""
+    """Return a function of the input and the residual that computes a norm and a linear layer like
+    `modeling.forward.linear.TorchLinear`, which this module must not import because layers are built on kernels."""
     gain_K = torch.ones(weight_NK.shape[1], dtype=torch.bfloat16)
 
     def run(x_TK: Tensor, residual_TN: Tensor | None) -> Tensor:
@@ -198,7 +206,8 @@ def _by_torch(weight_NK: Tensor, is_gated: bool, has_norm: bool) -> _Linear:
 
 
 def _in_panels(product: str, weight_NK: Tensor, is_gated: bool, has_norm: bool) -> _Linear:
-    """Return a linear layer as the kernel in C++ computes it. The order of the weight's rows does not matter here."""
+    """Return a function of the input and the residual that calls the C++ kernel of linear layers. The order of the
+    weight's rows does not matter for measurements."""
     gain_K = torch.ones(weight_NK.shape[1], dtype=torch.bfloat16) if has_norm else None
     panels_PJL = panel_format(product, weight_NK.dtype).pack(weight_NK)
     sizes = weight_NK.shape[1], len(weight_NK) // 2 if is_gated else len(weight_NK)
@@ -214,12 +223,12 @@ def _in_panels(product: str, weight_NK: Tensor, is_gated: bool, has_norm: bool) 
 
 
 def _num_calls(rows: int) -> int:
-    """Return how many calls of so many rows a run makes."""
+    """Return the number of calls with `rows` rows that a run makes."""
     return -(-_LEAST_ROWS // rows)
 
 
 def _in_turn(layers: list[_Layer], x_TD: Tensor) -> _Run:
-    """Return a run that calls the layers one after the other, around and around."""
+    """Return a run that calls the layers one after the other, and starts again after the last."""
     turns = itertools.cycle(layers)
     num_calls = _num_calls(len(x_TD))
 

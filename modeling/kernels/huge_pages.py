@@ -1,7 +1,7 @@
 """Memory in huge pages for weights, which every step reads from end to end.
 
-`linear` keeps panels here. Read in pages of 4 KiB, a checkpoint of some hundred megabytes needs far more translations
-than a processor keeps, and its prefetcher stops at each page's end.
+`linear` keeps its panels here. In pages of 4 KiB, a checkpoint of some hundred megabytes needs far more address
+translations than a processor caches, and the prefetcher stops at the end of each page.
 """
 
 import math
@@ -17,7 +17,7 @@ _ALIGNMENT = 64
 
 
 class HugePages:
-    """Tensors side by side, in extents requested whole, each of which lives as long as a tensor in it. Thread-safe."""
+    """Allocator that packs tensors into extents. An extent is freed with its last tensor. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -25,7 +25,7 @@ class HugePages:
         self._used = 0
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Return a contiguous copy in huge pages, on the CPU. Raises OSError when there is no memory."""
+        """Return a contiguous copy in huge pages, on the CPU. Raises OSError when memory cannot be allocated."""
         copied = self._take(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
         return copied.copy_(tensor)
 
@@ -47,4 +47,4 @@ def _extent(num_bytes: int) -> Tensor:
 
 
 WEIGHTS = HugePages()
-"""Memory of this process's weights that are kept in panels."""
+"""Memory of the weights in panels of this process."""

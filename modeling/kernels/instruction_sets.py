@@ -1,6 +1,6 @@
-"""Instruction sets that kernels are built for: what the compiler is told, and what a processor must have.
+"""Instruction sets that kernels are built for: the compiler's flags, and the features that a processor must have.
 
-Used by setup.py to build and by `native` to choose. Needs the standard library only.
+setup.py builds kernels with them, and `native` chooses among them. Needs the standard library only.
 """
 
 import platform
@@ -18,9 +18,9 @@ class InstructionSet:
 
     name: str
     flags: tuple[str, ...]
-    """Flags of the compiler, GCC's and Clang's."""
+    """Compiler flags, for GCC and Clang."""
     features: frozenset[str]
-    """Features that the processor must have, as /proc/cpuinfo names them."""
+    """Features that the processor must have, named as in /proc/cpuinfo."""
 
 
 _BF16 = ("-march=x86-64-v4", "-mavx512bf16")
@@ -32,9 +32,9 @@ WHEEL_SETS = (
     InstructionSet("x86-64-v4", ("-march=x86-64-v4",), _V4),
     InstructionSet("x86-64-v3", ("-march=x86-64-v3",), _V3),
 )
-"""Sets that a wheel holds, the best one first."""
+"""Sets that a wheel contains, the best one first."""
 GENERIC = InstructionSet("generic", (), frozenset())
-"""Set that a compiler uses by default: SSE2 or NEON."""
+"""Default instruction set of a compiler: SSE2 or NEON."""
 SETS = {each.name: each for each in (*WHEEL_SETS, GENERIC)}
 """All sets by name, the best one first."""
 

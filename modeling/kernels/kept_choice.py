@@ -1,7 +1,7 @@
-"""Keeps the choice among kernels in the user's cache, where all processes of this machine find it.
+"""Keeps the choice of kernels in the user's cache folder, where all processes of this machine find it.
 
-`process_kernels` asks for the choice. `choosing` measures it when there is none for this processor, torch and sources
-of the kernels; a choice that is kept is read without torch.
+`process_kernels` requests the choice. `choosing` measures it if none is kept for this processor, torch version and
+build of the kernels. A kept choice is read without torch.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_choice() -> KernelChoice | None:
-    """Return the choice that is kept for this processor; None where there is none that can be read."""
+    """Return the choice that is kept for this processor. None: no readable choice is kept."""
     path = native.choice_path()
     try:
         choice = KernelChoice(**json.loads(path.read_text()))
@@ -31,8 +31,8 @@ def load_choice() -> KernelChoice | None:
 
 
 def load_or_measure() -> KernelChoice:
-    """Return the kept choice for this processor; where there is none, measure it and keep it. Blocks for some seconds
-    then; processes that ask at the same time wait for the one that measures."""
+    """Return the kept choice for this processor. If none is kept, measure it and keep it, which blocks for some
+    seconds. Processes that call this at the same time wait for the one that measures."""
     from modeling.kernels.choosing import measure_choice  # imports torch
 
     path = native.choice_path()
@@ -43,11 +43,11 @@ def load_or_measure() -> KernelChoice:
         logger.warning("the choice of kernels cannot be kept (%s): every process measures it again", error)
         return measure_choice()
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released by the end of this process, however it ends
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it if this process dies
         choice = load_choice()
         if choice is None:
             choice = measure_choice()
-            if native.load():  # else there was nothing to measure
+            if native.load():  # without kernels nothing was measured
                 with whole(path) as partial:
                     partial.write_text(json.dumps(dataclasses.asdict(choice)) + "\n")
         return choice

@@ -1,8 +1,8 @@
 """Loads the kernels in C++, which setup.py builds when Baton is installed.
 
-A build is a library for each folder of sources and each instruction set. Of the sets that are there, a process uses the
-best one that its processor has. Without one, torch's own operators take their place. Torch is imported only when it is
-needed: a launcher need not have it, nor wait for it.
+A build consists of a library for each folder of sources and each instruction set. Of the sets that are built, a process
+uses the best one that its processor supports. If none is supported, torch's own operators are used instead. Torch is
+imported only when it is needed: a launcher works without it and does not wait for its import.
 """
 
 import functools
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FOLDERS = ("attention", "layers", "linear", "sampling", "sparse")
-"""Folders of sources, and names of the libraries made of them."""
+"""Folders of sources, which are also the names of the libraries built from them."""
 NATIVE = "native"
-"""Stands for the best instruction set that is built and that this processor has."""
+"""Name for the best instruction set that is built and that this processor supports."""
 BUILD = "python setup.py build_ext --inplace"
 """Command that builds the kernels in a checkout."""
 _BUILT = Path(__file__).parent / "built"
@@ -32,7 +32,7 @@ _BUILT = Path(__file__).parent / "built"
 
 def load(instruction_set: str = NATIVE) -> bool:
     """Return whether `operators` can be called: whether kernels are built for that set, one of SETS or NATIVE, and this
-    processor has it. The log says why not; a process tries each set once."""
+    processor supports it. If not, the log gives the reason. A process tries each set once."""
     try:
         operators(instruction_set)
     except OSError as error:
@@ -42,7 +42,7 @@ def load(instruction_set: str = NATIVE) -> bool:
 
 
 def operators(instruction_set: str = NATIVE) -> "Operators":
-    """Return the kernels of an instruction set. Raises OSError where `load` returns False."""
+    """Return the kernels of an instruction set. Raises OSError if `load` would return False."""
     kernels = _operators(instruction_set)
     if isinstance(kernels, OSError):
         raise kernels
@@ -72,12 +72,12 @@ def _warn(text: str) -> None:
 
 
 def chosen_set() -> str | None:
-    """Return the best instruction set that is built and that this processor has; None without one."""
+    """Return the best instruction set that is built and that this processor supports. None: no such set is built."""
     return next((each.name for each in usable_sets() if is_built(each.name)), None)
 
 
 def is_built(instruction_set: str) -> bool:
-    """Return whether there are kernels for that set."""
+    """Return whether kernels are built for that set."""
     return all(library_path(folder, instruction_set).exists() for folder in FOLDERS)
 
 
@@ -93,14 +93,15 @@ def lacking(instruction_set: str) -> set[str]:
 
 
 def may_need_measuring() -> bool:
-    """Return whether a first use here would measure which kernels are the fastest: they are built, torch is installed,
-    and no measurement is kept."""
+    """Return whether the first use on this machine would measure kernels: they are built, torch is installed, and no
+    measurement is kept."""
     has_torch = any(importlib.metadata.distributions(name="torch"))
     return has_torch and chosen_set() is not None and not choice_path().exists()
 
 
 def choice_path() -> Path:
-    """Return the file of the kernels' choice: another one for another processor, torch, or build of any kernel."""
+    """Return the file of the choice of kernels. Its name depends on the processor, torch's version and the build of
+    every kernel."""
     name = chosen_set()
     libraries = () if name is None else tuple(library_path(folder, name) for folder in FOLDERS)
     parts = (*(each.read_bytes() for each in libraries), importlib.metadata.version("torch").encode())

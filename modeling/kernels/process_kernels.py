@@ -1,8 +1,8 @@
-"""How the kernels in C++ multiply bf16 numbers in this process: by one of the ways in `modeling.kernels.products`.
+"""Choice of the methods by which the C++ kernels multiply bf16 numbers in this process (`modeling.kernels.products`).
 
-All ways give the same products, summed in another order, so the processes of a cluster that run on one kind of
-processor use one choice. A worker gets the cluster's by `ProcessKernels.use`. Without one, the choice that is kept for
-this processor holds; it is measured first if there is none (`modeling.kernels.kept_choice`).
+All methods give the same products, but sum them in different orders. So all processes of a cluster that run on one kind
+of processor use the same choice. A worker gets the cluster's choice by `ProcessKernels.use`. Otherwise the choice that
+is kept for this processor is used, which is measured if none is kept (`modeling.kernels.kept_choice`).
 """
 
 import threading
@@ -15,7 +15,7 @@ from modeling.kernels.processor import processor_kind
 
 
 class ProcessKernels:
-    """The choice of kernels in one process: fixed when it is first asked for. Thread-safe."""
+    """Choice of kernels in one process, made at its first use. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -23,13 +23,15 @@ class ProcessKernels:
 
     @property
     def choice(self) -> KernelChoice:
-        """Return the kernels of this process. Blocks for some seconds where they have to be measured."""
+        """Return the kernels of this process. Blocks for some seconds if they have to be measured."""
         return self._choice or self.use(())
 
     def use(self, choices: Iterable[KernelChoice]) -> KernelChoice:
-        """Take the one of `choices` that was made for this kind of processor, else the one that is kept or measured
-        here, and return it. Called before the model is loaded, which binds linear layers to their kernels. Without
-        kernels that can run, `choices` are ignored: the handshake shows the difference."""
+        """Use the one of `choices` that was made for this kind of processor, else the choice that is kept or measured
+        on this machine, and return it.
+
+        Call before the model is loaded, which binds linear layers to their kernels. `choices` are ignored if no kernels
+        can be loaded; the handshake then shows the difference."""
         kind = processor_kind()
         given = next((each for each in choices if each.processor == kind), None)
         with self._lock:
@@ -40,4 +42,4 @@ class ProcessKernels:
 
 
 KERNELS = ProcessKernels()
-"""The choice of kernels of this process."""
+"""Choice of kernels of this process."""

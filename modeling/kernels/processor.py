@@ -1,4 +1,4 @@
-"""Tells which kind of processor this is, from /proc/cpuinfo; needs no torch."""
+"""Identifies the kind of this processor from /proc/cpuinfo. Needs the standard library only."""
 
 import functools
 import hashlib
@@ -8,18 +8,18 @@ from pathlib import Path
 _CPUINFO = Path("/proc/cpuinfo")
 _IDENTITY = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
 _FLAGS = ("flags", "Features")
-"""Names that x86 and ARM give to the list of features."""
+"""Names of the list of features, on x86 and on ARM."""
 
 
 @functools.cache
 def cpu_flags() -> tuple[str, ...]:
-    """Return the features of the first core, as /proc/cpuinfo names them; none where there is no such file."""
+    """Return the features of the first core, named as in /proc/cpuinfo. Empty if the file does not exist."""
     return tuple(next((value for name, value in _fields() if name in _FLAGS), "").split())
 
 
 @functools.cache
 def processor_kind() -> str:
-    """Return the processor's name and a hash of its family, model and features: all that kernels depend on."""
+    """Return the processor's name and a hash of its family, model and features, on which kernels depend."""
     fields = dict(_fields())
     name = fields.get("model name") or platform.processor() or platform.machine()
     identity = [fields.get(each, "") for each in _IDENTITY] + sorted(cpu_flags())
@@ -27,7 +27,7 @@ def processor_kind() -> str:
 
 
 def _fields() -> list[tuple[str, str]]:
-    """Return names and values of the fields of the first core; none where there is no such file."""
+    """Return names and values of the fields of the first core. Empty if the file does not exist."""
     if not _CPUINFO.exists():
         return []
     first = _CPUINFO.read_text().split("\n\n", 1)[0]

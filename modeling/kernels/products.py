@@ -1,8 +1,9 @@
-"""The ways in which kernels in C++ multiply bf16 numbers, by name; sums are fp32 in every way."""
+"""Names of the methods by which the C++ kernels multiply bf16 numbers. All of them sum in fp32."""
 
 WIDENED = "widened"
-"""Vectors, after both operands were widened to fp32."""
+"""Products of vectors whose operands are widened to fp32."""
 DOT = "dot"
-"""Vectors, by the processor's dot product of bf16 pairs; linear layers do it everywhere, slowly where there is none."""
+"""Products of vectors by the processor's dot product of bf16 pairs. Linear layers emulate it, slowly, on a processor
+without it."""
 TILES = "tiles"
-"""Matrices, by the processor's AMX."""
+"""Products of matrices by the processor's AMX."""

@@ -1,4 +1,4 @@
-"""Checks of tensors before kernels in C++ get their addresses. Each raises RuntimeError, in one line."""
+"""Checks of tensors before their addresses are passed to the C++ kernels. Each raises RuntimeError, in one line."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 FLOATS = (torch.bfloat16, torch.float32)
 Pair = tuple[Tensor | None, Tensor | None]
 Table = tuple[Tensor | None, int]
-"""Pages of rows, and the tokens of a page."""
+"""Pages of rows, and the number of tokens of a page."""
 
 
 def require(holds: bool, text: str) -> None:
@@ -16,15 +16,15 @@ def require(holds: bool, text: str) -> None:
 
 
 def numbers(tensor: Tensor, dtype: torch.dtype, count: int, text: str) -> int:
-    """Return the address of `count` contiguous numbers of a dtype, on the CPU; otherwise raise RuntimeError with
-    `text`."""
+    """Return the address of a tensor of `count` contiguous numbers of a dtype, on the CPU. Raises RuntimeError with
+    `text` for any other tensor."""
     if tensor.dtype is not dtype or tensor.numel() != count or not tensor.is_contiguous() or not tensor.is_cpu:
         raise RuntimeError(text)
     return tensor.data_ptr()
 
 
 def optional(tensor: Tensor | None, dtype: torch.dtype, count: int, text: str) -> int | None:
-    """Return what `numbers` does; None for None."""
+    """Return the address as `numbers` does, or None for None."""
     return None if tensor is None else numbers(tensor, dtype, count, text)
 
 
@@ -37,10 +37,11 @@ def row_keys(
     *,
     num_layers: int = 1,
 ) -> tuple[int | None, ...]:
-    """Return the arguments that say which keys rows attend to, as RowKeys in attention/decode_checks.h has them.
+    """Return the arguments that describe the keys that rows attend to, in the order of RowKeys in
+    attention/decode_checks.h.
 
-    `picks` come with their numbers; `others` are the numbers of queries and the keys that are left out; `table` has the
-    pages and the number of tokens of a page."""
+    `picks`: lists of selected keys, and the length of each list. `others`: the numbers of queries, and the keys that
+    are left out. `table`: the rows' pages, and the number of tokens of a page."""
     B = lengths_B.numel()
     (picks_BGK, num_BG), (queries_B, unseen_B2), (pages_BC, page_tokens) = picks, others, table
     lengths = numbers(lengths_B, torch.int64, B, "lengths must be [B] int64, contiguous")

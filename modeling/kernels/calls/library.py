@@ -1,7 +1,7 @@
-"""Calls the kernels in C++: libraries of C functions, loaded beside torch's own OpenMP.
+"""Calls the kernels in C++, which are libraries of C functions that use torch's OpenMP runtime.
 
-A library names no OpenMP runtime. It finds the functions of the one that torch has loaded, so that kernels and torch
-share one pool of threads.
+A library is not linked to an OpenMP runtime. It finds the functions of the runtime that torch has loaded, so that
+kernels and torch share one pool of threads.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ _TYPES: dict[str, Any] = {  # ctypes' common base is not public
     "b": ctypes.c_bool,
     "s": ctypes.c_char_p,
 }
-"""Types of arguments by the letters that stand for them: pointer, number, threads, double, bool, string."""
+"""Types of arguments, by the letters that stand for them: pointer, number, threads, double, bool, string."""
 
 
 class Library:
@@ -33,8 +33,8 @@ class Library:
         self._library = ctypes.CDLL(str(path))
 
     def function(self, name: str, arguments: str) -> Function:
-        """Return an entry point, given the letters of its arguments. It runs without the GIL, and raises RuntimeError
-        with the kernel's message where that refuses its arguments."""
+        """Return an entry point, given the letters of its arguments. The function runs without the GIL. It raises
+        RuntimeError with the kernel's message if the kernel refuses its arguments."""
         function: Any = self._library[f"baton_{name}"]
         function.argtypes = [_TYPES[letter] for letter in arguments]
         function.restype = ctypes.c_char_p
@@ -43,7 +43,7 @@ class Library:
         return checked
 
     def says(self, name: str) -> bool:
-        """Return what an entry point without arguments says."""
+        """Return the boolean result of an entry point without arguments."""
         return bool(self._library[f"baton_{name}"]())
 
     def destructor(self, name: str) -> Callable[[int], None]:
@@ -59,7 +59,7 @@ def _raise_message(message: bytes | None, function: Any, arguments: Any) -> None
 
 
 class _Symbol(ctypes.Structure):
-    """Dl_info, as dlfcn.h has it: where a symbol was found."""
+    """Dl_info of dlfcn.h: the library and address at which a symbol was found."""
 
     _fields_ = (
         ("file", ctypes.c_char_p),
@@ -71,7 +71,8 @@ class _Symbol(ctypes.Structure):
 
 @functools.cache
 def _share_openmp() -> None:
-    """Let libraries that are loaded from now on find the OpenMP runtime that torch uses. Raises OSError without one."""
+    """Make the OpenMP runtime that torch uses visible to libraries that are loaded after this call. Raises OSError if
+    torch has none."""
     try:
         of_torch = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).GOMP_parallel
     except AttributeError as error:

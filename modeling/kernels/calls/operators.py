@@ -1,9 +1,9 @@
-"""The kernels in C++ as operations on tensors. Each checks what it is given, makes its results, and runs on as many
-threads as torch does.
+"""The C++ kernels as operations on tensors. Each checks its arguments, allocates its results, and uses as many threads
+as torch does.
 
 `native` loads them. Every operation raises RuntimeError for tensors that do not fit together.
 
-T tokens, B rows, N heads, G kv heads, H head dim, K inputs or picks, P panels of 32 outputs.
+T tokens, B rows, N heads, G kv heads, H head dim, K inputs or selected keys, P panels of 32 outputs.
 """
 
 import ctypes
@@ -24,10 +24,10 @@ _FourNumbers = ctypes.c_int64 * 4
 
 
 class Operators(SparseOperators):
-    """All kernels of one instruction set."""
+    """All kernels built for one instruction set."""
 
     def __init__(self, libraries: dict[str, Library]) -> None:
-        """`libraries`: one for each of `native.FOLDERS`."""
+        """`libraries`: one library for each of `native.FOLDERS`."""
         super().__init__(libraries["sparse"])
         attention, layers, sampling = libraries["attention"], libraries["layers"], libraries["sampling"]
         self.has_dots = libraries["linear"].says("has_dots")
@@ -48,8 +48,8 @@ class Operators(SparseOperators):
     def linear(
         self, x_TK: Tensor, weights: BoundPanels, gain_K: Tensor | None, eps: float, residual_TN: Tensor | None = None
     ) -> Tensor:
-        """Return the linear layer of RMSNorm(x) with the gain, or of x, gated if the weights are, plus the residual:
-        `[T, N]`. Rows of x and of the residual may be apart."""
+        """Return the linear layer of x, `[T, N]`, plus the residual. With a gain, RMSNorm is applied to x first. The
+        result is gated if the weights are. The rows of x and of the residual do not need to be adjacent."""
         (T, K), (x_row, x_column) = x_TK.shape, x_TK.stride()
         if x_TK.dtype is not torch.bfloat16 or not x_TK.is_cpu or x_column != 1 or weights.num_inputs != K:
             raise RuntimeError("x must be bfloat16 rows of the inputs")
@@ -68,7 +68,7 @@ class Operators(SparseOperators):
         return y_TN
 
     def turn_heads(self, x_TKH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> None:
-        """Turn heads in place by their rotary factors; the sines are negative in the first half."""
+        """Rotate heads in place by their rotary factors. The sines are negative in the first half."""
         dtype = x_TKH.dtype
         if dtype not in FLOATS:
             raise RuntimeError("heads are bfloat16 or float32")
@@ -89,7 +89,7 @@ class Operators(SparseOperators):
         lengths_B: Tensor,
         table: Table = _NO_TABLE,
     ) -> None:
-        """Copy each row's new key and value to the place after the `lengths - 1` keys that the row has."""
+        """Copy each row's new key and value to the place after the row's first `lengths - 1` keys."""
         _check_rows(k_BGH)
         _check_rows(v_BGH)
         require(v_BGH.shape == k_BGH.shape and v_BGH.dtype is k_BGH.dtype, "keys and values have one shape")
@@ -117,8 +117,8 @@ class Operators(SparseOperators):
         others: Pair = _NO_PAIR,
         table: Table = _NO_TABLE,
     ) -> Tensor:
-        """Return the attention `[B, N, H]` of rows to their own keys, which lie at addresses or in pages. `picks`,
-        `others` and `table`: as `row_keys` takes them."""
+        """Return the attention `[B, N, H]` of rows to their own keys, at addresses or in pages. `picks`, `others` and
+        `table`: see `row_keys`."""
         _check_rows(q_BNH)
         B, N, H = q_BNH.shape
         require(lengths_B.numel() == B, "a length for each row")
@@ -134,7 +134,7 @@ class Operators(SparseOperators):
         self, q_TNH: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], causal: bool, product: str
     ) -> tuple[Tensor, Tensor]:
         """Return the attention `[T, N, H]` of queries to pieces of keys and values `[S, G, H]`, and the log-sum-exp
-        `[T, N]` of the scores. With `causal` query t sees the keys 0 to t of the last piece."""
+        `[T, N]` of the scores. With `causal`, query t sees only keys 0 to t of the last piece."""
         dtype = q_TNH.dtype
         require(q_TNH.dim() == 3 and q_TNH.stride(2) == 1, "queries have 3 dimensions, the last contiguous")
         require(dtype in FLOATS and q_TNH.is_cpu, "queries must be bfloat16 or float32")
@@ -164,7 +164,8 @@ class Operators(SparseOperators):
         return o_TNH, lse_TN
 
     def largest_tokens(self, logits_BV: Tensor) -> Tensor:
-        """Return the first token with the largest logit of each row, `[B]`; -1 where one is NaN or infinity."""
+        """Return the first token with the largest logit of each row, `[B]`. -1 for a row with a logit that is NaN or
+        infinity."""
         B, V = _logits(logits_BV)
         tokens_B = torch.empty(B, dtype=torch.int64)
         self._largest_tokens(logits_BV.data_ptr(), B, V, logits_BV.stride(0), tokens_B.data_ptr(), get_num_threads())
@@ -176,9 +177,10 @@ class Operators(SparseOperators):
         rows_R: Tensor,
         draws: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     ) -> Tensor:
-        """Return a token drawn from each of some rows of logits, `[R]`; -1 for a row that is not a distribution.
+        """Return a token drawn from each of the rows `rows_R` of the logits, `[R]`. -1 for a row that is not a
+        distribution.
 
-        `draws`: keys of the noise, top-k, logarithms of min-p, top-p and temperatures, each `[R]`."""
+        `draws`: keys of the noise, top-k, logarithms of min-p, top-p, and temperatures, each `[R]`."""
         B, V = _logits(logits_BV)
         R, (keys_R, top_k_R, floors_R, top_p_R, temperatures_R) = rows_R.numel(), draws
 
@@ -196,13 +198,13 @@ class Operators(SparseOperators):
         return tokens_R
 
     def decode_layers(self, heads: tuple[int, int, int], linears: str, scores: str) -> "DecodeLayers":
-        """Return an object without layers: `heads` are their number, that of kv heads and the head dim; `linears` and
-        `scores` say how linear layers and attention multiply."""
+        """Return a DecodeLayers without layers. `heads`: number of heads, number of kv heads and head dim. `linears`
+        and `scores`: multiplication methods of linear layers and of attention."""
         return DecodeLayers(self, heads, linears, scores)
 
 
 class DecodeLayers:
-    """All layers of a model, which run in one call, on any thread, and on several at a time."""
+    """All layers of a model, run by one call. Several threads may call `run` at the same time."""
 
     def __init__(self, operators: Operators, heads: tuple[int, int, int], linears: str, scores: str) -> None:
         made = ctypes.c_void_p()
@@ -214,8 +216,8 @@ class DecodeLayers:
         weakref.finalize(self, operators._free_layers, made.value)
 
     def add(self, weights: BoundPanels, gain_K: Tensor | None, eps: float) -> None:
-        """Add the next linear layer, after RMSNorm with the gain if given: of each layer QKV, output, gate and up, and
-        down in turn."""
+        """Add the next linear layer, preceded by RMSNorm if a gain is given. Each layer has four, in this order: QKV,
+        output, gate and up, down."""
         require(weights.product == self._linears, "all linear layers multiply in one way")
         gain = optional(gain_K, torch.bfloat16, weights.num_inputs, "a gain must be [K] bfloat16, contiguous")
         self._operators._add_layer(self._layers, *weights.addresses, gain, eps, weights.gated, weights.is_int8)
@@ -232,8 +234,8 @@ class DecodeLayers:
         picks: Pair = _NO_PAIR,
         table: Table = _NO_TABLE,
     ) -> None:
-        """Take hidden states through all layers in place; the rows' new keys and values go to their caches. `factors`:
-        cosines and sines `[T, H]`; `others`, `picks` and `table`: as `row_keys` takes them."""
+        """Run all layers on the hidden states, in place, and append the rows' new keys and values to their KV.
+        `factors`: cosines and sines `[T, H]`. `others`, `picks` and `table`: see `row_keys`."""
         T, num_layers = len(hidden_TD), len(self._held) // 4
         require(num_layers > 0, "layers are not complete")
         num_hidden, num_factors = T * self._held[0][0].num_inputs, T * self._head_dim
@@ -259,7 +261,7 @@ def _addresses(addresses_B: Tensor, num_rows: int) -> int:
 
 
 def _check_piece(q_TNH: Tensor, k_SGH: Tensor, v_SGH: Tensor, first_SGH: Tensor) -> None:
-    """Check a piece's keys and values; all pieces have the strides of the first."""
+    """Check a piece's keys and values. All pieces must have the strides of the first."""
     require(k_SGH.dim() == v_SGH.dim() == 3, "keys and values have 3 dimensions")
     require(k_SGH.dtype is v_SGH.dtype is q_TNH.dtype and k_SGH.is_cpu, "keys and values must be as queries are")
     require(k_SGH.stride(2) == 1 and v_SGH.stride(2) == 1, "head dim must be contiguous")

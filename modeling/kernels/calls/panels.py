@@ -1,8 +1,8 @@
 """Layouts of weights for the linear kernel (modeling/kernels/linear/linear.cpp): panels of 32 outputs, read from end to
 end.
 
-`modeling.forward.linear` packs weights with them. A format is chosen by how the processor multiplies. M outputs, a
-multiple of 32; K inputs; P = M / 32 panels; J inputs as they are kept: K, or more, the rest zeros.
+`modeling.forward.linear` packs weights with them. The multiplication method determines the format. M outputs, a
+multiple of 32. K inputs, P = M / 32 panels. J inputs of a panel: K, or more, padded with zeros.
 """
 
 from dataclasses import dataclass
@@ -23,17 +23,17 @@ _TILE_INPUTS = 32
 
 
 class PanelFormat(Protocol):
-    """A way to lay weights out in panels."""
+    """Layout of weights in panels."""
 
     def pack(self, weight_MK: Tensor) -> Tensor:
         """Return the weight in panels `[P, J, 32]`."""
 
     def rows(self, panels_PJL: Tensor, at_T: Tensor, num_inputs: int) -> Tensor:
-        """Return some outputs' weights as they are kept, `[T, K]`."""
+        """Return the stored weights of the outputs `at_T`, `[T, K]`."""
 
 
 class HalvesInTurn:
-    """bf16 that is widened: input by input, outputs of the first half and of the second in turn."""
+    """Layout for bf16 that is widened: input by input, outputs of the first and the second half alternate."""
 
     def pack(self, weight_MK: Tensor) -> Tensor:
         num_inputs = weight_MK.shape[1]
@@ -45,7 +45,7 @@ class HalvesInTurn:
 
 
 class InputPairs:
-    """bf16 for dot products and tiles: pairs of inputs, output by output."""
+    """Layout for bf16 in dot products and tiles: for each pair of inputs, output by output."""
 
     def pack(self, weight_MK: Tensor) -> Tensor:
         padded_MJ = _deep(weight_MK)
@@ -59,7 +59,7 @@ class InputPairs:
 
 
 class Bytes:
-    """int8 for all products: input by input, all outputs."""
+    """Layout for int8, for all multiplication methods: for each input, all outputs."""
 
     def __init__(self, deep: bool) -> None:
         self._deep = deep
@@ -73,7 +73,7 @@ class Bytes:
 
 
 def panel_format(product: str, dtype: torch.dtype) -> PanelFormat:
-    """Return the format for weights of a dtype, multiplied in one of the ways of modeling.kernels.products."""
+    """Return the format for weights of a dtype. `product` is a multiplication method of modeling.kernels.products."""
     if dtype == torch.int8:
         return Bytes(deep=product != WIDENED)
     return HalvesInTurn() if product == WIDENED else InputPairs()
@@ -81,7 +81,7 @@ def panel_format(product: str, dtype: torch.dtype) -> PanelFormat:
 
 @dataclass(frozen=True)
 class BoundPanels:
-    """Weights of a linear layer, checked, as kernels take them. Keeps the tensors alive."""
+    """Checked weights of a linear layer, as arguments of the kernels. Keeps the tensors allocated."""
 
     tensors: tuple[Tensor | None, ...]
     num_inputs: int
@@ -89,7 +89,7 @@ class BoundPanels:
     gated: bool
     product: bytes
     addresses: tuple[int | None, ...]
-    """Panels and their number, inputs, outputs, scales and bias."""
+    """Arguments in the kernels' order: panels, their number, inputs, outputs, scales and bias."""
     is_int8: bool
 
 
@@ -102,7 +102,8 @@ def bind_panels(
     gated: bool,
     product: str,
 ) -> BoundPanels:
-    """Return checked weights in panels, for `sizes` inputs and outputs, with a scale and a bias for each output."""
+    """Check weights in panels and return them bound. `sizes`: numbers of inputs and outputs. `scales` and `bias`: one
+    number for each output of the panels, or None."""
     num_inputs, num_outputs = sizes
     is_int8, P = panels_PJL.dtype == torch.int8, len(panels_PJL)
     fits = panels_PJL.dim() == 3 and panels_PJL.shape[1:] == (depth(product, num_inputs), PANEL)
@@ -122,7 +123,8 @@ def bind_panels(
 
 
 def depth(product: str, num_inputs: int) -> int:
-    """Return the inputs of a panel that multiplies so many in one of the ways of modeling.kernels.products."""
+    """Return the number of inputs that a panel of `num_inputs` inputs stores, padding included. `product` is a
+    multiplication method of modeling.kernels.products."""
     return num_inputs if product == WIDENED else -(-num_inputs // _TILE_INPUTS) * _TILE_INPUTS
 
 

@@ -1,7 +1,7 @@
-"""The kernels in C++ of policies that keep or read KV selectively, as operations on tensors.
+"""The C++ kernels of residency policies that keep or read KV selectively, as operations on tensors.
 
-`operators` has the other kernels. Rows' memory is given by addresses, int64 on the CPU. B rows, T tokens, N heads, G kv
-heads, H head dim, R columns of partial keys, K picks at most, S keys.
+`operators` has the other kernels. Rows' memory is passed as addresses, int64 on the CPU. B rows, T tokens, N heads, G
+kv heads, H head dim, R columns of partial keys, at most K selected keys, S keys.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ _NUMBERS = "numbers of picks must be [B, G] int32, contiguous"
 
 
 class SparseOperators:
-    """The kernels of one instruction set in the folder `sparse`."""
+    """Kernels of the folder `sparse`, built for one instruction set."""
 
     def __init__(self, library: Library) -> None:
         self._admit_picks = library.function("admit_picks", "ppnnnpppppnnpppt")
@@ -38,9 +38,11 @@ class SparseOperators:
         rows: tuple[Tensor, Tensor, Tensor, Tensor],
         sizes: tuple[int, int],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the place of each pick in its row's area `[B, G, K]`; the missing picks as pairs of key and place `[B,
-        G, K, 2]`; and their number `[B, G]` (sparse/hot_keys.cpp). `rows`: numbers of slots, first of the latest keys,
-        numbers of tokens, and whether a row is fresh; `sizes`: places of the latest keys, and most slots."""
+        """Return the place of each selected key in its row's area, `[B, G, K]`, the missing keys as pairs of key and
+        place, `[B, G, K, 2]`, and their number, `[B, G]` (sparse/hot_keys.cpp).
+
+        `rows`: numbers of slots, first of the latest keys, numbers of tokens, and whether a row is fresh. `sizes`:
+        places of the latest keys, and most slots."""
         num_slots_B, latest_B, num_tokens_B, is_fresh_B = rows
         require(picks_BGK.dim() == 3, _LISTS)
         B, G, K = picks_BGK.shape
@@ -62,15 +64,15 @@ class SparseOperators:
         return places_BGK, missing_BGK2, num_missing_BG
 
     def copy_heads(self, from_B: Tensor, to_B: Tensor, pairs_BGK2: Tensor, num_BG: Tensor, head_bytes: int) -> None:
-        """Copy K and V of keys to their places: pairs of key and place for each kv head. On the calling thread
-        alone."""
+        """Copy K and V of keys to their places, by pairs of key and place for each kv head. Runs on the calling thread
+        only."""
         B, G, K, _ = pairs_BGK2.shape
         pairs = numbers(pairs_BGK2, torch.int32, B * G * K * 2, "pairs must be [B, G, K, 2] int32, contiguous")
         num = numbers(num_BG, torch.int32, B * G, _NUMBERS)
         self._copy_heads(_of_rows(from_B, B), _of_rows(to_B, B), pairs, num, B, G, K, head_bytes)
 
     def copy_rows(self, from_B: Tensor, to_B: Tensor, num_bytes: int) -> None:
-        """Copy `num_bytes` of each row. On the calling thread alone."""
+        """Copy `num_bytes` of each row. Runs on the calling thread only."""
         B = from_B.numel()
         self._copy_rows(_of_rows(from_B, B), _of_rows(to_B, B), B, num_bytes)
 
@@ -84,9 +86,11 @@ class SparseOperators:
         *,
         closeness_BGS: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the keys that each kv head of a row picks, `[B, G, K]`, and their number, `[B, G]`; writes how close
-        every key comes to `closeness_BGS` (sparse/key_selection.cpp). `rows`: addresses, lengths and numbers of tokens;
-        `limits`: alpha, most share, free keys, and the first and last keys that are always picked."""
+        """Return the keys that each kv head of a row selects, `[B, G, K]`, and their number, `[B, G]`. Writes every
+        key's closeness to `closeness_BGS` (sparse/key_selection.cpp).
+
+        `rows`: addresses, lengths and numbers of tokens. `limits`: alpha, most share, free keys, and the numbers of
+        first and last keys that are always selected."""
         has_dtype = q_BNR.dtype is torch.float32 and q_BNR.dim() == 3 and q_BNR.is_cpu
         require(has_dtype and q_BNR.is_contiguous(), "partial queries must be [B, N, R], in float32, contiguous")
         (B, N, R), G = q_BNR.shape, num_kv_heads
@@ -109,8 +113,8 @@ class SparseOperators:
     def project_keys(
         self, k_TGH: Tensor, basis_GHR: Tensor, columns_GR: Tensor | None, addresses: Tensor, numbers_: Tensor
     ) -> None:
-        """Store the partial keys of tokens where addresses and numbers say: one of each for every token, or for the
-        first of a run (sparse/partial_keys.cpp). On the calling thread alone."""
+        """Store the partial keys of tokens at the given addresses and numbers: one of each for every token, or only
+        for the first token of a run (sparse/partial_keys.cpp). Runs on the calling thread only."""
         require(
             k_TGH.dim() == 3 and k_TGH.stride(2) == 1 and k_TGH.is_cpu, "keys must be [T, G, H], a head's in one piece"
         )
@@ -139,11 +143,11 @@ class SparseOperators:
         rows: tuple[Tensor, Tensor],
         limits: tuple[int, int, int, int, int],
     ) -> Tensor:
-        """Note a layer's picks in the rows' pools and return a victim's place for each list of rows that are full, `[B,
-        G]`; entries of other rows mean nothing (sparse/pool_notes.cpp).
+        """Record a layer's selected keys in the rows' pools. Return the place of a victim for each list of rows that
+        are full, `[B, G]`. Entries of other rows are meaningless (sparse/pool_notes.cpp).
 
-        `rows`: addresses and positions; `limits`: number of places, first and end of those that may go, bits of a
-        position, and the most that is counted.
+        `rows`: addresses and positions. `limits`: number of places, first and end of the places that may be evicted,
+        bits of a position, and the largest count.
         """
         (B, G, K), S = keys_BGK.shape, closeness_BGS.shape[2]
         lists = "picks must be int32, contiguous"
@@ -160,13 +164,13 @@ class SparseOperators:
         return victims_BG
 
     def pack_kv(self, from_B: Tensor, to_B: Tensor, heads_B: Tensor, sizes: tuple[int, int, bool]) -> None:
-        """Pack each row's heads in 4 bits (sparse/kv_int4.cpp). On the calling thread alone.
+        """Pack each row's heads in 4 bits (sparse/kv_int4.cpp). Runs on the calling thread only.
 
-        `sizes`: head dim, channels of a group, and whether plain heads are bf16, else fp32."""
+        `sizes`: head dim, channels of a group, and True if unpacked heads are bf16, False if they are fp32."""
         self._pack_kv(*_packed_rows(from_B, to_B, heads_B), heads_B.numel(), *sizes)
 
     def unpack_kv(self, from_B: Tensor, to_B: Tensor, heads_B: Tensor, sizes: tuple[int, int, bool]) -> None:
-        """Unpack each row's heads; `sizes` as `pack_kv` has them."""
+        """Unpack each row's heads. `sizes`: see `pack_kv`."""
         self._unpack_kv(*_packed_rows(from_B, to_B, heads_B), heads_B.numel(), *sizes, get_num_threads())
 
     def unpack_picked_kv(
@@ -177,8 +181,8 @@ class SparseOperators:
         picks: tuple[Tensor, Tensor],
         sizes: tuple[int, int, bool],
     ) -> int:
-        """Unpack K and V of the packed tokens that each kv head picks, to these tokens' places; return how many picks
-        that were. `picks`: keys and their numbers; `sizes` as `pack_kv` has them."""
+        """Unpack K and V of the packed tokens that each kv head selects, to these tokens' places. Return the number of
+        selected keys that were unpacked. `picks`: keys and their numbers. `sizes`: see `pack_kv`."""
         B, unpacked, (picks_BGK, num_BG) = num_tokens_B.numel(), ctypes.c_int64(), picks
         require(picks_BGK.dim() == 3 and len(picks_BGK) == B, "picks must be [B, G, K]")
         _, G, K = picks_BGK.shape

@@ -1,4 +1,4 @@
-"""Appending of KV by Triton: new tokens' keys and values go to the pages of their rows, in one launch.
+"""Appending of KV by Triton: writes new tokens' keys and values to the pages of their sequences, in one launch.
 
 T tokens, P pages, S tokens of a page, G kv heads, H head dim.
 """
@@ -12,10 +12,11 @@ from modeling.kernels.triton.tiles import padded, power_of_two
 
 
 def append_kv(k_TGH: Tensor, v_TGH: Tensor, pages_PS2GH: Tensor, rows: StepRows) -> None:
-    """Write the keys and values of the rows' new tokens to their places in the pages. Does not wait for the device.
+    """Write the keys and values of the sequences' new tokens to their places in the pages. Does not wait for the
+    device.
 
-    Rows must not share the pages that they write to. Tokens of no row are not written. Raises RuntimeError for tensors
-    that do not fit together, ConfigError where Triton is not installed.
+    Sequences must not share the pages that they write to. Tokens of no sequence are not written. Raises RuntimeError
+    for tensors that do not fit together, and ConfigError if Triton is not installed.
     """
     require_triton()
     from modeling.kernels.triton import append_kernel as kernels

@@ -1,6 +1,6 @@
-"""Kernel that writes new tokens' keys and values to the pages of their rows. Imports Triton.
+"""Kernel that writes new tokens' keys and values to the pages of their sequences. Imports Triton.
 
-B rows, G kv heads, H head dim, both padded.
+B sequences, G kv heads, H head dim, both padded.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from modeling.kernels.triton.heads import Heads
 
 @dataclass(frozen=True)
 class AppendShape:
-    """What the kernel is compiled for: another value of a field is another kernel."""
+    """Compile-time parameters of the kernel. Each combination of values is compiled separately."""
 
     num_kv_heads: int
     heads_pad: int
@@ -25,7 +25,7 @@ class AppendShape:
 
 
 class Places(NamedTuple):
-    """Pages in memory, elements from one to the next, and addresses of what `StepRows` says."""
+    """Address of the pages, elements from one page to the next, and addresses of the tensors of `StepRows`."""
 
     data: Any
     page_stride: int

@@ -1,9 +1,9 @@
-"""Copies between pinned home memory and a GPU's by Triton: the kernels read and write home memory where it lies.
+"""Copies between pinned host memory and a GPU's memory by Triton. The kernels access host memory directly.
 
-A GPU reaches pinned memory of the host by the host's own addresses. So what is copied may depend on numbers that only
-the device knows: which picks are missing, and how many.
+A GPU reaches pinned host memory by the host's own addresses. So a copy may depend on numbers that only the device
+knows, such as the selected keys that are missing there.
 
-B rows, G kv heads, K pairs at most.
+B sequences, G kv heads, at most K pairs.
 """
 
 import torch
@@ -13,15 +13,16 @@ from modeling.kernels.triton.launch import check, on, require_triton
 from modeling.kernels.triton.tiles import power_of_two
 
 _TILE_WORDS = 4096
-"""Words that one program copies at most, of keys and as many of values."""
+"""Most words of keys that one program copies. It copies the same number of words of values."""
 
 
 def copy_heads(from_B: Tensor, to_B: Tensor, pairs_BGK2: Tensor, num_BG: Tensor, head_bytes: int) -> None:
     """Copy keys and values of kv heads to their places. Does not wait for the device.
 
-    `from_B`, `to_B`: addresses of rows `[tokens, 2, G, head]`, int64, which the device of these tensors reaches.
-    `pairs_BGK2`, `num_BG`: each kv head's pairs of a token there and here, and their number, int32; these contents are
-    not checked. Raises RuntimeError for tensors that do not fit together, ConfigError where Triton is not installed.
+    `from_B`, `to_B`: addresses of sequences' KV `[tokens, 2, G, head]`, int64, which the tensors' device can access.
+    `pairs_BGK2`, `num_BG`: each kv head's pairs of a token's number at the source and at the target, and the number of
+    pairs, int32. Their contents are not checked. Raises RuntimeError for tensors that do not fit together, and
+    ConfigError if Triton is not installed.
     """
     require_triton()
     from modeling.kernels.triton import copy_kernels as kernels
@@ -43,8 +44,8 @@ def copy_heads(from_B: Tensor, to_B: Tensor, pairs_BGK2: Tensor, num_BG: Tensor,
 
 
 def copy_rows(from_B: Tensor, to_B: Tensor, num_bytes: int) -> None:
-    """Copy `num_bytes` of each row from one address to another, int64. Does not wait for the device. Raises as
-    `copy_heads` does."""
+    """Copy `num_bytes` bytes from each address of `from_B` to that of `to_B`, int64. Does not wait for the device.
+    Raises the same errors as `copy_heads`."""
     require_triton()
     from modeling.kernels.triton import copy_kernels as kernels
 

@@ -1,6 +1,6 @@
-"""Kernels that copy by addresses, in words of 2 or 4 bytes. Imports Triton.
+"""Kernels that copy by addresses, 2 or 4 bytes (a word) at a time. Imports Triton.
 
-B rows, G kv heads, K pairs of a tile, W words of a head, padded.
+B sequences, G kv heads, K pairs of a tile, W words of a head, padded.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What `copy_pairs` is compiled for: another value of a field is another kernel."""
+    """Compile-time parameters of `copy_pairs`. Each combination of values is compiled separately."""
 
     num_kv_heads: int
     head_words: int
@@ -23,14 +23,14 @@ class HeadShape:
 
 @dataclass(frozen=True)
 class WordShape:
-    """What `copy_words` is compiled for: another value of a field is another kernel."""
+    """Compile-time parameters of `copy_words`. Each combination of values is compiled separately."""
 
     tile_words: int
     word_bytes: int
 
 
 class Pairs(NamedTuple):
-    """Addresses of lists of pairs and of their numbers, and the most pairs of a list."""
+    """Addresses of the lists of pairs and of their lengths, and the most pairs of a list."""
 
     pairs: Any
     num: Any
@@ -39,14 +39,14 @@ class Pairs(NamedTuple):
 
 @triton.jit
 def pointed(addresses: tl.tensor, row: tl.tensor, word_bytes: tl.constexpr) -> tl.tensor:
-    """Return a row's address as a pointer to words."""
+    """Return a sequence's address as a pointer to words."""
     word: tl.constexpr = tl.int32 if word_bytes == 4 else tl.int16
     return tl.load(addresses + row).to(tl.pointer_type(word))
 
 
 @triton.jit
 def copy_pairs(source: tl.tensor, target: tl.tensor, lists: Pairs, shape: tl.constexpr) -> None:
-    """Copy some keys and values of one row and kv head. Grid: (B * G, tiles of pairs)."""
+    """Copy one tile of keys and values of one sequence and kv head. Grid: (B * G, tiles of pairs)."""
     list_at = tl.program_id(0).to(tl.int64)
     kv_head = list_at % shape.num_kv_heads
     first = tl.program_id(1) * shape.tile_pairs
@@ -74,7 +74,7 @@ def copy_pairs(source: tl.tensor, target: tl.tensor, lists: Pairs, shape: tl.con
 
 @triton.jit(do_not_specialize=["num_words"])
 def copy_words(source: tl.tensor, target: tl.tensor, num_words: int, shape: tl.constexpr) -> None:
-    """Copy some words of one row. Grid: (B, tiles of words)."""
+    """Copy one tile of words of one sequence. Grid: (B, tiles of words)."""
     row = tl.program_id(0)
     word_W = tl.program_id(1) * shape.tile_words + tl.arange(0, shape.tile_words)
     word_W = word_W.to(tl.int64)

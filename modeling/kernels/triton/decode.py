@@ -1,11 +1,11 @@
-"""Decode attention by Triton: a ragged batch of rows with few new tokens each, over KV in pages, in one or two
+"""Decode attention by Triton: a ragged batch of sequences with few new tokens each, over KV in pages, in one or two
 launches.
 
-Every new token attends to the keys of its row up to its own. The first launch divides each row's keys into splits of
-one length; the second merges what they found, where there may be several. The number of splits follows from the rows'
-bound on keys alone, so that the same launches serve a CUDA graph whatever the rows' lengths are.
+Every new token attends to the keys of its sequence up to its own. The first launch divides each sequence's keys into
+splits of equal length. The second merges the results if there may be several splits. The number of splits depends only
+on the bound on keys, so that the same launches serve a CUDA graph regardless of the sequences' lengths.
 
-B rows, T tokens, N heads, G kv heads, H head dim, P pages, S tokens of a page, K picks at most, X splits.
+B sequences, T tokens, N heads, G kv heads, H head dim, P pages, S tokens of a page, at most K selected keys, X splits.
 """
 
 import math
@@ -25,24 +25,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SeenKeys:
-    """Which of its keys a row attends to, among those up to each new token's own. Keys are numbered from the row's
-    first; tensors are int32, contiguous, on the rows' device. Their contents are not checked on the host."""
+    """Keys that a sequence attends to, among those up to each new token's own. Keys are numbered from the sequence's
+    first. Tensors are int32, contiguous, on the device of `StepRows`. Their contents are not checked on the host."""
 
     window: int | None = None
-    """Latest keys that a new token sees, its own among them. None: all."""
+    """Number of latest keys that a new token attends to, including its own. None: all."""
     picks: tuple[Tensor, Tensor] | None = None
-    """`keys_BGK` and `num_BG`: each kv head's own list of keys and its length. Only those are read; entries that are no
-    keys of the row are ignored. None: all keys."""
+    """Selected keys: `keys_BGK` and `num_BG`, each kv head's own list of keys and its length. Only these are read.
+    Entries that are not keys of the sequence are ignored. None: all keys."""
     unseen_B2: Tensor | None = None
-    """Keys that a row leaves out, from the first to before the second number. None: none."""
+    """Range of keys that a sequence leaves out, from the first number to before the second. None: none."""
 
     @property
     def lists_all(self) -> bool:
-        """Return whether rows list all of their keys, one behind the other."""
+        """Return whether sequences attend to all of their keys, in order."""
         return self.window is None and self.picks is None and self.unseen_B2 is None
 
     def check(self, num_rows: int, num_kv_heads: int, device: torch.device) -> None:
-        """Raise RuntimeError unless shapes and dtypes fit so many rows and kv heads, on that device."""
+        """Raise RuntimeError unless shapes and dtypes fit `num_rows` sequences and `num_kv_heads` kv heads on that
+        device."""
         check(self.window is None or self.window > 0, f"window = {self.window}: use 1 or more, or None")
         tensors = [] if self.picks is None else list(self.picks)
         if self.picks is not None:
@@ -62,7 +63,7 @@ ALL_KEYS = SeenKeys()
 
 
 def most_listed(rows: StepRows, seen: SeenKeys = ALL_KEYS) -> int:
-    """Return the most keys that a row and kv head may list: a bound that the host knows."""
+    """Return the most keys that a kv head of a sequence may attend to: a bound that the host knows."""
     if seen.picks is not None:
         return seen.picks[0].shape[2]
     if seen.window is not None:
@@ -79,13 +80,13 @@ def decode_attention(
     with_lse: bool = False,
     tiles: DecodeTiles | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the attention `[T, N, H]` of the rows' new tokens, in their dtype, and if asked the log-sum-exps of their
-    scores `[T, N]` in fp32, natural. Does not wait for the device.
+    """Return the attention `[T, N, H]` of the sequences' new tokens, in their dtype, and `with_lse` the log-sum-exps of
+    their scores `[T, N]` in fp32, natural. Does not wait for the device.
 
-    Scores are scaled by 1 / sqrt(H); softmax and sums are fp32. A token that sees no key gets zeros, and a log-sum-exp
-    below -1e29, which is finite so that results can be merged. A token of no row gets no result: its memory is not
-    written. `tiles`: other block sizes than those of `modeling.kernels.triton.tiles`, for tests and measurements.
-    Raises RuntimeError for tensors that do not fit together, ConfigError where Triton is not installed.
+    Scores are scaled by 1 / sqrt(H). Softmax and sums are fp32. A token that attends to no key gets zeros, and a
+    log-sum-exp below -1e29, which is finite so that results can be merged. A token of no sequence gets no result: its
+    memory is not written. `tiles`: other block sizes than those of `modeling.kernels.triton.tiles`, for tests and
+    measurements. Raises RuntimeError for tensors that do not fit together, and ConfigError if Triton is not installed.
     """
     require_triton()
     from modeling.kernels.triton import decode_kernels as kernels

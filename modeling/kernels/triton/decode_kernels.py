@@ -1,12 +1,13 @@
-"""Kernels of decode attention: programs that attend to a part of a row's keys, and the merging of parts. Imports
+"""Kernels of decode attention: programs that attend to a part of a sequence's keys, and the merging of parts. Imports
 Triton.
 
-A program serves one kv head of one row: its M pairs of a query and one of the R heads that share the kv head, from one
-reading of keys. A row's keys are *listed*: those from the first that some query sees, without the keys it leaves out;
-or the keys that the kv head picks. Each split takes `split_keys` places of the list, so no key that is not listed is
-read.
+A program serves one kv head of one sequence: its M pairs of a query and one of the R heads that share the kv head, with
+one reading of keys. It attends to a *list* of keys: those from the first that some query attends to, without the keys
+that the sequence leaves out, or the keys that the kv head selects. Each split takes `split_keys` entries of the list.
+Keys that are not listed are not read.
 
-B rows, T tokens, N heads, G kv heads, R = N / G, H head dim (padded), M pairs, S keys of a tile, X splits, K picks.
+B sequences (rows), T tokens, N heads, G kv heads, R = N / G, H head dim (padded), M pairs, S keys of a tile, X splits,
+K selected keys.
 """
 
 from dataclasses import dataclass
@@ -18,42 +19,42 @@ import triton.language as tl
 from modeling.kernels.triton.softmax import LN_2, begun, ended, product, weighed
 
 MERGED = tl.constexpr(8)
-"""Splits that are merged at a time."""
+"""Number of splits that are merged at a time."""
 
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """What the kernels are compiled for: another value of a field is another kernel."""
+    """Compile-time parameters of the kernels. Each combination of values is compiled separately."""
 
     num_kv_heads: int
     group: int
-    """Heads that share a kv head."""
+    """Number of heads that share a kv head."""
     head_dim: int
     head_pad: int
     page_tokens: int
     window: int
-    """Keys that a query sees up to its own; 0: all."""
+    """Number of latest keys that a query attends to, including its own. 0: all."""
     has_picks: bool
     has_unseen: bool
     has_lse: bool
     most_queries: int
     num_tiles: int
-    """Programs that share the pairs of a row and kv head."""
+    """Programs that share the pairs of a sequence and kv head."""
     tile_rows: int
     tile_keys: int
     split_keys: int
     is_split: bool
-    """Whether there may be several splits, which are merged."""
+    """True if there may be several splits, which are then merged."""
     in_one_page: bool
-    """Whether the keys of each tile lie one behind the other in one page."""
+    """True if the keys of each tile are adjacent in one page."""
     scale: float
     """Factor of scores: 1 / sqrt(head dim), times log2(e)."""
     widen: bool
-    """Whether operands of products are widened to fp32, as the interpreter needs for bf16."""
+    """True if operands of products are widened to fp32, which the interpreter needs for bf16."""
 
 
 class Strided(NamedTuple):
-    """Tokens' heads in memory: an address, and elements from one token or head to the next."""
+    """Heads of tokens in memory: an address, and elements from one token or head to the next."""
 
     data: Any
     token_stride: int
@@ -68,7 +69,7 @@ class Pages(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Addresses of what `StepRows` says, of lists of picked keys, and of ranges of keys that rows leave out."""
+    """Addresses of the tensors of `StepRows`, of lists of selected keys, and of ranges of keys that are left out."""
 
     table: Any
     table_stride: int
@@ -81,7 +82,7 @@ class Rows(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Addresses of results `[T, N, H]` and log-sum-exps `[T, N]`, and of each split's: `[T, N, X, H]` and
+    """Addresses of the results `[T, N, H]` and log-sum-exps `[T, N]`, and of those of the splits, `[T, N, X, H]` and
     `[T, N, X]`."""
 
     o: Any
@@ -92,8 +93,8 @@ class Results(NamedTuple):
 
 @triton.jit
 def listed(rows: Rows, row: tl.tensor, kv_head: tl.tensor, shape: tl.constexpr) -> tl.tuple:
-    """Return the number of keys that a row lists, its length, its first key, the first one left out, and how many are
-    left out."""
+    """Return the length of a sequence's list of keys, the number of its keys, the first listed key, the first key left
+    out, and the number of keys left out."""
     length = tl.load(rows.lengths + row)
     first = 0
     if shape.window > 0:
@@ -112,8 +113,8 @@ def listed(rows: Rows, row: tl.tensor, kv_head: tl.tensor, shape: tl.constexpr) 
 
 @triton.jit
 def numbered(rows: Rows, entry_S: tl.tensor, is_entry_S: tl.tensor, span: tl.tuple, shape: tl.constexpr) -> tl.tuple:
-    """Return the numbers of the keys at entries of a list, and whether they are keys; `entry_S` of a list of picks are
-    places in memory."""
+    """Return the numbers of the keys at entries of a list, and whether they are keys. For selected keys, `entry_S` are
+    indices into the memory of all lists."""
     length, first, gap, num_left_out = span
     if shape.has_picks:
         key_S = tl.load(rows.picks + entry_S, mask=is_entry_S, other=-1)
@@ -127,7 +128,8 @@ def numbered(rows: Rows, entry_S: tl.tensor, is_entry_S: tl.tensor, span: tl.tup
 
 @triton.jit
 def placed(pages: Pages, table: tl.tensor, key_S: tl.tensor, is_key_S: tl.tensor, shape: tl.constexpr) -> tl.tensor:
-    """Return where the first heads of keys begin in the memory of pages; `table` is that of their row."""
+    """Return the index at which the first head of each key begins in the memory of pages. `table` is the block table of
+    the keys' sequence."""
     page_S = tl.load(table + key_S // shape.page_tokens, mask=is_key_S, other=0).to(tl.int64)
     token_S = key_S % shape.page_tokens
     return page_S * pages.page_stride + token_S * (2 * shape.num_kv_heads * shape.head_dim)
@@ -135,8 +137,8 @@ def placed(pages: Pages, table: tl.tensor, key_S: tl.tensor, is_key_S: tl.tensor
 
 @triton.jit
 def placed_tile(pages: Pages, table: tl.tensor, place: tl.tensor, shape: tl.constexpr) -> tl.tensor:
-    """Return where the first heads begin of a tile of keys that lies in one page, from key number `place` on. Reads the
-    page's number once, where `placed` reads one for each key."""
+    """Return the same as `placed`, for a tile of keys within one page, from key number `place` on. Reads the page's
+    number once, whereas `placed` reads it for each key."""
     page = tl.load(table + place // shape.page_tokens).to(tl.int64)
     token_S = place % shape.page_tokens + tl.arange(0, shape.tile_keys)
     return page * pages.page_stride + token_S * (2 * shape.num_kv_heads * shape.head_dim)
@@ -144,7 +146,7 @@ def placed_tile(pages: Pages, table: tl.tensor, place: tl.tensor, shape: tl.cons
 
 @triton.jit
 def attend_split(q: Strided, pages: Pages, rows: Rows, results: Results, shape: tl.constexpr) -> None:
-    """Attend to one split of the keys that a row and kv head list. Grid: (B * tiles, G, X)."""
+    """Attend to one split of the list of keys of a sequence and kv head. Grid: (B * tiles, G, X)."""
     row = tl.program_id(0) // shape.num_tiles
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -207,7 +209,7 @@ def attend_split(q: Strided, pages: Pages, rows: Rows, results: Results, shape: 
 
 @triton.jit(do_not_specialize=["num_splits"])
 def merge_splits(rows: Rows, results: Results, num_splits: int, shape: tl.constexpr) -> None:
-    """Merge what the splits of a query and head found. Grid: (B * most_queries, N)."""
+    """Merge the results of the splits of a query and head. Grid: (B * most_queries, N)."""
     row = tl.program_id(0) // shape.most_queries
     query = tl.program_id(0) % shape.most_queries
     head = tl.program_id(1)

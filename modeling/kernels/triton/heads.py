@@ -1,4 +1,4 @@
-"""Where heads of tokens lie in memory, as kernels take it."""
+"""Argument of kernels that describes heads of tokens in memory."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""What launches of Triton kernels share: whether Triton is there, whether its interpreter runs, and the device."""
+"""Helpers for launches of Triton kernels: whether Triton is installed, whether its interpreter runs, and the device."""
 
 import functools
 import importlib.util
@@ -10,7 +10,7 @@ import torch
 from baton.errors import ConfigError
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes that the kernels take: one for all tensors of a call."""
+"""Dtypes that the kernels support. All tensors of a call have the same dtype."""
 
 
 @functools.cache
@@ -20,13 +20,13 @@ def has_triton() -> bool:
 
 
 def compiles_for(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether Triton compiles kernels for tensors of that device and dtype: on a GPU, where it is installed."""
+    """Return whether Triton is installed and compiles kernels for tensors of that device, a GPU, and dtype."""
     return device.type == "cuda" and dtype in DTYPES and has_triton()
 
 
 @functools.cache
 def shared_bytes_of(device: torch.device) -> int | None:
-    """Return the shared memory that a program may take on the GPU that holds a tensor; None elsewhere."""
+    """Return the bytes of shared memory that a program may use on the GPU `device`. None for other devices."""
     if device.type != "cuda":
         return None
     from triton.runtime import driver
@@ -35,7 +35,7 @@ def shared_bytes_of(device: torch.device) -> int | None:
 
 
 def require_triton() -> None:
-    """Import Triton. Raises ConfigError where it is not installed."""
+    """Import Triton. Raises ConfigError if it is not installed."""
     try:
         import triton  # noqa: F401
     except ModuleNotFoundError as error:
@@ -49,15 +49,16 @@ def check(holds: bool, text: str) -> None:
 
 
 def is_interpreted(kernel: Any) -> bool:
-    """Return whether Triton's interpreter runs the kernel: the process had TRITON_INTERPRET=1 when it was imported."""
+    """Return whether Triton's interpreter runs the kernel, because TRITON_INTERPRET=1 was set when the kernel was
+    imported."""
     import triton
 
     return not isinstance(kernel, triton.runtime.JITFunction)
 
 
 def widens(kernel: Any, dtype: torch.dtype) -> bool:
-    """Return whether the kernel must widen operands of products to fp32: the interpreter cannot multiply bf16. Rounded
-    to bf16 before, they give the same products."""
+    """Return whether the kernel must widen operands of products to fp32, because the interpreter cannot multiply bf16.
+    The operands are rounded to bf16 before, so that the products are the same."""
     return dtype == torch.bfloat16 and is_interpreted(kernel)
 
 

@@ -1,7 +1,7 @@
-"""Norms, gates and rotations by Triton: each is one pass over its tokens, where torch launches several kernels.
+"""Norms, gates and rotations by Triton: each is one pass over its tokens, whereas torch launches several kernels.
 
-A decode step's tokens are so few that a launch costs more than its work; a prompt's are so many that each pass over
-them counts. Results are those of torch's operations, but rounded once.
+In a decode step with few tokens, a launch costs more than its work. In a long prompt, every pass over the tokens
+matters. Results equal those of torch's operations, but are rounded only once.
 
 T tokens, D channels, I gated channels, N heads, H head dim.
 """
@@ -13,15 +13,15 @@ from modeling.kernels.triton.launch import DTYPES, check, on, require_triton
 from modeling.kernels.triton.tiles import power_of_two
 
 MOST_CHANNELS = 1 << 14
-"""Most channels of a norm: a program holds all of a token's."""
+"""Most channels of a norm. A program holds all channels of a token."""
 _GATE_TILE = 1024
 _TURN_ELEMENTS = 1024
-"""Elements of half heads that a program turns at once, at most."""
+"""Most elements of half heads that a program rotates at once."""
 
 
 def rms_norm(x_TD: Tensor, gain_D: Tensor, eps: float) -> Tensor:
     """Return root mean square norms over the last dimension, `[..., D]`, in the dtype of `x_TD`. Does not wait for the
-    device. Raises RuntimeError for tensors that do not fit together, ConfigError where Triton is not installed."""
+    device. Raises RuntimeError for tensors that do not fit together, and ConfigError if Triton is not installed."""
     require_triton()
     from modeling.kernels.triton import pointwise_kernels as kernels
 
@@ -41,7 +41,7 @@ def rms_norm(x_TD: Tensor, gain_D: Tensor, eps: float) -> Tensor:
 
 def gate(x_TI: Tensor) -> Tensor:
     """Return silu of the first half of the channels times the second half, `[T, I]` of `[T, 2 I]` (SwiGLU; Shazeer,
-    2020). Waits and raises as `rms_norm` does."""
+    2020). Does not wait for the device. Raises the same errors as `rms_norm`."""
     require_triton()
     from modeling.kernels.triton import pointwise_kernels as kernels
 
@@ -57,8 +57,9 @@ def gate(x_TI: Tensor) -> Tensor:
 
 
 def turn_heads(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> None:
-    """Turn the heads of all tokens where they lie, half-split: dimension i pairs with i + H / 2. `sin_T1H` is negative
-    in the first half. Heads may lie anywhere, each in one piece. Waits and raises as `rms_norm` does."""
+    """Rotate the heads of all tokens in place, half-split: dimension i pairs with i + H / 2. `sin_T1H` is negative in
+    the first half. Only each head must be contiguous. Does not wait for the device. Raises the same errors as
+    `rms_norm`."""
     require_triton()
     from modeling.kernels.triton import pointwise_kernels as kernels
 

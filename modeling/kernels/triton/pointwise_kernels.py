@@ -1,5 +1,5 @@
-"""Kernels of what stands between a layer's products and its attention: norms, gates and rotations, each one pass over
-its tokens. Imports Triton. Sums and products are fp32, rounded once.
+"""Kernels of the operations between a layer's products and its attention: norms, gates and rotations, each in one pass
+over its tokens. Imports Triton. Sums and products are fp32, and results are rounded once.
 
 T tokens, D channels (padded), I gated channels, N heads of a token, H head dim, F = H / 2 (padded), X of a tile.
 """
@@ -14,7 +14,7 @@ from modeling.kernels.triton.heads import Heads
 
 @dataclass(frozen=True)
 class NormShape:
-    """What `norm_token` is compiled for."""
+    """Compile-time parameters of `norm_token`. Each combination of values is compiled separately."""
 
     width: int
     width_pad: int
@@ -23,7 +23,7 @@ class NormShape:
 
 @dataclass(frozen=True)
 class TurnShape:
-    """What `turn_heads` is compiled for: another value of a field is another kernel."""
+    """Compile-time parameters of `turn_heads`. Each combination of values is compiled separately."""
 
     num_heads: int
     tile_heads: int
@@ -59,7 +59,7 @@ def gate_tile(x: tl.tensor, o: tl.tensor, width: tl.constexpr, tile: tl.constexp
 
 @triton.jit
 def turn_heads(x: Heads, cos: tl.tensor, sin: tl.tensor, shape: tl.constexpr) -> None:
-    """Turn some heads of a token where they lie. Grid: (T, tiles of N). Sines are negative in the first half."""
+    """Rotate one tile of a token's heads in place. Grid: (T, tiles of N). Sines are negative in the first half."""
     token = tl.program_id(0).to(tl.int64)
     head_X = tl.program_id(1) * shape.tile_heads + tl.arange(0, shape.tile_heads)
     dim_F = tl.arange(0, shape.half_pad)

@@ -1,5 +1,5 @@
-"""Prefill attention by Triton: consecutive queries and one segment of keys, to be merged with other segments by their
-log-sum-exps, as `modeling.forward.attention` does.
+"""Prefill attention by Triton, of consecutive queries to one segment of keys. `modeling.forward.attention` merges the
+results of several segments by their log-sum-exps.
 
 T queries, S keys, N heads, G kv heads, H head dim.
 """
@@ -17,24 +17,25 @@ from modeling.kernels.triton.tiles import PrefillTiles, padded, prefill_tiles
 
 @dataclass(frozen=True)
 class Visibility:
-    """Which keys a query sees, by absolute positions."""
+    """Keys that a query attends to, by absolute positions."""
 
     first_query: int = 0
-    """Position of the first query; the others follow it."""
+    """Position of the first query. The others follow it."""
     first_key: int = 0
-    """Position of the first key; the others follow it."""
+    """Position of the first key. The others follow it."""
     is_causal: bool = True
-    """Whether a query sees no key behind its own position."""
+    """True if a query attends only to keys up to its own position."""
     window: int | None = None
-    """Keys up to its own position that a query sees. None: all."""
+    """Number of latest keys, up to its own position, that a query attends to. None: all."""
     mask_TS: Tensor | None = None
-    """Whether each query sees each key, bool, if the rest lets it. None: whatever the positions are."""
+    """Optional bool mask [T, S], applied in addition to the other fields. None: no extra mask."""
 
 
 DENSE = Visibility(is_causal=False)
-"""Every query sees every key."""
+"""Every query attends to every key."""
 QUERIES = (16, 32, 64, 128)
-"""Numbers of queries of which each stands for those up to it, and the last for all above: they have one kernel."""
+"""Numbers of queries that cover all kernels. All numbers between two entries share the kernel of the larger one, and
+numbers above the last share its kernel."""
 
 
 def prefill_attention(
@@ -43,11 +44,11 @@ def prefill_attention(
     """Return the attention `[T, N, H]` to the segment's keys, in the queries' dtype, and the log-sum-exps of the scores
     `[T, N]` in fp32, natural. Does not wait for the device.
 
-    Queries, keys and values may be views whose tokens and heads lie anywhere, each head in one piece: those of `KvRows`
-    are read as they lie. Scores are scaled by 1 / sqrt(H); softmax and sums are fp32. A query that sees no key gets
-    zeros, and a log-sum-exp below -1e29, which is finite so that results can be merged. `tiles`: other block sizes than
-    those of `modeling.kernels.triton.tiles`, for tests and measurements. Raises RuntimeError for tensors that do not
-    fit together, ConfigError where Triton is not installed.
+    Queries, keys and values may be strided views, such as those of `KvRows`: only each head must be contiguous. Scores
+    are scaled by 1 / sqrt(H). Softmax and sums are fp32. A query that attends to no key gets zeros, and a log-sum-exp
+    below -1e29, which is finite so that results can be merged. `tiles`: other block sizes than those of
+    `modeling.kernels.triton.tiles`, for tests and measurements. Raises RuntimeError for tensors that do not fit
+    together, and ConfigError if Triton is not installed.
     """
     require_triton()
     from modeling.kernels.triton import prefill_kernel as kernels
@@ -90,8 +91,9 @@ def prefill_attention(
 def compile_prefills(
     num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, *, with_masks: bool
 ) -> None:
-    """Compile the kernels of all prefills of a model, `with_masks` those of windows, too: about a second for each, the
-    first time on a machine. Without this, the first prompt that needs one waits, and all rows that stream beside it."""
+    """Compile the kernels of all prefills of a model, and `with_masks` those of windows. Takes about a second for each
+    kernel, the first time on a machine. Without this call, the first prompt that needs a kernel waits for it, and so do
+    all streams of the batch."""
     for num_queries in QUERIES:
         q_TNH = torch.zeros(num_queries, num_heads, head_dim, dtype=dtype, device=device)
         kv_S2GH = torch.zeros(num_queries, 2, num_kv_heads, head_dim, dtype=dtype, device=device)

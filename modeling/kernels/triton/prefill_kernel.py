@@ -1,5 +1,5 @@
-"""Kernel of prefill attention: a program attends with a block of one head's queries to a segment of keys. Imports
-Triton.
+"""Kernel of prefill attention: a program computes the attention of a block of one head's queries to a segment of keys.
+Imports Triton.
 
 T queries, N heads, R heads that share a kv head, H head dim (padded), M queries of a program, S keys of a tile.
 """
@@ -16,22 +16,22 @@ from modeling.kernels.triton.softmax import LN_2, begun, ended, product, weighed
 
 @dataclass(frozen=True)
 class PrefillShape:
-    """What the kernel is compiled for: another value of a field is another kernel."""
+    """Compile-time parameters of the kernel. Each combination of values is compiled separately."""
 
     group: int
-    """Heads that share a kv head."""
+    """Number of heads that share a kv head."""
     head_dim: int
     head_pad: int
     is_causal: bool
     window: int
-    """Keys that a query sees up to its own position; 0: all."""
+    """Number of latest keys, up to its own position, that a query attends to. 0: all."""
     has_mask: bool
     tile_rows: int
     tile_keys: int
     scale: float
     """Factor of scores: 1 / sqrt(head dim), times log2(e)."""
     widen: bool
-    """Whether operands of products are widened to fp32, as the interpreter needs for bf16."""
+    """True if operands of products are widened to fp32, which the interpreter needs for bf16."""
 
 
 class Segment(NamedTuple):
@@ -47,7 +47,7 @@ class Segment(NamedTuple):
 
 
 class Block(NamedTuple):
-    """One block of a head's queries, and the keys that it attends to."""
+    """Block of one head's queries, and the keys that it attends to."""
 
     segment: Segment
     q_MH: Any
@@ -55,16 +55,16 @@ class Block(NamedTuple):
     query_M: Any
     """Numbers of the queries."""
     is_query_M: Any
-    """Which of them there are."""
+    """True for queries that exist, False for padding of the block."""
     own_M: Any
-    """Their places among the keys."""
+    """Numbers of the queries' own keys in the segment."""
     end: Any
-    """Number behind the last key that some query sees."""
+    """End of the keys that some query attends to, exclusive."""
 
 
 @triton.jit
 def loaded(heads: Heads, head: tl.tensor, token_X: tl.tensor, is_token_X: tl.tensor, shape: tl.constexpr) -> tl.tensor:
-    """Load one head of some tokens, `[X, H]`, with zeros where there is no token or dim."""
+    """Load one head of some tokens, `[X, H]`, with zeros for padding."""
     dim_H = tl.arange(0, shape.head_pad)
     at_X = token_X.to(tl.int64) * heads.token_stride + head * heads.head_stride
     is_here_XH = is_token_X[:, None] & (dim_H < shape.head_dim)[None, :]
@@ -73,8 +73,8 @@ def loaded(heads: Heads, head: tl.tensor, token_X: tl.tensor, is_token_X: tl.ten
 
 @triton.jit
 def attended(block: Block, first: tl.tensor, state: tl.tuple, is_masked: tl.constexpr, shape: tl.constexpr) -> tl.tuple:
-    """Attend to the tile of keys from number `first` on, and return largest scores, totals and sums, which `state` were
-    before. Without `is_masked` all queries see all keys of the tile."""
+    """Attend to the tile of keys from number `first` on. Takes and returns the state: largest scores, totals and sums.
+    Without `is_masked` all queries attend to all keys of the tile."""
     segment, q_MH, kv_head, query_M, is_query_M, own_M, end = block
     largest_M, total_M, sum_MH = state
     key_S = first + tl.arange(0, shape.tile_keys)
@@ -99,9 +99,9 @@ def attended(block: Block, first: tl.tensor, state: tl.tuple, is_masked: tl.cons
 
 @triton.jit(do_not_specialize=["shift", "num_queries", "num_keys"])
 def attend_block(segment: Segment, shift: int, num_queries: int, num_keys: int, shape: tl.constexpr) -> None:
-    """Attend with one block of one head's queries. Grid: (blocks of queries, N). Query t stands at key number t +
-    shift; `num_queries` and `num_keys` change with each call, and are no reason to compile again."""
-    number = tl.num_programs(0) - 1 - tl.program_id(0)  # the blocks that see most keys first, the least at the end
+    """Compute the attention of one block of one head's queries. Grid: (blocks of queries, N). Query t is at the
+    position of key number t + shift. New values of `num_queries` and `num_keys` do not compile the kernel again."""
+    number = tl.num_programs(0) - 1 - tl.program_id(0)  # blocks with the most keys first, those with the fewest last
     head = tl.program_id(1)
     query_M = number * shape.tile_rows + tl.arange(0, shape.tile_rows)
     is_query_M = query_M < num_queries

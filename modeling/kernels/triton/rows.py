@@ -1,6 +1,7 @@
-"""The rows of a generation step whose KV lies in pages: what decode attention and appending of KV are told of them.
+"""Arguments of decode attention and of appending KV that describe a generation step's sequences, whose KV is in pages.
 
-B rows, T tokens of the step, E = B + 1, C pages of a row at most, P pages, S tokens of a page, G kv heads, H head dim.
+B sequences (rows of the tensors), T tokens of the step, E = B + 1, at most C pages of a sequence, P pages, S tokens of
+a page, G kv heads, H head dim.
 """
 
 from dataclasses import dataclass
@@ -13,25 +14,26 @@ from modeling.kernels.triton.launch import DTYPES, check
 
 @dataclass(frozen=True)
 class StepRows:
-    """Where the rows of a step have their new tokens and their keys. Holds tensors of the device, which a CUDA graph
-    reads again at each replay: their owner may change their contents between steps, and never their shapes.
+    """New tokens and keys of a step's sequences. Holds tensors of the device, which a CUDA graph reads again at each
+    replay: their owner may change their contents between steps, but never their shapes.
 
-    Key number s of row b is token s % S of page `table_BC[b, s // S]`. A row's new tokens are its last keys. Contents
-    are not checked, for that would wait for the device: they must be as the fields say. Raises RuntimeError for wrong
-    shapes, dtypes or devices.
+    Key number s of sequence b is token s % S of page `table_BC[b, s // S]`. A sequence's new tokens are its last keys.
+    Contents are not checked, because that would wait for the device: they must match the fields' descriptions. Raises
+    RuntimeError for wrong shapes, dtypes or devices.
     """
 
     table_BC: Tensor
-    """Numbers of each row's pages, int32. Entries beyond a row's length are not read."""
+    """Block table of each sequence: numbers of its pages, int32. Entries beyond a sequence's length are not read."""
     lengths_B: Tensor
-    """Keys of each row, new ones included, int32."""
+    """Number of keys of each sequence, including those of new tokens, int32."""
     starts_E: Tensor
-    """Number of each row's first new token among the step's, and behind the last row their sum, int32. A row that has
-    no new tokens is padding: nothing is computed for it."""
+    """Number of each sequence's first new token among the step's, followed by the number of all new tokens, int32. A
+    sequence without new tokens is padding: nothing is computed for it."""
     most_queries: int
-    """Most new tokens of a row: an upper bound, known to the host."""
+    """Upper bound on a sequence's new tokens, known to the host."""
     most_keys: int
-    """Most keys of a row: an upper bound, known to the host. Rows' results depend on it, and on no other row."""
+    """Upper bound on a sequence's keys, known to the host. A sequence's results depend on it, but not on the other
+    sequences."""
 
     def __post_init__(self) -> None:
         tensors = self.table_BC, self.lengths_B, self.starts_E
@@ -48,12 +50,12 @@ class StepRows:
 
     @property
     def num_rows(self) -> int:
-        """Return the number of rows, padding included."""
+        """Return the number of sequences, padding included."""
         return len(self.lengths_B)
 
     def check_pages(self, pages_PS2GH: Tensor) -> None:
-        """Check the pages of a layer. Raises RuntimeError for a wrong shape, dtype or device, or too few pages a
-        row."""
+        """Check the pages of a layer. Raises RuntimeError for a wrong shape, dtype or device, or for fewer pages per
+        sequence than `most_keys` needs."""
         check(
             pages_PS2GH.dim() == 5 and pages_PS2GH.shape[2] == 2 and pages_PS2GH.numel() > 0,
             f"pages must be [pages, tokens, 2, kv heads, head dim], not {list(pages_PS2GH.shape)}",
@@ -65,7 +67,8 @@ class StepRows:
         check(self.most_keys <= room, f"most_keys = {self.most_keys}, and the table has room for {room} keys a row")
 
     def check_tokens(self, tokens_TXH: Tensor, pages_PS2GH: Tensor) -> None:
-        """Check what the step's tokens have, head by head, against the pages. Raises RuntimeError where it differs."""
+        """Check the step's queries, keys or values against the pages. Raises RuntimeError for another head dim, dtype
+        or device."""
         check(
             tokens_TXH.dim() == 3, f"queries, keys and values are [tokens, heads, head dim], not {tokens_TXH.dim()}-d"
         )

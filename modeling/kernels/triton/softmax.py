@@ -1,4 +1,4 @@
-"""The online softmax that the attention kernels share, as functions of a kernel. Imports Triton.
+"""Online softmax that the attention kernels share, as functions that kernels call. Imports Triton.
 
 Scores are in units of log2, so that weights are powers of two. M rows of a tile (pairs of a query and a head), S keys,
 H head dim, padded to a power of two.
@@ -8,13 +8,13 @@ import triton
 import triton.language as tl
 
 NOTHING = tl.constexpr(-1e30)
-"""Largest score, and log-sum-exp, over no key: finite, so that a difference of two of them is a number."""
+"""Largest score, and log-sum-exp, over no keys. Finite, so that the difference of two of them is a number."""
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
 def product(a_MX: tl.tensor, b_XY: tl.tensor, widen: tl.constexpr) -> tl.tensor:
-    """Multiply two matrices with sums in fp32, and fp32 operands as they are, not as TF32."""
+    """Multiply two matrices with sums in fp32. Operands in fp32 are not rounded to TF32."""
     if widen:
         a_MX = a_MX.to(tl.float32)
         b_XY = b_XY.to(tl.float32)
@@ -23,7 +23,7 @@ def product(a_MX: tl.tensor, b_XY: tl.tensor, widen: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def begun(num_rows: tl.constexpr, head_pad: tl.constexpr) -> tl.tuple:
-    """Return largest scores, totals of weights and weighted sums over no key."""
+    """Return the initial state: largest scores, totals of weights and weighted sums over no keys."""
     largest_M = tl.full([num_rows], NOTHING, tl.float32)
     total_M = tl.full([num_rows], 0.0, tl.float32)
     return largest_M, total_M, tl.full([num_rows, head_pad], 0.0, tl.float32)
@@ -31,8 +31,8 @@ def begun(num_rows: tl.constexpr, head_pad: tl.constexpr) -> tl.tuple:
 
 @triton.jit
 def weighed(score_MS: tl.tensor, largest_M: tl.tensor, total_M: tl.tensor) -> tl.tuple:
-    """Return the weights of a tile of keys, the factor by which earlier sums shrink, and the new largest and total. A
-    score of minus infinity is of a key that a row does not see."""
+    """Return the weights of a tile of keys, the factors by which earlier sums shrink, and the new largest scores and
+    totals. A score of minus infinity stands for a key that a row does not attend to."""
     new_M = tl.maximum(largest_M, tl.max(score_MS, 1))
     weight_MS = tl.exp2(score_MS - new_M[:, None])
     shrink_M = tl.exp2(largest_M - new_M)
@@ -41,6 +41,7 @@ def weighed(score_MS: tl.tensor, largest_M: tl.tensor, total_M: tl.tensor) -> tl
 
 @triton.jit
 def ended(largest_M: tl.tensor, total_M: tl.tensor, sum_MH: tl.tensor) -> tl.tuple:
-    """Return the attention, and the log-sum-exp in units of log2: zeros and NOTHING for a row that saw no key."""
+    """Return the attention, and the log-sum-exp in units of log2: zeros and NOTHING for a row that attended to no
+    key."""
     safe_M = tl.where(total_M == 0.0, 1.0, total_M)
     return sum_MH / safe_M[:, None], largest_M + tl.log2(safe_M)
