@@ -17,7 +17,7 @@ from modeling.quantized.settings import described_groups, read_group_size
 
 _BITS = 4
 _PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
-"""Place in a word of each of its eight outputs: even outputs lie in the lower half."""
+"""Place in a word of each of its eight outputs. Even outputs are in the lower half."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class AwqFormat:
     """Weights of 4 bits with a scale and a zero point for each output and group of inputs."""
 
     group_size: int | None
-    """Inputs of a group; None: all are one group."""
+    """Number of inputs of a group. None: all inputs are one group."""
     unused: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, fields: Fields) -> "AwqFormat":
         """Read the format from `quantization_config`, or from quant_config.json. Raises ModelError for weights that
-        are packed otherwise."""
+        are packed in another way."""
         remedy = "choose AWQ weights of 4 bits with zero points, packed by AutoAWQ for gemm"
         bits, group_size = ("w_bit", "q_group_size") if "w_bit" in fields.raw else ("bits", "group_size")
         if fields.count(bits) != _BITS:
@@ -71,5 +71,5 @@ class AwqFormat:
 
 
 def _by_output(words_KW: Tensor) -> Tensor:
-    """Return the numbers in these words `[N, K]`: a row is an output."""
+    """Return the numbers in these words, `[N, K]`, one row for each output."""
     return unpack(words_KW, _BITS).index_select(-1, _PLACES).flatten(1).T.contiguous()

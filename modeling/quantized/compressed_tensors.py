@@ -1,4 +1,4 @@
-"""The formats of compressed-tensors: FP8 and int8 beside their scales, and int4 and int8 packed into words.
+"""Formats of compressed-tensors: FP8 and int8 with their scales, and int4 and int8 packed into words.
 
 `reading` makes the format when a model is loaded. Modules of one checkpoint may be stored in several ways.
 """
@@ -13,20 +13,19 @@ from modeling.quantized.scaled_weight import SCALE_TYPES, ScaledWeight, read_gro
 from modeling.quantized.weight_scheme import LAYOUTS, REMEDY, WeightScheme
 
 _MIXED = "mixed-precision"
-"""Format of a checkpoint whose schemes name their own."""
+"""Format of a checkpoint whose schemes each name their own format."""
 
 
 @dataclass(frozen=True)
 class CompressedTensorsFormat:
-    """Weights stored as `schemes` say. A module that the checkpoint ignores has a plain weight, without scales."""
+    """Weights stored by `schemes`. A module that the checkpoint ignores has a plain weight, without scales."""
 
     schemes: tuple[WeightScheme, ...]
     unused: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, fields: Fields) -> "CompressedTensorsFormat":
-        """Read the format from `quantization_config`. Raises ModelError for sparse weights, and for those that are
-        stored in other ways."""
+        """Read the format from `quantization_config`. Raises ModelError for sparse weights and for other formats."""
         _refuse_sparse(fields)
         layout = fields.raw.get("format")
         if layout not in (*LAYOUTS, _MIXED):

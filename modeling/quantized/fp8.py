@@ -1,4 +1,4 @@
-"""FP8 weights beside their scales: one scale for each block of a weight, as DeepSeek stores it, or one for all of it.
+"""FP8 weights with their scales: one scale for each block of a weight, as DeepSeek stores it, or one for all of it.
 
 `reading` makes the format when a model is loaded.
 
@@ -16,15 +16,15 @@ from modeling.quantized.scaled_weight import SCALE_TYPES, ScaledWeight, ScaleGri
 from modeling.quantized.settings import read_block
 
 _SCALE_NAMES = ("weight_scale_inv", "weight_scale")
-"""Names of the scales. Codes are multiplied by them, whatever the first name says."""
+"""Names of the scales. Codes are multiplied by them, also by those named `weight_scale_inv`."""
 
 
 @dataclass(frozen=True)
 class Fp8Format:
-    """Weights in e4m3, multiplied by a scale for each block, or for the whole weight."""
+    """Weights in e4m3, multiplied by a scale for each block, or by one for the whole weight."""
 
     block: tuple[int, int] | None
-    """Outputs and inputs of a block; None: the weight is one."""
+    """Numbers of outputs and inputs of a block. None: the whole weight is one block."""
     unused: tuple[str, ...] = (ACTIVATIONS,)
 
     @classmethod

@@ -30,18 +30,18 @@ _REMEDY = "choose GPTQ weights of 4 or 8 bits in checkpoint_format gptq or gptq_
 
 @dataclass(frozen=True)
 class GptqFormat:
-    """Weights with a scale and a zero point for each output and group of inputs; inputs may be grouped in any order."""
+    """Weights with a scale and a zero point for each output and group of inputs. Inputs may be grouped in any order."""
 
     bits: int
     group_size: int | None
-    """Inputs of a group; None: all are one group."""
+    """Number of inputs of a group. None: all inputs are one group."""
     act_order: bool
-    """Whether inputs were quantised, and grouped, in the order of their activations (desc_act)."""
+    """True if inputs were quantised, and grouped, in the order of their activations (desc_act)."""
     symmetric: bool
     less_one: bool
-    """Whether zero points are stored less one, as version 1 of the format has them."""
+    """True if zero points are stored minus one, as in version 1 of the format."""
     of_modules: tuple[tuple[str, "GptqFormat"], ...] = ()
-    """Formats of modules that differ (GPTQModel's `dynamic`), by regular expression: the first that matches holds."""
+    """Formats of modules that differ (GPTQModel's `dynamic`), by regular expression. The first that matches is used."""
     unused: tuple[str, ...] = ()
 
     @classmethod
@@ -94,8 +94,8 @@ class GptqFormat:
         return ScaledWeight(codes, replace(grid, columns_K=groups_K), scales_GN.T.contiguous(), zeros_NG)
 
     def _zeros(self, name: str, grid: ScaleGrid, tensors: StoredTensors) -> Tensor:
-        """Return the zero points `[N, G]`. Version 1 subtracted a word of ones from each word of them, where a zero
-        point of 0 borrowed from its neighbour: the same word, added, gives all of them back."""
+        """Return the zero points `[N, G]`. Version 1 of the format subtracted one from each zero point in a word, by
+        subtracting words, so that a zero point of 0 borrowed from its neighbour. Adding the same word restores all."""
         num_outputs, num_groups = grid.shape
         words_GW = tensors.stored(name, {torch.int32: [(num_groups, num_words(num_outputs, self.bits))]})
         if self.less_one:
@@ -117,7 +117,7 @@ def _read_bits(fields: Fields, default: int | None = None) -> int:
 
 
 def _read_modules(fields: Fields, base: GptqFormat) -> Iterator[tuple[str, GptqFormat]]:
-    """Yield the formats of modules whose settings differ. Modules that are not quantised ("-:") need none: their
+    """Yield the formats of modules whose settings differ. Modules that are not quantised ("-:") do not need one: their
     weights are stored plain."""
     rules = fields.raw.get("dynamic") or {}
     if not isinstance(rules, Mapping):

@@ -1,6 +1,6 @@
 """Tensors of quantised checkpoints that no weight needs: scales of activations and of a quantised KV cache.
 
-Formats name them by their endings when a model is loaded; they are not read.
+Formats recognise them by the endings of their names when a model is loaded. They are not read.
 """
 
 _KINDS = {
@@ -33,5 +33,6 @@ KV_CACHE = "quantisation of the KV cache"
 
 
 def unused_kind(name: str) -> str | None:
-    """Return what the tensor `name` scales, in words, if that is not a weight; None for any other tensor."""
+    """Return the kind of scale that the tensor `name` holds, as readable text, if it does not scale a weight. None for
+    any other tensor."""
     return next((kind for kind, endings in _KINDS.items() if name.endswith(endings)), None)

@@ -1,6 +1,6 @@
-"""Reads from config.json how a checkpoint stores quantised weights; refuses formats that are not known.
+"""Reads from config.json how a checkpoint stores quantised weights, and refuses unknown formats.
 
-`modeling.checkpoints.stored_format` calls it when a model's configuration is read, before any weight is.
+`modeling.checkpoints.stored_format` calls it when a model's configuration is read, before any weight is read.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ _FORMATS: dict[str, Callable[[Fields], WeightFormat]] = {
     "awq": AwqFormat.read,
     "gptq": GptqFormat.read,
 }
-"""By quant_method: the function that reads the format."""
+"""Function that reads the format, by quant_method."""
 
 
 def read_format(raw: object, source: str) -> WeightFormat:

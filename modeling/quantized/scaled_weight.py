@@ -1,9 +1,9 @@
-"""A quantised weight as codes, scales and zero points: what every format of quantised weights comes down to.
+"""Quantised weights as codes, scales and zero points: the common form of all formats of quantised weights.
 
-The formats beside this module make them when a model is loaded; `modeling.families.checkpoint` dequantises them, some
-rows at a time. Each value is `(code - zero) * scale`, computed in fp32: exact but for the rounding of the product.
+The formats in this folder make them when a model is loaded, and `modeling.families.checkpoint` dequantises them, some
+rows at a time. Each value is `(code - zero) * scale`, computed in fp32. It is exact except for the product's rounding.
 
-N rows, K columns of a weight (its outputs and inputs); R rows, C columns of its scales; W words.
+N rows, K columns of a weight (its outputs and inputs). R rows, C columns of its scales. W words.
 """
 
 import sys
@@ -17,42 +17,43 @@ from modeling.families.checkpoint import Shapes, StoredTensors
 from modeling.kv.buffers import TORCH_DTYPES
 
 SCALE_TYPES = tuple(TORCH_DTYPES.values())
-"""Types that scales have."""
+"""Supported types of scales."""
 WORD_BITS = 32
 
 
 @dataclass(frozen=True)
 class ScaleGrid:
-    """Which of its scales `[R, C]` each value of a weight `[N, K]` is multiplied by."""
+    """Mapping from each value of a weight `[N, K]` to one of its scales `[R, C]`."""
 
     shape: tuple[int, int]
     """Shape of the scales: (R, C)."""
     rows_a_scale: int = 1
-    """Neighbouring rows of the weight that have one row of scales."""
+    """Number of neighbouring rows of the weight that share one row of scales."""
     columns_K: Tensor | None = None
-    """Column of the scales for each input; None: there is one column, for all of them."""
+    """Column of the scales for each input. None: all inputs share one column."""
     spellings: tuple[tuple[int, ...], ...] = ()
     """Other shapes in which the same scales may be stored."""
 
     @classmethod
     def of_whole(cls, shape: tuple[int, ...]) -> "ScaleGrid":
-        """Share one scale among all values."""
+        """Return the grid that shares one scale among all values."""
         return cls((1, 1), shape[0], spellings=((), (1,)))
 
     @classmethod
     def of_rows(cls, shape: tuple[int, ...]) -> "ScaleGrid":
-        """Give each row a scale."""
+        """Return the grid that gives each row a scale."""
         return cls((shape[0], 1), spellings=((shape[0],),))
 
     @classmethod
     def of_groups(cls, shape: tuple[int, ...], group_size: int | None) -> "ScaleGrid":
-        """Give each row a scale for each group of inputs, which lie one behind the other; None: all are one group."""
+        """Return the grid that gives each row a scale for each group of `group_size` consecutive inputs. None: all
+        inputs are one group."""
         groups_K = torch.arange(shape[1]) // (group_size or shape[1])
         return cls((shape[0], int(groups_K[-1]) + 1), columns_K=groups_K)
 
     @classmethod
     def of_blocks(cls, shape: tuple[int, ...], block: tuple[int, int]) -> "ScaleGrid":
-        """Give each block of rows and inputs a scale; blocks at the edges may be smaller."""
+        """Return the grid that gives each block of rows and inputs a scale. Blocks at the edges may be smaller."""
         (num_rows, num_columns), (rows, columns) = shape, block
         columns_K = torch.arange(num_columns) // columns
         return cls((-(-num_rows // rows), int(columns_K[-1]) + 1), rows, columns_K)
@@ -62,8 +63,8 @@ class ScaleGrid:
         return dict.fromkeys(types, (self.shape, *self.spellings))
 
     def of_each(self, values_RC: Tensor, start: int, stop: int) -> Tensor:
-        """Return the value of the grid for each value in rows `start` to `stop` of the weight: `[stop - start, K]`, or
-        with one column."""
+        """Return the value in `values_RC` for each value in rows `start` to `stop` of the weight: `[stop - start, K]`,
+        or `[stop - start, 1]` if all inputs share one column."""
         values_NC = values_RC[torch.arange(start, stop) // self.rows_a_scale]
         return values_NC if self.columns_K is None else values_NC.index_select(1, self.columns_K)
 
@@ -73,12 +74,12 @@ class ScaledWeight:
     """A quantised weight `[N, K]`, which is dequantised some rows at a time."""
 
     codes: Callable[[int, int], Tensor]
-    """(start, stop) -> the codes of these rows in fp32, in memory of their own; `start` is a multiple of 32."""
+    """(start, stop) -> the codes of these rows in fp32, in a new tensor. `start` is a multiple of 32."""
     grid: ScaleGrid
     scales: Tensor
-    """In a shape that the grid allows, of any floating type."""
+    """Scales in a shape that the grid allows, of any floating type."""
     zeros_RC: Tensor | None = None
-    """Codes that stand for zero; None: zero itself."""
+    """Codes that stand for zero. None: code 0."""
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Return rows `start` to `stop` of the weight, in fp32. `start` is a multiple of 32."""
@@ -91,27 +92,27 @@ class ScaledWeight:
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """Return the unsigned numbers of 4 or 8 bits that int32 words hold, from the lowest bits to the highest, in a new
-    last dimension, as uint8. It goes byte by byte, which is faster than to shift words."""
+    last dimension, as uint8. Works byte by byte, which is faster than shifting words."""
     assert sys.byteorder == "little"
     parts = words.contiguous().view(torch.uint8).view(*words.shape, WORD_BITS // 8)
     return parts if bits == 8 else torch.stack((parts & 15, parts >> 4), -1).flatten(-2)
 
 
 def fp8_values(codes: Tensor) -> Tensor:
-    """Return the values of e4m3 codes in fp32. Looked up: torch takes several times as long to convert them."""
+    """Return the values of e4m3 codes in fp32, from a table. Torch's conversion takes several times as long."""
     table = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     return table.index_select(0, codes.contiguous().view(torch.uint8).flatten().int()).view(codes.shape)
 
 
 def num_words(count: int, bits: int) -> int:
-    """Return the words that hold `count` numbers of `bits` bits, which divide a word."""
+    """Return the number of words that hold `count` numbers of `bits` bits each. `bits` divides a word's size."""
     return -(-count * bits // WORD_BITS)
 
 
 def read_groups(tensors: StoredTensors, name: str, in_order: ScaleGrid, *, required: bool) -> Tensor:
-    """Return the group of each input `[K]` as the tensor `name` lists them, or as `in_order` has them where the tensor
-    is absent or was never filled. Raises ModelError for a group that there is not, and where the list is `required`:
-    inputs of several groups were reordered."""
+    """Return the group of each input, `[K]`, from the tensor `name`, or from `in_order` if the tensor is absent or was
+    never filled. `required`: the inputs were reordered. Raises ModelError for an unknown group, and for a tensor that
+    is absent or was never filled although it is required and the weight has several groups."""
     assert in_order.columns_K is not None
     required = required and in_order.shape[1] > 1
     if not required and not tensors.has(name):

@@ -1,6 +1,6 @@
-"""Settings that several formats of quantised weights have.
+"""Settings that several formats of quantised weights share.
 
-The formats beside this module read their configuration with it when a model is loaded.
+The formats in this folder read their configuration with it when a model is loaded.
 """
 
 import re
@@ -9,12 +9,13 @@ from modeling.families.fields import Fields
 
 
 def read_group_size(fields: Fields, name: str) -> int | None:
-    """Return the inputs of a group; None for -1, which means that all inputs are one group. Raises ModelError."""
+    """Return the number of inputs of a group. None for -1, which means that all inputs are one group. Raises
+    ModelError."""
     return None if fields.raw.get(name) == -1 else fields.count(name)
 
 
 def read_block(fields: Fields, name: str) -> tuple[int, int] | None:
-    """Return the outputs and inputs of a block; None where the field is absent or null. Raises ModelError."""
+    """Return the numbers of outputs and inputs of a block. None if the field is absent or null. Raises ModelError."""
     block = fields.raw.get(name)
     if block is None:
         return None
@@ -26,7 +27,7 @@ def read_block(fields: Fields, name: str) -> tuple[int, int] | None:
 
 
 def check_pattern(fields: Fields, name: str, pattern: str) -> str:
-    """Return a regular expression that the field `name` holds. Raises ModelError where it is none."""
+    """Return `pattern`, a value of the field `name`. Raises ModelError if it is not a regular expression."""
     try:
         re.compile(pattern)
     except re.error as error:
@@ -35,5 +36,5 @@ def check_pattern(fields: Fields, name: str, pattern: str) -> str:
 
 
 def described_groups(group_size: int | None) -> str:
-    """Return how inputs are grouped, in words."""
+    """Return the grouping of inputs as readable text."""
     return "one group" if group_size is None else f"groups of {group_size}"

@@ -1,6 +1,6 @@
-"""How compressed-tensors stores the weights of some modules: how codes lie in tensors, and what shares a scale.
+"""Schemes by which compressed-tensors stores the weights of some modules: the layout of codes and of scales.
 
-`compressed_tensors` reads schemes and asks them for weights when a model is loaded.
+`compressed_tensors` reads the schemes, and weights by them, when a model is loaded.
 
 N outputs, K inputs, R rows and C columns of scales, W words.
 """
@@ -29,18 +29,18 @@ _EXPRESSION = "re:"
 
 @dataclass(frozen=True)
 class Sharing:
-    """What shares a scale."""
+    """Set of values that share a scale."""
 
     strategy: str
     """One of tensor, channel, group, block."""
     group_size: int | None = None
     block: tuple[int, int] | None = None
     reordered: bool = False
-    """Whether inputs were reordered before they were grouped."""
+    """True if inputs were reordered before they were grouped."""
 
     @classmethod
     def read(cls, fields: Fields) -> "Sharing":
-        """Read it from a scheme's `weights`. Raises ModelError."""
+        """Read the sharing from a scheme's `weights`. Raises ModelError."""
         size = None if fields.raw.get("group_size") is None else read_group_size(fields, "group_size")
         implied = "group" if size else "tensor" if fields.raw.get("group_size") is None else "channel"
         strategy = fields.choice("strategy", ("tensor", "channel", "group", "block"), implied)
@@ -53,7 +53,7 @@ class Sharing:
         return cls(strategy, size, block, reordered=order is True or order in ("group", "dynamic"))
 
     def grid(self, shape: tuple[int, ...]) -> ScaleGrid:
-        """Return which scale each value of a weight of this shape has."""
+        """Return the mapping from the values of a weight of this shape to scales."""
         if self.strategy == "tensor":
             return ScaleGrid.of_whole(shape)
         if self.strategy == "group":
@@ -63,10 +63,10 @@ class Sharing:
 
 @dataclass(frozen=True)
 class WeightScheme:
-    """How the weights of some modules are stored."""
+    """Storage of the weights of some modules."""
 
     targets: tuple[str, ...]
-    """Names of modules, regular expressions of names behind "re:", or the classes Linear and Embedding."""
+    """Names of modules, regular expressions of names after "re:", or the classes Linear and Embedding."""
     layout: str
     kind: str
     """Kind of the codes: int or float."""
@@ -94,12 +94,12 @@ class WeightScheme:
 
     @property
     def description(self) -> str:
-        """Return the scheme in a few words."""
+        """Return a short description of the scheme."""
         return f"{self.layout} {self.kind}{self.bits} by {self.sharing.strategy}"
 
     def rank(self, module: str) -> tuple[int, str] | None:
-        """Return how well the targets fit a module, the best the least: a name before an expression before a class,
-        then by alphabet. None: none does."""
+        """Return a key that orders schemes by how well their targets fit a module, best first: a name, an expression, a
+        class, then by alphabet. None: no target fits."""
         kind = "Embedding" if "embed" in module.rpartition(".")[2] else "Linear"
         ranks = []
         for target in self.targets:
@@ -112,7 +112,7 @@ class WeightScheme:
         return min(ranks, default=None)
 
     def codes(self, module: str, shape: tuple[int, ...], tensors: StoredTensors) -> Callable[[int, int], Tensor]:
-        """Return a function (start, stop) that gives these rows of a weight's codes, in fp32. Raises ModelError."""
+        """Return a function (start, stop) that returns these rows of a weight's codes, in fp32. Raises ModelError."""
         if self.layout != PACKED:
             codes_NK = tensors.stored(f"{module}.weight", {_CODE_TYPES[self.kind, self.bits]: [shape]})
             if self.kind == "float":
@@ -125,8 +125,8 @@ class WeightScheme:
         return lambda start, stop: self._signed(unpack(words_NW[start:stop], self.bits).flatten(1)[:, :num_inputs])
 
     def zeros(self, module: str, grid: ScaleGrid, tensors: StoredTensors) -> Tensor | None:
-        """Return the zero points `[R, C]`, or None without any. Those of packed weights may be packed along the rows.
-        Raises ModelError."""
+        """Return the zero points `[R, C]`, or None if the weight has none. Those of packed weights may be packed along
+        the rows. Raises ModelError."""
         name = f"{module}.weight_zero_point"
         if self.symmetric and not tensors.has(name):
             return None
@@ -140,12 +140,12 @@ class WeightScheme:
         return zeros.float().view(grid.shape)
 
     def _signed(self, numbers: Tensor) -> Tensor:
-        """Return packed numbers in fp32, about zero."""
+        """Return packed numbers in fp32, shifted to be symmetric about zero."""
         return numbers.float() - (1 << (self.bits - 1))
 
 
 def _check_shape(name: str, shape: tuple[int, ...], tensors: StoredTensors) -> None:
-    """Raise ModelError unless the tensor `name`, which may be absent, says this shape."""
+    """Raise ModelError if the tensor `name` exists and states another shape."""
     if not tensors.has(name):
         return
     stated = tensors.stored(name, {torch.int64: [(2,)], torch.int32: [(2,)]}).tolist()

@@ -1,1 +1,1 @@
-"""Fit and keep the bases by which keys are chosen."""
+"""Fits and stores the bases by which keys are selected."""

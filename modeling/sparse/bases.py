@@ -1,18 +1,18 @@
-"""Bases in which queries and keys are compared at a part of the cost: R columns in place of a head's whole width.
+"""Bases in which queries and keys are compared at a lower cost: R columns instead of a head's whole width.
 
-InfiniGen (Lee et al., OSDI 2024) guesses which keys matter from *partial* queries and keys. A basis defines these: for
-each layer and kv head two matrices [H, R], so that q_R . k_R stands for q_H . k_H. Both are applied to what attention
-compares, so behind RoPE: a rotation by the token's position does not commute with a change of basis, and a basis that
-was folded into the weights before RoPE would change the scores. Weights and KV stay as they are.
+InfiniGen (Lee et al., OSDI 2024) predicts from *partial* queries and keys which keys matter. A basis defines these: for
+each layer and kv head two matrices [H, R], so that q_R . k_R approximates q_H . k_H. Both are applied to the queries
+and keys that attention compares, that is, after RoPE. A rotation by the token's position does not commute with a change
+of basis, so that a basis folded into the weights before RoPE would change the scores. Weights and KV are not changed.
 
-A kv head has one basis, which its J query heads share, so that a partial key is kept once.
+A kv head has one basis, which its J query heads share, so that a partial key is stored once.
 
-What a head's queries and keys look like behind RoPE depends on their positions: columns that turn slowly have another
-mean elsewhere. A basis that is fitted to the first thousands of positions fails beyond them. So a sample is fitted as
-if it stood at several places of the whole context, which takes no more than turning it.
+The distribution of a head's queries and keys after RoPE depends on their positions, because columns that rotate slowly
+have another mean at other positions. A basis that is fitted to the first thousands of positions fails beyond them. So a
+sample is fitted as if it were at several places of the whole context, for which it only has to be rotated.
 
-`baton prepare` fits bases, in fp64, before any request; `selection_file` keeps them; workers only apply them.
-docs/infinigen.md has the picture.
+`baton prepare` fits bases, in fp64, before any request. `selection_file` stores them, and workers only apply them.
+docs/infinigen.md has the overview.
 
 Legend: T tokens, N query heads, G kv heads, J = N / G, H head dim, R columns kept, L layers, D hidden, P places of a
 sample, M = T * J queries that share a kv head.
@@ -33,43 +33,43 @@ from modeling.forward.selection import KeyProjection
 from modeling.kv.buffers import BufferSpan
 
 NUM_WHOLE_LAYERS = 2
-"""The first layers attend to all keys, as in the paper: their attention is spread too wide to leave much out."""
+"""Number of first layers that attend to all keys, as in the paper: their attention is too spread out to omit many."""
 NUM_PLACES = 5
-"""Places within the context at which a sample is fitted."""
+"""Number of places within the context at which a sample is fitted."""
 _DAMPING = 1e-3
-"""Least singular value to divide by, as a part of the largest: smaller ones are raised to it."""
+"""Least singular value to divide by, as a fraction of the largest. Smaller ones are raised to it."""
 
 
 class BasisKind(enum.Enum):
-    """How a basis is found. The value is its name on the command line and in files."""
+    """Method that finds a basis. The value is its name on the command line and in files."""
 
     COLUMNS = "columns"
-    """Those of the head's own columns with the largest sum over tokens of |q| and |k|."""
+    """Columns of the head itself with the largest sum over tokens of |q| and |k|."""
     COLUMNS_Q = "columns_q"
-    """Those of the head's own columns with the largest sum over tokens of |q| alone."""
+    """Columns of the head itself with the largest sum over tokens of |q| only."""
     SKEW = "skew"
-    """The paper's: the queries' right singular vectors, then the columns with the largest sum of |q~| and |k~|."""
+    """Paper's method: the queries' right singular vectors, then the columns with the largest sum of |q~| and |k~|."""
     SKEW_Q = "skew_q"
-    """The queries' right singular vectors, then the columns with the largest sum of |q~| alone: the first vectors."""
+    """Queries' right singular vectors, then the columns with the largest sum of |q~| only: the first vectors."""
     CENTRED = "centred"
-    """The best approximation of all scores, less their mean over keys, by a product of rank R (Eckart and Young)."""
+    """Best approximation of all scores, minus their mean over keys, by a product of rank R (Eckart and Young)."""
 
 
 @dataclass(frozen=True)
 class LayerSample:
-    """Queries and keys that attention compares in one layer, on some text; in the decoder's dtype."""
+    """Queries and keys that attention compares in one layer, on some text, in the decoder's dtype."""
 
     layer: int
     q_TNH: Tensor
     early_TNH: Tensor
-    """The layer's queries, predicted one layer early: by its norm and weights from the former layer's input."""
+    """Queries of the layer, predicted one layer early: by its norm and weights from the previous layer's input."""
     k_TGH: Tensor
 
 
 @dataclass(frozen=True)
 class Basis:
-    """The basis of one model, in all layers and kv heads. The first NUM_WHOLE_LAYERS are zeros, because no keys are
-    chosen there. Columns that tell most of the scores come first, so that the first columns are a basis, too."""
+    """Basis of one model, in all layers and kv heads. The first NUM_WHOLE_LAYERS layers are zeros, because no keys are
+    selected there. Columns that contribute most to the scores come first, so that the first columns are a basis too."""
 
     kind: BasisKind
     q_LGHR: Tensor
@@ -91,7 +91,7 @@ class Basis:
         return Basis(self.kind, self.q_LGHR.to(device), self.k_LGHR.to(device))
 
     def queries(self, layer: int, q_TNH: Tensor) -> Tensor:
-        """Return partial queries `[T, N, R]` in fp32, times 1 / sqrt(H): their products are scores for a softmax."""
+        """Return partial queries `[T, N, R]` in fp32, times 1 / sqrt(H). Their products are scores for a softmax."""
         num_tokens, num_heads, head_dim = q_TNH.shape
         partial_GMR = _by_kv_head(q_TNH.float(), self.q_LGHR.shape[1]) @ self.q_LGHR[layer]
         partial_GTJR = partial_GMR.view(len(partial_GMR), num_tokens, -1, self.num_columns).mul_(head_dim**-0.5)
@@ -111,7 +111,8 @@ class Basis:
 
 
 def sample_layers(decoder: Decoder, token_ids: Sequence[int]) -> Iterator[LayerSample]:
-    """Run one sequence; yield what each layer but NUM_WHOLE_LAYERS compares. To be used in torch.inference_mode()."""
+    """Run one sequence, and yield a sample of each layer after the first NUM_WHOLE_LAYERS. To be used in
+    torch.inference_mode()."""
     tokens = TokenRange(0, len(token_ids))
     buffer = decoder.device.buffer(decoder.layout, tokens)
     step = decoder.begin([BufferSpan(buffer, tokens)])
@@ -123,7 +124,7 @@ def sample_layers(decoder: Decoder, token_ids: Sequence[int]) -> Iterator[LayerS
         if layer >= NUM_WHOLE_LAYERS:
             assert early_TNH is not None
             yield LayerSample(layer, q_TNH, early_TNH, rows.k_SGH)
-        if layer + 1 < decoder.config.num_layers:  # the keys that this writes are overwritten in the next turn
+        if layer + 1 < decoder.config.num_layers:  # the next iteration overwrites the keys that this writes
             early_TNH = decoder.project(layer + 1, hidden_TD, step)
         attention = decoder.attention(layer, q_TNH, 0)
         attention.add(rows)
@@ -147,9 +148,8 @@ def fit_bases(
 
 
 def spread(positions: PositionTable, x_TNH: Tensor, context: int, layer: int) -> Tensor:
-    """Return queries or keys of a text's T tokens in a layer, as if the text stood at NUM_PLACES places from the
-    context's start to its end: `[NUM_PLACES * T, N, H]`. Where positions do not turn, they are the text's, NUM_PLACES
-    times."""
+    """Return queries or keys of a text's T tokens in a layer as if the text were at NUM_PLACES places from the
+    context's start to its end: `[NUM_PLACES * T, N, H]`. If the model does not use RoPE, they are only repeated."""
     num_tokens = len(x_TNH)
     assert num_tokens <= context, f"{num_tokens} tokens in a context of {context}"
     first_P = torch.linspace(0, context - num_tokens, NUM_PLACES).long()
@@ -158,7 +158,7 @@ def spread(positions: PositionTable, x_TNH: Tensor, context: int, layer: int) ->
 
 
 def fit_layer(kind: BasisKind, q_TNH: Tensor, k_TGH: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Return `(q_GHR, k_GHR)` in fp64, fitted to one layer's queries and keys behind RoPE."""
+    """Return `(q_GHR, k_GHR)` in fp64, fitted to one layer's queries and keys after RoPE."""
     q_GMH = _by_kv_head(q_TNH.double().cpu(), k_TGH.shape[1])
     k_GTH = k_TGH.double().cpu().transpose(0, 1)
     if kind is BasisKind.CENTRED:
@@ -183,20 +183,20 @@ def skew(q_GMH: Tensor) -> Tensor:
 
 def _singular(x_GMH: Tensor) -> tuple[Tensor, Tensor]:
     """Return singular values `[G, H]`, descending, and right singular vectors `[G, H, H]`, as columns. They are
-    computed from X'X: what squaring loses in fp64 lies far below what a sample tells, and M is far above H."""
+    computed from X'X: the precision that squaring loses in fp64 is far below a sample's noise, and M is far above H."""
     squares_GH, vectors_GHH = torch.linalg.eigh(x_GMH.mT @ x_GMH)
     return squares_GH.flip(1).clamp(min=0).sqrt(), vectors_GHH.flip(2)
 
 
 def _by_kv_head(q_TNH: Tensor, num_kv_heads: int) -> Tensor:
-    """Return `[G, M, H]`: the queries that share a kv head, one below the other."""
+    """Return `[G, M, H]`: the queries that share a kv head, in the rows of one matrix."""
     num_tokens, num_heads, head_dim = q_TNH.shape
     q_GTJH = q_TNH.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim).transpose(0, 1)
     return q_GTJH.reshape(num_kv_heads, -1, head_dim)
 
 
 def _heaviest(whole_GHH: Tensor, weight_GH: Tensor, num_columns: int) -> Tensor:
-    """Return the columns with the largest weights, the largest first; of equal weights the earlier column."""
+    """Return the columns with the largest weights, the largest first. Of equal weights the earlier column is first."""
     chosen_GR = weight_GH.sort(dim=1, descending=True, stable=True).indices[:, :num_columns]
     return whole_GHH.gather(2, chosen_GR.unsqueeze(1).expand(-1, whole_GHH.shape[1], -1))
 
@@ -204,8 +204,8 @@ def _heaviest(whole_GHH: Tensor, weight_GH: Tensor, num_columns: int) -> Tensor:
 def _eckart_young(q_GMH: Tensor, k_GTH: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
     """Return the best rank-R factors of the scores (Eckart and Young, 1936).
 
-    Q = U S V' of the queries, and K = U S V' of the keys less their mean, which ranks nothing. The products are U_q
-    (S_q V_q' V_k S_k) U_k', and the inner matrix, cut at rank R, is brought back behind Q and K.
+    Q = U S V' of the queries, and K = U S V' of the keys minus their mean, which does not change the ranking of keys.
+    The products are U_q (S_q V_q' V_k S_k) U_k'. The inner matrix, cut at rank R, is expressed as factors of Q and K.
     """
     sq_GH, vq_GHH = _singular(q_GMH)
     sk_GH, vk_GHH = _singular(k_GTH - k_GTH.mean(1, keepdim=True))
@@ -218,5 +218,5 @@ def _eckart_young(q_GMH: Tensor, k_GTH: Tensor, num_columns: int) -> tuple[Tenso
 
 
 def _damped(singular_GH: Tensor) -> Tensor:
-    """Raise small singular values to _DAMPING times the largest: else rare directions would be strongest."""
+    """Raise small singular values to _DAMPING times the largest. Otherwise rare directions would dominate."""
     return singular_GH.clamp(min=torch.finfo(torch.float64).tiny).maximum(_DAMPING * singular_GH[:, :1])

@@ -1,7 +1,7 @@
-"""What `baton prepare` measured of a model, as one safetensors file: the basis, and how to choose keys by it.
+"""Results of `baton prepare` for a model, as one safetensors file: the basis, and the parameters of key selection.
 
-Residency policies that choose keys load it when a generation group starts. The tensors are `q_LGHR` and `k_LGHR`
-(modeling.sparse.bases); all else is text in the file's metadata. A file belongs to the weights that it was made from,
+Residency policies that select keys load it when a generation group starts. The tensors are `q_LGHR` and `k_LGHR`
+(modeling.sparse.bases). All else is text in the file's metadata. A file belongs to the weights that it was made from,
 including their dtype and quantization, and records their fingerprint. Blocks on the disk.
 """
 
@@ -22,7 +22,7 @@ from modeling.forward.selection import Selection
 from modeling.sparse.bases import Basis, BasisKind
 
 _FORMAT = "baton-selection 2"
-"""The file's kind and the version of its fields."""
+"""Kind of the file, and the version of its fields."""
 _REMEDY = "run `baton prepare` with this model, dtype and quantization"
 _TENSORS = ("q_LGHR", "k_LGHR")
 _MEASURED = ("captured_mass", "picked_share", "perplexity_cost")
@@ -31,33 +31,32 @@ LOOKAHEADS = (0, 1)
 
 @dataclass(frozen=True)
 class PreparedSelection:
-    """All that a policy which chooses keys needs to know of a model."""
+    """Facts of a model for residency policies that select keys."""
 
     basis: Basis
     selection: Selection
     lookahead: int
-    """Layers by which queries are predicted early: 0, they are the layer's own, or 1."""
+    """Number of layers by which queries are predicted early: 0 (the layer's own queries) or 1."""
     fingerprint: str
     """Fingerprint of the model: KvLayout.model_fingerprint."""
     text_hash: str
     """Hash of the text that the basis was fitted to."""
     captured_mass: float | None = None
-    """Part of the softmax's weight that lay on chosen keys, on text that no basis was fitted to. None: not measured."""
+    """Fraction of the softmax's weight on selected keys, on text that no basis was fitted to. None: not measured."""
     picked_share: float | None = None
-    """Chosen keys as a part of the row's keys, on that text. None: not measured."""
+    """Selected keys as a fraction of the sequence's keys, on that text. None: not measured."""
     perplexity_cost: float | None = None
-    """Rise of perplexity by choosing keys, as a part of that with all keys, on that text. None: not measured."""
+    """Rise of perplexity by key selection, as a fraction of that with all keys, on that text. None: not measured."""
 
 
 def prepared_path(fingerprint: str, lookahead: int = 0) -> Path:
-    """Return the file in which `baton prepare` keeps, and workers find, the selection of a model that was tuned with
-    that lookahead."""
+    """Return the file of a model's selection, tuned with that lookahead. `baton prepare` writes it, workers read it."""
     early = "-early" if lookahead else ""
     return cache_folder() / "selections" / f"{fingerprint}{early}.safetensors"
 
 
 def save_prepared(prepared: PreparedSelection, path: Path) -> None:
-    """Write the file, replacing an old one, whole or not at all. Raises ConfigError when that fails."""
+    """Write the file, atomically replacing an old one. Raises ConfigError when that fails."""
     selection = prepared.selection
     metadata = {
         "format": _FORMAT,
@@ -74,7 +73,7 @@ def save_prepared(prepared: PreparedSelection, path: Path) -> None:
     for name in _MEASURED:
         if (value := getattr(prepared, name)) is not None:
             metadata[name] = repr(float(value))
-    basis = prepared.basis  # copied, for a file takes no tensors that share memory, or lie with gaps
+    basis = prepared.basis  # copied, because safetensors refuses tensors that share memory or have gaps
     tensors = {name: getattr(basis, name).clone(memory_format=torch.contiguous_format) for name in _TENSORS}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +84,7 @@ def save_prepared(prepared: PreparedSelection, path: Path) -> None:
 
 
 def load_prepared(path: Path, decoder: Decoder) -> PreparedSelection:
-    """Read what `save_prepared` wrote. Raises ModelError for a missing or damaged file, or another model's."""
+    """Read a file that `save_prepared` wrote. Raises ModelError for a missing or damaged file, or another model's."""
     if not path.is_file():
         raise ModelError(f"{path}: no selection was prepared for this model: {_REMEDY}")
     try:
