@@ -1,1 +1,1 @@
-"""Find, convert and load models."""
+"""Finds, converts and loads models."""

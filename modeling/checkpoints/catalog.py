@@ -1,6 +1,6 @@
 """Finds the folder of the model that a user names: a Hugging Face folder, a GGUF file, or a name from the catalog.
 
-`deploy` calls it before it starts workers, on any thread; blocks while any process converts the GGUF file.
+`deploy` calls it before it starts workers, on any thread. Blocks while any process converts the GGUF file.
 """
 
 import fcntl
@@ -14,7 +14,7 @@ from pathlib import Path
 from baton.errors import ModelError
 
 CONVERTER_VERSION = 1
-"""Raised whenever a conversion, or the tokenizer files that go with it, would come out differently."""
+"""Version of the conversion and of its tokenizer files. It is incremented whenever their result changes."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,12 @@ _CATALOG = {
 def resolve_model(
     name: str, *, cache: Path, progress: Callable[[int, int], None], finish: Callable[[Path, Path], None]
 ) -> Path:
-    """Return the folder of model `name`; a GGUF file is converted into a folder under `cache`, once.
+    """Return the folder of model `name`. A GGUF file is converted into a folder under `cache`, once.
 
-    `progress(done, total)` follows the conversion; `finish(gguf_path, folder)` then adds the other files that the
-    folder shall hold. The folder appears whole or not at all; of several processes at once one converts and the others
-    wait. A file of another size or time, or another CONVERTER_VERSION, is converted anew. Raises ModelError, one line.
+    `progress(done, total)` reports the progress of the conversion. `finish(gguf_path, folder)` then adds the other
+    files of the folder. The folder appears complete or not at all. If several processes call this at once, one converts
+    and the others wait. A file with another size or modification time is converted again, as is every file when
+    CONVERTER_VERSION changes. Raises ModelError, one line.
     """
     if name in _CATALOG:
         return _converted(_packaged_file(name), cache, progress, finish)
@@ -73,7 +74,7 @@ def _converted(
     with _exclusive(folder.with_name(folder.name + ".lock")):
         if folder.is_dir():
             return folder
-        from modeling.checkpoints.gguf import convert_gguf  # imports torch: seconds, and mostly there is a folder
+        from modeling.checkpoints.gguf import convert_gguf  # imports torch, which takes seconds and is rarely needed
 
         with _whole_folder(folder) as partial:
             convert_gguf(path, partial, progress)
@@ -83,7 +84,7 @@ def _converted(
 
 @contextmanager
 def _whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder to fill, which gets its name only once it is complete. For one process at a time."""
+    """Yield a folder to fill, which gets its final name only once it is complete. For one process at a time."""
     partial = folder.with_name(folder.name + ".partial")
     try:
         if partial.exists():  # left by a process that was killed
@@ -100,7 +101,7 @@ def _whole_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _exclusive(lock: Path) -> Iterator[None]:
-    """Wait until no other process holds `lock`, and hold it; a process that dies lets go of it."""
+    """Wait until no other process holds `lock`, and hold it. The lock of a process that dies is released."""
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         file = lock.open("w")

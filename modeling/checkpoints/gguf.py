@@ -1,8 +1,8 @@
 """Converts a GGUF file of the Llama family to a Hugging Face folder: weights de-quantised once, to bf16 safetensors.
 
-Called before any worker starts; blocks for some seconds per 100 MB. One tensor is in memory at a time. GGUF files of
-architecture `llama` hold the rows of Q and K in the order of interleaved RoPE (dimension 2 i pairs with 2 i + 1); we
-and Hugging Face pair i with i + H / 2, so those rows are put back. Qwen's need none of it.
+Called before any worker starts. Blocks for some seconds per 100 MB. One tensor is in memory at a time. GGUF files of
+architecture `llama` store the rows of Q and K in the order of interleaved RoPE (dimension 2 i pairs with 2 i + 1). Our
+decoder and Hugging Face pair i with i + H / 2, so those rows are reordered. Qwen's rows are stored in that order.
 """
 
 import json
@@ -49,9 +49,9 @@ _ROPE_FACTORS = "rope_freqs.weight"
 def convert_gguf(path: Path, folder: Path, progress: Callable[[int, int], None]) -> None:
     """Write config.json, generation_config.json and model.safetensors (bf16) into `folder`, which must exist.
 
-    `progress(done, total)` is called with tensors done, from 0 to total. Files appear whole or not at all, config.json
-    last: a folder that holds it is complete. Raises ModelError, one line, for a file that is truncated or not
-    supported, and for a disk that cannot be written. May be called again; the result is the same.
+    `progress(done, total)` is called with the number of tensors done, from 0 to total. Files appear complete or not at
+    all, config.json last, so that a folder with config.json is complete. Raises ModelError, one line, for a file that
+    is truncated or not supported, and for a disk that cannot be written. Idempotent.
     """
     with _one_line_errors(path):
         reader = GGUFReader(path)
@@ -84,7 +84,7 @@ def _one_line_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error.strerror}); give the path of a .gguf file") from error
-    except (ValueError, IndexError, KeyError) as error:  # what the reader raises for a cut or foreign file
+    except (ValueError, IndexError, KeyError) as error:  # raised by the reader for a truncated or foreign file
         problem = str(error).partition("\n")[0]
         raise ModelError(f"{path}: is truncated or not a GGUF file ({problem}); download it again") from error
 
@@ -103,7 +103,7 @@ def _hf_name(path: Path, name: str) -> str:
 
 
 def _permuted_heads(keys: GgufKeys) -> dict[str, int]:
-    """Return the projections whose rows are stored for interleaved RoPE, and their number of heads."""
+    """Return the projections whose rows are stored for interleaved RoPE, with their numbers of heads."""
     if keys.architecture() != "llama":
         return {}
     num_heads = keys.count("llama.attention.head_count")
@@ -128,7 +128,7 @@ def _bf16(path: Path, tensor: ReaderTensor, num_heads: int | None) -> Tensor:
 
 
 def _safetensors_header(shapes: dict[str, tuple[int, ...]]) -> bytes:
-    """Return the head of a safetensors file whose tensors follow in this order, all bf16."""
+    """Return the header of a safetensors file whose tensors follow in this order, all bf16."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, shape in shapes.items():

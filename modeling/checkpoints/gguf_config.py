@@ -1,7 +1,7 @@
 """Reads a GGUF file's keys as the fields of a Hugging Face config.json and generation_config.json.
 
 `gguf` writes them into the folder that it makes. Most keys start with the architecture's name. Llama 3's RoPE scaling
-is not named but stored as one factor a frequency, and is recognised here among those of released models.
+is not named, but stored as one factor per frequency. It is recognised by comparison with those of released models.
 """
 
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ class GgufKeys:
         return key in self._values
 
     def architecture(self) -> str:
-        """Return the model's architecture. Raises ModelError for one that we cannot convert."""
+        """Return the model's architecture. Raises ModelError for one that cannot be converted."""
         architecture = self.text("general.architecture")
         if architecture not in _MODEL_TYPES:
             remedy = f"choose a model of architecture {', '.join(_MODEL_TYPES)}"

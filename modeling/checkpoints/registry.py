@@ -1,4 +1,4 @@
-"""The registry of model families: which family reads which Hugging Face config, and which models no family can run.
+"""Registry of model families: the family that reads each Hugging Face config, and the models that no family can run.
 
 `weights` and `gguf` read configs here.
 """
@@ -28,25 +28,24 @@ _FAMILIES: dict[str, tuple[str, Callable[[Fields], Family]]] = {
     "opt": ("OPTForCausalLM", OptModel.read),
     "falcon": ("FalconForCausalLM", FalconModel.read),
 }
-"""By model type: the architecture, and the function that reads its config."""
+"""Architecture, and function that reads its config, by model type."""
 
 
 def from_hf(
     raw: Mapping[str, object], generation: Mapping[str, object] | None = None, source: str = "config.json"
 ) -> ModelConfig:
-    """Return the config of the model that `read_model` reads. Raises ModelError where that does."""
+    """Return the config of the model that `read_model` reads. Raises the same errors."""
     return read_model(raw, generation, source).config
 
 
 def read_model(
     raw: Mapping[str, object], generation: Mapping[str, object] | None = None, source: str = "config.json"
 ) -> Family:
-    """Return the model that a Hugging Face config describes; absent optional fields mean what they mean to
-    transformers.
+    """Return the model that a Hugging Face config describes. Absent optional fields have transformers' defaults.
 
-    `raw` is config.json; `generation`, if given, is generation_config.json, whose end-of-sequence ids win. `source`
-    names the file in errors. How weights are quantised is not looked at: `modeling.quantized.reading` does. Raises
-    ModelError for a model that our decoder cannot run and for missing fields.
+    `raw` is config.json. `generation`, if given, is generation_config.json, whose end-of-sequence ids take precedence.
+    `source` names the file in errors. Quantisation of weights is not read here, but by `modeling.quantized.reading`.
+    Raises ModelError for a model that the decoder cannot run and for missing fields.
     """
     fields = Fields(raw, source, generation)
     model_type = raw.get("model_type")

@@ -1,6 +1,6 @@
-"""Finds out from a Hugging Face folder how its weights are quantised. Imports torch only for weights that are.
+"""Finds the quantisation format of the weights in a Hugging Face folder. Imports torch only for quantised weights.
 
-`modeling.checkpoints.weights` calls it when a model is loaded, `deploy` before anything is started. Blocks on the disk.
+`modeling.checkpoints.weights` calls it when a model is loaded, `deploy` before it starts processes. Blocks on the disk.
 """
 
 from pathlib import Path
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from modeling.families.checkpoint import WeightFormat
 
 _CONFIG_FIELDS = ("quantization_config", "compression_config")
-"""Fields of config.json that describe quantised weights; early versions of compressed-tensors wrote the second."""
+"""Fields of config.json that describe quantised weights. Early versions of compressed-tensors wrote the second."""
 _SIDE_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Files in which early tools described quantised weights, where config.json does not, and their quant_method."""
+"""Files in which early tools described quantised weights instead of in config.json, and their quant_method."""
 FORMAT_FILES = ("config.json", *_SIDE_FILES)
 """Files of a folder that may describe quantised weights."""
 
 
 def load_format(folder: Path) -> "WeightFormat | None":
-    """Return how the weights in `folder` are quantised, as its config.json says; None if they are plain. Raises
-    ModelError for a format that cannot be read."""
+    """Return the quantisation format of the weights in `folder`, as its config.json states. None: they are plain.
+    Raises ModelError for a format that cannot be read."""
     path = folder / "config.json"
     raw = read_json(path)
     for field in _CONFIG_FIELDS:

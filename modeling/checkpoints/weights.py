@@ -1,6 +1,6 @@
-"""Loads a Hugging Face folder (config.json and safetensors) into a Decoder, as its family composes it.
+"""Loads a Hugging Face folder (config.json and safetensors) into a Decoder that the model's family composes.
 
-A worker's host calls `load_decoder` once at its start, before any request, on whatever thread; it blocks.
+A worker's host calls `load_decoder` once when it starts, before any request, on any thread. The call blocks.
 """
 
 import logging
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """Return the config in `folder`'s config.json and, if there, generation_config.json. Raises ModelError for a model
-    that cannot be run, and for weights that are quantised in a way that cannot be read."""
+    """Return the config in `folder`'s config.json and, if it exists, generation_config.json. Raises ModelError for a
+    model that cannot be run, and for weights in a quantisation format that cannot be read."""
     config = _load_model(folder).config
     load_format(folder)
     return config
@@ -33,13 +33,13 @@ def load_config(folder: Path) -> ModelConfig:
 def load_decoder(
     folder: Path, *, dtype: str = "float32", device: Device | None = None, quantization: str = "none"
 ) -> Decoder:
-    """Return a Decoder that computes in `dtype` on `device`, from a Hugging Face folder; conversion happens on load.
-    Without a device it is the CPU.
+    """Return a Decoder that computes in `dtype` on `device`, from a Hugging Face folder. Weights are converted as they
+    are loaded. The default device is the CPU.
 
-    Quantised weights are dequantised to `dtype`, one after another, and one line of the log says so. Raises ModelError,
-    one line, for anything wrong with the folder, the dtype or the memory. The weights' fingerprint hashes
-    every tensor's name, type, shape and bytes as they are stored, the config, the format, `dtype` and `quantization`;
-    it does not depend on how the checkpoint is split into files.
+    Quantised weights are dequantised to `dtype`, one after another, and one line of the log reports it. Raises
+    ModelError, one line, for any fault of the folder or the dtype, and for too little memory. The weights' fingerprint
+    hashes every tensor's name, type, shape and bytes as they are stored, the config, the format, `dtype` and
+    `quantization`. It does not depend on how the checkpoint is split into files.
     """
     if dtype not in TORCH_DTYPES:
         raise ModelError(f"dtype {dtype!r} is not supported; choose one of {', '.join(TORCH_DTYPES)}")
@@ -56,7 +56,7 @@ def load_decoder(
 
 
 def _account(stored: WeightFormat, checkpoint: Checkpoint, dtype: str) -> str:
-    """Return what became of a checkpoint's quantised weights, in one line."""
+    """Return a line that reports how a checkpoint's quantised weights were loaded, and what was not used."""
     done = f"{checkpoint.num_dequantised} weights dequantised to {dtype}, for there are no kernels for this format"
     tensors = [f"{number} {kind}" for kind, number in sorted(checkpoint.num_unused.items())]
     unused = ", ".join([*stored.unused, *tensors])

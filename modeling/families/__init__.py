@@ -1,1 +1,1 @@
-"""The families of models that we run, one module each: reads a config, and composes layers from its tensors."""
+"""Supported families of models. Each module reads a config, and composes layers from a checkpoint's tensors."""

@@ -1,8 +1,8 @@
 """A Hugging Face folder's safetensors, read tensor by tensor, without pickle.
 
-Families take their tensors from it when `modeling.checkpoints.weights` loads a model, on any thread; blocks. At most
-one tensor, as it is stored, is held besides those that were taken; a quantised one is dequantised in parts of
-`_PART_ELEMENTS`. Every tensor is hashed as it is stored (XXH3).
+Families take their tensors from it when `modeling.checkpoints.weights` loads a model, on any thread. Blocks. In
+addition to the tensors that were taken, at most one stored tensor is held in memory. A quantised tensor is dequantised
+in parts of `_PART_ELEMENTS`. Every tensor is hashed as it is stored (XXH3).
 
 N rows, K columns of a weight.
 """
@@ -23,23 +23,23 @@ from modeling.families.fields import read_json
 from modeling.kv.buffers import TORCH_DTYPES, byte_view
 
 _HARMLESS = ("rotary_emb.inv_freq",)
-"""Endings of tensors that old checkpoints carry and no family needs: RoPE is computed from the config."""
+"""Endings of the names of tensors in old checkpoints that no family needs: RoPE is computed from the config."""
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 _PACKED = ("qweight", "weight_packed")
-"""Names of a weight whose codes are packed into words."""
+"""Names of weights whose codes are packed into words."""
 _PART_ELEMENTS = 2**20
-"""Most elements of a weight that are dequantised at a time, 4 MiB in fp32; a part has at least `_PART_ROWS` rows."""
+"""Most elements of a weight that are dequantised at a time, 4 MiB in fp32. A part has at least `_PART_ROWS` rows."""
 _PART_ROWS = 32
 
 Shapes = Mapping[torch.dtype, Collection[tuple[int, ...]]]
-"""Shapes that a tensor may have, by the type that it has."""
+"""Allowed shapes of a tensor, by its type."""
 
 
 class StoredTensors(Protocol):
-    """The tensors of a checkpoint as they are stored, for a `WeightFormat`."""
+    """Tensors of a checkpoint as they are stored, for a `WeightFormat`."""
 
     def has(self, name: str) -> bool:
-        """Return whether there is a tensor `name`."""
+        """Return whether a tensor `name` exists."""
 
     def stored(self, name: str, allowed: Shapes) -> Tensor:
         """Return the tensor `name` as it is stored, and count it among those taken. Raises ModelError for a tensor that
@@ -57,26 +57,28 @@ class StoredWeight(Protocol):
 
 
 class WeightFormat(Protocol):
-    """How a checkpoint stores weights that are quantised. `str` of it names all that changes what its tensors mean."""
+    """Format in which a checkpoint stores quantised weights. Its `str` includes all settings that change the meaning of
+    tensors."""
 
     @property
     def description(self) -> str:
-        """Return the format in a few words, for logs."""
+        """Return a short description of the format, for logs."""
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Return what the checkpoint's config describes besides its weights, and is not done here, in words."""
+        """Return the features of the checkpoint's config that are not used, as readable text."""
 
     def weight(self, module: str, shape: tuple[int, ...], tensors: StoredTensors) -> StoredWeight | None:
-        """Return the weight of `module`, which has this shape once dequantised; None if it is not quantised. Raises
+        """Return the weight of `module`, which has this shape once dequantised. None: it is not quantised. Raises
         ModelError for tensors that do not fit the format."""
 
     def unused_kind(self, name: str) -> str | None:
-        """Return what the tensor `name`, which was not taken, is for, in words, if no weight needs it; else None."""
+        """Return the purpose, as readable text, of the tensor `name`, which was not taken and which no weight needs.
+        None for any other tensor."""
 
 
 class _TensorFile(Protocol):
-    """An open safetensors file, as far as it is used here."""
+    """Part of the interface of an open safetensors file that this module uses."""
 
     def keys(self) -> list[str]: ...
 
@@ -84,7 +86,8 @@ class _TensorFile(Protocol):
 
 
 class Checkpoint:
-    """The tensors of a folder's safetensors files; records which were taken, and their hashes. Used by one thread."""
+    """Tensors of a folder's safetensors files. Records which tensors were taken, and their hashes. Used by one
+    thread."""
 
     def __init__(
         self,
@@ -95,14 +98,14 @@ class Checkpoint:
         int8: bool = False,
         weight_format: WeightFormat | None = None,
     ) -> None:
-        """`weight_format`: how quantised weights are stored; None if there are none."""
+        """`weight_format`: format of quantised weights. None: no weights are quantised."""
         self.int8 = int8
-        """Whether the linear layers made of these tensors are to be rounded to int8."""
+        """True if the weights of linear layers that are made of these tensors are to be rounded to int8."""
         self.num_dequantised = 0
-        """Weights that were dequantised when they were taken."""
+        """Number of weights that were dequantised when they were taken."""
         self.num_unused: Counter[str] = Counter()
-        """Tensors that were not taken and do not matter to a quantised checkpoint's weights, by what they are for;
-        counted by `seal`."""
+        """Number of tensors that were not taken and that a quantised checkpoint's weights do not need, by purpose.
+        Counted by `seal`."""
         self._weight_format = weight_format
         self._folder = folder
         self._dtype = dtype
@@ -118,7 +121,7 @@ class Checkpoint:
         return self.fuse([(name, shape)])
 
     def fuse(self, parts: Sequence[tuple[str, tuple[int, ...]]]) -> Tensor:
-        """Return several tensors, one below the other, as one; read one at a time."""
+        """Return several tensors, concatenated along the rows, as one. They are read one at a time."""
         num_rows = sum(shape[0] for _, shape in parts)
         with self._allocating():
             fused = torch.empty((num_rows, *parts[0][1][1:]), dtype=self._dtype, device=self._device)
@@ -129,11 +132,11 @@ class Checkpoint:
         return fused
 
     def has(self, name: str) -> bool:
-        """Return whether the folder holds a tensor `name`."""
+        """Return whether the folder has a tensor `name`."""
         return name in self._file_by_name
 
     def expect_equal(self, name: str, other: str) -> None:
-        """Raise ModelError if there is a tensor `name` whose content is not that of `other`, which was taken before."""
+        """Raise ModelError if a tensor `name` exists and differs from the tensor `other`, which was taken before."""
         if name not in self._file_by_name:
             return
         with _opened(self._file_by_name[name]) as file:
@@ -146,8 +149,9 @@ class Checkpoint:
     def seal(self, description: str) -> str:
         """Return a fingerprint of the tensors that were taken. Called once all are taken.
 
-        Raises ModelError when a tensor is left over that could change the model's answers. The sixteen hex digits hash
-        the tensors taken, the dtype, and `description`: all else that changes KV. Repeated tensors do not count.
+        Raises ModelError when a tensor was not taken that could change the model's answers. The fingerprint has sixteen
+        hex digits. It hashes the tensors taken, each once, the dtype, and `description`, which names all else that
+        changes KV.
         """
         left = self._file_by_name.keys() - self._digests.keys() - self._repeated
         unknown = sorted(name for name in left if not name.endswith(_HARMLESS) and not self._is_unused(name))
@@ -184,7 +188,7 @@ class Checkpoint:
         return ModelError(f"{self._file_by_name[name]}: tensor {name} {problem}; {remedy}")
 
     def _remedy(self, name: str) -> str:
-        """Return what to do about a tensor that is missing."""
+        """Return the remedy for a tensor that is missing."""
         module = name.removesuffix(".weight")
         packed = [f"{module}.{part}" for part in _PACKED if self.has(f"{module}.{part}")]
         if name.endswith(".weight") and packed:
@@ -207,11 +211,12 @@ class Checkpoint:
         self.num_dequantised += 1
 
     def _is_unused(self, name: str) -> bool:
-        """Return whether a tensor that was not taken belongs to a quantised checkpoint and changes nothing here."""
+        """Return whether a tensor that was not taken belongs to a quantised checkpoint and does not affect the
+        model."""
         if self._weight_format is None:
             return False
         kind = self._weight_format.unused_kind(name)
-        if kind is None and name.endswith(".bias"):  # tools give every layer a bias: zero where the model has none
+        if kind is None and name.endswith(".bias"):  # tools give every layer a bias: zero if the model has none
             with _opened(self._file_by_name[name]) as file:
                 kind = None if file.get_tensor(name).any() else "biases of zero"
         if kind is not None:
@@ -259,7 +264,7 @@ def _tensor_names(path: Path) -> list[str]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[_TensorFile]:
-    """Yield the file, memory-mapped; its header and length are checked whenever it is opened."""
+    """Yield the file, memory-mapped. Its header and length are checked each time it is opened."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file

@@ -1,9 +1,9 @@
-"""Falcon (Almazrouei et al., 2023): layer norms, a plain MLP beside the attention, few KV heads, RoPE.
+"""Falcon (Almazrouei et al., 2023): layer norms, a plain MLP parallel to the attention, few KV heads, RoPE.
 
-falcon-7b has one norm for both and one KV head; falcon-40b (`new_decoder_architecture`) has a norm for each and grouped
-heads; falcon-rw runs the MLP behind the attention. Fused rows lie in groups, one a KV head.
+falcon-7b has one norm for both and one KV head. falcon-40b (`new_decoder_architecture`) has a norm for each and grouped
+heads. falcon-rw runs the MLP after the attention. The rows of fused projections are grouped by KV head.
 
-N heads, G kv heads, R = N / G query heads a kv head, H head dim.
+N heads, G kv heads, R = N / G query heads per kv head, H head dim.
 """
 
 from dataclasses import dataclass
@@ -41,13 +41,13 @@ class FalconModel:
     config: ModelConfig
     norm_eps: float
     bias: bool
-    """Whether every projection has a bias."""
+    """True if every projection has a bias."""
     activation: str
     parallel: bool
-    """Whether attention and MLP run side by side; else one behind the other."""
+    """True if attention and MLP read the same input, False if the MLP follows the attention."""
     attention_norm: str
     mlp_norm: str
-    """Name of the MLP's norm within a layer; when it equals `attention_norm`, both use one norm."""
+    """Name of the MLP's norm within a layer. If it equals `attention_norm`, both use one norm."""
 
     @classmethod
     def read(cls, fields: Fields) -> "FalconModel":
@@ -105,8 +105,9 @@ class FalconModel:
         return load_layer_norm(checkpoint, name, self.config.hidden_size, self.norm_eps)
 
     def _ungrouped(self, rows: Tensor) -> Tensor:
-        """Return the fused projection's rows in our order: all queries, all keys, all values. They come as `[G, R + 2,
-        H]`, a group its queries, key and value. A single group, or one for each head, is the same case."""
+        """Return the fused projection's rows in our order: all queries, all keys, all values. They are stored as `[G,
+        R + 2, H]`: in each group its queries, key and value. This also covers a single group and one group per
+        head."""
         groups = rows.view(self.config.num_kv_heads, -1, self.config.head_dim, *rows.shape[1:])
         return torch.cat([part.flatten(0, 2) for part in (groups[:, :-2], groups[:, -2:-1], groups[:, -1:])])
 
@@ -150,7 +151,7 @@ def _read_config(fields: Fields) -> ModelConfig:
 
 
 def _num_kv_heads(fields: Fields, num_heads: int) -> int:
-    """Return the number of kv heads. Only the new architecture obeys `num_kv_heads`."""
+    """Return the number of kv heads. Only the new architecture uses the field `num_kv_heads`."""
     if not fields.flag("new_decoder_architecture"):
         return 1 if fields.flag("multi_query", default=True) else num_heads
     num_kv_heads = fields.count("num_kv_heads", num_heads)

@@ -1,7 +1,7 @@
 """The port that each model family implements, and the loading code that families share.
 
-A family joins in three steps: a module here whose class reads a config (`Fields`) and composes
-`modeling.forward.layers` from a `Checkpoint`; a line in `modeling.checkpoints.registry`'s table; golden tests.
+A new family needs three things: a module in this folder whose class reads a config (`Fields`) and composes
+`modeling.forward.layers` from a `Checkpoint`, a line in the table of `modeling.checkpoints.registry`, and golden tests.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ from modeling.forward.norms import LayerNorm, Transform
 from modeling.forward.positions import PositionTable
 
 HEAD = "lm_head.weight"
-"""Name of the output head's tensor in every family, where it is not tied."""
+"""Name of the output head's tensor in every family, if the head is not tied."""
 
 
 class Family(Protocol):
-    """One model, as its config.json describes it: a frozen dataclass of switches that its `load` obeys."""
+    """One model, as its config.json describes it: a frozen dataclass of the settings that its `load` uses."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     """Declares to type checkers that implementations are dataclasses."""
@@ -34,20 +34,20 @@ class Family(Protocol):
         """Return the facts of the model that other parts may use."""
 
     def load(self, checkpoint: Checkpoint) -> DecoderWeights:
-        """Take all tensors and compose the layers; raises ModelError for a tensor that does not fit."""
+        """Take all tensors and compose the layers. Raises ModelError for a tensor that does not fit."""
 
 
 def load_linear(
     checkpoint: Checkpoint, rows: Mapping[str, int], columns: int, bias: bool, *, gated: bool = False
 ) -> Linear:
-    """Load modules into one linear layer, fused one below the other; `rows` gives each module's rows by name."""
+    """Load modules into one linear layer, concatenated along the rows. `rows`: number of rows by module name."""
     return make_linear(*load_parameters(checkpoint, rows, columns, bias), gated=gated, int8=checkpoint.int8)
 
 
 def load_parameters(
     checkpoint: Checkpoint, rows: Mapping[str, int], columns: int, bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Load modules fused one below the other, as `(weight, bias or None)`; `rows` gives each module's rows by name."""
+    """Load modules, concatenated along the rows, as `(weight, bias or None)`. `rows`: number of rows by module name."""
     weight = checkpoint.fuse([(f"{name}.weight", (count, columns)) for name, count in rows.items()])
     return weight, checkpoint.fuse([(f"{name}.bias", (count,)) for name, count in rows.items()]) if bias else None
 
@@ -70,7 +70,8 @@ def load_plain_mlp(
 
 
 def load_ends(checkpoint: Checkpoint, config: ModelConfig, name: str, width: int) -> tuple[Tensor, Tensor | None]:
-    """Load the embedding `name` and the output head, both `[V, width]`; a head of None is tied: the embedding."""
+    """Load the embedding `name` and the output head, both `[V, width]`. The head is None if it is tied to the
+    embedding."""
     embedding = checkpoint.take(name, (config.vocab_size, width))
     if not config.tie_embeddings:
         return embedding, checkpoint.take(HEAD, (config.vocab_size, width))
@@ -88,11 +89,11 @@ def compose(
     final_norm: Transform,
     embedding_scale: float = 1.0,
 ) -> DecoderWeights:
-    """Return a model's weights, once all tensors are taken. `ends` are its embedding and head; of a tied head (None)
-    the weight is kept once. The fingerprint is of tensors and of switches that change KV. `embedding_scale` is rounded
-    to the weights' dtype, in which the embeddings are scaled."""
+    """Return a model's weights, once all tensors are taken. `ends`: embedding and head, or None for a tied head, which
+    shares the embedding's weight. The fingerprint covers the tensors and the settings that change KV.
+    `embedding_scale` is rounded to the weights' dtype, in which the embeddings are scaled."""
     embedding_VD, head_VD = ends
-    # A head computes only rows that get a token, not those of a prompt.
+    # A head computes only the rows that need logits, not all tokens of a prompt.
     head = make_linear(embedding_VD if head_VD is None else head_VD, int8=checkpoint.int8, has_many_rows=False)
     config = dataclasses.replace(model.config, eos_token_ids=(), bos_token_id=None)
     return DecoderWeights(

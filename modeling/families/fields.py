@@ -1,4 +1,4 @@
-"""A config.json's fields, read with their types checked.
+"""Fields of a config.json, read with type checks.
 
 Each family's `read` uses it when a model is loaded. Needs no torch.
 """
@@ -11,7 +11,7 @@ from baton.errors import ModelError
 
 
 class Fields:
-    """The fields of config.json, null counting as absent; `generation` is generation_config.json, if there.
+    """Fields of config.json. Null counts as absent. `generation` is generation_config.json, or None.
 
     `source` names the file in errors, which are ModelErrors of one line: file, field, problem, remedy.
     """
@@ -25,11 +25,12 @@ class Fields:
         return ModelError(f"{self.source}: {field}: {problem}; {remedy}")
 
     def replaced(self, field: str, value: object) -> "Fields":
-        """Return the same fields but for one."""
+        """Return a copy of the fields in which `field` has another value."""
         return Fields({**self.raw, field: value}, self.source, self._generation)
 
     def number(self, field: str, default: float | None = None) -> float:
-        """Return a number above 0. Raises ModelError for any other value, or none without a default."""
+        """Return a number above 0. Raises ModelError for any other value, and if the field is absent without a
+        default."""
         value = self._get(field, default)
         if value is None:
             raise self.error(field, "is missing", "add it, or download the model again")
@@ -38,14 +39,15 @@ class Fields:
         return float(value)
 
     def count(self, field: str, default: int | None = None) -> int:
-        """Return a whole number above 0. Raises ModelError for any other value, or none without a default."""
+        """Return a whole number above 0. Raises ModelError for any other value, and if the field is absent without a
+        default."""
         value = self.number(field, default)
         if not value.is_integer():
             raise self.error(field, f"{value!r} is not a whole number")
         return int(value)
 
     def refuse(self, field: str, remedy: str) -> None:
-        """Raise ModelError where a field that no part of us obeys is set; null, false, 0 and empty ones are not set."""
+        """Raise ModelError if an unsupported field is set. Null, false, 0 and empty values count as not set."""
         if self.raw.get(field):
             raise self.error(field, f"{self.raw[field]!r} is not supported", remedy)
 
@@ -70,13 +72,13 @@ class Fields:
         return default if value is None else value
 
     def head_dim(self, hidden_size: int, num_heads: int) -> int:
-        """Return the dimensions of a head where heads divide the hidden size among them."""
+        """Return the head dim of a model whose heads divide the hidden size among them."""
         if hidden_size % num_heads:
             raise self.error("num_attention_heads", f"{num_heads} does not divide hidden_size {hidden_size}")
         return hidden_size // num_heads
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Return the end-of-sequence ids; those of generation_config.json win."""
+        """Return the end-of-sequence ids. Those of generation_config.json take precedence."""
         value = self._generation.get("eos_token_id")
         if value is None:
             value = self.raw.get("eos_token_id")
@@ -93,7 +95,7 @@ class Fields:
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """Return the object that a JSON file holds. Raises ModelError."""
+    """Return the object in a JSON file. Raises ModelError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Gemma 3 (Gemma Team, 2025), its text models: scaled embeddings, norms before and behind attention and MLP, norms of
-queries and keys, and layers that see a window or everything, with a RoPE each.
+"""Text models of Gemma 3 (Gemma Team, 2025): scaled embeddings, norms before and after attention and MLP, norms of
+queries and keys, and layers with a window or with full attention, each kind with its own RoPE.
 
-Its norms multiply by 1 + weight, in fp32. Scores are scaled by `query_pre_attn_scalar`, not by the head dim; the norm
-of the queries does both, so that attention knows one scale for all families.
+Its norms multiply by 1 + weight, in fp32. Scores are scaled by `query_pre_attn_scalar`, not by the head dim. The norm
+of the queries applies the difference, so that attention uses the same scale for all families.
 """
 
 import dataclasses
@@ -46,9 +46,9 @@ class Gemma3Model:
     config: ModelConfig
     norm_eps: float
     attention_bias: bool
-    """Whether the attention's projections have biases."""
+    """True if the attention's projections have biases."""
     query_scale: float
-    """Factor on queries, beyond that of the head dim."""
+    """Factor on queries, in addition to that of the head dim."""
     local_theta: float
     """Base of RoPE's frequencies in layers with a window."""
 
@@ -116,7 +116,7 @@ class Gemma3Model:
 
 
 def _read_config(fields: Fields) -> tuple[ModelConfig, float]:
-    """Return the config, whose RoPE is that of layers without a window, and the base of the others' RoPE."""
+    """Return the config, whose RoPE is that of layers without a window, and the base of RoPE in layers with one."""
     fields.choice("hidden_activation", (_ACTIVATION,), _ACTIVATION)
     num_heads, num_layers = fields.count("num_attention_heads"), fields.count("num_hidden_layers")
     num_kv_heads = fields.count("num_key_value_heads")
@@ -150,7 +150,7 @@ def _read_config(fields: Fields) -> tuple[ModelConfig, float]:
 
 
 def _rope_of(fields: Fields, kind: str) -> Fields:
-    """Return the fields of RoPE in layers of a kind, as a config has them whose layers are all alike."""
+    """Return the fields of RoPE for layers of one kind, in the form of a config whose layers all have the same RoPE."""
     by_kind = fields.raw.get("rope_parameters") or {}
     if not isinstance(by_kind, Mapping) or not all(isinstance(each, Mapping) for each in by_kind.values()):
         raise fields.error("rope_parameters", "are not those of full_attention and sliding_attention")
@@ -167,7 +167,7 @@ def _rope_of(fields: Fields, kind: str) -> Fields:
 
 
 def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    """Return the window of each layer; of layers that no field names, every sixth has none."""
+    """Return the window of each layer. If no field names the layers' kinds, every sixth layer has no window."""
     window = fields.count("sliding_window", _DEFAULT_WINDOW)
     kinds = fields.raw.get("layer_types")
     if kinds is None:

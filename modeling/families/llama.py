@@ -32,10 +32,10 @@ class LlamaModel:
     norm_eps: float
     qkv_bias: bool
     output_bias: bool
-    """Whether the attention output projection has a bias."""
+    """True if the attention's output projection has a bias."""
     mlp_bias: bool
     qk_norm: bool
-    """RMSNorm per head on queries and keys before RoPE (Qwen3)."""
+    """True if queries and keys have an RMSNorm per head before RoPE (Qwen3)."""
 
     @classmethod
     def read(cls, fields: Fields) -> "LlamaModel":
@@ -109,7 +109,7 @@ class LlamaModel:
 
 
 def read_config(fields: Fields, model_types: tuple[str, ...]) -> ModelConfig:
-    """Read the config of a model of one of these types, whose fields are those of the Llama family."""
+    """Read the config of a model of one of these types, with the fields of the Llama family."""
     model_type = fields.choice("model_type", model_types)
     fields.choice("hidden_act", ("silu",), "silu")
     num_heads = fields.count("num_attention_heads")

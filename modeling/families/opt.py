@@ -1,4 +1,4 @@
-"""OPT (Zhang et al., 2022): layer norms, learned positions, a plain MLP; with opt-350m's and Galactica's switches.
+"""OPT (Zhang et al., 2022): layer norms, learned positions, a plain MLP, and the variants of opt-350m and Galactica.
 
 V vocabulary, E width of the embedding table, D hidden.
 """
@@ -19,7 +19,7 @@ from modeling.forward.positions import LearnedTable
 _NORM_EPS = 1e-5
 """Epsilon of norms: torch's default, which no config can change."""
 _FIRST_POSITION = 2
-"""Rows of the position table before position 0's."""
+"""Number of rows of the position table before that of position 0."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,15 @@ class OptModel:
 
     config: ModelConfig
     embedding_size: int
-    """Width of the embedding table, projected to the hidden size and back where they differ (opt-350m)."""
+    """Width of the embedding table, projected to the hidden size and back if they differ (opt-350m)."""
     activation: str
     norm_first: bool
-    """Whether norms stand before attention and MLP; else behind the residual sums (opt-350m)."""
+    """True if norms are before attention and MLP, False if they are after the residual sums (opt-350m)."""
     final_norm: bool
     bias: bool
-    """Whether every projection has a bias; Galactica's have none."""
+    """True if every projection has a bias. Galactica's have none."""
     norm_parameters: bool
-    """Whether norms have gain and bias; Galactica's have none."""
+    """True if norms have gain and bias. Galactica's have none."""
 
     @classmethod
     def read(cls, fields: Fields) -> "OptModel":
@@ -54,8 +54,8 @@ class OptModel:
         )
 
     def load(self, checkpoint: Checkpoint) -> DecoderWeights:
-        """Load the model. Projections between embedding width and hidden size are multiplied into embedding and head,
-        once. Some checkpoints are of the base model, whose names have no `model.` before them."""
+        """Load the model. Projections between embedding width and hidden size are multiplied into embedding and head
+        once. Checkpoints of the base model have tensor names without the prefix `model.`."""
         config = self.config
         at = "decoder" if checkpoint.has("decoder.embed_tokens.weight") else "model.decoder"
         embedding_VD, head_VD = load_ends(checkpoint, config, f"{at}.embed_tokens.weight", self.embedding_size)

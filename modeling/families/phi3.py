@@ -1,9 +1,9 @@
-"""Phi-3 and Phi-4 (Abdin et al., 2024): Llama's layers, whose projections lie fused in the checkpoint, with LongRoPE.
+"""Phi-3 and Phi-4 (Abdin et al., 2024): Llama's layers, with projections that checkpoints store fused, and LongRoPE.
 
-Phi-4-mini turns only a part of each head. Its query and key rows are put into another order when they are loaded, so
-that the dimensions which turn come first in each half, as our RoPE has it: scores of queries and keys stay the same.
+Phi-4-mini rotates only a part of each head. Its query and key rows are reordered when they are loaded, so that the
+rotated dimensions come first in each half, as our RoPE requires. Scores of queries and keys do not change.
 
-H head dim, R dimensions of it that turn, W = (N + 2 G) * H rows of queries, keys and values, D hidden.
+H head dim, R rotated dimensions of it, W = (N + 2 G) * H rows of queries, keys and values, D hidden.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ _DEFAULT_EPS = 1e-5
 """transformers' values for fields that a config may leave out."""
 _ORIGINAL_CONTEXT = "original_max_position_embeddings"
 _OLD_NAMES = ("su", "yarn")
-"""Names that early Phi-3 configs gave to LongRoPE."""
+"""Names of LongRoPE in early Phi-3 configs."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Phi3Model(LlamaModel):
         return make_linear(weight_WD, int8=checkpoint.int8)
 
     def _turning_first(self, weight_WD: Tensor, rotary_dim: int) -> Tensor:
-        """Return the rows with those dimensions of each query and key first in their half that turn."""
+        """Return the rows in an order in which the rotated dimensions of each query and key come first in each half."""
         config = self.config
         half, rest = rotary_dim // 2, config.head_dim - rotary_dim
         dims = torch.arange(config.head_dim)
@@ -74,8 +74,8 @@ class Phi3Model(LlamaModel):
 
 
 def _renamed(fields: Fields) -> Fields:
-    """Return the fields with LongRoPE by its name, where an early config calls it otherwise, and with the shorter
-    context that transformers assumes where the config names none."""
+    """Return the fields with LongRoPE's current name in place of an early one, and with transformers' default for the
+    shorter context if the config does not name it."""
     name, parameters = rope_parameters(fields)
     kind = parameters.get("rope_type") or parameters.get("type")
     if kind in _OLD_NAMES:
@@ -109,7 +109,7 @@ def _read_config(fields: Fields) -> ModelConfig:
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         rotary_dim=None if rotary_dim == head_dim else rotary_dim,
-        # Phi-4-mini names a window that is longer than its context, and hides nothing.
+        # Phi-4-mini's window is longer than its context, so it has no effect.
         windows=(None if window is None or window >= max_position else window,) * num_layers,
         eos_token_ids=fields.eos_token_ids(),
         bos_token_id=fields.bos_token_id(),

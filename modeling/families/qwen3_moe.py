@@ -1,4 +1,4 @@
-"""Qwen3's mixtures of experts (Yang et al., 2025): Qwen3's attention, and in every layer a router to many MLPs."""
+"""Qwen3's mixtures of experts (Yang et al., 2025): Qwen3's attention, and in every layer a router and many MLPs."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Qwen3MoeModel(LlamaModel):
     """A model of the Qwen3-MoE family."""
 
     normalised: bool
-    """Whether the weights of a token's experts are divided by their sum."""
+    """True if the weights of a token's experts are divided by their sum."""
 
     @classmethod
     def read(cls, fields: Fields) -> "Qwen3MoeModel":
@@ -48,7 +48,8 @@ class Qwen3MoeModel(LlamaModel):
         return ExpertsMlp(TorchLinear(router_ED), products, config.num_active_experts, self.normalised)
 
     def _linears(self, checkpoint: Checkpoint, experts: list[str]) -> ExpertProducts:
-        """Load each expert as two linear layers, kept once: an expert has few of a prompt's tokens."""
+        """Load each expert as two linear layers. Weights are kept once, because an expert gets few of a prompt's
+        tokens."""
         hidden, inner = self.config.hidden_size, self.config.intermediate_size
         gate_up, down = [], []
         for at in experts:

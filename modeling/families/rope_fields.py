@@ -16,8 +16,8 @@ _PARTIAL = "partial_rotary_factor"
 
 
 def rope_parameters(fields: Fields) -> tuple[str, Mapping[str, object]]:
-    """Return the field that holds RoPE's parameters, `rope_scaling` or transformers 5's `rope_parameters`, and them.
-    Raises ModelError unless they are one set for all layers."""
+    """Return the name of the field with RoPE's parameters, `rope_scaling` or transformers 5's `rope_parameters`, and
+    the parameters. Raises ModelError unless all layers share them."""
     name = "rope_scaling" if fields.raw.get("rope_scaling") else "rope_parameters"
     parameters = fields.raw.get(name) or {}
     if not isinstance(parameters, dict) or any(isinstance(value, dict) for value in parameters.values()):
@@ -28,9 +28,9 @@ def rope_parameters(fields: Fields) -> tuple[str, Mapping[str, object]]:
 def read_rope(
     fields: Fields, head_dim: int, max_position: int, *, rotary_dim: int | None = None
 ) -> tuple[float, RopeScaling]:
-    """Return RoPE's base and scaling for heads of `head_dim`, of which `rotary_dim` dimensions turn. Without
-    `rotary_dim` all do, and a config by which only some do is refused. Raises ModelError for a scaling that is not
-    supported."""
+    """Return RoPE's base and scaling for heads of `head_dim`, of which `rotary_dim` dimensions are rotated. Without
+    `rotary_dim` all are rotated, and a config that rotates only some is refused. Raises ModelError for a scaling that
+    is not supported."""
     if head_dim % 2:
         raise fields.error("head_dim", f"{head_dim} is odd, and RoPE turns pairs of dimensions")
     name, parameters = rope_parameters(fields)
@@ -60,8 +60,8 @@ def read_rope(
 
 
 def read_rotary_dim(fields: Fields, head_dim: int) -> int:
-    """Return how many dimensions of a head turn, by `partial_rotary_factor`. Raises ModelError for a number that is
-    odd, or above the head's."""
+    """Return the number of dimensions of a head that are rotated, by `partial_rotary_factor`. Raises ModelError if the
+    number is odd or above `head_dim`."""
     _, parameters = rope_parameters(fields)
     holder = Fields(parameters, fields.source) if parameters.get(_PARTIAL) is not None else fields
     share = holder.number(_PARTIAL, 1.0)
@@ -92,9 +92,10 @@ def _yarn(rope: Fields, original_max_position: int) -> RopeScaling:
 
 
 def _longrope(rope: Fields, rotary_dim: int, max_position: int, original_max_position: int) -> RopeScaling:
-    """Read LongRoPE: the long factors for a model whose context is longer than the one it was first trained with, else
-    the short ones, whatever a sequence's length. transformers chooses by the length of each call; a sequence's keys
-    would then have to be computed again once it grows past the shorter context, and no two lengths could share them."""
+    """Read LongRoPE, with the long factors if the model's context is longer than the one it was first trained with,
+    else the short ones. The choice does not depend on a sequence's length, unlike that of transformers. Otherwise a
+    sequence's keys would have to be computed again once it exceeds the shorter context, and short and long sequences
+    could not share them."""
     for name in ("short_mscale", "long_mscale"):
         rope.refuse(name, "choose a model without it")
     name = "long_factor" if max_position > original_max_position else "short_factor"
