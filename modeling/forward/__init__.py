@@ -1,1 +1,1 @@
-"""Run the decoder: layers, attention, linear layers, positions and sampling."""
+"""The decoder: layers, attention, linear layers, positions and sampling."""

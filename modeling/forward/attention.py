@@ -1,15 +1,15 @@
 """Causal attention over a list of KV segments, merged by log-sum-exp: no keys are concatenated or copied to attend.
 
 `decoder` and the chains of `prefill_workers` call it on their engine's thread. Masks follow from absolute positions
-alone: a query at position p sees a key at position j iff j <= p and, with a sliding window w, j > p - w. So one routine
-serves whole prefill, a chain's chunk (own rows causal, received rows dense), chunked local prefill, multi-token verify
-and single-token decode. torch's SDPA masks rectangles top-left (`is_causal=True`), which is wrong here; only square
-blocks are ever given to it as causal.
+only: a query at position p attends to a key at position j iff j <= p and, with a sliding window w, j > p - w. So one
+routine serves whole prefill, a chain's chunk (own rows causal, received rows dense), chunked local prefill, multi-token
+verify and single-token decode. torch's SDPA aligns the causal mask of a rectangle at the top left (`is_causal=True`),
+which is wrong here. So only square blocks are passed to it as causal.
 
 Merging partial results (o1, l1), (o2, l2) with l the log-sum-exp of scores:
     l = logaddexp(l1, l2),  o = o1 + (o2 - o1) * exp(l2 - l)      in fp32.
 
-T query tokens, S keys, N heads, G kv heads, R = N / G query heads a kv head, H head dim.
+T query tokens, S keys, N heads, G kv heads, R = N / G query heads per kv head, H head dim.
 """
 
 import functools
@@ -26,14 +26,14 @@ from modeling.kv.buffers import KvRows
 Partial = tuple[Tensor, Tensor]
 """Attention over some of the keys: (o_TNH in the queries' dtype, or fp32 once merged; lse_TN in fp32)."""
 Kernel = Callable[[Tensor, Sequence[KvRows], bool, Tensor | None], Partial]
-"""(q_TNH, pieces, is_causal, mask_TS or None). All keys of all pieces are visible, except: the last piece is square and
-causal where `is_causal`, and the only piece follows the mask, if given: True in it = visible."""
+"""Function of (q_TNH, pieces, is_causal, mask_TS or None). All keys of all pieces are visible, with two exceptions.
+With `is_causal` the last piece is square and causal. With a mask there is one piece, and True in the mask = visible."""
 
 _QUERY_BLOCK = 512
 _HEAD_DIM_STEP = 16
-"""Multiple of the head dims that the kernels in C++ take: lanes of their widest registers."""
+"""Number that head dims must be multiples of for the C++ kernels: lanes of their widest registers."""
 _NOTHING = -1e30
-"""Log-sum-exp over no key: finite, so that two of them merge without NaN."""
+"""Log-sum-exp over no keys. Finite, so that two of them merge without NaN."""
 
 
 def merged(first: Partial, second: Partial) -> Partial:
@@ -45,7 +45,7 @@ def merged(first: Partial, second: Partial) -> Partial:
 
 
 def piece_by_piece(kernel: Callable[[Tensor, KvRows, bool, Tensor | None], Partial]) -> Kernel:
-    """Return a Kernel that calls one of single pieces for each piece, and merges the results."""
+    """Return a Kernel that calls a kernel of single pieces for each piece, and merges the results."""
 
     @functools.wraps(kernel)
     def run(q_TNH: Tensor, pieces: Sequence[KvRows], causal: bool, mask_TS: Tensor | None) -> Partial:
@@ -59,7 +59,7 @@ def piece_by_piece(kernel: Callable[[Tensor, KvRows, bool, Tensor | None], Parti
 
 @piece_by_piece
 def cpu_flash_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | None) -> Partial:
-    """Attend by torch's flash attention for CPU; grouped heads share K and V by a zero stride, not by copies."""
+    """Attend by torch's flash attention for CPU. Grouped heads share K and V by a zero stride, not by copies."""
     T, N, H = q_TNH.shape
     S, G, _ = rows.k_SGH.shape
     k_G1SH = rows.k_SGH.permute(1, 0, 2).unsqueeze(1)
@@ -82,7 +82,7 @@ _cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @piece_by_piece
 def plain_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | None) -> Partial:
-    """Attend by plain matmuls with fp32 scores, on any device, in blocks of queries: the reference and the fallback."""
+    """Attend by plain matmuls with fp32 scores, on any device, in blocks of queries. The reference and fallback."""
     T, N, H = q_TNH.shape
     S, G, _ = rows.k_SGH.shape
     if causal:
@@ -106,7 +106,7 @@ def plain_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | No
 
 
 def native_kernel(q_TNH: Tensor, pieces: Sequence[KvRows], causal: bool, mask_TS: Tensor | None) -> Partial:
-    """Attend by our kernel in C++ for many queries on a CPU, else by torch's. To be used where `has_native_kernel`."""
+    """Attend by the C++ kernel for many queries on a CPU, else by torch's. To be used only if `has_native_kernel`."""
     T, _, H = q_TNH.shape
     if T == 1 or mask_TS is not None or not is_native(q_TNH.dtype, H):
         return cpu_flash_kernel(q_TNH, pieces, causal, mask_TS)
@@ -115,17 +115,17 @@ def native_kernel(q_TNH: Tensor, pieces: Sequence[KvRows], causal: bool, mask_TS
 
 
 def is_native(dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether the kernels in C++ take queries and keys of this dtype and head dim."""
+    """Return whether the C++ kernels support queries and keys of this dtype and head dim."""
     return dtype in (torch.bfloat16, torch.float32) and head_dim % _HEAD_DIM_STEP == 0
 
 
 def has_native_kernel() -> bool:
-    """Return whether `native_kernel` can run here."""
+    """Return whether `native_kernel` can run in this process."""
     return native.load()
 
 
 def on_device(kernel: Kernel, device: Device) -> Kernel:
-    """Return the kernel, which raises WrongMemoryError for keys that do not lie in the device's memory."""
+    """Return the kernel with a check that raises WrongMemoryError for keys outside the device's memory."""
     if device.is_home:
         return kernel
 
@@ -139,7 +139,7 @@ def on_device(kernel: Kernel, device: Device) -> Kernel:
 
 
 def default_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
-    """Return the fastest kernel here for a device and dtype."""
+    """Return the fastest available kernel for a device and dtype, without Triton's."""
     if device.type != "cpu":
         return plain_kernel
     is_ours = dtype in (torch.bfloat16, torch.float32) and has_native_kernel()
@@ -157,8 +157,8 @@ class Attention:
         self._found: Partial | None = None
 
     def add(self, *segments: KvRows) -> None:
-        """Attend to the keys of `segments`, all that are available now. Segments of one attention must not overlap, and
-        one must hold a query's own key. Keys that no query may see are skipped."""
+        """Attend to the keys of `segments`: all that have become available. Segments of one attention must not overlap,
+        and every query's own key must be in one of them. Keys that no query attends to are skipped."""
         dense: list[KvRows] = []
         for rows in segments:
             for part in self._parts(rows):
@@ -175,7 +175,7 @@ class Attention:
         return self._found[0].to(self._q_TNH.dtype)
 
     def _parts(self, rows: KvRows) -> list[KvRows]:
-        """Return the keys that some query may see, those before the first query apart from the rest."""
+        """Return the keys that some query attends to. Those before the first query are separate from the rest."""
         if self._window is not None:
             rows = rows.slice(self._first - self._window + 1, rows.end_position)
         rows = rows.slice(0, self._first + len(self._q_TNH))
@@ -192,7 +192,7 @@ class Attention:
         return self._window is not None and rows.first_position <= last - self._window
 
     def _partly_seen(self, rows: KvRows, dense: list[KvRows]) -> Partial:
-        """Attend to keys some of which some queries do not see; with a causal square, also to the pieces in `dense`."""
+        """Attend to keys that not all queries attend to; with a causal square, also to the pieces in `dense`."""
         is_square = rows.first_position == self._first and len(rows.k_SGH) == len(self._q_TNH)
         if is_square and not self._is_windowed(rows):
             pieces = [*dense, rows]
@@ -200,7 +200,7 @@ class Attention:
             return self._kernel(self._q_TNH, pieces, True, None)
         visible_TS = self._visible(rows)
         o_TNH, lse_TN = self._kernel(self._q_TNH, [rows], False, visible_TS)
-        blind_T = ~visible_TS.any(1)  # kernels return NaN for a query that sees no key here; it must have no weight
+        blind_T = ~visible_TS.any(1)  # kernels return NaN for queries without keys here: give them no weight
         return o_TNH.masked_fill(blind_T[:, None, None], 0.0), lse_TN.masked_fill(blind_T[:, None], _NOTHING)
 
     def _visible(self, rows: KvRows) -> Tensor:
@@ -219,7 +219,8 @@ class Attention:
 def attend(
     q_TNH: Tensor, first_position: int, segments: Iterable[KvRows], window: int | None, kernel: Kernel
 ) -> Tensor:
-    """Return attention of `q_TNH` (positions from `first_position`) over `segments`: `[T, N, H]` in q's dtype."""
+    """Return the attention of `q_TNH`, at positions from `first_position`, to `segments`: `[T, N, H]`, in the queries'
+    dtype."""
     attention = Attention(q_TNH, first_position, window, kernel)
     attention.add(*segments)
     return attention.result()

@@ -1,17 +1,17 @@
 """The decoder: one forward over ragged spans of tokens serves every path, and every family.
 
 A span is a run of new tokens of one sequence plus access to its KV. Whole prefill, a chain's chunk, a chunked local
-prefill, a single decode step and a multi-token verify differ only in the spans they pass; a batch concatenates the
-tokens of several spans for the linears and attends each span over its own length. Linears are fused (QKV, gate-up).
+prefill, a single decode step and a multi-token verify differ only in the spans they pass. A batch concatenates the
+tokens of several spans for the linears, and attends each span over its own length. Linears are fused (QKV, gate-up).
 
-Layer by layer: `project` writes the new keys (after RoPE) and values in place and returns the queries; `complete` takes
-the attention output through the rest of the layer. A chain (`prefill_workers`) does its own attention between the two;
-a generation step (`generate_workers.engine.step_runner`) calls `forward`. The parts of a layer
-(`modeling.forward.layers`) and how positions enter (`modeling.forward.positions`) come with the weights; this module
-does not depend on them.
+In each layer, `project` writes the new keys (after RoPE) and values in place and returns the queries. `complete` runs
+the rest of the layer on the attention output. A chain (`prefill_workers`) computes its own attention between the two. A
+generation step (`generate_workers.engine.step_runner`) calls `forward`. The weights contain the parts of a layer
+(`modeling.forward.layers`) and the position scheme (`modeling.forward.positions`), on which this module does not
+depend.
 
-Legend: T tokens of all spans, D hidden, N heads, G kv heads, H head dim, V vocabulary, R rows of logits wanted. Runs on
-whatever thread calls it; holds no state besides weights; not re-entrant on CUDA streams.
+Legend: T tokens of all spans, D hidden, N heads, G kv heads, H head dim, V vocabulary, R rows of logits. Runs on the
+caller's thread. Its only state is the weights. Not re-entrant on CUDA streams.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,7 +41,7 @@ from modeling.kv.pages import PageSpan
 
 
 class Span(Protocol):
-    """A run of new tokens of one sequence, and the memory for their KV."""
+    """Run of new tokens of one sequence, and the memory for their KV."""
 
     @property
     def tokens(self) -> TokenRange:
@@ -52,36 +52,36 @@ class Span(Protocol):
 
 
 class SequenceSpan(Span, Protocol):
-    """A span with all keys that its tokens attend to."""
+    """A span with access to all keys that its tokens attend to."""
 
     def segments(self, layer: int) -> Iterator[KvRows]:
-        """Yield all keys that the new tokens may see, their own included, in pieces that do not overlap."""
+        """Yield all keys that the new tokens attend to, including their own, in pieces that do not overlap."""
 
     def place(self) -> KvPlace | None:
-        """Return where all those keys lie, if that is in one piece of the CPU's memory in every layer, or in pages of a
-        device's; else None."""
+        """Return the location of those keys, if they are contiguous in the CPU's memory in every layer, or in pages of
+        a device's memory; else None."""
 
 
 class PassingSpan:
-    """Marks a SequenceSpan whose pieces pass through one memory: each is valid until the next is asked for."""
+    """Marks a SequenceSpan whose pieces share one buffer: each is valid until the next one is requested."""
 
 
 class LayerTurns(Protocol):
-    """A policy's turns between the layers of a forward: it fetches keys in time, or leaves them out."""
+    """Calls to a residency policy before, in and after each layer of a forward, to fetch or select keys."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Put the keys of `layer`, which is about to run on `hidden_TD`, where the spans say."""
+        """Make the keys of `layer`, which is about to run on `hidden_TD`, available to the spans."""
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
-        """Return the keys that the step's rows of one new token attend to in `layer`, in the rows' order; None: all
+        """Return the keys that the step's rows of one new token attend to in `layer`, in the rows' order. None: all
         keys.
 
-        `q_TNH` are all of the step's queries, as attention will compare them; the new tokens' keys are written. Called
-        once a layer, if there are such rows (`modeling.forward.rows`); other spans attend to all keys.
+        `q_TNH` are all of the step's queries, as attention will compare them. The new tokens' keys are already written.
+        Called once per layer, if the step has such rows (`modeling.forward.rows`). Other spans attend to all keys.
         """
 
     def end(self, layer: int) -> None:
-        """Finish `layer`, which has run: its new keys are where the spans say, and are not read there any more."""
+        """Finish `layer`, which has run: the spans' memory has its new keys, and is not read any more."""
 
 
 @dataclass(frozen=True)
@@ -91,28 +91,28 @@ class DecoderWeights:
     device: torch.device
     dtype: torch.dtype
     embedding: Linear
-    """The tokens' embeddings are its rows, `[V, D]`."""
+    """Layer whose weight's rows are the tokens' embeddings, `[V, D]`."""
     positions: PositionTable
     layers: tuple[Layer, ...]
     final_norm: Transform
     head: Linear
-    """The output head; the embedding itself when tied."""
+    """Output head; the embedding itself if it is tied."""
     fingerprint: str
-    """Hash of the tensors that this was loaded from, and of the dtype."""
+    """Hash of the stored tensors of these weights, and of the dtype."""
     embedding_scale: float = 1.0
     """Factor on the tokens' embeddings."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """State that the layers of one forward share."""
+    """State of one forward that its layers share."""
 
     positions: Positions
     """Positions of all tokens."""
     spans: tuple[tuple[Span, slice], ...]
     """Spans, each with its place among the step's tokens, except those in `rows`."""
     rows: DecodeRows | TritonRows | None = None
-    """Spans of few tokens that one kernel call serves together."""
+    """Spans of few tokens that one kernel call per layer serves together."""
 
 
 class Decoder:
@@ -126,7 +126,7 @@ class Decoder:
         *,
         device: Device | None = None,
     ) -> None:
-        """`device`: where the weights are, and all KV that is computed with. None: the CPU."""
+        """`device`: the device of the weights and of all KV that attention reads. None: the CPU."""
         self.config = config
         self.weights = weights
         self.device = device or CpuDevice()
@@ -135,11 +135,11 @@ class Decoder:
         self._has_no_windows = all(window is None for window in config.windows)
         self._has_native_rows = kernel is None and has_native_rows(weights.device, self.dtype, config.head_dim)
         self.has_triton_rows = kernel is None and compiles_for(weights.device, self.dtype)
-        """Whether rows that lie in pages are attended to by kernels in Triton."""
+        """True if the attention of rows whose KV is in pages is computed by Triton kernels."""
         default = triton_kernel if self.has_triton_rows else default_kernel(weights.device, self.dtype)
         self.kernel = on_device(kernel or default, self.device)
         self.fused = fuse(weights.layers, weights.positions, config) if self._has_native_rows else None
-        """All layers in one call, if the layers and this machine allow it, else None."""
+        """All layers in one native call. None if the layers or this machine do not support it."""
         self.layout = KvLayout(
             model_fingerprint=weights.fingerprint,
             num_layers=config.num_layers,
@@ -149,21 +149,21 @@ class Decoder:
         )
 
     def begin(self, spans: Sequence[Span]) -> Step:
-        """Prepare a forward over `spans`; raises nothing, asserts that positions are within the model's context."""
+        """Prepare a forward over `spans`. Their positions must be within the model's context."""
         return Step(self._positions(spans), tuple(_slices(spans)))
 
     def embed(self, token_ids: Sequence[int], step: Step) -> Tensor:
-        """Return hidden states `[T, D]` of token ids in the spans' order; learned positions included."""
+        """Return hidden states `[T, D]` of token ids in the spans' order, including learned positions."""
         return self.enter(torch.tensor(token_ids, device=self.weights.device), step.positions)
 
     def enter(self, token_ids_T: Tensor, positions: Positions) -> Tensor:
-        """Return hidden states `[T, D]` of token ids that lie on the device, at these positions."""
+        """Return hidden states `[T, D]` of token ids on the device, at these positions."""
         hidden_TD = self.embeddings(token_ids_T)
         positions.enter(hidden_TD)
         return hidden_TD
 
     def embeddings(self, token_ids_T: Tensor) -> Tensor:
-        """Return the embeddings `[T, D]` of token ids that lie on the device, scaled as the model asks."""
+        """Return the embeddings `[T, D]` of token ids on the device, times the model's `embedding_scale`."""
         hidden_TD, scale = self.weights.embedding.rows(token_ids_T), self.weights.embedding_scale
         return hidden_TD if scale == 1.0 else hidden_TD * scale
 
@@ -177,7 +177,7 @@ class Decoder:
         return q_TNH, k_TGH, qkv_TKH.narrow(1, num_heads + num_kv_heads, num_kv_heads)
 
     def project(self, layer: int, hidden_TD: Tensor, step: Step) -> Tensor:
-        """Write the new tokens' keys and values into the spans' memory; return the queries `[T, N, H]`."""
+        """Write the new tokens' keys and values into the spans' memory, and return the queries `[T, N, H]`."""
         q_TNH, k_TGH, v_TGH = self.heads(layer, hidden_TD, step.positions)
         if step.rows is not None:
             step.rows.append(layer, k_TGH, v_TGH)
@@ -189,11 +189,11 @@ class Decoder:
         return q_TNH
 
     def attention(self, layer: int, q_TNH: Tensor, first_position: int) -> Attention:
-        """Return an empty attention of one span's queries, with the layer's window; the caller adds segments."""
+        """Return an attention of one span's queries, with the layer's window, to which the caller adds segments."""
         return Attention(q_TNH, first_position, self.config.windows[layer], self.kernel)
 
     def complete(self, layer: int, hidden_TD: Tensor, attended_TNH: Tensor) -> Tensor:
-        """Run output projection, residuals and MLP; return the layer's hidden states `[T, D]`."""
+        """Run output projection, residuals and MLP, and return the layer's hidden states `[T, D]`."""
         return self.weights.layers[layer].tail(hidden_TD, attended_TNH.flatten(1))
 
     def forward(
@@ -205,11 +205,13 @@ class Decoder:
         most_queries: int = 1,
         picks: StepPicks | None = None,
     ) -> Tensor:
-        """Run all layers over all spans; `token_ids` are the spans' new tokens, concatenated. Returns `[T, D]`: with
-        `turns` that pick nothing the same bits as without any. Spans of at most `most_queries` tokens are attended to
-        like rows of a generation step: fast for a few tokens. With turns that pick keys it must be 1. `picks` are the
-        keys that the spans attend to, where they are known before: all spans are rows of one new token, with a native
-        kernel (`modeling.forward.rows`), and `turns` pick nothing."""
+        """Run all layers over all spans, and return the hidden states `[T, D]`.
+
+        `token_ids`: the spans' new tokens, concatenated. `turns` that select no keys do not change any bit of the
+        result. `most_queries`: spans of at most this number of tokens run as rows of a generation step, which is fast
+        for a few tokens. It must be 1 with turns that select keys. `picks`: the keys that the spans attend to, if they
+        are known before the step. Then all spans must be rows of one new token, with a native kernel
+        (`modeling.forward.rows`), and `turns` must not select keys."""
         step, others = self._begin_ragged(spans, most_queries if self._has_no_windows else 1)
         assert picks is None or (step.rows is not None and not others and most_queries == 1), "only rows pick keys"
         hidden_TD = self.embed(token_ids, step)
@@ -229,7 +231,7 @@ class Decoder:
         return hidden_TD
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """Return next-token logits `[R, V]` in fp32 for the chosen rows of hidden states."""
+        """Return next-token logits `[R, V]` in fp32 of the given hidden states."""
         return self.weights.head(hidden_RD, self.weights.final_norm).float()
 
     def _positions(self, spans: Sequence[Span]) -> Positions:
@@ -241,8 +243,8 @@ class Decoder:
     def _begin_ragged(
         self, spans: Sequence[SequenceSpan], most_queries: int
     ) -> tuple[Step, list[tuple[SequenceSpan, slice]]]:
-        """Return a step whose spans of at most `most_queries` tokens are rows, where there is a kernel for them, and
-        its other spans."""
+        """Return a step whose spans of at most `most_queries` tokens are rows, if a kernel supports them, and its other
+        spans."""
         others, few = [], []
         for span, where in _slices(spans):
             place = self._place(span) if len(span.tokens) <= most_queries else None
@@ -254,7 +256,7 @@ class Decoder:
         return Step(self._positions(spans), tuple(others), self._rows(few) if few else None), others
 
     def _place(self, span: SequenceSpan) -> KvPlace | None:
-        """Return where the span's keys lie, if there is a kernel for rows whose keys lie so; else None."""
+        """Return the location of the span's keys, if a kernel supports rows with such a location; else None."""
         if not self._has_native_rows and not self.has_triton_rows:
             return None
         place = span.place()
@@ -266,7 +268,7 @@ class Decoder:
         return DecodeRows(spans, self.layout.row_bytes, self.config.windows)
 
     def _require(self, place: KvPlace) -> None:
-        """Raise WrongMemoryError unless the sequence's KV lies in the device's memory."""
+        """Raise WrongMemoryError unless the sequence's KV is in the device's memory."""
         if place.table is not None:
             first_PS2GH, last_PS2GH = place.table.data_LPS2GH[0], place.table.data_LPS2GH[-1]
             num_bytes = last_PS2GH.data_ptr() - first_PS2GH.data_ptr() + last_PS2GH.nbytes
@@ -285,7 +287,7 @@ class Decoder:
         others: Sequence[tuple[SequenceSpan, slice]],
         picks: Picks | None,
     ) -> Tensor:
-        """Return the attention of all of a step's tokens, `[T, N, H]`; `rows` attend to `picks`, if any."""
+        """Return the attention of all of a step's tokens, `[T, N, H]`. `rows` attend to `picks`, if given."""
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         if rows is not None:
             out_BNH = rows.attend(layer, q_TNH, self.config.num_kv_heads, picks)
@@ -304,7 +306,7 @@ class Decoder:
 
 
 def _owns(span: Span, where: slice, layer: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the memory of a span's new tokens in a layer, each piece with its tokens' places among the step's."""
+    """Yield views of the memory of a span's new tokens in a layer, each with its tokens' slice of the step's tokens."""
     if not isinstance(span, PageSpan):
         yield where, span.own(layer)
         return
@@ -317,7 +319,7 @@ S = TypeVar("S", bound=Span)
 
 
 def _slices(spans: Sequence[S]) -> Iterator[tuple[S, slice]]:
-    """Yield each span with its place among the spans' tokens."""
+    """Yield each span with its slice of all spans' tokens."""
     start = 0
     for span in spans:
         yield span, slice(start, start + len(span.tokens))

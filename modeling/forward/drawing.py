@@ -1,14 +1,14 @@
-"""Tokens drawn from logits that need no further change: temperature, filters, and noise from the row's seed.
+"""Draws tokens from adjusted logits: temperature, filters, and noise from the request's seed.
 
-`sampling` adjusts logits by a row's history and draws here. On a CPU it draws row by row, and looks only among as many
-tokens as a row's filters may keep. `choose_tokens` draws for all rows of a batch at once on whatever device the logits
-are, and the host reads nothing meanwhile: `step_graphs` captures it with the step. What is kept, and the noise, are the
-same functions for both.
+`sampling` adjusts logits by a request's history and draws with this module. On a CPU it draws row by row, and examines
+only as many tokens as the row's filters may keep. `choose_tokens` draws for all rows of a batch at once, on the logits'
+device and without a read by the host, so that `step_graphs` captures it with the step. Both use the same filters and
+the same noise.
 
-The filters keep in vLLM's order: min-p, then top-k, then top-p, which measures its mass among what the first two keep.
-Of equally likely tokens the lower ids come first, so top-k keeps k tokens exactly. The token is argmax(log p + g) over
-the kept candidates, g = Gumbel(hash(seed, output position, token id)): distributed as p (Gumbel, 1954), and the same
-whatever the batch, the attempt or the other candidates are.
+The filters apply in vLLM's order: min-p, then top-k, then top-p, whose mass is measured among the tokens that the first
+two keep. Of equally likely tokens the lower ids come first, so that top-k keeps exactly k tokens. The token is
+argmax(log p + g) over the kept candidates, g = Gumbel(hash(seed, output position, token id)). It is distributed as p
+(Gumbel, 1954), and does not depend on the batch, the attempt or the other candidates.
 
 B rows, R rows, C candidates of a row, V vocabulary.
 """
@@ -25,47 +25,47 @@ from baton.sampling_params import SamplingParams
 from modeling.kernels import native
 
 NO_TOKEN = -1
-"""Stands for the token of a row that has none, because its largest logit is NaN or infinity."""
+"""Placeholder for the token of a row without one, because its largest logit is NaN or infinity."""
 _GREEDY_BELOW = 1e-5
 _ALL = 2**62
-"""A top_k that is no bound."""
+"""Value of top_k that keeps all tokens."""
 _FIRST_GUESS = 256
-"""Tokens among which top-p first looks for its mass; then it looks among eight times as many, and so on."""
+"""Number of tokens among which top-p first looks for its mass. If they do not suffice, it is multiplied by eight."""
 
 
 class DrawKind(IntEnum):
-    """What rows ask for; each kind serves rows of the kinds before it, too."""
+    """Kind of drawing that rows need. Each kind also serves rows of the kinds before it."""
 
     GREEDY = 0
-    """The most likely token."""
+    """Take the most likely token."""
     DRAWN = 1
-    """A token drawn among all of the vocabulary."""
+    """Draw a token from the whole vocabulary."""
     FILTERED = 2
-    """A token drawn among those that filters keep."""
+    """Draw a token among those that filters keep."""
 
 
 class RowDraw(NamedTuple):
-    """How one row draws its next token, as plain numbers."""
+    """Parameters with which one row draws its next token, as plain numbers."""
 
     key: int
-    """Hash of the row's seed and output position, as the int64 with its bits; 0 for a greedy row."""
+    """Hash of the request's seed and the output position, as the int64 with the same bits. 0 for a greedy row."""
     top_k: int
     floor: float
-    """Logarithm of min_p: candidates below it are left out."""
+    """Logarithm of min_p. Candidates below it are left out."""
     top_p: float
     temperature: float
-    """Number that logits are divided by; 0: greedy."""
+    """Number that logits are divided by. 0: greedy."""
 
     @classmethod
     def of(cls, params: SamplingParams, position: int) -> "RowDraw":
-        """Return how a row with these parameters draws the token of an output position."""
+        """Return the numbers with which a row with these parameters draws the token of an output position."""
         if is_greedy(params):
             return _GREEDY
         key = _signed(noise_key(params.seed, position))
         return cls(key, params.top_k or _ALL, _floor(params), params.top_p, params.temperature)
 
     def kind(self, vocab_size: int) -> DrawKind:
-        """Return what the row asks for, with logits of so many tokens."""
+        """Return the kind of drawing that the row needs, with logits of `vocab_size` tokens."""
         if not self.temperature:
             return DrawKind.GREEDY
         is_filtered = self.top_k < vocab_size or self.top_p < 1 or self.floor > -math.inf
@@ -76,8 +76,8 @@ _GREEDY = RowDraw(key=0, top_k=_ALL, floor=-math.inf, top_p=1.0, temperature=0.0
 
 
 class Draws(NamedTuple):
-    """How each row of a batch draws: the fields of RowDraw as tensors on the device of the logits. Integers are int64,
-    temperatures float32, other numbers float64."""
+    """Parameters with which each row of a batch draws: the fields of RowDraw as tensors on the logits' device. Integers
+    are int64, temperatures float32, other numbers float64."""
 
     key_B: Tensor
     top_k_B: Tensor
@@ -98,14 +98,14 @@ class Draws(NamedTuple):
 
 
 def is_greedy(params: SamplingParams) -> bool:
-    """Return whether a row takes the most likely token, whatever its seed and filters."""
+    """Return whether a row takes the most likely token, regardless of its seed and filters."""
     return params.temperature < _GREEDY_BELOW
 
 
 def choose_tokens(logits_BV: Tensor, draws: Draws, kind: DrawKind) -> Tensor:
-    """Return each row's next token `[B]`, int64, without a wait for the device. `kind`: the highest of the rows'.
+    """Return each row's next token `[B]`, int64, without a wait for the device. `kind`: the highest of the rows' kinds.
 
-    Rows whose largest logit is not finite have no distribution: they get what greedy rows do.
+    Rows whose largest logit is not finite have no distribution. They get the same result as greedy rows.
     """
     greedy_B = largest_tokens(logits_BV)
     if kind is DrawKind.GREEDY:
@@ -122,15 +122,15 @@ def choose_tokens(logits_BV: Tensor, draws: Draws, kind: DrawKind) -> Tensor:
 
 
 def largest_tokens(logits_BV: Tensor) -> Tensor:
-    """Return each row's first token with the largest logit `[B]`, int64, also where every token is forbidden; NO_TOKEN
-    where one of the logits is NaN or infinity. Does not wait for the device."""
+    """Return each row's first token with the largest logit, `[B]`, int64, also if every token is forbidden. NO_TOKEN
+    for a row with a logit that is NaN or infinity. Does not wait for the device."""
     found_B = logits_BV.argmax(-1)
     is_token_B = logits_BV.gather(-1, found_B.unsqueeze(-1)).squeeze(-1) < math.inf
     return found_B.masked_fill_(~is_token_B, NO_TOKEN)
 
 
 def _draw_sorted(scaled_BV: Tensor, draws: Draws) -> Tensor:
-    """Draw a token for each row among those that its filters keep of the whole vocabulary, in descending order."""
+    """Draw a token for each row among those that its filters keep. Sorts the whole vocabulary."""
     sorted_BV, ids_BV = scaled_BV.sort(dim=-1, descending=True, stable=True)
     mass_BV = _mass(sorted_BV, draws.floor_B.unsqueeze(1))
     rank_V = torch.arange(scaled_BV.shape[1], device=scaled_BV.device)
@@ -141,11 +141,10 @@ def _draw_sorted(scaled_BV: Tensor, draws: Draws) -> Tensor:
 
 
 def choose_by_rows(logits_BV: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> list[int]:
-    """Return each row's next token, drawn row by row, or NO_TOKEN; `rows` have their parameters and the token's output
-    position.
+    """Return each row's next token, drawn row by row, or NO_TOKEN. `rows`: parameters and output position of the token.
 
-    A row fits a CPU's cache, and is computed alike alone and in a batch. The kernel in C++ draws it, where there is one
-    (modeling/kernels/sampling/draws.cpp); torch's operations take up to ten times as long.
+    A row fits into a CPU's cache, and its computation is the same alone and in a batch. The C++ kernel draws it if it
+    is available (modeling/kernels/sampling/draws.cpp). Torch's operations take up to ten times as long.
     """
     drawing = [row for row, (params, _) in enumerate(rows) if not is_greedy(params)]
     token_ids: list[int] = [0] * len(rows)
@@ -162,20 +161,20 @@ def choose_by_rows(logits_BV: Tensor, rows: Sequence[tuple[SamplingParams, int]]
     draws = Draws.of([RowDraw.of(*rows[row]) for row in drawing], logits_BV.device)
     found: list[int] = native.operators().draw_tokens(logits_BV, torch.tensor(drawing), draws).tolist()
     for row, token_id in zip(drawing, found, strict=True):
-        token_ids[row] = token_id if token_id >= 0 else int(largest_tokens(logits_BV[row]))  # there is no distribution
+        token_ids[row] = token_id if token_id >= 0 else int(largest_tokens(logits_BV[row]))  # no distribution
     return token_ids
 
 
 def has_native_draws(logits_BV: Tensor) -> bool:
-    """Return whether the kernel in C++ draws from such logits here."""
+    """Return whether the C++ kernel is available and supports such logits."""
     fits = logits_BV.device.type == "cpu" and logits_BV.dtype == torch.float32 and logits_BV.stride(1) == 1
     return fits and native.load()
 
 
 def draw_row(logits_V: Tensor, params: SamplingParams, key: int) -> int:
-    """Return one row's next token by torch's operations, or NO_TOKEN; the row is not greedy."""
+    """Return the next token of a row that is not greedy, by torch's operations, or NO_TOKEN."""
     largest = logits_V.amax()
-    if not math.isfinite(largest):  # every token is forbidden, or the logits are NaN: there is no distribution
+    if not math.isfinite(largest):  # every token is forbidden, or the logits are NaN: the row has no distribution
         return int(largest_tokens(logits_V))
     scaled_V = (logits_V - largest) / params.temperature
     if not filters(params, len(logits_V)):
@@ -186,15 +185,15 @@ def draw_row(logits_V: Tensor, params: SamplingParams, key: int) -> int:
 
 
 def filters(params: SamplingParams, vocab_size: int) -> bool:
-    """Return whether filters may leave out some of so many tokens."""
+    """Return whether filters may leave out some of `vocab_size` tokens."""
     return 0 < params.top_k < vocab_size or params.top_p < 1 or params.min_p > 0
 
 
 def kept_ids(scaled_V: Tensor, params: SamplingParams) -> Tensor:
-    """Return the ids of the candidates that min-p, top-k and top-p leave; `scaled_V`: logits over temperature, the
-    largest 0.
+    """Return the ids of the candidates that min-p, top-k and top-p keep. `scaled_V`: logits over temperature, shifted
+    so that the largest is 0.
 
-    The vocabulary is sorted only if the mass that top-p asks for is spread over an eighth of it.
+    The vocabulary is sorted only if the mass that top-p needs is spread over an eighth of it.
     """
     num_tokens, floor = scaled_V.shape[0], _floor(params)
     top_k = params.top_k if 0 < params.top_k < num_tokens else None
@@ -218,13 +217,13 @@ def _floor(params: SamplingParams) -> float:
 
 
 def _mass(scaled_RC: Tensor, floor: Tensor | float) -> Tensor:
-    """Return probabilities, not normalised, in float64; 0 below min-p's floor."""
+    """Return probabilities, not normalised, in float64. They are 0 below min-p's floor."""
     scaled_RC = scaled_RC.double()
     return scaled_RC.exp().masked_fill_(scaled_RC < floor, 0.0)
 
 
 def _reaches(mass_RC: Tensor, top_p: Tensor | float, total: Tensor) -> Tensor:
-    """Return True for the shortest prefix of each row (in descending order) that holds `top_p` of `total`."""
+    """Return True for the shortest prefix of each row (in descending order) with at least `top_p` of `total`."""
     before_RC = mass_RC.cumsum(-1) - mass_RC
     kept_RC = (mass_RC > 0) & ((before_RC < top_p * total) | (top_p >= 1))
     kept_RC[..., 0] = True
@@ -232,7 +231,7 @@ def _reaches(mass_RC: Tensor, top_p: Tensor | float, total: Tensor) -> Tensor:
 
 
 def largest_ids(values_V: Tensor, count: int) -> Tensor:
-    """Return the ids of the `count` largest values, in descending order; of equal values the lower ids come first."""
+    """Return the ids of the `count` largest values, in descending order. Of equal values the lower ids come first."""
     if count == 0:
         return torch.empty(0, dtype=torch.int64, device=values_V.device)
     if 8 * count >= values_V.shape[0]:
@@ -246,7 +245,7 @@ _MASK = 2**64 - 1
 _STEP = 0x9E3779B97F4A7C15
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
-"""SplitMix64 (Steele, Lea, Flood, 2014): its step, and the multiplications and shifts of its finaliser."""
+"""Shifts of the finaliser of SplitMix64 (Steele, Lea, Flood, 2014). `_STEP` and `_FACTORS` are its other constants."""
 _NOISE_BITS = 52
 
 
@@ -263,18 +262,18 @@ def _mix(value: int) -> int:
 
 
 def draw(weights_V: Tensor, key: int) -> int:
-    """Draw a token in proportion to weights, float64, of which one is above 0; the same for the same key."""
+    """Draw a token in proportion to weights, float64, of which at least one is above 0. A key determines the token."""
     noise_RV = gumbel_noise([key], torch.arange(len(weights_V), device=weights_V.device))
     return int((noise_RV[0] + weights_V.log()).argmax())
 
 
 def uniform(key: int) -> float:
-    """Return a number above 0 and below 1, a function of the key alone."""
+    """Return a number above 0 and below 1, determined by the key."""
     return ((_mix(key + _STEP) >> (64 - _NOISE_BITS)) + 0.5) * 2.0**-_NOISE_BITS
 
 
 def gumbel_noise(keys_R: Sequence[int], ids_C: Tensor) -> Tensor:
-    """Return standard Gumbel noise `[R, C]` in float64, a function of (key, token id) alone, finite.
+    """Return standard Gumbel noise `[R, C]` in float64, finite, determined by (key, token id).
 
     -log(-log u) with u = (52 hash bits + 1/2) / 2^52, which float64 holds exactly and which is never 0 or 1.
     """
@@ -282,7 +281,7 @@ def gumbel_noise(keys_R: Sequence[int], ids_C: Tensor) -> Tensor:
 
 
 def _noise(keys_R1: Tensor, ids: Tensor) -> Tensor:
-    """Return the noise of `gumbel_noise`; the keys are int64, and `ids` those of all rows, or of each."""
+    """Return the noise of `gumbel_noise`. The keys are int64. `ids` are shared by all rows, or given for each row."""
     bits_RC = (ids + 1).mul_(_signed(_STEP)) + keys_R1  # int64 arithmetic wraps around, as the hash needs it
     for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
         bits_RC.bitwise_xor_(_logical_shift(bits_RC, shift))
@@ -293,7 +292,7 @@ def _noise(keys_R1: Tensor, ids: Tensor) -> Tensor:
 
 
 def _logical_shift(bits: Tensor, shift: int) -> Tensor:
-    """Shift int64 right as if it were unsigned; torch's own shift repeats the sign."""
+    """Shift int64 right as if it were unsigned. Torch's own shift repeats the sign."""
     return (bits >> shift).bitwise_and_((1 << (64 - shift)) - 1)
 
 

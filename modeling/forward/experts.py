@@ -1,9 +1,9 @@
 """A mixture of experts as the feed-forward part of a layer: a router sends each token through a few of many gated MLPs.
 
-A family makes one of each layer (`modeling.families.qwen3_moe`), and `layers` runs it like any other MLP. Tokens are
-gathered by expert, and each expert that has tokens multiplies all of its own at once. Two ways to do that: one pair of
-linear layers for each expert, whose numbers of tokens the host reads (`LinearExperts`: CPUs, and any dtype), or one
-grouped product over all experts' weights, of which the host reads nothing (`StackedExperts`: bf16 on CUDA).
+A family makes one for each layer (`modeling.families.qwen3_moe`), and `layers` runs it like any other MLP. Tokens are
+gathered by expert, so that each expert multiplies all of its tokens at once. `LinearExperts`, for CPUs and any dtype,
+has two linear layers for each expert, and the host reads the numbers of tokens. `StackedExperts`, for bf16 on CUDA, has
+grouped products over all experts' weights, and the host reads nothing.
 
 T tokens, D hidden, E experts, A experts of a token, M = T * A tokens by expert, I width inside an expert.
 """
@@ -21,22 +21,22 @@ from modeling.forward.norms import Transform, unchanged
 
 
 class ExpertProducts(Protocol):
-    """The gated MLPs of all experts of a layer."""
+    """Gated MLPs of all experts of a layer."""
 
     @property
     def num_experts(self) -> int:
         """Return the number of experts."""
 
     def __call__(self, x_MD: Tensor, expert_M: Tensor) -> Tensor:
-        """Return each row of `x_MD` through the MLP of its expert, `[M, D]`. `expert_M` ascends."""
+        """Return the MLP of each row of `x_MD` by its expert, `[M, D]`. `expert_M` must ascend."""
 
 
 @dataclass(frozen=True)
 class LinearExperts:
-    """Experts as linear layers, two of each: one product for each expert that has tokens."""
+    """Experts as two linear layers each. Only experts that have tokens are computed."""
 
     gate_up: tuple[Linear, ...]
-    """The gated projection of each expert: gate rows, then up rows."""
+    """Gated projection of each expert: gate rows, then up rows."""
     down: tuple[Linear, ...]
 
     @property
@@ -52,11 +52,11 @@ class LinearExperts:
 
 @dataclass(frozen=True)
 class StackedExperts:
-    """Experts as two tensors, multiplied by torch's grouped products: nothing in a call depends on numbers that the
-    host would have to read, so that a CUDA graph can hold it."""
+    """Experts as two tensors, multiplied by torch's grouped products. A call does not depend on numbers that the host
+    would have to read, so that a CUDA graph can capture it."""
 
     gate_up_EJD: Tensor
-    """J = 2 I rows of each expert: gate rows, then up rows."""
+    """Gate rows, then up rows of each expert: J = 2 I rows."""
     down_EDI: Tensor
 
     @property
@@ -73,15 +73,15 @@ class StackedExperts:
 
 @dataclass(frozen=True)
 class ExpertsMlp:
-    """A mixture of experts (Shazeer et al., 2017): each token's sum of the MLPs that the router gives most weight to,
-    each times that weight."""
+    """A mixture of experts (Shazeer et al., 2017): for each token, the weighted sum of the MLPs to which the router
+    gives most weight."""
 
     router: Linear
-    """`[E, D]`: scores, whose softmax over all experts is the weights."""
+    """Linear layer `[E, D]` of scores. Their softmax over all experts is the weights."""
     products: ExpertProducts
     num_active: int
     normalised: bool
-    """Whether the weights of a token's experts are divided by their sum."""
+    """True if the weights of a token's experts are divided by their sum."""
 
     def __call__(self, x_TD: Tensor, norm: Transform = unchanged, residual_TD: Tensor | None = None) -> Tensor:
         hidden_TD = norm(x_TD)
@@ -102,7 +102,7 @@ class ExpertsMlp:
 
 
 def can_stack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether grouped products run there without the host; elsewhere torch would read numbers of tokens."""
+    """Return whether torch's grouped products run on that device without the host reading numbers of tokens."""
     return device.type == "cuda" and dtype == torch.bfloat16
 
 

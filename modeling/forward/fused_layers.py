@@ -1,10 +1,10 @@
 """All layers of a generation step in one native call (modeling/kernels/layers/decode_layers.cpp).
 
-Only for layers that are composed as the Llama family's mostly are; the result is bit for bit that of the pieces run one
-by one. Between two calls from Python the memory is idle, and its rate is what bounds a step. `decoder` calls it, on
-whatever thread runs the decoder, on several at a time.
+It supports layers that are composed like most of the Llama family. The result equals, bit for bit, that of running the
+pieces one by one. Memory bandwidth bounds a step, and memory would be idle between separate calls from Python.
+`decoder` calls it, on any thread, and on several threads at a time.
 
-T tokens, a row each; D hidden, N heads, G kv heads.
+T tokens (rows), D hidden, N heads, G kv heads.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from modeling.kernels import native
 from modeling.kernels.process_kernels import KERNELS
 
 _MOST_ROWS = 288
-"""Most rows that the kernel takes: 32 sequences with a token and eight drafts each."""
+"""Most rows that the kernel supports: 32 sequences with a token and eight drafts each."""
 
 _Linears = list[tuple[PanelLinear, Transform]]
 
@@ -40,9 +40,9 @@ class FusedLayers:
         attention_product: str | None = None,
         instruction_set: str = native.NATIVE,
     ) -> None:
-        """`linears`: four of each layer, each with the norm before it: QKV, output, gate and up, down; all multiply in
-        the same way. `most_rows`: of a step, at most `_MOST_ROWS`. `attention_product`: one of
-        modeling.kernels.products; None: the one that this processor's kernels use. The kernel must be loaded."""
+        """`linears`: four for each layer, each with the norm before it: QKV, output, gate and up, down. All use the
+        same multiplication method. `most_rows`: most rows of a step, at most `_MOST_ROWS`. `attention_product`: one of
+        modeling.kernels.products. None: the method that is chosen for this process. The kernels must be loaded."""
         self._most_rows = most_rows
         (product,) = {linear.product for linear, _ in linears}
         heads = config.num_heads, config.num_kv_heads, config.head_dim
@@ -52,13 +52,14 @@ class FusedLayers:
             self._native.add(*linear.described(norm))
 
     def fit(self, rows: DecodeRows, num_tokens: int) -> bool:
-        """Return whether a step of `num_tokens` can run in one call: all are `rows`, and not too many."""
+        """Return whether a step of `num_tokens` tokens can run in one call: all are in `rows`, and at most
+        `most_rows`."""
         is_plain = rows.in_order and rows.lengths_B is not None
         return is_plain and len(rows.tokens_B) == num_tokens <= self._most_rows
 
     def run(self, hidden_TD: Tensor, positions: Positions, rows: DecodeRows, picks: StepPicks | None = None) -> Tensor:
-        """Take hidden states `[T, D]` through all layers, mostly in place; write the rows' new keys and values. With
-        `picks` rows, each of one token, attend to those keys."""
+        """Run all layers on hidden states `[T, D]`, in place if they are contiguous, and return the result. Writes the
+        rows' new keys and values. With `picks`, rows attend to those keys only, and each must have one token."""
         assert isinstance(positions, Rotation), positions
         hidden_TD = hidden_TD.contiguous()  # an embedding may be a part of wider rows
         turns = positions.cos_T1H, positions.sin_T1H
@@ -71,7 +72,7 @@ class FusedLayers:
 
 
 def fuse(layers: Sequence[Layer], positions: PositionTable, config: ModelConfig) -> FusedLayers | None:
-    """Return the layers as one call, or None where they or this machine do not allow it."""
+    """Return the layers as one call, or None if they or this machine do not support it."""
     has_windows = any(window is not None for window in config.windows)
     if has_windows or not isinstance(positions, RotaryTable) or not positions.in_place:
         return None
@@ -91,12 +92,13 @@ def _panels(linear: PanelLinear | LinearByRows) -> PanelLinear:
 
 
 def _most_rows(linear: PanelLinear | LinearByRows) -> int:
-    """Return the most rows for which the linear layer is ours."""
+    """Return the most rows for which the C++ kernel computes the linear layer."""
     return linear.many_rows - 1 if isinstance(linear, LinearByRows) else _MOST_ROWS
 
 
 def _linears(layer: Layer) -> list[tuple[PanelLinear | LinearByRows, Transform]] | None:
-    """Return the linear layers of a layer that is composed in the common way, with the norms before them; else None."""
+    """Return the linear layers of a layer, each with the norm before it. None if the layer is composed in another
+    way."""
     tail = layer.tail
     if layer.head_norm is not unchanged or not isinstance(tail, Sequential) or not isinstance(tail.mlp, GatedMlp):
         return None

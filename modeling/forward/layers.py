@@ -1,7 +1,7 @@
-"""The pieces of a layer, as data: a family composes them when its weights are loaded, `decoder` runs them.
+"""Pieces of a layer, as data: a family composes them when its weights are loaded, and `decoder` runs them.
 
 A layer is a norm, a fused projection, and a tail: the output projection, residuals, norms and MLP that follow the
-attention. Families differ in the order of the pieces; no piece knows of a family.
+attention. Families differ in the order of the pieces. No piece depends on a family.
 
 Legend: T tokens, D hidden, I intermediate, N heads, G kv heads, H head dim, W = N * H, K = N + G queries and keys.
 """
@@ -17,7 +17,7 @@ from modeling.forward.linear import Linear
 from modeling.forward.norms import Transform, unchanged
 
 Tail = Callable[[Tensor, Tensor], Tensor]
-"""(hidden_TD, attended_TW) -> the layer's hidden states `[T, D]`; `attended_TW` is the attention's output."""
+"""(hidden_TD, attended_TW) -> the layer's hidden states `[T, D]`. `attended_TW` is the attention's output."""
 
 ACTIVATIONS: dict[str, Transform] = {"relu": F.relu, "gelu": F.gelu}
 """Activations between an MLP's two projections, by Hugging Face's names."""
@@ -44,10 +44,10 @@ class GatedMlp:
 
 @dataclass(frozen=True)
 class ActivatedMlp:
-    """A gated MLP with an activation of its own: GeGLU (Shazeer, 2020), for one."""
+    """A gated MLP with another activation than silu, such as GeGLU (Shazeer, 2020)."""
 
     gate_up: Linear
-    """Projection without a gate of its own: gate rows, then up rows."""
+    """Projection that does not apply the gate itself: gate rows, then up rows."""
     activation: Transform
     down: Linear
 
@@ -70,7 +70,7 @@ class PlainMlp:
 
 @dataclass(frozen=True)
 class Sequential:
-    """Attention, then the MLP on the attention's sum, each behind its norm."""
+    """Attention, then the MLP on the residual sum, each after its norm."""
 
     output: Linear
     norm: Transform
@@ -83,11 +83,11 @@ class Sequential:
 
 @dataclass(frozen=True)
 class Parallel:
-    """Attention and MLP side by side on the same hidden states (Wang and Komatsuzaki, 2021)."""
+    """Attention and MLP in parallel on the same hidden states (Wang and Komatsuzaki, 2021)."""
 
     output: Linear
     norm: Transform
-    """Norm before the MLP: the attention's own norm, run once more, or another."""
+    """Norm before the MLP: the attention's norm, computed a second time, or another one."""
     mlp: Mlp
 
     def __call__(self, hidden_TD: Tensor, attended_TW: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class Parallel:
 
 @dataclass(frozen=True)
 class PostNorm:
-    """The original Transformer's order (Vaswani et al., 2017): norms behind the residual sums, none before them."""
+    """Order of the original Transformer (Vaswani et al., 2017): norms after the residual sums, none before them."""
 
     output: Linear
     attention_norm: Transform
@@ -110,17 +110,17 @@ class PostNorm:
 
 @dataclass(frozen=True)
 class SandwichNorm:
-    """Attention, then the MLP, each between a norm before it and one behind it, before the residual (Ding et al.,
+    """Attention, then the MLP, each with a norm before it and one after it, before the residual sum (Ding et al.,
     2021)."""
 
     output: Linear
     attention_norm: Transform
-    """Norm behind the attention."""
+    """Norm after the attention."""
     norm: Transform
     """Norm before the MLP."""
     mlp: Mlp
     mlp_norm: Transform
-    """Norm behind the MLP."""
+    """Norm after the MLP."""
 
     def __call__(self, hidden_TD: Tensor, attended_TW: Tensor) -> Tensor:
         hidden_TD = hidden_TD + self.attention_norm(self.output(attended_TW))
@@ -129,11 +129,11 @@ class SandwichNorm:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: the pieces before attention, and the tail behind it."""
+    """One layer: the pieces before attention, and the tail after it."""
 
     attention_norm: Transform
     qkv: Linear
     """Fused projection `[(N + 2 G) * H, D]`: query rows, key rows, value rows."""
     head_norm: Transform
-    """Norm of queries and keys `[T, K, H]`, before positions turn them."""
+    """Norm of queries and keys `[T, K, H]`, before RoPE."""
     tail: Tail

@@ -1,9 +1,9 @@
-"""Linear layers, fused with the norm before them and the gate or the residual behind them.
+"""Linear layers, fused with the norm before them and the gate or the residual after them.
 
-One port, three implementations, composed by `layers`. `TorchLinear` is torch's, on any device. `PanelLinear` is ours in
-C++ (modeling/kernels/linear/linear.cpp), for bf16 on CPUs: norm, gate and residual are part of one pass over the
-weights, and a token's result depends on no other token of the batch, bit for bit. `LinearByRows` is both, where torch's
-is the faster one for many rows (`modeling.kernels.choosing` measures from how many on).
+One port, three implementations, composed by `layers`. `TorchLinear` uses torch, on any device. `PanelLinear` uses the
+C++ kernel (modeling/kernels/linear/linear.cpp), for bf16 on CPUs: norm, gate and residual are part of one pass over the
+weights, and a token's result does not depend on the other tokens of the batch, bit for bit. `LinearByRows` has both, if
+torch is faster for many rows (`modeling.kernels.choosing` measures the least number of rows).
 
 T tokens, K inputs, N outputs, I = N / 2 gated outputs, P panels of 32 rows of the weight, J >= K inputs of a panel.
 """
@@ -32,27 +32,28 @@ class Linear(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of weight and bias, as they are kept and read."""
+        """Return the bytes of weight and bias, as they are stored and read."""
 
     def __call__(self, x_TK: Tensor, norm: Transform = unchanged, residual_TN: Tensor | None = None) -> Tensor:
         """Return `norm(x) W^T + b`, gated if the layer is, plus the residual if given: `[T, N]`, gated `[T, I]`.
 
-        The result may lie where the residual did, which is not to be read any more.
+        The result may overwrite the residual, which must not be read any more.
         """
 
     def weight(self) -> Tensor:
-        """Return the weight `[N, K]` as it multiplies; may be a copy, and wider than the weight that it was made of."""
+        """Return the weight `[N, K]` that is multiplied. It may be a copy, and of a wider dtype than the weight that it
+        was made from."""
 
     def bias(self) -> Tensor | None:
         """Return the bias `[N]` as it was loaded."""
 
     def rows(self, indices_T: Tensor) -> Tensor:
-        """Return rows of the weight, `[T, K]`, as an embedding looks them up."""
+        """Return rows of the weight, `[T, K]`, for an embedding."""
 
 
 @dataclass(frozen=True)
 class TorchLinear:
-    """A linear layer by torch's own products."""
+    """A linear layer by torch's operations."""
 
     weight_NK: Tensor
     bias_N: Tensor | None = None
@@ -64,7 +65,7 @@ class TorchLinear:
 
     def __call__(self, x_TK: Tensor, norm: Transform = unchanged, residual_TN: Tensor | None = None) -> Tensor:
         if residual_TN is not None and self.bias_N is None and not self.gated and residual_TN.is_cuda:
-            return residual_TN.addmm_(norm(x_TK), self.weight_NK.t())  # the product adds: no pass of its own
+            return residual_TN.addmm_(norm(x_TK), self.weight_NK.t())  # the product adds it, without a separate pass
         out_TN = F.linear(norm(x_TK), self.weight_NK, self.bias_N)
         if self.gated:
             out_TN = _gated(out_TN)
@@ -81,8 +82,8 @@ class TorchLinear:
 
 
 class PanelLinear:
-    """A linear layer by our kernel in C++; to be used where kernels are loaded. Keeps the weight in panels
-    only; with `int8` rounded to int8 with one scale a row, half the bytes to read."""
+    """A linear layer by the C++ kernel, which must be loaded. Keeps the weight in panels only. With `int8` it is
+    rounded to int8 with one scale per row, which halves the bytes to read."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class PanelLinear:
         product: str | None = None,
         instruction_set: str = native.NATIVE,
     ) -> None:
-        """`product`: one of modeling.kernels.products; None: the one that this processor's kernels use."""
+        """`product`: one of modeling.kernels.products. None: the method that is chosen for this process."""
         self._operators = native.operators(instruction_set)
         num_rows, self._num_inputs = weight_NK.shape
         self.product = product or KERNELS.choice.panels
@@ -122,7 +123,8 @@ class PanelLinear:
         return self._operators.linear(x_TK, self._bound, gain_K, eps, residual_TN)
 
     def described(self, norm: Transform) -> tuple[BoundPanels, Tensor | None, float]:
-        """Return the weights, gain and epsilon, as `DecodeLayers.add` takes them. `norm` must be RMSNorm or none."""
+        """Return the weights, gain and epsilon, as arguments of `DecodeLayers.add`. `norm` must be an RmsNorm or
+        `unchanged`."""
         gain_K, eps = _gain(norm)
         assert gain_K is not None or norm is unchanged, norm
         return self._bound, gain_K, eps
@@ -142,7 +144,7 @@ class PanelLinear:
         return kept_TK if self._scales is None else kept_TK * self._scales[at_T].unsqueeze(-1)
 
     def _placed(self, of_rows: Tensor) -> Tensor:
-        """Return the values of the weight's rows in the panels' order; zero in places without a row."""
+        """Return the values of the weight's rows in the panels' order, with zeros in places without a row."""
         placed = torch.zeros(self._num_places, *of_rows.shape[1:], dtype=of_rows.dtype)
         placed[self._order_N] = of_rows
         return placed
@@ -150,7 +152,7 @@ class PanelLinear:
 
 @dataclass(frozen=True)
 class LinearByRows:
-    """A weight kept twice: in panels for calls of few rows, as torch has it for many."""
+    """A linear layer whose weight is stored twice: in panels for few rows, and in torch's layout for many."""
 
     few: PanelLinear
     many: TorchLinear
@@ -183,7 +185,7 @@ def _gated(out_TN: Tensor) -> Tensor:
 
 
 def _gain(norm: Transform) -> tuple[Tensor | None, float]:
-    """Return the gain `[K]` and epsilon of a norm that the kernel computes; None as the gain of another norm."""
+    """Return the gain `[K]` and epsilon of a norm that the kernel computes. The gain is None for any other norm."""
     return (norm.gain_D, norm.eps) if isinstance(norm, RmsNorm) else (None, 0.0)
 
 
@@ -192,21 +194,22 @@ def _num_bytes(*tensors: Tensor | None) -> int:
 
 
 def _rounded(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `(int8 [N, K], scales [N] in fp32)`: rounded to nearest, symmetric, each row's largest weight at 127."""
+    """Return `(int8 [N, K], scales [N] in fp32)`: rounded to nearest, symmetric, each row's largest weight is 127."""
     wide_NK = weight_NK.float()
     scale_N = wide_NK.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
     return (wide_NK / scale_N.unsqueeze(1)).round().to(torch.int8), scale_N
 
 
 def _gated_order(num_outputs: int) -> Tensor:
-    """Return the places of the gates and then of the ups, so that a panel holds 16 gates and their ups."""
+    """Return the places of the gate rows, then those of the up rows, so that a panel holds 16 gate rows and their up
+    rows."""
     at_I = torch.arange(num_outputs)
     gates_I = at_I // HALF * PANEL + at_I % HALF
     return torch.cat((gates_I, gates_I + HALF))
 
 
 def has_panel_linear() -> bool:
-    """Return whether `PanelLinear` computes steps of few rows here; measures kernels at the first call."""
+    """Return whether `PanelLinear` computes steps of few rows in this process. The first call may measure kernels."""
     return KERNELS.choice.torch_rows != 1 and native.load()
 
 
@@ -218,8 +221,8 @@ def make_linear(
     int8: bool = False,
     has_many_rows: bool = True,
 ) -> Linear:
-    """Return the fastest linear layer for the weight's device and dtype on this machine; with `int8`, of the weight
-    rounded to int8. Without `has_many_rows` the weight is kept only once. Raises ModelError for unsupported int8."""
+    """Return the fastest linear layer for the weight's device and dtype on this machine. With `int8` the weight is
+    rounded to int8. Without `has_many_rows` the weight is stored only once. Raises ModelError for unsupported int8."""
     on_cpu = weight_NK.device.type == "cpu" and weight_NK.dtype == torch.bfloat16
     if int8:
         if not on_cpu or not native.load():

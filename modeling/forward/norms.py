@@ -1,4 +1,4 @@
-"""Norms, as data: for use before projections, between heads, and at the end of a model.
+"""Norms, as data: for use before projections, on heads, and at the end of a model.
 
 Families choose them when `layers` are composed. T tokens, D hidden, N heads, H head dim, K = N + G queries and keys.
 """
@@ -14,11 +14,11 @@ from modeling.kernels.triton.launch import compiles_for
 from modeling.kernels.triton.pointwise import MOST_CHANNELS, rms_norm
 
 Transform = Callable[[Tensor], Tensor]
-"""Maps a tensor to one of the same shape: norms, activations."""
+"""Function from a tensor to one of the same shape: a norm or an activation."""
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """Return the tensor as it is: the norm where a layer has none."""
+    """Return the tensor as it is. Stands for a norm in layers without one."""
     return x
 
 
@@ -37,7 +37,7 @@ class RmsNorm:
 
 @dataclass(frozen=True)
 class WideRmsNorm:
-    """Root mean square norm that computes, and keeps its gain, in fp32. Returns the dtype that it is given."""
+    """Root mean square norm that computes and stores its gain in fp32. The result has the dtype of the input."""
 
     gain_D: Tensor
     eps: float
@@ -48,7 +48,7 @@ class WideRmsNorm:
 
 @dataclass(frozen=True)
 class LayerNorm:
-    """Layer norm (Ba et al., 2016) over the last dimension; without parameters where they are None."""
+    """Layer norm (Ba et al., 2016) over the last dimension. Gain and bias are not applied if they are None."""
 
     gain_D: Tensor | None
     bias_D: Tensor | None
@@ -60,7 +60,7 @@ class LayerNorm:
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """A norm per head on `[T, K, H]`, the queries and keys before RoPE (Qwen3, Gemma 3)."""
+    """Norms of each head on `[T, K, H]`, the queries and keys before RoPE (Qwen3, Gemma 3)."""
 
     q_norm: Transform
     k_norm: Transform

@@ -1,6 +1,6 @@
-"""How positions enter a model: a table made once, and what one forward takes from it.
+"""Position schemes: a table that is made once, and the entries that one forward takes from it.
 
-`decoder` looks positions up for each forward. Positions enter in one of two places: they turn queries and keys (RoPE,
+`decoder` looks positions up for each forward. Positions enter in one of two places: they rotate queries and keys (RoPE,
 `modeling.forward.rope`), or they are added to the input of the first layer (learned positions). A scheme does nothing
 in the other place.
 
@@ -14,25 +14,25 @@ from torch import Tensor
 
 
 class Positions(Protocol):
-    """The positions of one forward's tokens, ready to apply."""
+    """Positions of one forward's tokens, ready to apply."""
 
     def enter(self, hidden_TD: Tensor) -> None:
-        """Add what depends on positions to the embeddings, in place; called once a forward."""
+        """Add learned positions to the embeddings, in place. Called once per forward."""
 
     def turn(self, x_TNH: Tensor, layer: int) -> Tensor:
-        """Return queries or keys as attention compares them in `layer`, perhaps `x_TNH` itself, changed."""
+        """Return queries or keys as attention compares them in `layer`. May change and return `x_TNH` itself."""
 
 
 class PositionTable(Protocol):
-    """What a model keeps of all positions of its context."""
+    """Table of a model for all positions of its context."""
 
     def lookup(self, positions_T: Tensor) -> Positions:
-        """Return the positions of the given tokens; each must be below the model's context."""
+        """Return the positions of the given tokens. Each must be below the model's context."""
 
 
 @dataclass(frozen=True)
 class LearnedPositions:
-    """Rows of a table that was trained with the model."""
+    """Rows of one forward's tokens from a table that was trained with the model."""
 
     rows_TD: Tensor
 

@@ -1,7 +1,7 @@
-"""Rotary position embedding (Su et al., 2021), with the scalings that configs ask for: a `PositionTable`.
+"""Rotary position embedding (Su et al., 2021), with the scalings of Hugging Face configs: a `PositionTable`.
 
 Half-split form, as in Hugging Face: dimension i pairs with i + H / 2. Frequencies and angles are computed in fp32, as
-in training and in transformers. Torch rotates in the activations' dtype, the kernel in C++ in fp32, rounded once.
+in training and in transformers. Torch rotates in the activations' dtype, the C++ kernel in fp32, rounded once.
 """
 
 import math
@@ -17,11 +17,12 @@ from modeling.kernels.triton.launch import compiles_for
 from modeling.kernels.triton.pointwise import turn_heads
 
 _HEAD_DIM_STEP = 32
-"""Multiple of the head dims that the kernel takes: two halves of whole registers."""
+"""Number that head dims must be multiples of for the kernel: each half fills whole registers."""
 
 
 def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Return `(inv_freq [R/2] in fp32, factor on cos and sin)` for a model's RoPE and scaling; R dimensions turn."""
+    """Return `(inv_freq [R/2] in fp32, factor on cos and sin)` for a model's RoPE and scaling. R dimensions are
+    rotated."""
     assert config.rope_theta is not None, f"{config.model_type} does not rotate"
     rotary_dim = config.rotary_dim or config.head_dim
     half = torch.arange(0, rotary_dim, 2, dtype=torch.float32)
@@ -40,7 +41,7 @@ def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
 
 
 def _llama3(inv_freq: Tensor, config: ModelConfig) -> Tensor:
-    """Scale as Llama 3.1: long wavelengths are slowed by `factor`, short ones kept, those between interpolated."""
+    """Scale as Llama 3.1 does: divide low frequencies by `factor`, keep high ones, and interpolate between them."""
     scaling = config.rope_scaling
     turns = scaling.original_max_position * inv_freq / (2 * math.pi)
     smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -49,7 +50,7 @@ def _llama3(inv_freq: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _yarn(inv_freq: Tensor, config: ModelConfig) -> tuple[Tensor, float]:
-    """Scale as YaRN (Peng et al., 2023): dimensions that turn often are kept, others interpolated."""
+    """Scale as YaRN does (Peng et al., 2023): dimensions of high frequency are kept, others interpolated."""
     scaling, theta = config.rope_scaling, config.rope_theta
     head_dim = config.rotary_dim or config.head_dim
     assert theta is not None
@@ -68,7 +69,7 @@ def _yarn(inv_freq: Tensor, config: ModelConfig) -> tuple[Tensor, float]:
 
 
 def _longrope(inv_freq: Tensor, scaling: RopeScaling) -> tuple[Tensor, float]:
-    """Scale as LongRoPE (Ding et al., 2024): each wavelength by a factor of its own, which was searched for."""
+    """Scale as LongRoPE does (Ding et al., 2024): each wavelength by its own factor, found by a search."""
     factor = scaling.attention_factor
     if factor is None:
         log = math.log(scaling.factor) / math.log(scaling.original_max_position) if scaling.factor > 1 else 0.0
@@ -82,16 +83,16 @@ class Rotation:
 
     cos_T1H: Tensor
     sin_T1H: Tensor
-    """Sines; negative in the first half, where the partner is subtracted."""
+    """Sines, negative in the first half, where the partner is subtracted."""
     in_place: bool = False
-    """Whether heads are turned where they lie, by a kernel: on a CPU that in C++ (modeling/kernels/layers/rotary.cpp),
-    on a GPU that in Triton."""
+    """True if heads are rotated in place by a kernel: on a CPU the C++ kernel (modeling/kernels/layers/rotary.cpp), on
+    a GPU the Triton kernel."""
 
     def enter(self, hidden_TD: Tensor) -> None:
         """Do nothing: RoPE does not change hidden states."""
 
     def turn(self, x_TNH: Tensor, layer: int) -> Tensor:
-        """Turn all heads, in every layer alike."""
+        """Rotate all heads, by the same factors in every layer."""
         if not self.in_place:
             return apply_rotary(x_TNH, self)
         turn = turn_heads if x_TNH.is_cuda else native.operators().turn_heads
@@ -105,7 +106,7 @@ class RotaryTable:
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
         inv_freq, factor = inverse_frequencies(config)
         angles_PF = torch.outer(torch.arange(config.max_position, dtype=torch.float32), inv_freq)
-        still = config.head_dim // 2 - len(inv_freq)  # pairs of dimensions that do not turn: cosine 1 and sine 0
+        still = config.head_dim // 2 - len(inv_freq)  # pairs of dimensions that are not rotated: cosine 1 and sine 0
         cos_PF, sin_PF = (
             F.pad(angles_PF.cos() * factor, (0, still), value=1.0),
             F.pad(angles_PF.sin() * factor, (0, still)),
@@ -113,7 +114,7 @@ class RotaryTable:
         self._cos_P1H = torch.cat((cos_PF, cos_PF), dim=-1).to(device, dtype).unsqueeze(1)
         self._sin_P1H = torch.cat((-sin_PF, sin_PF), dim=-1).to(device, dtype).unsqueeze(1)
         self.in_place = has_native_turn(device, dtype, config.head_dim) or compiles_for(device, dtype)
-        """Whether heads are turned where they lie, by a kernel."""
+        """True if heads are rotated in place by a kernel."""
 
     def lookup(self, positions_T: Tensor) -> Rotation:
         """Return the factors of these positions, which must be below the model's context."""
@@ -123,7 +124,7 @@ class RotaryTable:
 
 @dataclass(frozen=True)
 class LayeredRotation:
-    """Rotary factors of some tokens, where layers differ in theirs."""
+    """Rotary factors of some tokens, if they differ between layers."""
 
     rotations: tuple[Rotation, ...]
     by_layer: tuple[int, ...]
@@ -133,7 +134,7 @@ class LayeredRotation:
         """Do nothing: RoPE does not change hidden states."""
 
     def turn(self, x_TNH: Tensor, layer: int) -> Tensor:
-        """Turn all heads by the layer's rotation."""
+        """Rotate all heads by the layer's factors."""
         return self.rotations[self.by_layer[layer]].turn(x_TNH, layer)
 
 
@@ -146,12 +147,12 @@ class LayeredRotaryTable:
     """Index of each layer's table."""
 
     def lookup(self, positions_T: Tensor) -> LayeredRotation:
-        """Return the factors of these positions from all tables; positions must be below the model's context."""
+        """Return the factors of these positions from all tables. Positions must be below the model's context."""
         return LayeredRotation(tuple(table.lookup(positions_T) for table in self.tables), self.by_layer)
 
 
 def has_native_turn(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether heads can be turned by the kernel in C++ here."""
+    """Return whether the C++ kernel is available and can rotate such heads."""
     fits = device.type == "cpu" and dtype in (torch.bfloat16, torch.float32) and head_dim % _HEAD_DIM_STEP == 0
     return fits and native.load()
 

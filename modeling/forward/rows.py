@@ -1,12 +1,12 @@
-"""The rows of a generation step: spans of few new tokens, attended to all at once, each over its own length.
+"""Rows of a generation step: spans of few new tokens, whose attention is computed at once, each over its own length.
 
-`decoder` makes them from a step's spans. A row is a new token. A batch of B rows has no common length and no common
-memory; a kernel needs B addresses and B lengths, which hold for a whole step but for the layer's offset. So a layer
-costs a handful of calls, however many rows it has; tokens of one sequence share one reading of its keys. Keys lie in
-one piece, or in pages that each row's block table names, with the same results, bit for bit. Rows may attend to some of
-their keys only: those that their place leaves, or the picks of a call; other keys are not read. Only on CPUs, and for
-dtypes, that have the native kernel
-(modeling/kernels/attention/decode_attention.cpp); elsewhere the rows are spans like any other.
+`decoder` makes them from a step's spans. A row is a new token. The rows of a batch share neither length nor memory. So
+a kernel takes B addresses and B lengths, which are the same in all layers of a step except for the layer's offset. The
+number of calls per layer does not depend on the number of rows, and tokens of one sequence share one reading of its
+keys. Keys are contiguous, or in pages that each row's block table names, with the same results, bit for bit. Rows may
+attend to some of their keys only: those that their KvPlace does not leave out, or the selected keys of a call. Other
+keys are not read. DecodeRows needs the native kernel (modeling/kernels/attention/decode_attention.cpp), for CPUs and
+some dtypes. Otherwise such spans are computed like any other.
 
 B rows, T tokens of the step, N heads, G kv heads, H head dim, L layers, C pages of a row.
 """
@@ -27,22 +27,22 @@ from modeling.kv.buffers import KvPlace
 
 
 class DecodeRows:
-    """The spans of a step that have few new tokens. Holds addresses: the spans must outlive it."""
+    """Spans of a step that have few new tokens. Holds addresses: the spans must outlive it."""
 
     def __init__(self, spans: Sequence[tuple[int, KvPlace]], row_bytes: int, windows: Sequence[int | None]) -> None:
-        """`spans`: the place of each span's first token among the step's, and that of its keys; all have memory for the
-        same number of layers, and all have pages or none. `row_bytes`: of a token's K and V in one layer. `windows`: of
-        all layers; only spans of one token may have any."""
+        """`spans`: for each span, the number of its first token among the step's, and the location of its keys. All
+        have memory for the same number of layers, and all have pages or none has. `row_bytes`: bytes of a token's K and
+        V in one layer. `windows`: sliding window of each layer. Only spans of one token may have windows."""
         tokens = [first + index for first, place in spans for index in range(place.num_new)]
         self.tokens_B = torch.tensor(tokens)
         self.in_order = tokens == list(range(len(tokens)))
-        """Whether these tokens are the step's first, one after the other."""
+        """True if these tokens are the step's first ones, in order."""
         places = [place for _, place in spans]
         addresses_LB, lengths_LB, ends_LB = _lie(places, len(windows))
         self.pages_BC, self.page_tokens = _pages(places)
-        """Addresses of each row's pages in the first layer, if rows have pages, and the tokens of a page."""
+        """Addresses of each row's pages in the first layer, if rows have pages, and the number of tokens of a page."""
         self.queries_B: Tensor | None = None
-        """At the first row of each span the number of its rows; None: one each."""
+        """Number of rows of each row's span. None: every span has one row."""
         if any(place.num_new > 1 for place in places):
             counts_S = torch.tensor([place.num_new for place in places])
             later_B = torch.tensor([back for place in places for back in reversed(range(place.num_new))])
@@ -52,14 +52,15 @@ class DecodeRows:
             lengths_LB = ends_LB = lengths_LB.repeat_interleave(counts_S, 1) - later_B
             self.queries_B = counts_S.repeat_interleave(counts_S)
         self.unseen_B2: Tensor | None = None
-        """Keys of each row, from the first to before the second number, that it does not attend to; None: none."""
+        """Range of keys of each row, from the first number to before the second, that it does not attend to. None: all
+        rows attend to all keys."""
         if any(place.unseen is not None for place in places):
             unseen = [(place.num_new, place.unseen or TokenRange(0, 0)) for place in places]
             self.unseen_B2 = torch.tensor([(keys.start, keys.end) for num_new, keys in unseen for _ in range(num_new)])
         self.addresses_LB = addresses_LB
-        """Addresses of each row's first key, by layer; with pages, how far the layer lies behind the first one."""
+        """Addresses of each row's first key, by layer. With pages: the layer's offset in bytes from the first layer."""
         self.lengths_B = lengths_LB[0] if all(place.others is None for place in places) else None
-        """Keys of each row, the new token's included; None where layers differ."""
+        """Number of keys of each row, including the new token's. None if layers differ."""
         widest = int(lengths_LB.max())
         windows_L = torch.tensor([widest if window is None else window for window in windows])
         hidden_LB = (lengths_LB - windows_L.unsqueeze(1)).clamp(min=0)  # keys that a sliding window hides
@@ -78,16 +79,16 @@ class DecodeRows:
             ]
 
     def append(self, layer: int, k_TGH: Tensor, v_TGH: Tensor) -> None:
-        """Write the rows' new keys and values to their places; the arguments are those of all of the step's tokens."""
+        """Write the rows' new keys and values to their places. The arguments are those of all tokens of the step."""
         k_BGH, v_BGH = self._of_rows(k_TGH), self._of_rows(v_TGH)
         table = self.pages_BC, self.page_tokens
         native.operators().append_kv(k_BGH, v_BGH, self._addresses[layer], self._ends[layer], table)
 
     def attend(self, layer: int, q_TNH: Tensor, num_kv_heads: int, picks: Picks | None = None) -> Tensor:
-        """Return the rows' attention `[B, N, H]`, in the queries' dtype; `q_TNH` are those of all of the step's tokens.
+        """Return the rows' attention `[B, N, H]`, in the queries' dtype. `q_TNH` are those of all tokens of the step.
 
-        With `picks` rows attend to those keys and no others, whatever the layer's window: picks must keep to it. Raises
-        RuntimeError when a row is to attend to a key that it does not have, or to none.
+        With `picks` rows attend to exactly those keys. The layer's window is not applied to them: picks must be within
+        it. Raises RuntimeError when a row is to attend to a key that it does not have, or to none.
         """
         keys, product = self._seen[layer], KERNELS.choice.attention
         chosen: Pair = (None, None)
@@ -107,13 +108,14 @@ class DecodeRows:
 
 
 def has_native_rows(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether DecodeRows works for such KV here."""
+    """Return whether the native kernel is available and DecodeRows supports such KV."""
     fits = device.type == "cpu" and is_native(dtype, head_dim)
     return fits and native.load()
 
 
 def _pages(places: Sequence[KvPlace]) -> tuple[Tensor | None, int]:
-    """Return the addresses of the rows' pages in the first layer, `[B, C]`, and the tokens of a page; None without."""
+    """Return the addresses of the rows' pages in the first layer, `[B, C]`, and the number of tokens of a page. (None,
+    0) for rows without pages."""
     tables = [place.table for place in places if place.table is not None]
     if not tables:
         return None, 0
@@ -126,7 +128,7 @@ def _pages(places: Sequence[KvPlace]) -> tuple[Tensor | None, int]:
 
 
 def _lie(places: Sequence[KvPlace], num_layers: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return addresses, numbers of keys, and the numbers that are behind those of the last new keys, `[L, B]`."""
+    """Return addresses, numbers of keys, and the ends (exclusive) of the new keys' numbers, each `[L, B]`."""
     (num_here,) = {place.num_layers for place in places}
     others = [place.others for place in places if place.others is not None]
     layers = torch.arange(num_here if others else num_layers)

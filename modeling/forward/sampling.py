@@ -1,16 +1,16 @@
-"""From logits to tokens: a pure function of a request's history and its seed.
+"""Sampling of tokens from logits: a pure function of the logits, a request's history and its seed.
 
-Runs on the engine's thread, after `decoder`, for all rows that need a token: of `prefill_workers`, which sample the
-first token, and of `generate_workers.engine.step_runner`.
+Runs on the engine's thread, after `decoder`, for all rows that need a token. `prefill_workers` samples the first token
+with it, and `generate_workers.engine.step_runner` the others.
 
 The logits of a row are changed in this order:
- 1. repetition penalty (tokens of prompt and output), then presence and frequency penalty (tokens of the output);
- 2. logit bias;
- 3. min_tokens: end-of-sequence tokens (unless ignore_eos) and stop token ids are forbidden until it is reached;
-    so are, of a constrained request, all tokens that its form does not allow;
-    logprobs are the log-softmax of the logits after this step: before temperature and filters;
- 4. temperature; below 1e-5 the row is greedy: argmax of 3, the lower id where two are equal;
- 5. the filters, and the draw (`drawing`).
+ 1. Repetition penalty (tokens of prompt and output), then presence and frequency penalty (tokens of the output).
+ 2. Logit bias.
+ 3. min_tokens: end-of-sequence tokens (unless ignore_eos) and stop token ids are forbidden until it is reached. In a
+    constrained request, all tokens are forbidden that its form does not allow. Logprobs are the log-softmax of the
+    logits after this step, before temperature and filters.
+ 4. Temperature. Below 1e-5 the row is greedy: argmax of 3, the lower id if two are equal.
+ 5. The filters, and the draw (`drawing`).
 
 B rows, C candidates of a row, V vocabulary.
 """
@@ -43,38 +43,38 @@ from modeling.forward.drawing import (
 
 
 class TokenMasks(Protocol):
-    """The tokens that may come next in a constrained output. Owned by the thread that samples."""
+    """Masks of the tokens that may come next in a constrained output. Owned by the thread that samples."""
 
     def allowed(self) -> NDArray[np.float32]:
-        """Return the most that each token's logit may be: infinity, or minus infinity for a token that may not come
-        next, as those beyond its end may not. Waits for it; the caller does not change it. Raises InvalidArgumentError
-        where the output cannot be followed."""
+        """Return the upper bound of each token's logit: infinity, or minus infinity for a forbidden token. Tokens
+        beyond the array's end are forbidden. Waits for the mask. The caller must not change it. Raises
+        InvalidArgumentError if the output cannot be followed."""
         ...
 
     def append(self, token_id: int) -> None:
-        """Note the output's next token. Does not wait."""
+        """Append the output's next token. Does not wait."""
         ...
 
     def drop(self, num_tokens: int) -> None:
-        """Forget the latest tokens, which were appended since the last `settle`: they are drafts."""
+        """Drop the latest tokens, which must be drafts that were appended since the last `settle`."""
         ...
 
     def foresee(self, token_ids: Sequence[int]) -> int:
-        """Return how many of these drafts may come next, one behind the other; waits for that. Their masks will be
-        there when they are appended."""
+        """Return the number of leading drafts that may come next, one after the other. Waits for the result. Their
+        masks will be ready when they are appended."""
         ...
 
     def settle(self, num_drafts: int) -> None:
-        """Wait for the mask of the next token and for those behind the drafts that follow, which were foreseen, or
-        appended and dropped. Raises what `allowed` raises. The tokens before can no longer be dropped."""
+        """Wait for the mask of the next token and for those after the `num_drafts` drafts that follow, which were
+        foreseen, or appended and dropped. Raises the errors of `allowed`. Earlier tokens can no longer be dropped."""
         ...
 
 
 class SamplerState:
-    """The state that sampling a request's next token depends on. A state that is rebuilt from history equals the one
-    that was appended to.
+    """State from which a request's next token is sampled. A state that is rebuilt from the request's history equals the
+    original.
 
-    Owned by the row; `append` is the only change, and `drop` undoes it.
+    Owned by the row. Only `append` changes it, and `drop` undoes that.
     """
 
     def __init__(
@@ -86,8 +86,9 @@ class SamplerState:
         *,
         masks: TokenMasks | None = None,
     ) -> None:
-        """All ids, but those of `stop_token_ids` and `logit_bias`, must be in the model's vocabulary. `masks`: those of
-        a constrained output, which know `output_ids`; they follow what is appended and dropped from now on."""
+        """All ids, except those of `stop_token_ids` and `logit_bias`, must be in the model's vocabulary. `masks`: those
+        of a constrained output, which must already include `output_ids`. Later `append` and `drop` calls are passed on
+        to them."""
         self.params = params
         self.output_ids: list[int] = []
         self._stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_token_ids)
@@ -102,7 +103,7 @@ class SamplerState:
 
     @property
     def position(self) -> int:
-        """Return the output position of the next token, from 0."""
+        """Return the output position of the next token, counted from 0."""
         return len(self.output_ids)
 
     def append(self, token_id: int) -> None:
@@ -114,7 +115,7 @@ class SamplerState:
             self._masks.append(token_id)
 
     def drop(self, num_tokens: int) -> None:
-        """Forget the latest tokens, as if they had never been appended."""
+        """Drop the latest tokens, as if they had never been appended."""
         for _ in range(num_tokens):
             token_id = self.output_ids.pop()
             if self._seen is not None:
@@ -123,13 +124,12 @@ class SamplerState:
             self._masks.drop(num_tokens)
 
     def foresee(self, token_ids: Sequence[int]) -> int:
-        """Return how many of these drafts, one behind the other, could be the next tokens: all, unless the output is
-        constrained."""
+        """Return the number of leading drafts that could be the next tokens: all, unless the output is constrained."""
         return len(token_ids) if self._masks is None else self._masks.foresee(token_ids)
 
     def follow(self) -> bool:
-        """Wait until the next token can be sampled; return False when a constrained output cannot be followed, as
-        `settle` says with the reason."""
+        """Wait until the next token can be sampled. Return False when a constrained output cannot be followed; `settle`
+        raises the reason."""
         if self._masks is not None:
             try:
                 self._masks.allowed()
@@ -138,20 +138,21 @@ class SamplerState:
         return True
 
     def settle(self, num_drafts: int) -> None:
-        """Wait until the next token, and those behind as many drafts that were foreseen or dropped, can be sampled.
+        """Wait until the next token, and those after `num_drafts` drafts that were foreseen or dropped, can be sampled.
         Raises InvalidArgumentError when a constrained output cannot be followed."""
         if self._masks is not None:
             self._masks.settle(num_drafts)
 
     def finish_after_last(self) -> FinishReason | None:
-        """Return why the stream ends with the last token; None if it goes on. Stop strings are not checked."""
+        """Return the reason why the stream ends with the last token. None: it continues. Stop strings are not
+        checked."""
         if self.position > self.params.min_tokens and self.output_ids[-1] in self._stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.position >= self.params.max_tokens else None
 
     def row_draw(self) -> RowDraw | None:
-        """Return how the next token is drawn from the row's logits as they are. None: they have to be adjusted before,
-        or reported behind, by the host."""
+        """Return the numbers for drawing the next token from the row's unchanged logits. None: the host must adjust the
+        logits first, or report logprobs afterwards."""
         forbids = self.position < self.params.min_tokens and self._stop_ids
         is_adjusted = self._seen is not None or self._masks is not None or self.params.logit_bias or forbids
         if is_adjusted or self.params.logprobs is not None:
@@ -159,7 +160,7 @@ class SamplerState:
         return RowDraw.of(self.params, self.position)
 
     def adjust(self, logits_V: Tensor) -> None:
-        """Apply steps 1 to 3 in place. Ids beyond the logits in `stop_token_ids` and `logit_bias` do nothing."""
+        """Apply steps 1 to 3 in place. Ids beyond the logits in `stop_token_ids` and `logit_bias` are ignored."""
         if self._seen:
             self._penalize(logits_V, *self._seen.tensors(logits_V.device))
         num_tokens = logits_V.shape[0]
@@ -183,7 +184,7 @@ class SamplerState:
 
 
 def _forbid(logits_V: Tensor, most: NDArray[np.float32]) -> None:
-    """Leave no logit above its ceiling, and forbid the tokens that have none."""
+    """Limit each logit to its bound in `most`, and forbid the tokens without a bound."""
     num_known = min(len(most), len(logits_V))
     most_K = torch.from_numpy(most[:num_known]).to(logits_V.device)
     torch.minimum(logits_V[:num_known], most_K, out=logits_V[:num_known])
@@ -195,7 +196,7 @@ def _penalizes(params: SamplingParams) -> bool:
 
 
 class _SeenTokens:
-    """The distinct tokens of prompt and output, and how often each is in the output, ready for tensors."""
+    """Distinct tokens of prompt and output, with each one's count in the output, in arrays for tensors."""
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self._places = {token_id: place for place, token_id in enumerate(dict.fromkeys(prompt_ids))}
@@ -223,15 +224,15 @@ class _SeenTokens:
             del self._places[token_id], self._ids[place], self._counts[place]
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return `(ids_C, counts_C)`, copies; at least one token must have been seen."""
+        """Return copies `(ids_C, counts_C)`. At least one token must have been seen."""
         ids_C = torch.frombuffer(self._ids, dtype=torch.int64)
         counts_C = torch.frombuffer(self._counts, dtype=torch.float32)
         return ids_C.to(device, copy=True), counts_C.to(device, copy=True)
 
 
 def sample(logits_BV: Tensor, states: Sequence[SamplerState]) -> list[SampledToken]:
-    """Choose each row's next token; `states` are not changed, `logits_BV` (fp32) is. The token is NO_TOKEN, without
-    logprobs, where a logit is NaN or infinity.
+    """Choose each row's next token. Changes `logits_BV` (fp32), but not `states`. The token is NO_TOKEN, without
+    logprobs, if one of the row's logits is NaN or infinity.
 
     A row's token and logprobs do not depend on the other rows. A batch of greedy rows costs one argmax.
     """
@@ -242,7 +243,7 @@ def sample(logits_BV: Tensor, states: Sequence[SamplerState]) -> list[SampledTok
 
 
 def choose(logits_BV: Tensor, states: Sequence[SamplerState]) -> list[int]:
-    """Choose each row's next token, as `sample` does, and return its id or NO_TOKEN; `logits_BV` (fp32) are adjusted in
+    """Choose each row's next token, as `sample` does, and return its id or NO_TOKEN. `logits_BV` (fp32) are adjusted in
     place."""
     for logits_V, state in zip(logits_BV, states, strict=True):
         state.adjust(logits_V)
@@ -255,8 +256,8 @@ def choose(logits_BV: Tensor, states: Sequence[SamplerState]) -> list[int]:
 
 
 def score(logits_BV: Tensor, token_ids: Sequence[int], num_top: int) -> list[SampledToken]:
-    """Return each row's given token and the `num_top` most likely, with logprobs that know no penalties or bias. Raises
-    NotFiniteError where a logit is NaN or infinity."""
+    """Return each row's given token and the `num_top` most likely tokens, with logprobs without penalties and bias.
+    Raises NotFiniteError if a logit is NaN or infinity."""
     assert logits_BV.dtype == torch.float32 and logits_BV.shape[0] == len(token_ids)
     if NO_TOKEN in largest_tokens(logits_BV).tolist():
         raise NotFiniteError("the logits of a prompt are not finite: see whether the model is damaged, or try again")
@@ -264,7 +265,7 @@ def score(logits_BV: Tensor, token_ids: Sequence[int], num_top: int) -> list[Sam
 
 
 def report(logits_V: Tensor, token_id: int, state: SamplerState) -> SampledToken:
-    """Return a chosen token with the logprobs that the row asks for; `logits_V` are adjusted."""
+    """Return a chosen token with the logprobs that its request needs. `logits_V` must be adjusted already."""
     return _report(logits_V, token_id, state.params.logprobs)
 
 
@@ -290,6 +291,6 @@ def _report(logits_V: Tensor, token_id: int, num_top: int | None) -> SampledToke
     top_ids = largest_ids(logits_V, min(num_top, len(logits_V)))
     ids = torch.cat((top_ids.new_tensor([token_id]), top_ids))
     chosen, *top = (logits_V[ids].double() - total).tolist()
-    chosen = 0.0 if math.isnan(chosen) else chosen  # every token is forbidden: this one was taken for certain
-    possible = sum(map(math.isfinite, top))  # forbidden tokens are none of the most likely, whose number may be less
+    chosen = 0.0 if math.isnan(chosen) else chosen  # every token is forbidden: this one had probability 1
+    possible = sum(map(math.isfinite, top))  # forbidden tokens are left out of the most likely ones
     return SampledToken(token_id, chosen, tuple(map(TokenLogprob, top_ids[:possible].tolist(), top)))

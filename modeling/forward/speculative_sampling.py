@@ -1,9 +1,9 @@
 """Speculative sampling: a drafted token is accepted, or another one is drawn, so that the token is distributed as p.
 
-A draft x from q is accepted with probability min(1, p(x) / q(x)); else the token is drawn in proportion to
+A draft x from q is accepted with probability min(1, p(x) / q(x)). Otherwise the token is drawn in proportion to
 max(p - q, 0) (Leviathan, Kalman and Matias, 2023; Chen et al., 2023). p and q are after temperature, filters,
-penalties and bias. No rule accepts more drafts; but the token depends on the draft, and so a row's text on what was
-drafted, whatever its seed.
+penalties and bias. No rule accepts more drafts. But the token depends on the draft, so that a request's text depends on
+the drafts even with a fixed seed.
 
 V vocabulary.
 """
@@ -16,15 +16,15 @@ from modeling.forward.sampling import SamplerState, probabilities, report
 
 _ACCEPT = 0xACCE97
 _REDRAW = 0x5EC02D
-"""Numbers by which the two decisions about a draft differ in their noise, from each other and from sampling."""
+"""Constants that make the noise of the two decisions about a draft differ from each other and from sampling."""
 
 
 def verify_draft(
     logits_V: Tensor, state: SamplerState, draft_id: int, drafted_V: Tensor | None
 ) -> tuple[SampledToken, bool]:
-    """Return a row's next token, and whether it is the accepted draft. `drafted_V` is the distribution that the draft
-    was drawn from; None: it was certain. `logits_V` (fp32) are adjusted in place. The token is NO_TOKEN where one of
-    them is NaN or infinity."""
+    """Return a row's next token, and whether it is the accepted draft. `drafted_V`: the distribution that the draft was
+    drawn from. None: the draft had probability 1. `logits_V` (fp32) are adjusted in place. The token is NO_TOKEN if one
+    of them is NaN or infinity."""
     state.adjust(logits_V)
     if int(largest_tokens(logits_V)) == NO_TOKEN:
         return SampledToken(NO_TOKEN), False

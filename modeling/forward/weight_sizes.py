@@ -1,4 +1,4 @@
-"""How many bytes a model's weights have, and how many of them a step reads."""
+"""Bytes of a model's weights, and bytes of them that a step reads."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
@@ -12,24 +12,25 @@ from modeling.forward.linear import Linear, LinearByRows
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes of the parameters that a step of few rows reads, of a mixture of experts by the step's tokens."""
+    """Bytes of the parameters that a step of few rows reads. In a mixture of experts they depend on the number of
+    tokens."""
 
     always: int
-    """Bytes that every step reads whole."""
+    """Bytes that every step reads."""
     experts: int = 0
     """Bytes of all experts of all layers."""
     active_share: float = 1.0
     """Fraction of a layer's experts that one token passes through."""
 
     def of(self, num_tokens: int) -> int:
-        """Return the bytes that a step of so many tokens reads: of experts those that it touches, in the mean over
-        tokens whose experts are drawn evenly and independently."""
+        """Return the bytes that a step of `num_tokens` tokens reads. Of the experts, this is the mean for tokens whose
+        experts are drawn uniformly and independently."""
         return self.always + round(self.experts * (1 - (1 - self.active_share) ** num_tokens))
 
 
 def step_reads(weights: DecoderWeights) -> StepBytes:
-    """Return the bytes of the parameters that steps of few rows read. Not counted are positions and an embedding that
-    is not the head: such a step reads only some of their rows."""
+    """Return the bytes of the parameters that steps of few rows read. Positions, and an embedding that is not the head,
+    are not counted: such a step reads only some of their rows."""
     read = (weights.layers, weights.final_norm, weights.head)
     num_bytes = sum(_bytes_by_part(read, _bytes_read).values())
     found = mixtures(weights.layers)
@@ -40,17 +41,17 @@ def step_reads(weights: DecoderWeights) -> StepBytes:
 
 
 def bytes_per_step(weights: DecoderWeights, num_tokens: int = 1) -> int:
-    """Return the bytes of the parameters that a step of few rows, with so many tokens, reads (`StepBytes.of`)."""
+    """Return the bytes of the parameters that a step of few rows, with `num_tokens` tokens, reads (`StepBytes.of`)."""
     return step_reads(weights).of(num_tokens)
 
 
 def weight_bytes(weights: DecoderWeights) -> int:
-    """Return the bytes of all parameters, as they are kept."""
+    """Return the bytes of all parameters, as they are stored."""
     return sum(_bytes_by_part(weights, lambda linear: linear.num_bytes).values())
 
 
 def _bytes_read(linear: Linear) -> int:
-    """Return the bytes that a linear layer reads for few rows: of a weight that is kept twice, one copy."""
+    """Return the bytes that a linear layer reads for few rows: one copy of a weight that is stored twice."""
     return linear.few.num_bytes if isinstance(linear, LinearByRows) else linear.num_bytes
 
 
