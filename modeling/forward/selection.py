@@ -1,24 +1,25 @@
-"""The keys that a step's rows attend to, where they do not attend to all: chosen by partial keys, as InfiniGen does.
+"""Selection of the keys that a step's sequences attend to, by partial keys, as in InfiniGen.
 
-A partial key is a key in R columns in place of a head's whole width; with partial queries it tells, roughly, what a key
-will score, at a part of the reading (InfiniGen; Lee et al., OSDI 2024, section 4.3). The basis of the columns comes
-from `modeling.sparse.bases`. In a row of S keys, with partial queries q_h and partial keys k_g[j], for a kv head g of J
-query heads:
+A partial key is a key in R columns instead of a head's whole width. Its product with a partial query approximates the
+key's score, and less memory is read (InfiniGen; Lee et al., OSDI 2024, section 4.3). The basis of the columns comes
+from `modeling.sparse.bases`. In a sequence of S keys, with partial queries q_h and partial keys k_g[j], for a kv head g
+of J query heads:
 
     s_h[j] = q_h . k_g[j]
     S_g[j] = max over the heads h of g of (s_h[j] - max over keys of s_h)
-    c_g    = number of keys with S_g[j] > -alpha: they come close enough to the best key of some head
-    n      = ceil(mean of c_g over all g), at most the larger of floor(most_share * tokens) and free_keys; at least 1
+    c_g    = number of keys with S_g[j] > -alpha: they are close enough to the best key of some head
+    n      = ceil(mean of c_g over all g), at most max(floor(most_share * tokens), free_keys), and at least 1
 
-Each kv head takes its n largest S_g, of equal ones the earlier keys; besides, all take the first and the latest. A row
-has as many tokens as keys, or more where some were evicted: the bound on n follows the tokens, not the keys kept. n is
-a row's own, where the paper takes one for a whole batch: what a row attends to depends on no other row.
+Each kv head selects its n largest S_g, and of equal ones the earlier keys. In addition, all kv heads select the first
+and the latest keys. A sequence has more tokens than keys if some keys were evicted: the bound on n depends on its
+tokens, not on the keys kept. Each sequence has its own n, whereas the paper uses one for a whole batch. So the keys
+that a sequence attends to do not depend on other sequences.
 
-`generate_workers.residency.sparse.infinigen` calls `select_keys` on the engine's thread; partial keys are written on
-the thread that writes their KV. Memory of the CPU only.
+`generate_workers.residency.sparse.infinigen` calls `select_keys` on the engine's thread. Partial keys are written on
+the thread that writes their KV. Only for the CPU's memory.
 
-B rows of one new token, T tokens, N heads, G kv heads, J = N / G, H head dim, R columns, L layers, S keys, P keys that
-have partial keys, K picks at most, C blocks of I = 16 keys, X lists of picks.
+B sequences (rows) of one new token, T tokens, N heads, G kv heads, J = N / G, H head dim, R columns, L layers, S keys,
+P keys that have partial keys, at most K selected keys, C blocks of I = 16 keys, X lists of selected keys.
 """
 
 import math
@@ -34,48 +35,48 @@ from modeling.kernels import native
 from modeling.kv.memory import PagedMemory, RowMemory
 
 _BLOCK = 16
-"""Keys whose columns lie together."""
+"""Number of keys of a block, which stores them column by column."""
 _DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
 class Picks:
-    """Keys that rows attend to in one layer. A key's number is its place among the row's keys, from 0."""
+    """Selected keys, to which sequences attend in one layer. Keys are numbered within their sequence, from 0."""
 
     keys_BGK: Tensor
-    """Each kv head's own list of keys, ascending; int32, contiguous. Entries beyond a list's length are no keys."""
+    """Each kv head's own list of keys, ascending, int32, contiguous. Entries beyond a list's length are meaningless."""
     num_BG: Tensor
-    """Number of keys in each list, at least one; int32, contiguous."""
+    """Number of keys in each list, at least one, int32, contiguous."""
 
 
 @dataclass(frozen=True)
 class StepPicks:
-    """Keys that the rows of a step attend to in all layers, chosen before the step runs. Numbered as those of Picks."""
+    """Selected keys, to which a step's sequences attend in all layers, known before the step. Numbered as in Picks."""
 
     keys_LBGK: Tensor
-    """Each kv head's own list of keys, ascending; int32, contiguous. Entries beyond a list's length are no keys."""
+    """Each kv head's own list of keys, ascending, int32, contiguous. Entries beyond a list's length are meaningless."""
     num_BG: Tensor
-    """Number of keys in each list, the same in all layers, at least one; int32, contiguous."""
+    """Number of keys in each list, the same in all layers, at least one, int32, contiguous."""
 
     def of_layer(self, layer: int) -> Picks:
-        """Return the picks of one layer."""
+        """Return the selected keys of one layer."""
         return Picks(self.keys_LBGK[layer], self.num_BG)
 
 
 @dataclass(frozen=True)
 class Selection:
-    """How many keys are chosen. Raises ConfigError when a field is out of its limits."""
+    """Parameters of the number of selected keys. Raises ConfigError when a field is out of its limits."""
 
     alpha: float
     """Distance from the best key of some head within which keys count, in scaled scores. Infinity: all keys count."""
     most_share: float
-    """Most keys to choose by score, as a part of the row's tokens. 1: no bound."""
+    """Most keys to select by score, as a fraction of the sequence's tokens. 1: no bound."""
     num_first: int
-    """Keys at the row's start that are always chosen, because models rest attention on them."""
+    """Number of first keys that are always selected, because models concentrate attention on them."""
     num_last: int
-    """Latest keys that are always chosen, the new token's own among them."""
+    """Number of latest keys that are always selected, including the new token's own."""
     free_keys: int = 1
-    """Keys that any row may choose by score, whatever `most_share`: a part of a short row says little."""
+    """Number of keys that any sequence may select by score, also if `most_share` allows fewer, as in a short one."""
 
     def __post_init__(self) -> None:
         if not self.alpha > 0:
@@ -90,22 +91,22 @@ class Selection:
             raise ConfigError(f"free_keys = {self.free_keys} leaves no key to choose: use 1 or more")
 
     def most_by_score(self, num_tokens: int) -> int:
-        """Return the most keys that a row of so many tokens may choose by score."""
+        """Return the most keys that a sequence of `num_tokens` tokens may select by score."""
         return max(self.free_keys, math.floor(self.most_share * num_tokens))
 
 
 @dataclass(frozen=True)
 class KeyProjection:
-    """The projection that makes partial keys of keys, in one layer."""
+    """Projection from keys to partial keys, in one layer."""
 
     basis_GHR: Tensor
     """Basis of each kv head, fp32."""
     columns_GR: Tensor | None
-    """Columns of the head that the partial ones are, int64, where the basis only selects. None: it does not."""
+    """Selected columns of the head, int64, if the basis only selects columns. None: it does not."""
 
     @classmethod
     def of(cls, basis_GHR: Tensor) -> "KeyProjection":
-        """Make the projection of a basis, finding out whether the basis only selects columns."""
+        """Make the projection of a basis. Detects whether the basis only selects columns."""
         selects = bool((basis_GHR.count_nonzero(1) == 1).all() and (basis_GHR.sum(1) == 1).all())
         return cls(basis_GHR, basis_GHR.argmax(1) if selects else None)
 
@@ -117,8 +118,8 @@ class KeyProjection:
 
 
 class PartialKeys:
-    """The partial keys of one slot's row, in some layers, claim after claim: bf16, in pages committed as they are
-    written. A layer lies as `[C, G, R, I]`: for I keys column by column. Not thread-safe."""
+    """Partial keys of one slot's sequences, in some layers: bf16, in pages that are committed as they are written. A
+    layer is stored as `[C, G, R, I]`: for I keys column by column. Not thread-safe."""
 
     def __init__(
         self,
@@ -128,10 +129,10 @@ class PartialKeys:
         max_tokens: int,
         make_memory: Callable[[KvLayout, int], RowMemory] = PagedMemory,
     ) -> None:
-        """`layers`: the model's layers with partial keys. `make_memory`: makes the CPU's memory that compute reads.
-        Raises OSError for too much address space."""
+        """`layers`: the model's layers with partial keys. `make_memory`: allocates the CPU's memory that compute reads.
+        Raises OSError when the address space cannot be reserved."""
         self.layers = layers
-        # A block takes the place of a token in the layout of KV: K and V together hold G heads of 16 R numbers.
+        # In the layout of KV, a block stands for a token: K and V together hold G heads of 16 R numbers.
         layout = KvLayout("", len(layers), num_kv_heads, num_columns * _BLOCK // 2, "bfloat16")
         self._memory = make_memory(layout, _num_blocks(max_tokens))
         data_LS2GH = self._memory.data_LS2GH
@@ -139,16 +140,16 @@ class PartialKeys:
         shape = (len(layers), data_LS2GH.shape[1], num_kv_heads, num_columns, _BLOCK)
         strides = (layer_stride, block_stride, num_columns * _BLOCK, _BLOCK, 1)
         self.data_LCGRI = data_LS2GH.as_strided(shape, strides)
-        """All partial keys; the model's layer l is at l - layers.start. Only committed memory may be touched."""
+        """All partial keys. The model's layer l is at l - layers.start. Only committed memory may be accessed."""
         self._unchanged = KeyProjection.of(torch.eye(num_columns).repeat(num_kv_heads, 1, 1))
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that are committed now, to the page."""
+        """Return the bytes that are committed now, a whole number of pages."""
         return self._memory.num_bytes
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the bytes that so many tokens' partial keys take, once all are written."""
+        """Return the bytes that the partial keys of `num_tokens` tokens take, once all are written."""
         return self._memory.bytes_for(_num_blocks(num_tokens))
 
     def address(self, layer: int) -> int:
@@ -156,23 +157,24 @@ class PartialKeys:
         return self.data_LCGRI.data_ptr() + (layer - self.layers.start) * self.data_LCGRI.stride(0) * _DTYPE.itemsize
 
     def expect(self, num_tokens: int) -> None:
-        """Announce that so many tokens' partial keys will surely be written. At most once between two releases."""
+        """Announce that the partial keys of `num_tokens` tokens will certainly be written. May be called once between
+        two releases."""
         self._memory.expect(num_tokens // _BLOCK)
 
     def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
-        """Commit memory for the partial keys of `tokens`, which are about to be written, in one layer or in all. Those
-        in all layers come in ascending order, without a gap to those committed by layer."""
+        """Commit memory for the partial keys of `tokens`, which are about to be written, in `layer` or in all layers.
+        Calls for all layers must ascend, without a gap after the tokens that were committed layer by layer."""
         blocks = TokenRange(tokens.start // _BLOCK, _num_blocks(tokens.end))
         self._memory.commit(blocks, None if layer is None else self.layers.index(layer))
 
     def write(self, layer: int, first: int, k_TGH: Tensor, projection: KeyProjection | None = None) -> None:
-        """Make the partial keys of the tokens from number `first` on, and store them, rounded to bf16. Without a
-        projection `k_TGH` are partial keys. Keys are bf16 or fp32, and each head's numbers lie in one piece. Raises
+        """Compute the partial keys of the tokens from number `first` on, and store them, rounded to bf16. Without a
+        projection `k_TGH` are partial keys already. Keys are bf16 or fp32, and each head must be contiguous. Raises
         RuntimeError when the keys, or the projection, have another shape.
 
-        Where there is a compiler, on the calling thread alone and without the GIL. Selected columns are the same as
-        with torch. Products are fp32 sums there, too, but in another order: they may differ by a step of bf16, and
-        where a sum nearly cancels, by what fp32 loses.
+        The native kernel runs on the calling thread only, without the GIL. Its selected columns equal torch's. Its
+        products are also summed in fp32, but in another order. They may differ by one step of bf16, and by the
+        rounding error of fp32 if a sum nearly cancels.
         """
         projection = self.fitting(projection)
         self.commit(TokenRange(first, first + len(k_TGH)), layer)
@@ -184,7 +186,8 @@ class PartialKeys:
             data_CGRI[places_T // _BLOCK, :, :, places_T % _BLOCK] = projection.apply(k_TGH).to(_DTYPE)
 
     def fitting(self, projection: KeyProjection | None) -> KeyProjection:
-        """Return the projection, or the identity for None. Raises RuntimeError for a shape that does not fit."""
+        """Return the projection, or the identity for None. Raises RuntimeError for another number of kv heads or
+        columns."""
         found = projection or self._unchanged
         num_kv_heads, _, num_columns = found.basis_GHR.shape
         kept_heads, kept_columns = self.data_LCGRI.shape[2:4]
@@ -199,7 +202,7 @@ class PartialKeys:
         return data_CGRI.permute(0, 3, 1, 2).flatten(0, 1)[:num_keys]
 
     def copy_from(self, other: "PartialKeys", num_tokens: int) -> None:
-        """Copy another row's first `num_tokens` partial keys."""
+        """Copy the partial keys of another sequence's first `num_tokens` tokens."""
         self.commit(TokenRange(0, num_tokens))
         blocks = slice(0, _num_blocks(num_tokens))
         self.data_LCGRI[:, blocks] = other.data_LCGRI[:, blocks]
@@ -210,13 +213,14 @@ class PartialKeys:
 
 
 class PartialRows:
-    """The partial keys of a step's rows of one new token. Holds addresses: the PartialKeys must outlive it."""
+    """Partial keys of a step's sequences of one new token. Holds addresses: the PartialKeys must outlive it."""
 
     def __init__(
         self, keys: Sequence[PartialKeys], lengths: Sequence[int], num_tokens: Sequence[int] | None = None
     ) -> None:
-        """Commit memory for the new tokens' partial keys, in all layers. `lengths`: keys of each row, the new token's
-        included. `num_tokens`: those of its tokens, where it does not keep all. All rows have the same layers."""
+        """Commit memory for the new tokens' partial keys, in all layers. `lengths`: number of keys of each sequence,
+        including the new token's. `num_tokens`: number of tokens of each sequence, if some do not keep all keys. All
+        must have the same layers."""
         for each, length in zip(keys, lengths, strict=True):
             each.commit(TokenRange(length - 1, length))
         self.keys = keys
@@ -228,11 +232,11 @@ class PartialRows:
         self._addresses = (first_B + step_B * torch.arange(len(self.layers)).unsqueeze(1)).unbind()
 
     def addresses_B(self, layer: int) -> Tensor:
-        """Return the addresses of the rows' first blocks in a layer."""
+        """Return the addresses of the sequences' first blocks in a layer."""
         return self._addresses[self.layers.index(layer)]
 
     def append(self, layer: int, k_BGH: Tensor, projection: KeyProjection | None = None) -> None:
-        """Make the new tokens' partial keys, and store them, as PartialKeys.write does."""
+        """Compute the new tokens' partial keys, and store them, as PartialKeys.write does."""
         if native.load():
             fitting = self.keys[0].fitting(projection)
             _project(k_BGH, fitting, self.addresses_B(layer), self.lengths_B - 1)
@@ -249,7 +253,7 @@ class PartialRows:
         has_new: bool = True,
         closeness_BGS: Tensor | None = None,
     ) -> Picks:
-        """Return what `select_keys` does for these rows."""
+        """Return the selected keys of these sequences, by `select_keys`."""
         return select_keys(q_BNR, self, layer, selection, has_new=has_new, closeness_BGS=closeness_BGS)
 
 
@@ -266,11 +270,12 @@ def select_keys(
     has_new: bool = True,
     closeness_BGS: Tensor | None = None,
 ) -> Picks:
-    """Return the keys that the rows attend to in `layer`. Raises RuntimeError for queries of a wrong shape.
+    """Return the keys that the sequences attend to in `layer`. Raises RuntimeError for queries of a wrong shape.
 
-    `q_BNR`: partial queries in fp32, times 1 / sqrt(H), so that scores are what a softmax takes. `has_new`: whether the
-    new tokens have their partial keys; they are picked either way. A score that is NaN counts below all numbers.
-    `closeness_BGS`: receives S_g of every key that has a partial key, in fp32; others stay.
+    `q_BNR`: partial queries in fp32, times 1 / sqrt(H), so that scores are those of a softmax. `has_new`: whether the
+    new tokens' partial keys are written. The new tokens' keys are selected in either case. A score that is NaN counts
+    as less than all numbers. `closeness_BGS`: receives S_g of every key that has a partial key, in fp32. Other entries
+    are not changed.
     """
     num_kv_heads, num_columns = rows.keys[0].data_LCGRI.shape[2:4]
     if q_BNR.shape[2] != num_columns:
@@ -297,7 +302,8 @@ def plain_select_keys(
     has_new: bool = True,
     closeness_BGS: Tensor | None = None,
 ) -> Picks:
-    """Select keys as `select_keys` does, with torch, row by row and slowly: where there is no compiler."""
+    """Select keys as `select_keys` does, with torch, one sequence after another and slowly: the fallback without native
+    kernels."""
     lists = []
     for row, (keys, length, q_NR) in enumerate(zip(rows.keys, rows.lengths_B.tolist(), q_BNR, strict=True)):
         num_scored = length - int(not has_new)
@@ -323,7 +329,7 @@ def _closeness(q_NR: Tensor, k_PGR: Tensor) -> Tensor:
 
 
 def _chosen(closeness_GP: Tensor, length: int, most: int, selection: Selection) -> list[Tensor]:
-    """Return each kv head's picks in a row of `length` keys, at most `most` of them by score."""
+    """Return each kv head's selected keys in a sequence of `length` keys, at most `most` of them by score."""
     num_kv_heads, num_scored = closeness_GP.shape
     num_close = int((closeness_GP > -selection.alpha).sum())
     num = min(max(-(-num_close // num_kv_heads), 1), most, num_scored)

@@ -1,12 +1,13 @@
-"""Generation steps that run whole on a device: KV in pages, the next tokens drawn there, nothing read by the host.
+"""Generation steps that run entirely on a device: KV is in pages, and tokens are drawn there without the host.
 
-`StepGraphs` serves the steps of `generate_workers.engine.step_runner` whose rows all decode one token. What a step
-reads is written by the host before it, in one copy; the tokens are read back once, behind it. A step is captured for
-each of some numbers of rows, and for each kind of drawing, in a CUDA graph: a replay launches hundreds of kernels at
-once. Kernels are those of `modeling.kernels.triton` and, for drawing, torch's (`drawing`). Without captures the same
-steps are launched kernel by kernel, as in Triton's interpreter.
+`StepGraphs` serves the steps of `generate_workers.engine.step_runner` in which all sequences decode one token. The host
+writes a step's inputs before it, in one copy, and reads the tokens once, after it. A step is captured in a CUDA graph
+for each of several numbers of sequences and for each kind of drawing. A replay launches hundreds of kernels at once.
+Kernels are those of `modeling.kernels.triton` and, for drawing, torch's (`drawing`). Without captures the same steps
+are launched kernel by kernel, as in Triton's interpreter.
 
-B rows, E = B + 1, L layers, P pages, S tokens of a page, C pages of a row, V vocabulary, G kv heads, H head dim.
+B sequences (rows), E = B + 1, L layers, P pages, S tokens of a page, C pages of a sequence, V vocabulary, G kv heads, H
+head dim.
 """
 
 import functools
@@ -25,45 +26,45 @@ from modeling.kernels.triton.rows import StepRows
 from modeling.kv.buffers import BlockTable
 
 _WARM_UPS = 2
-"""Steps before a capture: kernels are compiled and libraries take their memory in them, which a capture forbids."""
+"""Number of steps before a capture. They compile kernels and let libraries allocate memory, which captures forbid."""
 _LOGIT_BYTES = 100
-"""Bytes of the device for each logit of a step that filters: its forms from bf16 to float64, noise, and sorting."""
+"""Device bytes per logit of a step with filters: its copies from bf16 to float64, noise, and sorting."""
 
 
 class DecodeRow(NamedTuple):
-    """A row of a step: a sequence whose latest token has no KV yet."""
+    """Sequence of a step. Its latest token has no KV yet."""
 
     token_id: int
-    """The latest token of the sequence."""
+    """Latest token of the sequence."""
     table: BlockTable
-    """The pages of the row's keys, with room for the latest token's, whose pages are the row's own."""
+    """Block table of the sequence's keys, with room for the latest token's key, whose page must not be shared."""
     num_keys: int
-    """Keys of the row, the latest token's included."""
+    """Number of keys of the sequence, including the latest token's."""
     draw: RowDraw
-    """How the next token is drawn."""
+    """Parameters with which the next token is drawn."""
 
 
 class StepInputs(NamedTuple):
-    """What a step reads of its rows, in views of one piece of memory. Rows without a new token are padding, and come
-    behind all others."""
+    """Inputs of a step, in views of one piece of memory. Sequences without a new token are padding, and come after all
+    others."""
 
     key_B: Tensor
     top_k_B: Tensor
     floor_B: Tensor
     top_p_B: Tensor
     token_ids_B: Tensor
-    """The rows' latest tokens, int64."""
+    """Latest tokens of the sequences, int64."""
     temperature_B: Tensor
     lengths_B: Tensor
-    """Tokens of the rows, the latest ones included, int32."""
+    """Numbers of tokens of the sequences, including the latest ones, int32."""
     starts_E: Tensor
-    """Number of each row's token among the step's, and their sum, int32."""
+    """Number of each sequence's token among the step's, followed by the number of all tokens, int32."""
     table_BC: Tensor
-    """Numbers of the rows' pages, int32."""
+    """Block tables: numbers of the sequences' pages, int32."""
 
     @classmethod
     def over(cls, memory: Tensor, num_rows: int, row_pages: int) -> Self:
-        """Return the views of a piece of memory of `input_bytes` bytes."""
+        """Return views of a piece of memory of `input_bytes` bytes."""
         views, start = [], 0
         for dtype, shape in _fields(num_rows, row_pages):
             num_bytes = dtype.itemsize * math.prod(shape)
@@ -73,11 +74,12 @@ class StepInputs(NamedTuple):
 
     @property
     def draws(self) -> Draws:
-        """Return how the rows draw."""
+        """Return the parameters with which the sequences' tokens are drawn."""
         return Draws(self.key_B, self.top_k_B, self.floor_B, self.top_p_B, self.temperature_B)
 
     def write(self, rows: Sequence[DecodeRow], kind: DrawKind) -> None:
-        """Write the rows of a step that draws so, and leave all others as padding. Greedy steps read no `draws`."""
+        """Write the sequences of a step with that kind of drawing, and mark all others as padding. Greedy steps do not
+        read `draws`."""
         num_rows = len(rows)
         torch.stack([row.table.pages_C for row in rows], out=self.table_BC[:num_rows])
         columns: list[tuple[Tensor, Sequence[float]]] = [
@@ -92,7 +94,7 @@ class StepInputs(NamedTuple):
 
 
 def _fields(num_rows: int, row_pages: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    """Return dtype and shape of each field of StepInputs, those of 8 bytes first, so that all are aligned."""
+    """Return dtype and shape of each field of StepInputs, those of 8-byte numbers first, so that all are aligned."""
     long, double, each = torch.int64, torch.float64, (num_rows,)
     eight = [(long, each), (long, each), (double, each), (double, each), (long, each)]
     four = [(torch.float32, each), (torch.int32, each), (torch.int32, (num_rows + 1,))]
@@ -100,14 +102,13 @@ def _fields(num_rows: int, row_pages: int) -> list[tuple[torch.dtype, tuple[int,
 
 
 def input_bytes(num_rows: int, row_pages: int) -> int:
-    """Return the bytes of what a step of so many rows reads of them."""
+    """Return the number of input bytes of a step of `num_rows` sequences with at most `row_pages` pages each."""
     return sum(dtype.itemsize * math.prod(shape) for dtype, shape in _fields(num_rows, row_pages))
 
 
 def step_bytes(decoder: Decoder, num_rows: int, row_pages: int) -> int:
-    """Return the bytes of the device that steps of at most so many rows take beside weights and KV, as far as they can
-    be told before any is run: inputs, what sampling needs of each logit, and a layer's activations. All captures share
-    them."""
+    """Return an estimate of the device bytes that steps of at most `num_rows` sequences take in addition to weights and
+    KV: inputs, sampling's memory per logit, and a layer's activations. All captures share them."""
     config = decoder.config
     widest = (
         3 * config.num_active_experts * config.intermediate_size
@@ -119,13 +120,14 @@ def step_bytes(decoder: Decoder, num_rows: int, row_pages: int) -> int:
 
 
 class StepGraphs:
-    """Steps of rows whose KV lies in pages, for some numbers of rows. Used by one thread at a time."""
+    """Steps of sequences whose KV is in pages, for several numbers of sequences. Used by one thread at a time."""
 
     def __init__(
         self, decoder: Decoder, pages_LPS2GH: Tensor, row_pages: int, sizes: Sequence[int], *, captures: bool = True
     ) -> None:
-        """Capture steps of `sizes` rows of at most `row_pages` pages, the largest first, for all share its memory.
-        Without `captures` steps are launched kernel by kernel. Raises what is in OUT_OF_MEMORY. Blocks."""
+        """Capture steps of `sizes` sequences of at most `row_pages` pages each. The largest step is captured first,
+        because all share its memory. Without `captures`, steps are launched kernel by kernel. Raises an error in
+        OUT_OF_MEMORY. Blocks."""
         self._decoder, self._pages_LPS2GH = decoder, pages_LPS2GH
         device, most_rows = pages_LPS2GH.device, max(sizes)
         num_bytes = input_bytes(most_rows, row_pages)
@@ -136,31 +138,31 @@ class StepGraphs:
         self._chosen_B = torch.zeros(most_rows, dtype=torch.int64, device=device)
         self._most_keys = row_pages * pages_LPS2GH.shape[2]
         self.sizes = sorted(set(sizes))
-        """Numbers of rows for which there are steps."""
+        """Numbers of sequences for which steps exist, ascending."""
         self._run_by_kind = dict[tuple[int, DrawKind], Callable[[], None]]()
         pool = torch.cuda.graph_pool_handle() if captures else None
         for size in reversed(self.sizes):
-            for kind in reversed(DrawKind):  # those that filter take the most memory
+            for kind in reversed(DrawKind):  # steps with filters take the most memory
                 run = functools.partial(self._step, self._rows(size), kind)
                 self._run_by_kind[size, kind] = _captured(run, device, pool) if captures else run
 
     def size_for(self, num_rows: int) -> int:
-        """Return the least number of rows for which there is a step with room for `num_rows`."""
+        """Return the least of `sizes` that is at least `num_rows`."""
         return min(size for size in self.sizes if size >= num_rows)
 
     @torch.inference_mode()
     def run(self, rows: Sequence[DecodeRow]) -> list[int]:
-        """Write the KV of the rows' latest tokens to their pages, and return the tokens that follow. There must be a
-        step for as many rows. Waits for the device once, for the tokens."""
+        """Write the KV of the sequences' latest tokens to their pages, and return the next tokens. The number of
+        sequences must not exceed the largest of `sizes`. Waits for the device once, for the tokens."""
         kind = max(row.draw.kind(self._decoder.config.vocab_size) for row in rows)
         self._written.write(rows, kind)
-        self._there.copy_(self._home, non_blocking=True)  # the host writes it again only behind the step's end
+        self._there.copy_(self._home, non_blocking=True)  # the host writes it again only after the step's end
         self._run_by_kind[self.size_for(len(rows)), kind]()
         token_ids: list[int] = self._chosen_B[: len(rows)].tolist()
         return token_ids
 
     def _rows(self, size: int) -> StepRows:
-        """Return the first rows as kernels take them."""
+        """Return the first `size` sequences as an argument of kernels."""
         inputs = self._inputs
         views = inputs.table_BC[:size], inputs.lengths_B[:size], inputs.starts_E[: size + 1]
         return StepRows(*views, most_queries=1, most_keys=self._most_keys)
@@ -181,7 +183,7 @@ class StepGraphs:
 
 
 def _captured(run: Callable[[], None], device: torch.device, pool: Any) -> Callable[[], None]:
-    """Return a function that replays `run` with whatever lies in its tensors."""
+    """Return a function that replays `run` with the current contents of its tensors."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):

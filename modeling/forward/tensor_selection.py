@@ -1,12 +1,12 @@
-"""Keys chosen by partial keys on a GPU: what `selection` chooses, by operations on tensors that the host never reads.
+"""Selection of keys by partial keys on a GPU: that of `selection`, by operations on tensors that the host never reads.
 
-`selection` defines partial keys, scores and picks. Its kernels take the CPU's memory by address, and pick lists of any
-length; here all shapes follow from what the host knows, the rows' lengths, and what a row does not have is masked. So
-nothing waits for the device. Sums of products are in another order than the CPU's: two keys that score nearly the same
-may change places.
+`selection` defines partial keys, scores and selected keys. Its kernels take addresses of the CPU's memory, and return
+lists of any length. In this module all shapes follow from the sequences' lengths, which the host knows, and entries
+beyond a sequence's keys are masked. So no call waits for the device. Products are summed in another order than on the
+CPU: two keys with nearly equal scores may be ranked differently.
 
-B rows of one new token, T tokens, N heads, G kv heads, J = N / G, H head dim, R columns, L layers, P rows of a pool,
-S keys, K picks at most, X entries.
+B sequences (rows) of one new token, T tokens, N heads, G kv heads, J = N / G, H head dim, R columns, L layers, P pages
+of a pool, each for a whole sequence, S keys, at most K selected keys, X entries.
 """
 
 import math
@@ -21,75 +21,76 @@ from modeling.kv.pages import PagePool
 from modeling.kv.pool_rows import PoolRow
 
 _BLOCK = 16
-"""Keys whose columns make a head's row of the pool's memory, so that any number of columns fits."""
+"""Number of keys that together fill a head of the pool's layout, so that any number of columns fits."""
 _LIST_BYTES = 64
-"""Bytes for one key in the lists that one choice sorts, masks and packs."""
+"""Bytes per key of the lists that one selection sorts, masks and packs."""
 _LEAST = torch.finfo(torch.float32).min
 
 
 def partial_layout(layers: range, num_kv_heads: int, num_columns: int) -> KvLayout:
-    """Return the layout of a pool for partial keys, of which `partial_blocks` are a row: K and V together hold 16 keys
-    of each kv head."""
+    """Return the layout of a pool for partial keys. A token of the layout is a block: its K and V together hold 16 keys
+    of each kv head. A sequence takes `partial_blocks` of them."""
     return KvLayout("", len(layers), num_kv_heads, num_columns * _BLOCK // 2, "bfloat16")
 
 
 def partial_blocks(num_tokens: int) -> int:
-    """Return the blocks that so many tokens' partial keys take."""
+    """Return the number of blocks that the partial keys of `num_tokens` tokens take."""
     return -(-num_tokens // _BLOCK)
 
 
 def selecting_bytes(num_heads: int, num_kv_heads: int, num_columns: int) -> int:
-    """Return the bytes that choosing takes at most for one key of a row while it is under way, in one layer: copies of
-    the partial key in bf16 and fp32, scores, and lists of whole numbers as long as the row."""
+    """Return the most temporary bytes that selection takes in one layer for each key of a sequence: copies of the
+    partial key in bf16 and fp32, scores, and lists of integers as long as the sequence."""
     return num_kv_heads * (6 * num_columns + _LIST_BYTES) + 8 * num_heads
 
 
 class TensorPartialKeys:
-    """The partial keys of one slot's row, in some layers, claim after claim: bf16, a row of a pool. Not thread-safe."""
+    """Partial keys of one slot's sequences, in some layers: bf16, in one page of a pool. Not thread-safe."""
 
     def __init__(self, layers: range, num_kv_heads: int, num_columns: int, pool: PagePool) -> None:
-        """`pool`: of `partial_layout`, with pages of `partial_blocks`, of the longest row."""
+        """`pool`: a pool of layout `partial_layout`, with pages of `partial_blocks` blocks for the longest sequence."""
         self.layers = layers
         self.memory = PoolRow(pool)
         data = pool.memory.data_LPS2GH
         num_keys = data.shape[2] * _BLOCK
         self.pool_LPGSR = data.view(len(layers), data.shape[1], num_kv_heads, num_keys, num_columns)
-        """The partial keys of all rows; the model's layer l is at l - layers.start."""
+        """Partial keys of all pages of the pool. The model's layer l is at l - layers.start."""
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that the row takes now."""
+        """Return the bytes that the sequence takes now."""
         return self.memory.num_bytes
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the bytes of the longest row, or 0 for no tokens."""
+        """Return the bytes of a page, or 0 for no tokens."""
         return self.memory.bytes_for(num_tokens)
 
     def expect(self, num_tokens: int) -> None:
-        """Take a row of the pool. Raises MemoryError when all are taken."""
+        """Take a page of the pool. Raises MemoryError when all are taken."""
         self.memory.expect(num_tokens)
 
     def write(self, layer: int, first: int, k_TGH: Tensor, projection: KeyProjection) -> None:
-        """Make the partial keys of the tokens from number `first` on, and store them, rounded to bf16."""
+        """Compute the partial keys of the tokens from number `first` on, and store them, rounded to bf16."""
         row_GSR = self.pool_LPGSR[self.layers.index(layer), self.memory.number]
         row_GSR[:, first : first + len(k_TGH)] = projection.apply(k_TGH).transpose(0, 1)
 
     def copy_from(self, other: "TensorPartialKeys", num_tokens: int) -> None:
-        """Copy another row's first `num_tokens` partial keys."""
+        """Copy the partial keys of another sequence's first `num_tokens` tokens."""
         source_LGSR = self.pool_LPGSR[:, other.memory.number, :, :num_tokens]
         self.pool_LPGSR[:, self.memory.number, :, :num_tokens] = source_LGSR
 
     def release(self) -> None:
-        """Give the row back. Idempotent."""
+        """Release the page. Idempotent."""
         self.memory.release()
 
 
 class TensorPartialRows:
-    """The partial keys of a step's rows of one new token. What it knows of them goes to the device when it is made."""
+    """Partial keys of a step's sequences of one new token. Page numbers and lengths are copied to the device when it is
+    made."""
 
     def __init__(self, keys: Sequence[TensorPartialKeys], lengths: Sequence[int], num_tokens: Sequence[int]) -> None:
-        """`lengths`: keys of each row, the new token's included. `num_tokens`: those of its tokens, which bound the
-        picks."""
+        """`lengths`: number of keys of each sequence, including the new token's. `num_tokens`: number of tokens of each
+        sequence, which bounds its selected keys."""
         self._keys = keys[0]
         where = self._keys.pool_LPGSR.device
         self._lengths, self._num_tokens = lengths, num_tokens
@@ -99,7 +100,7 @@ class TensorPartialRows:
         self._selection: Selection | None = None
 
     def append(self, layer: int, k_BGH: Tensor, projection: KeyProjection) -> None:
-        """Make the new tokens' partial keys, and store them, rounded to bf16."""
+        """Compute the new tokens' partial keys, and store them, rounded to bf16."""
         pool_PGSR = self._keys.pool_LPGSR[self._keys.layers.index(layer)]
         pool_PGSR[self._rows_B, :, self._lengths_B - 1] = projection.apply(k_BGH).to(pool_PGSR.dtype)
 
@@ -112,7 +113,7 @@ class TensorPartialRows:
         has_new: bool,
         closeness_BGS: Tensor | None = None,
     ) -> Picks:
-        """Return the keys that the rows attend to in `layer`, as `selection.select_keys` does."""
+        """Return the keys that the sequences attend to in `layer`, as `selection.select_keys` does."""
         assert closeness_BGS is None, "pools are the CPU's"
         most = self._bounds(selection)
         num_keys = max(self._lengths)
@@ -124,7 +125,8 @@ class TensorPartialRows:
         return self._chosen(closeness_BGS, num_scored_B11, key_S, selection, most)
 
     def _bounds(self, selection: Selection) -> int:
-        """Bring to the device how many keys each row may choose by score, once a step. Return the most."""
+        """Copy to the device, once per step, the most keys that each sequence may select by score. Return the largest
+        of these numbers."""
         most = [selection.most_by_score(each) for each in self._num_tokens]
         if selection is not self._selection:
             self._most_B, self._selection = torch.tensor(most, device=self._rows_B.device), selection
@@ -152,7 +154,7 @@ class TensorPartialRows:
 
 
 def _closeness(q_BNR: Tensor, k_BGSR: Tensor, is_scored_B1S: Tensor) -> Tensor:
-    """Return S_g[j], `[B, G, S]`; -inf for keys that are not scored."""
+    """Return S_g[j], `[B, G, S]`, with -inf for keys that are not scored."""
     (num_rows, num_kv_heads), num_columns = k_BGSR.shape[:2], k_BGSR.shape[3]
     q_BGJR = q_BNR.view(num_rows, num_kv_heads, -1, num_columns)
     score_BGJS = q_BGJR @ k_BGSR.float().mT
@@ -163,11 +165,11 @@ def _closeness(q_BNR: Tensor, k_BGSR: Tensor, is_scored_B1S: Tensor) -> Tensor:
 
 
 def packed(is_entry_BGX: Tensor, most: int, *values: Tensor) -> tuple[Tensor, ...]:
-    """Move the entries of each list to its front, in order: `[B, G, most]` for each of `values`, which are int32 and
-    broadcast to the lists, and behind them the numbers of entries `[B, G]`, int32. No list may have more than `most`.
-    Entries behind a list's number are 0."""
+    """Move the entries of each list to its front, in order. Return `[B, G, most]` for each of `values`, which are int32
+    and broadcast to the lists, and last the numbers of entries, `[B, G]`, int32. No list may have more than `most`
+    entries. Values after a list's last entry are 0."""
     count_BGX = is_entry_BGX.cumsum(2)
-    at_BGX = torch.where(is_entry_BGX, count_BGX - 1, most)  # what is no entry goes behind all, and is cut off
+    at_BGX = torch.where(is_entry_BGX, count_BGX - 1, most)  # other elements go to the end, and are cut off
     shape = (*is_entry_BGX.shape[:2], most + 1)
     lists = [torch.zeros(shape, dtype=torch.int32, device=at_BGX.device) for _ in values]
     for to_BGK, each in zip(lists, values, strict=True):

@@ -1,1 +1,1 @@
-"""The forward pass over KV in pages by kernels in Triton, as GPUs run it."""
+"""The forward pass on GPUs, over KV in pages, by Triton kernels."""

@@ -1,9 +1,9 @@
-"""The rows of a generation step on a GPU: the interface of `modeling.forward.rows.DecodeRows`, by kernels in Triton.
+"""Rows of a generation step on a GPU: the interface of `modeling.forward.rows.DecodeRows`, by Triton kernels.
 
-Rows' keys lie in pages. A layer takes one launch to append all new keys and values, and one or two to attend, however
-many rows there are; nothing is read back to the host.
+Keys are in pages. A layer takes one launch to append all new keys and values, and one or two to attend, regardless of
+the number of rows. The host reads nothing back.
 
-B rows, T tokens of the step, N heads, G kv heads, H head dim, C pages of a row at most.
+B rows, T tokens of the step, N heads, G kv heads, H head dim, at most C pages of a sequence.
 """
 
 import itertools
@@ -21,16 +21,16 @@ from modeling.kernels.triton.tiles import LEAST_SPLIT_KEYS, power_of_two
 from modeling.kv.buffers import KvPlace
 
 _ALIKE = 16
-"""Triton compiles a kernel anew where a stride is no multiple of this, and was before, or the reverse."""
+"""Strides that are multiples of this share a kernel. Triton compiles another kernel for other strides."""
 
 
 class TritonRows:
-    """The spans of a step that have few new tokens, all with their keys in pages of one pool, or of two, each with some
+    """Spans of a step that have few new tokens. Their keys are in pages of one pool, or of two pools for different
     layers."""
 
     def __init__(self, spans: Sequence[tuple[int, KvPlace]], windows: Sequence[int | None]) -> None:
-        """`spans`: the place of each span's first token among the step's, and that of its keys. `windows`: of all
-        layers."""
+        """`spans`: for each span, the number of its first token among the step's, and the location of its keys.
+        `windows`: sliding window of each layer."""
         places = [place for _, place in spans]
         self._pools = [_Pool(places)]
         others = [place.others for place in places if place.others is not None]
@@ -43,13 +43,13 @@ class TritonRows:
         self._windows = windows
 
     def append(self, layer: int, k_TGH: Tensor, v_TGH: Tensor) -> None:
-        """Write the rows' new keys and values to their pages; the arguments are those of all of the step's tokens."""
+        """Write the rows' new keys and values to their pages. The arguments are those of all tokens of the step."""
         pool, pages_PS2GH = self._of_layer(layer)
         append_kv(self._of_rows(k_TGH), self._of_rows(v_TGH), pages_PS2GH, pool.new_rows)
 
     def attend(self, layer: int, q_TNH: Tensor, num_kv_heads: int, picks: Picks | None = None) -> Tensor:
-        """Return the rows' attention `[B, N, H]`, in the queries' dtype; `q_TNH` are those of all of the step's tokens.
-        With `picks` rows attend to those keys and no others, whatever the layer's window."""
+        """Return the rows' attention `[B, N, H]`, in the queries' dtype. `q_TNH` are those of all tokens of the step.
+        With `picks` rows attend to exactly those keys, and the layer's window is not applied."""
         pool, pages_PS2GH = self._of_layer(layer)
         if picks is None:
             seen = SeenKeys(window=self._windows[layer], unseen_B2=pool.unseen_B2)
@@ -72,7 +72,7 @@ class TritonRows:
 
 
 class _Pool:
-    """What rows have in one pool of pages."""
+    """Arguments of kernels for the rows' KV in one pool of pages."""
 
     def __init__(self, places: Sequence[KvPlace]) -> None:
         tables = [place.table for place in places if place.table is not None]
@@ -92,9 +92,9 @@ class _Pool:
             most_queries=power_of_two(max(place.num_new for place in places)),
             most_keys=most_keys,
         )
-        """The rows as attention sees them."""
+        """Sequences with all keys, for attention."""
         self.new_rows = self.rows
-        """The rows as far as their new keys, which are written behind the others."""
+        """Sequences with their keys up to the new ones, for appending."""
         if any(place.own is not None for place in places):
             ends = [place.num_keys if place.own is None else place.own + 1 for place in places]
             self.new_rows = replace(self.rows, lengths_B=torch.tensor(ends, dtype=torch.int32, device=device))
@@ -105,16 +105,16 @@ class _Pool:
 
 
 def _alike(num_pages: int) -> int:
-    """Return the least number from `num_pages` on that compiles no kernel of its own as a table's stride."""
+    """Return the least multiple of _ALIKE that is at least `num_pages`, as the stride of a block table."""
     return -(-num_pages // _ALIKE) * _ALIKE
 
 
 def compile_rows(
     pages_LPS2GH: Tensor, num_heads: int, windows: Sequence[int | None], most_queries: Sequence[int]
 ) -> None:
-    """Compile the kernels that rows in these pages need in steps that are no captured ones: such as also prefill, or
-    verify up to `most_queries` tokens a row. About a second for each, the first time on a machine. Writes nothing, for
-    its one row has no token."""
+    """Compile the kernels for steps over these pages that are not captured, such as those that also prefill, or that
+    verify up to `most_queries` tokens per sequence. Takes about a second for each kernel, the first time on a machine.
+    Writes nothing, because its only sequence has no tokens."""
     pages_PS2GH, device = pages_LPS2GH[0], pages_LPS2GH.device
     page_tokens, _, num_kv_heads, head_dim = pages_PS2GH.shape[1:]
     q_TNH = pages_PS2GH.new_zeros(1, num_heads, head_dim)
