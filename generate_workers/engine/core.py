@@ -1,15 +1,17 @@
 """The generation engine: continuous batching on a thread of its own.
 
-A stream's life: `servicer` submits it (any thread) to the `inbox`; between two steps it joins the batch, when its lease
-is committed or, without a lease, when a slot is free; every step runs one forward over all rows (`step_runner`),
-samples once for all, and emits events; its slot is freed before its one terminal event goes out, unless the stream's
-RowEndHook takes it over. When memory runs out meanwhile, young rows are preempted (`preemption`).
+`servicer` submits a stream to the `inbox`, from any thread. The stream joins the batch between two steps: when its
+lease is committed or, without a lease, when a slot is free. Each step runs one forward over all sequences
+(`step_runner`), samples their next tokens together, and emits events. A sequence's slot is freed before its terminal
+event is sent, unless the stream's RowEndHook takes the slot over. When memory runs out, the youngest sequences are
+preempted (`preemption`).
 
-A stream of several choices has a slot, a row and a terminal event for each. The prompt is prefilled, or pushed, once,
-for the first choice; when its KV is in place the other choices get a copy, and all draw their first tokens from one row
-of logits.
+A stream with several choices has one slot, one sequence (Row) and one terminal event per choice. The prompt is
+prefilled, or pushed, once, for the first choice. When its KV is in place, the other choices get a copy, and all choices
+sample their first tokens from the same logits.
 
-`step` and everything below it run on the thread 'generate-engine' alone; StreamBook holds what other threads share.
+`step` and all that it calls run only on the thread 'generate-engine'. StreamBook holds the state that other threads
+share.
 """
 
 import logging
@@ -46,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 class GenerationEngine:
-    """Owns the batch. Make it, `start` it, `submit` and `cancel` from any thread, `close` it."""
+    """Engine that owns the batch. Call `start` once, `submit` and `cancel` from any thread, and `close` at the end."""
 
     def __init__(
         self,
@@ -62,11 +64,11 @@ class GenerationEngine:
         decode_steps: DecodeSteps | None = None,
         crash_note: str = "",
     ) -> None:
-        """`batcher` and `speculation` are the engine's own from now on. `reclaim` is called when memory is short: it
-        releases slots that hooks have taken over, and returns whether there were any. `decode_steps`: runs the steps
-        that it can serve, if given. `crash_note`: file of the process's crash note, if it has one."""
+        """The engine takes ownership of `batcher` and `speculation`. `reclaim` is called when memory is short: it
+        releases slots that hooks have taken over, and returns whether it released any. `decode_steps`, if given, runs
+        the steps that it supports. `crash_note`: path of the process's crash note; empty without one."""
         self.residency: Residency = slots.memory.residency
-        """Policy that keeps the rows' KV. Any thread may read its traits."""
+        """Policy that stores the sequences' KV. Any thread may read its traits."""
         self._reclaim = reclaim or (lambda: False)
         self._speculation = speculation
         self._decoder = decoder
@@ -98,12 +100,12 @@ class GenerationEngine:
 
     @property
     def thread_id(self) -> int:
-        """Return the system's id of the engine's thread, which must have been started."""
+        """Return the operating system's id of the engine's thread. The thread must have been started."""
         assert self._thread.native_id is not None
         return self._thread.native_id
 
     def close(self) -> None:
-        """End every open stream with an error and stop the thread; blocks for the running step. Idempotent."""
+        """End every open stream with an error and stop the thread. Blocks until the running step ends. Idempotent."""
         self._book.close("the generation engine is shutting down: try another group")
         if self._thread.is_alive():
             self._thread.join()
@@ -115,11 +117,11 @@ class GenerationEngine:
         self._decoder.device.link.rest()
 
     def submit(self, request: GenerationRequest, on_event: EventSink, hook: RowEndHook | None = None) -> Ticket:
-        """Open a stream. From then on `on_event` is called on the engine's thread, the last time for each choice with a
-        finish reason; `hook` is called when rows of the stream end. Any thread; does not block. Raises
-        InvalidArgumentError for a field out of its limits, StaleStampError or LeaseExpiredError for a lease that has
-        ended, ResourceExhaustedError when too many requests wait for a slot, UnavailableError when the engine is
-        closed. Then nothing is opened, and the caller still owns the lease."""
+        """Open a stream. The engine's thread calls `on_event` for each event, and `hook` when sequences of the stream
+        end. Each choice's last event has a finish reason. Any thread; does not block. Raises InvalidArgumentError for a
+        field out of its limits, StaleStampError or LeaseExpiredError for a lease that has ended, ResourceExhaustedError
+        when too many requests wait for a slot, UnavailableError when the engine is closed. On an error no stream is
+        opened, and the caller still owns the lease."""
         request.check(self._decoder.config.vocab_size, self._max_tokens, self._slots.num_slots)
         self._slots.memory.check(request.num_tokens, request.capacity_tokens, request.params.n)
         if request.lease_ref is not None:
@@ -129,19 +131,20 @@ class GenerationEngine:
         return self._book.open(request, on_event, hook, self._preparation(request)).ticket
 
     def _preparation(self, request: GenerationRequest) -> Callable[[], Future[list[TokenMasks]]] | None:
-        """Return what begins to prepare the masks of a constrained request's choices; None for another request."""
+        """Return a function that starts to prepare the token masks of a constrained request's choices; None for an
+        unconstrained request."""
         form = request.params.structured_output
         if form is None:
             return None
         return partial(self._grammars.prepare, form, request.output_ids, request.params.n)
 
     def cancel(self, ticket: Ticket) -> None:
-        """End a stream, with its lease or slots, between this step and the next. Idempotent. Any thread."""
+        """End a stream before the next step, and free its lease or slots. Idempotent. Any thread."""
         self._book.cancel(ticket)
 
     def status(self) -> EngineStatus:
-        """Return what the engine holds and does now, and whether it hangs: each call looks. Any thread. Raises
-        UnavailableError once it failed or closed."""
+        """Return the engine's present state. Each call also checks whether the engine hangs. Any thread. Raises
+        UnavailableError once the engine has failed or is closed."""
         self._book.check_open()
         self._watch.look(self._has_rows or self._book.has_messages)
         return EngineStatus.of(
@@ -154,7 +157,8 @@ class GenerationEngine:
         )
 
     def step(self) -> None:
-        """Take messages, end what has expired, let rows join; then plan, run and accept the rows' next tokens."""
+        """Take messages, end expired leases, and add waiting sequences to the batch. Then plan and run one step, and
+        accept the sequences' next tokens."""
         try:
             self._watched_step()
         finally:
@@ -188,11 +192,11 @@ class GenerationEngine:
 
     @property
     def _has_rows(self) -> bool:
-        """Whether rows run that do not wait for memory. Any thread."""
+        """Return whether the batch has sequences and does not wait for memory. Any thread."""
         return bool(self._running.rows) and not self._running.is_stalled
 
     def _await_work(self) -> bool:
-        """Wait until there is something to do; return False when the engine is closed."""
+        """Wait until the engine has work. Return False when it is closed."""
         if self._has_rows:
             return not self._book.close_reason
         return self._book.await_work(self._slots.next_deadline_s, self._clock)
@@ -212,7 +216,7 @@ class GenerationEngine:
                 self._end(stream, FinishReason.CANCELLED)
 
     def _join_committed(self) -> None:
-        """Let streams whose lease is committed join the batch; end those whose lease has ended."""
+        """Add streams whose lease is committed to the batch. End those whose lease has ended."""
         for stream in list(self._leased.values()):
             ref = stream.request.lease_ref
             assert ref is not None
@@ -230,7 +234,7 @@ class GenerationEngine:
                 self._begin_pushed(leader)
 
     def _begin_pushed(self, leader: Row) -> None:
-        """Start a stream's rows from pushed KV, with the first tokens that came with it."""
+        """Start a stream's sequences from pushed KV and the first tokens that arrived with it."""
         rows = [leader, *leader.followers]
         try:
             self._running.fork(leader)
@@ -243,7 +247,8 @@ class GenerationEngine:
             self._accept(row, row.first)
 
     def _join_waiting(self) -> None:
-        """Give free slots to streams without a lease, first come, first served, after preempted rows have resumed."""
+        """Give free slots to streams without a lease, first come, first served, once all preempted sequences have
+        resumed."""
         has_turn = self._resume()
         while has_turn and self._waiting:
             stream = self._waiting[0]
@@ -260,7 +265,8 @@ class GenerationEngine:
             self._join(stream, seats)
 
     def _resume(self) -> bool:
-        """Resume preempted rows; return whether none waits. End a row that has no memory although no row runs."""
+        """Resume preempted sequences. Return whether none is left waiting. End the stream of a sequence for which no
+        memory can be allocated although no other sequence runs."""
         while True:
             try:
                 return self._running.resume()
@@ -268,8 +274,8 @@ class GenerationEngine:
                 self._end(self._running.waiting[0].stream, FinishReason.ERROR, _one_line(error))
 
     def _join(self, stream: EngineStream, seats: list[Seat]) -> Row | None:
-        """Make the rows of a stream and let the first choice's row join the batch; the others follow it. Return that
-        row, or end the stream and return None when rows cannot be made."""
+        """Make the rows of a stream and add the first choice's row to the batch. The other choices join when they have
+        a copy of its KV. Return the first row. If rows cannot be made, end the stream and return None."""
         config = self._decoder.config
         try:
             rows = [Row(stream, choice, seat, self._tokenizer, config) for choice, seat in enumerate(seats)]
@@ -284,7 +290,8 @@ class GenerationEngine:
         return rows[0]
 
     def _run_plan(self, plan: StepPlan) -> bool:
-        """Run the plan and accept the tokens that its rows sample; return False when it failed: streams have ended."""
+        """Run the plan and accept the tokens that its sequences sample. Return False if the step failed; the streams
+        concerned have then ended with an error."""
         self._num_steps += 1
         running = self._running
         leaders = [running.rows[span.slot] for span in plan.spans if span.samples]
@@ -312,7 +319,8 @@ class GenerationEngine:
         return True
 
     def _accept(self, row: Row, token: SampledToken, drafts: DraftRound | None = None, goes_on: bool = False) -> None:
-        """Take a row's next token and emit its event. If it is the last, the slot is freed or handed over first."""
+        """Accept a sequence's next token and emit its event. For the last token, the slot is freed or handed over
+        first."""
         stream = row.stream
         if row not in stream.rows:  # the stream has ended with another of its choices' failure
             return
@@ -337,7 +345,7 @@ class GenerationEngine:
             stream.tell_ended()
 
     def _end(self, stream: EngineStream, finish: FinishReason, error: str = "") -> None:
-        """End a stream in whatever stage it is, without another token."""
+        """End a stream in any stage, and emit a terminal event without a token for each of its open choices."""
         choices = stream.open_choices()
         try:
             self._leave(stream)
@@ -347,7 +355,7 @@ class GenerationEngine:
             stream.tell_ended()
 
     def _leave(self, stream: EngineStream) -> None:
-        """Take a stream out of whatever stage it is in, and free what it holds."""
+        """Remove a stream from the batch and all queues, and free its slots and its lease."""
         for row in list(stream.rows):
             stream.rows.remove(row)
             self._running.remove(row)
@@ -366,7 +374,7 @@ class GenerationEngine:
             self.cancel(stream.ticket)
 
     def _end_all(self) -> None:
-        """End every open stream; the engine is closed, so no further stream can come."""
+        """End every open stream. The engine is closed, so no stream can be added meanwhile."""
         self._take_messages()
         for stream in self._book.streams():
             try:

@@ -1,13 +1,14 @@
-"""The batching policy: rows that decode run first, prefill takes what is left of a step. On the engine's thread.
+"""The batching policy: decoding sequences run first, and prefill gets the rest of a step. On the engine's thread.
 
-1. Every row that lacks one token runs it: a decode step never waits for a prefill.
-2. The other rows share what a step may prefill, in the order in which they joined. That is at most
-   `max_prefill_tokens`, and beside rows that decode no more than keeps the step within its bound (`step_bound`), but
-   always a few tokens, except in the rare steps by which the bound learns what decoding alone takes.
-3. Prompts that came together, each of at most `max_prefill_tokens`, are one step while no row streams, if all have at
-   most four times as many, and 2,048: otherwise the first of them would pause for the others after its first token.
-4. A prompt for which `max_prefill_tokens` leave no room waits for the next step, where it comes first, if that can hold
-   it whole; a shorter one behind it may take the room. So the first of prompts that come together end early.
+1. Every sequence that lacks the KV of one token runs in each step: decoding never waits for prefill.
+2. The other sequences share the step's prefill tokens, in the order in which they joined. A step has at most
+   `max_prefill_tokens` of them. Next to decoding sequences it has no more than keep it within its bound (`step_bound`),
+   but always a few, except in the rare steps that measure what decoding alone takes.
+3. Prompts that wait together, each of at most `max_prefill_tokens`, are one step while no sequence streams, if in sum
+   they have at most the larger of `max_prefill_tokens` and min(4 * `max_prefill_tokens`, 2,048). Otherwise the first of
+   them would pause for the others after its first token.
+4. A prompt that does not fit into the rest of this step, but fits whole into an empty one, waits for the next step,
+   where it comes first. A shorter one behind it may use the rest. So the first of several prompts end early.
 """
 
 import math
@@ -23,17 +24,18 @@ from modeling.forward.model_config import ModelConfig
 from planning.local_prefill import LEAST_STEP_TOKENS
 
 _BURST_STEPS, _BURST_TOKENS = 4, 2048
-"""Most tokens of prompts that came together and are one step: as many as so many steps take, and no more than these,
-whose activations need little memory."""
+"""Limits of a step for prompts that wait together: the tokens of `_BURST_STEPS` prefill steps, and at most
+`_BURST_TOKENS`, whose activations need little memory."""
 
 
 class DecodeFirst:
-    """Rows that decode run in every step, beside bounded chunks of those that prefill."""
+    """Batcher that runs all decoding sequences in every step, together with bounded chunks of prefill."""
 
     def __init__(
         self, max_prefill_tokens: int, bound: StepBound | None = None, work: PrefillWork | None = None
     ) -> None:
-        """`bound` and `work` limit prefill by predicted time; without a bound only `max_prefill_tokens` does."""
+        """`bound` and `work` limit prefill by predicted time. Without a bound only `max_prefill_tokens`, at least 1,
+        limits it."""
         assert max_prefill_tokens >= 1
         self._max_prefill_tokens = max_prefill_tokens
         self._max_burst_tokens = max(max_prefill_tokens, min(_BURST_STEPS * max_prefill_tokens, _BURST_TOKENS))
@@ -42,13 +44,13 @@ class DecodeFirst:
 
     @classmethod
     def of(cls, config: EngineConfig, model: ModelConfig) -> Self:
-        """Make the policy of an engine as configured, with the work of its model."""
+        """Make the batcher for an engine's configuration and model."""
         work = PrefillWork.of_model(model)
         bound = StepBound(config.max_step_stretch, config.mixed_step_s, config.burst_step_s)
         return cls(config.max_prefill_tokens_per_step, bound, work)
 
     def plan(self, rows: Mapping[SlotId, Progress]) -> StepPlan:
-        """Return what to run next; empty when no row has tokens to run. Changes nothing."""
+        """Return the plan of the next step; empty when no sequence has tokens to run. Changes no state."""
         decoding = _decoding(rows)
         max_tokens = 0 if self._bound.is_to_decode_alone(decoding) else self._most_tokens(rows, decoding)
         max_work = math.inf
@@ -67,41 +69,42 @@ class DecodeFirst:
         return StepPlan(tuple(spans), budget.num_taken, decoding, budget.work_taken, expected_s)
 
     def _most_tokens(self, rows: Mapping[SlotId, Progress], decoding: Decoding) -> int:
-        """Return how many tokens the next step may prefill."""
+        """Return the largest number of tokens that the next step may prefill."""
         waiting = [row.num_known - row.num_cached for row in rows.values() if row.num_known - row.num_cached > 1]
         is_one_step = max(waiting, default=0) <= self._max_prefill_tokens and sum(waiting) <= self._max_burst_tokens
         return self._max_burst_tokens if is_one_step and self._bound.may_burst(decoding) else self._max_prefill_tokens
 
     def _waiting(self, rows: Mapping[SlotId, Progress]) -> float:
-        """Return the work of all prefills."""
+        """Return the work of all waiting prefills, in units of PrefillWork."""
         left = (TokenRange(row.num_cached, row.num_known) for row in rows.values())
         return sum(self._work.of(tokens) for tokens in left if len(tokens) > 1)
 
     def took(self, plan: StepPlan, seconds: float) -> None:
-        """Tell the bound how long the plan's step took."""
+        """Report the seconds that the plan's step took to the bound."""
         self._bound.observe(plan.decoding, plan.prefill_work, seconds)
 
 
 def _decoding(rows: Mapping[SlotId, Progress]) -> Decoding:
-    """Return the decoding part of a step that runs all rows which lack one token."""
+    """Return the decoding part of a step: all sequences that lack the KV of one token."""
     decode_rows = [row for row in rows.values() if row.num_known - row.num_cached == 1]
     is_streaming = any(row.num_output > 1 for row in decode_rows)
     return Decoding(len(decode_rows), sum(row.num_known for row in decode_rows), is_streaming=is_streaming)
 
 
 class _Budget:
-    """What is left of one step's prefill."""
+    """Prefill tokens and work that are left in one step."""
 
     def __init__(self, max_tokens: int, max_work: float, work: PrefillWork) -> None:
         self.num_taken = 0
-        """Tokens given out so far."""
+        """Number of tokens given out so far."""
         self.work_taken = 0.0
         self._max_tokens = max_tokens
         self._max_work = max_work
         self._work = work
 
     def take(self, start: int, num_tokens: int) -> int:
-        """Return how many of a row's `num_tokens` tokens from `start` on run in this step, and count them."""
+        """Take the number of tokens that run in this step, of the `num_tokens` that a sequence has to prefill from
+        position `start`, and return it."""
         room = self._max_tokens - self.num_taken
         most = min(num_tokens, room)
         if self._max_work < math.inf:
@@ -110,7 +113,7 @@ class _Budget:
         if most == room < num_tokens <= self._max_tokens:
             return 0  # the next step has room for all of it
         if most == 1 < min(num_tokens, self._max_tokens):
-            return 0  # a span of one token counts as a decode row, whose keys a residency policy may choose
+            return 0  # a span of one token counts as decoding, for which a residency policy may select keys
         self.num_taken += most
         self.work_taken += self._work.of(TokenRange(start, start + most))
         return most

@@ -1,6 +1,6 @@
-"""Which engines run decode steps whole on their device, and the steps (`modeling.forward.step_graphs`).
+"""Decode steps that run entirely on the device (`modeling.forward.step_graphs`), for the engines that support them.
 
-`memory_limits` leaves room for them, and `servicer` makes them when the engine starts.
+`memory_limits` reserves memory for them, and `servicer` makes them when the engine starts.
 """
 
 import logging
@@ -22,19 +22,22 @@ logger = logging.getLogger(__name__)
 
 _ONE_QUERY = (1,)
 _QUERIES = tuple(2**power for power in range(1 + MOST_DRAFTS.bit_length()))
-"""Tokens of a row that kernels are compiled for: those up to a power of two have one, up to a token and its drafts."""
+"""Numbers of tokens per sequence for which kernels are compiled: powers of two up to one token and its drafts. A step
+uses the next larger one."""
 
 
 def device_step_bytes(decoder: Decoder, config: EngineConfig) -> int:
-    """Return the bytes of the device that the steps are expected to take beside weights and KV; 0 where none run."""
+    """Return the bytes of device memory that the steps are expected to take in addition to weights and KV; 0 for an
+    engine that does not run them."""
     if not _wants_steps(decoder, config):
         return 0
     return step_bytes(decoder, config.num_slots, -(-config.max_slot_tokens // PAGE_TOKENS))
 
 
 def make_device_steps(decoder: Decoder, residency: Residency, config: EngineConfig, clock: Clock) -> StepGraphs | None:
-    """Capture the steps of an engine, for powers of two rows and for all slots; None for an engine that runs none. Logs
-    how long it took. Blocks for as long: call before the engine starts. Raises ConfigError when they have no memory."""
+    """Capture an engine's steps for batches of a power of two and of `num_slots` sequences; None for an engine that
+    does not run them. Logs how long it took. Blocks meanwhile: call it before the engine starts. Raises ConfigError
+    when their memory cannot be allocated."""
     if not isinstance(residency, PagedResidency) or not _wants_steps(decoder, config):
         return None
     began_s, num_slots = clock.now_s(), config.num_slots
@@ -59,13 +62,14 @@ def make_device_steps(decoder: Decoder, residency: Residency, config: EngineConf
 
 
 def _wants_steps(decoder: Decoder, config: EngineConfig) -> bool:
-    """Return whether rows of such an engine lie in pages for which the decoder has kernels in Triton."""
+    """Return whether this engine stores KV in device pages for which the decoder has Triton kernels, and is configured
+    to run steps on the device."""
     is_asked_for = config.step_graphs and config.residency == "device"
     is_there = not decoder.device.is_home and decoder.has_triton_rows
     return is_asked_for and is_there and not _reads_on_host(decoder)
 
 
 def _reads_on_host(decoder: Decoder) -> bool:
-    """Return whether steps cannot be captured: the host reads how many tokens the experts of a mixture have."""
+    """Return whether steps cannot be captured, because the host reads the number of tokens of each expert."""
     is_cuda = decoder.weights.device.type == "cuda"
     return is_cuda and any(isinstance(each.products, LinearExperts) for each in mixtures(decoder.weights.layers))

@@ -1,7 +1,7 @@
-"""The open streams of an engine, and what other threads ask of it: the one place where threads meet the engine's.
+"""The open streams of an engine, and the messages of other threads to it: the only state that threads share with it.
 
 `streams.open_streams` opens and cancels streams here through `engine.core`, which takes them between two steps.
-Everything is guarded by one condition, on which the engine also sleeps while there is nothing to run.
+One condition guards all state. The engine's thread also sleeps on it while it has nothing to run.
 """
 
 import math
@@ -19,23 +19,25 @@ from text.token_masks import TokenMasks
 
 
 class StreamBook:
-    """The open streams, and requests to open or end some. Thread-safe; only the engine takes, seats and forgets."""
+    """Open streams, and messages to open or end some. Thread-safe. Only the engine calls `take`, `seat`, `forget` and
+    `await_work`."""
 
     def __init__(self, max_waiting: int, num_free: Callable[[], int]) -> None:
-        """`max_waiting`: choices that may wait beside those for which one of `num_free()` slots is free."""
+        """`max_waiting`: number of choices that may wait in addition to those for which one of the `num_free()` free
+        slots is available."""
         self._max_waiting = max_waiting
         self._num_free = num_free
         self._condition = threading.Condition()
         self.close_reason = ""
-        """Why no more streams are taken; empty while open."""
+        """Reason why no more streams are accepted; empty while open."""
         self._woken = False
         self._next_ticket = 1
         self._open: dict[Ticket, EngineStream] = {}
         self._refs: dict[LeaseRef, Ticket] = {}
         self._waiting: dict[Ticket, int] = {}
-        """Choices of each open stream without a lease that has no slots yet."""
+        """Number of choices of each open stream that has neither a lease nor slots yet."""
         self._preparing: dict[Ticket, EngineStream] = {}
-        """Open streams whose masks are being prepared: they enter the inbox when that is done."""
+        """Open streams whose token masks are being prepared. They enter the inbox when the masks are ready."""
         self._inbox: list[EngineStream] = []
         self._cancelled: list[Ticket] = []
         self._abandoned: list[Ticket] = []
@@ -47,8 +49,8 @@ class StreamBook:
         hook: RowEndHook | None,
         prepare: Callable[[], Future[list[TokenMasks]]] | None = None,
     ) -> EngineStream:
-        """Add a stream. `prepare` begins to prepare the masks of its choices, if its output is constrained; the engine
-        gets the stream when they are there. Raises UnavailableError once closed, InvalidArgumentError for a lease that
+        """Add a stream. `prepare`, for constrained output, starts to prepare the token masks of its choices; the engine
+        gets the stream when they are ready. Raises UnavailableError once closed, InvalidArgumentError for a lease that
         has a stream already, ResourceExhaustedError when too many choices wait for a slot."""
         stop = StopStrings.of(request.params)  # before the lock, which the engine's thread takes in every step
         with self._condition:
@@ -69,15 +71,15 @@ class StreamBook:
         return stream
 
     def cancel(self, ticket: Ticket) -> None:
-        """Ask the engine to end a stream. Idempotent."""
+        """Request that the engine end a stream. Idempotent; no effect on a stream that has ended."""
         with self._condition:
             if ticket in self._open:
                 self._cancelled.append(ticket)
                 self._condition.notify()
 
     def abandon(self, ref: LeaseRef) -> None:
-        """Ask the engine to end the stream of a lease if it has rows, running or preempted. Otherwise the engine finds
-        the lease ended when the stream would join. Idempotent."""
+        """Request that the engine end the stream of a lease if it has sequences, running or preempted. Otherwise the
+        engine finds that the lease has ended when the stream would join. Idempotent."""
         with self._condition:
             if ref in self._refs:
                 self._abandoned.append(self._refs[ref])
@@ -85,13 +87,13 @@ class StreamBook:
                 self._condition.notify()
 
     def wake(self) -> None:
-        """Wake the engine, because something changed that it may wait for."""
+        """Wake the engine, because a slot or lease that it may wait for has changed."""
         with self._condition:
             self._woken = True
             self._condition.notify()
 
     def close(self, reason: str) -> None:
-        """Take no more streams. Of several reasons the first is kept."""
+        """Refuse further streams with `reason`. The first reason is kept."""
         with self._condition:
             self.close_reason = self.close_reason or reason
             self._condition.notify()
@@ -104,7 +106,7 @@ class StreamBook:
 
     @property
     def has_messages(self) -> bool:
-        """Whether there is something for the engine to take, or a reason to look again at what it waits for."""
+        """Return whether the engine has messages to take, or was woken."""
         with self._condition:
             return bool(self._woken or self._inbox or self._cancelled)
 
@@ -114,7 +116,7 @@ class StreamBook:
             return list(self._open.values())
 
     def _enter(self, stream: EngineStream) -> None:
-        """Let the engine have a stream that is prepared, unless it was ended before."""
+        """Pass a prepared stream to the engine, unless the engine has taken it already to end it."""
         with self._condition:
             if self._preparing.pop(stream.ticket, None) is not None:
                 self._inbox.append(stream)
@@ -123,8 +125,8 @@ class StreamBook:
     # Called by the engine's thread alone.
 
     def take(self) -> tuple[list[EngineStream], list[EngineStream]]:
-        """Return `(new streams, streams to cancel)` since the last call. Streams to cancel, and all when closed, are
-        among the new ones even if they are not prepared."""
+        """Return `(new streams, streams to cancel)` since the last call. New streams include unprepared ones that are
+        to be cancelled and, once closed, all unprepared ones."""
         with self._condition:
             cancelled, self._cancelled = self._cancelled, []
             abandoned, self._abandoned = self._abandoned, []
@@ -135,8 +137,8 @@ class StreamBook:
             return came, [self._open[ticket] for ticket in dict.fromkeys(cancelled) if ticket in self._open]
 
     def seat(self, stream: EngineStream, occupy: Callable[[], list[Seat] | None]) -> list[Seat] | None:
-        """Seat a waiting stream in the slots that `occupy` returns; None when it finds none. Holds the lock throughout,
-        so that concurrent counts see the stream exactly once."""
+        """Return the slots that `occupy` claims for a waiting stream, which then no longer waits; None when it claims
+        none. Holds the lock throughout, so that concurrent counts see the stream exactly once."""
         with self._condition:
             seats = occupy()
             if seats is not None:
@@ -152,7 +154,7 @@ class StreamBook:
                 self._refs.pop(stream.request.lease_ref, None)
 
     def await_work(self, next_deadline_s: Callable[[], float], clock: Clock) -> bool:
-        """Sleep until there is a message or the deadline has passed; return False when closed."""
+        """Sleep until a message arrives or the deadline (Clock.now_s()) has passed. Return False when closed."""
         with self._condition:
             while not (self.close_reason or self.has_messages):
                 left_s = next_deadline_s() - clock.now_s()
@@ -163,7 +165,7 @@ class StreamBook:
             return not self.close_reason
 
     def _take_place(self, ticket: Ticket, num_choices: int) -> None:
-        # streams for which a slot is free get it with the next step
+        # streams for which a slot is free get it before the next step
         num_queued = sum(self._waiting.values()) - self._num_free()
         if num_queued + num_choices > self._max_waiting:
             raise ResourceExhaustedError(f"{max(num_queued, 0)} requests wait for a slot already: try again later")

@@ -1,4 +1,4 @@
-"""How much memory KV may take: as configured, or derived from the memory that is free when the group starts.
+"""Limits of KV memory: as configured, or derived from the memory that is free when the group starts.
 
 `servicer` calls `make_memory` once, before it makes the slots.
 """
@@ -22,18 +22,19 @@ from modeling.forward.decoder import Decoder
 from planning.speculation import MOST_DRAFTS
 
 _DEVICE_SHARE = 0.9
-"""Largest part of a device's free memory for KV by default: activations need some too."""
+"""Largest part of a device's free memory for KV by default; the rest is for activations."""
 _SHARE = 0.5
-"""Largest part of the free memory for KV of all engines by default: weights and other processes need some too."""
+"""Largest part of the free host memory for KV of all engines by default; the rest is for weights and other
+processes."""
 
 
 def make_memory(
     decoder: Decoder, config: EngineConfig, num_engines: int = 1, *, draft_model: Decoder | None = None
 ) -> KvMemory:
-    """Make a group's KV memory as configured, for one of `num_engines` that share the machine. What
-    `draft_model` takes comes off its limits. Raises ConfigError for an unknown policy or memory that cannot be had,
-    ModelError when the file of `baton prepare` is missing."""
-    decoder.device.bound(None)  # anew: a rank or an engine that this process was had another limit
+    """Make a group's KV memory as configured, for one of `num_engines` that share the machine. The memory of
+    `draft_model` is deducted from its limits. Raises ConfigError for an unknown policy or if memory cannot be
+    allocated, ModelError when the file of `baton prepare` is missing."""
+    decoder.device.bound(None)  # drop the limit that an earlier rank or engine of this process has set
     drafts = DraftKeys.of(config.draft_keys, MOST_DRAFTS) if _drafts_over_keys(config) else None
     shape = KvShape(
         *(decoder.layout, decoder.config.windows, config.num_slots, config.max_slot_tokens),
@@ -60,8 +61,9 @@ def make_memory(
 
 
 def _drafts_over_keys(config: EngineConfig) -> bool:
-    """Return whether rows' first and latest keys serve drafts. Where KV is at home and the device has a limit, they do
-    only if it is said by name: the copy of them takes memory that rows could have."""
+    """Return whether drafts attend to copies of each sequence's first and latest keys. If KV is in host memory and the
+    device has a limit, only if the configuration names such a source: the copies take device memory that sequences
+    could use."""
     if config.speculation == "auto":
         return config.residency != "host" or not config.device_memory_bytes
     return config.speculation not in ("off", "ngram", "model")
@@ -69,7 +71,7 @@ def _drafts_over_keys(config: EngineConfig) -> bool:
 
 @dataclass(frozen=True)
 class TakenBytes:
-    """Memory that is not there for the KV of rows."""
+    """Memory that is not available for the KV of sequences."""
 
     weights: int
     """Bytes of the weights of all models."""
@@ -79,7 +81,7 @@ class TakenBytes:
     """Bytes of steps that run whole on a device."""
 
     def __str__(self) -> str:
-        """Return in words what takes so much."""
+        """Return the users of the memory and their bytes as readable text."""
         others = {"the KV of drafts": self.draft_kv, "step_graphs": self.num_step_bytes}
         return " and ".join(
             [f"weights take {self.weights}", *(f"{name} {taken}" for name, taken in others.items() if taken)]
@@ -93,8 +95,8 @@ def memory_limits(
     num_engines: int = 1,
     device_bytes: int | None = None,
 ) -> MemoryLimits:
-    """Return the limits of KV. `device_bytes`: memory of the device for KV, None without a limit. Raises ConfigError
-    when what is taken, or one token's KV, exceeds them."""
+    """Return the limits of KV. `device_bytes`: bytes of device memory for KV; None without a limit. Raises ConfigError
+    when `taken.draft_kv`, or one token's KV, does not fit into them."""
     kv_bytes = config.kv_memory_bytes
     if kv_bytes:
         kv_bytes -= taken.draft_kv
@@ -115,8 +117,9 @@ def memory_limits(
 
 
 def _device_bytes(config: EngineConfig, taken: TakenBytes, memory: MemoryUse) -> int | None:
-    """Return the memory of the device for the KV of rows: as configured, else of what it has, where that is its own;
-    None without a limit. Weights are there already. Raises ConfigError when nothing is left."""
+    """Return the bytes of device memory for the KV of sequences: as configured, else a part of the free memory if the
+    device has memory of its own; None without a limit. The weights must be loaded. Raises ConfigError when nothing is
+    left of the configured memory."""
     if config.device_memory_bytes:
         left = config.device_memory_bytes - taken.weights - taken.draft_kv - taken.num_step_bytes
         if left <= 0:
@@ -128,7 +131,7 @@ def _device_bytes(config: EngineConfig, taken: TakenBytes, memory: MemoryUse) ->
 
 
 def _with_drafts(taken: TakenBytes, draft_model: Decoder, config: EngineConfig) -> TakenBytes:
-    """Return what is taken with a draft model: its weights, and the most KV that it keeps for all slots."""
+    """Return `taken` with a draft model added: its weights, and the most KV that it keeps for all slots."""
     keys = DraftKeys.of(config.draft_keys, MOST_DRAFTS)
     kv = Beside(draft_model.layout, draft_model.device.row_memory, keys)
     return replace(

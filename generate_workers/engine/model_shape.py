@@ -1,11 +1,11 @@
-"""Reads off a model what its FLOPs and bytes follow from: the one way from a ModelConfig to a ModelShape. Pure."""
+"""Conversion of a ModelConfig to the ModelShape from which FLOPs and bytes are computed. Pure."""
 
 from modeling.forward.model_config import ModelConfig
 from planning.model_shape import ModelShape
 
 
 def model_shape(config: ModelConfig, dtype_bytes: int) -> ModelShape:
-    """Return the shape of a model whose weights and KV have elements of `dtype_bytes`."""
+    """Return the shape of a model whose weights and KV have elements of `dtype_bytes` bytes."""
     return ModelShape(
         num_layers=config.num_layers,
         hidden=config.hidden_size,

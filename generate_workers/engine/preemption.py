@@ -1,11 +1,13 @@
-"""The running rows: which slot each holds, which run next, and which are preempted when memory runs out.
+"""The running sequences: their slots, the plan of the next step, and preemption when memory runs out.
 
-`engine.core` adds and removes rows; `batcher` plans their tokens; memory comes from `slots.table`. A row asks for more
-memory as it grows. When there is none, the youngest row gives its own back and waits. It resumes before any new row
-joins and prefills the tokens that it knew, its output included, so that its stream goes on: in fp32 with the tokens
-that it would have had, in bf16 perhaps with others, since a prefill in chunks does not round as decode steps do. A
-request that could not run alone is refused at the start, so the oldest row always runs: at worst it waits for leases,
-which end by themselves, and new leases leave free what it needs.
+`engine.core` adds and removes sequences (Row), `batcher` plans their tokens, and `slots.table` provides memory. A
+sequence needs more memory as it grows. When none is free, the youngest sequence releases its memory and waits. It
+resumes before any new sequence joins, and prefills all tokens that it had, output included, so that its stream
+continues. In fp32 it gets the same tokens as without preemption. In bf16 they may differ, since a chunked prefill
+rounds differently from decode steps.
+
+A request that does not fit alone is refused at the start, so the oldest sequence can always run. At worst it waits for
+leases, which end by themselves, and new leases leave the memory that it needs free.
 
 Owned by the engine's thread.
 """
@@ -28,32 +30,34 @@ _AGE = attrgetter("age")
 
 @dataclass
 class RunningRows:
-    """The rows of the batch, and the preempted rows that wait to resume."""
+    """Sequences of the batch, and preempted sequences that wait to resume."""
 
     slots: SlotTable
     batcher: Batcher
     speculation: Speculation | None = None
     rows: dict[SlotId, Row] = field(default_factory=dict)
-    """Rows of the batch, in the order in which they joined it. Followers join when their leader's KV is in place."""
+    """Sequences of the batch by slot, in the order in which they joined. Followers join when their leader's KV is in
+    place."""
     waiting: list[Row] = field(default_factory=list)
-    """Leaders of preempted streams' rows, the oldest first."""
+    """Preempted sequences, the oldest first. Each waits together with its followers."""
     watched: list[Row] = field(default_factory=list)
-    """Leaders that have had few tokens here, those that wait included."""
+    """Leaders that have received few tokens in this engine, including those that wait."""
     num_preemptions: int = 0
     is_stalled: bool = False
-    """Whether the last plan is empty although there are rows: the oldest waits for memory that leases hold."""
+    """True if the last plan was empty although the batch has a sequence: it waits for memory that leases hold."""
     _growth: KvBytes = field(default=KvBytes(), init=False)
-    """Bytes by which a row must grow that has no room for it yet."""
+    """Bytes by which a sequence must grow beyond the memory that is free now; 0 if none must."""
 
     def add(self, rows: list[Row]) -> None:
-        """Add a stream's rows. The first joins the batch; the others follow it."""
+        """Add a stream's sequences. The first joins the batch. The others become its followers, which join by
+        `fork`."""
         leader = rows[0]
         leader.followers = rows[1:]
         self.rows[leader.slot] = leader
         self.watched.append(leader)
 
     def watched_in(self, plan: StepPlan) -> tuple[bytes, ...]:
-        """Return the fingerprints of the plan's requests that have had few tokens here."""
+        """Return the fingerprints of the plan's requests that have received few tokens in this engine."""
         if not self.watched:
             return ()
         self.watched = [row for row in self.watched if row.is_watched]
@@ -62,7 +66,8 @@ class RunningRows:
         return tuple(row.stream.request.fingerprint for row in computed)
 
     def fork(self, leader: Row) -> None:
-        """Copy a leader's KV, once its history is in place, to its followers, which join the batch."""
+        """Copy a leader's KV to its followers, and add these to the batch. The KV of all tokens that the leader knows
+        must be in place."""
         followers, leader.followers = leader.followers, []
         for row in followers:
             self.slots.memory.residency.copy(leader.slot, row.slot, leader.num_known)
@@ -70,19 +75,19 @@ class RunningRows:
             self.rows[row.slot] = row
 
     def ran(self, plan: StepPlan) -> None:
-        """Note that the plan was run, so that its KV is in place."""
+        """Record that the plan was run: the KV of its tokens is in place."""
         for span in plan.spans:
             row = self.rows[span.slot]
             assert row.num_cached == span.tokens.start
             row.num_cached = span.tokens.end
 
     def retire(self, row: Row) -> None:
-        """Remove a row that has its last token. Its slot is freed, unless its stream's hook takes it over."""
+        """Remove a sequence that has its last token. Its slot is freed, unless its stream's hook takes it over."""
         hook = row.stream.hook
         self._unseat([row], frees=hook is None or not hook.take_row(row))
 
     def remove(self, row: Row) -> None:
-        """Remove a row before its last token, and free what it holds."""
+        """Remove a sequence before its last token, and free its slot and memory."""
         if row in self.waiting:
             self.waiting.remove(row)
             self._owe()
@@ -107,8 +112,9 @@ class RunningRows:
         return not self.waiting
 
     def plan(self, reclaim: Callable[[], bool]) -> StepPlan:
-        """Return what to run next, with memory promised to all its rows. When memory is short, calls `reclaim`, which
-        releases slots of ended rows and returns whether there were any; then preempts the youngest rows."""
+        """Return the plan of the next step, with memory promised to all its sequences. When memory is short, calls
+        `reclaim`, which releases slots of ended sequences and returns whether it released any. If it did not, preempts
+        the youngest sequences, one at a time."""
         self.is_stalled = False
         while True:
             plan = self.batcher.plan(self.rows)
@@ -124,7 +130,8 @@ class RunningRows:
             self._preempt(youngest)
 
     def _without_memory(self, plan: StepPlan) -> Row | None:
-        """Promise the plan's rows their memory; return the oldest that cannot grow. New leases leave its need free."""
+        """Promise memory to the plan's sequences. Return the oldest for which none is free, else None. New leases leave
+        the bytes that it lacks free."""
         ends = {span.slot: span.tokens.end for span in plan.spans}
         for row in sorted((self.rows[slot] for slot in ends), key=_AGE):
             if (missing := self.slots.extend(row.slot, ends[row.slot])) is not None:
@@ -137,12 +144,13 @@ class RunningRows:
         try:
             return self.slots.occupy(leader.num_known, leader.capacity_tokens, num_rows)
         except ResourceExhaustedError:
-            if self.rows:  # running rows give memory back when they end
+            if self.rows:  # running sequences release memory when they end
                 return None
             raise
 
     def _preempt(self, leader: Row) -> None:
-        """Make a leader and its followers wait. Their memory is owed before it is freed, so that no lease takes it."""
+        """Preempt a leader and its followers. Their memory is reserved for them before it is freed, so that no new
+        lease takes it."""
         self.num_preemptions += 1
         self.waiting.append(leader)
         self.waiting.sort(key=_AGE)
@@ -154,7 +162,7 @@ class RunningRows:
             seat, row.seat = row.seat, None
             if self.speculation is not None:
                 self.speculation.forget(row)
-            if seat is None:  # the row is preempted
+            if seat is None:  # the sequence is preempted
                 continue
             self.rows.pop(seat.ref.slot, None)  # a follower has not joined yet
             if frees:

@@ -1,7 +1,7 @@
-"""A request in the engine, a type per stage: GenerationRequest as asked, EngineStream once open, Row in the batch.
+"""A request in the engine, one type per stage: GenerationRequest as received, EngineStream once open, Row in the batch.
 
-`engine.core` moves a request from one type to the next. A stream has a row for each choice. A row turns sampled tokens
-into events: text, stop strings and the finish reason are decided here, where the token is made. Owned by the engine's
+`engine.core` moves a request from one type to the next. A stream has a Row, the state of one sequence, for each choice.
+A Row turns sampled tokens into events, and decides their text, stop strings and finish reason. Owned by the engine's
 thread.
 """
 
@@ -27,29 +27,30 @@ from text.tokenizer import Tokenizer
 Ticket = NewType("Ticket", int)
 """Number that `GenerationEngine.submit` gave a stream; unique within one engine."""
 EventSink = Callable[[TokenEvent], None]
-"""Receiver of a stream's events; called on the engine's thread, must neither block nor raise."""
+"""Receiver of a stream's events. It is called on the engine's thread and must neither block nor raise."""
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What a client asks of a generation group."""
+    """A client's request to a generation group."""
 
     request_id: RequestId
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
-    """Tokens that the request's stream already has; empty at the first attempt, and with several choices."""
+    """Output tokens that the request already has from earlier attempts. Empty at the first attempt, and always with
+    several choices."""
     params: SamplingParams
     lease_ref: LeaseRef | None = None
-    """Lease of the slot to which the KV of all, or of the first, tokens is pushed. None: prefill locally."""
+    """Lease of the slot to which the KV of all tokens, or of the first ones, is pushed. None: prefill locally."""
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of known tokens, prompt and output."""
+        """Return the number of known tokens: those of the prompt and of the known output."""
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
     def capacity_tokens(self) -> int:
-        """Return how many tokens a row of this request may come to hold."""
+        """Return the largest number of tokens that a sequence of this request may have, prompt and output."""
         return len(self.prompt_ids) + self.params.max_tokens
 
     @cached_property
@@ -59,11 +60,11 @@ class GenerationRequest:
 
     @property
     def wants_prompt_scores(self) -> bool:
-        """Return whether the prompt's logprobs are due; they are sent with the first output token."""
+        """Return whether the prompt's logprobs are to be sent. They are sent with the first output token."""
         return self.params.prompt_logprobs is not None and not self.output_ids
 
     def check(self, vocab_size: int, max_slot_tokens: int, num_slots: int) -> None:
-        """Raise InvalidArgumentError that names the first field that is out of its limits."""
+        """Raise InvalidArgumentError, naming the field, if a field is out of its limits."""
         if not self.prompt_ids:
             raise InvalidArgumentError("prompt_ids is empty: send at least one token")
         for name in ("prompt_ids", "output_ids"):
@@ -94,21 +95,23 @@ class GenerationRequest:
 
 
 class RowEndHook(Protocol):
-    """Handles one stream's rows that have their last token. On the engine's thread; must neither block nor raise."""
+    """Receiver of one stream's sequences that have ended. Called on the engine's thread; must neither block nor
+    raise."""
 
     def take_row(self, row: "Row") -> bool:
-        """Take over an ended row's slot, to release it later (`SlotTable.release`); return False to free it at once."""
+        """Take over an ended sequence's slot and return True; the hook then releases it by `SlotTable.release`. Return
+        False to have the slot freed at once."""
         ...
 
     def stream_ended(self) -> None:
-        """Note that the stream has sent its last event, so that none of its rows will follow."""
+        """Note that the stream has sent its last event: no further `take_row` follows."""
         ...
 
 
 @dataclass(eq=False)
 class EngineStream:
-    """An open request: each of its choices gets exactly one terminal event. Owned by the engine's thread, except the
-    first six fields, which do not change."""
+    """An open request. Each of its choices gets exactly one terminal event. Owned by the engine's thread, except the
+    first six fields, which do not change and which any thread may read."""
 
     ticket: Ticket
     request: GenerationRequest
@@ -116,38 +119,40 @@ class EngineStream:
     stop: StopStrings
     """The request's stop strings, shared by all of its choices."""
     hook: RowEndHook | None = None
-    """Receiver of its rows that have ended. None: their slots are freed at once."""
+    """Receiver of the stream's sequences that have ended. None: their slots are freed at once."""
     masks: Future[list[TokenMasks]] | None = None
-    """The masks of each choice, if the output is constrained; done once the engine has taken the stream."""
+    """Token masks of each choice, for constrained output; None otherwise. Done once the engine has taken the stream,
+    unless that is being ended."""
     rows: "list[Row]" = field(default_factory=list)
-    """Rows of the choices that run, once the stream has its slots."""
+    """Rows of the choices that have not ended; empty before the stream has its slots."""
     has_rows: bool = False
-    """Whether the stream has, or had, its slots."""
+    """True once the stream has got its slots, also after it has ended."""
 
     @property
     def is_over(self) -> bool:
-        """Return whether no row of the stream is left. Meaningful once it had rows."""
+        """Return whether all choices have ended. Valid only if `has_rows`."""
         return not self.rows
 
     @property
     def failure(self) -> BaseException | None:
-        """Return why the output cannot be constrained as asked; None if it can, or is not prepared yet."""
+        """Return the error of preparing the token masks; None if there was none, or they are not ready yet."""
         return None if self.masks is None or not self.masks.done() else self.masks.exception()
 
     def tell_ended(self) -> None:
-        """Tell the hook, if there is one, that the stream has sent its last event."""
+        """Notify the hook, if one is set, that the stream has sent its last event."""
         if self.hook is not None:
             self.hook.stream_ended()
 
     def open_choices(self) -> list[tuple[int, int]]:
-        """Return `(choice, output tokens so far)` of each choice that has not ended."""
+        """Return `(choice, number of output tokens so far)` of each choice that has not ended."""
         if self.has_rows:
             return [(row.choice, row.sampler.position) for row in self.rows]
         return [(choice, len(self.request.output_ids)) for choice in range(self.request.params.n)]
 
 
 class Row:
-    """A choice that holds a slot. Its sampler and text are rebuilt from history, so that a resumed stream goes on."""
+    """Row: the state of one sequence of the batch, which is one choice of a stream. Its sampler and text are rebuilt
+    from the known tokens, so that a resumed stream continues."""
 
     def __init__(
         self, stream: EngineStream, choice: int, seat: Seat, tokenizer: Tokenizer, config: ModelConfig
@@ -157,35 +162,35 @@ class Row:
         self.stream = stream
         self.choice = choice
         self.seat: Seat | None = seat
-        """The row's slot; None while the row is preempted, its memory given to older rows."""
+        """The sequence's slot; None while it is preempted."""
         self.first = seat.first
-        """First token, if it was sampled by another group and came with the KV."""
+        """First token, if another group sampled it and sent it with the KV; else None."""
         self.capacity_tokens = len(seat.row.tokens)
         self.token_ids = [*request.prompt_ids, *request.output_ids]
-        """All known tokens of the sequence."""
+        """All known tokens of the sequence, prompt and output."""
         self.num_cached = seat.num_cached
-        """Tokens whose KV is in place."""
+        """Number of leading tokens whose KV is in place."""
         masks = None if stream.masks is None else stream.masks.result()[choice]
         self.sampler = SamplerState(
             params, request.prompt_ids, request.output_ids, eos_token_ids=config.eos_token_ids, masks=masks
         )
         self.followers: list[Row] = []
-        """Rows of the other choices, until they get a copy of this row's KV and a token of their own."""
+        """Rows of the stream's other choices, until they have a copy of this one's KV and join the batch."""
         self._prompt = [SampledToken(request.prompt_ids[0])] if request.wants_prompt_scores and choice == 0 else []
-        """Tokens of the prompt scored so far; empty when scores were not asked for."""
+        """Prompt tokens scored so far; empty if scores are not due."""
         self._text = TextStream.rebuild(tokenizer, stream.stop, request.prompt_ids, request.output_ids)
         self._vocab_size = config.vocab_size
         self._max_tokens = min(self.capacity_tokens, config.max_position)
 
     @property
     def ref(self) -> LeaseRef:
-        """Return the row's claim on its slot. The row must have a seat."""
+        """Return the sequence's claim on its slot. It must not be preempted."""
         assert self.seat is not None
         return self.seat.ref
 
     @property
     def slot(self) -> SlotId:
-        """Return the slot, by which the batch knows the row. The row must have a seat."""
+        """Return the number of the slot, which identifies the sequence in the batch. It must not be preempted."""
         return self.ref.slot
 
     @property
@@ -200,25 +205,25 @@ class Row:
 
     @property
     def is_watched(self) -> bool:
-        """Return whether the choice has had so few tokens here that a crash note names it while they are computed."""
+        """Return whether a crash note names the request: its choice runs, and has got few tokens in this engine."""
         num_new = self.num_output - len(self.stream.request.output_ids)
         return self in self.stream.rows and num_new < NUM_WATCHED_TOKENS
 
     @property
     def num_left(self) -> int:
-        """Return the most output tokens that are still to come, for each of which the slot has room."""
+        """Return the largest number of output tokens still to come, as limited by max_tokens and by the slot."""
         return min(self.sampler.params.max_tokens - self.sampler.position, self._max_tokens - self.num_known + 1)
 
     @property
     def age(self) -> tuple[Ticket, int]:
-        """Return the key by which rows are ordered from oldest (least) to youngest."""
+        """Return the key that orders sequences from the oldest (least) to the youngest."""
         return self.stream.ticket, self.choice
 
     def unscored(self, tokens: TokenRange) -> TokenRange:
-        """Return the positions among `tokens` whose next token is of the prompt and not scored yet."""
+        """Return the positions among `tokens` whose successor is a prompt token that is not scored yet."""
         if not self._prompt:
             return TokenRange(tokens.start, tokens.start)
-        start = max(tokens.start, len(self._prompt) - 1)  # earlier ones were scored before the row was preempted
+        start = max(tokens.start, len(self._prompt) - 1)  # earlier ones were scored before a preemption
         return TokenRange(start, max(min(tokens.end, len(self.stream.request.prompt_ids) - 1), start))
 
     def add_scores(self, tokens: Sequence[SampledToken]) -> None:
@@ -228,9 +233,9 @@ class Row:
     def accept(
         self, token: SampledToken, unix_ns: int, drafts: DraftRound | None = None, *, goes_on: bool = False
     ) -> TokenEvent:
-        """Take the next output token; return its event, which carries the finish reason if the choice ends with it,
-        and, unless the step `goes_on`, the drafts that the step verified. Raises InvalidArgumentError for a token that
-        the model does not have."""
+        """Append the next output token and return its event. The event has the finish reason if the choice ends with
+        this token. It has `drafts`, those that the step verified, unless `goes_on`: the step then brings another token,
+        and the choice has not ended. Raises InvalidArgumentError for a token outside the model's vocabulary."""
         if not 0 <= token.token_id < self._vocab_size:
             raise InvalidArgumentError(f"token {token.token_id} is not in the model's vocabulary of {self._vocab_size}")
         index = self.sampler.position
@@ -248,7 +253,7 @@ class Row:
         return finish
 
     def _advance_text(self, token_id: int, finish: FinishReason | None) -> tuple[str, FinishReason | None]:
-        if finish is FinishReason.STOP and not self.stream.stop.is_included:  # a stop token's text is no output
+        if finish is FinishReason.STOP and not self.stream.stop.is_included:  # omit the stop token's text
             return self._text.flush(), finish
         result = self._text.push(token_id)
         if result.stopped:

@@ -1,8 +1,8 @@
-"""The port of speculation: drafts of what rows come to sample, which one step verifies for all.
+"""The port of speculation: drafts of the tokens that sequences may sample next, verified by one step for all.
 
-`preemption` asks it for a plan's drafts once the plan has its memory; `core` has them made, verified (`verified`) and
-observed. `generate_workers.speculation` is the implementation. By the coupled rule of `verified`, what is drafted
-changes how many tokens a step brings, and a text only as far as a step of more tokens rounds otherwise in bf16.
+`preemption` has drafts added to a plan once the plan has its memory. `core` has them made, verified (`verified`) and
+observed. `generate_workers.speculation` is the implementation. Under the coupled rule of `verified`, drafts change the
+number of tokens of a step. They change the text only as far as a step of more tokens rounds differently in bf16.
 """
 
 from collections.abc import Mapping
@@ -18,62 +18,63 @@ from generate_workers.engine.verified import Drafts, Verified
 
 @dataclass(frozen=True)
 class SourceStats:
-    """A way to draft, and what came of it so far."""
+    """Statistics of one draft source."""
 
     counts: DraftCounts
     draft_keys: int
-    """Keys that a draft step attends to; 0 where drafts take no step."""
+    """Number of keys that a draft step attends to; 0 for a source without draft steps."""
 
 
 @dataclass(frozen=True)
 class SpeculationStats:
-    """What was drafted so far, and the latest round."""
+    """Statistics of all drafts so far, and of the latest round."""
 
     num_drafted: int = 0
-    """Drafts verified so far."""
+    """Number of drafts verified so far."""
     num_accepted: int = 0
-    """Drafts accepted so far."""
+    """Number of drafts accepted so far."""
     num_drafts: int = 0
-    """Drafts of the latest round, of all rows."""
+    """Number of drafts in the latest round, of all sequences."""
     expected_tokens: float = 0.0
-    """Tokens expected of the latest round; 0 for a round whose step also prefilled."""
+    """Number of tokens predicted for the latest round; 0 for a round whose step also prefilled."""
     predicted_s: float = 0.0
     """Seconds predicted for the latest round; 0 for a round whose step also prefilled."""
     measured_s: float = 0.0
-    """Seconds that the latest round's draft steps and the step that verified took."""
+    """Seconds that the latest round took: its draft steps and the step that verified them."""
     num_draft_steps: int = 0
-    """Forwards of the latest round that made drafts."""
+    """Number of forwards that made the latest round's drafts."""
     num_draft_kv_bytes: int = 0
-    """Bytes of KV that those forwards read, in all layers, if they attended to `draft_keys` keys of each row: choosing
-    keys reads more, and so do drafts over keys that were chosen rounds ago. What a draft model takes in of a row before
-    its first draft is not counted."""
+    """Bytes of KV that those forwards read in all layers, assuming `draft_keys` keys per sequence. The true number is
+    larger where keys are selected, and for drafts over keys that were selected in an earlier round. A draft model's
+    prefill before a sequence's first draft is not counted."""
     num_draft_weight_bytes: int = 0
-    """Bytes of weights that those forwards read, of the model that drafts."""
+    """Bytes of the drafting model's weights that those forwards read."""
     sources: tuple[SourceStats, ...] = ()
-    """Each way to draft that the engine has."""
+    """Statistics of each draft source of the engine."""
 
 
 class Speculation(Protocol):
-    """Drafts for rows that decode. Owned by the engine's thread, but for `stats`."""
+    """Maker of drafts for decoding sequences. Owned by the engine's thread, except `stats`."""
 
     @property
     def stats(self) -> SpeculationStats:
-        """Return what was drafted so far. Any thread."""
+        """Return the statistics of the drafts so far. Any thread."""
         ...
 
     def plan(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> StepPlan:
-        """Return the plan with numbers of drafts, for which memory is promised, and with the work that they add to its
-        decoding. Rows that have no memory for drafts get none."""
+        """Return the plan with a number of drafts for each decoding sequence, and with the work that drafts add. Memory
+        for the drafts is promised. Sequences without memory for drafts get none."""
         ...
 
     def draft(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> Drafts:
-        """Return the drafts of a plan's rows: at most as many as planned. Called right before the plan is run."""
+        """Return the drafts of the plan's sequences, at most the planned number for each. Called right before the plan
+        is run."""
         ...
 
     def observe(self, plan: StepPlan, drafts: Drafts, verified: Verified) -> None:
-        """Learn from a round that has ended: what was accepted, and how long its steps took."""
+        """Learn from a round that has ended: from the drafts accepted and the time that its steps took."""
         ...
 
     def forget(self, row: Row) -> None:
-        """Drop what is kept of a row, which gives its slot back."""
+        """Drop all state of a sequence that releases its slot."""
         ...

@@ -1,6 +1,6 @@
-"""What a generation engine holds and does, as plain values, safe to share between threads.
+"""Status of a generation engine, as immutable values that threads may share.
 
-`generate_workers.servicer` sends it: fields of EngineStatus and of SlotLedger that GenerationStatus has under the same
+`generate_workers.servicer` sends it: the fields of EngineStatus and SlotLedger that GenerationStatus has under the same
 names.
 """
 
@@ -16,29 +16,29 @@ from generate_workers.slots.table import SlotTable
 
 @dataclass(frozen=True)
 class StepStats:
-    """What one step ran, read and took."""
+    """Statistics of one step."""
 
     num_decode_rows: int
     num_prefill_tokens: int
-    """Tokens of local prefill."""
+    """Number of tokens of local prefill."""
     duration_s: float
     num_kv_bytes: int
     """Bytes of KV that attention read, in all layers, for drafts and for verifying them."""
     num_weight_bytes: int
-    """Bytes of weights: those of the model once, and for each draft step those of the model that drafts."""
+    """Bytes of weights read: those of the model once, and those of the drafting model once per draft step."""
     num_link_bytes: int
-    """Bytes copied between host and device, those for drafts included."""
+    """Bytes copied between host and device, including those for drafts."""
     num_drafts: int = 0
-    """Drafts that were verified, of all rows."""
+    """Number of drafts that were verified, of all sequences."""
     num_draft_kv_bytes: int = 0
-    """Bytes of `num_kv_bytes` that draft steps read."""
+    """Part of `num_kv_bytes` that draft steps read."""
     predicted_s: float = 0.0
     """Seconds predicted for the drafts and the step; 0 without drafts, and with local prefill."""
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that the device's memory had to deliver; divided by its bandwidth, the least time of the
-        step."""
+        """Return the bytes read from the device's memory. Divided by the memory's bandwidth in bytes per second they
+        are the least time of the step."""
         return self.num_kv_bytes + self.num_weight_bytes
 
 
@@ -48,24 +48,25 @@ class EngineStatus:
 
     ledger: SlotLedger
     num_streams: int
-    """Open requests, including those that wait for a slot or a commit."""
+    """Number of open requests, including those that wait for a slot or a commit."""
     num_rows: int
-    """Rows in the batch."""
+    """Number of sequences in the batch."""
     num_steps: int
-    """Forwards begun so far."""
+    """Number of steps begun so far."""
     num_preemptions: int
-    """Preemptions so far: rows that gave their memory to older rows and are prefilled again later."""
+    """Number of preemptions so far. A preempted sequence releases its memory to older ones and is prefilled again
+    later."""
     num_preempted: int
-    """Preempted rows that wait to resume."""
+    """Number of preempted sequences that wait to resume."""
     last_step: StepStats | None
     speculation: SpeculationStats | None = None
-    """Drafts of speculative decoding; None where it is off."""
+    """Statistics of speculative decoding; None where it is off."""
     device: str = ""
     """Name of the device that the engine computes on."""
     stall: str = ""
-    """Why the engine is thought to hang, so that its worker must be replaced; empty while it works."""
+    """Reason why the engine is considered hung, so that its worker must be replaced; empty while it works."""
     num_not_finite: int = 0
-    """Sequences so far that ended because their logits were NaN or infinite."""
+    """Number of sequences so far that ended because their logits were NaN or infinite."""
 
     @classmethod
     def of(
@@ -80,7 +81,7 @@ class EngineStatus:
         stall: str = "",
         num_not_finite: int = 0,
     ) -> Self:
-        """Count what an engine with these slots, streams and rows holds now."""
+        """Make the status of an engine with these slots, streams and sequences."""
         return cls(
             ledger=slots.ledger(),
             num_streams=len(book.streams()),

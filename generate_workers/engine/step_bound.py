@@ -1,25 +1,25 @@
-"""How much prefill a step may take beside rows that decode, so that these are not kept waiting much longer.
+"""The bound on prefill in steps that also decode, so that decoding sequences do not wait much longer.
 
-Such a step takes at most a multiple of what decoding alone takes, or some seconds where these are more. Once in a while
-steps may take longer, if these seconds end all prefills that wait: streams are then slow for a moment, and not in each
-of many steps. Beside rows that gave no more than their first token only its tokens bound a step: no reader has seen
-text flow yet that could stall.
+A mixed step takes at most a multiple of the time that decoding alone takes, or `mixed_step_s` seconds if that is more.
+Steps may exceed this by `burst_step_s` seconds in sum, if that ends all waiting prefills. Streams are then slow for a
+moment instead of in each of many steps. Where no decoding sequence has more than its first token, only the number of
+tokens bounds a step: no reader has seen a flow of text that could stall.
 
-A step that decodes B rows whose sequences have C tokens in sum, and prefills beside them, takes about
+A step that decodes B sequences with C tokens in sum, and also prefills, takes about
 
-    step + B token + C key    what decoding alone would take
-    + work * rate             a token's way through the matrices is one unit of work, and so are the pairs of queries
-                              and keys that take as many FLOPs
+    step + B token + C key    time of decoding alone
+    + work * rate             one token's linear FLOPs are one unit of work, and so are the query-key pairs that take
+                              the same number of FLOPs
 
-Where rows have drafts, decoding alone is a round: the steps that draft, and more tokens and pairs in the step that
-verifies (`planning.work_cost`). Steps of a draft model are not such work: their predicted seconds are added. The next
-round is expected to have as many drafts a row as the latest.
+With drafts, decoding alone is a round: the draft steps, and the further tokens and pairs in the step that verifies
+(`planning.work_cost`). Steps of a draft model are not part of that work: their predicted seconds are added. The next
+round is expected to have the same number of drafts per sequence as the latest.
 
-The first line is fitted to the latest steps that only decoded, some of each batch size, so that it holds for sizes that
-were not seen for a while. The rate follows the latest steps that prefilled: the time of such a step, divided by the
-predicted time of it with its decoding, scales the rate by a part.
+The first line is fitted to the latest steps that only decoded, some of each batch size, so that it also holds for sizes
+that have not occurred for a while. The rate follows the latest steps that prefilled: it moves by a part of the ratio of
+such a step's time to its predicted time, decoding included.
 
-`decode_first` asks for the bound and reports the time of each step. Owned by the engine's thread; has no clock.
+`decode_first` uses the bound and reports the time of each step. Owned by the engine's thread; has no clock.
 """
 
 import math
@@ -33,18 +33,18 @@ from planning.fit import fit_work
 from planning.work_cost import NO_WORK, StepWork, WorkCost
 
 _KEPT_STEPS = 8
-"""Latest steps kept of each batch size."""
+"""Number of latest steps kept per batch size."""
 _GAIN = 0.2
 """Part of a step's deviation from its prediction by which the rate moves."""
 _MOST_OVER = 2.0
-"""Largest factor over the predicted seconds that counts: a longer step was perhaps held up by something else."""
+"""Largest ratio of measured to predicted seconds that counts. A slower step was perhaps delayed by something else."""
 _LEAST_SHARE = 0.05
-"""Least part of a step's time that counts as prefill in the first step that prefills, and as the model's own beside
-steps of a draft model: a rate or cost of zero could not be scaled."""
+"""Least part of a step's time that counts as prefill in the first step that prefills, and as the model's own time in a
+round with steps of a draft model. A rate or cost of zero could not be scaled."""
 _REFILL = 0.05
-"""Part of the time by which streams' patience for a longer step comes back."""
+"""Seconds of patience for longer steps that streams regain per second of steps."""
 _MOST_MIXED = 32
-"""Number of mixed steps, whose time cannot be divided between the two, after which one step only decodes."""
+"""Number of mixed steps after which one step only decodes, because their time cannot be divided between the two."""
 
 
 @dataclass(frozen=True)
@@ -53,27 +53,27 @@ class Decoding:
 
     num_rows: int
     num_tokens: int
-    """Tokens that the decode rows attend to, in sum."""
+    """Number of tokens that the decoding sequences attend to, in sum."""
     drafts: StepWork = NO_WORK
-    """Work that drafts add: their verifying, and the steps of the model itself that make them."""
+    """Work that drafts add: verifying them, and the steps of the model itself that make them."""
     draft_model_s: float = 0.0
-    """Predicted seconds of the draft steps of another model, whose costs are not those of this one."""
+    """Predicted seconds of the steps of a separate draft model, which has costs of its own."""
     is_streaming: bool = True
-    """Whether one of the rows has given more than one token, so that a pause would be noticed."""
+    """True if a sequence has more than one output token, so that its reader would notice a pause."""
 
     @property
     def work(self) -> StepWork:
-        """Return all work of the model in the round: of drafting, and of the step that verifies."""
+        """Return all work of the model in the round: its draft steps, and the step that verifies."""
         return StepWork.plain(self.num_rows, self.num_tokens) + self.drafts
 
     def drafting_as(self, other: "Decoding") -> "Decoding":
-        """Return these rows with as many drafts a row as `other`, which has some rows."""
+        """Return these sequences with the same number of drafts per sequence as `other`, which must have sequences."""
         share, drafts = self.num_rows / other.num_rows, other.drafts
         tokens, keys, pairs = (round(share * part) for part in (drafts.num_tokens, drafts.num_keys, drafts.num_pairs))
         added = StepWork(tokens, keys, pairs, drafts.num_steps)
         return replace(
             self, drafts=added, draft_model_s=other.draft_model_s
-        )  # mostly of reading weights, which rows share
+        )  # mostly for reading weights, which sequences share
 
 
 NO_DECODING = Decoding(0, 0)
@@ -81,15 +81,15 @@ NO_DECODING = Decoding(0, 0)
 
 @dataclass(frozen=True)
 class PrefillWork:
-    """Work of prefilling tokens of a sequence, in units of one token's way through the matrices."""
+    """Work of prefilling tokens of a sequence, in units of one token's linear FLOPs."""
 
     pair_work: float = 0.0
-    """Work of one pair of query and key."""
+    """Work of one pair of a query and a key."""
 
     @classmethod
     def of_model(cls, config: ModelConfig) -> "PrefillWork":
         """Derive the work of a pair from the model's FLOPs."""
-        shape = model_shape(config, dtype_bytes=2)  # which does not matter to FLOPs
+        shape = model_shape(config, dtype_bytes=2)  # FLOPs do not depend on dtype_bytes
         return cls(shape.pair_flops / shape.linear_flops)
 
     def of(self, tokens: TokenRange) -> float:
@@ -98,17 +98,17 @@ class PrefillWork:
         return len(tokens) + self.pair_work * num_pairs
 
     def num_fitting(self, start: int, most: float) -> int:
-        """Return how many tokens from `start` on take no more work than `most`, which is finite."""
+        """Return the largest number of tokens from position `start` whose work is at most `most`, which is finite."""
         linear, square = 1 + self.pair_work * (start + 0.5), self.pair_work / 2
         root = math.sqrt(linear * linear + 4 * square * max(most, 0.0))
         return int(2 * max(most, 0.0) / (root + linear))
 
 
 class StepBound:
-    """Learns what steps take, and bounds their prefill: a step with rows that decode takes at most `max_stretch` times
-    as long as decoding alone would, or `mixed_step_s`, whichever is longer. Steps may be longer still, by
-    `burst_step_s` in sum, if that ends all prefills that wait, and then not again before that time has been regained.
-    With `burst_step_s`, rows that gave one token at most bound nothing."""
+    """Predictor of step times that bounds prefill. A step that also decodes takes at most `max_stretch` times as long
+    as decoding alone would, or `mixed_step_s` seconds, whichever is longer. Steps may exceed this by `burst_step_s`
+    seconds in sum if that ends all waiting prefills; that time must be regained before they may do so again. With
+    `burst_step_s`, sequences of at most one output token do not bound prefill."""
 
     def __init__(self, max_stretch: float, mixed_step_s: float = 0.0, burst_step_s: float = 0.0) -> None:
         assert max_stretch >= 1 and mixed_step_s >= 0 and burst_step_s >= 0
@@ -116,20 +116,20 @@ class StepBound:
         self._mixed_step_s = mixed_step_s
         self._burst_step_s = burst_step_s
         self._patience_s = burst_step_s
-        """What is left of `burst_step_s`."""
+        """Seconds that are left of `burst_step_s`."""
         self._decoded: dict[int, deque[tuple[Decoding, float]]] = {}
         """Latest steps that only decoded, with their seconds, by batch size."""
         self._fit: WorkCost | None = None
-        """Seconds of decoding. None: to be fitted anew."""
+        """Fitted cost of decoding. None: must be fitted again."""
         self._latest: Decoding | None = None
-        """The decoding part of the latest step with any."""
+        """Decoding part of the latest step that decoded."""
         self._rate_s: float | None = None
-        """Seconds of a unit of work. None before a step has prefilled."""
+        """Seconds per unit of work. None before a step has prefilled."""
         self._num_mixed = 0
-        """Steps with both decoding and prefill since the latest step that only decoded."""
+        """Number of mixed steps since the latest step that only decoded."""
 
     def decode_s(self, decoding: Decoding) -> float | None:
-        """Return the predicted seconds of a step that only decodes, with its drafts; None before such a step was
+        """Return the predicted seconds of a step that only decodes, drafts included. None before such a step was
         observed."""
         if not self._decoded:
             return None
@@ -138,19 +138,19 @@ class StepBound:
         return self._fit.seconds(decoding.work) + decoding.draft_model_s
 
     def prefill_s(self, work: float) -> float | None:
-        """Return the predicted seconds that so much prefill adds to a step; None before a step has prefilled."""
+        """Return the predicted seconds that `work` units of prefill add to a step. None before a step has prefilled."""
         return None if self._rate_s is None else work * self._rate_s
 
     def expected_s(self, decoding: Decoding, work: float) -> float:
-        """Return roughly the seconds of a step, without a fit: as the latest with as many rows, and the prefill beside
-        it; 0 while nothing is known."""
+        """Return a rough prediction of a step's seconds, without a fit: those of the latest decoding step of the same
+        batch size, plus those of its prefill. 0 while both are unknown."""
         alike = self._decoded.get(decoding.num_rows)
         return (alike[-1][1] if alike else 0.0) + (self.prefill_s(work) or 0.0)
 
     def max_work(self, decoding: Decoding, waiting: float = math.inf) -> float:
-        """Return the units of prefill that the next step may take, whose drafts are not planned yet: infinity where no
-        row decodes, without a bound, and with bursts where no row streams yet or the `waiting` units, which are those
-        of all prefills, end soon enough; 0 while nothing is known of decoding or of prefill."""
+        """Return the units of prefill that the next step may run, before its drafts are planned. `waiting`: units of
+        all prefills. Infinity if no sequence decodes, without a bound, and with bursts if no sequence streams yet or if
+        all `waiting` units end soon enough. 0 while the cost of decoding or of prefill is unknown."""
         is_bounded = decoding.num_rows and self._max_stretch < math.inf
         if not is_bounded or self.may_burst(decoding):
             return math.inf
@@ -162,20 +162,20 @@ class StepBound:
         return (self._bound_s(decode_s) - decode_s) / self._rate_s
 
     def may_burst(self, decoding: Decoding) -> bool:
-        """Return whether the prefills of prompts that came together may be one step, whatever it takes: with bursts,
-        while no row streams."""
+        """Return whether all waiting prefills may be one step, regardless of its time: with bursts, while no sequence
+        streams."""
         return self._burst_step_s > 0 and not decoding.is_streaming
 
     def is_to_decode_alone(self, decoding: Decoding) -> bool:
-        """Return whether the next step should only decode, so that decoding stays known: after many mixed steps, and
-        with more rows than ever decoded alone. Never True twice in a row."""
+        """Return whether the next step should only decode, to measure the cost of decoding: after many mixed steps, or
+        after a mixed step if more sequences decode than ever decoded alone. Never True in two steps running."""
         if not self._num_mixed or not decoding.num_rows or not self._decoded or self._max_stretch == math.inf:
             return False
         is_unseen = decoding.num_rows > max(self._decoded)
         return self._num_mixed >= (1 if is_unseen else _MOST_MIXED)
 
     def observe(self, decoding: Decoding, work: float, seconds: float) -> None:
-        """Learn from a step that ran `decoding` and `work` and took `seconds`."""
+        """Learn from a step that ran `decoding` and `work` units of prefill and took `seconds` seconds."""
         if decoding.num_rows:
             self._num_mixed = self._num_mixed + 1 if work else 0
             self._latest = decoding
@@ -186,7 +186,7 @@ class StepBound:
             self._keep(decoding, seconds)
             return
         decode_s = self.decode_s(decoding) if decoding.num_rows else 0.0
-        if decode_s is None:  # rows came while others prefilled: no step has told yet what decoding takes
+        if decode_s is None:  # no step has only decoded yet
             decode_s = max(seconds - (self.prefill_s(work) or 0.0), seconds / 2)
             self._keep(decoding, decode_s)
         if self._rate_s is None:
@@ -196,12 +196,12 @@ class StepBound:
             self._rate_s *= 1 + _GAIN * (min(over, _MOST_OVER) - 1)
 
     def _bound_s(self, decode_s: float) -> float:
-        """Return the most seconds of a step that prefills beside rows whose decoding alone takes `decode_s`."""
+        """Return the most seconds of a mixed step whose decoding alone takes `decode_s` seconds."""
         return max(self._max_stretch * decode_s, self._mixed_step_s)
 
     def _regain(self, decoding: Decoding, work: float, seconds: float) -> None:
-        """Take from the streams' patience what a step took beyond its bound, and give back for its time. Where no row
-        streams, none remembers a pause."""
+        """Deduct the seconds that a step took beyond its bound from the streams' patience, and refill it in proportion
+        to the step's time. If no sequence streams, refill it completely."""
         if not decoding.num_rows or not decoding.is_streaming:
             self._patience_s = self._burst_step_s
             return

@@ -1,9 +1,9 @@
-"""One step's tensor work: a ragged forward over all planned rows, then one sampling. On the engine's thread.
+"""Tensor work of one step: a ragged forward over all planned sequences, then sampling. Runs on the engine's thread.
 
-`engine.core` hands it plans of `batcher`; KV comes from the residency policy, the forward is
-`modeling.forward.decoder`.
+`engine.core` passes it the plans that `batcher` makes. The residency policy provides the KV, and
+`modeling.forward.decoder` runs the forward.
 
-T tokens of all spans, D hidden.
+Shape suffixes: T tokens of all spans, D hidden size.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,23 +30,24 @@ from modeling.forward.weight_sizes import weight_bytes as weight_bytes
 from modeling.kv.pages import PageSpan
 
 _SCORED_TOKENS = 64
-"""Prompt tokens whose logits are made at once: each takes 4 bytes for every token of the vocabulary."""
+"""Number of prompt tokens whose logits are computed at once. Each takes 4 bytes per token of the vocabulary."""
 
 
 class DecodeSteps(Protocol):
-    """Steps that run whole where the rows' KV lies, for rows that each decode one token and draw the next."""
+    """Decode steps that run entirely on the device that stores the KV, sampling included. Each sequence decodes one
+    token without drafts."""
 
     def run(self, rows: Sequence[DecodeRow]) -> list[int]:
-        """Write the KV of the rows' latest tokens to their pages, and return the tokens that follow, or NO_TOKEN;
-        blocks. Serves as many rows as there are slots."""
+        """Write the KV of the sequences' latest tokens to their pages. Return each sequence's next token, or NO_TOKEN
+        where its logits are not finite. Blocks. Accepts up to as many sequences as the group has slots."""
         ...
 
 
 class StepRunner:
-    """Runs step plans over the rows' KV, wherever the residency policy keeps it."""
+    """Runner of step plans, for KV in host or device memory."""
 
     def __init__(self, decoder: Decoder, residency: Residency, decode_steps: DecodeSteps | None = None) -> None:
-        """`decode_steps`: serves the plans that it can, where it is given."""
+        """`decode_steps`, if given, runs the plans that it supports."""
         self._decoder = decoder
         self._residency = residency
         self._decode_steps = decode_steps
@@ -54,19 +55,20 @@ class StepRunner:
         self._num_kv_bytes = 0
         """Bytes of KV that attention read in the last step, without its drafts."""
         self._num_link_bytes = 0
-        """Bytes copied between host and device before the last step and its drafts."""
+        """Total bytes copied between host and device up to the beginning of the last step, before its drafts."""
         self._num_drafts = 0
-        """Drafts that the last step verified."""
+        """Number of drafts that the last step verified."""
         self._num_tokens = 0
-        """Tokens that the last step ran."""
+        """Number of tokens that the last step ran."""
 
     def begin(self) -> None:
-        """Count from here on what the next step copies between host and device. To be called before its drafts."""
+        """Start to count the bytes that the next step copies between host and device. Call it before the step's drafts
+        are made."""
         self._num_link_bytes = self._residency.num_link_bytes
 
     def stats(self, plan: StepPlan, duration_s: float, drafted: SpeculationStats | None = None) -> StepStats:
-        """Return what the last step, which ran `plan`, read and took with the drafts that it verified: those of the
-        latest round in `drafted`."""
+        """Return the statistics of the last step, which ran `plan` and took `duration_s` seconds. They include the
+        drafts that it verified, which are those of the latest round in `drafted`."""
         round = drafted or SpeculationStats()
         return StepStats(
             num_decode_rows=plan.decoding.num_rows,
@@ -82,8 +84,9 @@ class StepRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, rows: Mapping[SlotId, Row], drafts: Drafts) -> Verified:
-        """Run one forward over the plan's spans, each followed by its row's drafts. Return the logits of the rows that
-        reach their last token, each followed by its followers, which share them."""
+        """Run one forward over the plan's spans, each followed by its sequence's drafts. Return the logits of the
+        sequences that reach their last known token, each followed by its followers, which share them. Raises
+        RowError."""
         self._num_drafts = sum(map(len, drafts.values()))
         token_ids: list[int] = []
         spans: list[tuple[SlotId, TokenRange]] = []
@@ -109,13 +112,13 @@ class StepRunner:
         return self._verified(plan, rows, drafts, hidden_TD)
 
     def _draw(self, plan: StepPlan, rows: Mapping[SlotId, Row], step: StepKv) -> list[int]:
-        """Run a plan without drafts whole and return its rows' next tokens; none if it is not run, because it cannot
-        be."""
+        """Run a plan without drafts by `decode_steps`, and return its sequences' next tokens. Return an empty list,
+        and run nothing, if `decode_steps` does not support the plan."""
         decoding = None if self._decode_steps is None else _decode_rows(plan, rows, step)
         return [] if self._decode_steps is None or decoding is None else self._decode_steps.run(decoding)
 
     def _verified(self, plan: StepPlan, rows: Mapping[SlotId, Row], drafts: Drafts, hidden_TD: Tensor) -> Verified:
-        """Return the rows that sample, with the logits of their last known tokens and of their drafts."""
+        """Return the sequences that sample, with the logits of their last known tokens and of their drafts."""
         sampling, places, start = list[tuple[Row, Draft, int]](), list[int](), 0
         for part in plan.spans:
             draft, end = drafts.get(part.slot, NO_DRAFT), start + len(part.tokens)
@@ -127,8 +130,8 @@ class StepRunner:
         return Verified(self._decoder.logits(hidden_TD[places]) if places else hidden_TD[:0], sampling)
 
     def _score(self, row: Row, tokens: TokenRange, hidden_TD: Tensor) -> None:
-        """Score the prompt's tokens if the row asks for it; `hidden_TD` begins with the hidden states of `tokens`.
-        Raises RowError where they cannot be scored."""
+        """Score the prompt's tokens if the request asks for it. `hidden_TD` begins with the hidden states of `tokens`.
+        Raises RowError when the logits are not finite."""
         for part in row.unscored(tokens).split(_SCORED_TOKENS):
             rows = slice(part.start - tokens.start, part.end - tokens.start)
             num_top = row.sampler.params.prompt_logprobs
@@ -141,7 +144,8 @@ class StepRunner:
 
 
 def _settle(plan: StepPlan, rows: Mapping[SlotId, Row], drafts: Drafts) -> None:
-    """Wait for the masks of the rows that sample: they were computed while the forward ran. Raises RowError."""
+    """Wait for the token masks of the sequences that sample, which are computed while the forward runs. Raises
+    RowError."""
     for part in plan.spans:
         if part.samples:
             leader = rows[part.slot]
@@ -153,8 +157,8 @@ def _settle(plan: StepPlan, rows: Mapping[SlotId, Row], drafts: Drafts) -> None:
 
 
 def _decode_rows(plan: StepPlan, rows: Mapping[SlotId, Row], step: StepKv) -> list[DecodeRow] | None:
-    """Return the rows of a plan without drafts if each runs its last known token, alone, and draws the next from the
-    logits as they are; else None."""
+    """Return the sequences of a plan without drafts if each runs only its last known token and samples the next from
+    unmodified logits; else None."""
     found = []
     for part, span in zip(plan.spans, step.spans, strict=True):
         row = rows[part.slot]

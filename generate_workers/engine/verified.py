@@ -1,15 +1,16 @@
-"""Which drafts become tokens: those that the model samples too, by one of two rules.
+"""Verification of drafts: it accepts those that the model samples as well, by one of two rules.
 
-Coupled: a draft is accepted if and only if it is the token that the model samples at that place, by the row's own seed
-and output position. So a row's text is the one that it would have without speculation, whatever was drafted, and with
-temperature, filters, penalties and logprobs as they are. Maximal (`modeling.forward.speculative_sampling`): as many
-drafts are accepted as a rule can that leaves tokens distributed as without drafts; but the text of a seed changes with
-what was drafted.
+Coupled: a draft is accepted if and only if the model samples the same token at that position, with the sequence's own
+seed and output position. So the text is the same as without speculation, for any drafts. Temperature, filters,
+penalties and logprobs apply unchanged.
 
-`engine.step_runner` makes the logits, or, for rows without drafts, has the tokens drawn by the step itself; the engine
+Maximal (`modeling.forward.speculative_sampling`): accepts the largest number of drafts that leaves the distribution of
+tokens as without drafts. The text for a given seed depends on the drafts.
+
+`engine.step_runner` makes the logits. For sequences without drafts the step itself may sample the tokens. The engine
 takes each token before the next one is sampled.
 
-R rows of logits, V vocabulary.
+Shape suffixes: R rows of logits, V vocabulary.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,55 +28,58 @@ from modeling.forward.speculative_sampling import verify_draft
 
 @dataclass(frozen=True)
 class Draft:
-    """Tokens drafted for a row."""
+    """Tokens drafted for one sequence."""
 
     token_ids: list[int]
     drafted_V: list[Tensor] | None = None
-    """The distributions that they were drawn from, for the maximal rule. None: each was certain."""
+    """Distribution from which each token was sampled, for the maximal rule. None: each token had probability 1."""
     source: str = ""
-    """Name of the way to draft that they come from."""
+    """Name of the draft source that made them."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def first(self, num_tokens: int) -> "Draft":
-        """Return the draft's first tokens."""
+        """Return a draft of the first `num_tokens` tokens."""
         drafted_V = None if self.drafted_V is None else self.drafted_V[:num_tokens]
         return Draft(self.token_ids[:num_tokens], drafted_V, self.source)
 
 
 NO_DRAFT = Draft([])
 Drafts = Mapping[SlotId, Draft]
-"""Drafts of rows, by slot; rows without any are not in it."""
+"""Drafts of sequences, by slot. Sequences without drafts are absent."""
 
 
 class Taken(NamedTuple):
-    """A row's next token."""
+    """Next token of one sequence."""
 
     row: Row
     token: SampledToken
     drafts: DraftRound | None
-    """The row's drafts as far as they have become tokens, this one included; None for a row that had none."""
+    """Result of the sequence's drafts up to and including this token; None for a sequence without drafts."""
     goes_on: bool
-    """Whether the step brings another token, unless the row ends with this one."""
+    """True if the step brings another token for the sequence, unless it ends with this one."""
 
 
 @dataclass(frozen=True)
 class Verified:
-    """Rows that a step brought to their last known token, and the logits that it made for them."""
+    """Sequences that a step ran up to their last known token, and the logits that it made for them."""
 
     logits_RV: Tensor
-    """Logits of what follows, fp32: of a row's last known token, then of its drafts, one after the other."""
+    """Logits, fp32. For each sequence: those after its last known token, then those after each of its drafts."""
     rows: Sequence[tuple[Row, Draft, int]]
-    """Rows, each with its draft and the place of its first logits, which followers share with their leader."""
+    """Sequences, each with its draft and the index of its first logits. Followers share their leader's logits."""
     chosen_R: Sequence[int] = ()
-    """The rows' next tokens, where the step itself has drawn them: then there are neither drafts nor logits."""
+    """Next token of each sequence, if the step itself sampled them; `logits_RV` is then empty, and no sequence has
+    drafts."""
     num_accepted: dict[SlotId, tuple[Row, int]] = field(default_factory=dict)
-    """Rows that had drafts, by the slot that they had, and how many were accepted; complete once `accept` has ended."""
+    """Sequences that had drafts, with the number accepted, by the slot that they had. Complete once `accept` has
+    ended."""
 
     def accept(self, *, is_maximal: bool = False) -> Iterator[Taken]:
-        """Yield each row's next tokens: its accepted drafts, and one more. The caller takes each token into its row, or
-        ends the row, before it asks for the next; once only. A row's KV counts as far as its tokens are the drafts."""
+        """Yield each sequence's next tokens: its accepted drafts, and one more. Before it resumes the iterator, the
+        caller must append the token to its sequence or end the sequence. Call once only. Sets `num_cached` of each
+        sequence to the tokens whose KV the step made: those known, and the drafts accepted so far."""
         num_cached = {row: row.num_cached for row, *_ in self.rows}
         slots = {row: row.slot for row, draft, _ in self.rows if draft}
         going, index = list(self.rows), 0
@@ -97,7 +101,7 @@ class Verified:
             going, index = agreeing, index + 1
 
     def _coupled(self, rows: Sequence[tuple[Row, Draft, int]], index: int) -> dict[Row, tuple[SampledToken, bool]]:
-        """Sample each row's next token, and say whether it is the draft."""
+        """Sample each sequence's next token. Return it, and whether it equals the draft, by sequence."""
         if self.chosen_R:
             return {row: (SampledToken(self.chosen_R[place]), False) for row, _, place in rows}
         places = [first + index for *_, first in rows]
@@ -110,7 +114,7 @@ class Verified:
         }
 
     def _maximal(self, each: tuple[Row, Draft, int], index: int) -> tuple[SampledToken, bool]:
-        """Accept a row's draft, or draw another token."""
+        """Accept a sequence's draft at `index`, or sample another token. Return it, and whether it was accepted."""
         row, draft, first = each
         drafted_V = None if draft.drafted_V is None else draft.drafted_V[index]
         return verify_draft(self.logits_RV[first + index].clone(), row.sampler, draft.token_ids[index], drafted_V)
