@@ -1,8 +1,8 @@
-"""The users inside a slot: writers of pushed KV, and readers that copy a row's KV away.
+"""Access to a slot's memory: writers of pushed KV, and readers that copy a sequence's KV out.
 
-`transport.kv_receiver` and `prefixes.loading` write, `prefixes.answer_saving` reads. A slot is not claimed anew before
-its last writer and reader have left, nor while a piece is on its way to it (`slots.landing`), so memory that is being
-copied never changes its owner meanwhile. `SlotTable` makes writers and readers; its lock guards their count.
+`transport.kv_receiver` and `prefixes.loading` write, `prefixes.answer_saving` reads. A slot is not claimed again before
+its last writer and reader have left and the last piece on its way to it (`slots.landing`) has landed. So memory does
+not change its owner while it is copied. `SlotTable` makes writers and readers; its lock guards their count.
 """
 
 import asyncio
@@ -23,59 +23,60 @@ from transport.kv_sink import PushTarget
 
 
 class SlotWriter(PushTarget, Protocol):
-    """One writer inside a lease, from `SlotTable.open_push`: a transport.kv_sink.PushTarget on the loop, and what other
-    threads use in its place. Valid only inside `open_push`."""
+    """A writer inside a lease, from `SlotTable.open_push`. On the loop it is a transport.kv_sink.PushTarget; other
+    threads call `copy_in` and `drain`. Valid only inside `open_push`."""
 
     def copy_in(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:
-        """Take tokens over as PushTarget.write does, in one piece or several. Any thread but the loop's, which it may
-        hold up."""
+        """Take tokens over as PushTarget.write does, in one or more pieces. May block: any thread except the loop's."""
         ...
 
     def drain(self) -> None:
-        """Wait as PushTarget.settle does. Any thread but the loop's."""
+        """Wait as PushTarget.settle does. Any thread except the loop's."""
         ...
 
 
 @dataclass(frozen=True)
 class HomeWriter:
-    """A SlotWriter of rows whose KV is written in place. Nothing of it waits."""
+    """SlotWriter for KV that is written in place. No method waits."""
 
     claim: Claim
     put: Callable[[Claim, int, TokenRange, memoryview], bool]
-    """Copies a piece into place."""
+    """Function that copies a piece, given as (claim, layer, tokens, data), into place. Returns False for a piece that
+    was received before."""
 
     async def write(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:
-        """Copy a piece into place."""
+        """Copy a piece into place. Return False for a piece that was received before."""
         return self.put(self.claim, layer, tokens, data)
 
     async def settle(self) -> None:
-        """Return at once: all is in place."""
+        """Return at once, since all KV is in place."""
 
     def copy_in(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:
-        """Copy a piece into place."""
+        """Copy a piece into place. Return False for a piece that was received before."""
         return self.put(self.claim, layer, tokens, data)
 
     def drain(self) -> None:
-        """Return at once: all is in place."""
+        """Return at once, since all KV is in place."""
 
 
 class FrameWriter:
-    """A SlotWriter of rows on a device with memory of its own: pieces wait for a frame, and go on from there by the
-    landing's thread."""
+    """SlotWriter for a device with memory of its own. Pieces wait for a frame; the landing's thread copies them from
+    the frame to the device."""
 
     def __init__(
         self, claim: Claim, landing: Landing, expect: Callable[[Claim, int, TokenRange, Sequence[TokenRange]], bool]
     ) -> None:
-        """`expect`: notes a piece as present, and its parts as on their way; returns False for a piece that was noted
-        before, and raises as PushTarget.write does."""
+        """`expect` records a piece as received and its parts as on their way. It returns False for a piece that was
+        recorded before, and raises what PushTarget.write raises."""
         self._claim = claim
         self._landing = landing
         self._expect = expect
         self._landed: list[Future[str]] = []
-        """Those of pieces on their way, and of some that have landed since."""
+        """Futures of pieces on their way, and of some that have landed since the latest check."""
 
     async def write(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:
-        """Put a piece into frames, and hand it over. Raises InvalidArgumentError for one that needs too many frames."""
+        """Put a piece into frames, and hand it over to the landing. Waits for frames. Raises InvalidArgumentError for a
+        piece that needs more frames than the device has."""
         num_frames, most = -(-len(tokens) // self._landing.frame_tokens), self._landing.frames.num_frames
         if num_frames > most:
             raise InvalidArgumentError(
@@ -85,13 +86,14 @@ class FrameWriter:
         return self._bring(layer, tokens, data, await self._landing.take(max(num_frames, 1)))
 
     async def settle(self) -> None:
-        """Wait for the copies."""
-        if self._landed:  # `asyncio.wait` cancels no future, so that telling of a landed piece cannot fail
+        """Wait for all copies to end. Raises TransferError when one failed."""
+        if self._landed:  # `asyncio.wait` cancels no future, so that setting `landed` cannot fail
             await asyncio.wait([asyncio.wrap_future(landed) for landed in self._landed])
         self._check()
 
     def copy_in(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:
-        """Put tokens into frames, as pieces of one frame each, and hand them over."""
+        """Put tokens into frames, as pieces of one frame each, and hand them over to the landing. Blocks until frames
+        are free."""
         row_bytes, is_new = data.nbytes // len(tokens), True
         for part in tokens.split(self._landing.frame_tokens):
             start = (part.start - tokens.start) * row_bytes
@@ -100,12 +102,12 @@ class FrameWriter:
         return is_new
 
     def drain(self) -> None:
-        """Wait for the copies."""
+        """Wait for all copies to end. Raises TransferError when one failed."""
         wait(self._landed)
         self._check()
 
     def _bring(self, layer: int, tokens: TokenRange, data: memoryview, frames: list[Frame]) -> bool:
-        """Hand over a piece in these frames, each as full as it can be, or give them back."""
+        """Hand a piece over in these frames, each as full as possible. Release the frames if it was received before."""
         parts = tokens.split(self._landing.frame_tokens)
         is_new = False
         try:
@@ -125,7 +127,7 @@ class FrameWriter:
         return is_new
 
     def _check(self) -> None:
-        """Raise the error of a piece that has landed badly; forget those that have landed."""
+        """Forget the pieces that have landed. Raises TransferError if one of them failed."""
         landed = [each for each in self._landed if each.done()]
         self._landed = [each for each in self._landed if not each.done()]
         for each in landed:
@@ -134,7 +136,7 @@ class FrameWriter:
 
 
 class SlotReader:
-    """One reader inside an active slot, from `SlotTable.open_read` to `close`. Any thread may use it, one at a time."""
+    """A reader inside an active slot, from `SlotTable.open_read` to `close`. Any thread may use it, one at a time."""
 
     def __init__(self, claim: Claim, check: Callable[[LeaseRef], object], leave: Callable[[Claim], None]) -> None:
         self._claim = claim
@@ -143,26 +145,26 @@ class SlotReader:
         self._is_inside = True
 
     def check(self) -> None:
-        """Raise StaleStampError when the row has been released, so that its KV is of no more use."""
+        """Raise StaleStampError when the slot has been released, so that its KV must not be used any more."""
         self._check(self._claim.ref)
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
-        """Return the KV of `tokens`, which no writer may change any more. The view is valid until `close`. Raises
-        StaleStampError when the row has been released."""
+        """Return the bytes of the KV of `tokens` in a layer. No writer may change them any more. The view is valid
+        until `close`. Raises StaleStampError when the slot has been released."""
         assert self._is_inside
         self.check()
         return self._claim.memory.row.export(layer, tokens)
 
     def keep_prefix(self, names: Sequence[str], block_tokens: int) -> None:
-        """Leave the row's first blocks to rows that begin alike, if the policy shares any. Raises StaleStampError when
-        the row has been released."""
+        """Share the sequence's first blocks with sequences of the same prefix, if the policy supports that. Raises
+        StaleStampError when the slot has been released."""
         assert self._is_inside
         self.check()
         if isinstance(self._claim.memory.row, SharesPrefixes):
             self._claim.memory.row.keep(names, block_tokens)
 
     def close(self) -> None:
-        """Leave the slot; a slot that was released meanwhile becomes free now. Idempotent."""
+        """Leave the slot. If it was released meanwhile and this is the last user, it becomes free now. Idempotent."""
         if self._is_inside:
             self._is_inside = False
             self._leave(self._claim)

@@ -1,4 +1,4 @@
-"""The claims on a group's slots: who may claim which, who holds which, and until when. Bookkeeping without a lock.
+"""The claims on a group's slots: which slots are free, which claim holds a slot, and until when. Has no lock.
 
 `SlotTable` calls it with its lock held. A claim is found by its stamp, so that a former holder of the slot finds none.
 """
@@ -23,15 +23,16 @@ class Claims:
     def __init__(self, memory: KvMemory, clock: Clock) -> None:
         self.slots = tuple(Slot(SlotId(number), memory) for number in range(memory.shape.num_slots))
         self.changed = False
-        """Whether a claim began, was committed, was renewed or ended; cleared by the table when it tells others."""
+        """True if a claim began, was committed, was renewed or ended since the table called `on_change` last."""
         self.num_owed, self.owed = 0, KvBytes()
-        """Slots and memory that new leases leave free, for rows that wait to resume or to grow."""
+        """Number of slots, and memory, that new leases leave free for sequences that wait to resume or to grow."""
         self._memory = memory
         self._clock = clock
-        self._next_stamp = max(clock.unix_ns(), 1)  # a restarted process must not reuse stamps of its former life
+        self._next_stamp = max(clock.unix_ns(), 1)  # a restarted process must not reuse stamps of its last incarnation
 
     def room(self, request: ReserveSpec) -> list[Slot]:
-        """Return a free slot per choice, after checking limits and memory; raises what `reserve` raises."""
+        """Return a free slot per choice. Raises InvalidArgumentError for a field out of range, ResourceExhaustedError
+        when slots or memory are short."""
         num_tokens, capacity, num_choices = request.num_tokens, request.capacity_tokens, request.num_choices
         _check_spec(request, len(self.slots), self._memory.shape.max_slot_tokens)
         self._memory.check(num_tokens, capacity, num_choices)
@@ -44,7 +45,7 @@ class Claims:
         return slots
 
     def reserve(self, request: ReserveSpec, num_present_tokens: int) -> Claim:
-        """Lease a free slot and hold one for each further choice; raises what `room` raises."""
+        """Lease a free slot and hold one for each further choice. Raises what `room` raises."""
         slots, num_tokens = self.room(request), request.num_tokens
         num_cached = num_present_tokens if request.prefills_locally else num_tokens
         claims = self._make(slots, num_tokens, request.capacity_tokens, num_cached=num_cached, ttl_s=request.ttl_s)
@@ -54,7 +55,8 @@ class Claims:
         return claims[0]
 
     def occupy(self, num_tokens: int, capacity_tokens: int, num_choices: int) -> list[Seat] | None:
-        """Claim slots for rows that run at once; None when too few slots or too little memory is free."""
+        """Claim slots for sequences that join the batch at once; None when too few slots or too little memory is
+        free."""
         slots = self._free_slots(num_choices)
         if not slots or self._memory.shortage(self._memory.need(num_tokens, capacity_tokens, num_choices)):
             return None
@@ -64,7 +66,8 @@ class Claims:
         return [Seat(claim.ref, claim.memory.row, None) for claim in claims]
 
     def activate(self, ref: LeaseRef) -> list[Seat] | None:
-        """Turn a committed lease into rows, one per choice; only the first has the KV. None before the commit."""
+        """Activate a committed lease: return one seat per choice, of which only the first has the KV. None before the
+        commit. Raises LeaseError if the slot does not hold a lease, and what `present` raises."""
         slot = self.find(ref)
         if slot is not None and slot.state is not SlotState.COMMITTED:
             if slot.state is SlotState.LEASED:
@@ -81,11 +84,11 @@ class Claims:
         return seats
 
     def next_deadline_s(self) -> float:
-        """Return when the next lease expires as things stand; infinity for never."""
+        """Return the earliest deadline of a lease (Clock.now_s()); infinity without a lease."""
         return min((slot.claim.deadline_s for slot in self.slots if slot.claim and slot.is_timed), default=math.inf)
 
     def find(self, ref: LeaseRef) -> Slot | None:
-        """Return the slot whose present, unended claim carries this stamp."""
+        """Return the slot whose present claim has this stamp and has not ended; None without one."""
         if not 0 <= ref.slot < len(self.slots):
             return None
         slot = self.slots[ref.slot]
@@ -93,7 +96,7 @@ class Claims:
         return slot if holds and slot.state is not SlotState.QUARANTINED else None
 
     def active(self, ref: LeaseRef) -> Slot:
-        """Return the slot of a row that runs, or has ended and still holds its slot."""
+        """Return the slot of a sequence that runs, or has ended and still holds its slot."""
         slot = self.find(ref)
         assert slot is not None and slot.state is SlotState.ACTIVE, f"{ref} is not an active row"
         return slot
@@ -109,7 +112,8 @@ class Claims:
         raise StaleStampError(f"stamp {ref.stamp} of slot {ref.slot} is stale: the slot was freed or leased again")
 
     def renew(self, ref: LeaseRef, ttl_s: float) -> None:
-        """Let the lease live `ttl_s` seconds from now."""
+        """Set the lease's time to live to `ttl_s` seconds from now. Raises InvalidArgumentError for a bad `ttl_s`, and
+        what `present` raises."""
         _check_ttl(ttl_s)
         claim = self.present(ref)
         claim.ttl_s = ttl_s
@@ -117,7 +121,7 @@ class Claims:
         self.changed = True
 
     def touch(self, claim: Claim) -> None:
-        """Let a claim's time to live begin anew."""
+        """Restart a claim's time to live."""
         claim.deadline_s = self._clock.now_s() + claim.ttl_s
 
     def expire(self) -> None:
@@ -129,7 +133,8 @@ class Claims:
                 self.changed = True
 
     def complete(self, claim: Claim, firsts: tuple[SampledToken, ...]) -> None:
-        """Commit a lease whose bytes are all in. Idempotent for the same first tokens; others raise LeaseError."""
+        """Commit a lease whose KV is all in place. Idempotent for the same first tokens; other tokens raise
+        LeaseError."""
         slot = self.slots[claim.ref.slot]
         if claim.num_cached < claim.num_tokens:
             raise LeaseError(f"slot {slot.number} is prefilled by its own stream: push and commit nothing there")
@@ -143,7 +148,7 @@ class Claims:
             raise LeaseError(f"slot {slot.number} is committed with another token: reserve a slot of your own")
 
     def complete_locally(self, ref: LeaseRef) -> None:
-        """Commit a lease whose copied blocks are all in; its row computes the rest."""
+        """Commit a lease whose copied blocks are all in place. The engine computes the rest of its prompt."""
         claim = self.present(ref)
         assert claim.num_cached < claim.num_tokens and claim.is_whole
         self._commit(claim)
@@ -158,7 +163,7 @@ class Claims:
         return ", what rows wait for that gave way or must grow set aside" if is_owing else ""
 
     def _free_slots(self, count: int) -> list[Slot]:
-        """Return `count` free slots, or none when there are fewer."""
+        """Return `count` free slots, or none when fewer are free."""
         self.expire()
         free = [slot for slot in self.slots if slot.state is SlotState.FREE]
         return free[:count] if len(free) >= count else []

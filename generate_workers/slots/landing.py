@@ -1,9 +1,10 @@
-"""The way of pushed KV to a device with memory of its own: from staging frames to a row, on a thread of its own.
+"""Copies of pushed KV from staging frames to a device with memory of its own, on a thread of their own.
 
-`slots.access.FrameWriter` puts pieces into frames, on the loop or on a loader's thread, and hands them over; the table
-is told when a piece has landed. So neither the loop nor the table's lock waits for a link. The thread begins all copies
-that wait before it sees the oldest to its end: the link always has the next copy. It alone writes to rows that have
-frames (`residency.port`); what writing takes besides, as packing KV in 4 bits, happens there, too.
+`slots.access.FrameWriter` puts pieces into frames, on the loop or on a loader's thread, and hands them over. The table
+is notified when a piece has landed. So neither the loop nor the table's lock waits for a link. The thread begins all
+waiting copies before it waits for the oldest to end, so that the link always has a next copy. Only this thread writes
+pushed KV where the policy has frames (`residency.port`). It also does the rest of a write, such as packing KV in 4
+bits.
 """
 
 import asyncio
@@ -26,29 +27,29 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class FramedPiece:
-    """KV of tokens of one layer, which lies in a frame until it is in its claim's row."""
+    """KV of tokens in one layer, held in a frame until it is copied to its claim's slot."""
 
     claim: Claim
     layer: int
     tokens: TokenRange
     frame: Frame
     num_bytes: int
-    """Bytes of the KV, from the frame's first on."""
+    """Bytes of the KV, from the beginning of the frame."""
     landed: "Future[str]" = field(default_factory=Future)
-    """Done when the copy has ended, with the text of its error; empty if there is none. The error itself would hold, by
-    its traceback, memory of the writer that raised it last."""
+    """Done when the copy has ended, with the text of its error, empty without one. The exception itself is not kept:
+    its traceback would hold memory of the writer that raised it last."""
 
 
 class Landing:
-    """Copies the pieces of one group's slots from frames to rows. Thread-safe."""
+    """Copier of pieces from frames to the slots of one group. Thread-safe."""
 
     def __init__(self, frames: StagingFrames, row_bytes: int, on_landed: Callable[[FramedPiece, str], None]) -> None:
-        """`row_bytes`: KV of a token in one layer. `on_landed` is called on the thread for each piece and the text of
-        its error, before those who wait for it go on; the frame is free by then. Must not raise. Raises ConfigError
-        when a frame holds no token."""
+        """`row_bytes`: bytes of one token's KV in one layer. `on_landed` is called on the landing's thread with each
+        piece and the text of its error, before `piece.landed` is done; the frame is free by then. It must not raise.
+        Raises ConfigError when a frame is smaller than one token."""
         self.frames = frames
         self.frame_tokens = frames.frame_bytes // row_bytes
-        """Tokens that a frame holds."""
+        """Number of tokens that a frame holds."""
         if not self.frame_tokens:
             raise ConfigError(
                 f"KV of one token and layer takes {row_bytes} bytes, and a staging frame has {frames.frame_bytes}: "
@@ -61,10 +62,11 @@ class Landing:
         self._starting = threading.Lock()
 
     async def take(self, count: int) -> list[Frame]:
-        """Return so many frames, waiting in turn while there are too few. A cancelled wait takes none."""
+        """Return `count` frames. Waits while too few are free, first come, first served. A cancelled wait takes
+        none."""
         asked = self.frames.take(count)
         if not asked.done():
-            try:  # `asyncio.wait` cancels no future, so that no frame is granted to a wait that is gone
+            try:  # `asyncio.wait` cancels no future, so that no frame is granted to a cancelled wait
                 await asyncio.wait([asyncio.wrap_future(asked)])
             except BaseException:
                 if not asked.cancel():
@@ -73,7 +75,7 @@ class Landing:
         return asked.result()
 
     def bring(self, piece: FramedPiece) -> None:
-        """Copy a piece to its row, and give its frame back. Any thread; does not wait for the copy."""
+        """Copy a piece to its slot and then release its frame. Any thread; does not wait for the copy."""
         with self._starting:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kv-landing", daemon=True)
@@ -81,8 +83,8 @@ class Landing:
             self._coming.put(piece)
 
     def rest(self) -> None:
-        """Wait for the pieces that were brought, and end the thread, which later ones start anew. Idempotent."""
-        with self._starting:  # so that there is one thread at a time
+        """Wait for the pieces passed to `bring`, and end the thread. A later piece starts it again. Idempotent."""
+        with self._starting:  # at most one thread runs at a time
             thread, self._thread = self._thread, None
             if thread is not None:
                 self._coming.put(None)
@@ -114,7 +116,7 @@ class Landing:
 
 
 class _Failed:
-    """A Transfer that did not begin."""
+    """Transfer that failed to begin."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -125,7 +127,7 @@ class _Failed:
     join = result
 
     def wait(self) -> None:
-        """Return at once: nothing is copied."""
+        """Return at once, since nothing is copied."""
 
 
 def _begin(piece: FramedPiece) -> Transfer:

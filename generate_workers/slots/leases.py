@@ -1,12 +1,12 @@
-"""The life of a slot: its states, one transition table, the claim behind a lease, and the ledger.
+"""Life cycle of a slot: its states, the transition table, the claim behind a lease, and the ledger.
 
-Plain values without a lock: `slots.table.SlotTable` owns them and guards them with its own.
+These values have no lock of their own: `slots.table.SlotTable` owns them and guards them with its lock.
 
     FREE -> LEASED -> COMMITTED -> ACTIVE -> FREE
               |           |          |
               +-----------+----------+--> QUARANTINED -> FREE     freed while a writer or reader was still inside
 
-    FREE -> HELD -> ACTIVE -> FREE      slot of a lease's further choice: starts and ends with the lease's own slot
+    FREE -> HELD -> ACTIVE -> FREE      slot of a further choice of a lease: begins and ends with the lease's own slot
 """
 
 from collections import Counter
@@ -24,38 +24,39 @@ from transport.coverage import Coverage
 
 
 class SlotState(Enum):
-    """The stage of its life that a slot is in."""
+    """Stage of a slot's life cycle."""
 
     FREE = "free"
     """The slot holds nothing and may be claimed."""
     LEASED = "leased"
     """KV is being pushed. The lease ends at its deadline unless it is renewed."""
     COMMITTED = "committed"
-    """Every byte and the first tokens are in; the slot waits to become a row. The lease still ends at its deadline."""
+    """All KV and the first tokens have arrived, and the slot waits to join the batch. The lease still ends at its
+    deadline."""
     HELD = "held"
-    """Reserved for a further choice of a leased or committed slot; freed together with that slot."""
+    """The slot is reserved for a further choice of a leased or committed slot, and is freed together with that slot."""
     ACTIVE = "active"
-    """The slot is a row of the batch. It has no deadline: the row's end frees it."""
+    """The slot holds a sequence of the batch. It has no deadline: it is freed when the sequence ends."""
     QUARANTINED = "quarantined"
-    """Freed while a writer or reader is still inside; its memory is held until the last of them leaves."""
+    """The slot was freed while a writer or reader was inside. Its memory is held until the last of them leaves."""
 
 
 _LEASED = (SlotState.LEASED, SlotState.COMMITTED, SlotState.HELD)
-"""States of a slot that is claimed and not yet a row."""
+"""States of a slot that is claimed and has not joined the batch."""
 
 
 class SlotMove(Enum):
-    """An event that moves a slot from one state to another."""
+    """Event that moves a slot from one state to another."""
 
     LEASE = "lease"
     HOLD = "hold"
     OCCUPY = "occupy"
-    """A row that prefills locally claims the slot."""
+    """A sequence that is prefilled locally claims the slot."""
     COMMIT = "commit"
     ACTIVATE = "activate"
     FREE = "free"
     QUARANTINE = "quarantine"
-    """Free the slot while writers or readers are inside."""
+    """The slot is freed while writers or readers are inside."""
     EMPTY = "empty"
     """The last writer or reader leaves a quarantined slot."""
 
@@ -76,40 +77,42 @@ TRANSITIONS: Mapping[tuple[SlotState, SlotMove], SlotState] = {
     (SlotState.ACTIVE, SlotMove.QUARANTINE): SlotState.QUARANTINED,
     (SlotState.QUARANTINED, SlotMove.EMPTY): SlotState.FREE,
 }
-"""All legal moves; any other move is a bug of ours."""
+"""All legal moves. Any other move is a bug."""
 
 
 @dataclass
 class Claim:
-    """One life of a slot: made when the slot is claimed, dropped when it is freed. Owned by the SlotTable."""
+    """Claim on a slot, from claiming the slot to freeing it. Owned by the SlotTable."""
 
     ref: LeaseRef
     memory: Promise
     coverage: Coverage
-    """Pieces present so far of the first `num_cached` tokens, those on their way to the device included."""
+    """Pieces received so far of the first `num_cached` tokens, including those on their way to the device."""
     num_tokens: int
-    """Tokens that the claim was made for."""
+    """Number of tokens that the claim was made for."""
     num_cached: int
-    """Tokens whose KV is pushed or copied from blocks: positions [0, num_cached). The row computes the others."""
+    """Number of tokens whose KV is pushed or copied from blocks: positions [0, num_cached). The engine computes the
+    others."""
     ttl_s: float
     deadline_s: float
     """Time (Clock.now_s()) at which the claim expires while it is LEASED or COMMITTED."""
     firsts: tuple[SampledToken, ...] = ()
-    """First token of each choice, known once the lease is committed. Empty where the row computes them."""
+    """First token of each choice, known once the lease is committed. Empty if the engine computes them."""
     held: "tuple[Slot, ...]" = ()
-    """Slots of the lease's further choices until they become rows; they end with this claim."""
+    """Slots of the lease's further choices until they join the batch. They end with this claim."""
     landing: set[tuple[int, TokenRange]] = field(default_factory=set)
-    """Parts of present pieces, by layer, that are on their way to the device. Each counts as a writer inside."""
+    """Parts of received pieces, as (layer, tokens), that are on their way to the device. Each counts as a writer
+    inside."""
     failure: str = ""
-    """Why the claim ended, if it did because a piece could not be copied to the device."""
+    """Error of the piece that could not be copied to the device and so ended the claim; empty without one."""
     expired: bool = False
-    """Whether the claim ended because it was not renewed in time."""
+    """True if the claim ended because it was not renewed in time."""
     waiters: list[Future[None]] = field(default_factory=list)
-    """Commits that wait for bytes: done, and dropped, when all bytes are in and when the claim ends."""
+    """Commits that wait for KV. They are set done and dropped when all KV is in place or the claim ends."""
 
     @property
     def is_whole(self) -> bool:
-        """Return whether every byte is in its place."""
+        """Return whether all KV of the first `num_cached` tokens is in place."""
         return self.coverage.complete and not self.landing
 
     def wake_all(self) -> None:
@@ -119,17 +122,17 @@ class Claim:
 
 
 class Slot:
-    """One slot: its state, its present claim, and the number of writers and readers inside. Owned by the SlotTable."""
+    """A slot: its state, its present claim, and the number of writers and readers inside. Owned by the SlotTable."""
 
     def __init__(self, number: SlotId, memory: KvMemory) -> None:
         self.number = number
         self._memory = memory
         self.state = SlotState.FREE
         self.num_inside = 0
-        """Writers and readers of the slot's memory now, and pieces on their way to it."""
+        """Number of writers and readers of the slot's memory, plus pieces on their way to it."""
         self.claim: Claim | None = None
         self.last_expired: Stamp | None = None
-        """Stamp of the claim that ended last if it expired, else None."""
+        """Stamp of the latest ended claim if it expired, else None."""
 
     @property
     def is_timed(self) -> bool:
@@ -142,7 +145,7 @@ class Slot:
         self.last_expired = None
 
     def end(self, *, expired: bool = False) -> None:
-        """End the claim: refuse its stamp from now on, and free its memory once no writer or reader is inside."""
+        """End the claim. Its stamp is refused at once; its memory is freed once no writer or reader is inside."""
         claim = self.claim
         assert claim is not None
         claim.expired = expired
@@ -157,7 +160,7 @@ class Slot:
             self._drop()
 
     def leave(self) -> bool:
-        """Count one writer or reader out; return whether that freed the slot."""
+        """Count one writer or reader out. Return whether that freed the slot."""
         assert self.num_inside > 0
         self.num_inside -= 1
         if self.state is not SlotState.QUARANTINED or self.num_inside:
@@ -172,7 +175,7 @@ class Slot:
         self.claim = None
 
     def move(self, move: SlotMove) -> None:
-        """Enter the state that the transition table has for this move; claims call it for COMMIT and ACTIVATE."""
+        """Enter the state that the transition table has for this move. Claims calls it for COMMIT and ACTIVATE."""
         target = TRANSITIONS.get((self.state, move))
         assert target is not None, f"slot {self.number} cannot {move.value} while {self.state.value}"
         self.state = target
@@ -180,39 +183,39 @@ class Slot:
 
 @dataclass(frozen=True)
 class Seat:
-    """A slot that has become a row. Its memory is the SlotTable's; the row uses it until `release`."""
+    """A slot whose sequence joins the batch. The SlotTable owns its memory; the sequence uses it until `release`."""
 
     ref: LeaseRef
     row: RowKv
     first: SampledToken | None
-    """First token of the choice when the KV was pushed, else None."""
+    """First token of the choice if its KV was pushed, else None."""
     num_cached: int = 0
-    """Tokens whose KV is in place."""
+    """Number of tokens whose KV is in place."""
 
 
 @dataclass(frozen=True)
 class KvLedger:
-    """A generation group's KV memory, by the state of the slots that it is promised to."""
+    """KV memory of a generation group, by the state of the slots that it is promised to."""
 
     num_bytes: int = 0
-    """Bytes in all; 0 if unknown."""
+    """Total bytes; 0 if unknown."""
     num_bytes_free: int = 0
     """Bytes that are promised to no slot."""
     num_bytes_leased: int = 0
-    """Bytes of slots into which KV is pushed, or whose KV waits for its row to join the batch."""
+    """Bytes of slots that are LEASED, COMMITTED or HELD: KV is pushed into them, or waits to join the batch."""
     num_bytes_active: int = 0
-    """Bytes of slots that are rows of the batch."""
+    """Bytes of slots of the sequences in the batch."""
     num_bytes_quarantined: int = 0
-    """Bytes of slots that were freed while a writer was inside."""
+    """Bytes of slots that were freed while a writer or reader was inside."""
 
     @property
     def num_bytes_taken(self) -> int:
-        """Bytes that are promised to slots, whatever their state."""
+        """Return the bytes that are promised to slots in any state."""
         return self.num_bytes_leased + self.num_bytes_active + self.num_bytes_quarantined
 
     @property
     def imbalance(self) -> str:
-        """Why free and taken bytes do not add up, in one line for people; empty when they do."""
+        """Return one readable line on why free and taken bytes do not add up; empty when they do."""
         free, taken = self.num_bytes_free, self.num_bytes_taken
         if free >= 0 and free + taken == self.num_bytes:
             return ""
@@ -221,24 +224,24 @@ class KvLedger:
 
 @dataclass(frozen=True)
 class SlotLedger:
-    """A snapshot of how many slots are in which state and what memory they hold. It balances at all times."""
+    """Snapshot of the number of slots by state and of the memory that they hold. It balances at all times."""
 
     num_slots: int
     num_free: int
     num_leased: int
-    """Slots that are LEASED, COMMITTED or HELD: claimed, not yet a row."""
+    """Number of slots that are LEASED, COMMITTED or HELD: claimed, and not in the batch yet."""
     num_active: int
     num_quarantined: int
     num_bytes_held: int
-    """Bytes of KV at home, committed to the page."""
+    """Committed bytes of KV, in whole pages, in the memory that stores KV between steps (`KvBytes.home`)."""
     num_device_bytes: int
-    """Bytes of KV on the device; the same bytes as at home where home is the device."""
+    """Bytes of KV on the device. They equal `num_bytes_held` if the device stores all KV."""
     kv: KvLedger
-    """Bytes at home promised to slots by state, committed or not, and bytes free by the memory's own count."""
+    """Bytes promised to slots by state, committed or not, and the free bytes by KvMemory's count (`KvBytes.home`)."""
 
     @classmethod
     def of(cls, slots: Sequence[Slot], memory: KvMemory) -> Self:
-        """Count what `slots`, all slots of `memory`, hold now."""
+        """Make a snapshot of `slots`, which are all slots of `memory`."""
         promises = [slot.claim.memory for slot in slots if slot.claim]
         held = sum((each.row.num_bytes for each in promises), KvBytes())
         counts, promised = Counter(slot.state for slot in slots), Counter[SlotState]()
@@ -263,8 +266,8 @@ class SlotLedger:
 
     @property
     def imbalance(self) -> str:
-        """Describe what does not balance; empty when every slot is counted once, promised bytes belong only to slots
-        that are not free, and no more is held than promised."""
+        """Return a line on what does not balance. It is empty if every slot is counted once, only slots that are not
+        free have promised bytes, and no more bytes are held than promised."""
         states = (self.num_leased, self.num_active, self.num_quarantined)
         promised = (self.kv.num_bytes_leased, self.kv.num_bytes_active, self.kv.num_bytes_quarantined)
         if self.num_free + sum(states) != self.num_slots:

@@ -1,8 +1,8 @@
-"""A generation group's KV memory: how much there may be, and how much is promised to each slot.
+"""A generation group's KV memory: its limits, and the memory promised to each slot.
 
-`slots.table` asks for memory when it claims a slot. A claim is promised memory for the tokens that it has and for some
-growth, not for the most that it may come to hold. When a row outgrows its promise, the promise is extended if there is
-room. Pages are committed only as they are written, and always within the promise, so the limits hold at all times.
+`slots.table` requests memory when it claims a slot. A claim is promised memory for the tokens that it has and for some
+growth, not for its full capacity. When a sequence outgrows its promise, the promise is extended if memory is free.
+Pages are committed only as they are written, and always within the promise, so the limits hold at all times.
 """
 
 from collections.abc import Sequence
@@ -15,20 +15,21 @@ from modeling.kv.buffers import OUT_OF_MEMORY
 
 _NOTHING = KvBytes()
 _EXTENT_TOKENS = 64
-"""Tokens to which a promise is rounded up when it is extended and there is room, so that not every token extends it."""
+"""Multiple of tokens to which an extended promise is rounded up if memory is free, so that not every token extends
+it."""
 
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """Most memory that the KV of all rows together may take."""
+    """Limits of the KV memory of all sequences together."""
 
     kv_bytes: int
-    """Bytes of KV at home, which is the memory where the policy keeps KV between steps."""
+    """Limit in bytes in the memory where the policy stores KV between steps (`KvBytes.home`)."""
     device_bytes: int | None = None
-    """Bytes of KV on the device. None: no limit besides `kv_bytes`."""
+    """Limit in bytes of KV on the device. None: only `kv_bytes` limits it."""
 
     def exceeded_by(self, need: KvBytes) -> str:
-        """Return the limit that `need` exceeds, named with its value; empty when it exceeds none."""
+        """Return the name and value of the limit that `need` exceeds; empty when it exceeds none."""
         if need.home > self.kv_bytes:
             return f"kv_memory_bytes = {self.kv_bytes}"
         if self.device_bytes is not None and need.device > self.device_bytes:
@@ -38,19 +39,19 @@ class MemoryLimits:
 
 @dataclass
 class Promise:
-    """The memory promised to one claim. Owned by the KvMemory."""
+    """Memory promised to one claim. Owned by the KvMemory."""
 
     row: RowKv
     num_tokens: int
-    """Tokens for which memory is promised."""
+    """Number of tokens for which memory is promised."""
     num_bytes: KvBytes
 
 
 class KvMemory:
-    """All promises of memory in one group. Not thread-safe: guarded by its SlotTable's lock."""
+    """KV memory of one group, and all promises of it. Not thread-safe: guarded by its SlotTable's lock."""
 
     def __init__(self, residency: Residency, shape: KvShape, limits: MemoryLimits, growth_tokens: int) -> None:
-        """`growth_tokens`: tokens of growth that a new row is promised beyond those it has."""
+        """`growth_tokens`: number of tokens that a new sequence is promised beyond those it has."""
         self.residency = residency
         self.shape = shape
         self.limits = limits
@@ -60,15 +61,16 @@ class KvMemory:
 
     @property
     def num_bytes_free(self) -> int:
-        """Return the bytes at home that are promised to no claim."""
+        """Return the bytes of `kv_bytes` that are promised to no claim."""
         return self.limits.kv_bytes - self.promised.home
 
     def need(self, num_tokens: int, capacity_tokens: int, num_choices: int = 1) -> KvBytes:
-        """Return the bytes that `num_choices` new rows of `num_tokens` tokens are promised at first, with growth."""
+        """Return the bytes that `num_choices` new sequences of `num_tokens` tokens each are promised at first,
+        including growth."""
         return self.residency.bytes_for(self._first_tokens(num_tokens, capacity_tokens)) * num_choices
 
     def check(self, num_tokens: int, capacity_tokens: int, num_choices: int) -> None:
-        """Raise InvalidArgumentError for rows that would not fit even if they were alone."""
+        """Raise InvalidArgumentError for a request whose sequences would not fit even if they were alone."""
         alone = self.residency.bytes_for(capacity_tokens)
         for need, what in (
             (alone, f"{capacity_tokens} tokens, prompt and max_tokens,"),
@@ -79,12 +81,12 @@ class KvMemory:
                 raise InvalidArgumentError(f"{what} take {_spelt(need)} of KV, and {limit}: {self._remedy(limit)}")
 
     def shortage(self, need: KvBytes, owed: KvBytes = _NOTHING) -> str:
-        """Return why `need` does not fit now while `owed` stays free; empty when it fits."""
+        """Return the reason why `need` does not fit now while `owed` stays free; empty when it fits."""
         limit = self.limits.exceeded_by(self.promised + owed + need)
         return f"{_spelt(need)} of KV do not fit in addition to {_spelt(self.promised)}, and {limit}" if limit else ""
 
     def promise(self, slots: Sequence[SlotId], num_tokens: int, capacity_tokens: int) -> list[Promise]:
-        """Promise memory for new claims, all or none; the caller has checked that there is room. Raises
+        """Promise memory for new claims, all or none. The caller has checked that `need` fits. Raises
         ResourceExhaustedError when the device has less memory than configured."""
         made: list[Promise] = []
         first_tokens = self._first_tokens(num_tokens, capacity_tokens)
@@ -101,7 +103,8 @@ class KvMemory:
         return made
 
     def extend(self, promise: Promise, num_tokens: int) -> bool:
-        """Extend a promise to `num_tokens` tokens in all. Return False, and change nothing, when there is no room."""
+        """Extend a promise to at least `num_tokens` tokens in total. Return False, and change nothing, when it does not
+        fit."""
         extents = -(-num_tokens // _EXTENT_TOKENS) * _EXTENT_TOKENS
         for wanted in (min(extents, len(promise.row.tokens)), num_tokens):
             num_bytes = self.residency.bytes_for(wanted)
@@ -112,7 +115,8 @@ class KvMemory:
         return False
 
     def give_back(self, promise: Promise) -> None:
-        """Release a claim's memory and its promise. The claim has ended, and no thread touches its memory any more."""
+        """Release a claim's memory and its promise. The claim must have ended, and no thread may use its memory any
+        more."""
         promise.row.release()
         self.promised -= promise.num_bytes
 

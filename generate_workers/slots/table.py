@@ -1,10 +1,14 @@
-"""The slots of a generation group: timed, fenced claims on rows of the batch, and the memory they hold.
+"""The slots of a generation group: timed, fenced claims on places in the batch, and the memory that they hold.
 
-`transport.kv_receiver` leases, pushes and commits through this table, a transport.kv_sink.KvSink, on the process's
-asyncio loop; `engine.core` occupies, activates, expires and releases on its thread; `prefixes` copy blocks in and
-answers out on theirs, and release what they have copied. One lock guards the bookkeeping (`claims`); it is held for
-that and, where KV is written at home, for one piece's copy, never while waiting. Pieces for a device with memory of its
-own go there by `landing`, without the lock.
+Callers by thread:
+
+- `transport.kv_receiver` leases, pushes and commits on the process's asyncio loop. For it the table is a
+  transport.kv_sink.KvSink.
+- `engine.core` occupies, activates, expires and releases slots on the engine's thread.
+- `prefixes` copies blocks in and answers out on its own threads, and releases slots whose answers it has copied.
+
+One lock guards the bookkeeping (`claims`). It is held for that and, where KV is written in place, for the copy of one
+piece, but never while waiting. `landing` copies pieces to a device with memory of its own, without the lock.
 """
 
 import asyncio
@@ -32,19 +36,19 @@ class SlotTable:
     """All slots of one generation group. Thread-safe."""
 
     def __init__(self, memory: KvMemory, clock: Clock, *, endpoint: str) -> None:
-        """`endpoint` is the host:port that leases name; the table owns `memory` from now on. Raises ConfigError when
-        the device's staging frames are too small for the model."""
+        """`endpoint`: host:port that leases name. The table takes ownership of `memory`. Raises ConfigError when the
+        device's staging frames are too small for the model."""
         self.max_slot_tokens = memory.shape.max_slot_tokens
         self.on_change: Callable[[], None] = _ignore
-        """Called after a claim begins, is committed, is renewed or ends, on the changing thread and without the lock.
-        Set once, by the engine, before the table is used. Must neither block nor raise."""
+        """Callback after a claim has begun, was committed, was renewed or has ended. It is called on the changing
+        thread, without the lock. The engine sets it once, before the table is used. Must neither block nor raise."""
         self.on_abandon: Callable[[LeaseRef], None] = _ignore
-        """Called by `abort`, without the lock, when the lease has become rows, which are to leave, or has ended. Set
-        once, by the engine. Must neither block nor raise."""
+        """Callback of `abort`, without the lock, for a lease that has ended or whose sequences are in the batch and
+        must leave it. The engine sets it once. Must neither block nor raise."""
         self.memory = memory
-        """KV memory of all slots; changed only under the table's lock."""
+        """KV memory of all slots. Changed only under the table's lock."""
         self.layout = memory.shape.layout
-        """Layout in which the slots store KV."""
+        """Layout of the KV in the slots."""
         self.num_slots = memory.shape.num_slots
         self._endpoint = endpoint
         self._clock = clock
@@ -53,14 +57,15 @@ class SlotTable:
         self._slots = self._claims.slots
         frames = memory.residency.frames
         self._landing = None if frames is None else Landing(frames, self.layout.row_bytes, self._note_landed)
-        """Way of pieces to a device with memory of its own; None: pieces are written in place."""
+        """Copier of pieces to a device with memory of its own. None: pieces are written in place."""
 
     # On the loop: the KvSink.
 
     def reserve(self, request: ReserveSpec, num_present_tokens: int = 0) -> Lease:
         """Lease a free slot, with memory for its tokens and some growth, and hold one for each further choice. The
-        caller writes the first `num_present_tokens`, then calls `complete_locally` if no rank pushes. Raises
-        ResourceExhaustedError when slots or memory are short, InvalidArgumentError for a field out of range."""
+        caller writes the KV of the first `num_present_tokens` tokens, and then calls `complete_locally` if no rank
+        pushes. Raises ResourceExhaustedError when slots or memory are short, InvalidArgumentError for a field out of
+        range."""
         with self._changing():
             claim = self._claims.reserve(request, num_present_tokens)
         owner = request.request_id, request.attempt
@@ -72,8 +77,9 @@ class SlotTable:
             self._claims.room(request)
 
     def begin_with(self, ref: LeaseRef, names: Sequence[str], block_tokens: int) -> int:
-        """Begin a new lease, into which nothing was written, with those leading blocks that rows share; return their
-        tokens. The caller writes the others. Raises StaleStampError or LeaseExpiredError when the lease has ended."""
+        """Begin a new, empty lease with the leading blocks that the policy shares between sequences. Return their
+        number of tokens; the caller writes the other blocks. Raises StaleStampError or LeaseExpiredError when the lease
+        has ended."""
         with self._changing():
             claim = self._claims.present(ref)
             row = claim.memory.row
@@ -84,22 +90,24 @@ class SlotTable:
             return num_tokens
 
     def keep_prefix(self, ref: LeaseRef, names: Sequence[str], block_tokens: int) -> None:
-        """Leave a slot's first blocks, which are written, to rows that begin alike, if the policy shares any. Raises
-        StaleStampError or LeaseExpiredError when the lease has ended."""
+        """Share a slot's first blocks, which must be written, with sequences of the same prefix, if the policy supports
+        that. Raises StaleStampError or LeaseExpiredError when the lease has ended."""
         with self._changing():
             row = self._claims.present(ref).memory.row
             if isinstance(row, SharesPrefixes):
                 row.keep(names, block_tokens)
 
     def renew(self, ref: LeaseRef, ttl_s: float) -> None:
-        """Let the lease live `ttl_s` seconds from now; raise StaleStampError or LeaseExpiredError when it has ended."""
+        """Set the lease's time to live to `ttl_s` seconds from now. Raises InvalidArgumentError for a bad `ttl_s`,
+        StaleStampError or LeaseExpiredError when the lease has ended."""
         with self._changing():
             self._claims.renew(ref, ttl_s)
 
     @contextmanager
     def open_push(self, ref: LeaseRef) -> Iterator[SlotWriter]:
-        """Renew the lease and count a writer until exit: the slot is not claimed anew before its last writer leaves and
-        what it took over has landed. Exiting does not wait for that: see SlotWriter."""
+        """Renew the lease and count a writer until exit. The slot is not claimed again before its last writer has left
+        and all pieces have landed. Exiting does not wait for them: see SlotWriter. Raises StaleStampError or
+        LeaseExpiredError when the lease has ended."""
         with self._changing():
             claim = self._claims.present(ref)
             self._claims.touch(claim)
@@ -110,11 +118,11 @@ class SlotTable:
             self._leave(claim)
 
     async def commit(self, ref: LeaseRef, firsts: Sequence[SampledToken], wait_s: float = math.inf) -> int:
-        """Complete the lease with each choice's first token, once every byte is in; return the bytes of its tokens.
-        Waits for missing bytes at most `wait_s` seconds and at most until the lease expires, then raises
-        IncompletePushError that names the first missing range. Idempotent for the same tokens; others raise LeaseError.
-        A lease that was aborted meanwhile raises StaleStampError, one whose piece could not be copied TransferError. A
-        cancelled wait changes nothing."""
+        """Commit the lease with each choice's first token, once all KV is in place. Return the bytes of its tokens' KV.
+        Waits for missing KV at most `wait_s` seconds and at most until the lease expires, then raises
+        IncompletePushError, which names the first missing range. Idempotent for the same tokens; other tokens raise
+        LeaseError. Raises StaleStampError for a lease that was aborted meanwhile, TransferError if a piece could not be
+        copied to the device. A cancelled wait changes nothing."""
         with self._changing():
             claim = self._claims.present(ref)
         give_up_s = self._clock.now_s() + wait_s
@@ -133,14 +141,14 @@ class SlotTable:
         return claim.num_tokens * self.layout.token_bytes
 
     def complete_locally(self, ref: LeaseRef) -> None:
-        """Commit a lease whose copied blocks are all in; its row computes the rest. Any thread. Raises StaleStampError
-        or LeaseExpiredError when the lease has ended."""
+        """Commit a lease whose copied blocks are all in place. The engine computes the rest of its prompt. Any thread.
+        Raises StaleStampError or LeaseExpiredError when the lease has ended."""
         with self._changing():
             self._claims.complete_locally(ref)
 
     def abort(self, ref: LeaseRef) -> None:
-        """End the lease: the slot is free once its last writer has left. If the lease has become rows, report it to
-        `on_abandon` instead. Idempotent; a stale stamp changes no slot."""
+        """End the lease: the slot is free once its last writer has left. If the lease was activated, call `on_abandon`
+        instead. Idempotent. A stale stamp changes no slot, and also calls `on_abandon`."""
         with self._changing():
             slot = self._claims.find(ref)
             if slot is not None and slot.state is not SlotState.ACTIVE:
@@ -152,14 +160,15 @@ class SlotTable:
     # On the engine's thread.
 
     def occupy(self, num_tokens: int, capacity_tokens: int, num_choices: int = 1) -> list[Seat] | None:
-        """Claim slots for rows of `num_tokens` tokens, all computed here; None when too few slots or too little memory
-        is free. Raises ResourceExhaustedError when the device has less memory than configured."""
+        """Claim slots for `num_choices` sequences of `num_tokens` tokens each, all computed by this engine. None when
+        too few slots or too little memory is free. Raises ResourceExhaustedError when the device has less memory than
+        configured."""
         with self._changing():
             return self._claims.occupy(num_tokens, capacity_tokens, num_choices)
 
     def extend(self, slot: SlotId, num_tokens: int) -> KvBytes | None:
-        """Promise an active row memory for `num_tokens` tokens; return the bytes that it needs beyond its promise when
-        there is no room now, else None."""
+        """Promise an active sequence memory for `num_tokens` tokens in total. Return None if that succeeds, else the
+        bytes that it needs beyond its promise."""
         claim = self._slots[slot].claim
         assert claim is not None
         if num_tokens <= claim.memory.num_tokens:
@@ -170,18 +179,20 @@ class SlotTable:
         return self.memory.residency.bytes_for(num_tokens) - claim.memory.num_bytes
 
     def owe(self, num_slots: int, num_bytes: KvBytes) -> None:
-        """Reserve slots and memory for rows that wait to resume or to grow: new leases leave that much free."""
+        """Reserve slots and memory for sequences that wait to resume or to grow. New leases leave that much free."""
         with self._lock:
             self._claims.num_owed, self._claims.owed = num_slots, num_bytes
 
     def activate(self, ref: LeaseRef) -> list[Seat] | None:
-        """Turn a committed lease into rows, one per choice; only the first has the KV. None before the commit. Raises
-        LeaseError when it has its rows already, StaleStampError or LeaseExpiredError when it has ended."""
+        """Activate a committed lease: return one seat per choice, of which only the first has the KV. None before the
+        commit. Raises LeaseError when it was activated before, StaleStampError or LeaseExpiredError when it has
+        ended."""
         with self._changing():
             return self._claims.activate(ref)
 
     def open_read(self, ref: LeaseRef) -> SlotReader:
-        """Count a reader of an active slot in, until the reader closes. Its row must write nothing more."""
+        """Return a reader of an active slot, which counts until it is closed. The slot's sequence must write no more
+        KV."""
         with self._changing():
             slot = self._claims.active(ref)
             assert slot.claim is not None
@@ -189,33 +200,35 @@ class SlotTable:
             return SlotReader(slot.claim, self.leased_tokens, self._leave)
 
     def release(self, ref: LeaseRef) -> None:
-        """Free the slot of a row that runs or has ended; the row must not touch its memory again. Any thread."""
+        """Free the slot of a sequence that runs or has ended. The sequence must not use its memory again. Any
+        thread."""
         with self._changing():
             self._claims.active(ref).end()
             self._claims.changed = True
 
     def leased_tokens(self, ref: LeaseRef) -> int:
-        """Return how many tokens this lease is for; raise StaleStampError or LeaseExpiredError when it has ended."""
+        """Return the number of tokens that the lease is for. Raises StaleStampError or LeaseExpiredError when it has
+        ended."""
         with self._changing():
             return self._claims.present(ref).num_tokens
 
     def expire(self) -> None:
-        """End every lease whose deadline has passed, including committed leases that were not activated."""
+        """End every lease whose deadline has passed, including committed ones that were not activated."""
         with self._changing():
             self._claims.expire()
 
     def next_deadline_s(self) -> float:
-        """Return when the next lease expires as things stand (Clock.now_s()); infinity for never."""
+        """Return the earliest deadline of a lease (Clock.now_s()); infinity without a lease."""
         with self._lock:
             return self._claims.next_deadline_s()
 
     def ledger(self) -> SlotLedger:
-        """Return a snapshot of what is held now. Any thread."""
+        """Return a snapshot of the slots and their memory. Any thread."""
         with self._lock:
             return SlotLedger.of(self._slots, self.memory)
 
     def rest(self) -> None:
-        """Wait for pieces on their way to the device, and end the thread that brings them. Idempotent."""
+        """Wait for pieces on their way to the device, and end the landing's thread. Idempotent."""
         if self._landing is not None:
             self._landing.rest()
 
@@ -226,7 +239,7 @@ class SlotTable:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Hold the lock; after releasing it call `on_change` if anything changed, even if the block raised."""
+        """Hold the lock. After releasing it, call `on_change` if a claim has changed, even if the block raised."""
         changed = False
         try:
             with self._lock:
@@ -246,7 +259,7 @@ class SlotTable:
             if is_new:
                 try:
                     claim.memory.row.write(layer, tokens, data).result()
-                except BaseException:  # marked present but not written: this claim must never be committed
+                except BaseException:  # recorded as received but not written: this claim must never be committed
                     self._slots[claim.ref.slot].end()
                     self._claims.changed = True
                     raise
@@ -256,7 +269,8 @@ class SlotTable:
             return is_new
 
     def _expect(self, claim: Claim, layer: int, tokens: TokenRange, parts: Sequence[TokenRange]) -> bool:
-        """Note a piece as present, and each part of it as a writer inside, until `_note_landed` is called for it."""
+        """Record a piece as received, and each part of it as a writer inside until `_note_landed` is called for it.
+        Return False for a piece that was received before."""
         with self._changing():
             _check_failure(claim)
             self._claims.present(claim.ref)
@@ -268,7 +282,7 @@ class SlotTable:
             return is_new
 
     def _note_landed(self, piece: FramedPiece, failure: str) -> None:
-        """Count a part as in its place. End the claim of one that could not be copied: its piece is noted as present,
+        """Record a part as in place. End the claim if the part could not be copied: its piece is recorded as received,
         so the claim must never be committed."""
         claim = piece.claim
         with self._changing():
@@ -298,7 +312,7 @@ class SlotTable:
             return claim.coverage.first_missing() or min(claim.landing, default=None)
 
     async def _wait(self, claim: Claim, timeout_s: float) -> None:
-        """Wait until every byte is in, the claim has ended, or the time is up."""
+        """Wait until all KV is in place, the claim has ended, or the time is up."""
         waiter = Future[None]()
         with self._lock:
             if claim.is_whole or self._claims.find(claim.ref) is None:
@@ -319,4 +333,4 @@ def _check_failure(claim: Claim) -> None:
 
 
 def _ignore(*_what: object) -> None:
-    """Do nothing: no listener is set yet."""
+    """Do nothing, since no listener is set yet."""
