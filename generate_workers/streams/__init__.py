@@ -1,1 +1,1 @@
-"""Deliver the events of streams, and keep streams for readers that come back."""
+"""Delivery of streams' events, and streams kept for readers that reconnect."""

@@ -1,9 +1,9 @@
-"""Streams as their readers see them: a log of events that outlives a lost call, and may be taken over by another.
+"""Streams as their readers see them: logs of events that outlive a lost call and can be taken over by another call.
 
-`engine.core` writes the events, the `shared_reader` of one call reads them. When the call is lost, as it is when the
-orchestrator dies, the stream runs on for `keep_s` seconds, so that the next orchestrator finds it: also one that has
-ended, unless its reader has said that it has the end. When the orchestrator gives a request up, it sends `Cancel`, and
-the stream ends at once. Runs on the asyncio loop.
+`engine.core` writes the events, and the `shared_reader` of one call reads them. When the call is lost, for example
+because the orchestrator dies, the stream is kept for `keep_s` seconds, so that the next orchestrator finds it. This
+includes an ended stream, unless its reader has confirmed the end. When the orchestrator abandons a request, it sends
+`Cancel`, and the stream ends at once. Runs on the asyncio loop.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from modeling.prefix_store.store import Filled
 
 @dataclass(eq=False)
 class OpenStream:
-    """One stream: its request and the events that it has emitted so far."""
+    """An open stream: its request and the events that it has emitted so far."""
 
     request: GenerationRequest
     number: StreamNumber
@@ -33,22 +33,22 @@ class OpenStream:
     ticket: Ticket = field(init=False)
     events: list[TokenEvent] = field(default_factory=list)
     num_open: int = 0
-    """Choices that have not ended."""
+    """Number of choices that have not ended."""
     answers: StreamAnswers | None = None
-    """Its answers, if they are to be stored."""
+    """The stream's answers, if they are to be stored; else None."""
     filled: Filled | None = None
-    """Blocks stored of the answers: the stream's last message, if they are to be stored."""
+    """Stored blocks of the answers, which are the stream's last message; None before, and if none are to be stored."""
     expiry: asyncio.TimerHandle | None = None
-    """Timer that ends the stream; runs while no call reads it."""
+    """Timer that ends the stream. It runs while no call reads the stream."""
     on_message: Callable[[], None] | None = None
-    """Called after each message that came; set by the call that reads the stream."""
+    """Callback after each new message, set by the call that reads the stream."""
     _num_known: Sequence[int] = ()
-    """Tokens of each choice that the reader had before it began."""
+    """Number of tokens of each choice that the reader had before it began to read."""
     _num_read: int = 0
-    """Events that the reader has been given or did not need."""
+    """Number of events that the reader has received or did not need."""
 
     def take(self, message: TokenEvent | Filled) -> None:
-        """Add the next event to the log, or note which blocks of the answers were stored."""
+        """Add the next event to the log, or record the stored blocks of the answers."""
         if isinstance(message, Filled):
             self.filled = message
         else:
@@ -64,11 +64,12 @@ class OpenStream:
 
     @property
     def num_slots(self) -> int:
-        """Return how many slots it holds, or will: of choices that run, and of answers that are not stored yet."""
+        """Return the number of slots that the stream holds or will hold: of choices that have not ended, and of answers
+        that are not stored yet."""
         return self.num_open + (self.answers.num_held if self.answers is not None else 0)
 
     def is_about(self, request: GenerationRequest, outputs: Sequence[Sequence[int]]) -> bool:
-        """Return whether this stream serves `request` and each choice's output began with its item of `outputs`."""
+        """Return whether this stream serves `request`, and each choice's output begins with its item of `outputs`."""
         own = self.request
         if (own.request_id, own.prompt_ids, own.params) != (request.request_id, request.prompt_ids, request.params):
             return False
@@ -80,11 +81,11 @@ class OpenStream:
         return len(outputs) == len(known) and all(ids[: len(output)] == list(output) for ids, output in pairs)
 
     def rewind(self, num_known: Sequence[int]) -> None:
-        """Begin anew for a reader that has the first `num_known` tokens of each choice."""
+        """Restart the log for a reader that has the first `num_known` tokens of each choice."""
         self._num_known, self._num_read = num_known, 0
 
     def unread(self) -> Iterator[TokenEvent | Filled]:
-        """Yield what the reader has not been given yet: events, in order, and at the end what was stored."""
+        """Yield the messages that the reader has not received: events in order, and at the end the stored blocks."""
         while self._num_read < len(self.events):
             event = self.events[self._num_read]
             self._num_read += 1
@@ -97,7 +98,7 @@ class OpenStream:
 
 
 class OpenStreams:
-    """All streams of one engine. Used on the loop that it is made on."""
+    """All streams of one engine. Used on the loop on which it is made."""
 
     def __init__(self, engine: GenerationEngine, saver: AnswerSaver | None = None) -> None:
         """`saver` stores answers. None: they are not stored."""
@@ -112,8 +113,8 @@ class OpenStreams:
     def open(
         self, request: GenerationRequest, number: StreamNumber, keep_s: float, naming: BlockNaming | None = None
     ) -> OpenStream:
-        """Submit a request to the engine and open its stream; `naming` names the blocks of its answers, if they are to
-        be stored. Raises what `GenerationEngine.submit` raises."""
+        """Submit a request to the engine and open its stream. `naming`: names of its answers' blocks, if they are to be
+        stored. Raises what `GenerationEngine.submit` raises."""
         stream = OpenStream(request, number, keep_s, num_open=request.params.n)
         stream.rewind([0] * request.params.n)
         deliver = partial(self._deliver, stream)
@@ -126,8 +127,8 @@ class OpenStreams:
     def take_over(
         self, request: GenerationRequest, number: StreamNumber, outputs: Sequence[Sequence[int]]
     ) -> OpenStream:
-        """Return the request's stream that no call reads and whose outputs began with `outputs`, under its new number.
-        Raises NotFoundError when there is none."""
+        """Return the request's stream that no call reads and whose outputs begin with `outputs`, under the new
+        `number`. Raises NotFoundError when no such stream exists."""
         for stream in self._streams:
             if stream.expiry is not None and stream.is_about(request, outputs):
                 stream.expiry.cancel()
@@ -137,19 +138,20 @@ class OpenStreams:
         raise NotFoundError(f"request {request.request_id} has no stream here that could be taken over")
 
     def cancel(self, number: StreamNumber) -> None:
-        """End the stream of that number, if there is one."""
+        """End the stream of that number, if it exists."""
         for stream in [each for each in self._streams if each.number == number]:
             self.end(stream)
 
     def end(self, stream: OpenStream) -> None:
-        """Forget a stream, end it in the engine and give up what is not stored yet. Idempotent."""
+        """Forget a stream, end it in the engine, and drop its answers that are not stored yet. Idempotent."""
         self.forget(stream)
         self._engine.cancel(stream.ticket)
         if stream.answers is not None:
             stream.answers.cancel()
 
     def lose(self, stream: OpenStream) -> None:
-        """Keep a stream whose reader has gone for `keep_s` seconds if it has run; else end it."""
+        """Keep a stream whose reader was lost for `keep_s` seconds, if it has emitted an event other than an error.
+        Otherwise end it."""
         has_run = any(event.finish is not FinishReason.ERROR for event in stream.events)
         if stream in self._streams and stream.keep_s and has_run:
             stream.expiry = self._loop.call_later(stream.keep_s, self.end, stream)
@@ -157,14 +159,14 @@ class OpenStreams:
             self.end(stream)
 
     def forget(self, stream: OpenStream) -> None:
-        """Drop a stream whose reader says that it has all of it. Idempotent."""
+        """Drop a stream whose reader has confirmed its end. Idempotent."""
         if stream.expiry is not None:
             stream.expiry.cancel()
             stream.expiry = None
         self._streams.discard(stream)
 
     def kept(self) -> list[tuple[RequestId, int]]:
-        """Return `(request, slots held)` of each stream that no call reads."""
+        """Return `(request, number of slots held)` of each stream that no call reads."""
         return [(each.request.request_id, each.num_slots) for each in self._streams if each.expiry is not None]
 
     def close(self) -> None:
@@ -173,7 +175,8 @@ class OpenStreams:
             self.forget(stream)
 
     def _deliver(self, stream: OpenStream, message: TokenEvent | Filled) -> None:
-        """Hand over a message; any thread. A step's events share one wake-up of the loop, which is a system call."""
+        """Pass a message to the loop. Any thread. The events of a step share one wake-up of the loop, which is a system
+        call."""
         self._delivered.append((stream, message))
         if not self._wake_due:
             self._wake_due = True

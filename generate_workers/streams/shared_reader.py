@@ -1,9 +1,9 @@
-"""Many streams on one call: what their logs hold when the call can send leaves together, in one batch.
+"""Many streams on one call: all messages that their logs hold when the call can send are sent as one batch.
 
-`servicer` makes one for each Streams call, on the asyncio loop, and owns it. Rows of a batch get their tokens together,
-and one message per step costs its reader less than one per token. Events wait in the logs of their streams
-(`open_streams`) and nowhere else: a call that is slow to send is given more at a time. When it is lost, all its streams
-lose their reader, also those whose end was sent: a client that stopped may never have read it.
+`servicer` makes one reader for each Streams call, on the asyncio loop, and owns it. The sequences of a batch get their
+tokens together, and one message per step costs its reader less than one per token. Events wait only in the logs of
+their streams (`open_streams`), so a slow call sends larger batches. When the call is lost, all its streams lose their
+reader. This includes streams whose end was sent, because the client may not have read it.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class SharedReader(Generic[T]):
-    """The reader of all streams of one call."""
+    """Reader of all streams of one call."""
 
     def __init__(
         self,
@@ -32,23 +32,23 @@ class SharedReader(Generic[T]):
         encode: Callable[[StreamNumber, TokenEvent | Filled], T],
         encode_end: Callable[[StreamNumber, BatonError | None], T],
     ) -> None:
-        """`encode` makes the message of a stream's event, or raises the error that the stream is to end with;
-        `encode_end` makes the message of its end, with the error if it failed."""
+        """`encode` makes the message of a stream's event, or raises the error with which the stream then ends.
+        `encode_end` makes the message of a stream's end, with the error if the stream failed."""
         self._streams = streams
         self._encode = encode
         self._encode_end = encode_end
         self._reading: dict[StreamNumber, OpenStream] = {}
         self._ready: dict[StreamNumber, None] = {}
-        """Numbers of the streams whose logs may hold something unread, in the order in which it came."""
+        """Numbers of the streams whose logs may hold unread messages, in the order in which these arrived."""
         self._sent: dict[StreamNumber, OpenStream] = {}
-        """Streams whose end was sent, until the client leaves them."""
+        """Streams whose end was sent and which the client has not left yet."""
         self._refused: list[T] = []
         self._changed = asyncio.Event()
         self._is_complete = False
 
     def add(self, number: StreamNumber, open_stream: Callable[[], OpenStream]) -> None:
-        """Read the stream that `open_stream` returns until it ends, is left, or the call is lost. A number in use, and
-        whatever `open_stream` raises, is the end of the stream."""
+        """Read the stream that `open_stream` returns until it ends, is left, or the call is lost. If `number` is in use
+        or `open_stream` raises, the stream ends with that error."""
         try:
             if number in self._reading or number in self._sent:
                 raise InvalidArgumentError(f"number {number} is taken: use another number")
@@ -61,7 +61,7 @@ class SharedReader(Generic[T]):
         self._note(number)
 
     def leave(self, number: StreamNumber) -> None:
-        """Stop reading a stream whose client has gone, or drop one whose end the client has read. Idempotent."""
+        """Stop reading a stream that the client leaves, or drop one whose end the client has read. Idempotent."""
         if number in self._sent:
             self._streams.forget(self._sent.pop(number))
         elif number in self._reading:
@@ -78,7 +78,7 @@ class SharedReader(Generic[T]):
         self._changed.set()
 
     async def batches(self) -> AsyncGenerator[list[T], None]:
-        """Yield messages of what came since the last batch; return when all streams ended and no more will be added."""
+        """Yield the messages since the last batch. Return when all streams have ended and no more will be added."""
         while self._reading or self._refused or not self._is_complete:
             if batch := self._read():
                 yield batch
@@ -87,7 +87,7 @@ class SharedReader(Generic[T]):
                 await self._changed.wait()
 
     def close(self) -> None:
-        """Lose all streams that the client has not left, since their call is over. Idempotent."""
+        """Pass all streams that the client has not left to `OpenStreams.lose`, since their call is over. Idempotent."""
         for number in list(self._reading):
             self._streams.lose(self._drop(number))
         while self._sent:
@@ -105,7 +105,7 @@ class SharedReader(Generic[T]):
         return batch
 
     def _read_stream(self, number: StreamNumber, batch: list[T]) -> None:
-        """Add what a stream's log holds unread to the batch, and the stream's end if that is all."""
+        """Add the unread messages of a stream's log to the batch, and the stream's end if it is over."""
         stream, error = self._reading[number], None
         try:
             batch.extend(self._encode(number, event) for event in stream.unread())
@@ -126,8 +126,8 @@ class SharedReader(Generic[T]):
 
 
 def _known(number: StreamNumber, failure: Exception) -> BatonError:
-    """Return the error to tell a stream's client: the failure itself, or for a bug where to look for it."""
+    """Return the error to send to a stream's client: the failure itself, or for a bug one that points to the log."""
     if isinstance(failure, BatonError):
-        return failure.with_traceback(None)  # it outlives what its frames hold
+        return failure.with_traceback(None)  # the error outlives the objects that its frames hold
     logger.error("stream %d failed", number, exc_info=failure)
     return BatonError(f"stream {number} failed in the generation group: its log has the traceback")
