@@ -1,1 +1,1 @@
-"""Connect a group's slots with its node's store of cached KV blocks."""
+"""Copies between a group's slots and its node's store of cached KV blocks."""

@@ -1,14 +1,14 @@
-"""Saving answers: when a row has ended, its KV is copied from its slot to the node's prefix store, for later prompts.
+"""Saving answers: the KV of an ended sequence is copied from its slot to the node's prefix store, for later prompts.
 
-`engine.core` hands over each row of a stream that has ended, by the stream's RowEndHook, and knows nothing of it any
-more: the saver holds the row's slot and releases it. Whole blocks of prompt and output that the store lacks are copied,
-by a reader that the slot counts, on a thread of its own. The last token of an output has no KV, because no step ran it.
-Output tokens' KV comes from decode steps, which do not round as a prefill does: in bf16 a later prompt's tokens may
-differ from those of a cold start, as they may after a preemption.
+`engine.core` hands over each ended sequence by its stream's RowEndHook. The saver then holds the sequence's slot and
+releases it. It copies whole blocks of prompt and output that the store lacks, on a thread of its own, by a reader that
+the slot counts. The last token of an output has no KV, because no step ran it. Output tokens' KV comes from decode
+steps, which round differently from a prefill. So in bf16 a later prompt's tokens may differ from those of a cold start,
+as they may after a preemption.
 
-An answer is given up at once when its stream is cancelled, when the engine needs the memory or closes, when the store
-has no room, or when too many others wait. Half-written blocks are then dropped. Answers that go on to disk do so on
-another thread, which holds no slot.
+An answer is dropped at once when its stream is cancelled, when the engine needs the memory or closes, when the store
+is full, or when too many others wait. Half-written blocks are then dropped. Another thread copies stored answers to
+disk; it holds no slot.
 """
 
 import logging
@@ -29,17 +29,17 @@ from modeling.prefix_store.store import Filled, PrefixStore
 logger = logging.getLogger(__name__)
 
 _MAX_WAITING = 16
-"""Rows that may wait for the thread. Each holds a slot that a new row could have."""
+"""Number of answers that may wait for the thread. Each holds a slot that a new sequence could use."""
 _MAX_SINKING = 64
-"""Answers that may wait for the disk. Further ones go to disk only when they are stored anew."""
+"""Number of answers that may wait for the disk. Further ones go to disk only when they are stored again."""
 _MOST_TOKENS = 1024
-"""Tokens that are copied from a slot at once, unless a block has more: on a device a copy costs as much as hundreds of
-them, and takes memory of the host's."""
+"""Number of tokens that are copied from a slot at once, unless a block has more. Each copy from a device has a fixed
+cost, as much as hundreds of tokens, and takes host memory."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Answer:
-    """A row that has ended: its slot is held until its KV is stored or given up."""
+    """An ended sequence. Its slot is held until its KV is stored or dropped."""
 
     ref: LeaseRef
     reader: SlotReader
@@ -49,38 +49,39 @@ class _Answer:
 
 
 class StreamAnswers:
-    """The answers of one stream: a RowEndHook that saves them. Guarded by the saver's lock."""
+    """Answers of one stream: a RowEndHook that saves them. Guarded by the saver's lock."""
 
     def __init__(self, saver: "AnswerSaver", naming: BlockNaming, on_filled: Callable[[Filled], None]) -> None:
-        """`on_filled` is called once, on any thread, with the blocks stored, when the stream has ended and none of its
-        slots is held; it must neither block nor raise."""
+        """`on_filled` is called once, on any thread, with the stored blocks, when the stream has ended and none of its
+        slots is held. It must neither block nor raise."""
         self.naming = naming
         self.num_held = 0
-        """Slots of ended rows that are held until their KV is stored."""
+        """Number of slots of ended sequences that are held until their KV is stored."""
         self.filled = Filled()
         """Blocks stored so far."""
         self.is_over = False
-        """Whether no further row of the stream will end."""
+        """True once all sequences of the stream have ended."""
         self.on_filled = on_filled
         self._saver = saver
         self._is_cancelled = False
 
     def take_row(self, row: Row) -> bool:
-        """Take over an ended row's slot to save its answer; return False when it is not worth the slot."""
+        """Take over an ended sequence's slot to save its answer. Return False if the stream is cancelled, the saver is
+        closed, or too many answers wait."""
         return not self._is_cancelled and self._saver.save(row, self)
 
     def stream_ended(self) -> None:
-        """Report what was stored as soon as every answer taken is stored or given up."""
+        """Report the stored blocks as soon as every answer taken is stored or dropped."""
         self._saver.end(self)
 
     def cancel(self) -> None:
-        """Give up the answers that are not stored yet, and take no more. Any thread; idempotent."""
+        """Drop the answers that are not stored yet, and take no more. Any thread; idempotent."""
         self._is_cancelled = True
         self._saver.give_up(self)
 
 
 class AnswerSaver:
-    """Saves the answers of one group. Any thread may call it."""
+    """Saver of the answers of one group. Any thread may call it."""
 
     def __init__(self, slots: SlotTable, store: PrefixStore) -> None:
         self.num_bytes_stored = 0
@@ -90,15 +91,15 @@ class AnswerSaver:
         self._lock = threading.Lock()
         """Guards `_held`, `_is_closed` and all StreamAnswers. Never held while the slots' lock is taken."""
         self._held: dict[_Answer, Future[None]] = {}
-        """Answers whose slots are held; a thread that removes one releases its slot."""
+        """Answers whose slots are held. The thread that removes one releases its slot."""
         self._is_closed = False
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="answer-saver")
         self._sinker = ThreadPoolExecutor(1, thread_name_prefix="answer-sinker")
         self._may_sink = threading.BoundedSemaphore(_MAX_SINKING)
 
     def save(self, row: Row, stream: StreamAnswers) -> bool:
-        """Take over the slot of an ended row of `stream` and queue its answer; return False when too many answers wait
-        for another to be worth its slot, or the saver is closed. On the engine's thread."""
+        """Take over the slot of an ended sequence of `stream` and queue its answer. Return False when too many answers
+        wait, or the saver is closed. On the engine's thread."""
         token_ids = tuple(row.token_ids[:-1])  # the last token has no KV
         answer = _Answer(row.ref, self._slots.open_read(row.ref), token_ids, stream)
         with self._lock:
@@ -110,7 +111,7 @@ class AnswerSaver:
         return is_worth_it
 
     def end(self, stream: StreamAnswers) -> None:
-        """Note that a stream has ended, and report what was stored if none of its slots is held."""
+        """Note that a stream has ended, and report its stored blocks if none of its slots is held."""
         with self._lock:
             stream.is_over = True
             is_complete = not stream.num_held
@@ -118,8 +119,8 @@ class AnswerSaver:
             stream.on_filled(stream.filled)
 
     def give_up(self, stream: StreamAnswers | None = None) -> bool:
-        """Release the slots of the answers that are not stored yet, of one stream or of all; return whether there were
-        any. The copy that runs ends as soon as it notices, and its slot is free then."""
+        """Drop the answers that are not stored yet, of one stream or of all, and release their slots. Return whether
+        there were any. A running copy ends soon after, and only then its slot is free."""
         with self._lock:
             given_up = [each for each in self._held if stream in (None, each.stream)]
         for answer in given_up:
@@ -127,7 +128,8 @@ class AnswerSaver:
         return bool(given_up)
 
     def close(self) -> None:
-        """Give up all answers and end the threads. Answers that wait for the disk do not go there. Idempotent."""
+        """Drop all answers that are not stored yet, and end the threads. Blocks for running copies. Answers that wait
+        for the disk are not written. Idempotent."""
         with self._lock:
             self._is_closed = True
         self.give_up()
@@ -135,7 +137,8 @@ class AnswerSaver:
         self._sinker.shutdown(cancel_futures=True)
 
     def _release(self, answer: _Answer, filled: Filled) -> None:
-        """Release an answer's slot, unless it was given up; report what was stored if it was the stream's last slot."""
+        """Release an answer's slot, unless it was dropped before. Report the stored blocks if it was the stream's last
+        slot."""
         stream = answer.stream
         with self._lock:
             saving = self._held.pop(answer, None)
@@ -155,7 +158,7 @@ class AnswerSaver:
         filled = Filled()
         try:
             filled = self._copy(answer)
-        except (BatonError, OSError) as error:  # the row was released, or the folder is gone
+        except (BatonError, OSError) as error:  # the slot was released, or the folder does not exist any more
             logger.info("an answer is not kept: %s", error)
         except Exception:
             logger.exception("an answer is not kept")
@@ -192,7 +195,7 @@ class AnswerSaver:
         return room.filled(blocks.names)
 
     def _sink(self, filled: Filled, block_tokens: int) -> None:
-        """Copy stored blocks to disk. Evicted blocks are not reported: a lookup finds them gone."""
+        """Copy stored blocks to disk. Blocks evicted meanwhile are not reported; a later lookup misses them."""
         try:
             self._store.sink(filled.stored, TokenRange(0, len(filled.stored) * block_tokens), block_tokens)
         except (BatonError, OSError) as error:
@@ -204,7 +207,7 @@ class AnswerSaver:
 
 
 def _adjoining(writers: Sequence[BlockWriter]) -> Iterator[list[BlockWriter]]:
-    """Yield all writers, those of blocks that follow each other together, up to `_MOST_TOKENS` tokens."""
+    """Yield all writers in groups of consecutive blocks, of at most `_MOST_TOKENS` tokens unless a block has more."""
     together: list[BlockWriter] = []
     for writer in writers:
         if together and (

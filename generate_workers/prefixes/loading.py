@@ -1,10 +1,10 @@
 """Leases that begin with blocks of the node's prefix store, which are copied into the slot instead of pushed.
 
-A transport.kv_sink.KvPrefixes, called by `transport.kv_receiver`; it leases from `slots.table`. Blocks are opened, and
-so locked, before the lease says that they are present. They are copied while the prefill runs, by one more writer of
-the slot, which commit waits for as for any other. Opening and copying have threads of their own, which wait for a disk
-for seconds at most (`modeling.prefix_store.disk_tier`). The engine's thread has no part in either, nor have heartbeats:
-they use the loop's pool and tell the disk's last count.
+The loader is a transport.kv_sink.KvPrefixes, called by `transport.kv_receiver`; it leases from `slots.table`. Blocks
+are opened, and so locked, before the lease reports them as present. They are copied while the prefill runs, by a writer
+of the slot, for which commit waits as for any other. Opening and copying have threads of their own, which wait for a
+disk for seconds at most (`modeling.prefix_store.disk_tier`). They block neither the engine's thread nor heartbeats,
+which use the loop's thread pool and report the disk's latest count.
 """
 
 import asyncio
@@ -23,15 +23,17 @@ logger = logging.getLogger(__name__)
 
 
 _NUM_THREADS = 2
-"""Threads that copy blocks, and as many that open them; more would share the same bandwidth of memory or disk."""
+"""Number of threads that copy blocks, and of threads that open them. More would share the same bandwidth of memory or
+disk."""
 
 
 class PrefixLoader:
-    """Reserves slots of one group with the blocks that their prompts begin with. Used on the loop."""
+    """Reserver of slots that begin with cached blocks of their prompts. Used on the loop."""
 
     def __init__(self, slots: SlotTable, store: PrefixStore) -> None:
         self.num_bytes_read = 0
-        """Bytes of cached blocks that slots have begun with so far, those in pages of other rows included."""
+        """Total bytes of cached blocks with which slots have begun, including blocks in pages shared with other
+        sequences."""
         self.num_disk_bytes_read = 0
         """Part of `num_bytes_read` that was read from disk."""
         self._slots = slots
@@ -41,10 +43,10 @@ class PrefixLoader:
         self._opening = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="prefix-opener")
 
     async def reserve(self, request: ReserveSpec) -> Lease:
-        """Open the longest leading run of the request's blocks, lease a slot, and begin to copy them; return the lease.
-        The lease says how many tokens are present. A lease for local prefill is committed when its blocks are in.
-        Raises what `SlotTable.reserve` raises, without reading a disk when there is no room (such a request is repeated
-        until there is), and InvalidArgumentError for a bad block name."""
+        """Open the longest leading run of the request's blocks, lease a slot, and begin to copy them. Return the lease,
+        which has the number of tokens present. A lease for local prefill is committed when its blocks are in place.
+        Raises InvalidArgumentError for a bad block name, and what `SlotTable.reserve` raises. If slots or memory are
+        short, it raises before it reads a disk, because such a request is retried."""
         self._slots.check_room(request)
         found = await self._open(request)
         lease = self._slots.reserve(request, len(found.blocks) * request.block_tokens)
@@ -59,21 +61,21 @@ class PrefixLoader:
         return lease
 
     async def close(self) -> None:
-        """Return when no block is being opened and no slot written. Waits for running copies and disk reads."""
+        """End the threads. Waits for running copies and disk reads."""
         await asyncio.to_thread(self._opening.shutdown, cancel_futures=True)
         await asyncio.gather(*self._loads)
         self._copying.shutdown()
 
     async def _open(self, request: ReserveSpec) -> Leading:
-        """Open the request's leading blocks on a thread; return at once, without a thread, when it names none."""
+        """Open the request's leading blocks on a thread. Return at once, without a thread, when it names none."""
         if not request.prefix_blocks:
             return Leading((), 0)
         opening = partial(self._store.open_leading, request.prefix_blocks, request.block_tokens)
         return await asyncio.get_running_loop().run_in_executor(self._opening, opening)
 
     async def _load(self, lease: Lease, blocks: tuple[KvBuffer, ...], num_shared: int, request: ReserveSpec) -> None:
-        """Copy blocks into the lease's slot, but for its first `num_shared` tokens, and commit a lease for local
-        prefill. Aborts the lease when a copy fails."""
+        """Copy blocks into the lease's slot, except its first `num_shared` tokens. Then commit a lease for local
+        prefill. Abort the lease when a copy fails."""
         try:
             missing = tuple(block for block in blocks if block.tokens.start >= num_shared)
             if missing:
