@@ -1,1 +1,1 @@
-"""Speculative decoding: cheap drafts of the next tokens, verified by one step of the model over the full KV."""
+"""Speculative decoding: cheap drafts of the next tokens, verified by one step of the model over all KV."""

@@ -1,8 +1,8 @@
-"""How often a source's drafts are accepted, for each row and for all: what rounds are planned by.
+"""Estimates of how often a source's drafts are accepted, per sequence and for all sequences, for planning rounds.
 
-A row's estimate follows its own drafts of a kind, the latest most, and begins as that of all rows. It is the
-probability that a draft is accepted when all before it were: accepted drafts, divided by them and the drafts at which a
-round stopped.
+A sequence's estimate follows its own drafts of a kind, with most weight on the latest, and begins as that of all
+sequences. It is the probability that a draft is accepted if all drafts before it were: the number of accepted drafts,
+divided by that number plus the number of drafts at which a round stopped.
 """
 
 from collections import defaultdict
@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from generate_workers.engine.rows import Row
 
 _KEPT_SHARE = 0.95
-"""Part of a count that is left after another round."""
+"""Part of a count that is kept after a further round."""
 _FORGOTTEN_SHARE = 0.01
-"""Part of a count that is gone after a round without drafts of its kind."""
+"""Part of a count that is lost in each round, with or without drafts of its kind."""
 _PRIOR_DRAFTS = 4.0
-"""Drafts that the estimate of all rows counts as, in a row's own."""
+"""Number of drafts as which the estimate of all sequences counts in a sequence's own."""
 
 
 @dataclass
 class _Count:
-    """Drafts that were accepted and rejected, the latest counted most."""
+    """Decaying counts of accepted and rejected drafts."""
 
     num_accepted: float = 0.0
     num_rejected: float = 0.0
@@ -36,37 +36,39 @@ class _Count:
         self.num_rejected *= kept_share
 
     def share(self, prior: float) -> float:
-        """Return the part of the drafts that were accepted, beginning at `prior`."""
+        """Return the accepted part of the drafts; `prior` if there were none."""
         total = self.num_accepted + self.num_rejected + _PRIOR_DRAFTS
         return (self.num_accepted + _PRIOR_DRAFTS * prior) / total
 
 
 @dataclass
 class Acceptances:
-    """The estimates of one source of drafts."""
+    """Acceptance estimates of one draft source."""
 
     expected: Mapping[int, float]
-    """Kinds of drafts, each with the estimate of all rows before any draft."""
+    """Initial estimate by kind of drafts."""
     _all: defaultdict[int, _Count] = field(default_factory=lambda: defaultdict(_Count))
-    """Drafts of all rows, by kind."""
+    """Counts of all sequences' drafts, by kind."""
     _rows: defaultdict[Row, defaultdict[int, _Count]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(_Count))
     )
 
     def of(self, row: Row, kind: int = 0) -> float:
-        """Return the probability that the row's next draft is accepted, if it is of that kind. Called once a round:
-        what was seen counts a little less each time, so that a kind that did not pay is tried again in the end."""
+        """Return the probability that the sequence's next draft of that kind is accepted. To be called once per round:
+        each call makes past drafts count a little less, so that a kind with few accepted drafts is tried again after a
+        while."""
         self._all[kind].fade(1 - _FORGOTTEN_SHARE / 16)
         self._rows[row][kind].fade(1 - _FORGOTTEN_SHARE)
         return self._rows[row][kind].share(self._all[kind].share(self.expected[kind]))
 
     def took(self, row: Row, num_accepted: int, num_drafts: int, kind: int = 0) -> None:
-        """Note that of a row's drafts these first ones were accepted; the row may have ended with them."""
+        """Record that the first `num_accepted` of a sequence's `num_drafts` drafts were accepted. The sequence may have
+        ended with them."""
         num_rejected = int(num_accepted < num_drafts)
         if row.seat is not None:
             self._rows[row][kind].add(num_accepted, num_rejected, _KEPT_SHARE)
         self._all[kind].add(num_accepted, num_rejected, 1 - (1 - _KEPT_SHARE) / 16)
 
     def forget(self, row: Row) -> None:
-        """Drop what is kept of a row."""
+        """Drop the counts of a sequence."""
         self._rows.pop(row, None)

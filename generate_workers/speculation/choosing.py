@@ -1,6 +1,7 @@
-"""What draft views that choose keys share: the best keys by their scores, and turns that choose.
+"""Common parts of draft views that select keys: the best keys by their scores, and turns that select.
 
-Engine's thread. B rows of one new token, N heads, G kv heads, H head dim, S keys, K picks at most.
+Engine's thread. Shape suffixes: B sequences of one new token, N heads, G kv heads, H head dim, S keys, K selected keys
+at most.
 """
 
 import math
@@ -13,12 +14,12 @@ from torch import Tensor
 from modeling.forward.selection import Picks
 
 Choose = Callable[[int, Tensor], Picks | None]
-"""(layer, q_BNH) -> the keys that each row of a draft step attends to in the layer; None: all keys."""
+"""Function (layer, q_BNH) -> keys that each sequence of a draft step attends to in the layer; None: all keys."""
 
 
 @dataclass(frozen=True)
 class ChoosingTurns:
-    """LayerTurns of a draft step whose rows choose each layer's keys by that layer's queries."""
+    """LayerTurns of a draft step that selects each layer's keys by that layer's queries."""
 
     choose: Choose
 
@@ -26,7 +27,7 @@ class ChoosingTurns:
         """Do nothing: all keys are in place."""
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
-        """Return the keys that the rows choose, which are all of the step's tokens."""
+        """Return the selected keys. Each token of the step is one sequence."""
         return self.choose(layer, q_TNH)
 
     def end(self, layer: int) -> None:
@@ -34,8 +35,8 @@ class ChoosingTurns:
 
 
 def top_keys(scores_GS: Tensor, num_keys: int) -> Tensor:
-    """Return the `num_keys` keys with the largest scores of each kv head, ascending, as int32 `[G, num_keys]`; of equal
-    scores the earlier key. A score that is NaN counts below all numbers. `num_keys` is at most S."""
+    """Return each kv head's `num_keys` keys with the largest scores, in ascending order, int32 `[G, num_keys]`. Among
+    equal scores the earlier key is taken. NaN counts as less than any number. `num_keys` is at most S."""
     if not num_keys:
         return torch.empty(len(scores_GS), 0, dtype=torch.int32)
     scores_GS = scores_GS.nan_to_num(-math.inf, math.inf, -math.inf)
@@ -47,8 +48,8 @@ def top_keys(scores_GS: Tensor, num_keys: int) -> Tensor:
 
 
 def by_kv_head(q_TNH: Tensor, num_kv_heads: int) -> Tensor:
-    """Return queries times 1 / sqrt(H), in fp32, by the kv head that they share: `[G, J, T, H]` for J heads each. Their
-    products with keys are what a softmax takes."""
+    """Return queries times 1 / sqrt(H), grouped by the kv head that they share: fp32 `[G, J, T, H]` for J heads each.
+    Their products with keys are the softmax's inputs."""
     num_tokens, _, head_dim = q_TNH.shape
     q_TGJH = q_TNH.float().mul(head_dim**-0.5).view(num_tokens, num_kv_heads, -1, head_dim)
     return q_TGJH.permute(1, 2, 0, 3)

@@ -1,16 +1,16 @@
-"""Drafts by a second, smaller model with the same tokenizer, over KV of its own: each row's first and latest keys.
+"""Drafts by a second, smaller model with the same tokenizer, over its own KV of each sequence's first and latest keys.
 
-The small model keeps, for each row, the KV of the first tokens and of the latest `draft_keys` (StreamingLLM; Xiao et
-al., 2023), so that its memory and its steps' time do not grow with the context. When a row is first drafted for, only
-those tokens are run through the small model, at their true positions. The tokens between are never attended to, so
-they are never computed: the small model knows less than it would after a whole prefill. That changes what is drafted,
-never what is accepted into the text.
+For each sequence the small model keeps the KV of some first and the latest tokens, `draft_keys` in total (StreamingLLM;
+Xiao et al., 2023), so that its memory and its steps' time do not grow with the context. Before a sequence's first
+drafts, only those tokens are run through the small model, at their true positions. The tokens between are never
+attended to, so they are not computed: the small model has less context than after a whole prefill. That changes the
+drafts. It never changes which tokens verification accepts into the text.
 
-Later each round takes in the accepted tokens that the small model has not seen. Drafts that it ran itself and that
-were accepted are there already; KV of others is overwritten. It never ran a round's last draft, so when all drafts were
-accepted the next round's first step runs two tokens of the row.
+Later, each round runs the accepted tokens that the small model has not run. The KV of accepted drafts that it ran is
+already in place; the KV of other drafts is overwritten. The small model never runs a round's last draft, so when all
+drafts were accepted, the next round's first step runs two tokens of the sequence.
 
-`speculator` calls this on the engine's thread. R rows of a step, T tokens, V vocabulary.
+`speculator` calls this on the engine's thread. Shape suffixes: R sequences of a step, T tokens, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -32,18 +32,19 @@ from modeling.forward.decoder import Decoder
 
 @dataclass
 class _RowState:
-    """The small model's KV of one row, and what is known of it."""
+    """The small model's KV of one sequence, and the tokens that it covers."""
 
     kv: Beside
     num_known: int = 0
-    """Tokens of the row that the small model had seen, or left out, before the latest drafts."""
+    """Number of the sequence's tokens that the small model had run or left out before the latest drafts."""
     run_ids: list[int] = field(default_factory=list)
-    """The latest drafts that it ran, whose KV follows."""
+    """Latest drafts that the small model ran. Their KV follows that of `num_known` tokens."""
     start: int = 0
-    """First of the row's tokens that the next draft step is to run."""
+    """Position of the first token that the next draft step runs."""
 
     def settle(self, token_ids: Sequence[int]) -> None:
-        """Keep the KV of drafts that have become the row's tokens, and give up that of the others."""
+        """Keep the KV of accepted drafts, and discard that of the others. `token_ids`: all known tokens of the
+        sequence."""
         num_seen, tokens = self.num_known, token_ids[self.num_known :]
         for draft, token in zip(self.run_ids, tokens, strict=False):
             if draft != token:
@@ -54,14 +55,14 @@ class _RowState:
 
 
 class ModelDrafter:
-    """A Drafter that runs a small model, a token at a time for all rows."""
+    """Drafter that runs a small model, one token at a time for all sequences."""
 
     def __init__(
         self, decoder: Decoder, keys: DraftKeys, num_rows: int, make_memory: MakeMemory, *, keeps: bool = False
     ) -> None:
         """`decoder`: the small model, without sliding windows and with the large one's vocabulary. `num_rows`: most
-        rows that have a slot at once. `keeps`: whether drafts come with the distributions that they were drawn from.
-        Raises what `make_memory` raises."""
+        sequences that hold a slot at a time. `keeps`: keep the distributions from which drafts were sampled. Raises
+        what `make_memory` raises."""
         assert all(window is None for window in decoder.config.windows), "keys are kept by number, not by window"
         self._decoder = decoder
         self._keeps = keeps
@@ -71,19 +72,19 @@ class ModelDrafter:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of KV that are committed now, of all rows."""
+        """Return the bytes of KV that are committed now, of all sequences."""
         kept = [state.kv for state in self._states.values()]
         return sum(kv.num_bytes for kv in (*kept, *self._free))
 
     def offers(self, row: Row, wished: int) -> Sequence[Offer]:
-        """Offer as many drafts as the small model has positions for, at most `wished`."""
+        """Offer at most `wished` drafts, as far as the small model has positions for them."""
         num = min(wished, self._decoder.config.max_position - row.num_known + 1)
         return [Offer(num, num_keys=self._num_keys)] if num > 0 else []
 
     @torch.inference_mode()
     def prepare(self, rows: Sequence[Row]) -> None:
-        """Run those tokens of each row through the small model that its drafts attend to and that it has not seen, but
-        for the last one or two, which the first draft step runs."""
+        """Run the tokens that drafts attend to and that the small model has not run yet, for each sequence. The last
+        one or two tokens are left to the first draft step."""
         for row in rows:
             state = self._state(row)
             state.settle(row.token_ids)
@@ -92,7 +93,7 @@ class ModelDrafter:
             if sum(map(len, missing)) == 1:
                 state.start = missing[0].start
                 continue
-            for tokens in missing:  # one after the other: the latest attend to the first
+            for tokens in missing:  # one after the other, since the latest attend to the first
                 ids = row.token_ids[tokens.start : tokens.end]
                 self._decoder.forward(ids, [state.kv.span(tokens)])
             state.start = num_seen
@@ -100,8 +101,8 @@ class ModelDrafter:
 
     @torch.inference_mode()
     def draft(self, wishes: Sequence[DraftWish]) -> list[Draft]:
-        """Return as many drafts as wished for, each the token that its row would sample from the small model's logits.
-        The rows were prepared."""
+        """Return the requested number of drafts per sequence, or fewer where drafting stops early. Each draft is the
+        token that its sequence would sample from the small model's logits. `prepare` must have been called."""
         drafts = draft_by_steps(wishes, self._run, keeps=self._keeps)
         for wish, draft in zip(wishes, drafts, strict=True):
             state = self._states[wish.row]
@@ -109,7 +110,7 @@ class ModelDrafter:
         return drafts
 
     def forget(self, row: Row) -> None:
-        """Free the row's KV of the small model."""
+        """Free the small model's KV of the sequence."""
         state = self._states.pop(row, None)
         if state is not None:
             state.kv.release()
@@ -118,12 +119,13 @@ class ModelDrafter:
     def _state(self, row: Row) -> _RowState:
         if row not in self._states:
             kv = self._free[-1]
-            kv.open(row.num_known, row.capacity_tokens)  # may raise: then it is free still
+            kv.open(row.num_known, row.capacity_tokens)  # if this raises, `kv` stays free
             self._states[row] = _RowState(self._free.pop())
         return self._states[row]
 
     def _run(self, going: Going, index: int) -> Tensor:
-        """Run the next token of each row through the small model; in the first step all known ones that are missing."""
+        """Run each sequence's next token through the small model; in the first step all known tokens that it has not
+        run. Return the logits, `[R, V]`."""
         ids, spans, lasts = list[int](), [], list[int]()
         for row, draft in going:
             state, end = self._states[row], row.num_known + index

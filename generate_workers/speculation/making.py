@@ -1,4 +1,4 @@
-"""Makes the speculation that an engine is configured for."""
+"""Construction of the speculation that an engine is configured with."""
 
 from collections.abc import Callable, Mapping
 
@@ -31,11 +31,11 @@ from planning.step_costs import StepCosts
 from planning.work_cost import WorkCost
 
 _SELF_ACCEPTED = {0: 0.8}
-"""How often the model's own drafts may be accepted, before any was."""
+"""Initial estimate of the acceptance of drafts by the model itself, by kind."""
 _MODEL_ACCEPTED = {0: 0.6}
-"""How often drafts of another model may be accepted, before any was."""
+"""Initial estimate of the acceptance of drafts by a draft model, by kind."""
 _LEAST_DIVIDED_KEYS = 32
-"""Fewer keys are not divided for rows that could do with half."""
+"""Least number of configured keys for which half and twice the number are tried as well."""
 MakeChoosing = Callable[[Decoder, DeviceResidency, EngineConfig], DraftView]
 
 
@@ -50,7 +50,7 @@ CHOOSING: Mapping[str, MakeChoosing] = {
     ),
     "infinigen": _infinigen,
 }
-"""How each view is made whose drafts choose among the keys of a row, by the name of its speculation."""
+"""Makers of the views whose drafts select keys, by the name of their speculation."""
 
 
 def make_speculation(
@@ -64,12 +64,11 @@ def make_speculation(
     name: str = "",
     choosing: Mapping[str, MakeChoosing] = CHOOSING,
 ) -> Speculator | None:
-    """Return the speculation of an engine over these slots; None when it is off. `cost`: what steps of `decoder` were
-    measured to cost; None: nominal costs. `draft_model`: the model that `config.draft_model` names, loaded, with the
-    vocabulary of `decoder`; None where it names none. `name`: speculation to make; "": the configured one. `choosing`:
-    makers of views that choose keys, by name. Raises ConfigError where speculation is asked for by name and cannot be:
-    over approximate KV, over few keys for a model with sliding windows, and over chosen keys where these are not on the
-    device."""
+    """Return the speculation of an engine over these slots; None when it is off. `cost`: measured costs of steps of
+    `decoder`; None: nominal costs. `draft_model`: the loaded model that `config.draft_model` names, with the vocabulary
+    of `decoder`; None if it names none. `name`: speculation to make; empty: the configured one. `choosing`: makers of
+    views that select keys, by name. Raises ConfigError for a named speculation that is not supported: over approximate
+    KV, over few keys of a model with sliding windows, and over selected keys that are not on the device."""
     name, residency = name or config.speculation, slots.memory.residency
     if name == "off" or (name == "auto" and not residency.traits.is_exact):
         return None
@@ -109,8 +108,8 @@ def make_speculation(
 
 
 def _budgets(config: EngineConfig) -> dict[int, float]:
-    """Return the numbers of keys that drafts may attend to, as configured first, and how often such drafts may be
-    accepted, before any was. Where numbers of drafts are planned, a row may take fewer or more keys."""
+    """Return the numbers of keys that drafts may attend to, each with an initial estimate of acceptance. The configured
+    number is the first. If numbers of drafts are planned, half and twice that number follow."""
     configured = {config.draft_keys: _SELF_ACCEPTED[0]}
     if config.draft_tokens or config.draft_keys < _LEAST_DIVIDED_KEYS:
         return configured
@@ -118,7 +117,7 @@ def _budgets(config: EngineConfig) -> dict[int, float]:
 
 
 def _by_model(draft_model: Decoder, config: EngineConfig) -> Source:
-    """Return drafts by another model. Raises ConfigError for one with sliding windows."""
+    """Return the source of drafts by a draft model. Raises ConfigError for a model with sliding windows."""
     if any(window is not None for window in draft_model.config.windows):
         raise ConfigError(
             f"draft_model = {config.draft_model!r} has sliding windows, and drafts keep first and latest keys: use"
@@ -131,14 +130,14 @@ def _by_model(draft_model: Decoder, config: EngineConfig) -> Source:
 
 
 def _nominal(decoder: Decoder) -> WorkCost:
-    """Return what steps of a model cost by its bytes and FLOPs at nominal rates."""
+    """Return the costs of a model's steps, derived from its bytes and FLOPs at nominal rates."""
     shape = model_shape(decoder.config, decoder.dtype.itemsize)
     rates = cpu_rank(torch.get_num_threads(), shape.dtype_bytes)
     return derive_step(shape, rates, weight_bytes=bytes_per_step(decoder.weights))
 
 
 def _require_choosing(name: str, decoder: Decoder, slots: SlotTable) -> DeviceResidency:
-    """Return the residency among whose keys drafts choose. Raises ConfigError where they cannot."""
+    """Return the residency from whose keys drafts select. Raises ConfigError if that is not supported."""
     residency = slots.memory.residency
     require_selective(f"speculation = {name!r}", slots.memory.shape, decoder.device, NO_CHOSEN_DRAFTS)
     if not isinstance(residency, DeviceResidency):

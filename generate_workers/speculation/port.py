@@ -1,6 +1,6 @@
-"""The port of drafting: tokens that a row may come to sample next, guessed at less than a step's cost.
+"""The port of drafting: guesses of the tokens that a sequence samples next, at less than the cost of a step.
 
-`speculator` asks for drafts before a step, which verifies them (`engine.verified`).
+`speculator` requests drafts before a step, which verifies them (`engine.verified`).
 """
 
 from collections.abc import Sequence
@@ -11,42 +11,43 @@ from generate_workers.engine.verified import Draft
 
 
 class DraftWish(NamedTuple):
-    """A row that decodes, and the most tokens to draft for it."""
+    """Request for drafts: a decoding sequence, and the largest number of tokens to draft for it."""
 
     row: Row
     num_drafts: int
     num_keys: int = 0
-    """Keys that its draft steps attend to, as offered."""
+    """Number of keys that its draft steps attend to, as offered."""
 
 
 class Offer(NamedTuple):
-    """What a Drafter can draft for a row now."""
+    """Drafts that a Drafter can make for a sequence now."""
 
     num_drafts: int
     kind: int = 0
-    """Drafts of one kind are accepted alike, as far as the Drafter can tell."""
+    """Kind of the drafts. The Drafter expects drafts of one kind to be accepted equally often."""
     num_keys: int = 0
-    """Keys that each draft step attends to; 0: drafts take no step."""
+    """Number of keys that each draft step attends to; 0 for drafts without a step."""
 
 
 class Drafter(Protocol):
-    """Drafts tokens for rows of the batch. Owned by the engine's thread."""
+    """Maker of drafts for sequences of the batch. Owned by the engine's thread."""
 
     def offers(self, row: Row, wished: int) -> Sequence[Offer]:
-        """Return how many of so many wished drafts the row can have now, in one or several ways, of which the first is
-        as configured. Empty where it can have none."""
+        """Return the options to draft at most `wished` tokens for the sequence now. The first option is the configured
+        one. Empty if it can make no draft."""
         ...
 
     def prepare(self, rows: Sequence[Row]) -> None:
-        """Take in what the rows' next drafts need and is not there yet. Called right before `draft`, with its rows. Its
-        time does not count as that of draft steps: a row's first round may take far longer than the others."""
+        """Compute missing state that the sequences' next drafts need. Called right before `draft`, with the same
+        sequences. Its time does not count as that of draft steps, because a sequence's first round may take far
+        longer."""
         ...
 
     def draft(self, wishes: Sequence[DraftWish]) -> list[Draft]:
-        """Return the draft of each row: tokens that follow its known ones, perhaps fewer than wished for, or none. The
-        rows are unchanged; their memory behind the known tokens may hold anything."""
+        """Return the draft of each sequence: the tokens that may follow its known ones, at most `num_drafts`, perhaps
+        none. The sequences do not change, except that KV after their known tokens may be overwritten."""
         ...
 
     def forget(self, row: Row) -> None:
-        """Drop what is kept of a row, which has ended."""
+        """Drop all state of a sequence that releases its slot."""
         ...

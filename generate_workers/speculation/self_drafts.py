@@ -1,8 +1,8 @@
-"""Drafts by the model itself over a part of each row's KV (MagicDec; Sadhukhan et al., 2024).
+"""Drafts by the model itself over a part of each sequence's KV (MagicDec; Sadhukhan et al., 2024).
 
-At long contexts a step's time goes into reading KV; a step over few keys takes a small part of it, and its tokens are
-mostly those of the whole KV. A view says which keys those are. A draft step writes its keys and values where the row's
-next ones belong; the step that verifies writes them anew, so that drafts never read what they have computed before.
+At long contexts most of a step's time is spent reading KV. A step over few keys takes a small part of that time, and
+mostly gives the same tokens. A view selects the keys. A draft step writes its KV to the places of the sequence's next
+tokens. The step that verifies overwrites it, so that KV of one round's drafts is not used by the next.
 
 `speculator` calls this on the engine's thread.
 """
@@ -27,67 +27,68 @@ from modeling.forward.selection import StepPicks
 
 @dataclass(frozen=True)
 class DraftStep:
-    """One forward's view of its rows."""
+    """One draft forward's view of its sequences."""
 
     spans: Sequence[SequenceSpan]
-    """A span of one new token for each row, over the keys of the view."""
+    """A span of one new token for each sequence, over the keys of the view."""
     turns: LayerTurns | None = None
-    """What is to be done between layers; None: nothing."""
+    """Work between the layers of the forward; None: no work."""
     picks: StepPicks | None = None
-    """The keys that the spans attend to, where they are known before the forward; None: all, or those of `turns`."""
+    """Keys that the spans attend to, if they are selected before the forward. None: all keys, or those of `turns`."""
 
 
 class DraftView(Protocol):
-    """The part of each row's KV that draft steps attend to."""
+    """View of the part of each sequence's KV that draft steps attend to."""
 
     def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
-        """Prepare for the drafts of a round: the rows' KV is final up to `num_cached`. `num_keys`: those that each row
-        attends to, for views that take other numbers than they were made for; 0, or none: as made."""
+        """Prepare the drafts of a round. The sequences' KV is final up to `num_cached`. `num_keys`: number of keys that
+        each sequence attends to, for views that support several; 0, or an empty sequence: the view's own number."""
         ...
 
     def step(self, rows: StepRows) -> AbstractContextManager[DraftStep]:
-        """Prepare a forward of one new token a row, as `Residency.step` does, over the keys of the view. The rows are
-        among those of the round, in their order."""
+        """Prepare a forward of one new token per sequence over the keys of the view, as `Residency.step` does. `rows`
+        are some of the round's sequences, in their order."""
         ...
 
     def forget(self, row: Row) -> None:
-        """Drop what is kept of a row, which gives its slot back."""
+        """Drop all state of a sequence that releases its slot."""
         ...
 
 
 class SelfDrafter:
-    """A Drafter that runs the model over a view of the rows' KV, a token at a time for all rows."""
+    """Drafter that runs the model over a view of the sequences' KV, one token at a time for all sequences."""
 
     def __init__(self, decoder: Decoder, view: DraftView, num_keys: Sequence[int], *, keeps: bool = False) -> None:
-        """`num_keys`: keys that a row's draft steps may attend to; first those for which the view was made, others only
-        for a view that takes them. `keeps`: whether drafts come with the distributions that they were drawn from."""
+        """`num_keys`: numbers of keys that draft steps may attend to. The first is the view's own; others only for a
+        view that supports them. `keeps`: keep the distributions from which drafts were sampled."""
         self._decoder = decoder
         self._view = view
         self._num_keys = num_keys
         self._keeps = keeps
 
     def offers(self, row: Row, wished: int) -> Sequence[Offer]:
-        """Offer `wished` drafts, for the model always finds a token: over each number of keys that tells the row's keys
-        apart. Drafts are of one kind by that number."""
+        """Offer `wished` drafts for each number of keys that makes a difference for a sequence of this length. The
+        kind of the drafts is that number, or 0 for the first."""
         num_all, (first, *others) = row.num_known, self._num_keys
         told_apart = [num for num in others if min(num, num_all) != min(first, num_all)]
         return [Offer(wished, 0, first), *(Offer(wished, num, num) for num in told_apart)]
 
     def prepare(self, rows: Sequence[Row]) -> None:
-        """Do nothing: the view is prepared with each round's drafts."""
+        """Do nothing: `draft` prepares the view."""
 
     @torch.inference_mode()
     def draft(self, wishes: Sequence[DraftWish]) -> list[Draft]:
-        """Return as many drafts as wished for, each the token that its row would sample from the view's logits."""
+        """Return the requested number of drafts per sequence, or fewer where drafting stops early. Each draft is the
+        token that its sequence would sample from the view's logits."""
         self._view.begin([wish.row for wish in wishes], [wish.num_keys for wish in wishes])
         return draft_by_steps(wishes, self._run, keeps=self._keeps)
 
     def forget(self, row: Row) -> None:
-        """Let the view forget the row."""
+        """Drop the view's state of the sequence."""
         self._view.forget(row)
 
     def _run(self, going: Going, index: int) -> Tensor:
-        """Run each row's last token over the keys of the view."""
+        """Run each sequence's last token over the keys of the view. Return the logits, `[R, V]`."""
         last_ids = [draft.token_ids[-1] if draft else row.token_ids[-1] for row, draft in going]
         ends = [row.num_known + index for row, _ in going]
         spans = [(row.slot, TokenRange(end - 1, end)) for (row, _), end in zip(going, ends, strict=True)]

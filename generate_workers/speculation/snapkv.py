@@ -1,27 +1,28 @@
-"""A draft view of the keys that a row's latest tokens attend to most (SnapKV; Li et al., 2024; MagicDec, section 4.2).
+"""A draft view of the keys that a sequence's latest tokens attend to most (SnapKV, Li et al., 2024; MagicDec, 4.2).
 
-In each layer and for each kv head a row keeps its window, which is its latest tokens, and the best of the earlier keys,
-`num_keys` in all. With the window's queries q_t, each of J heads, and H numbers a key,
+In each layer and for each kv head, a sequence keeps its window, which is its latest tokens, and the best of the earlier
+keys, `num_keys` in total. With the window's queries q_t, each of J heads, and keys of H numbers,
 
     w_t[j]  = softmax over the keys up to t of q_t . k[j] / sqrt(H)
     a[j]    = sum of w_t[j] over the window's queries, of all J heads that share the kv head
     score   = mean of a over the 5 keys around j, earlier keys only; others count as 0
 
-and the best scores are kept, of equals the earlier key. MagicDec's code omits 1 / sqrt(H). Drafts attend to these keys
-and to all from the window's start on, so up to half of `num_keys` more before a row's keys are selected anew.
+and the keys with the best scores are kept, among equals the earlier key. MagicDec's code omits 1 / sqrt(H). Drafts
+attend to these keys and to all keys from the window's start, so to up to half of `num_keys` more before the keys are
+selected again.
 
-The window's queries are needed, and the KV of a row does not tell them. They could be sent along with the KV by the
-rank that computes the prompt's last tokens; but a row may also begin with a cached prefix, with a prompt that was
-prefilled here, or resume with output of its own, and grows afterwards. So there is one way for all: the row's latest
-tokens are run once more over the row's KV, with keys and values of their own, which are given up afterwards. The row
-does not change, nothing is sent, and a selection follows the text as it grows. It costs a prefill of 32 tokens and the
-window's scores, again for each `num_keys / 2` tokens. So that no round waits long, few rows are selected for in one
-round, in a forward that they share; other rows that are due draft over their first and latest keys meanwhile.
+The selection needs the window's queries, which the KV does not contain. The rank that computes the prompt's last tokens
+could send them with the KV. But a sequence may also begin with a cached prefix or a local prefill, or resume with
+output of its own, and it grows afterwards. So all cases use the same method: the sequence's latest tokens are run once
+more over its KV, with temporary KV of their own. The sequence does not change, nothing is sent, and the selection
+follows the text as it grows. It costs a prefill of 32 tokens and the window's scores, for each `num_keys / 2` tokens.
+So that no round takes long, only a few sequences are selected for in one round, in a shared forward. Other sequences
+that are due draft over their first and latest keys meanwhile.
 
-Kept are int32 numbers of keys, one for each layer, kv head and kept key: next to KV too little to be counted.
+A selection is one int32 index per layer, kv head and kept key, which is not counted as KV memory because it is small.
 
-Engine's thread. L layers, B rows, T tokens of the window, N heads, G kv heads, J = N / G, H head dim, S earlier keys,
-K picks at most, M = J * T queries that share a kv head.
+Engine's thread. Shape suffixes: L layers, B sequences, T tokens of the window, N heads, G kv heads, J = N / G, H head
+dim, S earlier keys, K selected keys at most, M = J * T queries that share a kv head.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,42 +47,45 @@ from modeling.kv.buffers import BufferSpan, KvRows
 _WINDOW_TOKENS = 32
 _POOLED_KEYS = 5
 _MOST_SELECTED = 2
-"""Rows that are selected for in one round: with more, all rows of a batch would wait long for theirs."""
+"""Number of sequences that are selected for in one round. With more, the whole batch would wait longer."""
 
 
 @dataclass(frozen=True)
 class Selected:
-    """The keys that drafts of one row attend to."""
+    """Keys that the drafts of one sequence attend to."""
 
     keys_LGK: Tensor
-    """The selected keys, and behind them as many of those from the window's start on as may come to be; int32."""
+    """Indices of the selected keys, followed by those from the window's start, including keys that do not exist yet;
+    int32."""
     num_known: int
-    """Tokens that the row had when they were selected."""
+    """Number of tokens that the sequence had at the selection."""
     num_left_out: int
-    """Earlier keys that were not selected."""
+    """Number of earlier keys that were not selected."""
 
 
 class SnapKvView:
-    """A DraftView of selected earlier keys and all latest ones, in the rows' own KV."""
+    """DraftView of selected earlier keys and all latest ones, in the sequences' own KV."""
 
     def __init__(self, decoder: Decoder, residency: DeviceResidency, keys: DraftKeys) -> None:
-        """`keys`: the first and latest keys of rows that wait to be selected for; a selection has as many in all."""
+        """`keys`: first and latest keys of sequences that wait for their selection. A selection has the same total
+        number of keys."""
         self._decoder = decoder
         self._residency = residency
         self._num_first = keys.num_first
         self._num_keys = num_keys = keys.num_first + keys.num_last
         self._num_window = min(_WINDOW_TOKENS, num_keys // 2)
         self._most_growth = num_keys // 2
-        """Tokens by which a row grows before its keys are selected anew."""
+        """Number of tokens by which a sequence grows before its keys are selected again."""
         self._width = num_keys + self._most_growth + keys.most_drafts
         self._selected: dict[Row, Selected] = {}
         self._place_of: dict[SlotId, int] = {}
-        """Places of the round's rows in `_keys_LBGK` and `_num_left_out`, which are made once a round."""
+        """Index of each of the round's slots in `_keys_LBGK` and `_num_left_out`, which are made once per round."""
         self._keys_LBGK = torch.empty(0)
         self._num_left_out: list[int] = []
 
     def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
-        """Select the keys of some rows that have none, or have grown; gather those of all."""
+        """Select keys for at most `_MOST_SELECTED` sequences that have none or have grown, and gather the keys of all
+        sequences. `num_keys` is ignored."""
         due = [row for row in rows if self._kept(row) is None][:_MOST_SELECTED]
         if due:
             self._selected |= zip(due, self._select(due), strict=True)
@@ -92,7 +96,7 @@ class SnapKvView:
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[DraftStep]:
-        """Prepare a forward over the rows' keys, the new tokens' own among them."""
+        """Prepare a forward over the sequences' keys, including the new tokens' own."""
         places = [self._place_of[slot] for slot, _ in rows]
         keys_LBGK = self._keys_LBGK
         if places != list(range(keys_LBGK.shape[1])):
@@ -104,29 +108,29 @@ class SnapKvView:
             yield DraftStep(step.spans, step.turns, StepPicks(keys_LBGK, num_BG))
 
     def forget(self, row: Row) -> None:
-        """Drop the row's keys."""
+        """Drop the selection of the sequence."""
         self._selected.pop(row, None)
 
     def _kept(self, row: Row) -> Selected | None:
-        """Return the row's keys; all, where it has no more than may be kept. None: they are to be selected."""
+        """Return the sequence's selection, which is all keys if it has at most `num_keys`. None: a selection is due."""
         if row.num_known <= self._num_keys:
             return self._first_and_latest(row, row.num_known)
         found = self._selected.get(row)
         return found if found is not None and row.num_known - found.num_known < self._most_growth else None
 
     def _first_and_latest(self, row: Row, num_keys: int) -> Selected:
-        """Return so many keys at the row's start and end, the same for all kv heads."""
+        """Return a selection of `num_keys` keys at the sequence's start and end, the same for all kv heads."""
         layout, num_left_out = self._decoder.layout, row.num_known - num_keys
         keys_K = torch.arange(self._width, dtype=torch.int32)
         keys_K[self._num_first :] += num_left_out
         return Selected(keys_K.expand(layout.num_layers, layout.num_kv_heads, -1), row.num_known, num_left_out)
 
     def _select(self, rows: Sequence[Row]) -> list[Selected]:
-        """Run the rows' windows once more, and return the keys that they attend to most."""
+        """Run the sequences' windows once more, and return the keys that they attend to most."""
         decoder, size, num_selected = self._decoder, self._num_window, self._num_keys - self._num_window
         layout = decoder.layout
         windows = [TokenRange(row.num_known - size, row.num_known) for row in rows]
-        scratch = replace(layout, num_layers=1)  # layers take turns in it
+        scratch = replace(layout, num_layers=1)  # all layers use it, one after another
         spans = [BufferSpan(decoder.device.buffer(scratch, window), window) for window in windows]
         keys_LBGK = torch.empty(layout.num_layers, len(rows), layout.num_kv_heads, self._width, dtype=torch.int32)
         for place, window in enumerate(windows):
@@ -150,10 +154,10 @@ class SnapKvView:
 
 
 def window_scores(q_TNH: Tensor, k_SGH: Tensor, own_TGH: Tensor) -> Tensor:
-    """Return the pooled scores of earlier keys, fp32 `[G, S]`: how much the window's queries attend to each.
+    """Return the pooled scores of earlier keys, fp32 `[G, S]`: the attention that the window's queries pay to each.
 
-    `q_TNH` are the window's queries as attention compares them, `own_TGH` the window's keys, each seen from its own
-    query on. One kv head at a time, so that a long row's weights take `[M, S]` at once.
+    `q_TNH`: the window's queries after RoPE. `k_SGH`: the earlier keys. `own_TGH`: the window's keys; a query attends
+    to those up to its own. Works on one kv head at a time, so that the weights take only `[M, S]`.
     """
     num_tokens, num_kv_heads = q_TNH.shape[0], k_SGH.shape[1]
     q_GMH = by_kv_head(q_TNH, num_kv_heads).flatten(1, 2)

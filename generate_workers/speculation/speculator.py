@@ -1,8 +1,8 @@
-"""Speculation in the batch: what drafts the rows of the next step get, and what is learnt from each round.
+"""Speculation in the batch: it plans the drafts of the next step's sequences, and learns from each round.
 
-An implementation of `engine.speculation`, on the engine's thread. Rows join and leave between rounds; each has its own
-source of drafts, its own number of them, and its own number of accepted ones. A round is some draft steps and the step
-that verifies; what it does is counted as StepWork (`planning.work_cost`), by which it is predicted and learnt.
+An implementation of `engine.speculation`, on the engine's thread. Sequences join and leave between rounds. Each has its
+own draft source, number of drafts, and number of accepted ones. A round is some draft steps and the step that verifies.
+Its work is counted as StepWork (`planning.work_cost`), from which its time is predicted and learnt.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,45 +25,46 @@ from planning.work_cost import NO_WORK, RowDrafts, StepWork, drafting_work, veri
 
 @dataclass(frozen=True)
 class Source:
-    """A way to draft, and how often its drafts are accepted."""
+    """A draft source, with the estimates of how often its drafts are accepted."""
 
     drafter: Drafter
     acceptances: Acceptances
     draft_keys: int = 0
-    """Keys that a draft step attends to, as configured; 0: drafts take no step."""
+    """Configured number of keys that a draft step attends to; 0 for a source without draft steps."""
 
 
 @dataclass(frozen=True)
 class DraftSteps:
-    """What draft steps cost and read: they are forwards of the model itself, or of another."""
+    """Costs of draft steps, which are forwards of the model itself or of a draft model."""
 
     costs: StepCosts
-    """Costs of draft steps; where the model itself takes them, those of its other steps, too."""
+    """Costs of draft steps. If the model itself runs them, the same object as the costs of its other steps."""
     token_bytes: int
-    """Bytes of a key and value that a draft step attends to, in all layers."""
+    """Bytes of one token's key and value in all layers of the drafting model."""
     weight_bytes: int
     """Bytes of weights that a draft step reads."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way in which a row can be drafted for."""
+    """One option to draft for a sequence: a source, and a kind of drafts."""
 
     source: str
-    """Name of the source of drafts."""
+    """Name of the draft source."""
     kind: int
-    """Kind of the drafts, as the source tells them apart."""
+    """Kind of the drafts, as the source distinguishes them."""
     prospect: Prospect
     is_configured: bool = True
-    """Whether the source drafts as configured: over as many keys as it says."""
+    """True if the drafts attend to the configured number of keys."""
 
     def expected_tokens(self, num_drafts: int) -> float:
-        """Return the tokens that the row gets of a round with as many drafts, as far as it can have them."""
+        """Return the expected number of tokens of a round with `num_drafts` drafts, or with `most_drafts` if these are
+        fewer."""
         return expected_tokens(self.prospect.acceptance, min(num_drafts, self.prospect.most_drafts))
 
 
 class Speculator:
-    """Drafts for rows that decode, as many as pay."""
+    """Speculation that plans for each decoding sequence the number of drafts that saves time."""
 
     def __init__(
         self,
@@ -75,10 +76,10 @@ class Speculator:
         *,
         fixed_drafts: int | None = None,
     ) -> None:
-        """`sources`: by name; each row is drafted for by the one that brings most, of equals the first. `costs`: of the
-        steps that verify. `draft_steps`: those of all sources, with `costs` where the model itself takes them.
-        `fixed_drafts`: drafts of each row in each round, where its request does not say; None: planned by what they
-        cost and bring."""
+        """`sources`: draft sources by name. Each sequence uses the one that brings most tokens, among equals the first.
+        `costs`: costs of the steps that verify. `draft_steps`: draft steps of all sources, with the same `costs` object
+        if the model itself runs them. `fixed_drafts`: number of drafts per sequence and round, unless its request sets
+        one. None: planned from costs and expected tokens."""
         self._sources = sources
         self._slots = slots
         self._costs = costs
@@ -87,15 +88,16 @@ class Speculator:
         self._fixed_drafts = fixed_drafts
         self._counts = {name: DraftCounts(name) for name in sources}
         self.stats = SpeculationStats(sources=self._source_stats())
-        """What was drafted so far."""
+        """Statistics of the drafts so far. Replaced as a whole, so that any thread may read it."""
         self._way_of: dict[SlotId, Way] = {}
-        """How the rows of the next round are drafted for."""
+        """Draft source and kind of each sequence of the next round."""
         self._expected = 0.0, 0.0
-        """Tokens and seconds expected of the next round."""
+        """Tokens and seconds predicted for the next round."""
         self._draft_s = self._verifying_since_s = 0.0
 
     def plan(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> StepPlan:
-        """Return the plan with drafts for the rows where they pay, and with the work that drafts add."""
+        """Return the plan with a number of drafts for each decoding sequence, and with the work that drafts add.
+        Sequences without memory for their drafts get none."""
         decoding = [rows[span.slot] for span in plan.spans if _decodes(span)]
         taken = self._take(decoding)
         self._way_of = {row.slot: way for row, (way, _) in zip(decoding, taken, strict=True)}
@@ -114,7 +116,7 @@ class Speculator:
         return replace(plan, spans=spans, decoding=replace(plan.decoding, drafts=added, draft_model_s=draft_s))
 
     def draft(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> Drafts:
-        """Return the drafts of a plan's rows, by the sources that the rows were planned with."""
+        """Return the drafts of the plan's sequences, each made by the source that `plan` chose."""
         wishes: dict[str, list[DraftWish]] = {}
         for span in plan.spans:
             if span.num_drafts:
@@ -128,14 +130,14 @@ class Speculator:
         for name, mine in wishes.items():
             drafts = self._sources[name].drafter.draft(mine)
             for wish, draft in zip(mine, drafts, strict=True):
-                if num := wish.row.sampler.foresee(draft.token_ids):  # a constrained row's draft is cut where it errs
+                if num := wish.row.sampler.foresee(draft.token_ids):  # cut before the first token that a mask forbids
                     found[wish.row.slot] = replace(draft.first(num), source=name)
         self._verifying_since_s = self._clock.now_s()
         self._draft_s = self._verifying_since_s - started_s
         return found
 
     def observe(self, plan: StepPlan, drafts: Drafts, verified: Verified) -> None:
-        """Note what was accepted, and what the round's steps took."""
+        """Record the accepted drafts and the seconds of the round's steps."""
         verify_s = self._clock.now_s() - self._verifying_since_s
         for slot, (row, num_accepted) in verified.num_accepted.items():
             name, num = drafts[slot].source, len(drafts[slot])
@@ -156,20 +158,20 @@ class Speculator:
             sources=self._source_stats(),
         )
         if plan.num_prefill_tokens:
-            return  # prefill is not what these costs are of
+            return  # the costs do not cover prefill
         self._costs.observe(verifying, verify_s)
         if drafting.num_steps:
             self._draft_steps.costs.observe(drafting, self._draft_s)
 
     def forget(self, row: Row) -> None:
-        """Let all sources forget the row."""
+        """Drop all state of a sequence in all sources."""
         for source in self._sources.values():
             source.drafter.forget(row)
             source.acceptances.forget(row)
 
     def _take(self, rows: Sequence[Row]) -> list[tuple[Way, int]]:
-        """Return how each row is drafted for, and its number of drafts: as its request says, else as configured, else
-        as pays most."""
+        """Return the option and the number of drafts of each sequence. The number is that of its request, else the
+        configured one, else the planned one."""
         ways = [self._ways(row) for row in rows]
         asked = [row.sampler.params.num_drafts for row in rows]
         fixed = [self._fixed_drafts if num is None else num for num in asked]
@@ -187,7 +189,7 @@ class Speculator:
         return taken
 
     def _works(self, spans: Sequence[RowSpan], num_drafts: Mapping[SlotId, int]) -> tuple[StepWork, StepWork]:
-        """Return the work of the draft steps, and of the step that verifies these numbers of drafts."""
+        """Return the work of the draft steps, and of the step that verifies `num_drafts` drafts by slot."""
         decoding = [span for span in spans if _decodes(span)]
         rows = [RowDrafts(span.tokens.end, num_drafts.get(span.slot, 0)) for span in decoding]
         by_source: dict[str, list[RowDrafts]] = {}
@@ -201,7 +203,7 @@ class Speculator:
         return tuple([SourceStats(self._counts[name], each.draft_keys) for name, each in self._sources.items()])
 
     def _ways(self, row: Row) -> list[Way]:
-        """Return the ways in which the row can be drafted for; one that drafts nothing, where there is none."""
+        """Return the options to draft for a sequence; a single one without drafts if no source offers any."""
         most = 0 if row.followers else min(MOST_DRAFTS, row.num_left - 1)
         ways = []
         for name, source in self._sources.items():
@@ -213,5 +215,5 @@ class Speculator:
 
 
 def _decodes(span: RowSpan) -> bool:
-    """Return whether the span is of a row that decodes."""
+    """Return whether the span belongs to a decoding sequence."""
     return len(span.tokens) == 1 and span.samples

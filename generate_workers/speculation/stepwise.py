@@ -1,9 +1,10 @@
-"""Drafting by steps of a model: a token at a time for all rows, each by its row's own sampler.
+"""Drafting by steps of a model, one token at a time for all sequences, each with its sequence's own sampler.
 
-`self_drafts` and `draft_model` say what a step runs. A draft is the token that its row would sample from the step's
-logits, by the row's seed and output position, so that it is accepted wherever the model's own logits lead to the same.
+`self_drafts` and `draft_model` define what a step runs. A draft is the token that its sequence would sample from the
+step's logits, with the sequence's seed and output position. So it is accepted if the model's own logits give the same
+token.
 
-R rows of a step, V vocabulary.
+Shape suffixes: R sequences of a step, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,15 +18,16 @@ from modeling.forward.drawing import NO_TOKEN
 from modeling.forward.sampling import choose, probabilities
 
 Going = Sequence[tuple[Row, Draft]]
-"""Rows that are drafted for, each with its draft so far."""
+"""Sequences that are drafted for, each with its draft so far."""
 RunStep = Callable[[Going, int], Tensor]
-"""Runs a draft step. Takes the rows, whose drafts hold as many tokens as the number says, and returns the logits `[R,
-V]` in fp32 of what follows each row's draft; the caller may change them."""
+"""Function that runs a draft step. Takes the sequences and the number of tokens in each of their drafts. Returns the
+fp32 logits `[R, V]` after each draft, which the caller may change."""
 
 
 def draft_by_steps(wishes: Sequence[DraftWish], run: RunStep, *, keeps: bool) -> list[Draft]:
-    """Return as many drafts as wished for. `keeps`: whether drafts come with the distributions that they were drawn
-    from. The rows' samplers know the drafts while `run` runs, and are as before when this returns or raises."""
+    """Return a draft for each request, with the requested number of tokens, or fewer where a sequence cannot continue.
+    `keeps`: keep the distributions from which drafts were sampled. While `run` runs, the sequences' samplers include
+    the drafts. They are restored when this returns or raises."""
     drafts = [Draft([], [] if keeps else None) for _ in wishes]
     try:
         for index in range(max(wish.num_drafts for wish in wishes)):
@@ -40,8 +42,8 @@ def draft_by_steps(wishes: Sequence[DraftWish], run: RunStep, *, keeps: bool) ->
 
 
 def _extend(going: Going, logits_RV: Tensor) -> None:
-    """Add the next token to each draft, unless its row's output cannot be followed, or has no token: verification says
-    so."""
+    """Add the next token to each draft. A draft ends where its sequence's token mask cannot be followed, or where its
+    logits give no token; verification reports the error."""
     able = [place for place, (row, _) in enumerate(going) if row.sampler.follow()]
     if len(able) < len(going):
         going, logits_RV = [going[place] for place in able], logits_RV[able]

@@ -1,7 +1,7 @@
-"""A draft view of each row's first and latest keys (StreamingLLM; Xiao et al., 2023), in the row's own KV.
+"""A draft view of each sequence's first and latest keys (StreamingLLM; Xiao et al., 2023), in the sequence's own KV.
 
-Models rest attention on a text's first tokens (sinks) and need the latest; the keys between are left out. Nothing is
-copied, and positions are the true ones, so that a row's keys serve drafts as they lie.
+Attention needs a text's first tokens (sinks) and its latest ones; the keys between are left out. No KV is copied:
+positions are the true ones, so that drafts read the keys in place.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from modeling.kv.buffers import KvPlace, KvRows
 
 @dataclass(frozen=True)
 class NarrowSpan:
-    """A SequenceSpan whose new tokens do not attend to the keys `unseen`, which come before them."""
+    """SequenceSpan whose new tokens do not attend to the earlier keys `unseen`."""
 
     whole: SequenceSpan
     unseen: TokenRange
@@ -45,30 +45,31 @@ class NarrowSpan:
 
 
 class StreamingView:
-    """A DraftView of the rows' first and latest keys, where they lie."""
+    """DraftView of the sequences' first and latest keys, read in place."""
 
     def __init__(self, residency: Residency, keys: DraftKeys) -> None:
-        """`keys`: of rows for which a round does not say otherwise."""
+        """`keys`: default for sequences for which `begin` gets no number of keys."""
         self._residency = residency
         self._keys = keys
         self._keys_of: dict[SlotId, DraftKeys] = {}
-        """Keys of the round's rows that have others."""
+        """Keys of the round's sequences that do not use the default, by slot."""
 
     def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
-        """Note how many keys each row attends to: the view is of the rows' own KV, so it takes any number."""
+        """Record the number of keys that each sequence attends to. Any number is supported, since the view reads the
+        sequences' own KV."""
         asked = zip(rows, num_keys, strict=False)
         self._keys_of = {row.slot: DraftKeys.of(num, self._keys.most_drafts) for row, num in asked if num}
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[DraftStep]:
-        """Prepare a forward over the first and latest keys of each row, the new token's among them."""
+        """Prepare a forward over the first and latest keys of each sequence, including the new token's."""
         with self._residency.step(rows) as step:
             unseen = [self._unseen(slot, tokens) for slot, tokens in rows]
             spans = [NarrowSpan(span, keys) if keys else span for span, keys in zip(step.spans, unseen, strict=True)]
             yield DraftStep(spans, step.turns)
 
     def forget(self, row: Row) -> None:
-        """Do nothing: nothing is kept."""
+        """Do nothing: the view keeps no state of a sequence."""
 
     def _unseen(self, slot: SlotId, tokens: TokenRange) -> TokenRange:
         keys = self._keys_of.get(slot, self._keys)
