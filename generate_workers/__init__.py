@@ -1,1 +1,1 @@
-"""A generation group: slots, continuous batching, one writer per stream (layer 2: torch; grpc in servicer alone)."""
+"""A generation group: slots, continuous batching, one writer per stream (layer 2: torch; grpc only in servicer)."""

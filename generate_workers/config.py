@@ -1,4 +1,4 @@
-"""Settings of a generation engine. Neither torch nor grpc: launchers read them, too."""
+"""Settings of a generation engine. Imports neither torch nor grpc, because launchers read them as well."""
 
 from typing import Annotated, Literal, Self, get_args
 
@@ -15,14 +15,14 @@ def _known_policy(name: str) -> str:
 
 
 ResidencyName = Annotated[str, AfterValidator(_known_policy)]
-"""The name of a residency policy, which says where KV lives and what is attended to."""
+"""Name of a residency policy, which decides where KV is stored and which keys are attended to."""
 EvictionName = Literal["counter", "lru", "fifo"]
 EVICTIONS: tuple[EvictionName, ...] = get_args(EvictionName)
-"""Names of the ways to evict tokens from a pool of KV."""
+"""Names of the policies that evict tokens from a pool of KV."""
 AcceptanceName = Literal["coupled", "maximal"]
 SpeculationName = Literal["off", "auto", "streaming", "snapkv", "infinigen", "ngram", "model"]
 CHOOSING_DRAFTS: tuple[SpeculationName, ...] = ("snapkv", "infinigen")
-"""Speculations whose drafts choose among all keys of a row."""
+"""Speculations whose drafts select among all keys of a sequence."""
 
 
 @settings
@@ -30,27 +30,27 @@ class EngineConfig:
     """Limits and policies of a generation engine."""
 
     num_slots: Count = 16
-    """Slots of each engine: rows in its batch, one for each choice of a request."""
+    """Number of slots of each engine: sequences in its batch, one for each choice of a request."""
     max_slot_tokens: Count = 8192
-    """Tokens that one slot may hold, prompt and output together."""
+    """Most tokens that one slot may hold, prompt and output together."""
     max_prefill_tokens_per_step: Count = 256
-    """Most prompt tokens that an engine prefills in a step; with burst_step_s up to 4 times as many of a burst."""
+    """Most prompt tokens that an engine prefills in a step; up to 4 times this number of a burst with burst_step_s."""
     max_waiting: Count = 64
     """Choices that may wait for a slot to prefill locally, not counting those for which a slot is free."""
     max_step_stretch: Annotated[float, Field(ge=1)] = 1.5
     """Longest decode step that also prefills, as a multiple of the step's time without prefill; inf: no bound."""
     mixed_step_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Seconds that a decode step which also prefills may take, where that is longer than max_step_stretch allows."""
+    """Seconds that a decode step which also prefills may take, if that is longer than max_step_stretch allows."""
     burst_step_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Seconds by which steps that also prefill may be longer now and then, to end all prefills that wait; 0: none."""
+    """Seconds by which steps that also prefill may be longer now and then, to end all waiting prefills; 0: none."""
     residency: ResidencyName = "device"
-    """Where KV lives: device or host, both memory of the CPU. All others approximate: fewer keys, 4 bits, or both."""
+    """Where KV is stored: device or host memory. The other policies approximate: fewer keys, 4 bits, or both."""
     selection_file: AbsolutePath = ""
-    """File of `baton prepare`, for residency or drafts that choose keys by it; empty: where it wrote for this model."""
+    """File of `baton prepare`, for residency or drafts that select keys by it; empty: where it wrote for this model."""
     pool_tokens: Annotated[int, Field(ge=0)] = 0
-    """Most tokens whose KV a row keeps in each layer but the first two, with residency infinigen; 0: all."""
+    """Most tokens whose KV a sequence keeps in each layer except the first two, with residency infinigen; 0: all."""
     pool_eviction: EvictionName = "counter"
-    """Token evicted when pool_tokens is reached: chosen least often (counter), longest ago (lru), or oldest (fifo)."""
+    """Token evicted at pool_tokens: selected least often (counter), longest ago (lru), or oldest (fifo)."""
     kv_memory_bytes: Bytes = 0
     """KV memory of each engine, like "4GiB"; 0: enough for all slots, at most half the free memory / num_groups."""
     device_memory_bytes: Bytes = 0
@@ -58,17 +58,17 @@ class EngineConfig:
     speculation: SpeculationName = "auto"
     """Source of drafts: auto, off, the text (ngram), draft_model (model), or the model over few keys (others)."""
     draft_model: str = ""
-    """Name, folder or GGUF file of the model that drafts, with speculation model: small, with the same tokenizer."""
+    """Name, folder or GGUF file of the draft model, with speculation model: small, with the same tokenizer."""
     draft_tokens: Annotated[int, Field(ge=0, le=8)] = 0
-    """Tokens drafted for a row between two steps; 0: as many as pay."""
+    """Number of tokens drafted per sequence and step; 0: planned from costs and acceptance."""
     acceptance: AcceptanceName = "coupled"
-    """When a draft is accepted: coupled, so that a text depends on its seed alone, or maximal: more often."""
+    """Rule by which drafts are accepted: coupled (a text depends only on its seed) or maximal (accepts more drafts)."""
     draft_keys: Annotated[int, Field(ge=2)] = 256
-    """Keys that a draft attends to; half or twice as many, where that is planned; with snapkv up to half more."""
+    """Keys that a draft attends to; half or twice that number if it is planned. With snapkv up to half more."""
     step_graphs: bool = True
-    """Whether steps that decode are replayed from CUDA graphs on device cuda, with Triton; to measure without them."""
+    """Replay decode steps from CUDA graphs on device cuda with Triton; false: launch each kernel, to compare."""
     growth_tokens: Count = 256
-    """Output tokens for which a row gets memory when it starts; fewer fit more rows, and preempt more often."""
+    """Output tokens for which a new sequence gets memory; fewer fit more sequences, and preempt more often."""
     watchdog_floor_s: Seconds = 10.0
     """Shortest time without work, in seconds, after which a step counts as stalled and the engine is replaced."""
 

@@ -1,6 +1,6 @@
-"""Hosts one generation engine: loads its model and starts its server, in the process that calls `start_engine`.
+"""Host of one generation engine: it loads the model and starts the server, in the process that calls `start_engine`.
 
-`deploy.groups.hosting` calls it in a child process or in a Ray actor; this module knows of neither. Starts
+`deploy.groups.hosting` calls it in a child process or in a Ray actor; this module depends on neither. Starts
 `generate_workers.servicer`. Runs on that process's asyncio loop.
 """
 
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 
 async def start_engine(place: WorkerPlace, config: EngineConfig, model: LoadedModel | None = None) -> GenerationServer:
-    """Load the model unless `model` has it, and return the engine's server, accepting calls. Raises ModelError or
-    ConfigError, one line."""
+    """Load the model unless `model` has it, and return the engine's server, which accepts calls. Raises ModelError or
+    ConfigError with a message of one line."""
     secret = ClusterSecret(place.secret)
     decoder = await in_own_thread(partial((model or LoadedModel()).load, place))
     tokenizer = await asyncio.to_thread(Tokenizer.load, place.model_folder)
@@ -49,7 +49,7 @@ async def start_engine(place: WorkerPlace, config: EngineConfig, model: LoadedMo
         crash_note=place.crash_note,
         **prefix_options(place),
     )
-    if place.cores:  # no other process shares them: what pushes take of them would delay tokens
+    if place.cores:  # no other process shares these cores, but pushes on them would delay tokens
         give_way_to(server.engine.thread_id)
     await asyncio.to_thread(sweep)  # now that its own folder is in use
     collect_rarely()
@@ -57,8 +57,8 @@ async def start_engine(place: WorkerPlace, config: EngineConfig, model: LoadedMo
 
 
 def measured_cost(place: WorkerPlace) -> WorkCost | None:
-    """Return what steps were measured to cost on engines like this one; None when they were not measured. A file that
-    is damaged or of another version is logged and ignored. Blocks on the disk."""
+    """Return the measured costs of steps on engines like this one; None if they were not measured. A file that is
+    damaged or of another version is logged and ignored. Blocks on the disk."""
     try:
         found = load_kept(Path(place.step_times)) if place.step_times else None
     except ConfigError as error:
@@ -70,8 +70,8 @@ def measured_cost(place: WorkerPlace) -> WorkCost | None:
 def _load_draft_model(
     place: WorkerPlace, config: EngineConfig, decoder: Decoder, tokenizer: Tokenizer
 ) -> Decoder | None:
-    """Load the model that drafts, in the formats of the model itself; None where none is configured. Blocks. Raises
-    ModelError, and ConfigError for a model whose tokens are not those of the model itself."""
+    """Load the draft model with the model's dtype and quantization; None if none is configured. Blocks. Raises
+    ModelError, and ConfigError for a draft model with another vocabulary or tokenizer."""
     if not config.draft_model:
         return None
     folder = Path(config.draft_model)

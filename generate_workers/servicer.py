@@ -1,8 +1,8 @@
 """A generation group over gRPC: streams, status, and the KvReceiver of its slots on one server.
 
-The orchestrator's `workers` call it, ranks push to it; streams go to `streams.open_streams`, leases to
-`transport.kv_receiver`. Runs on the process's asyncio loop; events come over from the engine's thread. The interceptor
-that transport.channel.make_server installs turns errors of calls into statuses.
+The orchestrator's `workers` call it, and prefill ranks push KV to it. `streams.open_streams` serves streams,
+`transport.kv_receiver` serves leases. Runs on the process's asyncio loop; events arrive from the engine's thread. The
+interceptor that transport.channel.make_server installs converts errors of calls to statuses.
 """
 
 import asyncio
@@ -58,11 +58,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _MESSAGE_BYTES = 2**20
 """Most bytes of a message with the events of many streams, unless a single event is larger."""
 _MAX_EVENT_BYTES = MAX_MESSAGE_BYTES - 2**16
-"""Most bytes of a single event: it has to fit into one message here and on its way to the client."""
+"""Most bytes of a single event, which must fit into one message here and on its way to the client."""
 
 
 class GroupPrefixes:
-    """A group's use of its node's prefix store, which prefill ranks use as well: leases begin with blocks from it,
+    """A group's access to its node's prefix store, which prefill ranks use as well. Leases begin with blocks from it,
     answers are stored in it, and other nodes' blocks are fetched into it."""
 
     def __init__(
@@ -75,8 +75,8 @@ class GroupPrefixes:
         clock: Clock,
         disk: DiskPlace | None = None,
     ) -> None:
-        """`secret` is sent to workers of other nodes, and is the key of the folders. Raises ConfigError when a folder
-        cannot be made."""
+        """`secret` is sent to workers of other nodes, and is the key of the store's folders. Raises ConfigError when a
+        folder cannot be created."""
         self._node = NodeStore(folder, slots.layout, limit_bytes=limit_bytes, clock=clock, disk=disk, key=secret.text)
         self.store = self._node.blocks
         self.loader = PrefixLoader(slots, self.store)
@@ -86,7 +86,7 @@ class GroupPrefixes:
         )
 
     async def close(self) -> None:
-        """Wait for loads, give up unsaved answers, and let go of the folders. Call once, after the engine has ended."""
+        """Wait for loads, drop unsaved answers, and release the folders. Call once, after the engine has ended."""
         await self.loader.close()
         await in_own_thread(self.saver.close)
         await self.exchange.close()
@@ -94,12 +94,13 @@ class GroupPrefixes:
 
 
 class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
-    """Serves baton.v1.GenerationGroup over a running engine. `prefixes`: use of the node's prefix store, if any."""
+    """Servicer of baton.v1.GenerationGroup over a running engine. `prefixes`: access to the node's prefix store, if
+    any."""
 
     def __init__(self, engine: GenerationEngine, layout: KvLayout, prefixes: GroupPrefixes | None = None) -> None:
         self.engine = engine
         self.prefixes = prefixes
-        # approximate KV must not be stored, because exact groups would use it
+        # do not store approximate KV, because exact groups would use it
         saver = prefixes.saver if prefixes is not None and engine.residency.traits.is_exact else None
         self._streams = OpenStreams(engine, saver)
         self._layout = layout
@@ -107,7 +108,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
     async def Streams(
         self, commands: AsyncIterator[generate_pb2.StreamCommand], context: Context
     ) -> AsyncIterator[generate_pb2.StreamEvents]:
-        """Stream the events of all streams that the commands open, until those have ended and no more commands come."""
+        """Yield the events of all streams that the commands open, until they have ended and no more commands follow."""
         reader = SharedReader(self._streams, _event_to_proto, _end_to_proto)
         obeying = asyncio.create_task(self._obey(commands, reader))
         try:
@@ -134,7 +135,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
             reader.complete()
 
     def _open(self, request: generate_pb2.StreamRequest) -> OpenStream:
-        """Open a stream or take one over."""
+        """Open a stream, or take an existing one over."""
         asked, number = request_from_proto(request), StreamNumber(request.number)
         naming = _naming_from_proto(request.store) if request.HasField("store") else None
         if request.HasField("takeover"):
@@ -161,7 +162,8 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
     async def GetStatus(
         self, request: generate_pb2.GenerationStatusRequest, context: Context
     ) -> generate_pb2.GenerationStatus:
-        """Answer a heartbeat. Raises UnavailableError when the engine failed or is closed: replace the worker."""
+        """Return the status for a heartbeat. Raises UnavailableError when the engine has failed or is closed; the
+        worker must then be replaced."""
         status, traits = self.engine.status(), self.engine.residency.traits
         kept = [generate_pb2.KeptStream(request_id=name, num_slots=held) for name, held in self._streams.kept()]
         return generate_pb2.GenerationStatus(
@@ -192,7 +194,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
 
 
 class GenerationServer:
-    """An engine, its slots, and the server that both services are on. Make one with `start`, on the loop."""
+    """An engine, its slots, and the server of both services. Make one with `start`, on the loop."""
 
     def __init__(self, server: grpc.aio.Server, servicer: GenerationServicer, slots: SlotTable, port: int) -> None:
         self.engine, self.slots, self.port = servicer.engine, slots, port
@@ -219,18 +221,20 @@ class GenerationServer:
         draft_model: Decoder | None = None,
         crash_note: str = "",
     ) -> Self:
-        """Serve callers that have the cluster's secret on host:port; port 0 takes any free one. Leases name `host`, so
-        pushers must be able to reach it. Slots may begin with the prefixes in `prefix_folder`, which is made if need be
-        and removed by its last user, and answers are stored there: at most `prefix_bytes` in memory, and more in
-        `prefix_disk`, if given. `num_engines`, this one included, share the machine's memory. `cost`: what steps were
-        measured to cost, if they were. `draft_model`: the one that the configuration names. `crash_note`: file of the
-        process's crash note, if it has one. Raises ConfigError when it cannot listen there or make that folder, for
-        memory that cannot be had, and for speculation that cannot be."""
+        """Start to serve callers that have the cluster's secret on host:port; port 0 selects a free port. Leases name
+        `host`, so ranks that push must be able to reach it.
+
+        `prefix_folder`: folder of the prefix store, with whose blocks slots may begin, and where answers are stored. It
+        is created if needed, and removed by its last user. `prefix_bytes`: limit of the store in memory. `prefix_disk`:
+        place for more blocks on disk, if given. `num_engines`: number of engines, including this one, that share the
+        machine's memory. `cost`: measured costs of steps, if any. `draft_model`: the model that the configuration
+        names. `crash_note`: path of the process's crash note; empty without one. Raises ConfigError if it cannot listen
+        there or create that folder, if memory cannot be allocated, and for speculation that is not supported."""
         memory = make_memory(decoder, config, num_engines, draft_model=draft_model)
         server = make_server(check=secret.check)
         bound = bind(server, host, port)
         slots = SlotTable(memory, clock, endpoint=join_address(host, bound))
-        # may refuse: nothing of the store is open yet
+        # may raise, so it runs before the store is opened
         speculation = make_speculation(decoder, slots, config, clock, cost, draft_model=draft_model)
         decode_steps = await asyncio.to_thread(make_device_steps, decoder, memory.residency, config, clock)
         prefixes = None
@@ -258,14 +262,14 @@ class GenerationServer:
         return cls(server, servicer, slots, bound)
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Take no more calls, give running ones `grace_s` seconds, then end them and the engine. Idempotent."""
+        """Accept no more calls, give running ones `grace_s` seconds, then end them and the engine. Idempotent."""
         await self._server.stop(grace_s)
         self._servicer.close()
         await in_own_thread(self.engine.close)
         prefixes, self._servicer.prefixes = self._servicer.prefixes, None
         if prefixes is not None:
             await prefixes.close()
-            await in_own_thread(self.engine.close)  # again: a block's copy may have begun the link's threads anew
+            await in_own_thread(self.engine.close)  # again: a block's copy may have restarted the link's threads
 
 
 def _speculation_to_proto(stats: SpeculationStats) -> generate_pb2.SpeculationStatus:
@@ -287,7 +291,7 @@ async def _prefix_store(prefixes: GroupPrefixes) -> common_pb2.PrefixStoreStatus
 
 
 def messages_of(batch: Iterable[generate_pb2.StreamEvent]) -> Iterator[generate_pb2.StreamEvents]:
-    """Pack a batch, in order, into messages of limited size: one message, unless it holds logprobs of prompts."""
+    """Yield a batch, in order, as messages of limited size. It is one message unless it has logprobs of prompts."""
     events: list[generate_pb2.StreamEvent] = []
     num_bytes = 0
     for event in batch:
@@ -301,8 +305,8 @@ def messages_of(batch: Iterable[generate_pb2.StreamEvent]) -> Iterator[generate_
 
 
 def _event_to_proto(number: StreamNumber, event: TokenEvent | Filled) -> generate_pb2.StreamEvent:
-    """Return the message of an event, or of the blocks stored of a stream's answers. Raises InvalidArgumentError for an
-    event that is too large for a message, so that only its stream of the shared call ends."""
+    """Return the message of an event, or of the stored blocks of a stream's answers. Raises InvalidArgumentError for an
+    event that is too large for a message, so that only this stream of the shared call ends."""
     if isinstance(event, Filled):
         stored = generate_pb2.StoredBlocks(stored=event.stored, evicted=event.evicted)
         return generate_pb2.StreamEvent(number=number, event=generate_pb2.TokenEvent(stored=stored))

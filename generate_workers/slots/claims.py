@@ -66,7 +66,7 @@ class Claims:
         return [Seat(claim.ref, claim.memory.row, None) for claim in claims]
 
     def activate(self, ref: LeaseRef) -> list[Seat] | None:
-        """Activate a committed lease: return one seat per choice, of which only the first has the KV. None before the
+        """Activate a committed lease: return a `Seat` per choice, of which only the first has the KV. None before the
         commit. Raises LeaseError if the slot does not hold a lease, and what `present` raises."""
         slot = self.find(ref)
         if slot is not None and slot.state is not SlotState.COMMITTED:

@@ -184,7 +184,7 @@ class SlotTable:
             self._claims.num_owed, self._claims.owed = num_slots, num_bytes
 
     def activate(self, ref: LeaseRef) -> list[Seat] | None:
-        """Activate a committed lease: return one seat per choice, of which only the first has the KV. None before the
+        """Activate a committed lease: return a `Seat` per choice, of which only the first has the KV. None before the
         commit. Raises LeaseError when it was activated before, StaleStampError or LeaseExpiredError when it has
         ended."""
         with self._changing():
