@@ -1,1 +1,1 @@
-"""Hold the KV of a generation group, and hand it to steps: a port, and one file for each policy."""
+"""Storage of a generation group's KV, and its access by steps: a port, and one file for each policy."""

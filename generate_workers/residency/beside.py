@@ -1,8 +1,8 @@
-"""A row's first and latest KV on the device, for drafts: a copy where the row's KV lives at home, or a draft model's.
+"""A sequence's first and latest KV on the device, for drafts: a copy of KV in host memory, or the KV of a draft model.
 
-A copy is a Part of a row (`rows`). It follows the row: tokens are copied once, when they have their final KV, so that
-drafts cost the link a few tokens a round, however long the row is. `generate_workers.speculation` runs draft steps over
-it, and a draft model's forwards write their own (`generate_workers.speculation.draft_model`).
+A copy is a Part of a slot (`rows`). Tokens are copied once, when their KV is final, so that drafts copy only a few
+tokens per round over the link, for sequences of any length. `generate_workers.speculation` runs draft steps over the
+copy. A draft model's forwards write their own KV (`generate_workers.speculation.draft_model`).
 """
 
 from collections.abc import Callable, Iterator
@@ -16,11 +16,11 @@ from generate_workers.residency.rows import MakeMemory
 from modeling.kv.buffers import KvBuffer, KvPlace, KvRows
 
 Fetch = Callable[[list[tuple[Tensor, Tensor]]], None]
-"""Copies pairs `(to, from)` from home to the device, and returns when that is done."""
+"""Function that copies pairs `(to, from)` from host memory to the device, and returns when that is done."""
 
 
 class Beside:
-    """The first and latest KV of one row after another, claim after claim."""
+    """First and latest KV of a slot's sequence, for one claim after another."""
 
     def __init__(self, layout: KvLayout, make_memory: MakeMemory, size: DraftKeys) -> None:
         """Raise what `make_memory` raises."""
@@ -28,9 +28,9 @@ class Beside:
         self._memory = make_memory(layout, size.num_places)
         self._buffer: KvBuffer | None = None
         self._num_copied = 0
-        """Tokens of the row that have their final KV here, or were left out."""
+        """Number of the sequence's tokens whose final KV is here or was left out."""
         self._start = size.num_first
-        """Position of the token that lies behind the first ones."""
+        """Position of the token that is stored right after the first ones."""
 
     @property
     def num_bytes(self) -> int:
@@ -38,26 +38,27 @@ class Beside:
         return self._memory.num_bytes
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the bytes of a row's copy: all that there is room for, once the row is as long."""
+        """Return the bytes of the copy for a sequence of `num_tokens` tokens. They grow up to the size of the copy."""
         return self._memory.bytes_for(min(num_tokens, self._size.num_places))
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim: nothing is copied yet."""
+        """Begin a claim, without copied KV."""
         self._memory.expect(min(num_tokens, self._size.num_places))
         tokens = TokenRange(0, self._size.num_places)
         self._buffer = KvBuffer.of(self._layout, tokens, self._memory.data_LS2GH, self._memory.access)
         self._num_copied, self._start = 0, self._size.num_first
 
     def copy_from(self, other: "Beside", num_tokens: int) -> None:
-        """Do nothing: a row's copy is made of its own KV."""
+        """Do nothing: each copy is made from its own sequence's KV."""
 
     def release(self) -> None:
-        """End the claim, if there is one."""
+        """End the claim, if one exists."""
         self._buffer = None
         self._memory.release()
 
     def follow(self, home: KvBuffer, num_tokens: int, fetch: Fetch) -> None:
-        """Copy what is missing of the row's first `num_tokens` tokens, and of their latest."""
+        """Copy the missing KV for a sequence whose first `num_tokens` tokens have final KV. `home`: all KV of the
+        sequence. `fetch`: runs the copies."""
         for tokens in self.missing(num_tokens):
             place = self._place(tokens.start)
             to = TokenRange(place, place + len(tokens))
@@ -67,12 +68,13 @@ class Beside:
         self.settle(num_tokens)
 
     def settle(self, num_tokens: int) -> None:
-        """Note that the row's first `num_tokens` tokens, and no others, have their final KV here or are left out."""
+        """Record that exactly the sequence's first `num_tokens` tokens have their final KV here, or are left out."""
         self._num_copied = num_tokens
 
     def missing(self, num_tokens: int) -> list[TokenRange]:
-        """Return which tokens' KV is missing here of the row's first `num_tokens`: some of the first ones, then some of
-        the latest, in the order in which they are to be written. Makes room for them and for drafts behind them."""
+        """Return the ranges of the sequence's first `num_tokens` tokens whose KV is missing here: of the first ones,
+        then of the latest, in the order in which they are to be written. Makes room for them and for drafts after
+        them."""
         size, copied = self._size, self._num_copied
         first_last = max(num_tokens - size.num_last, size.num_first)
         first = min(size.num_first, num_tokens)
@@ -85,8 +87,9 @@ class Beside:
         return [tokens for tokens in wanted if tokens]
 
     def span(self, tokens: TokenRange) -> "BesideSpan":
-        """Return the span of new tokens, whose predecessors are here, or are left out. The new ones attend to the first
-        tokens, to themselves, and to as many before them as are among the latest of the last one."""
+        """Return the span of new tokens. All earlier tokens must be here or left out. The new tokens attend to the
+        first tokens, to themselves, and to those before them that are among the `num_last` latest of the last new
+        token."""
         place = self._place(tokens.start)
         self._memory.commit(TokenRange(place, place + len(tokens)))
         first = self._size.num_first
@@ -95,16 +98,16 @@ class Beside:
 
     @property
     def buffer(self) -> KvBuffer:
-        """Return the present claim's memory."""
+        """Return the buffer of the present claim."""
         assert self._buffer is not None, "the slot is not claimed"
         return self._buffer
 
     def _place(self, position: int) -> int:
-        """Return where a position lies."""
+        """Return the place of a position in the buffer."""
         return position if position < self._size.num_first else self._size.num_first + position - self._start
 
     def _move(self, tokens: TokenRange) -> None:
-        """Move latest tokens to the start of their room; all others there are given up."""
+        """Move the latest `tokens` to the start of their part of the buffer. The other latest tokens are discarded."""
         place, to = self._place(tokens.start), TokenRange(self._size.num_first, self._size.num_first + len(tokens))
         for layer in range(self._layout.num_layers if tokens else 0):
             kept = self.buffer.span(layer, TokenRange(place, place + len(tokens)))
@@ -114,15 +117,15 @@ class Beside:
 
 @dataclass(frozen=True)
 class BesideSpan:
-    """A SequenceSpan of new tokens over a row's first and latest KV."""
+    """SequenceSpan of new tokens over a sequence's first and latest KV."""
 
     buffer: KvBuffer
     tokens: TokenRange
     """Positions of the new tokens."""
     index: int
-    """Where the first new token lies in the buffer; the others follow."""
+    """Place of the first new token in the buffer; the others follow."""
     unseen: TokenRange | None
-    """Tokens of the buffer that the new ones do not attend to; they come before the new ones."""
+    """Places before the new tokens that these do not attend to. None: they attend to all."""
 
     def own(self, layer: int) -> Tensor:
         return self.buffer.span(layer, TokenRange(self.index, self._end))
@@ -130,7 +133,7 @@ class BesideSpan:
     def segments(self, layer: int) -> Iterator[KvRows]:
         unseen = self.unseen or TokenRange(0, 0)
         for start, end in ((0, unseen.start), (unseen.end, self._end)):
-            if start < end:  # keys are numbered as they lie, the new ones as their positions say
+            if start < end:  # keys are numbered by place, so that the new ones have their true positions
                 rows = self.buffer.rows(layer, TokenRange(start, end))
                 yield KvRows(rows.k_SGH, rows.v_SGH, self.tokens.start - self.index + start)
 

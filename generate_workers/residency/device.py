@@ -1,9 +1,9 @@
-"""Residency `device`: all KV lies where attention reads it. No KV is fetched or copied.
+"""Residency `device`: all KV is stored where attention reads it. No KV is fetched or copied.
 
-A Residency for `engine.step_runner`. Home is the device itself, so that every byte counts as both. On devices with
-memory of their own `generate_workers.residency.paged` takes its place.
+A Residency for `engine.step_runner`. Every byte counts in `home` and `device`. On devices with memory of their own
+`generate_workers.residency.paged` takes its place, unless drafts select keys.
 
-T tokens, G kv heads, H head dim.
+Shape suffixes: T tokens, G kv heads, H head dim.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from generate_workers.residency.traits import POLICIES
 
 
 class DeviceStep(RowStep[StoredRow]):
-    """A StepKv that has nothing to do between layers."""
+    """StepKv without work between layers."""
 
     @property
     def turns(self) -> None:
@@ -27,17 +27,17 @@ class DeviceStep(RowStep[StoredRow]):
 
 
 class DeviceResidency(RowResidency[StoredRow]):
-    """A Residency that keeps all KV on the device."""
+    """Residency that keeps all KV on the device."""
 
     traits = POLICIES["device"]
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, indices: Sequence[Part] = ()) -> None:
-        """`indices`: a part of each slot's row that only the device has. Empty: rows are KV alone. Raises what is in
-        OUT_OF_MEMORY when the slots' address space cannot be had."""
+        """`indices`: a further part for each slot, which counts only as device memory. Empty: slots hold only KV.
+        Raises an error of OUT_OF_MEMORY when the slots' address space cannot be reserved."""
         kvs = [PagedKv(shape.layout, make_memory, shape.max_slot_tokens) for _ in range(shape.num_slots)]
         rows = [StoredRow([kv], [kv, *indices[slot : slot + 1]]) for slot, kv in enumerate(kvs)]
         super().__init__(rows, lambda rows: DeviceStep(rows, shape.bytes_read(tokens for _, tokens in rows)))
 
     def kv(self, slot: SlotId, layer: int, tokens: TokenRange) -> Tensor:
-        """Return a view `[T, 2, G, H]` of `tokens`, which were written, of the slot's row. Engine's thread."""
+        """Return a view `[T, 2, G, H]` of the slot's `tokens`, which must have been written. Engine's thread."""
         return self._rows[slot].kv(layer, tokens)

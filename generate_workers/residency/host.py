@@ -1,17 +1,17 @@
-"""Residency `host`: all KV lives in host memory; a step fetches each layer whole, one layer ahead.
+"""Residency `host`: all KV is stored in host memory, and a step fetches each layer whole, one layer ahead.
 
-A Residency for `engine.step_runner`, after FlexGen (Sheng et al., 2023), with what its published baselines lack: home
-memory that is pinned on CUDA, and a double buffer, so that layer l computes while layer l + 1 is being fetched. The
-device holds two layers of every row, however long the model: a slot has an area for the even layers, and one for the
-odd layers. Only layer 0's fetch is not hidden behind computing.
+A Residency for `engine.step_runner`, after FlexGen (Sheng et al., 2023). It adds what FlexGen's published baselines
+lack: host memory that is pinned on CUDA, and a double buffer, so that layer l computes while layer l + 1 is fetched.
+The device holds two layers of every sequence, for a model of any depth: a slot has one area for the even layers and one
+for the odd layers. Only the fetch of layer 0 does not overlap with computing.
 
     engine:  begin 0 | layer 0 | end 0 | begin 1 | layer 1 | end 1 | begin 2 ...
     link:    fetch 0 | fetch 1 ------- |         | fetch 2 ------- |
 
-A step fetches L x rows x tokens x row bytes, the tokens being those cached before it, and stores the new ones. Every
-copy goes over the device's link (`modeling.device`), which counts it: fetches in the order in which they were asked
-for, while the engine's thread computes. No other thread touches memory of a copy until it is done. Where the device is
-the CPU, the link is memory bandwidth.
+A step fetches the KV of all tokens cached before it, in all layers, and stores the KV of its new tokens. Every copy
+uses the device's link (`modeling.device`), which counts it. Fetches run in the order of their requests, while the
+engine's thread computes. No other thread uses the memory of a copy until it is done. If the device is the CPU, the link
+is memory bandwidth.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,7 +33,8 @@ _NUM_AREAS = 2
 
 
 class HostRow(AreaRow):
-    """A StoredRow with home memory for all layers, and an area for two on the device: layer l has number l modulo 2."""
+    """StoredRow with host memory for all layers, and an area for two layers on the device. Layer l uses number l modulo
+    2."""
 
     def __init__(self, kv: PagedKv, area: Area, beside: Beside | None = None) -> None:
         super().__init__([kv], [area] if beside is None else [area, beside])
@@ -41,7 +42,7 @@ class HostRow(AreaRow):
 
 
 class HostStep(RowStep[HostRow]):
-    """A StepKv that fetches one layer ahead, and stores the new tokens' KV."""
+    """StepKv that fetches one layer ahead, and stores the new tokens' KV."""
 
     def __init__(self, shape: KvShape, rows: Sequence[tuple[HostRow, TokenRange]], link: Link) -> None:
         super().__init__(rows, shape.bytes_read(tokens for _, tokens in rows))
@@ -49,31 +50,32 @@ class HostStep(RowStep[HostRow]):
         self._buffers = [(row.home.buffer, row.area.buffer, new) for row, new in rows]
         self._link = link
         self._stores: list[Transfer] = []
-        """Those of the layers that have run."""
+        """Transfers of the layers that have run, by layer."""
         self._fetch = self._begin_fetch(0)
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Wait for the layer, then begin to fetch the next; its area was left by the layer before this one."""
+        """Wait for the layer, and begin to fetch the next, whose area the layer before this one does not use any
+        more."""
         self._fetch.join()
         if layer >= _NUM_AREAS:
-            self._stores[layer - _NUM_AREAS].join()  # from where this layer's new tokens are to be
+            self._stores[layer - _NUM_AREAS].join()  # it reads the places of this layer's new tokens
         if layer + 1 < self._num_layers:
             self._fetch = self._begin_fetch(layer + 1)
 
     def end(self, layer: int) -> None:
-        """Begin to store the new tokens' KV of the layer at home."""
+        """Begin to store the layer's new KV in host memory."""
         area = layer % _NUM_AREAS
         copies = [(home.span(layer, new), there.span(area, new)) for home, there, new in self._buffers]
         self.num_link_bytes += num_bytes_of(copies)
         self._stores.append(self._link.store(copies))
 
     def settle(self) -> None:
-        """Wait until all new KV is at home."""
+        """Wait until all new KV is in host memory."""
         for store in self._stores:
             store.result()
 
     def leave(self) -> None:
-        """Return when nothing is being copied. A fetch's error is raised by `begin`, not here."""
+        """Wait until no copy runs. The error of a fetch is raised by `begin`, not here."""
         for transfer in (self._fetch, *self._stores):
             transfer.wait()
 
@@ -86,12 +88,12 @@ class HostStep(RowStep[HostRow]):
 
 
 class HostResidency(RowResidency[HostRow]):
-    """A Residency that keeps all KV in host memory."""
+    """Residency that keeps all KV in host memory."""
 
     traits = POLICIES["host"]
 
     def __init__(self, shape: KvShape, device: Device) -> None:
-        """Raise what is in OUT_OF_MEMORY when the slots' address space cannot be had."""
+        """Raise an error of OUT_OF_MEMORY when the slots' address space cannot be reserved."""
         layout, most = shape.layout, shape.max_slot_tokens
         areas, drafts = replace(layout, num_layers=_NUM_AREAS), shape.draft_keys
         rows = [
@@ -106,11 +108,12 @@ class HostResidency(RowResidency[HostRow]):
         super().__init__(rows, lambda rows: HostStep(shape, rows, device.link))
 
     def draft_spans(self, rows: StepRows) -> list[BesideSpan]:
-        """Return spans of one new token each over the copies of their rows."""
+        """Return spans of one new token each over the sequences' copies on the device."""
         return [self._besides(slot).span(tokens) for slot, tokens in rows]
 
     def follow(self, rows: Iterable[tuple[SlotId, int]]) -> None:
-        """Copy to the device what drafts attend to of the rows' first so many tokens, as far as it is not there."""
+        """Copy missing KV that drafts attend to to the device. `rows`: slots, each with its number of tokens of final
+        KV. Blocks until it is copied."""
 
         def fetch(copies: Copies) -> None:
             self.num_link_bytes += num_bytes_of(copies)

@@ -1,14 +1,15 @@
-"""Residency `device` on a device with memory of its own: rows keep their KV in pages of one pool.
+"""Residency `device` on a device with memory of its own: sequences keep their KV in pages of one pool.
 
-A Residency for `engine.step_runner`. A row takes pages as it grows and gives them back at its end, so that no memory
-is set aside for the longest row. Choices of one request share the pages of their prompt: a row that writes to a shared
-page copies it first (`modeling.kv.pages`). Rows whose prompts begin with the same blocks share those
-(`modeling.kv.page_prefixes`). Pushed KV goes over the link, into pages; nothing else is copied.
+A Residency for `engine.step_runner`. A sequence allocates pages as it grows and frees them at its end, so that no
+memory is reserved for the longest one. Choices of one request share the pages of their prompt: a sequence that writes
+to a shared page copies it first (`modeling.kv.pages`). Sequences whose prompts begin with the same blocks share those
+(`modeling.kv.page_prefixes`). Pushed KV is copied over the link into pages; no other KV is copied.
 
-Memory is promised and counted row by row, shared pages with each of their rows: so a copy always finds a page. Pages
-that only cached blocks have are promised to no row, and go when a row needs them.
+Memory is promised and counted by sequence, and a shared page counts for each of its sequences, so that a free page for
+its copy always exists. Pages that only cached blocks use are promised to no sequence, and are evicted when a sequence
+needs them.
 
-L layers, T tokens of a piece.
+Shape suffixes: L layers, T tokens of a piece.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from modeling.kv.transfers import Transfer
 
 
 class PagedRow:
-    """A Row whose KV lies in pages."""
+    """Row whose KV is stored in pages."""
 
     def __init__(self, pool: PagePool, prefixes: PagePrefixes, shape: KvShape) -> None:
         self._prefixes, self._page_tokens = prefixes, pool.page_tokens
@@ -36,17 +37,17 @@ class PagedRow:
         self._row_bytes = shape.layout.row_bytes
         self._tokens: TokenRange | None = None
         self._num_expected = 0
-        """Tokens that will be written for sure: they get their pages together, so that these are adjacent."""
+        """Number of tokens that are certain to be written. Their pages are allocated together, so as to be adjacent."""
 
     @property
     def tokens(self) -> TokenRange:
-        """Return the tokens that the present claim may hold."""
+        """Return the range of tokens that the present claim may hold."""
         assert self._tokens is not None, "the slot is not claimed"
         return self._tokens
 
     @property
     def num_bytes(self) -> KvBytes:
-        """Return the bytes of the row's pages; those that it shares count whole."""
+        """Return the bytes of the sequence's pages. Shared pages count in full."""
         return KvBytes(self.pages.num_bytes, self.pages.num_bytes)
 
     @property
@@ -55,16 +56,16 @@ class PagedRow:
         return self._access.frames
 
     def bytes_for(self, num_tokens: int) -> KvBytes:
-        """Return the bytes that so many tokens take."""
+        """Return the bytes that `num_tokens` tokens take."""
         num_bytes = self.pages.bytes_for(num_tokens)
         return KvBytes(num_bytes, num_bytes)
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim, without pages; `num_tokens` tokens will be written for sure."""
+        """Begin a claim, without pages. `num_tokens`: tokens that are certain to be written."""
         self._tokens, self._num_expected = TokenRange(0, capacity_tokens), num_tokens
 
     def commit(self, tokens: TokenRange) -> None:
-        """Have pages of the row's own for `tokens`, which are about to be written. Raises MemoryError without them."""
+        """Allocate unshared pages for `tokens`, which are about to be written. Raises MemoryError when none is free."""
         assert tokens.end <= self.tokens.end, f"{tokens} outside {self.tokens}"
         self.pages.prepare(tokens, self._num_expected)
 
@@ -83,15 +84,16 @@ class PagedRow:
         return self._access.write(writes)
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
-        """Return a copy of the bytes of `tokens`, which were written."""
+        """Return a copy of the bytes of `tokens`, which must have been written."""
         return self._access.read([kv_T2GH for _, kv_T2GH in self.pages.spans(layer, tokens)])
 
     def copy_from(self, other: Self, num_tokens: int) -> None:
-        """Share the pages of another row's first `num_tokens` tokens."""
+        """Share the pages of another sequence's first `num_tokens` tokens."""
         self.pages.share(other.pages.pages_of(TokenRange(0, num_tokens)))
 
     def begin_with(self, names: Sequence[str], block_tokens: int) -> int:
-        """Share the pages of the leading blocks that the device has; return their tokens. Nothing is written yet."""
+        """Share the pages of the leading blocks that the device has, for an empty sequence. Return their number of
+        tokens."""
         if not self._has_whole_pages(block_tokens):
             return 0
         pages = self._prefixes.begin(names)
@@ -99,22 +101,22 @@ class PagedRow:
         return len(pages) * self._page_tokens
 
     def keep(self, names: Sequence[str], block_tokens: int) -> None:
-        """Leave the row's first blocks, whose KV is final, to rows that begin alike."""
+        """Share the sequence's first blocks, whose KV must be final, with sequences of the same prefix."""
         if self._has_whole_pages(block_tokens):
             self._prefixes.keep(names, self.pages.pages_of(TokenRange(0, len(names) * block_tokens)))
 
     def _has_whole_pages(self, block_tokens: int) -> bool:
-        """Return whether blocks of so many tokens begin and end with pages; others are not shared."""
+        """Return whether blocks of `block_tokens` tokens are whole pages. Other blocks are not shared."""
         return block_tokens % self._page_tokens == 0
 
     def release(self) -> None:
-        """End the claim, if there is one."""
+        """End the claim, if one exists, and free its pages."""
         self._tokens = None
         self.pages.release()
 
 
 class PagedStep(RowStep[PagedRow]):
-    """A StepKv that has nothing to do between layers."""
+    """StepKv without work between layers."""
 
     @property
     def turns(self) -> None:
@@ -122,15 +124,15 @@ class PagedStep(RowStep[PagedRow]):
 
 
 class PagedResidency(RowResidency[PagedRow]):
-    """A Residency that keeps all KV in pages on the device."""
+    """Residency that keeps all KV in pages on the device."""
 
     traits = POLICIES["device"]
 
     def __init__(
         self, shape: KvShape, device: Device, device_bytes: int | None = None, page_tokens: int = PAGE_TOKENS
     ) -> None:
-        """`device_bytes`: memory of the device for KV; None: no limit. Raises what is in OUT_OF_MEMORY, or OSError,
-        when the pool cannot be had."""
+        """`device_bytes`: bytes of device memory for KV; None: no limit. Raises an error of OUT_OF_MEMORY, or OSError,
+        when the pool cannot be allocated."""
         num_pages = shape.num_slots * -(-shape.max_slot_tokens // page_tokens)
         if device_bytes is not None:
             num_pages = max(min(num_pages, device_bytes // (page_tokens * shape.layout.token_bytes)), 1)
@@ -141,11 +143,11 @@ class PagedResidency(RowResidency[PagedRow]):
         super().__init__(rows, lambda rows: _step(shape, rows))
 
     def bound(self, num_bytes: int) -> None:
-        """Let rows and cached blocks together take at most so many bytes."""
+        """Limit sequences and cached blocks together to `num_bytes` bytes, but at least one page."""
         self.pool.most_taken = min(self.pool.num_pages, max(num_bytes // self.pool.page_bytes, 1))
 
     def close(self) -> None:
-        """Give the pages of cached blocks back, and end the link's threads. Idempotent."""
+        """Free the pages of cached blocks, and end the link's threads. Idempotent."""
         self.prefixes.close()
         self._link.rest()
 

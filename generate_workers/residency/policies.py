@@ -1,4 +1,4 @@
-"""Makes residency policies, each by its name in `traits`.
+"""Construction of residency policies, each by its name in `traits`.
 
 `engine.memory_limits` makes a group's policy here when the group starts.
 """
@@ -37,32 +37,32 @@ _EARLY_REMEDY = "run `baton prepare --lookahead 1` with this model, dtype and qu
 
 @dataclass(frozen=True)
 class SelectionSource:
-    """What policies that choose keys need: the model, and the file that `baton prepare` wrote about it."""
+    """Inputs of policies that select keys: the model, the file that `baton prepare` wrote for it, and memory limits."""
 
     decoder: Decoder
     path: Path | None = None
-    """Path of that file. None: the default one for the model."""
+    """Path of the prepared file. None: the default path for the model."""
     pool: PoolSize | None = None
-    """How much of its KV a row keeps. None: all of it."""
+    """Limit of the tokens whose KV a sequence keeps. None: all tokens."""
     device_bytes: int | None = None
-    """Memory of the device for the KV of all slots. None: no limit."""
+    """Bytes of device memory for the KV of all slots. None: no limit."""
     kv_bytes: int | None = None
-    """Memory for the KV of all slots, wherever it lies, as configured. None: not configured."""
+    """Configured bytes for the KV of all slots in any memory. None: not configured."""
     serves_drafts: bool = False
-    """Whether drafts choose keys by it, so that policy `device` keeps partial keys beside its KV."""
+    """True if drafts select keys by it, so that policy `device` stores partial keys in addition to KV."""
 
     @property
     def pool_bytes(self) -> int | None:
-        """Return the memory for KV that all lies on the device; None: no limit."""
+        """Return the bytes for KV that is stored entirely on the device. None: no limit."""
         return min((each for each in (self.device_bytes, self.kv_bytes) if each is not None), default=None)
 
     def load(self) -> PreparedSelection:
-        """Read the prepared selection. Raises ModelError when there is none for this model."""
+        """Read the prepared selection. Raises ModelError when none exists for this model."""
         return load_prepared(self.path or prepared_path(self.decoder.layout.model_fingerprint), self.decoder)
 
     def load_early(self) -> PreparedSelection:
-        """Read the selection by which keys are picked a layer early: the one that was tuned so, or else the other one,
-        which costs more quality then. Raises ModelError as `load` does."""
+        """Read the selection for selecting keys one layer early: the one tuned for that, or else the default one, which
+        then costs more quality. Raises ModelError as `load` does."""
         early = prepared_path(self.decoder.layout.model_fingerprint, lookahead=1)
         prepared = self.load() if self.path or not early.is_file() else load_prepared(early, self.decoder)
         if not prepared.lookahead:
@@ -87,7 +87,8 @@ def _host(shape: KvShape, device: Device, source: SelectionSource | None) -> Res
 
 
 def selecting(name: str, make: Callable[[KvShape, SelectionSource], Residency]) -> Make:
-    """Return a maker of a policy that attends to some keys, which checks for the kernels."""
+    """Return a maker of a policy that attends to selected keys. The maker raises ConfigError if the policy is not
+    supported here or its kernels are not installed."""
 
     def made(shape: KvShape, device: Device, source: SelectionSource | None) -> Residency:
         require_selective(f"residency = {name!r}", shape, device)
@@ -110,12 +111,12 @@ def _infinigen(shape: KvShape, source: SelectionSource) -> Residency:
 
 
 def _is_pooled(shape: KvShape, pool: PoolSize) -> bool:
-    """Return whether rows may come to have more tokens than the pool takes, in layers that have one."""
+    """Return whether sequences may have more tokens than the pool holds, in a model with layers that use it."""
     return pool.num_tokens < shape.max_slot_tokens and shape.layout.num_layers > NUM_WHOLE_LAYERS
 
 
 def _infinigen_anywhere(shape: KvShape, device: Device, source: SelectionSource | None) -> Residency:
-    """Make the policy by kernels of the CPU, or on a GPU by operations on tensors and Triton."""
+    """Make the policy with kernels of the CPU, or on a GPU with operations on tensors and Triton."""
     if device.name != "cuda":
         return selecting("infinigen", _infinigen)(shape, device, source)
     assert source is not None, "infinigen needs a model"
@@ -138,7 +139,7 @@ def _infinigen_int4(shape: KvShape, source: SelectionSource) -> Residency:
 
 
 def require_others(name: str, shape: KvShape) -> None:
-    """Raise ConfigError for a model all of whose layers stay whole, so that there is nothing to keep at home."""
+    """Raise ConfigError for a model without layers that the policy stores in host memory."""
     if shape.layout.num_layers <= NUM_WHOLE_LAYERS:
         raise ConfigError(f"residency = {name!r} needs more than {NUM_WHOLE_LAYERS} layers: use residency device")
 
@@ -150,7 +151,7 @@ MAKERS: Mapping[str, Make] = {
     "infinigen_int4": selecting("infinigen_int4", _infinigen_int4),
     "int4": lambda shape, device, source: make_int4(shape, device),
 }
-"""How each policy is made, for a decoder on a device."""
+"""Maker of each policy, by its name."""
 
 
 def make_residency(
@@ -162,9 +163,10 @@ def make_residency(
     policies: Mapping[str, PolicyTraits] = POLICIES,
     makers: Mapping[str, Make] = MAKERS,
 ) -> Residency:
-    """Make the policy of that name for all slots; policies that choose keys need a `source`. `policies`, `makers`:
-    policies to select from, with a maker for each. Raises ConfigError for an unknown name, for a policy that cannot run
-    here, and when the slots' address space cannot be had; ModelError for a `source` without what it should hold."""
+    """Make the policy of that name for all slots. Policies that select keys need a `source`. `policies`, `makers`:
+    known policies, with a maker for each. Raises ConfigError for an unknown name, for a policy that is not supported
+    here, and when the slots' address space cannot be reserved; ModelError if the prepared file of `source` does not
+    exist or does not fit."""
     traits = policy_named(name, policies)
     if source is not None and source.pool is not None and not traits.has_pool:
         raise ConfigError(f"residency = {name!r} keeps all KV: leave pool_tokens at 0, or use residency {POOLED}")

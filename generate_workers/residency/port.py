@@ -1,9 +1,10 @@
-"""The residency port: a policy owns the memory of all slots' KV, and gives it to each step, layer by layer.
+"""The residency port: a policy owns the memory of all slots' KV, and provides it to each step, layer by layer.
 
-`slots` open, write and release rows; `engine.step_runner` runs steps on the engine's thread. Two memories are told
-apart: the *device's*, where attention reads, and *home*, where KV lives between steps. For a policy that keeps all KV
-on the device they are one, and its bytes count as both. A policy that attends to fewer than all tokens learns what
-it needs to choose them from `RowKv.write`, from its turns' `begin` and `picks`, and when a step is left.
+`slots` open, write and release the KV of sequences (RowKv); `engine.step_runner` runs steps on the engine's thread. The
+port distinguishes two memories: `device`, where attention reads, and `home`, where KV is stored between steps. `home`
+is host memory, or device memory for KV that a policy stores there; such bytes count as both. A policy that attends to
+selected keys learns what it needs for the selection from `RowKv.write`, from `begin` and `picks` of its turns, and when
+a step ends.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,13 +21,13 @@ from modeling.kv.staging import StagingFrames
 from modeling.kv.transfers import Transfer
 
 _NUM_SINKS = 16
-"""First keys that drafts attend to, as in MagicDec (Sadhukhan et al., 2024)."""
+"""Number of first keys that drafts attend to, as in MagicDec (Sadhukhan et al., 2024)."""
 StepRows = Sequence[tuple[SlotId, TokenRange]]
-"""The slots of one forward, each with its new tokens; the KV of all earlier tokens is in place."""
+"""Slots of one forward, each with its new tokens. The KV of all earlier tokens is in place."""
 
 
 class RowError(Exception):
-    """One row's KV serves no step, so the step did not begin. Without that row it can."""
+    """Error of one sequence, in `slot`, that fails its step. The step can run without that sequence."""
 
     def __init__(self, slot: SlotId, message: str) -> None:
         super().__init__(message)
@@ -35,7 +36,8 @@ class RowError(Exception):
 
 @dataclass(frozen=True)
 class KvBytes:
-    """Bytes of KV at home and on the device."""
+    """Bytes of KV in `home`, the memory where it is stored between steps, and on the device. KV that is stored on the
+    device counts as both."""
 
     home: int = 0
     device: int = 0
@@ -52,24 +54,24 @@ class KvBytes:
 
 @dataclass(frozen=True)
 class DraftKeys:
-    """The part of a row's keys that drafts attend to: the first and the latest."""
+    """Keys of a sequence that drafts attend to: the first and the latest."""
 
     num_first: int
-    """Tokens at the row's start."""
+    """Number of tokens at the sequence's start."""
     num_last: int
-    """Latest tokens, those of drafts included."""
+    """Number of latest tokens, including drafts."""
     most_drafts: int
     """Most tokens that drafts add before the step that verifies them."""
 
     @property
     def num_places(self) -> int:
-        """Return the tokens that a copy of these keys has room for: the latest ones move along in it, and only rarely
-        back to its start."""
+        """Return the number of tokens that a copy of these keys has room for. The latest tokens advance in it, and are
+        only rarely moved back to its start."""
         return self.num_first + 2 * self.num_last + self.most_drafts
 
     @classmethod
     def of(cls, num_keys: int, most_drafts: int) -> Self:
-        """Divide so many keys, at least two, into a few first ones and the latest."""
+        """Divide `num_keys` keys, at least two, into a few first ones and the latest."""
         num_first = min(_NUM_SINKS, num_keys // 2)
         return cls(num_first, num_keys - num_first, most_drafts)
 
@@ -80,23 +82,26 @@ class KvShape:
 
     layout: KvLayout
     windows: Sequence[int | None]
-    """By layer: the sliding window in tokens, or None."""
+    """Sliding window of each layer in tokens; None: no window."""
     num_slots: int
     max_slot_tokens: int
     draft_keys: DraftKeys | None = None
-    """Keys that a policy which keeps KV at home copies to the device for drafts. None: there are no drafts."""
+    """Keys that policy `host` copies to the device for drafts. None: no drafts over them."""
     chosen_drafts: bool = False
-    """Whether drafts choose among all keys of a row, which policy `device` then keeps in one piece on every device."""
+    """True if drafts select among all keys of a sequence. Policy `device` then keeps these contiguous on every
+    device."""
     most_new_tokens: int = 256
-    """Most tokens of prompts that one step prefills."""
+    """Most prompt tokens that one step prefills."""
 
     @property
     def long_span_bytes(self) -> int:
-        """Return the bytes that the new tokens of a step's longer spans take in one layer, each span in whole pages."""
+        """Return the most bytes that the new tokens of a step's longer spans take in one layer, each span in whole
+        pages."""
         return self.most_new_tokens * self.layout.row_bytes + self.num_slots * PAGE_BYTES
 
     def bytes_read(self, rows: Iterable[TokenRange]) -> int:
-        """Return the bytes that attention reads for rows with these new tokens, each key and value once."""
+        """Return the bytes that attention reads in all layers for sequences with these new tokens, each key and value
+        once."""
         seen = [(tokens.end, len(tokens)) for tokens in rows]
         counts = {window: self.windows.count(window) for window in set(self.windows)}
         num_rows = 0
@@ -106,51 +111,52 @@ class KvShape:
 
 
 class RowKv(Protocol):
-    """The KV of one slot's present claim. Used by one thread at a time."""
+    """KV of one slot's present claim, which is one sequence. Used by one thread at a time."""
 
     @property
     def tokens(self) -> TokenRange:
-        """Return the tokens that the claim may hold."""
+        """Return the range of tokens that the claim may hold."""
         ...
 
     @property
     def num_bytes(self) -> KvBytes:
-        """Return the bytes that are committed now, to the page."""
+        """Return the bytes that are committed now, in whole pages."""
         ...
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> Transfer:
-        """Begin to copy pushed KV, exactly the range's bytes, to where the policy keeps it. If `data` lies in a frame,
-        it must not change before the transfer is done. Raises MemoryError when there is no memory for it."""
+        """Begin to copy pushed KV, exactly the range's bytes, to where the policy stores it. If `data` is in a frame,
+        it must not change before the transfer is done. Raises MemoryError when memory cannot be allocated."""
         ...
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
-        """Return the bytes of `tokens`, which were written; the memory itself where that is possible."""
+        """Return the bytes of `tokens`, which must have been written. Returns the memory itself if possible, else a
+        copy."""
         ...
 
     def release(self) -> None:
-        """Give the memory back when the claim has ended. Idempotent."""
+        """Release the memory. The claim must have ended. Idempotent."""
         ...
 
 
 @runtime_checkable
 class SharesPrefixes(Protocol):
-    """A RowKv that shares blocks, which have names (`baton.prefix_blocks`), with rows that begin alike."""
+    """RowKv that shares named blocks (`baton.prefix_blocks`) with sequences of the same prefix."""
 
     def begin_with(self, names: Sequence[str], block_tokens: int) -> int:
-        """Begin with the leading blocks that the policy has; return their tokens. Nothing is written yet."""
+        """Begin an empty sequence with the leading blocks that the policy has. Return their number of tokens."""
         ...
 
     def keep(self, names: Sequence[str], block_tokens: int) -> None:
-        """Leave the row's first blocks, whose KV is final, to rows that begin alike."""
+        """Share the sequence's first blocks, whose KV must be final, with sequences of the same prefix."""
         ...
 
 
 class StepKv(Protocol):
-    """One forward's view of its rows: the spans that the decoder runs, and the policy's turns between its layers."""
+    """One forward's view of its sequences: the spans that the decoder runs, and the policy's turns between layers."""
 
     @property
     def spans(self) -> Sequence[SequenceSpan]:
-        """Return one span for each row of the step."""
+        """Return one span for each sequence of the step."""
         ...
 
     @property
@@ -160,17 +166,17 @@ class StepKv(Protocol):
 
     @property
     def turns(self) -> LayerTurns | None:
-        """Return the policy's turns between layers. None: the policy takes none, and rows attend to all keys."""
+        """Return the policy's turns between layers. None: the policy needs none, and sequences attend to all keys."""
         ...
 
 
 class Residency(Protocol):
-    """One policy over all slots of a group. `open` and the rows' `write` and `release` are called from any thread, one
-    at a time for a slot, and with frames all writes from one thread; `copy`, `step` and `close` from the engine's."""
+    """Policy over all slots of a group. Any thread may call `open` and RowKv's `write` and `release`, one at a time for
+    a slot; with frames, all writes come from one thread. Only the engine's thread calls `copy`, `step` and `close`."""
 
     @property
     def traits(self) -> PolicyTraits:
-        """Return the policy's name, and what is known of the policy by that name."""
+        """Return the policy's traits, which include its name."""
         ...
 
     @property
@@ -180,30 +186,31 @@ class Residency(Protocol):
 
     @property
     def num_link_bytes(self) -> int:
-        """Return the bytes that steps and copies of rows brought between host and device so far; on a CPU those that
-        attention read from home."""
+        """Return the bytes that steps have copied between host and device so far. On a CPU: the bytes that attention
+        has read from `home`."""
         ...
 
     @property
     def scratch_bytes(self) -> int:
-        """Return the bytes of the device that the policy holds beside its rows."""
+        """Return the bytes of device memory that the policy holds in addition to the sequences' KV."""
         ...
 
     def bytes_for(self, num_tokens: int) -> KvBytes:
-        """Return the bytes that a row of that many tokens takes."""
+        """Return the bytes that a sequence of `num_tokens` tokens takes."""
         ...
 
     def open(self, slot: SlotId, num_tokens: int, capacity_tokens: int) -> RowKv:
-        """Begin a claim on a slot whose last row was released; `num_tokens` tokens will be written for sure."""
+        """Begin a claim on a slot whose last claim was released. `num_tokens`: tokens that are certain to be
+        written."""
         ...
 
     def copy(self, source: SlotId, target: SlotId, num_tokens: int) -> None:
-        """Copy a row's first tokens to the row of another slot, which holds none."""
+        """Copy the first `num_tokens` tokens of a slot's sequence to another slot, which must be empty."""
         ...
 
     def step(self, rows: StepRows) -> AbstractContextManager[StepKv]:
-        """Commit memory for the new tokens, and prepare a forward. After leaving, no thread touches the rows any more,
-        even if the forward failed. Raises RowError on entering, before anything has run."""
+        """Commit memory for the new tokens, and prepare a forward. After the context is left, no thread uses the
+        sequences' memory any more, even if the forward failed. Raises RowError on entering, before any layer runs."""
         ...
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
-"""Policies whose slots are Rows (`rows`): what their steps share, and the Residency that opens, copies and runs rows.
+"""Common parts of policies whose slots are Rows (`rows`): their steps, and the Residency that opens, copies and runs.
 
-`engine.step_runner` runs steps on the engine's thread. T tokens of all rows, D hidden, N heads, H head dim.
+`engine.step_runner` runs steps on the engine's thread. Shape suffixes: T tokens of all sequences, D hidden, N heads, H
+head dim.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,23 +20,23 @@ from modeling.kv.staging import StagingFrames
 
 
 class Row(RowKv, Protocol):
-    """A slot's row of KV, claim after claim."""
+    """Row: the KV of one slot's sequence. A slot uses the same Row for one claim after another."""
 
     @property
     def frames(self) -> StagingFrames | None:
-        """Return the frames that pushed KV is put into on its way to the row. None: it is written in place."""
+        """Return the frames that pushed KV is put into on its way to the slot. None: it is written in place."""
         ...
 
     def bytes_for(self, num_tokens: int) -> KvBytes:
-        """Return the bytes that so many tokens take once all are written."""
+        """Return the bytes that `num_tokens` tokens take once all are written."""
         ...
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim; `num_tokens` tokens will be written for sure. When it fails, nothing is held."""
+        """Begin a claim. `num_tokens`: tokens that are certain to be written. If it raises, no memory is held."""
         ...
 
     def copy_from(self, other: Self, num_tokens: int) -> None:
-        """Take over the first `num_tokens` tokens of another row of the policy."""
+        """Copy or share the first `num_tokens` tokens of another slot's sequence."""
         ...
 
     def commit(self, tokens: TokenRange) -> None:
@@ -51,70 +52,71 @@ R = TypeVar("R", bound=Row)
 
 
 class RowStep(Generic[R]):
-    """A StepKv over the rows' spans. Its turns do nothing, but for what a subclass does in them."""
+    """StepKv over the sequences' spans. Its turns do nothing, except in subclasses."""
 
     def __init__(self, rows: Sequence[tuple[R, TokenRange]], num_bytes_read: int) -> None:
-        """`rows`: each with its new tokens, whose memory is committed."""
+        """`rows`: sequences, each with its new tokens, whose memory is committed."""
         self.rows = rows
         self.spans: Sequence[SequenceSpan] = [row.span(tokens) for row, tokens in rows]
         self.num_bytes_read = num_bytes_read
-        """Bytes of KV that attention reads, in all layers that have run."""
+        """Bytes of KV that attention reads. Subclasses that select keys add the bytes of each layer as it runs."""
         self.num_link_bytes = 0
         """Bytes copied between host and device so far, in both directions."""
 
     @property
     def turns(self) -> LayerTurns | None:
-        """Return this step, which takes the turns itself."""
+        """Return this step, which implements the turns itself."""
         return self
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
         """Do nothing: all keys are in place."""
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
-        """Return None: rows attend to all keys."""
+        """Return None: sequences attend to all keys."""
         return None
 
     def end(self, layer: int) -> None:
         """Do nothing: new keys stay where they were written."""
 
     def settle(self) -> None:
-        """Bring the rows up to date, after the forward has ended well."""
+        """Bring the sequences' stored KV up to date. Called after a forward that did not fail."""
 
     def leave(self) -> None:
-        """Return when no thread touches the rows any more. Called last, even if the forward failed."""
+        """Wait until no thread uses the sequences' memory. Called last, even if the forward failed."""
 
 
 class RowResidency(Generic[R]):
-    """A Residency of Rows. A subclass makes them, and says what runs them."""
+    """Residency of Rows. A subclass makes the Rows, and provides the step that runs them."""
 
     traits: ClassVar[PolicyTraits]
     scratch_bytes = 0
-    """Bytes of the device that belong to no row."""
+    """Bytes of device memory that belong to no slot."""
 
     def __init__(self, rows: list[R], make_step: Callable[[Sequence[tuple[R, TokenRange]]], RowStep[R]]) -> None:
         """`rows`: one for each slot. `make_step`: makes a step of rows with committed memory, or raises RowError."""
         self.num_link_bytes = 0
         self.frames = rows[0].frames
-        """Frames that pushed KV is put into on its way to a row. None: it is written in place."""
+        """Frames that pushed KV is put into on its way to a slot. None: it is written in place."""
         self._rows = rows
         self._make_step = make_step
 
     def bytes_for(self, num_tokens: int) -> KvBytes:
-        """Return the bytes that a row of that many tokens takes."""
+        """Return the bytes that a sequence of `num_tokens` tokens takes."""
         return self._rows[0].bytes_for(num_tokens)
 
     def open(self, slot: SlotId, num_tokens: int, capacity_tokens: int) -> R:
-        """Begin a claim, and return the slot's row."""
+        """Begin a claim, and return the slot's Row."""
         self._rows[slot].open(num_tokens, capacity_tokens)
         return self._rows[slot]
 
     def copy(self, source: SlotId, target: SlotId, num_tokens: int) -> None:
-        """Copy a row's first tokens to the row of another slot, which holds none."""
+        """Copy the first `num_tokens` tokens of a slot's sequence to another slot, which must be empty."""
         self._rows[target].copy_from(self._rows[source], num_tokens)
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[RowStep[R]]:
-        """Commit the new tokens, and yield the step. Rows of a failed forward are not brought up to date: they end."""
+        """Commit memory for the new tokens, and yield the step. After a failed forward the sequences' KV is not brought
+        up to date, because they end."""
         chosen = [(self._rows[slot], tokens) for slot, tokens in rows]
         for row, tokens in chosen:
             row.commit(tokens)
@@ -127,4 +129,4 @@ class RowResidency(Generic[R]):
             self.num_link_bytes += step.num_link_bytes
 
     def close(self) -> None:
-        """Do nothing: this policy has no threads."""
+        """Do nothing, since this policy has no threads."""

@@ -1,7 +1,7 @@
 """Traits of all residency policies, by the name that a configuration gives them.
 
-Configuration, `baton doctor` and `baton evaluate` go by these, so this module needs no torch. `policies` makes the
-policies, and each policy's class points to its line here.
+Configuration, `baton doctor` and `baton evaluate` use them, so this module does not import torch. `policies` makes the
+policies, and each policy's class refers to its entry here.
 """
 
 from collections.abc import Mapping
@@ -12,21 +12,22 @@ from baton.errors import ConfigError
 
 @dataclass(frozen=True)
 class PolicyTraits:
-    """What must be known of a residency policy where it is chosen, without making it."""
+    """Properties of a residency policy that are needed to choose it, without making it."""
 
     name: str
     is_exact: bool = False
-    """Whether every token attends to all tokens before it, and to their KV as it was computed."""
+    """True if every token attends to all tokens before it, and to their KV as it was computed."""
     sizes: tuple[str, ...] = ()
-    """Options of `baton evaluate` that say how many keys a row attends to: budget, alpha. Empty: it attends to all."""
+    """Options of `baton evaluate` that set the number of keys that a sequence attends to: budget, alpha. Empty: it
+    attends to all keys."""
     needs_basis: bool = False
-    """Whether keys are chosen by the basis that `baton prepare` fitted."""
+    """True if keys are selected with the basis that `baton prepare` fitted."""
     has_pool: bool = False
-    """Whether a row may keep its KV in a pool of `pool_tokens` tokens, which evicts."""
+    """True if a sequence may keep its KV in a pool of `pool_tokens` tokens, which evicts."""
 
     @property
     def chooses_keys(self) -> bool:
-        """Whether rows attend to some of the keys only, as many as `baton prepare` found to be enough."""
+        """Return whether sequences attend only to some keys, the number of which `baton prepare` has tuned."""
         return bool(self.sizes)
 
 
@@ -41,7 +42,7 @@ POLICIES: Mapping[str, PolicyTraits] = {
     )
 }
 POOLED = ", ".join(name for name, traits in POLICIES.items() if traits.has_pool)
-"""Names of the policies that may keep KV in a pool, for messages."""
+"""Names of the policies that may keep KV in a pool, as text for messages."""
 
 
 def policy_named(name: str, policies: Mapping[str, PolicyTraits] = POLICIES) -> PolicyTraits:

@@ -1,1 +1,1 @@
-"""Policies where KV lives in home memory, and a device computes with what it has of it: picks, or what is kept."""
+"""Policies that store KV in host memory, and fetch selected keys and values to a device that attends to them."""

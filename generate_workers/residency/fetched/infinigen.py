@@ -1,18 +1,18 @@
 """Residency `infinigen` on a device with memory of its own: picks cross the link while the layer before computes.
 
-A Residency for `engine.step_runner`, after InfiniGen (Lee et al., OSDI 2024), section 4. What a row's kv heads pick for
-layer l + 1 is guessed from the input of layer l (lookahead 1), compared with what is hot (`hot_keys`), and what is
-missing is fetched while layer l runs. New tokens' KV goes home layer by layer, beside the computing, too.
+A Residency for `engine.step_runner`, after InfiniGen (Lee et al., OSDI 2024), section 4. The keys that a sequence's kv
+heads select for layer l + 1 are guessed from the input of layer l (lookahead 1). Those that are not hot (`hot_keys`)
+are fetched while layer l runs. New tokens' KV is stored in host memory layer by layer, also while layers run.
 
     engine:  begin l: guess l + 1, ask for what is missing | layer l | end l: store | begin l + 1 ... picks l + 1: wait
     link in:                                        fetch l + 1 -------------->
     link out:                                                            store l ---->
 
-    home    all layers' KV but the first two
-    device  the first two layers' KV, partial keys, hot keys; one piece for pushed KV, one for long spans
-    link    picks that are not hot, and new tokens' KV; of longer spans (local prefill), all tokens before them
+    host    KV of all layers except the first two
+    device  the first two layers' KV, partial keys, hot keys, one piece for pushed KV and one for long spans
+    link    picks that are not hot, and new tokens' KV. For longer spans (local prefill): all tokens before them
 
-B rows of one new token, T tokens, D hidden, N heads, G kv heads, H head dim.
+Shape suffixes: B sequences of one new token, T tokens, D hidden, N heads, G kv heads, H head dim.
 """
 
 from collections.abc import Sequence
@@ -38,11 +38,11 @@ from modeling.sparse.bases import NUM_WHOLE_LAYERS
 from modeling.sparse.selection_file import PreparedSelection
 
 _LEAST_AREAS = 2
-"""Areas of a double buffer."""
+"""Number of areas of a double buffer."""
 
 
 class FetchedStep(ScoringStep[FetchedRow]):
-    """A step that asks for a layer's picks while the layer before it runs."""
+    """Step that fetches a layer's picks while the layer before it runs."""
 
     def __init__(
         self,
@@ -52,28 +52,29 @@ class FetchedStep(ScoringStep[FetchedRow]):
         mechanism: FetchMechanism,
         pieces: Pieces,
     ) -> None:
-        """`pieces`: those that long spans read."""
+        """`pieces`: memory through which long spans read KV."""
         super().__init__(rows, prepared, decoder, mechanism.scored)
         self._link, self._pieces = link_of(decoder.device), pieces
         self._stores = HomeStores(self._link)
         self._num_bytes_before = pieces.num_bytes
         self._coming: dict[int, tuple[Transfer, Picks]] = {}
-        """By layer: the fetch of what is missing, and the picks as places."""
+        """Fetch of the missing keys, and the picks as places, by layer."""
         self._fetch: Transfer = Finished()
         """The latest fetch, which ends last."""
         self._num_picks: list[tuple[Tensor, Tensor]] = []
-        """By layer that chose: the numbers of picks, and of those that were fetched, `[B, G]`, where they were made."""
+        """Numbers of picks and of fetched picks, `[B, G]` each, for each layer that has selected, on the device that
+        made them."""
         if self.choosing:
             self._keys = mechanism.begin(self.choosing)
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Choose the next layer's keys, and ask for those that are missing."""
+        """Select the next layer's keys, and begin to fetch those that are missing."""
         super().begin(layer, hidden_TD)
         if (picks := self._guessed.pop(layer + 1, None)) is not None:
             self._ask(layer + 1, picks)
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
-        """Return the choosing rows' picks as places, which are filled; None in the layers that stay whole."""
+        """Return the selecting sequences' picks as places, which are filled. None in the layers that stay whole."""
         if layer not in self._layers:
             return None
         transfer, picks = self._coming.pop(layer)
@@ -81,7 +82,7 @@ class FetchedStep(ScoringStep[FetchedRow]):
         return picks
 
     def end(self, layer: int) -> None:
-        """Make the new tokens' partial keys, and begin to store their KV home."""
+        """Make the new tokens' partial keys, and begin to store their KV in host memory."""
         if layer not in self._layers:
             return
         at = layer - NUM_WHOLE_LAYERS
@@ -96,11 +97,11 @@ class FetchedStep(ScoringStep[FetchedRow]):
             self._count()
 
     def settle(self) -> None:
-        """Wait until all new KV is at home."""
+        """Wait until all new KV is in host memory."""
         self._stores.settle()
 
     def leave(self) -> None:
-        """Return when nothing is being copied."""
+        """Wait until no copy runs."""
         self._fetch.wait()
         self._stores.wait()
         self.num_link_bytes += self._stores.num_bytes + self._pieces.num_bytes - self._num_bytes_before
@@ -114,7 +115,8 @@ class FetchedStep(ScoringStep[FetchedRow]):
         self._num_picks.append((picks.num_BG, heads.num_BG))
 
     def _count(self) -> None:
-        """Count what was picked and fetched, at the end of the last layer: a device that counts is waited for."""
+        """Count the picked and fetched bytes at the end of the last layer, because reading a device's counts waits for
+        it."""
         if not self._num_picks:
             return
         numbers_2 = torch.stack([torch.stack(each) for each in self._num_picks]).sum((0, 2, 3))
@@ -125,16 +127,16 @@ class FetchedStep(ScoringStep[FetchedRow]):
 
 
 class FetchedInfinigenResidency(RowResidency[FetchedRow]):
-    """A Residency that chooses keys by partial scores, keeps KV at home, and fetches what was picked."""
+    """Residency that selects keys by partial scores, stores KV in host memory, and fetches the selected KV."""
 
     traits = POLICIES["infinigen"]
 
     def __init__(
         self, shape: KvShape, prepared: PreparedSelection, decoder: Decoder, device_bytes: int | None = None
     ) -> None:
-        """`prepared` must be for `decoder`. `device_bytes`: memory of the device for the KV of all slots, by which it
-        is decided how much stays hot; None: no limit. Raises what is in OUT_OF_MEMORY, or OSError, when the slots'
-        address space cannot be had."""
+        """`prepared` must be for `decoder`. `device_bytes`: bytes of device memory for the KV of all slots, which
+        determine the number of areas; None: no limit. Raises an error of OUT_OF_MEMORY, or OSError, when the slots'
+        address space cannot be reserved."""
         device, layout = decoder.device, shape.layout
         pieces = Pieces(layout, device), Pieces(layout, device)
         make = TensorMechanism if device.name == "cuda" else NativeMechanism
@@ -142,7 +144,7 @@ class FetchedInfinigenResidency(RowResidency[FetchedRow]):
         passing_bytes = 2 * PIECE_TOKENS * layout.row_bytes + shape.long_span_bytes
         self.scratch_bytes = passing_bytes + mechanism.scratch_bytes
         self.num_areas = others_of(layout).num_layers
-        """Layers that may keep their picks on the device from step to step."""
+        """Number of areas of each sequence. Layers with an area of their own keep their picks there between steps."""
         num_rows = shape.num_slots
         if device_bytes is not None:
             left = max(device_bytes - self.scratch_bytes, 0)
@@ -159,7 +161,8 @@ class FetchedInfinigenResidency(RowResidency[FetchedRow]):
 
 
 def _num_areas(bytes_each: int, mechanism: FetchMechanism, num_layers: int) -> int:
-    """Return how many areas a row may have of so many bytes: a double buffer at least, at most one for each layer."""
+    """Return the number of areas of a sequence that fit into `bytes_each` bytes: at least a double buffer, at most one
+    per layer."""
     least = min(_LEAST_AREAS, num_layers)
     if least == num_layers:
         return least

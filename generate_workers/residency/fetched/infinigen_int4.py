@@ -1,19 +1,20 @@
 """Residency `infinigen_int4` on a device with memory of its own: picks cross the link in 4 bits.
 
-A Residency for `engine.step_runner`. Keys are chosen as `fetched.infinigen` chooses them, a layer early, and fetched
-packed while the layer before computes. The device unpacks them into a row's area for one layer, as `int4.infinigen`
-does, and packs new tokens, which go home packed. No pick stays hot: what is fetched anew is a quarter of its bytes.
+A Residency for `engine.step_runner`. Keys are selected one layer early, as by `fetched.infinigen`, and fetched packed
+while the layer before computes. The device unpacks them into a slot's area for one layer, as `int4.infinigen` does, and
+packs new tokens, which are stored packed. No pick stays hot, because fetching it again takes only a quarter of the
+bytes.
 
     engine:  begin l: guess l + 1, ask for it | layer l | end l: pack, store | begin l + 1 ... picks: wait, unpack
     link in:                         fetch l + 1 ------->|
     link out:                                                         store l ---->
 
-    home    all layers but the first two, packed
-    device  the first two layers, partial keys, an area for one layer, and codes of two layers, which take turns; one
-            piece for pushed keys
-    link    packed: picks of the tokens before a step, and back the step's own; for longer spans, all tokens before them
+    host    all layers except the first two, packed
+    device  the first two layers, partial keys, an area for one layer, a double buffer for the codes of two layers, and
+            one piece for pushed keys
+    link    packed: picks of the tokens before a step, and back the step's own. For longer spans: all tokens before them
 
-B rows of one new token, T tokens, D hidden, G kv heads, H head dim, K picks at most.
+Shape suffixes: B sequences of one new token, T tokens, D hidden, G kv heads, H head dim, K picks at most.
 """
 
 from collections.abc import Sequence
@@ -41,15 +42,15 @@ from modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
 from modeling.sparse.selection_file import PreparedSelection
 
 _NUM_AREAS = 2
-"""Layers of codes: a double buffer."""
+"""Number of layers whose codes are on the device: a double buffer."""
 
 
 class FetchedInt4Row(ScoredInt4Row):
-    """A ScoredInt4Row whose packed layers lie at home; steps find the codes that were fetched in an area."""
+    """ScoredInt4Row whose packed layers are in host memory. Steps read the fetched codes from an area."""
 
     def __init__(self, form: Int4Format, device: Device, max_tokens: int, basis: Basis, pieces: Pieces) -> None:
-        """`pieces`: those through which pushed keys pass, to be made partial keys of. Raises what is in OUT_OF_MEMORY,
-        or OSError, when the slot's address space cannot be had."""
+        """`pieces`: memory for pushed keys, from which partial keys are made. Raises an error of OUT_OF_MEMORY, or
+        OSError, when the slot's address space cannot be reserved."""
         self._fetched = Area(form.packed(_NUM_AREAS), device.row_memory, max_tokens)
         self._pushed = pieces
         more = [self._fetched]
@@ -61,17 +62,17 @@ class FetchedInt4Row(ScoredInt4Row):
         return self._fetched
 
     def commit(self, tokens: TokenRange) -> None:
-        """Commit memory for `tokens` at home, and for all tokens up to them in the areas."""
+        """Commit host memory for `tokens`, and memory for all tokens up to them in the areas."""
         super().commit(tokens)
         self._fetched.commit(tokens)
 
     def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-        """Make the partial keys of tokens whose KV came home, on the device."""
+        """Make the partial keys, on the device, of tokens whose KV is in host memory."""
         bring_partial(self.partial, self._pushed, layer, tokens, kv_T2GH)
 
 
 class FetchedInt4Step(InfinigenInt4Step[FetchedInt4Row]):
-    """A step that asks for a layer's picks while the layer before it runs."""
+    """Step that fetches a layer's picks while the layer before it runs."""
 
     def __init__(
         self,
@@ -88,7 +89,8 @@ class FetchedInt4Step(InfinigenInt4Step[FetchedInt4Row]):
         """Fetches of picks, by layer."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Choose the next layer's keys and ask for them; longer spans' earlier tokens are unpacked on return."""
+        """Select the next layer's keys, and begin to fetch them. Fetch and unpack this layer's earlier tokens for
+        longer spans."""
         if layer in self._layers and self.longer:
             at = layer - NUM_WHOLE_LAYERS
             old = [(row, TokenRange(0, span.tokens.start)) for _, row, span in self.longer]
@@ -101,12 +103,12 @@ class FetchedInt4Step(InfinigenInt4Step[FetchedInt4Row]):
             self._ask(layer + 1, picks)
 
     def fetch(self, layer: int, picks: Picks, num_bytes: int) -> int:
-        """Wait for the picks, and unpack them into the areas; return their packed bytes."""
+        """Wait for the picks, and unpack them into the areas. Return their packed bytes."""
         self._coming[layer].join()
         return super().fetch(layer, picks, num_bytes)
 
     def end(self, layer: int) -> None:
-        """Make the new tokens' partial keys, pack their KV, and begin to store it home."""
+        """Make the new tokens' partial keys, pack their KV, and begin to store it in host memory."""
         if layer not in self._layers:
             return
         for _, row, span in self.longer:
@@ -124,11 +126,11 @@ class FetchedInt4Step(InfinigenInt4Step[FetchedInt4Row]):
             self._stores.store(row.packed.buffer.span(at, span.tokens), packed)
 
     def settle(self) -> None:
-        """Wait until all new KV is at home."""
+        """Wait until all new KV is in host memory."""
         self._stores.settle()
 
     def leave(self) -> None:
-        """Return when nothing is being copied."""
+        """Wait until no copy runs."""
         for coming in self._coming.values():
             coming.wait()
         self._stores.wait()
@@ -149,13 +151,13 @@ class FetchedInt4Step(InfinigenInt4Step[FetchedInt4Row]):
 
 
 class FetchedInt4Residency(RowResidency[FetchedInt4Row]):
-    """A Residency that chooses keys by partial scores, keeps KV at home in 4 bits, and fetches what was picked."""
+    """Residency that selects keys by partial scores, stores KV in host memory in 4 bits, and fetches selected KV."""
 
     traits = POLICIES["infinigen_int4"]
 
     def __init__(self, shape: KvShape, prepared: PreparedSelection, decoder: Decoder) -> None:
-        """`prepared` must be for `decoder`, and the kernel that packs must be there. Raises ConfigError for KV that
-        cannot be packed, and what is in OUT_OF_MEMORY, or OSError, when the slots' address space cannot be had."""
+        """`prepared` must be for `decoder`, and the packing kernel must be loaded. Raises ConfigError for KV that
+        cannot be packed; an error of OUT_OF_MEMORY, or OSError, when the slots' address space cannot be reserved."""
         assert has_int4_kernel() and native.load()  # the latter copies heads
         form, most = Int4Format(shape.layout), shape.max_slot_tokens
         ahead, pieces = replace(prepared, lookahead=1), Pieces(shape.layout, decoder.device)

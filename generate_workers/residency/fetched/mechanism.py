@@ -1,12 +1,12 @@
-"""What fetching of picks asks of a device, as ints and tensors: the port between the policy and its two mechanisms.
+"""The port between the policy that fetches picks and the two mechanisms that find places for them on a device.
 
-The policy (`infinigen`, with the bookkeeping of `hot_keys`) says what is picked, which areas layers use, and when what
-is fetched and stored. A mechanism has the rows' memory and does as it is told:
+The policy (`infinigen`, with the bookkeeping of `hot_keys`) decides which keys are picked, which areas layers use, and
+when KV is fetched and stored. A mechanism has the sequences' memory, and follows the policy:
 
-    native_keys   CPUs, and the device that one emulates: kernels in C++ over addresses, rows in memory of their own
-    tensor_keys   GPUs: operations on tensors, rows in pools; the host learns nothing of what is picked
+    native_keys   CPUs, and the device that one emulates: kernels in C++ over addresses, Rows in memory of their own
+    tensor_keys   GPUs: operations on tensors, Rows in pools; the host does not read the picks
 
-Layers are counted from the first that chooses. B rows of one new token, G kv heads, H head dim.
+Layers are counted from the first that selects. Shape suffixes: B sequences of one new token, G kv heads, H head dim.
 """
 
 from collections.abc import Sequence
@@ -22,43 +22,44 @@ from modeling.forward.selection import Picks
 from modeling.sparse.bases import Basis
 
 Choosing = Sequence[tuple[FetchedRow, TokenRange]]
-"""The rows of a step that choose, each with its one new token."""
+"""Sequences of a step that select keys, each with its one new token."""
 
 
 class StepKeys(Protocol):
-    """The choosing rows of one step, whose places for the new tokens are made."""
+    """Selecting sequences of one step, with places for their new tokens."""
 
     def admit(self, layer: int, picks: Picks) -> tuple[Picks, PickedHeads]:
-        """Find places for a layer's picks: return the picks as places, and what has to be fetched. Called once a layer,
-        in order."""
+        """Find places for a layer's picks. Return the picks as places, and the heads that have to be fetched. Called
+        once per layer, in order."""
 
     def own_keys(self, layer: int) -> Tensor:
         """Return the new tokens' keys of a layer, `[B, G, H]`, which its area holds."""
 
     def own_rows(self, layer: int) -> RowCopies:
-        """Return the copies of the new tokens' KV of a layer from its area home."""
+        """Return the copies of the new tokens' KV of a layer from its area to host memory."""
 
 
 class FetchMechanism(Protocol):
-    """The memory of all slots on one device, and what finds places in it. Engine's thread."""
+    """Memory of all slots on one device, and the search for places in it. Engine's thread."""
 
     @property
     def basis(self) -> Basis:
-        """Return the basis where the device computes with it."""
+        """Return the basis, in memory of the device that computes with it."""
 
     @property
     def scratch_bytes(self) -> int:
-        """Return the bytes of the device that the mechanism holds or takes beside rows."""
+        """Return the bytes of device memory that the mechanism takes in addition to the slots."""
 
     def row_bytes(self, num_areas: int) -> int:
-        """Return the bytes of the device that the longest row takes with so many areas."""
+        """Return the bytes of device memory that the longest sequence takes with `num_areas` areas."""
 
     def make_rows(self, num_areas: int, num_rows: int) -> list[FetchedRow]:
-        """Make the rows of all slots. `num_rows`: how many of them the device has room for at a time. Called once.
-        Raises what is in OUT_OF_MEMORY, or OSError."""
+        """Make the Rows of all slots. `num_rows`: number of them for which the device has room at a time. Called once.
+        Raises an error of OUT_OF_MEMORY, or OSError."""
 
     def scored(self, keys: Sequence[Any], lengths: Sequence[int], num_tokens: Sequence[int]) -> ScoredKeys:
-        """Return what is known of rows' partial keys: of each row the keys, and the tokens, the new ones included."""
+        """Return the ScoredKeys of sequences' partial keys. `lengths`, `num_tokens`: keys and tokens of each sequence,
+        including the new ones."""
 
     def begin(self, choosing: Choosing) -> StepKeys:
-        """Begin a step; nothing of the last one is under way."""
+        """Begin a step. No copy of the last step may still run."""

@@ -1,9 +1,10 @@
 """Fetching of picks by kernels in C++ over addresses: for CPUs, and for the device that one emulates.
 
-A row has memory of its own, committed as it grows, and records at home of which keys are in its slots: for each area
-and kv head one, which the kernel reads and writes (modeling/kernels/sparse/hot_keys.cpp).
+A Row has memory of its own, committed as its sequence grows. Records in host memory hold the keys that are in its
+slots, one record for each area and kv head, which the kernel reads and writes
+(modeling/kernels/sparse/hot_keys.cpp).
 
-A areas, B rows of one new token, G kv heads, H head dim, K picks at most, C slots.
+Shape suffixes: A areas, B sequences of one new token, G kv heads, H head dim, K picks at most, C slots.
 """
 
 from collections.abc import Sequence
@@ -29,25 +30,25 @@ _RECORD_HEAD = 3
 
 
 class RecordedKeys(HotKeys):
-    """HotKeys with records at home, which the kernel knows by address."""
+    """HotKeys with records in host memory, which the kernel accesses by address."""
 
     records = torch.empty(0, dtype=torch.int32)
     """Records of each area, by number."""
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim: nothing is hot yet."""
+        """Begin a claim, without hot keys."""
         super().open(num_tokens, capacity_tokens)
         numbers = self.size.layout.num_kv_heads * (_RECORD_HEAD + 2 * self.most_slots)
         self.records = torch.zeros(self.size.num_areas, numbers, dtype=torch.int32)
 
     def release(self) -> None:
-        """End the claim, if there is one."""
+        """End the claim, if one exists."""
         self.records = torch.empty(0, dtype=torch.int32)
         super().release()
 
 
 class NativeStepKeys:
-    """The choosing rows of one step, by address. Implements StepKeys."""
+    """Selecting sequences of one step, by address. Implements StepKeys."""
 
     def __init__(self, choosing: Choosing, layout: KvLayout) -> None:
         self._hot = hot = [_recorded(row) for row, _ in choosing]
@@ -85,39 +86,39 @@ class NativeStepKeys:
         return torch.stack([k_AGH[area] for k_AGH in self._own_k])
 
     def own_rows(self, layer: int) -> RowCopies:
-        """Return the copies of the new tokens' KV home."""
+        """Return the copies of the new tokens' KV to host memory."""
         return RowCopies(self._own_places.of(self._area(layer)), self._own_homes.of(layer), self._row_bytes)
 
     def _area(self, layer: int) -> int:
-        """Return the area that a layer uses in all rows."""
+        """Return the area that a layer uses in all slots."""
         return self._hot[0].area(layer)
 
 
 class NativeMechanism:
-    """The rows of all slots, and kernels that find places in them. Implements FetchMechanism."""
+    """Rows of all slots, and kernels that find places in them. Implements FetchMechanism."""
 
     scratch_bytes = 0
 
     def __init__(self, shape: KvShape, decoder: Decoder, prepared: PreparedSelection, pieces: PassingPieces) -> None:
-        """`pieces`: as FetchedRow takes them. Raises what is in OUT_OF_MEMORY, or OSError."""
+        """`pieces`: see FetchedRow. Raises an error of OUT_OF_MEMORY, or OSError."""
         assert native.load()
         self.basis, self._selection = prepared.basis, prepared.selection
         self._shape, self._device, self._pieces = shape, decoder.device, pieces
 
     def row_bytes(self, num_areas: int) -> int:
-        """Return the bytes of the device that the longest row takes."""
+        """Return the bytes of device memory that the longest sequence takes."""
         return self._make(num_areas).bytes_for(self._shape.max_slot_tokens).device
 
     def make_rows(self, num_areas: int, num_rows: int) -> list[FetchedRow]:
-        """Make the rows of all slots, which take memory as they grow."""
+        """Make the Rows of all slots, which take memory as their sequences grow."""
         return [self._make(num_areas) for _ in range(self._shape.num_slots)]
 
     def scored(self, keys: Sequence[PartialKeys], lengths: Sequence[int], num_tokens: Sequence[int]) -> PartialRows:
-        """Return what is known of rows' partial keys."""
+        """Return the ScoredKeys of sequences' partial keys."""
         return PartialRows(keys, lengths, num_tokens)
 
     def begin(self, choosing: Choosing) -> NativeStepKeys:
-        """Begin a step of these rows."""
+        """Begin a step of these sequences."""
         return NativeStepKeys(choosing, self._shape.layout)
 
     def _make(self, num_areas: int) -> FetchedRow:

@@ -1,12 +1,12 @@
-"""Rows whose KV lives at home, and their spans over what the device has of it.
+"""Slots whose KV is stored in host memory, and their spans over the KV that the device has.
 
-    home    KV of all layers but the first two
-    device  the first two layers' KV, and what the policy keeps: for InfiniGen partial keys and hot keys (`hot_keys`)
+    host    KV of all layers except the first two
+    device  the first two layers' KV, and parts of the policy: for InfiniGen partial keys and hot keys (`hot_keys`)
 
-A row of one new token attends to places on the device. A longer span attends to all keys, which are fetched a piece at
-a time, and merged by log-sum-exp.
+A sequence of one new token attends to places on the device. A longer span attends to all keys, which are fetched a
+piece at a time; partial results are merged by log-sum-exp.
 
-T tokens, G kv heads, H head dim.
+Shape suffixes: T tokens, G kv heads, H head dim.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,25 +26,25 @@ from modeling.kv.buffers import BufferSpan, KvBuffer, KvPlace, KvRows
 from modeling.sparse.bases import NUM_WHOLE_LAYERS
 
 PIECE_TOKENS = 512
-"""Tokens of a piece of KV that is fetched to be read once."""
+"""Number of tokens of a piece of KV that is fetched to be read once."""
 
 
 class Pieces:
-    """Memory of the device through which KV passes in pieces. Used by one thread at a time."""
+    """Device memory through which KV passes in pieces. Used by one thread at a time."""
 
     def __init__(self, layout: KvLayout, device: Device) -> None:
-        """Raise what is in OUT_OF_MEMORY."""
+        """Raise an error of OUT_OF_MEMORY."""
         self.num_bytes = 0
-        """Bytes that were fetched so far."""
+        """Bytes fetched so far."""
         self._buffer = device.buffer(replace(layout, num_layers=1), TokenRange(0, PIECE_TOKENS))
         self._link = device.link
 
     def bring(self, source_T2GH: Tensor) -> Tensor:
-        """Fetch a piece; return its place on the device, which the next one takes."""
+        """Fetch a piece, and return it on the device. The next piece overwrites it."""
         return self._fetch(self._buffer.span(0, TokenRange(0, len(source_T2GH))), source_T2GH)
 
     def bring_keys(self, source_T2GH: Tensor) -> Tensor:
-        """Fetch the keys of a piece, `[T, G, H]`; return their place on the device, which the next one takes."""
+        """Fetch the keys of a piece, and return them on the device, `[T, G, H]`. The next piece overwrites them."""
         k_TGH = source_T2GH[:, 0].contiguous()
         return self._fetch(self._buffer.data.view(-1)[: k_TGH.numel()].view(k_TGH.shape), k_TGH)
 
@@ -55,11 +55,11 @@ class Pieces:
 
 
 PassingPieces = tuple[Pieces, Pieces]
-"""Pieces through which pushed keys pass, to be made partial keys of, and those that long spans read."""
+"""Pieces for pushed keys, from which partial keys are made, and pieces for long spans."""
 
 
 class AwayRow(StoredRow):
-    """A StoredRow whose layers but the first two live at home, and whose longer spans read them there in pieces."""
+    """StoredRow that stores all layers except the first two in host memory, from which longer spans read pieces."""
 
     def __init__(
         self,
@@ -69,9 +69,9 @@ class AwayRow(StoredRow):
         pieces: Pieces,
         make_whole: MakeMemory | None = None,
     ) -> None:
-        """`parts`: what the policy keeps on the device besides the first two layers. `pieces`: those through which
-        longer spans read. `make_whole`: makes memory for the first two layers; None: the device's for a row. Raises
-        what is in OUT_OF_MEMORY when the slot's address space cannot be had."""
+        """`parts`: the policy's parts on the device in addition to the first two layers. `pieces`: memory through which
+        longer spans read. `make_whole`: makes memory for the first two layers; None: `device.row_memory`. Raises an
+        error of OUT_OF_MEMORY when the slot's address space cannot be reserved."""
         layout, most = shape.layout, shape.max_slot_tokens
         self.whole = PagedKv(whole_of(layout), make_whole or device.row_memory, most)
         self.others = PagedKv(others_of(layout), device.home_memory, most)
@@ -80,13 +80,13 @@ class AwayRow(StoredRow):
         self._make_buffer, self._new = device.buffer, replace(layout, num_layers=1)
 
     def long_span(self, tokens: TokenRange) -> "LongSpan":
-        """Return the span of several new tokens, with memory of the device for their KV of one layer."""
+        """Return the span of several new tokens, with device memory for their KV of one layer."""
         whole = BufferSpan(self.whole.buffer, tokens)
         return LongSpan(whole, self.others.buffer, self._make_buffer(self._new, tokens), self._read)
 
 
 class FetchedRow(AwayRow, ScoredRow):
-    """A ScoredRow whose picks are fetched."""
+    """ScoredRow whose selected KV is fetched."""
 
     def __init__(
         self,
@@ -96,30 +96,30 @@ class FetchedRow(AwayRow, ScoredRow):
         pieces: PassingPieces,
         make_whole: MakeMemory | None = None,
     ) -> None:
-        """`keys`: the row's own parts. `make_whole`: as AwayRow takes it. Raises what is in OUT_OF_MEMORY when the
-        slot's address space cannot be had."""
+        """`keys`: the slot's own parts. `make_whole`: see AwayRow. Raises an error of OUT_OF_MEMORY when the slot's
+        address space cannot be reserved."""
         self.partial, self.hot = keys
         self._pushed, read = pieces
         super().__init__(shape, device, keys, read, make_whole)
 
     def commit(self, tokens: TokenRange) -> None:
-        """Commit memory for `tokens` at home, and for hot keys of a row as long."""
+        """Commit host memory for `tokens`, and device memory for the hot keys of a sequence of that length."""
         super().commit(tokens)
         self.hot.commit(tokens.end)
 
     def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-        """Make the partial keys of tokens whose KV came home, on the device."""
+        """Make the partial keys, on the device, of tokens whose KV is in host memory."""
         bring_partial(self.partial, self._pushed, layer, tokens, kv_T2GH)
 
     def span(self, tokens: TokenRange) -> SequenceSpan:
-        """Return a step's span over the device's memory, having made room there for the new tokens."""
+        """Make room for the new tokens in device memory, and return a step's span over it."""
         if len(tokens) != 1:
             self.hot.forget()
             return self.long_span(tokens)
         return self.placed_span(tokens)
 
     def placed_span(self, tokens: TokenRange) -> SplitSpan:
-        """Return the span of one new token, having made room for it."""
+        """Make room for one new token, and return its span."""
         whole, num_places = BufferSpan(self.whole.buffer, tokens), self.hot.places_of(tokens.end)
         return SplitSpan(whole, PlacedSpan(self.hot.buffer, tokens, self.hot.own_place(tokens.start), num_places))
 
@@ -130,12 +130,12 @@ def whole_of(layout: KvLayout) -> KvLayout:
 
 
 def others_of(layout: KvLayout) -> KvLayout:
-    """Return the layout of the layers behind the first two."""
+    """Return the layout of the layers after the first two."""
     return replace(layout, num_layers=layout.num_layers - NUM_WHOLE_LAYERS)
 
 
 def bring_partial(partial: PartialPart, pieces: Pieces, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-    """Make the partial keys of tokens whose KV came home, of keys that pass through `pieces`."""
+    """Make the partial keys of tokens whose KV is in host memory, from keys that are fetched through `pieces`."""
     for part in tokens.split(PIECE_TOKENS) if layer in partial.layers else []:
         home_T2GH = kv_T2GH[part.start - tokens.start : part.end - tokens.start]
         partial.add_keys(layer, part.start, pieces.bring_keys(home_T2GH))
@@ -143,15 +143,15 @@ def bring_partial(partial: PartialPart, pieces: Pieces, layer: int, tokens: Toke
 
 @dataclass(frozen=True)
 class PlacedSpan:
-    """A SequenceSpan of one new token over places on the device, in layers whose keys are picked."""
+    """SequenceSpan of one new token over places on the device, in layers that select keys."""
 
     places: KvBuffer
-    """Areas of the layers, which take turns in them, and places as tokens."""
+    """Areas as layers, and places as tokens. Layer l uses area l modulo their number."""
     tokens: TokenRange
     own_place: int
     """Place of the new token in each area."""
     num_places: int
-    """Places of the row, of which picks name some."""
+    """Number of places that picks may name."""
 
     def own(self, layer: int) -> Tensor:
         return self.places.span(layer % len(self.places.data), TokenRange(self.own_place, self.own_place + 1))
@@ -167,13 +167,13 @@ class PlacedSpan:
 
 @dataclass(frozen=True)
 class LongSpan(PassingSpan):
-    """A SequenceSpan of several new tokens: the first layers' KV is on the device, earlier tokens' of others passes."""
+    """SequenceSpan of several new tokens. The first layers' KV is on the device; that of others is read in pieces."""
 
     whole: BufferSpan
     home: KvBuffer
-    """KV of the other layers."""
+    """KV of the other layers, in host memory."""
     new: KvBuffer
-    """Memory of the device for the new tokens' KV of one layer."""
+    """Device memory for the new tokens' KV of one layer."""
     pieces: Pieces
 
     @property
@@ -194,4 +194,4 @@ class LongSpan(PassingSpan):
         yield self.new.rows(0, self.tokens)
 
     def place(self) -> None:
-        """Return None: the KV is in no one piece."""
+        """Return None: the KV is not contiguous."""

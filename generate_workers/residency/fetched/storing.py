@@ -1,6 +1,6 @@
-"""New tokens' KV on its way home, beside a step's computing, for policies whose KV lives at home (`rows`).
+"""Copies of new tokens' KV to host memory while a step computes, for policies that store KV there (`rows`).
 
-T tokens, G kv heads, H head dim.
+Shape suffixes: T tokens, G kv heads, H head dim.
 """
 
 from collections.abc import Sequence
@@ -15,28 +15,28 @@ from modeling.kv.transfers import Transfer
 
 
 class HomeStores:
-    """What one step stores. Engine's thread."""
+    """Copies to host memory of one step. Engine's thread."""
 
     def __init__(self, link: HeadLink) -> None:
         self._link = link
         self._transfers: dict[int, Transfer] = {}
-        """What is being stored of rows of one new token, by layer."""
+        """Transfers of sequences of one new token, by layer."""
         self._longer: list[Transfer] = []
-        """What is being stored of other rows."""
+        """Transfers of other sequences."""
         self.num_bytes = 0
-        """Bytes that were asked for so far."""
+        """Bytes of all copies begun so far."""
 
     def begin(self, layer: int, there: Sequence[Tensor], home: Sequence[Tensor]) -> None:
-        """Begin to store a layer's new tokens, one of each row, all of one size."""
+        """Begin to store a layer's new tokens, one of each sequence, all of one size."""
         self.begin_rows(layer, RowCopies(addresses(there), addresses(home), there[0].nbytes))
 
     def begin_rows(self, layer: int, copies: RowCopies) -> None:
-        """Begin to store a layer's new tokens, one of each row."""
+        """Begin to store a layer's new tokens, one of each sequence."""
         self.num_bytes += copies.num_bytes
         self._transfers[layer] = self._link.store_rows(copies)
 
     def store(self, home: Tensor, there: Tensor) -> None:
-        """Store contiguous KV, whose memory may be taken by what is computed from now on."""
+        """Store contiguous KV. Waits until its device memory may be reused."""
         self.num_bytes += there.nbytes
         self._longer.append(self._link.store([(home, there)]))
         self._longer[-1].join()
@@ -47,12 +47,12 @@ class HomeStores:
             transfer.join()
 
     def settle(self) -> None:
-        """Wait until all is at home; raise what went wrong."""
+        """Wait until all KV is in host memory. Raises the error of a failed copy."""
         for transfer in (*self._transfers.values(), *self._longer):
             transfer.result()
 
     def wait(self) -> None:
-        """Wait until nothing is being copied, even if it failed."""
+        """Wait until no copy runs, even if one failed."""
         for transfer in (*self._transfers.values(), *self._longer):
             transfer.wait()
 
@@ -64,8 +64,8 @@ def link_of(device: Device) -> HeadLink:
 
 
 class LayerAddresses:
-    """Addresses of tensors whose layers lie at equal distances, one address of each tensor for a layer. Made once a
-    step: a layer then costs no work for each row."""
+    """Addresses of tensors whose layers are at equal distances, one address per tensor for a layer. Made once per step,
+    so that a layer needs no work per sequence."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """The first dimension of each tensor is its layers."""

@@ -1,14 +1,15 @@
-"""Fetching of picks by operations on tensors: for GPUs, where the host reads nothing until a step has ended.
+"""Fetching of picks by operations on tensors: for GPUs, where the host reads no result until a step has ended.
 
-All rows' memory is in pools, a page a row, so that kernels reach rows by number: the first two layers, partial keys,
-areas of hot keys, and records of which keys are in slots. Pools are allocated once, for as many rows as the device has
-room for. What a step needs to know of its rows goes to the device when it begins; from there on shapes follow from
-lengths, and what is picked, hot and missing stays on the device. Missing keys are fetched by a kernel that reads pinned
-home memory (`modeling.kernels.triton.copies`).
+The memory of all sequences is in pools, one page per sequence, so that kernels access them by number: the first two
+layers, partial keys, areas of hot keys, and records of the keys in slots. Pools are allocated once, for as many
+sequences as the device has room for. The numbers that a step needs are copied to the device when it begins. After that
+all shapes follow from lengths, and the data on picked, hot and missing keys stays on the device. A kernel that reads
+pinned host memory fetches missing keys (`modeling.kernels.triton.copies`).
 
-A pick that is in no slot gets the next slot, in turn, whose key is not picked now.
+A pick that is in no slot gets the next slot, in cyclic order, whose key is not picked now.
 
-B rows of one new token, G kv heads, H head dim, K picks at most, W latest, C slots, A areas, L layers, P rows of pools.
+Shape suffixes: B sequences of one new token, G kv heads, H head dim, K picks at most, W latest, C slots, A areas, L
+layers, P pages of pools.
 """
 
 from collections.abc import Sequence
@@ -48,10 +49,10 @@ _NUMBER_BYTES = 4
 
 
 class TensorPartialIndex(TensorPartialKeys, PartialPart):
-    """A PartialPart in a pool of the device."""
+    """PartialPart in a pool of the device."""
 
     def __init__(self, layout: KvLayout, basis: Basis, pool: PagePool) -> None:
-        """`pool`: as TensorPartialKeys takes it."""
+        """`pool`: see TensorPartialKeys. One page per sequence."""
         layers = range(NUM_WHOLE_LAYERS, layout.num_layers)
         super().__init__(layers, layout.num_kv_heads, basis.num_columns, pool)
         self._basis = basis
@@ -61,21 +62,21 @@ class TensorHotKeys(HotKeys):
     """HotKeys in a pool, with records on the device."""
 
     def places_of(self, num_tokens: int) -> int:
-        """Return the places of the longest row: any row may use all slots."""
+        """Return the number of places of the longest sequence, since any sequence may use all slots."""
         return self.size.num_latest + self.most_slots
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that the row takes now, its records among them."""
+        """Return the bytes that the sequence takes now, including its records."""
         return super().num_bytes + (self._record_bytes if super().num_bytes else 0)
 
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the bytes of the longest row, its records among them, or 0 for no tokens."""
+        """Return the bytes of the longest sequence, including its records; 0 for no tokens."""
         return super().bytes_for(num_tokens) + (self._record_bytes if num_tokens else 0)
 
     @property
     def memory(self) -> PoolRow:
-        """Return the row's memory in the pool."""
+        """Return the sequence's memory in the pool."""
         assert isinstance(self._kv.memory, PoolRow)
         return self._kv.memory
 
@@ -85,23 +86,23 @@ class TensorHotKeys(HotKeys):
 
 
 class Records:
-    """Which keys are in the slots of all rows' areas, on the device."""
+    """Records, on the device, of the keys in the slots of all sequences' areas."""
 
     def __init__(self, size: HotSize, num_rows: int, most_slots: int, device: torch.device) -> None:
-        """`num_rows`: of the pool of areas. Raises what is in OUT_OF_MEMORY."""
+        """`num_rows`: number of pages in the pool of areas. Raises an error of OUT_OF_MEMORY."""
         shape = (size.num_areas, num_rows, size.layout.num_kv_heads, most_slots)
         self.keys_APGC = torch.full(shape, -1, dtype=torch.int32, device=device)
-        """The key in each slot; -1: none."""
+        """Key in each slot; -1: none."""
         self.turn_APG1 = torch.zeros((*shape[:3], 1), dtype=torch.int32, device=device)
-        """The slot that is given to the next key, unless its own is picked."""
+        """Slot that the next key gets, unless the key in it is picked."""
 
 
 @dataclass(frozen=True)
 class PooledSpan(SplitSpan):
-    """A SplitSpan whose memories are rows of pools."""
+    """SplitSpan whose memories are pages of pools."""
 
     tables: tuple[BlockTable, BlockTable]
-    """The row's page among those of the whole layers, and among the areas."""
+    """The sequence's page among those of the whole layers, and among the areas."""
 
     def place(self) -> KvPlace:
         place, (whole, areas) = super().place(), self.tables
@@ -110,16 +111,16 @@ class PooledSpan(SplitSpan):
 
 
 class PooledRow(FetchedRow):
-    """A FetchedRow in pools."""
+    """FetchedRow whose device memory is in pools."""
 
     def placed_span(self, tokens: TokenRange) -> PooledSpan:
-        """Return the span of one new token, having made room for it."""
+        """Make room for one new token, and return its span."""
         span = super().placed_span(tokens)
         return PooledSpan(span.whole, span.others, (_table(self.whole.memory), _table(_hot(self).memory)))
 
 
 class TensorStepKeys:
-    """The choosing rows of one step, by operations on tensors. Implements StepKeys."""
+    """Selecting sequences of one step, by operations on tensors. Implements StepKeys."""
 
     def __init__(self, choosing: Choosing, layout: KvLayout, records: Records) -> None:
         hot = [_hot(row) for row, _ in choosing]
@@ -165,15 +166,15 @@ class TensorStepKeys:
         return self._areas_APS2GH[layer % self._num_areas, self._rows_B, self._own_places_B, 0]
 
     def own_rows(self, layer: int) -> RowCopies:
-        """Return the copies of the new tokens' KV home."""
+        """Return the copies of the new tokens' KV to host memory."""
         return RowCopies(self._own_there_LB[layer], self._own_homes_LB[layer], self._row_bytes)
 
 
 class TensorMechanism:
-    """The pools of all slots, and what finds places in them on a GPU. Implements FetchMechanism."""
+    """Pools of all slots, and the search for places in them on a GPU. Implements FetchMechanism."""
 
     def __init__(self, shape: KvShape, decoder: Decoder, prepared: PreparedSelection, pieces: PassingPieces) -> None:
-        """`pieces`: as FetchedRow takes them."""
+        """`pieces`: pieces that are passed to each FetchedRow."""
         device = decoder.device
         self.basis, self._selection = prepared.basis.to(device.torch_device), prepared.selection
         self._shape, self._device, self._pieces = shape, device, pieces
@@ -186,14 +187,14 @@ class TensorMechanism:
         self._records: Records | None = None
 
     def row_bytes(self, num_areas: int) -> int:
-        """Return the bytes of the device that the longest row takes."""
+        """Return the bytes of device memory that the longest sequence takes."""
         layout, most, size = self._shape.layout, self._shape.max_slot_tokens, self._size(num_areas)
         areas = replace(size.layout, num_layers=num_areas).token_bytes * size.num_places(most)
         partial_bytes = self._partial.token_bytes * self._blocks
         return whole_of(layout).token_bytes * most + partial_bytes + areas + _record_bytes(size, size.num_slots(most))
 
     def make_rows(self, num_areas: int, num_rows: int) -> list[FetchedRow]:
-        """Make pools with so many rows, and the rows of all slots, which take theirs when they open."""
+        """Make pools of `num_rows` pages, and the Rows of all slots, which take a page when they open."""
         layout, most, size = self._shape.layout, self._shape.max_slot_tokens, self._size(num_areas)
         whole, partials, areas = (
             PagePool(self._device.pool_memory(each, num_rows, num_tokens))
@@ -215,11 +216,11 @@ class TensorMechanism:
     def scored(
         self, keys: Sequence[TensorPartialKeys], lengths: Sequence[int], num_tokens: Sequence[int]
     ) -> TensorPartialRows:
-        """Return what is known of rows' partial keys."""
+        """Return the ScoredKeys of sequences' partial keys."""
         return TensorPartialRows(keys, lengths, num_tokens)
 
     def begin(self, choosing: Choosing) -> TensorStepKeys:
-        """Begin a step of these rows."""
+        """Begin a step of these sequences."""
         assert self._records is not None, "there are no rows yet"
         return TensorStepKeys(choosing, self._shape.layout, self._records)
 
@@ -228,8 +229,8 @@ class TensorMechanism:
 
 
 def _into_slots(keys_BGK: Tensor, is_early_BGK: Tensor, held_BGC: Tensor, turn_BG1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the slot of each early pick, and whether its key has to be fetched. Changes the keys that slots hold, and
-    whose turn it is, in place. Picks are ascending and at most C."""
+    """Return the slot of each early pick, and whether its key has to be fetched. Changes the keys in slots, and the
+    next slot to use, in place. Picks must be ascending, and at most C."""
     num_slots = held_BGC.shape[2]
     sorted_BGC, order_BGC = held_BGC.sort(2)
     at_BGK = torch.searchsorted(sorted_BGC, keys_BGK).clamp_(max=num_slots - 1)

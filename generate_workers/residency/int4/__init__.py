@@ -1,1 +1,1 @@
-"""Keep KV in 4 bits per channel."""
+"""Policies that store KV in 4 bits per channel."""

@@ -1,17 +1,17 @@
 """KV in 4 bits: group-wise asymmetric quantisation (FlexGen; Sheng et al., 2023, section 5).
 
-A head's K, or V, of one token is divided into groups of 64 channels. A group keeps its least value and the step between
-its 16 levels, both in fp16, and for each channel the number of the nearest level: 4.5 bits an element. FlexGen keeps
-the step's reciprocal; the step itself does not overflow where a group is narrow, and takes no division to read.
+A head's K, or V, of one token is divided into groups of 64 channels. A group stores its least value and the step
+between its 16 levels, both in fp16, and for each channel the number of the nearest level: 4.5 bits per element. FlexGen
+stores the step's reciprocal. The step itself does not overflow for a narrow group, and unpacking needs no division.
 
-A head's bytes: two codes a byte, the first channel's in the high half, then `step, least` of each group. Where the head
-dim is no multiple of 64, groups have the largest even size below that divides it. A group that holds an infinity or
-NaN, or a value beyond fp16, comes back as NaN, all of it, so that the loss shows.
+A head's bytes: two codes per byte, the first channel's in the high half, then `step, least` of each group. If the head
+dim is not a multiple of 64, groups have the largest even size below 64 that divides it. A group with an infinity, a
+NaN, or a value beyond fp16 is unpacked as NaN in all channels, so that the loss is visible.
 
-The work is done in C++ (modeling/kernels/sparse/kv_int4.cpp): by torch's own operations, which pass over memory a dozen
-times, a step of 16 rows of 4,096 tokens took 20 times as long as attention to them.
+C++ kernels do the work (modeling/kernels/sparse/kv_int4.cpp). With torch's own operations, which pass over memory a
+dozen times, a step of 16 sequences of 4,096 tokens took 20 times as long as attention to them.
 
-B rows, T tokens, G kv heads, H head dim, W bytes of a packed head.
+Shape suffixes: B sequences, T tokens, G kv heads, H head dim, W bytes of a packed head.
 """
 
 from dataclasses import dataclass, replace
@@ -30,13 +30,13 @@ _HEAD_DIM_STEP = 4
 
 
 def has_int4_kernel() -> bool:
-    """Return whether packing works here."""
+    """Return whether the kernels for packing can be loaded."""
     return native.load()
 
 
 @dataclass(frozen=True)
 class Int4Format:
-    """How the heads of a layout are packed. Raises ConfigError for heads that cannot be packed."""
+    """Packing of the heads of a layout. Raises ConfigError for heads that cannot be packed."""
 
     plain: KvLayout
     """Layout of the heads before packing and after unpacking: bfloat16 or float32."""
@@ -59,29 +59,34 @@ class Int4Format:
         return self.plain.head_dim // 2 + 4 * (self.plain.head_dim // self.group)
 
     def packed(self, num_layers: int) -> KvLayout:
-        """Return the layout for memory of packed KV, in elements of two bytes, whatever these mean."""
+        """Return the layout for memory of packed KV in `num_layers` layers. Its elements are two bytes of packed data,
+        not fp16 numbers."""
         return replace(self.plain, num_layers=num_layers, head_dim=self.head_bytes // 2, dtype="float16")
 
     def pack(self, x_T2GH: Tensor, to_T2GW: Tensor) -> None:
-        """Pack some tokens' keys and values; both tensors contiguous. On the calling thread alone, without the GIL."""
+        """Pack some tokens' keys and values. Both tensors must be contiguous. Uses only the calling thread, without the
+        GIL."""
         self.pack_rows(*_addresses(x_T2GH, to_T2GW), torch.tensor([len(x_T2GH)]))
 
     def unpack(self, packed_T2GW: Tensor, to_T2GH: Tensor) -> None:
-        """Unpack some tokens' keys and values, rounded to the plain dtype; both tensors contiguous. On all threads."""
+        """Unpack some tokens' keys and values, rounded to the plain dtype. Both tensors must be contiguous. Uses all
+        threads."""
         self.unpack_rows(*_addresses(packed_T2GW, to_T2GH), torch.tensor([len(to_T2GH)]))
 
     def pack_rows(self, from_B: Tensor, to_B: Tensor, num_tokens_B: Tensor) -> None:
-        """Pack `num_tokens_B` tokens of each row from the addresses `from_B` to the addresses `to_B`."""
+        """Pack `num_tokens_B` tokens of each sequence from the addresses `from_B` to the addresses `to_B`."""
         native.operators().pack_kv(from_B, to_B, self._num_heads(num_tokens_B), self._sizes())
 
     def unpack_rows(self, from_B: Tensor, to_B: Tensor, num_tokens_B: Tensor) -> None:
-        """Unpack `num_tokens_B` tokens of each row from addresses `from_B` to addresses `to_B`. On all threads."""
+        """Unpack `num_tokens_B` tokens of each sequence from addresses `from_B` to addresses `to_B`. Uses all
+        threads."""
         native.operators().unpack_kv(from_B, to_B, self._num_heads(num_tokens_B), self._sizes())
 
     def unpack_picked(self, from_B: Tensor, to_B: Tensor, num_tokens_B: Tensor, picks: Picks) -> int:
-        """Unpack the keys and values that each kv head picks among `num_tokens_B` tokens of each row, each to its
-        token's own place at `to_B`; other bytes there stay. Picks of later tokens are ignored. On all threads. Returns
-        how many picks were unpacked. Raises RuntimeError for picks of other rows or heads, or below 0."""
+        """Unpack the keys and values that each kv head selects among `num_tokens_B` tokens of each sequence, each to
+        its token's own place at `to_B`. Other bytes there do not change. Picks of later tokens are ignored. Uses all
+        threads. Returns the number of picks unpacked. Raises RuntimeError for picks of another number of sequences or
+        heads, or below 0."""
         lists, num_kv_heads = (picks.keys_BGK, picks.num_BG), picks.keys_BGK.shape[1]
         if num_kv_heads != self.plain.num_kv_heads:
             raise RuntimeError(f"picks are of {num_kv_heads} kv heads, rows of {self.plain.num_kv_heads}")

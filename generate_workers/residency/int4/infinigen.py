@@ -1,20 +1,20 @@
-"""Residency `infinigen_int4`: InfiniGen chooses keys (`sparse.infinigen`), which lie at home in 4 bits (`format`).
+"""Residency `infinigen_int4`: InfiniGen selects keys (`sparse.infinigen`) from KV stored in 4 bits (`format`).
 
-A Residency for `engine.step_runner`. Layers 0 and 1 are whole, and read where they lie. Of the others a step unpacks
-what each kv head picks into the row's area for one layer, each K and V at its token's own place; attention reads it
-there, beside the step's own token, which has the values that it had before it was packed.
+A Residency for `engine.step_runner`. Layers 0 and 1 are whole, and read in place. Of the others, a step unpacks the
+keys and values that each kv head selects into the slot's area for one layer, each to its token's own place. Attention
+reads them there, together with the step's own token, which has its values from before packing.
 
-    pushed KV, a prompt's chunk, a step's own token   ->  partial keys, before packing  ->  packed, home
-    picks of a layer                                  ->  from home, unpacked           ->  the area, of that layer
+    pushed KV, a prompt's chunk, a step's own token   ->  partial keys, before packing  ->  packed, `home`
+    selected keys of a layer                          ->  from `home`, unpacked         ->  the area of that layer
 
-    home    layers 0 and 1; the others packed
+    `home`  layers 0 and 1, and the others packed
     device  layers 0 and 1, partial keys, the area
-    link    packed: picks of the tokens before a step, and back the step's own; of longer spans, all tokens before them
+    link    packed: selected tokens before a step, and back the step's own. For longer spans: all tokens before them
 
-So picks are those of `infinigen` wherever queries are, and a layer's error is that of its picks in 4 bits. Longer spans
-(local prefill) attend to all keys, the earlier ones as they were packed.
+With the same queries the selected keys are those of `infinigen`, and a layer's error is that of its selected KV in 4
+bits. Longer spans (local prefill) attend to all keys, with the packed values of the earlier ones.
 
-B rows of one new token, T tokens, D hidden, N heads, G kv heads, H head dim, L layers.
+Shape suffixes: B sequences of one new token, T tokens, D hidden, N heads, G kv heads, H head dim, L layers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -41,7 +41,7 @@ from modeling.sparse.selection_file import PreparedSelection
 
 
 class ScoredInt4Row(Int4Row, ScoredRow):
-    """A ScoredRow in 4 bits, with partial keys made before packing."""
+    """ScoredRow in 4 bits, with partial keys made before packing."""
 
     def __init__(
         self,
@@ -53,20 +53,21 @@ class ScoredInt4Row(Int4Row, ScoredRow):
         *,
         make_home: MakeMemory | None = None,
     ) -> None:
-        """`more`: what the device holds besides. `make_home`: makes memory for the packed layers where home is not the
-        device's. Raises what is in OUT_OF_MEMORY, or OSError, when the slot's address space cannot be had."""
+        """`more`: further parts on the device. `make_home`: makes host memory for the packed layers; None: they are in
+        memory of `make_memory`. Raises an error of OUT_OF_MEMORY, or OSError, when the slot's address space cannot be
+        reserved."""
         self.partial = PartialIndex(form.plain, basis, max_tokens, make_memory)
         index = self.partial, *more
         super().__init__(form, make_memory, max_tokens, index, is_apart=make_home is not None, make_home=make_home)
 
     def span(self, tokens: TokenRange) -> SequenceSpan:
-        """Return a span over the whole layers and the area."""
+        """Return the span of a step over the whole layers and the area."""
         return SplitSpan(BufferSpan(self.whole.buffer, tokens), AreaSpan(self, tokens))
 
 
 @dataclass(frozen=True)
 class AreaSpan:
-    """A SequenceSpan over a row's area, in the layers that choose."""
+    """SequenceSpan over a slot's area, in the layers that select."""
 
     row: ScoredInt4Row
     tokens: TokenRange
@@ -75,8 +76,8 @@ class AreaSpan:
         return self._area.own(layer)
 
     def segments(self, layer: int) -> Iterator[KvRows]:
-        """Yield the span's KV. The area holds only the picked keys of a row of one new token, for the native decode
-        kernel; other attention gets an unpacked copy of all earlier keys."""
+        """Yield the span's KV. For a sequence of one new token the area holds only the selected keys, which the native
+        decode kernel reads. Other attention gets an unpacked copy of all earlier keys."""
         if len(self.tokens) != 1:
             yield from self._area.segments(layer)
             return
@@ -96,7 +97,7 @@ I = TypeVar("I", bound=ScoredInt4Row)
 
 
 class InfinigenInt4Step(ScoringStep[I]):
-    """A step that unpacks picks and packs new tokens layer by layer, because an area holds one layer."""
+    """Step that unpacks selected KV and packs new tokens layer by layer, because an area holds one layer."""
 
     def __init__(
         self,
@@ -110,20 +111,20 @@ class InfinigenInt4Step(ScoringStep[I]):
         self._of_one = PackedRows(form, self.choosing)
         self._of_more = PackedRows(form, [(row, span.tokens) for _, row, span in self.longer])
         self._own_keys = [row.area.buffer.data[0, tokens.start, 0] for row, tokens in self.choosing]
-        """Views of the choosing rows' own keys in the layer that runs, `[G, H]` each."""
+        """Views of the selecting sequences' own keys in the running layer, `[G, H]` each."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Choose as ScoringStep does; longer spans' keys are unpacked on return."""
+        """Select keys as ScoringStep does, and unpack the layer's KV for longer spans."""
         super().begin(layer, hidden_TD)
         if layer in self._layers:
             self.num_link_bytes += self._of_more.unpack(layer)
 
     def fetch(self, layer: int, picks: Picks, num_bytes: int) -> int:
-        """Unpack the picks into the areas; return their packed bytes."""
+        """Unpack the selected KV into the areas. Return its packed bytes."""
         return self._of_one.unpack_picked(layer, picks)
 
     def end(self, layer: int) -> None:
-        """Make the new tokens' partial keys, and pack their KV home."""
+        """Make the new tokens' partial keys, and store their KV packed."""
         super().end(layer)
         if layer not in self._layers:
             return
@@ -133,13 +134,13 @@ class InfinigenInt4Step(ScoringStep[I]):
 
 
 class InfinigenInt4Residency(RowResidency[ScoredInt4Row]):
-    """A Residency that chooses keys by partial scores, and keeps KV in 4 bits."""
+    """Residency that selects keys by partial scores, and stores KV in 4 bits."""
 
     traits = POLICIES["infinigen_int4"]
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, prepared: PreparedSelection, decoder: Decoder) -> None:
-        """`prepared` must be for `decoder`, and the kernel that packs must be there. Raises ConfigError for KV that
-        cannot be packed, and what is in OUT_OF_MEMORY, or OSError, when the slots' address space cannot be had."""
+        """`prepared` must be for `decoder`, and the packing kernel must be loaded. Raises ConfigError for KV that
+        cannot be packed; an error of OUT_OF_MEMORY, or OSError, when the slots' address space cannot be reserved."""
         assert has_int4_kernel()
         form, most, basis = Int4Format(shape.layout), shape.max_slot_tokens, prepared.basis
         rows = [ScoredInt4Row(form, make_memory, most, basis) for _ in range(shape.num_slots)]

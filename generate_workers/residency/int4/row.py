@@ -1,10 +1,10 @@
-"""Rows whose KV lives in 4 bits (`format`): layers 0 and 1 whole, the others packed, and an area for one layer.
+"""Slots whose KV is stored in 4 bits (`format`): layers 0 and 1 whole, the others packed, and an area for one layer.
 
-Shared by residencies `int4` (`whole`) and `infinigen_int4` (`infinigen`). Attention reads areas. Each row's area is as
-long as the row, so that unpacked KV lies where it would in a plain row, and a new token has the values that it had
-before it was packed.
+Shared by residencies `int4` (`whole`) and `infinigen_int4` (`infinigen`). Attention reads areas. A slot's area has a
+place for each token of its sequence, so that unpacked KV has the same places as in an unpacked slot. A step's new token
+has its values from before packing there.
 
-B rows, T tokens, G kv heads, H head dim.
+Shape suffixes: B sequences, T tokens, G kv heads, H head dim.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ from modeling.sparse.bases import NUM_WHOLE_LAYERS
 
 
 class Int4Row(AreaRow):
-    """A StoredRow with whole layers and packed ones at home, and on the device an area for one layer."""
+    """StoredRow with whole layers and packed ones in storage, and on the device an area for one layer."""
 
     def __init__(
         self,
@@ -35,10 +35,10 @@ class Int4Row(AreaRow):
         is_apart: bool = False,
         make_home: MakeMemory | None = None,
     ) -> None:
-        """`index`: what the policy keeps to choose keys by; with one, the device has the whole layers as well.
-        `is_apart`: whether `make_memory` makes the memory of a device that is not home. `make_home`: makes memory for
-        the packed layers then; None: they are the device's, too. Raises what is in OUT_OF_MEMORY when the slot's
-        address space cannot be had."""
+        """`index`: the policy's index for selecting keys; with one, the whole layers count as device memory as well.
+        `is_apart`: True if `make_memory` makes memory of a device with memory of its own. `make_home`: makes host
+        memory for the packed layers in that case; None: they are stored on the device. Raises an error of OUT_OF_MEMORY
+        when the slot's address space cannot be reserved."""
         layout = form.plain
         num_whole = min(layout.num_layers, NUM_WHOLE_LAYERS)
         self.whole = PagedKv(replace(layout, num_layers=num_whole), make_memory, max_tokens)
@@ -55,11 +55,11 @@ class Int4Row(AreaRow):
 
     @property
     def codes(self) -> PagedKv:
-        """Return the memory in which steps find a packed layer, and leave their new tokens packed."""
+        """Return the memory from which steps unpack a layer, and to which they pack their new tokens."""
         return self.packed
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> Transfer:
-        """Begin to copy pushed KV of a whole layer into place, or that of another layer, packed."""
+        """Begin to copy pushed KV into place. KV of layers that are not whole is packed first."""
         if layer < NUM_WHOLE_LAYERS:
             return super().write(layer, tokens, data)
         plain = KvBuffer(self.area.layout, tokens)
@@ -70,13 +70,14 @@ class Int4Row(AreaRow):
         return self.packed.write(layer - NUM_WHOLE_LAYERS, tokens, packed.export(0, tokens))
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
-        """Return the bytes of `tokens`: the memory itself of a whole layer, an unpacked copy of a packed one."""
+        """Return the bytes of `tokens` as StoredRow does for a whole layer, and as an unpacked copy for a packed
+        layer."""
         if layer < NUM_WHOLE_LAYERS:
             return super().export(layer, tokens)
         return self.unpacked(layer, tokens).export(0, tokens)
 
     def unpacked(self, layer: int, tokens: TokenRange) -> KvBuffer:
-        """Return an unpacked copy of `tokens` of a layer that is not whole, in a buffer of one layer at home."""
+        """Return an unpacked copy of `tokens` of a layer that is not whole, in a buffer of one layer in host memory."""
         packed = super().export(layer, tokens)
         plain = KvBuffer(self.area.layout, tokens)
         self._form.unpack(KvBuffer.over(self._form.packed(1), tokens, packed).span(0, tokens), plain.span(0, tokens))
@@ -84,10 +85,10 @@ class Int4Row(AreaRow):
 
 
 class PackedRows:
-    """The packed layers of a step's rows. Holds addresses of cached and new KV: the rows must outlive it."""
+    """Packed layers of a step's sequences. Holds addresses of cached and new KV: their memory must outlive it."""
 
     def __init__(self, form: Int4Format, rows: Sequence[tuple[Int4Row, TokenRange]]) -> None:
-        """`rows`: each with its new tokens, whose memory is committed. May be empty."""
+        """`rows`: sequences, each with its new tokens, whose memory is committed. May be empty."""
         self._form = form
         self._row_bytes = form.packed(1).row_bytes
         self._num_old_B = _numbers(new.start for _, new in rows)
@@ -95,30 +96,30 @@ class PackedRows:
         self._areas_B = _numbers(row.area.buffer.data.data_ptr() for row, _ in rows)
         packed = [row.codes.buffer.data for row, _ in rows]
         self._num_layers = len(packed[0]) if packed else 1
-        """Layers that have memory for codes; the packed ones take turns in it."""
+        """Number of layers that the memory for codes holds. Packed layer l uses number l modulo this."""
         self._packed_B = _numbers(data.data_ptr() for data in packed)
         self._layer_bytes_B = _numbers(data.stride(0) * data.element_size() for data in packed)
 
     def unpack(self, layer: int) -> int:
-        """Unpack all cached tokens of a layer into the areas. Return the packed bytes."""
+        """Unpack all cached tokens of a layer into the areas. Return the number of packed bytes."""
         self._form.unpack_rows(self._layer(layer), self._areas_B, self._num_old_B)
         return int(self._num_old_B.sum()) * self._row_bytes
 
     def unpack_picked(self, layer: int, picks: Picks) -> int:
-        """Unpack the keys and values of a layer that each kv head picks into the areas; other bytes there stay. Picks
-        may name new tokens, which are in the areas already. Return the packed bytes."""
+        """Unpack the keys and values of a layer that each kv head selects into the areas. Other bytes there do not
+        change. Picks may name new tokens, which are in the areas already. Return the number of packed bytes."""
         num_picks = self._form.unpack_picked(self._layer(layer), self._areas_B, self._num_old_B, picks)
         return num_picks * 2 * self._form.head_bytes
 
     def pack(self, layer: int) -> int:
-        """Pack the new tokens' KV from the areas into the rows' codes. Return the packed bytes."""
+        """Pack the new tokens' KV from the areas into the sequences' codes. Return the number of packed bytes."""
         new_areas_B = self._areas_B + self._num_old_B * self._form.plain.row_bytes
         new_packed_B = self._layer(layer) + self._num_old_B * self._row_bytes
         self._form.pack_rows(new_areas_B, new_packed_B, self._num_new_B)
         return int(self._num_new_B.sum()) * self._row_bytes
 
     def _layer(self, layer: int) -> Tensor:
-        """Return the addresses of the rows' packed KV in a layer."""
+        """Return the addresses of the sequences' packed KV in a layer."""
         return self._packed_B + (layer - NUM_WHOLE_LAYERS) % self._num_layers * self._layer_bytes_B
 
 

@@ -1,1 +1,1 @@
-"""Attend to some keys only: InfiniGen and the policies that it is compared with."""
+"""Policies that attend only to selected keys: InfiniGen."""

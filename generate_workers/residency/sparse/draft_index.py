@@ -1,11 +1,10 @@
-"""Residency `device` with partial keys beside each row's KV, by which drafts of speculation choose keys.
+"""Residency `device` with partial keys next to each sequence's KV, by which drafts of speculation select keys.
 
-Rows attend to all keys, as with `device`; nothing that they compute changes. The partial keys are a part of a slot's
-row: they are given back with its claim, and promised and counted as the device's memory. They are made of the row's own
-KV when drafts first need them (`generate_workers.speculation.infinigen`), whether that was pushed, prefilled here or
-copied.
+Sequences attend to all keys, as with `device`; their results do not change. The partial keys are a part of a slot: they
+are released with its claim, and promised and counted as device memory. They are made from the sequence's own KV when
+drafts first need them (`generate_workers.speculation.infinigen`), for KV that was pushed, prefilled here or copied.
 
-Engine's thread, but for the begin and the end of claims. T tokens, G kv heads, H head dim.
+Engine's thread, except the beginning and end of claims. Shape suffixes: T tokens, G kv heads, H head dim.
 """
 
 from collections.abc import Callable
@@ -22,24 +21,24 @@ from modeling.sparse.bases import Basis
 from modeling.sparse.selection_file import PreparedSelection
 
 ReadKv = Callable[[int, TokenRange], Tensor]
-"""Returns a layer's KV of some of a row's tokens, `[T, 2, G, H]`."""
+"""Function that returns a layer's KV of a range of a sequence's tokens, `[T, 2, G, H]`."""
 
 
 class DraftIndex(PartialIndex):
-    """A Part of a row: the partial keys of the tokens that it was told to follow."""
+    """Part of a slot: the partial keys of the tokens passed to `follow`."""
 
     def __init__(self, layout: KvLayout, basis: Basis, max_tokens: int, make_memory: MakeMemory) -> None:
-        """Raise OSError when so much address space cannot be had."""
+        """Raise OSError when the address space cannot be reserved."""
         super().__init__(layout, basis, max_tokens, make_memory)
         self._num_followed = 0
-        """Tokens of the present claim whose partial keys are made of their final KV."""
+        """Number of the present claim's tokens whose partial keys are made of their final KV."""
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim: no partial keys are made yet, and perhaps none ever."""
+        """Begin a claim, without partial keys. No memory is reserved, because drafts may never need them."""
         self._num_followed = 0
 
     def follow(self, num_tokens: int, read: ReadKv) -> None:
-        """Make what is missing of the partial keys of the row's first `num_tokens` tokens, whose KV is final."""
+        """Make the missing partial keys of the sequence's first `num_tokens` tokens, whose KV must be final."""
         new = TokenRange(self._num_followed, num_tokens)
         if new:
             for layer in self.layers:
@@ -47,17 +46,17 @@ class DraftIndex(PartialIndex):
         self._num_followed = num_tokens
 
     def copy_from(self, other: PartialKeys, num_tokens: int) -> None:
-        """Do nothing: a row's partial keys are made of its own KV."""
+        """Do nothing: partial keys are made from the sequence's own KV."""
 
 
 class IndexedResidency(DeviceResidency):
-    """A Residency that keeps all KV on the device, and partial keys of it."""
+    """Residency that keeps all KV on the device, and partial keys of it."""
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, prepared: PreparedSelection) -> None:
-        """Raise what is in OUT_OF_MEMORY, or OSError, without the address space."""
+        """Raise an error of OUT_OF_MEMORY, or OSError, when the address space cannot be reserved."""
         self.prepared = prepared
-        """How drafts choose keys."""
+        """Selection by which drafts select keys."""
         args = shape.layout, prepared.basis, shape.max_slot_tokens, make_memory
         self.indices = [DraftIndex(*args) for _ in range(shape.num_slots)]
-        """The slots' partial keys."""
+        """Partial keys of each slot."""
         super().__init__(shape, make_memory, self.indices)

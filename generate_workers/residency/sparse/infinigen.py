@@ -1,19 +1,20 @@
-"""Residency `infinigen`: keys that seem to matter are chosen by partial scores (InfiniGen; Lee et al., OSDI 2024).
+"""Residency `infinigen`: keys are selected by approximate partial scores (InfiniGen; Lee et al., OSDI 2024).
 
-A Residency for `engine.step_runner`; `modeling.forward.selection` chooses. A partial key is a key in a few columns of a
-basis in which its scores can nearly be told (modeling.sparse.bases). Partial keys are kept for every key; they take a
-fraction of the keys' bytes, and a step reads all of them in place of the keys. Rows attend to the keys that score
-highest, by the true keys and queries.
+A Residency for `engine.step_runner`; `modeling.forward.selection` selects. A partial key is a key in a few columns of a
+basis that suffice to approximate its scores (modeling.sparse.bases). Partial keys are kept for every key. They take a
+fraction of the keys' bytes, and a step reads all of them instead of the keys. Sequences then attend to the keys with
+the best scores, with the true keys and queries.
 
-With lookahead 1, as in the paper, a layer's queries are guessed while the layer before is about to run, from the input
-of that layer, with the layer's own norm and weights and at the token's own position, so that its keys can be fetched in
-time. With lookahead 0 the true queries choose: right where nothing has to be fetched, as on a CPU, whose kernel reads
-home.
+With lookahead 1, as in the paper, a layer's queries are guessed before the preceding layer runs, from the input of that
+preceding layer, with the layer's own norm and weights and at the token's own position, so that its keys can be fetched
+in time. With lookahead 0 the true queries select. That suits devices that fetch nothing, such as a CPU, whose kernel
+reads the stored KV.
 
-    pushed KV, another row's, a prompt's chunk, a step's new tokens   ->  home  ->  partial keys, behind each
-    begin l - 1 (guessed) or picks l (true queries)                   ->  scores over partial keys  ->  picks of l
+    KV pushed, copied from a slot, of a prompt's chunk or of new tokens   ->  `home`  ->  partial keys
+    begin l - 1 (guessed) or picks l (true queries)                       ->  scores over partial keys  ->  picks of l
 
-B rows of one new token, T tokens, D hidden, N heads, G kv heads, H head dim, R columns of partial keys, L layers.
+Shape suffixes: B sequences of one new token, T tokens, D hidden, N heads, G kv heads, H head dim, R columns of partial
+keys, L layers.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,49 +37,49 @@ from modeling.sparse.selection_file import PreparedSelection
 
 
 class PartialPart(Part, Protocol):
-    """A Part of a row: the partial keys by one basis, in the layers that choose. Who implements it stores them."""
+    """Part of a slot: the partial keys by one basis, in the layers that select. Implementations store them."""
 
     layers: range
-    """The model's layers that have partial keys."""
+    """Layers of the model that have partial keys."""
     _basis: Basis
 
     def expect(self, num_tokens: int) -> None:
-        """Make sure that there is memory for so many tokens."""
+        """Reserve memory for `num_tokens` tokens."""
         ...
 
     def write(self, layer: int, first: int, k_TGH: Tensor, projection: KeyProjection) -> None:
-        """Make the partial keys of the tokens from number `first` on, and store them."""
+        """Make and store the partial keys of the tokens that begin with number `first`."""
         ...
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim; `num_tokens` tokens will be written for sure."""
+        """Begin a claim. `num_tokens`: tokens that are certain to be written."""
         self.expect(num_tokens)
 
     def add(self, layer: int, first: int, kv_T2GH: Tensor) -> None:
-        """Make the partial keys of the tokens from number `first` on, if it is a layer that chooses."""
+        """Make the partial keys of the tokens that begin with number `first`, if the layer selects keys."""
         if layer in self.layers:
             self.add_keys(layer, first, kv_T2GH[:, 0])
 
     def add_keys(self, layer: int, first: int, k_TGH: Tensor) -> None:
-        """Make the partial keys of the tokens from number `first` on, in a layer that chooses."""
+        """Make the partial keys of the tokens that begin with number `first`, in a layer that selects keys."""
         self.write(layer, first, k_TGH, self._basis.key_projection(layer))
 
 
 class PartialIndex(PartialKeys, PartialPart):
-    """A PartialPart in memory of the CPU."""
+    """PartialPart in memory of the CPU."""
 
     def __init__(self, layout: KvLayout, basis: Basis, max_tokens: int, make_memory: MakeMemory = PagedMemory) -> None:
-        """Raise OSError when so much address space cannot be had."""
+        """Raise OSError when the address space cannot be reserved."""
         layers = range(NUM_WHOLE_LAYERS, layout.num_layers)
         super().__init__(layers, layout.num_kv_heads, basis.num_columns, max_tokens, make_memory)
         self._basis = basis
 
 
 class ScoredKeys(Protocol):
-    """The partial keys of a step's rows of one new token."""
+    """Partial keys of a step's sequences of one new token."""
 
     def append(self, layer: int, k_BGH: Tensor, projection: KeyProjection) -> None:
-        """Make the new tokens' partial keys, and store them."""
+        """Make and store the new tokens' partial keys."""
 
     def select(
         self,
@@ -89,18 +90,19 @@ class ScoredKeys(Protocol):
         has_new: bool,
         closeness_BGS: Tensor | None = None,
     ) -> Picks:
-        """Return the keys that the rows attend to in `layer`, as `modeling.forward.selection.select_keys` does."""
+        """Return the keys that the sequences attend to in `layer`, as `modeling.forward.selection.select_keys` does."""
 
 
 MakeScored = Callable[[Sequence[Any], Sequence[int], Sequence[int]], ScoredKeys]
-"""Makes ScoredKeys of the rows' PartialParts, the keys of each row with its new token's, and its tokens."""
+"""Function that makes ScoredKeys. Arguments: the sequences' PartialParts, their numbers of keys including the new
+token's, and their numbers of tokens."""
 
 
 class ScoredRow(StoredRow):
-    """A StoredRow that keeps partial keys."""
+    """StoredRow that keeps partial keys."""
 
     partial: PartialPart
-    """Partial keys of the keys that the row keeps."""
+    """Partial keys of the stored keys."""
 
     def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
         """Make the partial keys of new tokens."""
@@ -108,7 +110,7 @@ class ScoredRow(StoredRow):
 
 
 class InfinigenRow(SelectiveRow, ScoredRow):
-    """A ScoredRow whose keys can still be read when all layers have run."""
+    """ScoredRow whose new keys can still be read when all layers have run."""
 
     partial: PartialIndex
 
@@ -121,13 +123,14 @@ class InfinigenRow(SelectiveRow, ScoredRow):
         *,
         reads_home: bool = True,
     ) -> None:
-        """`num_places`: tokens that the layers that choose have room for; None: all. `reads_home`: as SelectiveRow
-        takes it. Raises what is in OUT_OF_MEMORY, or OSError, when the slot's address space cannot be had."""
+        """`num_places`: number of tokens for which the layers that select have room; None: all. `reads_home`: see
+        SelectiveRow. Raises an error of OUT_OF_MEMORY, or OSError, when the slot's address space cannot be
+        reserved."""
         self.partial = PartialIndex(shape.layout, basis, num_places or shape.max_slot_tokens, make_memory)
         super().__init__(shape, make_memory, self.partial, num_places, reads_home=reads_home)
 
     def own_keys(self, position: int) -> Tensor:
-        """Return a view of a step's own token's keys in the layers that choose: `[L, G, H]`."""
+        """Return a view of a step's new token's keys in the layers that select: `[L, G, H]`."""
         return self.others.buffer.data[:, self.num_kept(position), 0]
 
 
@@ -135,8 +138,8 @@ S = TypeVar("S", bound=ScoredRow)
 
 
 class ScoringStep(SelectiveStep[S]):
-    """A step that scores partial keys. A subclass makes the partial keys of the choosing rows' own tokens. The step
-    does not need those before it ends, because a token's own key is always chosen."""
+    """Step that scores partial keys. A subclass makes the partial keys of the selecting sequences' new tokens. The step
+    does not need them before it ends, because a token's own key is always selected."""
 
     def __init__(
         self,
@@ -145,14 +148,14 @@ class ScoringStep(SelectiveStep[S]):
         decoder: Decoder,
         make_scored: MakeScored = PartialRows,
     ) -> None:
-        """`make_scored`: makes what is known of the rows' partial keys where they lie."""
+        """`make_scored`: makes the ScoredKeys of the sequences' partial keys, on the device that stores these."""
         super().__init__(decoder.layout, rows)
         self._places_B = self._places_B.to(decoder.device.torch_device)
         self._prepared = prepared
         self._decoder = decoder
         self._layers = range(NUM_WHOLE_LAYERS, decoder.layout.num_layers)
         self._guessed: dict[int, Picks] = {}
-        """Picks by layer, guessed in the turn before, until the layer asks for them."""
+        """Keys by layer, selected one layer early, until the layer takes them."""
         if self.choosing and self._layers:
             lengths = [row.num_kept(tokens.start) + 1 for row, tokens in self.choosing]
             num_tokens = [tokens.end for _, tokens in self.choosing]
@@ -161,7 +164,7 @@ class ScoringStep(SelectiveStep[S]):
             self._step = Step(positions, spans=())
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """With lookahead 1, guess the next layer's queries, and choose its keys."""
+        """With lookahead 1, guess the next layer's queries, and select its keys."""
         if self._prepared.lookahead and self.choosing and layer + 1 in self._layers:
             q_BNH = self._decoder.project(layer + 1, self.of_choosing(hidden_TD), self._step)
             self._guessed[layer + 1] = self._select(layer + 1, q_BNH)
@@ -177,11 +180,11 @@ class ScoringStep(SelectiveStep[S]):
             row.take_in(layer, span.tokens, span.own(layer))
 
     def append_keys(self, layer: int, k_BGH: Tensor) -> None:
-        """Make the partial keys of the choosing rows' own tokens."""
+        """Make the partial keys of the selecting sequences' new tokens."""
         self._partial.append(layer, k_BGH, self._prepared.basis.key_projection(layer))
 
     def _select(self, layer: int, q_BNH: Tensor, closeness_BGS: Tensor | None = None) -> Picks:
-        """Choose a layer's keys; called once a layer, in order. `closeness_BGS`: as `select_keys` takes it."""
+        """Select a layer's keys. Called once per layer, in order. `closeness_BGS`: see `select_keys`."""
         prepared = self._prepared
         q_BNR = prepared.basis.queries(layer, q_BNH)
         return self._partial.select(layer, q_BNR, prepared.selection, has_new=False, closeness_BGS=closeness_BGS)
@@ -191,10 +194,10 @@ K = TypeVar("K", bound=InfinigenRow)
 
 
 class InfinigenStep(ScoringStep[K]):
-    """A step that makes its own tokens' partial keys when the forward has ended, in all layers at once."""
+    """Step that makes its new tokens' partial keys in all layers at once, when the forward has ended."""
 
     def settle(self) -> None:
-        """Make the partial keys of the choosing rows' own tokens, in all layers."""
+        """Make the partial keys of the selecting sequences' new tokens, in all layers."""
         if not self.choosing or not self._layers:
             return
         k_LBGH = torch.stack([row.own_keys(tokens.start) for row, tokens in self.choosing], dim=1)
@@ -203,11 +206,12 @@ class InfinigenStep(ScoringStep[K]):
 
 
 class InfinigenResidency(RowResidency[InfinigenRow]):
-    """A Residency that chooses keys by partial scores, and keeps all KV."""
+    """Residency that selects keys by partial scores, and keeps all KV."""
 
     traits = POLICIES["infinigen"]
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, prepared: PreparedSelection, decoder: Decoder) -> None:
-        """Raise what is in OUT_OF_MEMORY, or OSError, without the address space. `prepared` must be for `decoder`."""
+        """`prepared` must be for `decoder`. Raises an error of OUT_OF_MEMORY, or OSError, when the address space cannot
+        be reserved."""
         rows = [InfinigenRow(shape, make_memory, prepared.basis) for _ in range(shape.num_slots)]
         super().__init__(rows, lambda rows: InfinigenStep(rows, prepared, decoder))

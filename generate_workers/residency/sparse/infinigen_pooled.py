@@ -1,23 +1,23 @@
-"""Residency `infinigen` with a limit on the tokens of KV that a row keeps: its KV lies in a pool, which evicts.
+"""Residency `infinigen` with a limit on the tokens whose KV a sequence keeps: it is stored in a pool, which evicts.
 
-A Residency for `engine.step_runner`; `pool` decides which token lies where. Layers 0 and 1 are whole. In the others a
-row has a place for each token that it may keep, and one for a step's own token; keys are scored and picked by place. A
-step notes in the pool which keys were picked, and when the forward has ended, its own token's K, V and partial key move
-to the place that the pool says.
+A Residency for `engine.step_runner`; `pool` decides the place of each token. Layers 0 and 1 are whole. In the others a
+sequence has a place for each token that it may keep, and one for a step's own token. Keys are scored and selected by
+place. A step records the selected keys in the pool. When the forward has ended, its own token's K, V and partial key
+move to the place that the pool returns.
 
-    home    layers 0 and 1 whole; of the others the places, and the order in which their tokens are evicted
+    `home`  layers 0 and 1 whole; of the others the places, and the order in which their tokens are evicted
     device  layers 0 and 1, and partial keys of the places
 
-On a device with memory of its own the places lie there, too. A full pool moves a token in each layer and kv head at
-each step, so keys that were fetched by place would not stay what they were; and a pool is made to be small.
+On a device with memory of its own, the places are stored there as well. A full pool moves a token in each layer and kv
+head at each step, so fetched places would soon hold outdated keys. And a pool is small by design.
 
-Pushed KV goes to its places as it comes, so a prompt never takes more than the limit. A prompt that is prefilled here
-and is longer than the limit runs chunk by chunk over the tokens that are kept: the first, the latest, and the chunk
-itself.
+Pushed KV is written to its places as it arrives, so a prompt never takes more than the limit. A prompt that is
+prefilled here and is longer than the limit runs chunk by chunk over the tokens that are kept: the first, the latest,
+and the chunk itself.
 
-A row that cannot come to have more tokens than places computes the same, bit by bit, as one without a pool.
+A sequence that cannot exceed its places gets bit-identical results to one without a pool.
 
-L layers that choose, T tokens, G kv heads, H head dim, R columns.
+Shape suffixes: L layers that select, T tokens, G kv heads, H head dim, R columns.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,31 +53,31 @@ from modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
 from modeling.sparse.selection_file import PreparedSelection
 
 _BLOCK = 16
-"""Keys whose partial keys lie together."""
+"""Number of keys whose partial keys are stored as one block."""
 
 
 class PooledRow(InfinigenRow):
-    """An InfinigenRow whose layers that choose lie in a pool, place by place."""
+    """InfinigenRow whose layers that select are stored in a pool, place by place."""
 
     def __init__(self, shape: KvShape, device: Device, basis: Basis, pools: KvPools, slot: int) -> None:
-        """Raise what is in OUT_OF_MEMORY, or OSError, when the slot's address space cannot be had."""
+        """Raise an error of OUT_OF_MEMORY, or OSError, when the slot's address space cannot be reserved."""
         self._num_places = min(pools.limit.num_places + 1, shape.max_slot_tokens)
         super().__init__(shape, device.row_memory, basis, self._num_places, reads_home=device.is_home)
         self._make_buffer = device.buffer
         self._pools, self._slot = pools, slot
         self._can_overflow = False
-        """Whether the present claim may come to have more tokens than places; if not, picks need not be noted."""
+        """True if the present claim may exceed its places. If not, selected keys are not recorded."""
         self._has_begun = False
-        """Whether a step has run on the claim. Before the first step no key was picked."""
+        """True once a decode step has run on the claim. Before it, no key was selected."""
         self._kv_LP2GH: NDArray[np.int64] = self.others.memory.data_LS2GH.view(torch.int64).numpy()
-        """All places. An int64 here holds several numbers of K and V: faster to move, and numpy knows no bf16."""
+        """All places. Each int64 holds several numbers of K and V: that is faster to move, and numpy has no bf16."""
         self._k_LCGRI: NDArray[np.int16] = self.partial.data_LCGRI.view(torch.int16).numpy()
         self._head_G = np.arange(shape.layout.num_kv_heads)
         self._layer_L1 = np.arange(len(self._kv_LP2GH))[:, None]
 
     @property
     def pool_slot(self) -> int | None:
-        """Return the slot in the pools where picks are to be noted. None: they need not be noted."""
+        """Return the slot in the pools where selected keys are recorded. None: they are not recorded."""
         return self._slot if self._can_overflow and self._pools.limit.eviction is not Eviction.FIFO else None
 
     @property
@@ -86,18 +86,18 @@ class PooledRow(InfinigenRow):
         return super().num_bytes + KvBytes(home=self._pools.row_bytes if self._can_overflow else 0)
 
     def bytes_for(self, num_tokens: int) -> KvBytes:
-        """Return the bytes of so many tokens; layers that choose take no more than the limit."""
+        """Return the bytes of `num_tokens` tokens. Layers that select take no more than the limit."""
         whole, num_places = self.whole.bytes_for(num_tokens), min(num_tokens, self._num_places)
         others = self.others.bytes_for(num_places)
         device = whole + self.partial.bytes_for(num_places) + (0 if self.reads_home else others)
         return KvBytes(whole + others + self._pools.row_bytes, device)
 
     def num_kept(self, num_tokens: int) -> int:
-        """Return the number of tokens kept of so many: at most the limit."""
+        """Return the number of tokens kept of `num_tokens`: at most the limit."""
         return min(num_tokens, self._pools.limit.num_places)
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim; when it fails, nothing is held."""
+        """Begin a claim. If it raises, no memory is held."""
         self._can_overflow = capacity_tokens > self._pools.limit.num_places
         try:
             self.whole.open(num_tokens, capacity_tokens)
@@ -108,8 +108,8 @@ class PooledRow(InfinigenRow):
             raise
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> Transfer:
-        """Begin to copy pushed KV home. In a layer that chooses only tokens that have a place now are copied; on return
-        they are there, with their partial keys."""
+        """Begin to copy pushed KV to storage. In a layer that selects, only tokens that have a place now are copied;
+        they and their partial keys are in place on return."""
         if layer < NUM_WHOLE_LAYERS:
             return self.whole.write(layer, tokens, data)
         row_bytes = data.nbytes // len(tokens)
@@ -120,12 +120,12 @@ class PooledRow(InfinigenRow):
         return Finished()
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
-        """Return the bytes of `tokens`. May not be called for a row that evicts, whose tokens may be gone."""
+        """Return the bytes of `tokens`. Must not be called for a sequence that may evict, whose tokens may be lost."""
         assert layer < NUM_WHOLE_LAYERS or not self._can_overflow, "what a pool has evicted cannot be read"
         return super().export(layer, tokens)
 
     def commit(self, tokens: TokenRange) -> None:
-        """Commit memory for a step's new `tokens`; one that has no place of its own yet uses the last place."""
+        """Commit memory for a step's new `tokens`. A token without a place of its own uses the last place."""
         self.whole.memory.commit(tokens)
         start, end = self.num_kept(tokens.start), self.num_kept(tokens.end)
         if len(tokens) == 1 or self._has_begun:
@@ -133,8 +133,8 @@ class PooledRow(InfinigenRow):
         self.others.memory.commit(TokenRange(start, end))
 
     def span(self, tokens: TokenRange) -> SequenceSpan:
-        """Return a span over the places; tokens that do not all have a place get memory beside them. The first step's
-        span moves the latest tokens of the prompt to the end of the pool."""
+        """Return a span over the places. New tokens of a longer span that do not all have a place get a separate
+        buffer. The first decode step's span moves the latest tokens of the prompt to the end of the pool."""
         kept, beside = self.others.buffer, None
         if len(tokens) != 1 and tokens.end > self._pools.limit.num_places:
             beside = self._make_buffer(replace(kept.layout, num_layers=1), tokens)
@@ -146,8 +146,8 @@ class PooledRow(InfinigenRow):
         return SplitSpan(BufferSpan(self.whole.buffer, tokens), places)
 
     def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-        """Copy new tokens to their places and make their partial keys: in runs as long as no step has run or the row
-        cannot evict, else token by token, each evicting another."""
+        """Copy new tokens to their places and make their partial keys. Before the first decode step, or if the sequence
+        cannot evict, they are copied in runs; otherwise one by one, each evicting another token."""
         at = layer - NUM_WHOLE_LAYERS
         if at < 0:
             return
@@ -159,8 +159,8 @@ class PooledRow(InfinigenRow):
                 self.keep(part.start, slice(at, at + 1))
 
     def keep(self, position: int, layers: slice = slice(None), victims_LG: Integers | None = None) -> None:
-        """Keep a step's own token, whose partial keys are made, moving K, V and partial keys as a full pool says.
-        `layers`: counted from the first that chooses. `victims_LG`: places to evict, if found already."""
+        """Keep a step's own token, whose partial keys are made. Move K, V and partial keys as a full pool directs.
+        `layers`: counted from the first that selects. `victims_LG`: places to evict, if found already."""
         if not self._can_overflow:
             return
         limit = self._pools.limit
@@ -179,7 +179,7 @@ class PooledRow(InfinigenRow):
             k_LCGRI[:, block, :, :, at] = k_LCGRI[:, own_block, :, :, own_at]
 
     def copy_from(self, other: Self, num_tokens: int) -> None:
-        """Copy all that another row of the same capacity holds."""
+        """Copy the first `num_tokens` tokens of another slot's sequence of the same capacity, and its pool."""
         num_places = self.num_kept(num_tokens)
         self.whole.copy_from(other.whole, num_tokens)
         self.others.copy_from(other.others, num_places)
@@ -189,14 +189,14 @@ class PooledRow(InfinigenRow):
             self._pools[self._slot].copy_from(self._pools[other._slot])
 
     def release(self) -> None:
-        """End the claim, if there is one."""
+        """End the claim, if one exists."""
         super().release()
         if self._can_overflow:
             self._pools.clear(self._slot)
         self._can_overflow = self._has_begun = False
 
     def _parts_of(self, layer: int, tokens: TokenRange) -> list[tuple[TokenRange, TokenRange]]:
-        """Return runs of `tokens` that are to be copied, each with its places, which follow each other."""
+        """Return runs of `tokens` that are to be copied, each with its places, which are consecutive."""
         if not self._can_overflow:
             return [(tokens, tokens)]
         if self._has_begun:
@@ -211,7 +211,7 @@ class PooledRow(InfinigenRow):
         ]
 
     def _arrange(self, num_tokens: int) -> None:
-        """Move tokens as the pool wants it at the row's first step, whose own token comes after `num_tokens`."""
+        """Move tokens as the pool requires at the sequence's first decode step, which follows `num_tokens` tokens."""
         sources, targets = self._pools[self._slot].arrange(num_tokens)
         kv_LP2GH, k_LCGRI = self._kv_LP2GH, self._k_LCGRI
         kv_LP2GH[:, targets] = kv_LP2GH[:, sources]
@@ -220,15 +220,15 @@ class PooledRow(InfinigenRow):
 
 @dataclass(frozen=True)
 class PooledSpan:
-    """A SequenceSpan over the places of one row, in the layers that choose."""
+    """SequenceSpan over the places of one sequence, in the layers that select."""
 
     kept: KvBuffer
     """KV of the places."""
     tokens: TokenRange
     num_kept: int
-    """Places that hold tokens of before the step."""
+    """Number of places with tokens from before the step."""
     beside: KvBuffer | None
-    """Buffer with one layer's new tokens, which do not lie in places yet. None: they follow in places."""
+    """Buffer of one layer's new tokens, which have no places yet. None: they are in the places that follow."""
 
     def own(self, layer: int) -> Tensor:
         if self.beside is not None:
@@ -236,8 +236,8 @@ class PooledSpan:
         return self.kept.span(layer, TokenRange(self.num_kept, self.num_kept + len(self.tokens)))
 
     def segments(self, layer: int) -> Iterator[KvRows]:
-        """Yield the kept keys, then the new ones. Positions in a pool are not consecutive; the keys are numbered as if
-        they came last before the new tokens, which is all that masks need."""
+        """Yield the kept keys, then the new ones. Positions in a pool are not consecutive. The keys are numbered as if
+        they were the last before the new tokens, which suffices for masks."""
         num_keys = self.num_kept + (len(self.tokens) if self.beside is None else 0)
         if num_keys:
             yield replace(
@@ -251,7 +251,7 @@ class PooledSpan:
 
 
 class PooledStep(InfinigenStep[PooledRow]):
-    """A step that notes in the pools which keys are picked, and keeps its own tokens."""
+    """Step that records the selected keys in the pools, and keeps its own tokens."""
 
     def __init__(
         self,
@@ -282,16 +282,16 @@ class PooledStep(InfinigenStep[PooledRow]):
 
 
 class PooledResidency(RowResidency[PooledRow]):
-    """A Residency that chooses keys by partial scores, and keeps a limited number of tokens."""
+    """Residency that selects keys by partial scores, and keeps a limited number of tokens."""
 
     traits = POLICIES["infinigen"]
 
     def __init__(
         self, shape: KvShape, device: Device, prepared: PreparedSelection, decoder: Decoder, size: PoolSize
     ) -> None:
-        """`prepared` must be for `decoder`, which is on `device`; its first and latest keys are never evicted. Raises
-        ConfigError for a `size` without room for these; what is in OUT_OF_MEMORY, or OSError, without the address
-        space."""
+        """`prepared` must be for `decoder`, which is on `device`. Its first and latest keys are never evicted. Raises
+        ConfigError for a `size` that is too small for them; an error of OUT_OF_MEMORY, or OSError, when the address
+        space cannot be reserved."""
         layout, selection = shape.layout, prepared.selection
         assert shape.max_slot_tokens <= MAX_TOKENS, "max_slot_tokens exceeds MAX_TOKENS"
         limit = PoolLimit(size.num_tokens, size.eviction, selection.num_first, selection.num_last)

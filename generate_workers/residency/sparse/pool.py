@@ -1,31 +1,35 @@
-"""The host pool of InfiniGen (Lee et al., 2024, section 4.4): which place of a row's bounded memory holds which token.
+"""The host pool of InfiniGen (Lee et al., 2024, section 4.4): the places of tokens in a sequence's bounded memory.
 
-`infinigen_pooled` owns pools and copies KV as they say. A user limits how many tokens of KV a row may keep. Once that
-many are there, each new token takes the place of a victim, and K, V and partial key are overwritten there, so that a
-place means the same token in all three. Victims differ between layers and kv heads, because each list has its own
-picks. The first tokens and the latest are never victims: the paper's pool protects neither, and its FIFO loses the
-first tokens at once, from which its quality does not recover. The victim is, by Eviction, the token that came first,
-the one that was picked longest ago, or the one that was picked least often, by counters that are all halved when one of
-them is full. Much of a prompt was never picked when the first token has to go: of equal tokens the victim is the one
-that the running step scores least.
+`infinigen_pooled` owns pools and copies KV as they direct. A user limits the number of tokens whose KV a sequence may
+keep. Once the pool is full, each new token takes the place of a victim. K, V and partial key are overwritten together,
+so that a place belongs to one token in all three. Victims differ between layers and kv heads, because each list selects
+its own keys.
 
-Places are in no order of positions; attention with picks needs none, since keys are stored after RoPE. There are P
-places, and one more for a step's own token. While there is room, a token's place is its position. Then
+The first tokens and the latest are never victims. The paper's pool protects neither, and its FIFO loses the first
+tokens at once, from which its quality does not recover. Depending on Eviction, the victim is the token that came first,
+the one that was selected longest ago, or the one that was selected least often. Counters of a list are all halved when
+one of them is full. Much of a prompt was never selected when the first token has to be evicted: among equal tokens the
+victim is the one with the lowest score in the running step.
+
+Places are not ordered by position. Attention with selected keys does not need that, since keys are stored after RoPE.
+There are P places, and one more for a step's own token. While the pool is not full, a token's place is its position.
+After that
 
     [0, F)          the first F tokens
     [F, P - R + 1)  tokens that may be evicted
     [P - R + 1, P)  the latest R - 1 tokens before the own one; the next one overwrites the earliest of them
-    P               the own token, of which the step that brings it knows no more than that it is picked
+    P               the own token, which is always selected in its step and has no mark yet
 
-so that keys that are always picked lie at both ends, where a Selection has them. A token that is no longer among the
-latest moves to the victim's place, and the own token to where that token was.
+so that keys that are always selected are at both ends, as a Selection requires. A token that is no longer among the
+latest moves to the victim's place, and the own token moves to the place that this token had.
 
-A prompt comes in any order, before any key is picked: every Eviction keeps its first tokens and its last. These lie in
-one ring behind the first ones until the row's first step, when the latest are moved to the end.
+The pieces of a prompt arrive in any order, before any key is selected. Every Eviction keeps its first tokens and its
+last. The last are kept in a ring after the first ones until the sequence's first step, when the latest are moved to the
+end.
 
-A pool knows places, not memory: it returns what is to be copied. Owned by its row; not thread-safe.
+A pool handles places, not memory: it returns what is to be copied. Owned by its slot; not thread-safe.
 
-L layers that choose, G kv heads, P places, B rows, T tokens.
+Shape suffixes: L layers that select, G kv heads, P places, B sequences, T tokens.
 """
 
 import contextlib
@@ -48,24 +52,25 @@ from modeling.kernels import native
 
 Integers = NDArray[np.int64]
 Orders = NDArray[np.signedinteger[Any]]
-"""A mark, and in the bits below it the position, by which equal marks are told apart."""
+"""Eviction order: a mark, and in the bits below it the position, which breaks ties of equal marks."""
 
 MAX_TOKENS = 1 << 23
-"""Most tokens of a row: positions have 23 bits beside a counter."""
+"""Most tokens of a sequence: positions have 23 bits, next to a counter."""
 _MAX_COUNT = 255
 _FULL_COUNT = 127
-"""Count at which counters are halved. Far below, marks are lost before they tell anything; far above, picks of long ago
-count for as much as late ones (docs/infinigen.md)."""
+"""Count at which counters are halved. If it is much lower, marks are lost before they are useful. If it is much higher,
+old selections count as much as recent ones (docs/infinigen.md)."""
 _ALL = slice(None)
 
 
 class Eviction(Enum):
-    """Which token a new one evicts; of equals the one that the step scores least, or without scores the earliest."""
+    """Rule for the token that a new one evicts. Among equals it is the one with the lowest score in the step, or
+    without scores the earliest."""
 
     COUNTER = "counter"
-    """The token that was picked least often: the paper's choice, because it keeps no list."""
+    """The token that was selected least often: the paper's choice, because it needs no list."""
     LRU = "lru"
-    """The token that was picked longest ago. Arrival counts as a pick; all of a prompt arrived at once."""
+    """The token that was selected longest ago. Arrival counts as a selection; all of a prompt arrives at once."""
     FIFO = "fifo"
     """The token that came first."""
 
@@ -75,23 +80,23 @@ class PoolSize:
     """Size and eviction of pools, as a user configures them."""
 
     num_tokens: int
-    """Tokens of KV that a row keeps in each layer that chooses keys."""
+    """Number of tokens whose KV a sequence keeps in each layer that selects keys."""
     eviction: Eviction = Eviction.COUNTER
 
 
 @dataclass(frozen=True)
 class PoolLimit:
-    """How much of a row's KV is kept in a layer, and which token is evicted. Raises ConfigError on a bad field."""
+    """Limit of a sequence's KV in a layer, and rule of eviction. Raises ConfigError for a field out of range."""
 
     num_places: int
-    """Tokens that a layer keeps."""
+    """Number of tokens that a layer keeps."""
     eviction: Eviction = Eviction.COUNTER
     num_first: int = 4
-    """First tokens of the sequence that are never evicted: attention sinks."""
+    """Number of first tokens of the sequence that are never evicted: attention sinks."""
     num_last: int = 16
-    """Latest tokens that are never evicted, the new one included."""
+    """Number of latest tokens that are never evicted, including the new one."""
     most_count: int = _FULL_COUNT
-    """COUNTER: a counter that reaches this makes all of its list's counters half of what they are."""
+    """COUNTER: count at which all counters of a list are halved."""
 
     def __post_init__(self) -> None:
         if self.num_first < 0:
@@ -107,7 +112,7 @@ class PoolLimit:
 
     @property
     def position_bits(self) -> int:
-        """Return the bits of a position in an order; marks of LRU are positions, too."""
+        """Return the number of bits of a position in an order. Marks of LRU are positions as well."""
         return 32 if self.eviction is Eviction.LRU else 23
 
     @property
@@ -117,7 +122,8 @@ class PoolLimit:
 
     @property
     def end_others(self) -> int:
-        """Return the end of [num_first, end_others), places that may be evicted; those of the latest tokens follow."""
+        """Return the end of [num_first, end_others), the places that may be evicted. Those of the latest tokens
+        follow."""
         return self.num_places - self.num_last + 1
 
     def late_place(self, position: int) -> int:
@@ -126,17 +132,17 @@ class PoolLimit:
 
 
 class KvPool:
-    """The places and marks of one row's tokens, in all layers that choose."""
+    """Places and marks of one sequence's tokens, in all layers that select."""
 
     def __init__(self, limit: PoolLimit, orders_LGP: Orders) -> None:
-        """Make an empty pool. `orders_LGP`: zeros, with one place more than the limit; the pool owns it from now on."""
+        """Make an empty pool. `orders_LGP`: zeros, with one place more than the limit. The pool takes ownership."""
         self.limit = limit
         self._orders_LGP = orders_LGP
-        """Order of the token at each place: the least is evicted first. Orders of the last place mean nothing."""
+        """Order of the token at each place. The least is evicted first. Orders of the last place are not used."""
 
     def take_prompt(self, layer: int, tokens: TokenRange) -> tuple[Integers, Integers]:
-        """Add `tokens` of a prompt, in whatever order they come. Return `(positions, places)` of those to be copied to
-        their places, in ascending order of positions. The others have no place, because later tokens are there."""
+        """Add `tokens` of a prompt, whose pieces may arrive in any order. Return `(positions, places)` of those to be
+        copied, by ascending position. The others have no place, because later tokens have taken it."""
         positions_T = np.arange(tokens.start, tokens.end)
         num_first, num_others = self.limit.num_first, self.limit.num_places - self.limit.num_first
         positions_K = positions_T[(positions_T < num_first) | (positions_T >= tokens.end - num_others)]
@@ -162,10 +168,11 @@ class KvPool:
         return sources, targets
 
     def append(self, position: int, layers: slice = _ALL, victims_LG: Integers | None = None) -> Integers | None:
-        """Keep the next token, which lies at place P, or at that of its number while there is room. Return None when it
-        stays there, else the places of the victims, `[L, G]`. The caller then moves the token at `late_place` to the
-        victim's place, and the own token to `late_place`; when the pool protects no latest token but the own one, the
-        own token to the victim's place. `victims_LG`: as PoolNotes found them; None: no keys were scored."""
+        """Keep the next token, which is at place P, or at the place of its position while the pool is not full. Return
+        None if it stays there, else the places of the victims, `[L, G]`. The caller then moves the token at
+        `late_place` to the victim's place, and the own token to `late_place`. If the pool protects no latest token
+        except the own one, it moves the own token to the victim's place. `victims_LG`: victims that PoolNotes found;
+        None: no keys were scored."""
         limit, orders_LGP = self.limit, self._orders_LGP[layers]
         order = np.int64(position)
         if limit.eviction is Eviction.LRU:
@@ -185,33 +192,33 @@ class KvPool:
         return victims_LG
 
     def copy_from(self, other: "KvPool") -> None:
-        """Become a copy of a pool of the same limit whose row's memory was copied, place by place."""
+        """Copy the state of a pool of the same limit, whose memory the caller copies place by place."""
         assert self.limit == other.limit
         self._orders_LGP[:] = other._orders_LGP
 
 
 class KvPools:
-    """The pools of all slots, in memory that is reserved at the start and committed as rows write it."""
+    """Pools of all slots, in memory that is reserved at the start and committed as it is written."""
 
     def __init__(self, num_slots: int, num_layers: int, num_kv_heads: int, limit: PoolLimit) -> None:
-        """Raise OSError when so much address space cannot be had."""
+        """Raise OSError when the address space cannot be reserved."""
         self.limit = limit
         self.lists = num_layers, num_kv_heads
-        """Shape of a row's lists: layers and kv heads."""
+        """Shape of a slot's lists: layers and kv heads."""
         num_bytes = num_layers * num_kv_heads * (limit.num_places + 1) * limit.order_bytes
         self.row_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        """Bytes that one row's orders take, in whole pages."""
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # pages of a shared mapping would not be given back
+        """Bytes that one slot's orders take, in whole pages."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # pages of a shared mapping would not be freed
         self._mapping = mmap.mmap(-1, num_slots * self.row_bytes, flags=flags)
         with contextlib.suppress(OSError):  # a kernel built without huge pages refuses advice about them
-            self._mapping.madvise(mmap.MADV_NOHUGEPAGE)  # no two rows share a page
+            self._mapping.madvise(mmap.MADV_NOHUGEPAGE)  # no two slots share a page
         orders: Orders = np.frombuffer(self._mapping, np.dtype(f"int{8 * limit.order_bytes}"))
         row_size, list_size = self.row_bytes // limit.order_bytes, limit.num_places + 1
         rows_SX = orders.reshape(num_slots, row_size)[:, : math.prod(self.lists) * list_size]
         self._rows = [KvPool(limit, row_X.reshape(*self.lists, list_size)) for row_X in rows_SX]
         self._start = orders.ctypes.data
         self._starts_L1 = np.arange(num_layers)[:, None] * (num_kv_heads * list_size * limit.order_bytes)
-        """Offset of each layer's lists in bytes, from a row's first one on."""
+        """Offset of each layer's lists in bytes, from a slot's first list."""
 
     def __getitem__(self, slot: int) -> KvPool:
         """Return the pool of a slot."""
@@ -225,16 +232,16 @@ class KvPools:
         return found
 
     def clear(self, slot: int) -> None:
-        """Give the memory of a slot's pool back when its row has ended."""
+        """Free the memory of a slot's pool. Its sequence must have ended."""
         self._mapping.madvise(mmap.MADV_DONTNEED, slot * self.row_bytes, self.row_bytes)
 
 
 class PoolNotes:
-    """Notes what the rows of one step pick in their pools, layer by layer, and finds their victims."""
+    """Recorder of the keys that a step's sequences select in their pools, layer by layer. Finds their victims."""
 
     def __init__(self, pools: KvPools, slots: Sequence[int | None], positions: Sequence[int]) -> None:
-        """`slots` and `positions` of rows with one new token each; slot None for a row whose pool takes no notes. Not
-        for FIFO; only where the kernel `pool_notes` can be loaded."""
+        """`slots`, `positions`: those of sequences with one new token each. Slot None: a sequence whose selections are
+        not recorded. Not for FIFO. Requires the kernel `pool_notes`."""
         limit = pools.limit
         assert limit.eviction is not Eviction.FIFO, "it asks for nothing"
         self._limit = limit
@@ -245,8 +252,8 @@ class PoolNotes:
         native.load()
 
     def note(self, layer: int, picks: Picks, closeness_BGS: Tensor) -> None:
-        """Note the picks of a layer, counted from the first that chooses; call once for each. `closeness_BGS`:
-        closeness of all kept keys, as `select_keys` writes it."""
+        """Record the selected keys of a layer, counted from the first that selects. Call once per layer.
+        `closeness_BGS`: closeness of all kept keys, as `select_keys` writes it."""
         limit = self._limit
         most_count = 0 if limit.eviction is Eviction.LRU else limit.most_count
         self._victims_BLG[:, layer] = native.operators().note_picks(
@@ -258,6 +265,7 @@ class PoolNotes:
         )
 
     def victims(self) -> list[Integers | None]:
-        """Return each row's victims as places, `[L, G]`, once all layers are noted; meaningless for rows with room."""
+        """Return each sequence's victims as places, `[L, G]`, once all layers are recorded; None for a slot None. Not
+        valid for sequences whose pool is not full."""
         victims_BLG = self._victims_BLG.numpy()
         return [each if is_heard else None for each, is_heard in zip(victims_BLG, self._is_heard, strict=True)]

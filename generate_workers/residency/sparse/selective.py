@@ -1,19 +1,19 @@
-"""Common base of policies that attend to some keys: home memory, layers that stay whole, and what is read.
+"""Common base of policies that attend to selected keys: storage, layers that stay whole, and counts of bytes read.
 
-Its subclasses are Residencies for `engine.step_runner`. Home holds all KV, as `device` does; on a CPU attention reads
-the chosen rows where they lie. On a device with memory of its own, policies that come here with its memory keep all KV
-there, and nothing crosses the link between steps; others fetch (`residency.fetched`). The first two layers attend to
-all keys, because what matters there cannot be told early (InfiniGen; Lee et al., 2024), and count as the device's: a
-device beside host memory would hold them, the policy's index for choosing keys, and the rows being fetched. So
+Its subclasses are Residencies for `engine.step_runner`. All KV is stored in `home` (`residency.port`). On a CPU,
+attention reads the selected keys in place. On a device with memory of its own, policies that are made with that memory
+store all KV there, and no KV crosses the link during steps; other policies fetch (`residency.fetched`). The first two
+layers attend to all keys, because the important ones cannot be predicted there (InfiniGen; Lee et al., 2024). They
+count as device memory: a device would hold them, the policy's index for selecting keys, and the fetched KV. So
 
-    home    all KV, to the page
+    `home`  all KV, in whole pages
     device  the first two layers' KV, and the policy's index
-    link    in the other layers, the rows that are attended to: 2 x H elements for each kv head's pick
+    link    in the other layers, the selected keys and values: 2 x H elements for each key of each kv head
 
-Rows of one new token choose, even if it is a prompt's last; longer spans (local prefill) attend to all keys. What one
-row chooses depends on no other row.
+Sequences of one new token select keys, even if it is a prompt's last. Longer spans (local prefill) attend to all keys.
+The selection of one sequence does not depend on others.
 
-B rows of one new token, T tokens of all rows, N heads, G kv heads, H head dim.
+Shape suffixes: B sequences of one new token, T tokens of all sequences, N heads, G kv heads, H head dim.
 """
 
 from abc import ABC, abstractmethod
@@ -38,22 +38,23 @@ from modeling.kv.buffers import TORCH_DTYPES, BufferSpan, KvPlace, KvRows
 from modeling.sparse.bases import NUM_WHOLE_LAYERS
 
 NO_CHOSEN_DRAFTS = "use speculation auto, ngram or off"
-"""Remedy where drafts cannot attend to some of the keys."""
+"""Remedy where drafts cannot attend to selected keys."""
 
 
 _FULL = "use residency device or host"
-"""Remedy where a policy cannot attend to some of the keys."""
+"""Remedy where a policy cannot attend to selected keys."""
 
 
 def require_no_windows(what: str, shape: KvShape, remedy: str = _FULL) -> None:
-    """Raise ConfigError for models with sliding windows: keys are not chosen there."""
+    """Raise ConfigError for models with sliding windows, for which keys cannot be selected. `what`: the setting that
+    needs it, with its value."""
     if any(window is not None for window in shape.windows):
         raise ConfigError(f"{what} is not supported for models with sliding windows: {remedy}")
 
 
 def require_selective(what: str, shape: KvShape, device: Device, remedy: str = _FULL) -> None:
-    """Raise ConfigError where rows cannot attend to some of the keys: kernels for that are the CPU's. `what` is the
-    setting that asks for it, with its value; `remedy`: what to do without."""
+    """Raise ConfigError where attention to selected keys is not supported: it needs the CPU's kernels. `what`: the
+    setting that needs it, with its value. `remedy`: advice for the message."""
     where = f"{what} is not supported"
     layout = shape.layout
     if not device.is_home and device.name != "emulated":
@@ -66,11 +67,11 @@ def require_selective(what: str, shape: KvShape, device: Device, remedy: str = _
 
 @dataclass(frozen=True)
 class SplitSpan:
-    """A SequenceSpan whose first layers lie apart from the others."""
+    """SequenceSpan whose first layers are stored apart from the others."""
 
     whole: BufferSpan
     others: SequenceSpan
-    """Span of the layers behind those of `whole`, which it counts from 0."""
+    """Span of the layers after those of `whole`, counted from 0."""
 
     @property
     def tokens(self) -> TokenRange:
@@ -94,7 +95,7 @@ class SplitSpan:
 
 
 class SelectiveRow(StoredRow):
-    """A StoredRow with the whole layers in one memory, which counts as home and device, and the others in another."""
+    """StoredRow with the whole layers in one memory, which counts as `home` and `device`, and the others in another."""
 
     def __init__(
         self,
@@ -105,9 +106,10 @@ class SelectiveRow(StoredRow):
         *,
         reads_home: bool = True,
     ) -> None:
-        """`index`: what the policy keeps on the device to choose keys by. `num_places`: tokens for which the others
-        have room; None: all. `reads_home`: False where `make_memory` makes a device's own memory, so that the others,
-        too, count as home and device. Raises what is in OUT_OF_MEMORY when the slot's address space cannot be had."""
+        """`index`: the policy's index on the device, for selecting keys. `num_places`: number of tokens for which the
+        other layers have room; None: all. `reads_home`: False if `make_memory` makes a device's own memory, so that the
+        other layers count as `home` and `device` as well. Raises an error of OUT_OF_MEMORY when the slot's address
+        space cannot be reserved."""
         layout, most = shape.layout, shape.max_slot_tokens
         num_whole = min(NUM_WHOLE_LAYERS, layout.num_layers)
         self.whole = PagedKv(replace(layout, num_layers=num_whole), make_memory, most)
@@ -119,7 +121,7 @@ class SelectiveRow(StoredRow):
         super().__init__([self.whole, self.others], there if index is None else [*there, index])
 
     def span(self, tokens: TokenRange) -> SequenceSpan:
-        """Return a span over the two memories."""
+        """Return the span of a step over the two memories."""
         return SplitSpan(BufferSpan(self.whole.buffer, tokens), BufferSpan(self.others.buffer, tokens))
 
 
@@ -127,23 +129,23 @@ R = TypeVar("R", bound=StoredRow)
 
 
 class SelectiveStep(ABC, RowStep[R]):
-    """A StepKv whose rows of one new token attend to the keys that `choose` returns."""
+    """StepKv whose sequences of one new token attend to the keys that `choose` returns."""
 
     def __init__(self, layout: KvLayout, rows: Sequence[tuple[R, TokenRange]]) -> None:
         super().__init__(rows, num_bytes_read=0)
         self.choosing = [(row, tokens) for row, tokens in rows if row.chooses(tokens)]
-        """The rows of one new token, which choose their keys."""
+        """Sequences of one new token, which select their keys."""
         self.lengths_B = torch.tensor([tokens.end for _, tokens in self.choosing], dtype=torch.int32)
-        """Tokens of each choosing row so far, the new one included."""
+        """Number of tokens of each selecting sequence, including the new one."""
         self.layout = layout
         *starts, self._num_tokens = accumulate((len(tokens) for _, tokens in rows), initial=0)
         self._places_B = torch.tensor(
             [at for at, (row, tokens) in zip(starts, rows, strict=True) if row.chooses(tokens)]
         )
-        """Places of the choosing rows' tokens among those of the step."""
+        """Indices of the selecting sequences' tokens among those of the step."""
         placed = zip(starts, rows, self.spans, strict=True)
         self.longer = [(at, row, span) for at, (row, tokens), span in placed if not row.chooses(tokens)]
-        """The other rows: the place of the first token among those of the step, the row, and its span."""
+        """The other sequences: index of the first token among those of the step, Row, and span."""
         num_whole = min(NUM_WHOLE_LAYERS, layout.num_layers)
         num_others = layout.num_layers - num_whole
         num_old = sum(row.num_kept(span.tokens.start) for _, row, span in self.longer)
@@ -155,7 +157,7 @@ class SelectiveStep(ABC, RowStep[R]):
             self.num_link_bytes = layout.row_bytes * num_others * num_old
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
-        """Return the choosing rows' picks; None in the layers that stay whole."""
+        """Return the selecting sequences' keys; None in the layers that stay whole."""
         if layer < NUM_WHOLE_LAYERS:
             return None
         picks = self.choose(layer, self.of_choosing(q_TNH))
@@ -166,13 +168,14 @@ class SelectiveStep(ABC, RowStep[R]):
 
     @abstractmethod
     def choose(self, layer: int, q_BNH: Tensor) -> Picks:
-        """Return the choosing rows' picks, own tokens included, in a layer that is not whole. Called once a layer."""
+        """Return the selecting sequences' keys, including those of their new tokens, in a layer that is not whole.
+        Called once per layer."""
 
     def fetch(self, layer: int, picks: Picks, num_bytes: int) -> int:
-        """Bring the picked keys and values, of `num_bytes` in the model's dtype, to where the spans have them. Return
-        the bytes that go over the link for it: here `num_bytes` where attention reads home, else 0."""
+        """Bring the selected keys and values, `num_bytes` bytes in the model's dtype, to the places of the spans.
+        Return the bytes that cross the link: here `num_bytes` if `reads_home`, else 0."""
         return num_bytes if self._reads_home else 0
 
     def of_choosing(self, x_T: Tensor) -> Tensor:
-        """Return the choosing rows' part of `x_T`, which has an entry for each token of the step."""
+        """Return the selecting sequences' part of `x_T`, which has an entry for each token of the step."""
         return x_T if len(self.choosing) == self._num_tokens else x_T[self._places_B]
