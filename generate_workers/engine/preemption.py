@@ -94,8 +94,8 @@ class RunningRows:
         self._unseat([row])
 
     def resume(self) -> bool:
-        """Resume preempted rows while there is room, the oldest first; return whether none waits any more. Raises
-        ResourceExhaustedError for the oldest when no row runs that would give it memory."""
+        """Resume preempted sequences while slots and memory are free, the oldest first. Return whether none is left
+        waiting. Raises ResourceExhaustedError if the oldest cannot get memory although no sequence runs."""
         if not self.waiting:
             return True
         while self.waiting:
