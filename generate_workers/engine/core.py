@@ -223,7 +223,7 @@ class GenerationEngine:
             try:
                 seats = self._slots.activate(ref)
             except LeaseError as error:
-                del self._leased[stream.ticket]  # this stream may not end rows that the slot has now
+                del self._leased[stream.ticket]  # this stream must not end the sequence that the slot has now
                 self._end(stream, FinishReason.ERROR, _one_line(error))
                 continue
             if seats is None:
@@ -274,8 +274,8 @@ class GenerationEngine:
                 self._end(self._running.waiting[0].stream, FinishReason.ERROR, _one_line(error))
 
     def _join(self, stream: EngineStream, seats: list[Seat]) -> Row | None:
-        """Make the rows of a stream and add the first choice's row to the batch. The other choices join when they have
-        a copy of its KV. Return the first row. If rows cannot be made, end the stream and return None."""
+        """Make a Row for each choice of a stream and add the first to the batch. The other choices join when they have
+        a copy of its KV. Return the first Row. If they cannot be made, end the stream and return None."""
         config = self._decoder.config
         try:
             rows = [Row(stream, choice, seat, self._tokenizer, config) for choice, seat in enumerate(seats)]

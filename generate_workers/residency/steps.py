@@ -93,7 +93,7 @@ class RowResidency(Generic[R]):
     """Bytes of device memory that belong to no slot."""
 
     def __init__(self, rows: list[R], make_step: Callable[[Sequence[tuple[R, TokenRange]]], RowStep[R]]) -> None:
-        """`rows`: one for each slot. `make_step`: makes a step of rows with committed memory, or raises RowError."""
+        """`rows`: one for each slot. `make_step`: makes a step of Rows with committed memory, or raises RowError."""
         self.num_link_bytes = 0
         self.frames = rows[0].frames
         """Frames that pushed KV is put into on its way to a slot. None: it is written in place."""

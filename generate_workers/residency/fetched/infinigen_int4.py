@@ -144,7 +144,7 @@ class FetchedInt4Step(InfinigenInt4Step[FetchedInt4Row]):
         pairs_BGK2 = torch.stack((picks.keys_BGK, picks.keys_BGK), -1)
         homes_B = addresses([row.packed.buffer.data[at] for row, _ in self.choosing])
         there_B = addresses([row.codes.buffer.data[at % _NUM_AREAS] for row, _ in self.choosing])
-        num_BG = is_old_BGK.sum(2, dtype=torch.int32)  # keys ascend: the row's own comes last
+        num_BG = is_old_BGK.sum(2, dtype=torch.int32)  # keys ascend: the sequence's own comes last
         self._coming[layer] = self._link.fetch_heads(
             PickedHeads(homes_B, there_B, pairs_BGK2, num_BG, self._head_bytes)
         )

@@ -154,7 +154,7 @@ class KvPool:
         return positions_K, places_K
 
     def arrange(self, num_tokens: int) -> tuple[Integers, Integers]:
-        """Arrange a prompt of `num_tokens` tokens for the row's first step. Return `(sources, targets)`: places of
+        """Arrange a prompt of `num_tokens` tokens for the first decode step. Return `(sources, targets)`: places of
         tokens to be moved, all at once, in all layers."""
         limit = self.limit
         if num_tokens <= limit.num_places or limit.num_last == 1:
