@@ -147,11 +147,11 @@ async def test_an_attempt_that_had_its_first_tokens_or_blames_no_group_is_follow
     found: Suspects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(suspects, "_VERDICT_S", 60.0)
-    await found.judge(record_of(), 0)
+    await asyncio.wait_for(found.judge(record_of(), 0), 30)
     record = record_of()
     take_tokens(record, 2 * NUM_WATCHED_TOKENS)
     record.blame(GENERATION.life)
-    await found.judge(record, 0)
+    await asyncio.wait_for(found.judge(record, 0), 30)
     monkeypatch.setattr(suspects, "_VERDICT_S", 0.01)
     await found.judge(record, 1)  # nobody tells, and it goes on
 
