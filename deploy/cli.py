@@ -28,6 +28,12 @@ _MODULES = (
     *(prepare, *lab.COMMANDS),
 )
 
+_OURS = {
+    *("baton", "baton_lab", "deploy", "gateway", "generate_workers", "modeling"),
+    *("orchestrator", "planning", "prefill_workers", "text", "transport"),
+}
+"""Packages of Baton: one that cannot be imported is a defect."""
+
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line; each command sets `run`."""
@@ -61,17 +67,20 @@ def main(argv: list[str] | None = None) -> int:
         print(f"baton: {error}", file=sys.stderr)
         return 2 if isinstance(error, InvalidArgumentError | ConfigError) else 1
     except ImportError as error:
-        print(f"baton: {_failed_import(error)}", file=sys.stderr)
+        package = _failed_package(error)
+        if package in _OURS:
+            raise  # a defect, not an installation that lacks a package
+        reason = str(error).strip().partition("\n")[0]
+        remedy = "run `pip install 'baton-serve[serve]'`"
+        print(f"baton: package {package} cannot be imported ({reason}): {remedy}", file=sys.stderr)
         return 1
     return status
 
 
-def _failed_import(error: ImportError) -> str:
-    """Return a line that names the package. An error without a name is that of the module that raised it."""
+def _failed_package(error: ImportError) -> str:
+    """Return the package that cannot be imported. An error without a name is that of the module that raised it."""
     *_, (raising, _) = traceback.walk_tb(error.__traceback__)
-    package = error.name or str(raising.f_globals["__name__"]).partition(".")[0]
-    reason = str(error).strip().partition("\n")[0]
-    return f"package {package} cannot be imported ({reason}): run `pip install 'baton-serve[serve]'`"
+    return (error.name or str(raising.f_globals["__name__"])).partition(".")[0]
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ import pytest
 from ray._private import services
 
 from baton.errors import UnavailableError
+from deploy.cli import main
 from deploy.commands import serve
 from deploy.config.file import load_config
+from deploy.top import command as top
 from tests.support.clusters.on_ray.ray_clusters import run_baton
 from tests.support.models.letter_models import write_letter_model
 
@@ -39,6 +41,15 @@ def test_a_ray_that_cannot_be_imported_is_named_in_one_line_and_leaves_nothing(
     assert ended.stderr.splitlines()[-1].startswith(f"baton: {line}"), ended.stderr
     assert "Traceback" not in ended.stderr
     assert not [*(cache / "baton" / "clusters").iterdir()] and not [*temporary.iterdir()]
+
+
+def test_a_missing_module_of_baton_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(_: object) -> int:
+        raise ModuleNotFoundError("No module named 'orchestrator.absent'", name="orchestrator.absent")
+
+    monkeypatch.setattr(top, "run", run)
+    with pytest.raises(ModuleNotFoundError):
+        main(["top"])
 
 
 def test_a_ray_whose_binary_cannot_be_started_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
