@@ -104,9 +104,9 @@ def test_a_broken_engine_ends_every_stream_and_says_so() -> None:
 
     clock = BrokenClock()
     with harness(clock=clock) as made:
-        made.engine.start()
-        clock.broken = True
         _, stream = made.submit(prompt(9), LONG)
+        clock.broken = True
+        made.engine.start()
         assert stream.ended.wait(WAIT_S)
         clock.broken = False
         made.engine.close()
