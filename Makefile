@@ -18,8 +18,8 @@ PIP := env BATON_KERNEL_SETS=none $(BIN)/pip install -c constraints.txt
 SERVING := deploy.commands.serve, deploy.ray_cluster.supervisor, gateway.app, orchestrator.api.host, prefill_workers.servicer, generate_workers.servicer
 IMPORTED := $(BIN)/python -c "import $(SERVING)"
 COMPILED := $(BIN)/python -c "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
-KERNELS := modeling/kernels/built/.built
-KERNEL_SOURCES := $(wildcard modeling/kernels/*/*.cpp modeling/kernels/*/*.h)
+KERNELS := baton/modeling/kernels/built/.built
+KERNEL_SOURCES := $(wildcard baton/modeling/kernels/*/*.cpp baton/modeling/kernels/*/*.h)
 OPTIONS ?=
 # All tests of a file run in one process, so that what they share is started once
 BY_FILE := --dist loadfile --no-loadscope-reorder

@@ -17,9 +17,9 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).parent
 sys.path.insert(0, str(ROOT))  # an isolated build does not put the folder there
 
-from modeling.kernels.instruction_sets import GENERIC, SETS, WHEEL_SETS, InstructionSet, is_x86, usable_sets  # noqa: E402
+from baton.modeling.kernels.instruction_sets import GENERIC, SETS, WHEEL_SETS, InstructionSet, is_x86, usable_sets  # noqa: E402
 
-KERNELS = ROOT / "modeling" / "kernels"
+KERNELS = ROOT / "baton" / "modeling" / "kernels"
 FLAGS = ("-std=c++20", "-O3", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-Wno-psabi")
 CHOSEN = os.environ.get("BATON_KERNEL_SETS", "")
 TUNING = () if CHOSEN or not is_x86() else ("-mtune=native",)
@@ -41,9 +41,9 @@ def extensions() -> list[Extension]:
     headers = sorted(path.relative_to(ROOT) for path in KERNELS.glob("*/*.h"))
     return [
         Extension(
-            f"modeling.kernels.built.{folder.name}-{each.name}",
+            f"baton.modeling.kernels.built.{folder.name}-{each.name}",
             sorted(str(path.relative_to(ROOT)) for path in folder.glob("*.cpp")),
-            depends=[*map(str, headers), "setup.py", "modeling/kernels/instruction_sets.py"],
+            depends=[*map(str, headers), "setup.py", "baton/modeling/kernels/instruction_sets.py"],
             extra_compile_args=[f"-I{KERNELS}", *FLAGS, *each.flags, *TUNING],
             optional=not CHOSEN,  # an old compiler keeps nobody from installing Baton
         )

@@ -1,4 +1,4 @@
-"""Baton's public names, which users import, and the vocabulary that all parts share (layer 0: stdlib, grpc, protobuf).
+"""Baton's public names, which users import, and what all parts share. A client needs grpc and protobuf only.
 
 The names below are loaded at their first use, so that parts that must not import grpc can import this package.
 """
@@ -8,10 +8,17 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from baton.calls.cluster_state import (
+        ClusterState,
+        GenerationStatus,
+        GroupState,
+        PrefillStatus,
+        Scaling,
+        ScalingChange,
+    )
     from baton.calls.resume import Reconnect
     from baton.calls.streams import AsyncStream, Stream
     from baton.client import AsyncClient, Client
-    from baton.cluster_state import ClusterState, GenerationStatus, GroupState, PrefillStatus, Scaling, ScalingChange
     from baton.errors import BatonError
     from baton.results.completion import Choice, Completion, ModelInfo, Usage
     from baton.results.prefill_trace import (
@@ -25,8 +32,7 @@ if TYPE_CHECKING:
     )
     from baton.results.request_list import RequestList, RequestStatus
     from baton.results.timings import DraftCounts, SpeculationTrace, Timings
-    from baton.sampling_params import SamplingParams
-    from baton.structured_output import StructuredOutput
+    from baton.sampling_params import SamplingParams, StructuredOutput
     from baton.types import DraftRound, FinishReason, SampledToken, TokenEvent, TokenLogprob, TokenOrigin, TokenRange
 
 __version__ = "0.2.0.dev0"
@@ -74,7 +80,7 @@ __all__ = [
 
 _NAMES_IN = {
     "baton.client": "AsyncClient Client",
-    "baton.cluster_state": "ClusterState GenerationStatus GroupState PrefillStatus Scaling ScalingChange",
+    "baton.calls.cluster_state": "ClusterState GenerationStatus GroupState PrefillStatus Scaling ScalingChange",
     "baton.errors": "BatonError",
     "baton.results.request_list": "RequestList RequestStatus",
     "baton.results.completion": "Choice Completion ModelInfo Usage",
@@ -82,9 +88,8 @@ _NAMES_IN = {
     " WidthOption",
     "baton.results.timings": "DraftCounts SpeculationTrace Timings",
     "baton.calls.resume": "Reconnect",
-    "baton.sampling_params": "SamplingParams",
+    "baton.sampling_params": "SamplingParams StructuredOutput",
     "baton.calls.streams": "AsyncStream Stream",
-    "baton.structured_output": "StructuredOutput",
     "baton.types": "DraftRound FinishReason SampledToken TokenEvent TokenLogprob TokenOrigin TokenRange",
 }
 _HOME_OF = MappingProxyType({name: home for home, names in _NAMES_IN.items() for name in names.split()})

@@ -19,13 +19,13 @@ from typing import Any, Generic, Self, TypeVar, Unpack
 
 import grpc
 
+from baton.calls.cluster_state import ClusterState, cluster_state_from_proto
 from baton.calls.requests import Source, call_metadata, check_deadline, make_request
 from baton.calls.resume import Reconnect, Server, StreamState
 from baton.calls.streams import AsyncCall, AsyncStream, BaseStream, Call, Stream, client_closed
 from baton.channel_options import DEFAULT_TARGET, Keepalive, channel_options
-from baton.clock import Clock, SystemClock
-from baton.cluster_state import ClusterState, cluster_state_from_proto
 from baton.errors import RequestCancelledError
+from baton.process.clock import Clock, SystemClock
 from baton.process.endless import is_task_cancelled
 from baton.process.tracing import trace_metadata
 from baton.proto_types import model_from_proto, requests_from_proto

@@ -27,8 +27,7 @@ from baton.results.prefill_trace import (
 )
 from baton.results.request_list import RequestList, RequestStatus
 from baton.results.timings import DraftCounts, SpeculationTrace, Timings
-from baton.sampling_params import SamplingParams, check_list_lengths
-from baton.structured_output import StructuredOutput, check_choice_length
+from baton.sampling_params import SamplingParams, StructuredOutput, check_choice_length, check_list_lengths
 from baton.types import (
     DraftRound,
     FinishReason,

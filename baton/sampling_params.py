@@ -1,9 +1,10 @@
 """A request's sampling parameters, validated once, where they enter.
 
-The names and defaults are those of OpenAI's and vLLM's interfaces. `modeling.forward.sampling` applies them.
+The names and defaults are those of OpenAI's and vLLM's interfaces. `baton.modeling.forward.sampling` applies them.
 """
 
 import copy
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,14 +14,18 @@ from baton.errors import InvalidArgumentError
 from baton.limits import (
     MAX_CHOICES,
     MAX_DRAFTS,
+    MAX_FORM_BYTES,
+    MAX_FORM_CHOICES,
     MAX_LOGIT_BIASES,
     MAX_LOGPROBS,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
-from baton.structured_output import StructuredOption, StructuredOutput, structured_from_option
 
+_FIELD = "sampling.structured_output"
+_KINDS = ("json", "json_object", "regex", "grammar", "choice")
+"""Fields of which one is set."""
 _ABOVE_ZERO = math.ulp(0.0)
 _RANGES = (
     ("max_tokens", 0, math.inf, "use at least 1"),
@@ -39,6 +44,79 @@ _RANGES = (
     ("num_drafts", 0, MAX_DRAFTS, f"use 0 to {MAX_DRAFTS}"),
 )
 """(field, least value, largest value, remedy)."""
+
+
+@dataclass(frozen=True)
+class StructuredOutput:
+    """The form that a request's output must have. Exactly one field is set; raises InvalidArgumentError otherwise."""
+
+    json: str | None = None
+    """A JSON schema, as JSON: the output is a JSON value that it allows."""
+    json_object: bool = False
+    """True: the output is a JSON object of any form."""
+    regex: str | None = None
+    """A regular expression that matches the whole output. Without look-around and back references."""
+    grammar: str | None = None
+    """A context-free grammar in Lark's notation, or in GBNF, whose start symbol derives the output."""
+    choice: tuple[str, ...] = ()
+    """Texts, one of which is the output. At most 1,024."""
+    compiled_bytes: int = field(default=0, compare=False)
+    """Bytes of the compiled form, as measured by the orchestrator; 0: not known."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in _KINDS if getattr(self, name) not in (None, False, ())]
+        if len(given) != 1:
+            known = ", ".join(_KINDS)
+            raise InvalidArgumentError(f"{_FIELD} sets {' and '.join(given) or 'nothing'}: set one of {known}")
+        check_choice_length(len(self.choice))
+        value = getattr(self, given[0])
+        texts: Sequence[str] = value if given[0] == "choice" else () if given[0] == "json_object" else (value,)
+        if not all(texts):
+            raise InvalidArgumentError(f"{_FIELD}.{given[0]} is empty: describe an output")
+        num_bytes = sum(len(text.encode(errors="surrogatepass")) for text in texts)
+        if num_bytes > MAX_FORM_BYTES:
+            raise InvalidArgumentError(
+                f"{_FIELD}.{given[0]} has {num_bytes} bytes: the limit is {MAX_FORM_BYTES}; shorten it"
+            )
+
+    @property
+    def kind(self) -> str:
+        """Return the name of the field that is set."""
+        return next(name for name in _KINDS if getattr(self, name) not in (None, False, ()))
+
+
+StructuredOption = StructuredOutput | Mapping[str, Any]
+"""A StructuredOutput, or its fields as a mapping, whose schema may also be given as an object instead of JSON text."""
+
+
+def structured_from_option(option: StructuredOption | None) -> StructuredOutput | None:
+    """Return the value of the sampling option `structured_output`. Raises InvalidArgumentError for an unknown field
+    and for a value of the wrong type."""
+    if option is None or isinstance(option, StructuredOutput):
+        return option
+    values = {name: value for name, value in option.items() if value is not None}
+    unknown = values.keys() - set(_KINDS)
+    if unknown:
+        known = ", ".join(_KINDS)
+        raise InvalidArgumentError(f"{_FIELD}.{min(map(str, unknown))} is unknown: set one of {known}")
+    schema = values.get("json")
+    if schema is not None and not isinstance(schema, str):
+        values["json"] = _as_json(schema)
+    for name in ("regex", "grammar"):
+        if not isinstance(values.get(name), str | None):
+            raise InvalidArgumentError(f"{_FIELD}.{name} is {values[name]!r:.40}: use a string")
+    if not isinstance(values.get("json_object", False), bool):
+        raise InvalidArgumentError(f"{_FIELD}.json_object is {values['json_object']!r:.40}: use true, or leave it out")
+    texts = values.get("choice", ())
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise InvalidArgumentError(f"{_FIELD}.choice is {texts!r:.40}: use a list of strings")
+    return StructuredOutput(**{**values, "choice": tuple(texts)})
+
+
+def check_choice_length(num_choices: int) -> None:
+    """Raise InvalidArgumentError for a list of texts that is too long, before it is copied."""
+    if num_choices > MAX_FORM_CHOICES:
+        raise InvalidArgumentError(f"{_FIELD}.choice has {num_choices} entries: use at most {MAX_FORM_CHOICES}")
 
 
 @dataclass(frozen=True)
@@ -185,3 +263,10 @@ def params_from_options(options: SamplingOptions) -> SamplingParams:
 def _require(holds: bool, name: str, value: object, remedy: str) -> None:
     if not holds:
         raise InvalidArgumentError(f"sampling.{name} = {value!r} is out of range: {remedy}")
+
+
+def _as_json(schema: object) -> str:
+    try:
+        return json.dumps(schema, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"{_FIELD}.json is not valid JSON: {error}: send a JSON schema") from error

@@ -7,10 +7,34 @@ import hashlib
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal, NewType, get_args
 
-from baton.ids import RequestId, SlotId, Stamp
+RequestId = NewType("RequestId", str)
+"""Id of a client's request, the same for all of its attempts."""
 
+JobId = NewType("JobId", int)
+"""Number of one attempt at prefilling one request, assigned in ascending order by the group's sequencer."""
+
+StreamNumber = NewType("StreamNumber", int)
+"""Number of one stream that an orchestrator opens at a generation group; unique across the orchestrator's restarts."""
+
+ReserveNumber = NewType("ReserveNumber", int)
+"""Number of one Reserve call, unique across the orchestrator's restarts. A call without an answer is undone by it."""
+
+SlotId = NewType("SlotId", int)
+"""Id of a slot: the place of one sequence in a generation group's batch."""
+
+Stamp = NewType("Stamp", int)
+"""Generation of a slot, raised by every lease of that slot, so that a late writer is recognised."""
+
+Epoch = NewType("Epoch", int)
+"""Number of one incarnation of a prefill group's links."""
+
+MAX_EPOCH = Epoch(2**48 - 1)
+"""The highest epoch that a rank joins: far beyond what links ever reach, and well within the field's 64 bits."""
+
+Rank = NewType("Rank", int)
+"""A worker's place in its group, from 0."""
 Dtype = Literal["bfloat16", "float32"]
 """Number format that a model is served in."""
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
@@ -196,14 +220,14 @@ class TokenEvent:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """Kernels for bfloat16 on one kind of processor, chosen by the measurements of `modeling.kernels.choosing`."""
+    """Kernels for bfloat16 on one kind of processor, chosen by measurements (`baton.modeling.kernels.choosing`)."""
 
     processor: str
     """Kind of processor: its name, and a hash of the features that distinguish it from others of that name."""
     attention: str
-    """Kind of product that attention uses, named in `modeling.kernels.products`."""
+    """Kind of product that attention uses, named in `baton.modeling.kernels.products`."""
     panels: str
-    """Kind of product that linear layers in C++ use, named in `modeling.kernels.products`."""
+    """Kind of product that linear layers in C++ use, named in `baton.modeling.kernels.products`."""
     torch_rows: int | None
     """Number of rows from which a linear layer is computed by torch: 1 for always, None for never."""
 

@@ -9,11 +9,11 @@ import argparse
 import os
 import sys
 
+from baton.modeling.hosting import use_cores
 from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Pairs, Reporter, case, make_parser, progress, resolve
 from benchmarks.support.rates import KERNELS, runnable
 from deploy.machine.calibrations import nominal_calibration
 from deploy.machine.prefill_rates import attention_rate, layer_rate
-from modeling.hosting import use_cores
 
 KEYS = "512,1024,2048,3000,6000"
 QUICK_KEYS = "512"

@@ -13,6 +13,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from baton.planning.calibration import Calibration
+from baton.planning.chain.partition import as_ranges, even_partition
+from baton.planning.chain.search import search
+from baton.planning.chain.wavefront import chain_ttft
+from baton.planning.cost_model import BATON
 from baton.types import TokenRange
 from benchmarks.baselines.calibrating import LENGTHS as CALIBRATED
 from benchmarks.baselines.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
@@ -34,11 +39,6 @@ from benchmarks.support.harness import (
 )
 from benchmarks.support.rates import runnable
 from deploy.machine.calibrations import nominal_calibration
-from planning.calibration import Calibration
-from planning.chain.partition import as_ranges, even_partition
-from planning.chain.search import search
-from planning.chain.wavefront import chain_ttft
-from planning.cost_model import BATON
 
 TOKENS = "512,1024,2048,6000"
 QUICK_TOKENS = "512"

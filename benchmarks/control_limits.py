@@ -14,9 +14,10 @@ import tracemalloc
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from baton.clock import SystemClock
-from baton.ids import Epoch
 from baton.prefix_blocks import PromptBlocks
+from baton.process.clock import SystemClock
+from baton.transport.identity import ClusterSecret
+from baton.types import Epoch
 from benchmarks.gateways.engines import Groups, engines
 from benchmarks.gateways.process import child
 from deploy.options.screen import number_table
@@ -26,7 +27,6 @@ from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGr
 from orchestrator.placement.prefix_index import PrefixIndex
 from orchestrator.workers.census import Census
 from orchestrator.workers.client import Clients
-from transport.identity import ClusterSecret
 
 T = TypeVar("T")
 Row = tuple[str, str, float, str]

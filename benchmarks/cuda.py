@@ -30,18 +30,18 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from baton.modeling.device.making import make_device
+from baton.modeling.device.port import Device
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.triton.attention import triton_kernel
+from baton.modeling.kernels.triton.launch import is_interpreted
+from baton.modeling.kv.buffers import BufferSpan
 from baton.types import TokenRange
 from benchmarks.device import chain, kernels, loads, offload, overheads, steps
 from benchmarks.device.kernels import Measured, Rates
 from benchmarks.device.model import ONE_B, SEVEN_B, TINY, Shape, random_model
 from benchmarks.device.rates import link_rates, memory_rate, product_rate, times_s
 from benchmarks.support.harness import Bars, Pairs, Reporter, case
-from modeling.device.making import make_device
-from modeling.device.port import Device
-from modeling.forward.decoder import Decoder
-from modeling.forward.triton.attention import triton_kernel
-from modeling.kernels.triton.launch import is_interpreted
-from modeling.kv.buffers import BufferSpan
 
 ROOFLINE_BAR, PRODUCT_BAR = 0.8, 0.6
 _GB = 1e9
@@ -206,7 +206,7 @@ class Benchmark:
 
 
 def _has_interpreter() -> bool:
-    from modeling.kernels.triton import append_kernel
+    from baton.modeling.kernels.triton import append_kernel
 
     return is_interpreted(append_kernel.append_token)
 

@@ -16,10 +16,15 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 
-from baton.clock import SystemClock
-from baton.ids import Epoch, JobId, Rank, RequestId
+from baton.planning.calibration import nominal
+from baton.planning.hardware import hardware_of
+from baton.planning.local_prefill import LocalPrefill
+from baton.planning.model_shape import shape_of
+from baton.planning.step_times import nominal_steps
 from baton.prefix_blocks import PromptBlocks
+from baton.process.clock import SystemClock
 from baton.sampling_params import SamplingParams
+from baton.types import Epoch, JobId, Rank, RequestId
 from baton_lab.traffic.events import Timeline
 from baton_lab.traffic.fleet import Fleet, Role
 from baton_lab.traffic.gaps import GapHistogram
@@ -40,11 +45,6 @@ from orchestrator.placement.chooser import Chooser
 from orchestrator.requests.config import AutoscalingConfig, OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.request import Request
-from planning.calibration import nominal
-from planning.hardware import hardware_of
-from planning.local_prefill import LocalPrefill
-from planning.model_shape import shape_of
-from planning.step_times import nominal_steps
 
 PROMPT = 1500
 

@@ -26,6 +26,11 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.hosting import use_cores
+from baton.modeling.kv.buffers import TORCH_DTYPES
+from baton.planning.chips import Chip
 from baton.process.garbage import collect_rarely
 from baton_lab.study.roofline import ServedModel, served, step_time
 from benchmarks.sides.engine_rows import EngineRows, row_lengths
@@ -37,11 +42,6 @@ from deploy.machine.prefill_rates import layer_rate
 from deploy.machine.probe import measure
 from generate_workers.config import EngineConfig
 from generate_workers.engine.status import StepStats
-from modeling.checkpoints.weights import load_decoder
-from modeling.forward.decoder import Decoder
-from modeling.hosting import use_cores
-from modeling.kv.buffers import TORCH_DTYPES
-from planning.chips import Chip
 
 GRID = "1x192,16x192,32x192,16x1024,8x4096,16x4096"
 QUICK_GRID = "1x192,4x512"

@@ -22,7 +22,9 @@ from typing import get_args
 
 from rich.console import Console
 
-from baton.clock import SystemClock
+from baton.planning.calibration import Calibration
+from baton.planning.planner import ChainPlanner
+from baton.process.clock import SystemClock
 from benchmarks.elastic import calibrate
 from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
 from benchmarks.support.local_config import local_config
@@ -31,8 +33,6 @@ from benchmarks.support.open_loop import percentile
 from deploy.groups.cluster import LocalCluster
 from deploy.machine.calibrations import served_planner
 from orchestrator.requests.config import Disaggregation, OrchestratorConfig
-from planning.calibration import Calibration
-from planning.planner import ChainPlanner
 
 ROUNDS = 9
 QUICK_ROUNDS = 1

@@ -20,10 +20,11 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from baton.clock import SystemClock
-from baton.ids import RequestId
+from baton.planning.calibration import Calibration
+from baton.planning.planner import ChainPlanner
+from baton.process.clock import SystemClock
 from baton.sampling_params import SamplingParams
-from baton.types import TokenEvent
+from baton.types import RequestId, TokenEvent
 from benchmarks.baselines.calibrating import LENGTHS as CALIBRATED
 from benchmarks.baselines.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
 from benchmarks.baselines.calibrating import calibrated
@@ -38,8 +39,6 @@ from orchestrator.controller import Controller
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Finished
 from orchestrator.requests.request import Request
-from planning.calibration import Calibration
-from planning.planner import ChainPlanner
 
 ROUNDS = 5
 QUICK_ROUNDS = 2

@@ -33,7 +33,9 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from baton.clock import SystemClock
+from baton.modeling.hosting import use_cores
+from baton.planning.planner import ChainPlanner
+from baton.process.clock import SystemClock
 from benchmarks.plots.interference import draw
 from benchmarks.sides.vllm_peer import VllmPeer
 from benchmarks.support.arrivals import Arrival
@@ -43,9 +45,7 @@ from benchmarks.support.mixed_load import STREAM_TOKENS, Asked, ask, controlled,
 from deploy.config.cluster import ClusterConfig
 from deploy.groups.cluster import LocalCluster
 from deploy.machine.calibrations import served_planner
-from modeling.hosting import use_cores
 from orchestrator.requests.config import OrchestratorConfig
-from planning.planner import ChainPlanner
 
 BAR = 1.4
 """The streams' p99 between tokens while prompts come, disaggregated, over that of the streams alone, at most."""

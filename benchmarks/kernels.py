@@ -2,8 +2,8 @@
 
 Three sides are measured alternately, each a process of its own with the whole decoder: `panels` (linear layers in C++
 at any number of rows), `torch` (linear layers by torch at any number of rows), and ours, which uses what
-`modeling.kernels.choosing` measures at its start. Steps are a generation engine's (benchmarks.sides.engine_rows) on all
-cores; a prefill is one forward of the decoder on one thread, as a rank's is.
+`baton.modeling.kernels.choosing` measures at its start. Steps are a generation engine's (benchmarks.sides.engine_rows)
+on all cores; a prefill is one forward of the decoder on one thread, as a rank's is.
 
 `--without-amx` keeps our kernels from using AMX, but not torch, which is then the better one for many rows. With
 ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment torch does not use it either, and the choice is that of a
@@ -28,6 +28,11 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kernels.choosing import measure_choice
+from baton.modeling.kernels.process_kernels import KERNELS
+from baton.modeling.kv.buffers import BufferSpan, KvBuffer
 from baton.process.garbage import collect_rarely
 from baton.types import KernelChoice, TokenRange
 from benchmarks.sides.engine_rows import EngineRows, row_lengths
@@ -44,11 +49,6 @@ from benchmarks.support.harness import (
     resolve,
 )
 from generate_workers.config import EngineConfig
-from modeling.checkpoints.weights import load_decoder
-from modeling.forward.decoder import Decoder
-from modeling.kernels.choosing import measure_choice
-from modeling.kernels.process_kernels import KERNELS
-from modeling.kv.buffers import BufferSpan, KvBuffer
 
 STEPS = "1x192,16x192,32x192,16x1024,8x4096"
 PREFILLS = "100,1200"

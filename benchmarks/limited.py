@@ -24,11 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import time_ns
 
-from baton.clock import SystemClock
-from baton.ids import RequestId
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.sparse.selection_file import save_prepared
+from baton.process.clock import SystemClock
 from baton.sampling_params import SamplingParams
 from baton.settings.byte_sizes import parse_rate
-from baton.types import TokenEvent
+from baton.types import RequestId, TokenEvent
 from benchmarks.sparse import find_source, text_ids
 from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
 from benchmarks.support.local_config import local_config
@@ -36,8 +37,6 @@ from benchmarks.support.streams import Load, Measured, StreamTimes
 from deploy.config.cluster import ClusterConfig
 from deploy.groups.cluster import LocalCluster
 from deploy.groups.local_relay import running_controller
-from modeling.checkpoints.weights import load_decoder
-from modeling.sparse.selection_file import save_prepared
 from orchestrator.controller import Controller
 from orchestrator.requests.record import Finished
 from orchestrator.requests.request import Request

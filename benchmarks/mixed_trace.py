@@ -23,11 +23,11 @@ from rich.console import Console
 
 from baton.client import AsyncClient
 from baton.sampling_params import SamplingParams
+from baton.text.tokenizer import Tokenizer
 from baton_lab.served_child import own_cluster, until_signal
 from benchmarks.support.answers import Answer
 from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
 from benchmarks.support.open_loop import percentile
-from text.tokenizer import Tokenizer
 
 ROUNDS = 3
 NUM_CHATS, NUM_SUMMARIES, SECONDS = 24, 6, 60.0

@@ -13,6 +13,9 @@ import math
 import os
 import sys
 
+from baton.planning.chain.partition import as_ranges
+from baton.planning.chain.search import search
+from baton.planning.cost_model import BATON, CostModel
 from benchmarks.baselines.calibrating import LENGTHS as CALIBRATED
 from benchmarks.baselines.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
 from benchmarks.baselines.calibrating import at_pace, calibrated
@@ -34,9 +37,6 @@ from benchmarks.support.harness import (
 )
 from benchmarks.support.rates import runnable
 from deploy.machine.calibrations import nominal_calibration
-from planning.chain.partition import as_ranges
-from planning.chain.search import search
-from planning.cost_model import BATON, CostModel
 
 LOSS_BAR = 0.06
 """Largest median loss of the chain, as a fraction of its quiet time."""

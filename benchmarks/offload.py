@@ -29,6 +29,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.device.copying import LinkRate
+from baton.modeling.hosting import use_cores
 from baton.settings.byte_sizes import parse_rate
 from benchmarks.plots.offload import draw
 from benchmarks.sides.engine_rows import row_lengths
@@ -49,9 +52,6 @@ from benchmarks.support.harness import (
 from benchmarks.support.policy_table import IDEAL, STREAMED, CellTimes, policy_table
 from benchmarks.support.step_parts import Breakdown, Part, PartClock, breakdown_table
 from deploy.tuning.selection.passages import Context, prefill
-from modeling.checkpoints.weights import load_decoder
-from modeling.device.copying import LinkRate
-from modeling.hosting import use_cores
 
 GRID, QUICK_GRID = "16x4096", "2x512"
 OTHER_BAR = 0.1

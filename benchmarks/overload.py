@@ -34,7 +34,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from baton.clock import SystemClock
+from baton.planning.planner import ChainPlanner
+from baton.process.clock import SystemClock
 from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
 from benchmarks.support.local_config import local_config
 from benchmarks.support.open_loop import Ask, Fate, Source, percentile, throughput
@@ -43,7 +44,6 @@ from deploy.machine.calibrations import served_planner
 from orchestrator.controller import Controller
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.tenants import Tenant
-from planning.planner import ChainPlanner
 
 FACTOR = 3.0
 """The load, as a multiple of the capacity."""

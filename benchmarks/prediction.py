@@ -19,6 +19,12 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
+from baton.planning.calibration import Calibration
+from baton.planning.chain.partition import as_ranges
+from baton.planning.chain.search import search
+from baton.planning.chain.wavefront import chain_ttft
+from baton.planning.cost_model import BATON
+from baton.planning.planner import ChainPlanner
 from baton.types import TokenRange
 from benchmarks.baselines.calibrating import LENGTHS as CALIBRATED
 from benchmarks.baselines.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
@@ -39,12 +45,6 @@ from benchmarks.support.harness import (
 )
 from benchmarks.support.rates import RateProbe, runnable
 from deploy.machine.calibrations import nominal_calibration
-from planning.calibration import Calibration
-from planning.chain.partition import as_ranges
-from planning.chain.search import search
-from planning.chain.wavefront import chain_ttft
-from planning.cost_model import BATON
-from planning.planner import ChainPlanner
 
 TOKENS = "640,1200,2500,3600,5000"
 QUICK_TOKENS = "300,600"

@@ -11,10 +11,9 @@ import contextlib
 import sys
 import uuid
 
-from baton.clock import SystemClock
-from baton.ids import RequestId
+from baton.process.clock import SystemClock
 from baton.sampling_params import SamplingParams
-from baton.types import TokenEvent
+from baton.types import RequestId, TokenEvent
 from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Pairs, Reporter, case, make_parser, random_prompt, resolve
 from benchmarks.support.local_config import local_config
 from deploy.groups.cluster import LocalCluster

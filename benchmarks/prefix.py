@@ -15,10 +15,9 @@ import sys
 import uuid
 from dataclasses import dataclass
 
-from baton.clock import SystemClock
-from baton.ids import RequestId
+from baton.process.clock import SystemClock
 from baton.sampling_params import SamplingParams
-from baton.types import TokenEvent
+from baton.types import RequestId, TokenEvent
 from benchmarks.support.harness import (
     PAIRS,
     QUICK_PAIRS,

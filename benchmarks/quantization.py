@@ -14,6 +14,10 @@ from pathlib import Path
 
 import torch
 
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kv.buffers import BufferSpan, KvBuffer
+from baton.text.tokenizer import Tokenizer
 from baton.types import TokenRange
 from benchmarks.support.harness import (
     PAIRS,
@@ -26,10 +30,6 @@ from benchmarks.support.harness import (
     progress,
     resolve,
 )
-from modeling.checkpoints.weights import load_decoder
-from modeling.forward.decoder import Decoder
-from modeling.kv.buffers import BufferSpan, KvBuffer
-from text.tokenizer import Tokenizer
 
 _NOVEL = Path(__file__).parents[1] / "tests" / "data" / "persuasion.txt.gz"
 _STEPS = 4

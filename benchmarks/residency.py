@@ -17,12 +17,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.hosting import use_cores
 from benchmarks.sides.engine_rows import EngineRows, num_rows_that_fit, row_lengths
 from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Bars, Pairs, Reporter, case, interleave, make_parser, resolve
 from generate_workers.config import EngineConfig
-from modeling.checkpoints.weights import load_decoder
-from modeling.forward.decoder import Decoder
-from modeling.hosting import use_cores
 
 GRID = "1x4096,8x1024,8x7500"
 QUICK_GRID = "2x512"

@@ -15,6 +15,10 @@ import statistics
 import sys
 from collections.abc import Iterable
 
+from baton.planning.calibration import nominal
+from baton.planning.hardware import hardware_of
+from baton.planning.model_shape import shape_of
+from baton.planning.step_times import nominal_steps
 from baton_lab.traffic.comparing import Setting
 from baton_lab.traffic.results import Results, ScalerEvent
 from baton_lab.traffic.service import GroupSizes, RecallingPlanner
@@ -24,10 +28,6 @@ from benchmarks.support.harness import Bars
 from deploy.options.numbers import counts, positive
 from deploy.options.screen import number_table
 from orchestrator.requests.config import AutoscalingConfig
-from planning.calibration import nominal
-from planning.hardware import hardware_of
-from planning.model_shape import shape_of
-from planning.step_times import nominal_steps
 
 MODEL, HARDWARE = "llama-3.1-8b", "a100-eager"
 NUM_GROUPS = 8

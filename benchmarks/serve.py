@@ -23,13 +23,13 @@ import torch
 from rich.console import Console
 
 from baton.client import AsyncClient
+from baton.modeling.hosting import use_cores
 from baton_lab.served_child import own_cluster, until_signal
 from benchmarks.sides.engine import EngineSpec, engine_alone
 from benchmarks.sides.served import ServedSide
 from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Bars, Pairs, Reporter, case, make_parser, progress, resolve
 from benchmarks.support.streams import Measured, Side, make_load
 from generate_workers.config import EngineConfig
-from modeling.hosting import use_cores
 
 STREAMS = "1,4,16"
 QUICK_STREAMS = "4"

@@ -36,6 +36,7 @@ from rich.console import Console
 
 from baton.process.garbage import collect_rarely
 from baton.settings.base import part_of
+from baton.text.tokenizer import Tokenizer
 from baton_lab.served_child import until_signal
 from benchmarks.plots.served import draw
 from benchmarks.sides.engine import EngineSide, EngineSpec, engine_alone
@@ -51,7 +52,6 @@ from deploy.config.file import read_sections
 from deploy.machine.arrangement import arrange
 from deploy.machine.doctor import inspect_machine
 from generate_workers.config import EngineConfig
-from text.tokenizer import Tokenizer
 
 GRID = "1x205:64,8x205:64,16x205:64,1x2250:48,4x2250:48,1x6450:16,8x4400:32,8x205:96+4400:16@1"
 QUICK_GRID = "1x205:32,8x205:32"

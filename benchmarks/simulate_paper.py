@@ -2,8 +2,9 @@
 
 The model is calibrated on Llama-7B alone: linear and attention time from its one-GPU row; the time to issue a layer's
 kernels, and a message's latency, from its 1k row, where nothing else counts. Other models follow from their FLOPs and
-bytes; no factor is fitted. The ranks compute as in the paper's table 5 (`planning.cost_model.PAPER`), and partitions
-are searched at a resolution of 64 tokens. `python -m benchmarks.simulate_paper` prints the tables in Markdown.
+bytes; no factor is fitted. The ranks compute as in the paper's table 5 (`baton.planning.cost_model.PAPER`), and
+partitions are searched at a resolution of 64 tokens. `python -m benchmarks.simulate_paper` prints the tables in
+Markdown.
 """
 
 import argparse
@@ -18,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from baton.planning.chain.search import search
+from baton.planning.chain.wavefront import chain_ttft
+from baton.planning.cost_model import PAPER, PAPER_OVERLAPPED, CostModel, Kernel, Link, Protocol
+from baton.planning.fit import fit_prefill
+from baton.planning.hardware import Hardware, derive
+from baton.planning.model_shape import SHAPES
 from baton_lab.study.peers import single, tsp
-from planning.chain.search import search
-from planning.chain.wavefront import chain_ttft
-from planning.cost_model import PAPER, PAPER_OVERLAPPED, CostModel, Kernel, Link, Protocol
-from planning.fit import fit_prefill
-from planning.hardware import Hardware, derive
-from planning.model_shape import SHAPES
 
 TABLES = Path(__file__).parents[1] / "tests" / "data" / "kv_runahead_tables.json"
 REFERENCE = "llama-7b"

@@ -19,6 +19,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from baton.planning.chain.partition import as_ranges, even_partition
+from baton.planning.chain.search import search
+from baton.planning.chain.wavefront import chain_ttft
+from baton.planning.cost_model import BATON, CostModel, Link
 from baton.types import TokenRange
 from baton_lab.study.peers import zigzag_ring
 from benchmarks.baselines.calibrating import LENGTHS as CALIBRATED
@@ -32,10 +36,6 @@ from benchmarks.support.crossings import crossing, disagreement, value_at
 from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, random_prompt, resolve
 from benchmarks.support.rates import runnable
 from deploy.machine.calibrations import nominal_calibration
-from planning.chain.partition import as_ranges, even_partition
-from planning.chain.search import search
-from planning.chain.wavefront import chain_ttft
-from planning.cost_model import BATON, CostModel, Link
 
 LINKS = "200,100,50,20,10,5"
 QUICK_LINKS = "100,5"

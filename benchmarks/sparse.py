@@ -23,18 +23,18 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.selection import Selection
+from baton.modeling.hosting import use_cores
+from baton.modeling.kv.buffers import KvBuffer
+from baton.modeling.sparse.bases import BasisKind, fit_bases, sample_layers
+from baton.modeling.sparse.selection_file import PreparedSelection, prepared_path
+from baton.text.tokenizer import Tokenizer
 from benchmarks.sides.engine_rows import row_lengths
 from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Bars, Pairs, Reporter, case, interleave, make_parser, resolve
 from deploy.tuning.selection.passages import Context, Passage, PassageRows, StepScore, prefill, shape_for
 from generate_workers.residency.policies import SelectionSource, make_residency
-from modeling.checkpoints.weights import load_decoder
-from modeling.forward.decoder import Decoder
-from modeling.forward.selection import Selection
-from modeling.hosting import use_cores
-from modeling.kv.buffers import KvBuffer
-from modeling.sparse.bases import BasisKind, fit_bases, sample_layers
-from modeling.sparse.selection_file import PreparedSelection, prepared_path
-from text.tokenizer import Tokenizer
 
 GRID = "16x4096,8x7500"
 QUICK_GRID = "2x512"

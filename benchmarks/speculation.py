@@ -25,9 +25,18 @@ from pathlib import Path
 
 from rich.console import Console
 
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.device.copying import LinkRate
+from baton.modeling.device.emulated import EmulatedDevice
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.hosting import use_cores
+from baton.modeling.kernels.process_kernels import KERNELS
+from baton.modeling.kernels.products import TILES
+from baton.planning.speculation import MOST_DRAFTS
 from baton.process.garbage import collect_rarely
 from baton.sampling_params import SamplingParams
 from baton.settings.byte_sizes import parse_rate
+from baton.text.tokenizer import Tokenizer
 from baton_lab.comparators.drafts import configured
 from benchmarks.plots.speculation import Cell, draw
 from benchmarks.sides.text_rows import Measured, PrefilledText, TextRows
@@ -35,15 +44,6 @@ from benchmarks.sides.vllm_peer import VllmPeer
 from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
 from generate_workers.config import EngineConfig
 from generate_workers.residency.port import DraftKeys
-from modeling.checkpoints.weights import load_decoder
-from modeling.device.copying import LinkRate
-from modeling.device.emulated import EmulatedDevice
-from modeling.forward.decoder import Decoder
-from modeling.hosting import use_cores
-from modeling.kernels.process_kernels import KERNELS
-from modeling.kernels.products import TILES
-from planning.speculation import MOST_DRAFTS
-from text.tokenizer import Tokenizer
 
 GRID = "1x256,4x1024,16x1024,4x4096,16x4096,32x4096,16x7500"
 QUICK_GRID = "4x1024"

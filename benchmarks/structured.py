@@ -17,10 +17,12 @@ from pathlib import Path
 
 import torch
 
-from baton.clock import SystemClock
-from baton.ids import RequestId
-from baton.sampling_params import SamplingParams
-from baton.structured_output import StructuredOutput
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.forward.decoder import Decoder
+from baton.process.clock import SystemClock
+from baton.sampling_params import SamplingParams, StructuredOutput
+from baton.text.tokenizer import Tokenizer
+from baton.types import RequestId
 from benchmarks.support.harness import (
     PAIRS,
     QUICK_PAIRS,
@@ -38,9 +40,6 @@ from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.rows import GenerationRequest
 from generate_workers.slots.table import SlotTable
-from modeling.checkpoints.weights import load_decoder
-from modeling.forward.decoder import Decoder
-from text.tokenizer import Tokenizer
 
 BAR = 1.05
 """A constrained step at 16 rows over a plain one, at most."""

@@ -28,25 +28,24 @@ import grpc
 import numpy as np
 import torch
 
-from baton.clock import SystemClock
-from baton.ids import RequestId
+from baton.modeling.device.cpu import CpuDevice
+from baton.modeling.kv.buffers import KvBuffer
+from baton.process.clock import SystemClock
 from baton.process.garbage import collect_rarely
-from baton.types import KvLayout, TokenRange
+from baton.transport.channel import bind, make_channel, make_server
+from baton.transport.kv_client import KvClient
+from baton.transport.kv_receiver import KvReceiverServicer
+from baton.transport.kv_routes import MAX_PIECE_BYTES, make_pool
+from baton.transport.kv_sender import open_push
+from baton.transport.kv_sink import ReserveSpec
+from baton.transport.shared_memory import CellPool
+from baton.types import KvLayout, RequestId, TokenRange
 from baton.v1 import kv_pb2
 from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Bars, Pairs, Reporter, case, make_parser
 from generate_workers.residency.policies import make_residency
 from generate_workers.residency.port import KvShape
 from generate_workers.slots.memory import KvMemory, MemoryLimits
 from generate_workers.slots.table import SlotTable
-from modeling.device.cpu import CpuDevice
-from modeling.kv.buffers import KvBuffer
-from transport.channel import bind, make_channel, make_server
-from transport.kv_client import KvClient
-from transport.kv_receiver import KvReceiverServicer
-from transport.kv_routes import MAX_PIECE_BYTES, make_pool
-from transport.kv_sender import open_push
-from transport.kv_sink import ReserveSpec
-from transport.shared_memory import CellPool
 
 LENGTHS = "64,512,2048,6000"
 QUICK_LENGTHS = "512"

@@ -23,6 +23,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from baton.modeling.kernels.processor import cpu_flags
+from baton.planning.chain.partition import as_ranges
+from baton.planning.chain.search import search
+from baton.planning.cost_model import BATON
+from baton.planning.model_shape import ModelShape
 from benchmarks.baselines.calibrating import LENGTHS as CALIBRATED
 from benchmarks.baselines.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
 from benchmarks.baselines.calibrating import calibrated
@@ -42,11 +47,6 @@ from benchmarks.support.harness import (
 )
 from benchmarks.support.rates import RateProbe, runnable
 from deploy.machine.calibrations import nominal_calibration
-from modeling.kernels.processor import cpu_flags
-from planning.chain.partition import as_ranges
-from planning.chain.search import search
-from planning.cost_model import BATON
-from planning.model_shape import ModelShape
 
 TOKENS = 6000
 QUICK_TOKENS = 512

@@ -28,10 +28,7 @@ _MODULES = (
     *(prepare, *lab.COMMANDS),
 )
 
-_OURS = {
-    *("baton", "baton_lab", "deploy", "gateway", "generate_workers", "modeling"),
-    *("orchestrator", "planning", "prefill_workers", "text", "transport"),
-}
+_OURS = ("baton", "baton_lab", "deploy", "gateway", "generate_workers", "orchestrator", "prefill_workers")
 """Packages of Baton: one that cannot be imported is a defect."""
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from baton.results.completion import Choice, Completion, Usage
+from baton.text.detokenizer import Detokenizer
+from baton.text.tokenizer import Tokenizer
 from baton.types import FinishReason, SampledToken, TokenEvent
 from gateway.reading import Prompt
-from text.detokenizer import Detokenizer
-from text.tokenizer import Tokenizer
 
 Object = dict[str, Any]
 

@@ -18,6 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from baton import __version__
 from baton.errors import BatonError, InvalidArgumentError
+from baton.text.bounded_reading import BoundedReading
 from baton.types import TokenEvent
 from gateway.answers import Chats, Completions, Head, Object, Writer, line
 from gateway.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -36,7 +37,6 @@ from gateway.responses.routes import Responses
 from gateway.responses.store import ResponseStore
 from gateway.streaming import FAULT, EventStream, caller_of, error_of, read_body, request_id_of, unless_gone
 from gateway.upstream import Answers, Upstream
-from text.bounded_reading import BoundedReading
 
 _DONE = b"data: [DONE]\n\n"
 

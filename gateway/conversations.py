@@ -13,12 +13,12 @@ from typing import Any
 
 from baton.errors import InvalidArgumentError
 from baton.limits import MAX_TEMPLATE_VALUES
+from baton.text.tokenizer import Ending, Tokenizer
 from gateway.bodies import Message, Part, Tool, ToolCall
 from gateway.parsing.call_formats import OBLIGED, CallFormat, format_of
 from gateway.parsing.output import OutputRules
 from gateway.parsing.reasoning import BEGIN, END
 from gateway.tools.prompt import prompted
-from text.tokenizer import Ending, Tokenizer
 
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _TEXT_PARTS = ("text", "input_text", "output_text")

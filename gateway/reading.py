@@ -12,6 +12,7 @@ from baton.errors import InvalidArgumentError, NotFoundError
 from baton.limits import MAX_PROMPTS
 from baton.results.completion import ModelInfo
 from baton.sampling_params import SamplingOptions
+from baton.text.tokenizer import Ending, Tokenizer
 from gateway.bodies import ChatBody, CompletionBody, Message, SamplingBody, TokenizeBody, Tool
 from gateway.conversations import ChatRenderer, text_of
 from gateway.errors import ContextTooLongError
@@ -19,7 +20,6 @@ from gateway.fields.structured import structured_of
 from gateway.fields.unsupported import refuse_unsupported
 from gateway.parsing.output import PLAIN, OutputRules
 from gateway.tools.choice import obliged_form, offered
-from text.tokenizer import Ending, Tokenizer
 
 _OPTIONS = (
     "n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "min_p", "repetition_penalty",

@@ -12,8 +12,8 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
-from baton.clock import SystemClock
 from baton.errors import ConfigError
+from baton.process.clock import SystemClock
 from gateway.app import Gateway
 from gateway.console.routes import Console
 from gateway.door.bounded_http import BoundedProtocol, allow_connections

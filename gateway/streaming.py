@@ -15,8 +15,8 @@ from starlette.types import Receive, Scope, Send
 from baton.errors import BatonError, InvalidArgumentError, RequestCancelledError, UnauthenticatedError
 from baton.limits import MAX_CALLER_BYTES, MAX_REQUEST_ID_CHARS
 from baton.process.tracing import has_span
+from baton.text.bounded_reading import BoundedReading
 from gateway.errors import HeadersTooLongError
-from text.bounded_reading import BoundedReading
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

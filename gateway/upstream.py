@@ -7,17 +7,17 @@ from typing import Self
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.calls.cluster_state import ClusterState
 from baton.calls.streams import AsyncStream
 from baton.client import AsyncClient
-from baton.cluster_state import ClusterState
 from baton.errors import BatonError, RequestCancelledError, UnavailableError
 from baton.limits import MAX_PENDING_EVENTS, MAX_REQUEST_ID_CHARS
 from baton.results.completion import Completion, ModelInfo, Usage
 from baton.results.request_list import RequestList
 from baton.status import translate_rpc_errors
+from baton.transport.channel import make_channel
 from baton.types import TokenEvent
 from gateway.reading import Asked
-from transport.channel import make_channel
 
 _SERVICE = "baton.v1.Orchestrator"
 _ANSWER_S = 5.0

@@ -10,22 +10,22 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from baton.clock import SystemClock
 from baton.errors import ConfigError
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.hosting import LoadedModel, prefix_options
+from baton.modeling.prefix_store.folder import sweep
+from baton.planning.step_times import load_kept
+from baton.planning.work_cost import WorkCost
+from baton.process.clock import SystemClock
 from baton.process.cores import give_way_to
 from baton.process.garbage import collect_rarely
 from baton.process.own_thread import in_own_thread
 from baton.settings.place import WorkerPlace
+from baton.text.tokenizer import Tokenizer
+from baton.transport.identity import ClusterSecret
 from generate_workers.config import EngineConfig
 from generate_workers.servicer import GenerationServer
-from modeling.checkpoints.weights import load_decoder
-from modeling.forward.decoder import Decoder
-from modeling.hosting import LoadedModel, prefix_options
-from modeling.prefix_store.folder import sweep
-from planning.step_times import load_kept
-from planning.work_cost import WorkCost
-from text.tokenizer import Tokenizer
-from transport.identity import ClusterSecret
 
 logger = logging.getLogger(__name__)
 

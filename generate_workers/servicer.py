@@ -1,8 +1,8 @@
 """A generation group over gRPC: streams, status, and the KvReceiver of its slots on one server.
 
 The orchestrator's `workers` call it, and prefill ranks push KV to it. `streams.open_streams` serves streams,
-`transport.kv_receiver` serves leases. Runs on the process's asyncio loop; events arrive from the engine's thread. The
-interceptor that transport.channel.make_server installs converts errors of calls to statuses.
+`baton.transport.kv_receiver` serves leases. Runs on the process's asyncio loop; events arrive from the engine's thread.
+The interceptor that baton.transport.channel.make_server installs converts errors of calls to statuses.
 """
 
 import asyncio
@@ -15,16 +15,27 @@ from typing import Any, Self
 import grpc
 
 from baton import __version__
-from baton.clock import Clock
 from baton.errors import BatonError, InvalidArgumentError, ResourceExhaustedError
-from baton.ids import StreamNumber
 from baton.limits import MAX_MESSAGE_BYTES
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kernels.process_kernels import KERNELS
+from baton.modeling.prefix_store.node import DiskPlace, NodeStore
+from baton.modeling.prefix_store.store import Filled
+from baton.modeling.prefix_store.whole_blocks import WholeBlocks
+from baton.planning.work_cost import WorkCost
 from baton.prefix_blocks import BlockNaming
+from baton.process.clock import Clock
 from baton.process.own_thread import in_own_thread
 from baton.proto_types import event_to_proto, read, scalars
 from baton.settings.addresses import join_address
 from baton.status import MAX_TEXT_CHARS, name_of
-from baton.types import KvLayout, TokenEvent
+from baton.text.tokenizer import Tokenizer
+from baton.transport.block_exchange import BlockExchange
+from baton.transport.channel import bind, make_channel, make_server
+from baton.transport.identity import ClusterSecret
+from baton.transport.kv_receiver import MAX_TTL_S, KvReceiverServicer
+from baton.transport.proto_types import history_from_proto, kernels_to_proto, lease_ref_from_proto
+from baton.types import KvLayout, StreamNumber, TokenEvent
 from baton.v1 import common_pb2, generate_pb2, generate_pb2_grpc
 from generate_workers.config import EngineConfig
 from generate_workers.engine.core import GenerationEngine
@@ -40,18 +51,6 @@ from generate_workers.slots.table import SlotTable
 from generate_workers.speculation.making import make_speculation
 from generate_workers.streams.open_streams import OpenStream, OpenStreams
 from generate_workers.streams.shared_reader import SharedReader
-from modeling.forward.decoder import Decoder
-from modeling.kernels.process_kernels import KERNELS
-from modeling.prefix_store.node import DiskPlace, NodeStore
-from modeling.prefix_store.store import Filled
-from modeling.prefix_store.whole_blocks import WholeBlocks
-from planning.work_cost import WorkCost
-from text.tokenizer import Tokenizer
-from transport.block_exchange import BlockExchange
-from transport.channel import bind, make_channel, make_server
-from transport.identity import ClusterSecret
-from transport.kv_receiver import MAX_TTL_S, KvReceiverServicer
-from transport.proto_types import history_from_proto, kernels_to_proto, lease_ref_from_proto
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

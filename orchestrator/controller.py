@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from baton.clock import Clock
 from baton.errors import (
     BatonError,
     DeadlineExceededError,
@@ -22,7 +21,10 @@ from baton.errors import (
     RequestCancelledError,
     UnavailableError,
 )
+from baton.planning.planner import ChainPlanner
+from baton.process.clock import Clock
 from baton.process.request_log import SERVED_REQUEST
+from baton.transport.identity import ClusterSecret
 from baton.types import FinishReason, TokenEvent
 from orchestrator.actuation.scaler import Scaler
 from orchestrator.admission.fair_queue import FairQueue
@@ -45,8 +47,6 @@ from orchestrator.requests.states import RequestMove
 from orchestrator.requests.tenants import DEFAULT_TENANT
 from orchestrator.workers.census import Census
 from orchestrator.workers.client import Clients
-from planning.planner import ChainPlanner
-from transport.identity import ClusterSecret
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """The threads on which a prefill rank opens, writes and sinks its node's cached blocks.
 
-This work may wait for locks, and for seconds for a disk that does not answer (`modeling.prefix_store.disk_tier`). Used
-by `prefill_workers.servicer`. The threads are separate from the asyncio loop's default pool, so that heartbeats and new
-epochs never wait for blocks. All methods except `close` are called on the loop.
+This work may wait for locks, and for seconds for a disk that does not answer (`baton.modeling.prefix_store.disk_tier`).
+Used by `prefill_workers.servicer`. The threads are separate from the asyncio loop's default pool, so that heartbeats
+and new epochs never wait for blocks. All methods except `close` are called on the loop.
 """
 
 import asyncio

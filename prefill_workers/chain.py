@@ -27,14 +27,14 @@ from concurrent.futures import Future
 
 from torch import Tensor
 
-from baton.clock import Clock, SteadyTime
 from baton.errors import NotFiniteError
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.drawing import NO_TOKEN
+from baton.modeling.forward.sampling import SamplerState, sample
+from baton.modeling.kv.buffers import KvBuffer, KvRows
+from baton.process.clock import Clock, SteadyTime
 from baton.results.prefill_trace import Interval
 from baton.types import SampledToken
-from modeling.forward.decoder import Decoder
-from modeling.forward.drawing import NO_TOKEN
-from modeling.forward.sampling import SamplerState, sample
-from modeling.kv.buffers import KvBuffer, KvRows
 from prefill_workers.device_kv import kv_of
 from prefill_workers.job import Job, JobReport, KvOutlet
 from prefill_workers.relay import Relay

@@ -20,11 +20,11 @@ from typing import Protocol
 
 from torch import Tensor
 
+from baton.modeling.device.port import Device
+from baton.modeling.forward.decoder import Span
+from baton.modeling.kv.buffers import BufferSpan, KvBuffer, KvRows, LayerBuffers
+from baton.modeling.kv.transfers import Transfer
 from baton.types import KvLayout, TokenRange
-from modeling.device.port import Device
-from modeling.forward.decoder import Span
-from modeling.kv.buffers import BufferSpan, KvBuffer, KvRows, LayerBuffers
-from modeling.kv.transfers import Transfer
 from prefill_workers.job import Job
 from prefill_workers.relay import Relay
 

@@ -7,11 +7,10 @@ next rank behind.
 """
 
 from baton.errors import ConfigError, InvalidArgumentError, ResourceExhaustedError
-from baton.ids import JobId
-from baton.types import KvLayout, TokenRange
-from modeling.forward.decoder import Decoder
-from modeling.forward.weight_sizes import weight_bytes
-from modeling.kv.memory import PAGE_BYTES
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.weight_sizes import weight_bytes
+from baton.modeling.kv.memory import PAGE_BYTES
+from baton.types import JobId, KvLayout, TokenRange
 from prefill_workers.job import Job
 
 _FIELD = "prefill.device_memory_bytes"

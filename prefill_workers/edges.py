@@ -40,8 +40,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from baton.errors import ChainError
-from baton.ids import Epoch, Rank
-from modeling.device.port import Device
+from baton.modeling.device.port import Device
+from baton.types import Epoch, Rank
 
 logger = logging.getLogger(__name__)
 

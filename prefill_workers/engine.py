@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.clock import Clock
 from baton.errors import (
     BatonError,
     ChainError,
@@ -30,13 +29,13 @@ from baton.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from baton.ids import Epoch, JobId, Rank
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kv.buffers import OUT_OF_MEMORY, LayerBuffers, MakeBuffer, byte_view
+from baton.process.clock import Clock
 from baton.process.crash_notes import ComputedNow
 from baton.process.thread_names import show_thread_name
 from baton.process.turn_watch import TurnWatch
-from baton.types import TokenRange
-from modeling.forward.decoder import Decoder
-from modeling.kv.buffers import OUT_OF_MEMORY, LayerBuffers, MakeBuffer, byte_view
+from baton.types import Epoch, JobId, Rank, TokenRange
 from prefill_workers.chain import ChainJob
 from prefill_workers.device_room import DeviceRoom
 from prefill_workers.epoch import EpochLife, Tally

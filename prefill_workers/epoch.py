@@ -19,7 +19,6 @@ import threading
 from collections import Counter
 from dataclasses import dataclass
 
-from baton.clock import Clock
 from baton.errors import (
     BatonError,
     ChainError,
@@ -28,7 +27,8 @@ from baton.errors import (
     JobAbortedError,
     LinkStalledError,
 )
-from baton.ids import Epoch, JobId, Rank
+from baton.process.clock import Clock
+from baton.types import Epoch, JobId, Rank
 from prefill_workers.chain import ChainJob
 from prefill_workers.job import Job
 from prefill_workers.links import LinkHeader, Links, LinkStatus, Payload

@@ -7,15 +7,15 @@
 import asyncio
 from functools import partial
 
-from baton.clock import SystemClock
+from baton.modeling.hosting import LoadedModel, prefix_options
+from baton.modeling.prefix_store.folder import sweep
+from baton.process.clock import SystemClock
 from baton.process.own_thread import in_own_thread
 from baton.settings.place import WorkerPlace
-from modeling.hosting import LoadedModel, prefix_options
-from modeling.prefix_store.folder import sweep
+from baton.text.grammars import Grammars
+from baton.transport.identity import ClusterSecret
 from prefill_workers.config import PrefillConfig
 from prefill_workers.servicer import PrefillServer
-from text.grammars import Grammars
-from transport.identity import ClusterSecret
 
 
 async def start_rank(place: WorkerPlace, config: PrefillConfig, model: LoadedModel | None = None) -> PrefillServer:

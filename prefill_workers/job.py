@@ -13,15 +13,14 @@ from math import inf, isfinite
 from typing import TYPE_CHECKING, Protocol
 
 from baton.errors import InvalidArgumentError
-from baton.ids import Epoch, JobId, Rank, RequestId
+from baton.modeling.kv.buffers import KvBuffer
 from baton.process.crash_notes import fingerprint
 from baton.results.prefill_trace import Interval
 from baton.sampling_params import SamplingParams
-from baton.types import SampledToken, TokenRange
-from modeling.kv.buffers import KvBuffer
+from baton.types import Epoch, JobId, Rank, RequestId, SampledToken, TokenRange
 
 if TYPE_CHECKING:
-    from text.token_masks import TokenMasks
+    from baton.text.token_masks import TokenMasks
 
 
 @dataclass(frozen=True)

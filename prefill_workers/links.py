@@ -22,8 +22,7 @@ from typing import Protocol
 from torch import Tensor
 
 from baton.errors import ChainError
-from baton.ids import Epoch, JobId, Rank
-from baton.types import TokenRange
+from baton.types import Epoch, JobId, Rank, TokenRange
 
 HEADER_BYTES = 64
 _MAGIC = 0x4261746F6E4B5652  # "BatonKVR"

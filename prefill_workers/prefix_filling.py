@@ -6,8 +6,8 @@ copied after the first token was committed. Only then are the blocks sealed; a j
 none. In chains of several ranks, the cost before the first token is room for the blocks and one copy of the earlier
 ranks' rows. The blocks are then copied to disk, if the node has a disk for them.
 
-Called by `prefill_workers.servicer`; writes to `modeling.prefix_store.store`. `write` and `hold` run on the engine's
-thread, `take`, `finish` and `sink` on any thread that may wait, `drop` on any thread.
+Called by `prefill_workers.servicer`; writes to `baton.modeling.prefix_store.store`. `write` and `hold` run on the
+engine's thread, `take`, `finish` and `sink` on any thread that may wait, `drop` on any thread.
 """
 
 import logging
@@ -15,8 +15,8 @@ import threading
 from collections.abc import Sequence
 
 from baton.errors import BatonError
+from baton.modeling.prefix_store.store import BlockRoom, Filled, PrefixStore
 from baton.types import TokenRange
-from modeling.prefix_store.store import BlockRoom, Filled, PrefixStore
 
 logger = logging.getLogger(__name__)
 

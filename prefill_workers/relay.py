@@ -28,11 +28,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from baton.clock import Clock
 from baton.errors import ChainError
-from baton.ids import Rank
-from baton.types import TokenRange
-from modeling.kv.buffers import OUT_OF_MEMORY, KvBuffer, KvRows, LayerBuffers, byte_view
+from baton.modeling.kv.buffers import OUT_OF_MEMORY, KvBuffer, KvRows, LayerBuffers, byte_view
+from baton.process.clock import Clock
+from baton.types import Rank, TokenRange
 from prefill_workers.job import Job
 from prefill_workers.links import LinkHeader, LinkStatus, Payload
 

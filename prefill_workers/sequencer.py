@@ -13,7 +13,7 @@ that may overtake).
 Used by `prefill_workers.epoch`. Pure; the engine's lock guards it.
 """
 
-from baton.ids import JobId
+from baton.types import JobId
 from prefill_workers.chain import ChainJob
 
 _MAX_REMEMBERED = 4096

@@ -1,9 +1,9 @@
 """Serves one prefill rank over gRPC: its epochs, its jobs, its heartbeat, and the pushes of KV to a leased slot.
 
 Called by `orchestrator.workers.client` (Run, GetStatus, ListPrefixBlocks) and by `deploy.groups` (StartEpoch,
-GetStatus). Submits jobs to `prefill_workers.engine`, and pushes KV by `transport.kv_sender`. Runs on the process's
-asyncio loop and never touches a tensor: the engine's thread offers views of KV to a push session, and this loop awaits
-the engine's futures. Errors become statuses in the interceptor of `transport.channel.make_server`.
+GetStatus). Submits jobs to `prefill_workers.engine`, and pushes KV by `baton.transport.kv_sender`. Runs on the
+process's asyncio loop and never touches a tensor: the engine's thread offers views of KV to a push session, and this
+loop awaits the engine's futures. Errors become statuses in the interceptor of `baton.transport.channel.make_server`.
 """
 
 import asyncio
@@ -16,20 +16,29 @@ from typing import Any, Self
 import grpc
 
 from baton import __version__
-from baton.clock import Clock
 from baton.errors import BatonError, InvalidArgumentError, StalePrefixError, TransferError
-from baton.ids import MAX_EPOCH, Epoch, JobId, Rank
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kernels.process_kernels import KERNELS
+from baton.modeling.kv.buffers import KvBuffer
+from baton.modeling.prefix_store.node import DiskPlace, NodeStore
+from baton.modeling.prefix_store.store import Filled, PrefixStore
+from baton.modeling.prefix_store.whole_blocks import WholeBlocks
+from baton.process.clock import Clock
 from baton.process.own_thread import in_own_thread
 from baton.proto_types import range_from_proto, range_to_proto, read, scalars
-from baton.structured_output import StructuredOutput
-from baton.types import SampledToken, TokenRange
+from baton.sampling_params import StructuredOutput
+from baton.text.grammars import Grammars
+from baton.text.token_masks import TokenMasks
+from baton.transport.block_exchange import BlockExchange
+from baton.transport.channel import bind, make_channel, make_server
+from baton.transport.channel_cache import ChannelCache
+from baton.transport.identity import ClusterSecret
+from baton.transport.kv_client import KvClient
+from baton.transport.kv_routes import make_pool
+from baton.transport.kv_sender import PushSession, PushSummary, open_push
+from baton.transport.proto_types import history_from_proto, kernels_to_proto, lease_from_proto
+from baton.types import MAX_EPOCH, Epoch, JobId, Rank, SampledToken, TokenRange
 from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
-from modeling.forward.decoder import Decoder
-from modeling.kernels.process_kernels import KERNELS
-from modeling.kv.buffers import KvBuffer
-from modeling.prefix_store.node import DiskPlace, NodeStore
-from modeling.prefix_store.store import Filled, PrefixStore
-from modeling.prefix_store.whole_blocks import WholeBlocks
 from prefill_workers.block_threads import BlockThreads
 from prefill_workers.device_room import DeviceRoom
 from prefill_workers.edges import Meeting, backend_of
@@ -37,16 +46,6 @@ from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport
 from prefill_workers.prefix_filling import PrefixFilling
 from prefill_workers.torch_links import connect_torch_links
-from text.grammars import Grammars
-from text.token_masks import TokenMasks
-from transport.block_exchange import BlockExchange
-from transport.channel import bind, make_channel, make_server
-from transport.channel_cache import ChannelCache
-from transport.identity import ClusterSecret
-from transport.kv_client import KvClient
-from transport.kv_routes import make_pool
-from transport.kv_sender import PushSession, PushSummary, open_push
-from transport.proto_types import history_from_proto, kernels_to_proto, lease_from_proto
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

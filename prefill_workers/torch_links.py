@@ -35,8 +35,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from baton.errors import ChainError, LinkBrokenError
-from baton.ids import JobId, Rank
 from baton.settings.addresses import host_of
+from baton.types import JobId, Rank
 from prefill_workers.edges import Edge, EdgeBackend, Group, GroupEdge, Meeting, gloo_group, meet_edges
 from prefill_workers.links import HEADER_BYTES, LinkHandler, LinkHeader, LinkStatus, Payload, join_all
 

@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from baton.clock import Clock
-from baton.ids import Rank
+from baton.process.clock import Clock
 from baton.process.turn_watch import limit_s
+from baton.types import Rank
 
 
 @dataclass(frozen=True, order=True)

@@ -135,8 +135,8 @@ async def _leaked_tasks_check() -> AsyncIterator[None]:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The sample model's folder, converted once into the project's own cache."""
-    from modeling.checkpoints.catalog import resolve_model
-    from text.gguf_tokenizer import write_tokenizer
+    from baton.modeling.checkpoints.catalog import resolve_model
+    from baton.text.gguf_tokenizer import write_tokenizer
 
     return resolve_model("smollm2-135m", cache=MODEL_CACHE, progress=lambda done, total: None, finish=write_tokenizer)
 

@@ -21,10 +21,6 @@ from typing import NamedTuple, TypeGuard
 
 FOLDERS = (
     "baton",
-    "text",
-    "planning",
-    "modeling",
-    "transport",
     "orchestrator",
     "prefill_workers",
     "generate_workers",

@@ -52,7 +52,7 @@ run_part() {
     case $1 in
     tests)
         # the CPU's side of comparisons, in parallel: kernels are built in the tree
-        timeout 60 sh -c '"$0" setup.py build_ext --inplace && "$0" -m modeling.kernels' "$PYTHON" >"$OUT/build.log" 2>&1
+        timeout 60 sh -c '"$0" setup.py build_ext --inplace && "$0" -m baton.modeling.kernels' "$PYTHON" >"$OUT/build.log" 2>&1
         rm -f "$BATON_TEST_JSON"
         OMP_NUM_THREADS=1 timeout "$limit_s" "$PYTHON" -W ignore -m pytest -c tests/cuda/bare.ini --rootdir=. \
             "${workers[@]}" tests/cuda tests/conformance/test_devices.py >"$OUT/tests.log" 2>&1

@@ -30,7 +30,7 @@ if [ "$DEVICE" = emulated ]; then
     which="emulated and pool" shape=(--quick) users_of_loads=(2) num_prompt=128 num_output=8
 fi
 # for chains on the CPU: kernels are built in the tree
-timeout "$KERNELS_S" sh -c '"$0" setup.py build_ext --inplace && "$0" -m modeling.kernels' "$PYTHON" >"$OUT/kernels.log" 2>&1
+timeout "$KERNELS_S" sh -c '"$0" setup.py build_ext --inplace && "$0" -m baton.modeling.kernels' "$PYTHON" >"$OUT/kernels.log" 2>&1
 tests=0
 if [ "$TESTS_S" -gt 0 ]; then
     timeout "$TESTS_S" "$PYTHON" -W ignore -m pytest -c tests/cuda/bare.ini --rootdir=. -q --durations=5 \

@@ -19,10 +19,6 @@ from tools.check_sizes import functions
 
 PACKAGES = (
     "baton",
-    "text",
-    "planning",
-    "modeling",
-    "transport",
     "orchestrator",
     "prefill_workers",
     "generate_workers",

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from modeling.kernels.processor import cpu_flags, processor_kind
+from baton.modeling.kernels.processor import cpu_flags, processor_kind
 
 ROOT = Path(__file__).parents[1]
 LEDGER = ROOT / "docs" / "nightly.tsv"

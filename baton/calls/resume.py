@@ -7,7 +7,6 @@ pause and no tokens. The synchronous and the asyncio stream (baton.calls.streams
 import random
 from dataclasses import dataclass, field, replace
 
-from baton.clock import Clock
 from baton.errors import (
     BatonError,
     DeadlineExceededError,
@@ -17,6 +16,7 @@ from baton.errors import (
     UnavailableError,
     VersionMismatchError,
 )
+from baton.process.clock import Clock
 from baton.proto_types import event_from_proto, read, timings_from_proto
 from baton.results.completion import Choice, Completion, Usage
 from baton.results.timings import Timings

@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from baton.clock import Clock
+from baton.process.clock import Clock
 
 EXPECTED_TURNS = 4
 """The limit in expected turns: an engine that takes longer is considered stopped."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import process_time
 
-from baton.clock import Clock
+from baton.process.clock import Clock
 from baton_lab.bench.conversations import Conversation
 from baton_lab.bench.records import MessageLog, Record, RequestFailedError
 from baton_lab.bench.server import Message, Server

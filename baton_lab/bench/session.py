@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from baton.clock import SystemClock
+from baton.process.clock import SystemClock
 from baton.process.garbage import collect_all, collect_rarely
 from baton_lab.bench import report
 from baton_lab.bench.conversations import Conversation, Shape, conversations, replayed

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import grpc
 
-from baton.clock import Clock
 from baton.errors import UnavailableError
+from baton.process.clock import Clock
 from baton.v1 import generate_pb2, prefill_pb2
 from baton_lab.chaos.faults import SeededPlan
 from baton_lab.chaos.network import HOST, FaultyNetwork, NetworkedSpawner, NetworkedWorker

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 from dataclasses import dataclass
 
-from baton.clock import Clock
+from baton.process.clock import Clock
 from baton.process.turn_watch import limit_s
 from baton_lab.chaos.cluster import ChaosCluster
 from baton_lab.chaos.held_thread import HeldThread, thread_of

@@ -59,7 +59,7 @@ def margin_of(params: SamplingParams, position: int, due: SampledToken, found: S
         return due.logprob - found.logprob
     import torch
 
-    from modeling.forward.drawing import gumbel_noise, noise_key
+    from baton.modeling.forward.drawing import gumbel_noise, noise_key
 
     ids = torch.tensor([due.token_id, found.token_id])
     noise = gumbel_noise([noise_key(params.seed, position)], ids)[0]

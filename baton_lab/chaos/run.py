@@ -9,12 +9,12 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from baton.calls.cluster_state import ClusterState, GenerationStatus
 from baton.calls.resume import Reconnect
 from baton.calls.streams import AsyncStream
 from baton.client import AsyncClient
-from baton.clock import Clock
-from baton.cluster_state import ClusterState, GenerationStatus
 from baton.errors import BatonError, DeadlineExceededError, UnavailableError
+from baton.process.clock import Clock
 from baton.types import SampledToken, TokenEvent
 from baton_lab.chaos.cluster import ChaosCluster
 from baton_lab.chaos.engine_faults import EngineTrials

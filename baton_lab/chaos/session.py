@@ -17,10 +17,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from baton.clock import SystemClock
 from baton.errors import BatonError, ConfigError
+from baton.modeling.checkpoints.weights import load_config
+from baton.modeling.forward.model_config import ModelConfig
+from baton.process.clock import SystemClock
 from baton.results.completion import ModelInfo
 from baton.settings.place import LOOPBACK, WorkerPlace
+from baton.transport.identity import ClusterSecret
 from baton_lab.chaos.cluster import ChaosCluster, ChaosPlan
 from baton_lab.chaos.faults import SeededPlan
 from baton_lab.chaos.judge import CalmJudge
@@ -36,10 +39,7 @@ from deploy.groups.surroundings import Heartbeat
 from deploy.machine.calibrations import served_planner
 from deploy.machine.limits import tokens_of_slot
 from deploy.machine.model_folder import prepare_kernels, resolve_folder
-from modeling.checkpoints.weights import load_config
-from modeling.forward.model_config import ModelConfig
 from orchestrator.requests.config import OrchestratorConfig
-from transport.identity import ClusterSecret
 
 CLOCK = SystemClock()
 _STDERR = 2

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 
-from baton.clock import Clock
+from baton.process.clock import Clock
 from deploy.groups.spawner import WorkerHandle
 
 _TICK_S = 0.005

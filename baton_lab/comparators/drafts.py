@@ -6,7 +6,8 @@ Benchmarks make their engines' speculation here.
 from collections.abc import Mapping
 from typing import cast
 
-from baton.clock import Clock
+from baton.modeling.forward.decoder import Decoder
+from baton.process.clock import Clock
 from baton_lab.comparators.quest import QuestView
 from baton_lab.comparators.topk import TopKeysView
 from generate_workers.config import EngineConfig, SpeculationName
@@ -14,7 +15,6 @@ from generate_workers.slots.table import SlotTable
 from generate_workers.speculation import making
 from generate_workers.speculation.making import MakeChoosing
 from generate_workers.speculation.speculator import Speculator
-from modeling.forward.decoder import Decoder
 
 _VIEWS: Mapping[str, MakeChoosing] = {
     "quest": lambda decoder, residency, config: QuestView(residency, decoder.layout, config.draft_keys),

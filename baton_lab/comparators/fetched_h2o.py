@@ -20,6 +20,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from baton.modeling.device.port import Device
+from baton.modeling.forward.decoder import Decoder, SequenceSpan
+from baton.modeling.kernels import native
+from baton.modeling.kv.buffers import BufferSpan, KvBuffer
+from baton.modeling.kv.memory import PAGE_BYTES
+from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS
 from baton.types import TokenRange
 from baton_lab.comparators.h2o import H2oStep, HitterIndex, WeighedRow, WeighingResidency
 from baton_lab.comparators.heavy_hitters import HeavyBudget, HeavyHitters
@@ -34,12 +40,6 @@ from generate_workers.residency.fetched.storing import HomeStores, link_of
 from generate_workers.residency.port import KvShape
 from generate_workers.residency.rows import MakeMemory, PagedKv
 from generate_workers.residency.sparse.selective import SplitSpan
-from modeling.device.port import Device
-from modeling.forward.decoder import Decoder, SequenceSpan
-from modeling.kernels import native
-from modeling.kv.buffers import BufferSpan, KvBuffer
-from modeling.kv.memory import PAGE_BYTES
-from modeling.sparse.bases import NUM_WHOLE_LAYERS
 
 _KEY_BYTES = 12
 """Bytes of a kept key's position, sum and place."""

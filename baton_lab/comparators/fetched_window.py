@@ -19,6 +19,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from baton.modeling.device.heads import HeadLink
+from baton.modeling.device.port import Copies, Device, num_bytes_of
+from baton.modeling.forward.decoder import SequenceSpan
+from baton.modeling.forward.selection import Picks, Selection
+from baton.modeling.kernels import native
+from baton.modeling.kv.buffers import BufferSpan, KvBuffer
+from baton.modeling.kv.transfers import Finished, Transfer
+from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS
 from baton.types import KvLayout, TokenRange
 from baton_lab.comparators.traits import WINDOW
 from baton_lab.comparators.window import first_and_last, num_latest
@@ -34,14 +42,6 @@ from generate_workers.residency.port import KvShape
 from generate_workers.residency.rows import MakeMemory, PagedKv
 from generate_workers.residency.sparse.selective import SelectiveStep, SplitSpan
 from generate_workers.residency.steps import RowResidency
-from modeling.device.heads import HeadLink
-from modeling.device.port import Copies, Device, num_bytes_of
-from modeling.forward.decoder import SequenceSpan
-from modeling.forward.selection import Picks, Selection
-from modeling.kernels import native
-from modeling.kv.buffers import BufferSpan, KvBuffer
-from modeling.kv.transfers import Finished, Transfer
-from modeling.sparse.bases import NUM_WHOLE_LAYERS
 
 _MORE_LATEST = 32
 """Number of places beyond the window, and so of steps until the window moves back to the start of its places."""

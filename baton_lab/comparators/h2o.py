@@ -24,8 +24,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from baton.errors import ModelError
-from baton.ids import SlotId
-from baton.types import KvLayout, TokenRange
+from baton.modeling.forward.decoder import Decoder, Step
+from baton.modeling.forward.selection import Picks
+from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS
+from baton.types import KvLayout, SlotId, TokenRange
 from baton_lab.comparators.heavy_hitters import HeavyBudget, HeavyHitters
 from baton_lab.comparators.pushed_prompts import PushedPrompts
 from baton_lab.comparators.traits import H2O
@@ -33,9 +35,6 @@ from generate_workers.residency.port import KvShape, RowError
 from generate_workers.residency.rows import MakeMemory, StoredRow
 from generate_workers.residency.sparse.selective import SelectiveRow, SelectiveStep
 from generate_workers.residency.steps import RowResidency
-from modeling.forward.decoder import Decoder, Step
-from modeling.forward.selection import Picks
-from modeling.sparse.bases import NUM_WHOLE_LAYERS
 
 
 class HitterIndex:

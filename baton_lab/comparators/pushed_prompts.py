@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from baton.errors import ConfigError, ModelError
+from baton.modeling.forward.decoder import Decoder, Step
+from baton.modeling.forward.positions import LearnedTable
+from baton.modeling.kv.buffers import KvRows
 from baton.types import TokenRange
-from modeling.forward.decoder import Decoder, Step
-from modeling.forward.positions import LearnedTable
-from modeling.kv.buffers import KvRows
 
 UseQueries = Callable[[int, Tensor, TokenRange], None]
 """Takes a layer, its queries `[T, N, H]` as attention compares them, and the tokens that they belong to."""

@@ -21,17 +21,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from baton.ids import SlotId
-from baton.types import KvLayout, TokenRange
+from baton.modeling.forward.selection import Picks
+from baton.modeling.kv.buffers import TORCH_DTYPES
+from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS
+from baton.types import KvLayout, SlotId, TokenRange
 from baton_lab.comparators.ragged import picks_of
 from generate_workers.engine.rows import Row
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.port import StepRows
 from generate_workers.speculation.choosing import ChoosingTurns, by_kv_head, top_keys
 from generate_workers.speculation.self_drafts import DraftStep
-from modeling.forward.selection import Picks
-from modeling.kv.buffers import TORCH_DTYPES
-from modeling.sparse.bases import NUM_WHOLE_LAYERS
 
 PAGE_KEYS = 16
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from modeling.forward.selection import Picks
+from baton.modeling.forward.selection import Picks
 
 
 def picks_of(rows: Sequence[Tensor]) -> Picks:

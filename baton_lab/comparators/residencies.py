@@ -6,6 +6,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from baton.modeling.device.port import Device
 from baton_lab.comparators.fetched_h2o import FetchedH2oResidency
 from baton_lab.comparators.fetched_window import FetchedWindowResidency
 from baton_lab.comparators.h2o import H2oResidency
@@ -16,7 +17,6 @@ from baton_lab.comparators.window import WindowResidency
 from generate_workers.residency import policies as product
 from generate_workers.residency.policies import Make, SelectionSource, require_others, selecting
 from generate_workers.residency.port import KvShape, Residency
-from modeling.device.port import Device
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from baton.ids import SlotId
-from baton.types import TokenRange
+from baton.modeling.forward.selection import Picks
+from baton.types import SlotId, TokenRange
 from baton_lab.comparators.ragged import picks_of
 from generate_workers.engine.rows import Row
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.port import StepRows
 from generate_workers.speculation.choosing import ChoosingTurns, by_kv_head, top_keys
 from generate_workers.speculation.self_drafts import DraftStep
-from modeling.forward.selection import Picks
 
 
 class TopKeysView:

@@ -9,9 +9,9 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
+from baton.calls.cluster_state import ClusterState, GenerationStatus
 from baton.calls.streams import AsyncStream
 from baton.client import AsyncClient
-from baton.cluster_state import ClusterState, GenerationStatus
 from baton.errors import BatonError
 from deploy.commands.generate import describe
 from deploy.commands.timeline import draw_timeline

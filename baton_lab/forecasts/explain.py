@@ -1,8 +1,8 @@
 """`baton plan --explain`: when prefill and generation on separate workers are faster than the same workers doing both.
 
-Uses the terms by which a cluster places requests (`planning.terms`, by `baton_lab.study.break_even`). They are computed
-for a kind of rank from its rates (`planning.hardware`) or, with `--hardware here`, by the planner that a cluster on
-this machine would have.
+Uses the terms by which a cluster places requests (`baton.planning.terms`, by `baton_lab.study.break_even`). They are
+computed for a kind of rank from its rates (`baton.planning.hardware`) or, with `--hardware here`, by the planner that a
+cluster on this machine would have.
 """
 
 import argparse
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from baton.errors import InvalidArgumentError
+from baton.planning.hardware import HARDWARE, Hardware, hardware_of
 from baton_lab.forecasts.plan_options import HERE, find_model
 from deploy.options import numbers as option_values
-from planning.hardware import HARDWARE, Hardware, hardware_of
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from baton.planning.planner import ChainPlanner
     from baton_lab.study.break_even import Demand, Pools, Side, Span
-    from planning.planner import ChainPlanner
 
 DEFAULT_HARDWARE = "h100-flash"
 MAX_TOKENS = 2**20
@@ -198,11 +198,11 @@ def _by_key(
 
 def _named(args: argparse.Namespace, demand: "Demand", pools: "Pools") -> tuple[str, "ChainPlanner"]:
     """Return title and planner for the model and the kind of rank that the options name."""
+    from baton.planning.calibration import nominal
+    from baton.planning.local_prefill import LocalPrefill
+    from baton.planning.planner import ChainPlanner
+    from baton.planning.step_times import nominal_steps
     from generate_workers.config import EngineConfig
-    from planning.calibration import nominal
-    from planning.local_prefill import LocalPrefill
-    from planning.planner import ChainPlanner
-    from planning.step_times import nominal_steps
 
     name = (args.hardware or DEFAULT_HARDWARE).lower()
     rates = _linked(args, hardware_of(name))

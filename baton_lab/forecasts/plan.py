@@ -11,13 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from baton.planning.chips import CHIPS, Chip
 from baton_lab.forecasts import explain, speculation
 from baton_lab.forecasts.plan_options import DEFAULT_CHIP, find_chip, find_model
 from baton_lab.forecasts.plan_results import SpeculationForecast, StepCell, StepForecast
 from baton_lab.study.roofline import ServedModel, critical_batch, largest_batch, step_time
 from deploy.options import numbers as option_values
 from deploy.options.command import add_command
-from planning.chips import CHIPS, Chip
 
 if TYPE_CHECKING:
     from rich.table import Table

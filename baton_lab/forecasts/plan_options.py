@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from baton.errors import InvalidArgumentError
+from baton.planning.chips import Chip, chip_of
+from baton.planning.model_shape import SHAPES, TIED, ModelShape, shape_from
 from baton.types import DTYPE_BYTES
 from baton_lab.study.roofline import Mixture, ServedModel, served
 from deploy.options import numbers as option_values
-from planning.chips import Chip, chip_of
-from planning.model_shape import SHAPES, TIED, ModelShape, shape_from
 
 HERE = "here"
 DEFAULT_CHIP = "h100"
@@ -104,10 +104,10 @@ def _named(args: argparse.Namespace) -> NamedModel:
         raise InvalidArgumentError(f"MODEL = {args.model!r} is neither there nor known: {remedy}")
     from rich.console import Console
 
+    from baton.modeling.checkpoints.weights import load_config
     from baton.settings.paths import cache_folder
     from deploy.machine.calibrations import nominal_calibration
     from deploy.machine.model_folder import resolve_folder
-    from modeling.checkpoints.weights import load_config
 
     folder = resolve_folder(args.model, cache_folder(), Console(stderr=True), weights=False)
     config, shape = load_config(folder), nominal_calibration(folder, args.dtype, 1).shape

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from baton.planning.chips import Chip
 from baton_lab.study.roofline import ServedModel
-from planning.chips import Chip
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.errors import InvalidArgumentError
+from baton.planning.cost_model import PROTOCOLS, CostModel, Link
+from baton.planning.hardware import HARDWARE, derive, hardware_of
+from baton.planning.model_shape import SHAPES, shape_from, shape_of
 from deploy.options import numbers as option_values
 from deploy.options.command import add_command
-from planning.cost_model import PROTOCOLS, CostModel, Link
-from planning.hardware import HARDWARE, derive, hardware_of
-from planning.model_shape import SHAPES, shape_from, shape_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -163,7 +163,7 @@ def _shares(row: "Comparison") -> str:
 
 
 def _calibrated(path: Path) -> tuple[str, CostModel]:
-    from planning.calibration import load
+    from baton.planning.calibration import load
 
     calibration = load(path)
     return f"{calibration.model} on {calibration.hardware}", calibration.cost

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from baton.errors import InvalidArgumentError
+from baton.planning.chips import Chip
+from baton.planning.speculation import MOST_DRAFTS
 from baton_lab.forecasts.plan_options import NamedModel, find_chip, find_model
 from baton_lab.forecasts.plan_results import RoundCell, SpeculationForecast
 from baton_lab.study.roofline import ServedModel, step_time
 from baton_lab.study.speculation import Drafting, best_round, pays_from
 from deploy.options import numbers as option_values
-from planning.chips import Chip
-from planning.speculation import MOST_DRAFTS
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -13,6 +13,12 @@ from rich.console import Console
 from torch import Tensor
 
 from baton.errors import ConfigError, InvalidArgumentError
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.device.copying import LinkRate
+from baton.modeling.device.making import make_device
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.sparse.selection_file import PreparedSelection
+from baton.text.tokenizer import Tokenizer
 from baton_lab.comparators.residencies import BudgetSource, make_residency
 from baton_lab.quality.evaluation import Cell, Evaluation, Setting, Size
 from deploy.config.environment import use_threads
@@ -24,12 +30,6 @@ from deploy.tuning.selection.passages import Context, PassageRows, Reading, pref
 from deploy.tuning.selection.texts import Texts
 from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.sparse.pool import Eviction, PoolSize
-from modeling.checkpoints.weights import load_decoder
-from modeling.device.copying import LinkRate
-from modeling.device.making import make_device
-from modeling.forward.decoder import Decoder
-from modeling.sparse.selection_file import PreparedSelection
-from text.tokenizer import Tokenizer
 
 _FULL = Setting("device")
 """Full attention, to which all settings are compared."""

@@ -6,8 +6,8 @@ Both sides have the same workers, and serve requests of one kind that arrive at 
   together  every worker is an engine (as much faster or slower as engines are than ranks), prefills its own prompts in
             chunks between decode steps, and has fewer rows, because there are more engines.
 
-Predictions are those of service: `planning.terms` for the time to the first token, the planner's step times for all
-further ones. How many rows an engine runs follows from the rate (Little's law): requests a second, times the tokens
+Predictions are those of service: `baton.planning.terms` for the time to the first token, the planner's step times for
+all further ones. How many rows an engine runs follows from the rate (Little's law): requests a second, times the tokens
 that steps make of each, times the seconds of a token. An engine that prefills for a part p of the time has 1 - p of it
 left for steps. Waits behind other requests are not counted: a side carries a rate while no pool is full, and is left
 out beyond. Pure.
@@ -18,12 +18,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from baton.errors import InvalidArgumentError
+from baton.planning.local_prefill import LocalPrefill
+from baton.planning.planner import ChainPlanner
+from baton.planning.step_times import StepTimes
+from baton.planning.terms import chain_terms, local_terms
 from baton.results.prefill_trace import PlacementTerms
 from baton.types import TokenRange
-from planning.local_prefill import LocalPrefill
-from planning.planner import ChainPlanner
-from planning.step_times import StepTimes
-from planning.terms import chain_terms, local_terms
 
 _LEAST_PROMPT = 16
 _POINTS_A_DOUBLING = 4

@@ -5,13 +5,13 @@ Used by `baton simulate` and benchmarks. Pure; a case takes some tens of millise
 
 from dataclasses import dataclass
 
+from baton.planning.chain.partition import even_partition
+from baton.planning.chain.partition_table import build_table
+from baton.planning.chain.search import search
+from baton.planning.chain.wavefront import chain_ttft
+from baton.planning.cost_model import CostModel, Kernel, Protocol
 from baton.types import TokenRange
 from baton_lab.study.peers import bound, paper_bound, single, tsp, zigzag_ring
-from planning.chain.partition import even_partition
-from planning.chain.partition_table import build_table
-from planning.chain.search import search
-from planning.chain.wavefront import chain_ttft
-from planning.cost_model import CostModel, Kernel, Protocol
 
 KNOT_SPACING = 4096
 """Tokens between the knots that KVR-P interpolates, as in the paper."""

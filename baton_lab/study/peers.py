@@ -6,7 +6,7 @@ Naik, ICML 2024), sections 3 and 4; Context Parallelism for Scalable Million-Tok
 ring; docs/kv_runahead.md. Pure.
 """
 
-from planning.cost_model import CostModel, Kernel
+from baton.planning.cost_model import CostModel, Kernel
 
 
 def single(num_tokens: int, cost: CostModel, kernel: Kernel, *, cached: int = 0) -> float:

@@ -8,15 +8,15 @@ the longer of reading KV and comparing queries with keys. With one token a row t
 
 On n chips all rates and the memory are n times those of one chip: weights and KV are assumed to be spread evenly, and
 communication between chips to take no time. A measured machine adds what a roofline leaves out
-(`planning.chips.Chip`): a rate of attention's own, imperfect overlap in matrices, and each layer's other time.
+(`baton.planning.chips.Chip`): a rate of attention's own, imperfect overlap in matrices, and each layer's other time.
 """
 
 import math
 from dataclasses import dataclass
 
 from baton.errors import ConfigError
-from planning.chips import Chip
-from planning.model_shape import ModelShape
+from baton.planning.chips import Chip
+from baton.planning.model_shape import ModelShape
 
 
 @dataclass(frozen=True)

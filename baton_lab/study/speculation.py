@@ -2,10 +2,10 @@
 
 With T(B, K, q) a step of B rows that attend to K keys with q tokens each (`baton_lab.study.roofline`), a round of g
 drafts with K keys at S tokens of context takes g T(B, K, 1) + T(B, S, g + 1) and brings each row
-`planning.speculation.expected_tokens` tokens; a plain step takes T(B, S, 1) and brings one.
+`baton.planning.speculation.expected_tokens` tokens; a plain step takes T(B, S, 1) and brings one.
 
 This is an upper bound: choosing keys, sampling and starting steps take no time in it. Rounds that are served are
-planned by costs learnt from steps (`planning.speculation`). Used by `baton plan`. Pure.
+planned by costs learnt from steps (`baton.planning.speculation`). Used by `baton plan`. Pure.
 """
 
 from bisect import bisect_left
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from baton.errors import ConfigError
+from baton.planning.chips import Chip
+from baton.planning.speculation import MOST_DRAFTS, expected_tokens
 from baton_lab.study.roofline import ServedModel, step_time
-from planning.chips import Chip
-from planning.speculation import MOST_DRAFTS, expected_tokens
 
 
 @dataclass(frozen=True)

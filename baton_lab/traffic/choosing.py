@@ -8,10 +8,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 
-from baton.clock import Clock
-from baton.ids import RequestId
+from baton.planning.planner import ChainPlanner
+from baton.process.clock import Clock
 from baton.sampling_params import SamplingParams
-from baton.types import FinishReason
+from baton.types import FinishReason, RequestId
 from baton_lab.traffic.fleet import Fleet, Role, State
 from baton_lab.traffic.placing import Asked, Spot
 from orchestrator.membership.members import Members
@@ -21,7 +21,6 @@ from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.request import Request
 from orchestrator.requests.states import RequestMove
-from planning.planner import ChainPlanner
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from itertools import count
 
 
 class Timeline:
-    """Runs actions in the order of their instants, and is the clock meanwhile. Implements `baton.clock.Clock`."""
+    """Runs actions in the order of their instants, and is the clock meanwhile (`baton.process.clock.Clock`)."""
 
     def __init__(self) -> None:
         self._now_s = 0.0

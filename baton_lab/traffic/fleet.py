@@ -12,7 +12,8 @@ from enum import Enum
 from functools import partial
 from itertools import count, islice
 
-from baton.ids import Epoch
+from baton.planning.cost_model import CostModel
+from baton.types import Epoch
 from baton_lab.traffic.events import Timeline
 from baton_lab.traffic.gaps import GapHistogram
 from baton_lab.traffic.service import GroupSizes
@@ -20,7 +21,6 @@ from baton_lab.traffic.work.batch import Batch, StepLines
 from baton_lab.traffic.work.chain_queue import PrefillWork, RankQueue
 from baton_lab.traffic.work.chain_turns import ChainTurns
 from orchestrator.membership.view import GenerationGroup, PrefillGroup
-from planning.cost_model import CostModel
 
 
 class Role(Enum):

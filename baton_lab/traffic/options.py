@@ -4,8 +4,8 @@ command."""
 import argparse
 from pathlib import Path
 
-from planning.hardware import HARDWARE
-from planning.model_shape import SHAPES
+from baton.planning.hardware import HARDWARE
+from baton.planning.model_shape import SHAPES
 
 GENERATORS = ("steady", "bursty", "diurnal", "bimodal", "shifting")
 

@@ -4,6 +4,9 @@ import argparse
 from pathlib import Path
 
 from baton.errors import InvalidArgumentError
+from baton.planning import calibration, step_times
+from baton.planning.hardware import hardware_of
+from baton.planning.model_shape import shape_of
 from baton_lab.traffic.comparing import Setting
 from baton_lab.traffic.options import GENERATORS
 from baton_lab.traffic.service import GroupSizes, RecallingPlanner
@@ -13,9 +16,6 @@ from baton_lab.traffic.traces.trace import MAX_TOKENS, Trace
 from baton_lab.traffic.traces.trace_files import read_trace
 from deploy.options import numbers as option_values
 from orchestrator.requests.config import AutoscalingConfig
-from planning import calibration, step_times
-from planning.hardware import hardware_of
-from planning.model_shape import shape_of
 
 MAX_GROUPS = 20_000
 _SEARCHED_TOKENS = 8192

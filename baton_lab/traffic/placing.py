@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.clock import Clock
+from baton.planning.planner import ChainPlanner
+from baton.planning.terms import Batch, chain_terms
+from baton.process.clock import Clock
 from baton.types import TokenRange
 from baton_lab.traffic.fleet import Fleet, Member
 from orchestrator.membership.loads import Load
@@ -19,8 +21,6 @@ from orchestrator.membership.prefill_book import Backlogs
 from orchestrator.placement.chain_width import ChainPlan, PromptChains, WidthPolicy
 from orchestrator.placement.comparison import ChainWay, cheapest_chain, cheapest_group
 from orchestrator.placement.prefix_index import PrefixIndex
-from planning.planner import ChainPlanner
-from planning.terms import Batch, chain_terms
 
 _NO_BATCH: Batch = (0.0, 0.0)
 """Load of the generation group when chains are compared: none, because the group is chosen separately."""

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.errors import InvalidArgumentError
+from baton.planning.calibration import Calibration
+from baton.planning.planner import ChainPlanner
+from baton.planning.step_times import StepTimes
 from baton.types import TokenRange
-from planning.calibration import Calibration
-from planning.planner import ChainPlanner
-from planning.step_times import StepTimes
 
 Chunks = tuple[TokenRange, ...]
 

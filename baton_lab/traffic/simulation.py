@@ -21,8 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from baton.errors import ResourceExhaustedError
-from baton.ids import JobId
-from baton.types import Priority
+from baton.types import JobId, Priority
 from baton_lab.traffic.choosing import WholeChooser
 from baton_lab.traffic.events import Timeline
 from baton_lab.traffic.fleet import Fleet, Member, Role

@@ -9,16 +9,16 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
+from baton.planning.calibration import Calibration, calibrate_chain
+from baton.planning.chain.partition import as_ranges
+from baton.planning.chain.search import rounded
+from baton.planning.cost_model import CostModel, Link
+from baton.planning.fit import RankRow, fit_link
 from benchmarks.baselines.link_probe import Points
 from benchmarks.baselines.pacing import FULL_SPEED, Pace
 from benchmarks.baselines.rank_process import Task
 from benchmarks.baselines.ranks import Outcome, Ranks
 from benchmarks.support.harness import progress, random_prompt
-from planning.calibration import Calibration, calibrate_chain
-from planning.chain.partition import as_ranges
-from planning.chain.search import rounded
-from planning.cost_model import CostModel, Link
-from planning.fit import RankRow, fit_link
 
 LENGTHS = (256, 1024, 3000)
 QUICK_LENGTHS = (128, 512)

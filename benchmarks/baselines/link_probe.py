@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from baton.errors import ChainError
-from baton.ids import Epoch, JobId, Rank
-from baton.types import TokenRange
+from baton.types import Epoch, JobId, Rank, TokenRange
 from prefill_workers.links import ConnectLinks, LinkHeader, LinkStatus
 
 Points = tuple[tuple[float, float], ...]

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 
 from torch import Tensor
 
-from baton.ids import Rank
+from baton.types import Rank
 from benchmarks.baselines.pacing import FULL_SPEED, LinkSchedule, Pace
 from benchmarks.baselines.schemes import Group, Work
 from prefill_workers.links import ConnectLinks, LinkHandler, LinkHeader, Links, Payload

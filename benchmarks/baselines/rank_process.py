@@ -14,17 +14,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import cast
 
-from baton.clock import SystemClock
-from baton.ids import Epoch, JobId, Rank, RequestId
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.hosting import use_cores
+from baton.process.clock import SystemClock
 from baton.sampling_params import SamplingParams
-from baton.types import SampledToken, TokenRange
+from baton.types import Epoch, JobId, Rank, RequestId, SampledToken, TokenRange
 from benchmarks.baselines.link_probe import LinkProbe, MessageSizes, Points
 from benchmarks.baselines.paced import PacedGroup, Pacer, paced
 from benchmarks.baselines.pacing import FULL_SPEED, Pace
 from benchmarks.baselines.schemes import SCHEMES, Group
 from benchmarks.support.rates import KERNELS, RateProbe
-from modeling.checkpoints.weights import load_decoder
-from modeling.hosting import use_cores
 from prefill_workers.edges import Meeting
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport

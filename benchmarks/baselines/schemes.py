@@ -25,10 +25,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from baton.modeling.forward.attention import Attention
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kv.buffers import KvRows
 from baton.types import TokenRange
-from modeling.forward.attention import Attention
-from modeling.forward.decoder import Decoder
-from modeling.kv.buffers import KvRows
 
 _FOREVER = timedelta(hours=1)
 _TAG = 0

@@ -11,13 +11,12 @@ from multiprocessing.connection import Connection
 
 from torch.distributed import TCPStore
 
-from baton.clock import SystemClock
-from baton.ids import Epoch, JobId, Rank, RequestId
-from baton.types import SampledToken, TokenRange
+from baton.modeling.device.making import make_device
+from baton.modeling.forward.attention import Kernel
+from baton.modeling.forward.triton.attention import triton_kernel
+from baton.process.clock import SystemClock
+from baton.types import Epoch, JobId, Rank, RequestId, SampledToken, TokenRange
 from benchmarks.device.model import Shape, random_model
-from modeling.device.making import make_device
-from modeling.forward.attention import Kernel
-from modeling.forward.triton.attention import triton_kernel
 from prefill_workers.edges import Meeting
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job

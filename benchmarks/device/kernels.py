@@ -18,16 +18,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import linear, scaled_dot_product_attention
 
+from baton.modeling.device.port import Device
+from baton.modeling.forward.attention import attend
+from baton.modeling.forward.drawing import DrawKind, Draws, RowDraw, choose_tokens
+from baton.modeling.forward.triton.attention import triton_kernel
+from baton.modeling.kernels.triton.decode import decode_attention
+from baton.modeling.kernels.triton.rows import StepRows
+from baton.modeling.kv.buffers import KvRows
+from baton.modeling.kv.pages import PAGE_TOKENS
 from benchmarks.device.model import Shape
 from benchmarks.device.rates import times_s
-from modeling.device.port import Device
-from modeling.forward.attention import attend
-from modeling.forward.drawing import DrawKind, Draws, RowDraw, choose_tokens
-from modeling.forward.triton.attention import triton_kernel
-from modeling.kernels.triton.decode import decode_attention
-from modeling.kernels.triton.rows import StepRows
-from modeling.kv.buffers import KvRows
-from modeling.kv.pages import PAGE_TOKENS
 
 PREFILLS = ((1024, 0, 1), (1024, 0, 8), (2048, 6144, 1), (2048, 6144, 28), (8192, 0, 1), (8192, 0, 28))
 """Queries, keys before them, and runs of pages in which all keys are stored."""

@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+from baton.modeling.forward.decoder import Decoder
 from benchmarks.device.kernels import Measured, Rates
 from benchmarks.device.model import Shape
 from benchmarks.device.profiles import Compilation, compilations, engine_stacks, gpu_kernels
 from benchmarks.device.served import TOGETHER, Load, LoggedEngine, Served, Step, running_engine, serve
 from generate_workers.config import EngineConfig
-from modeling.forward.decoder import Decoder
 
 MOST_SHOWN = 12
 """Functions, and kernels, of a profile that are reported."""

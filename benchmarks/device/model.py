@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modeling.device.port import Device
-from modeling.forward.attention import Kernel
-from modeling.forward.decoder import Decoder, DecoderWeights
-from modeling.forward.layers import GatedMlp, Layer, Sequential
-from modeling.forward.linear import make_linear
-from modeling.forward.model_config import ModelConfig
-from modeling.forward.norms import RmsNorm, unchanged
-from modeling.forward.rope import RotaryTable
-from modeling.kv.buffers import TORCH_DTYPES
+from baton.modeling.device.port import Device
+from baton.modeling.forward.attention import Kernel
+from baton.modeling.forward.decoder import Decoder, DecoderWeights
+from baton.modeling.forward.layers import GatedMlp, Layer, Sequential
+from baton.modeling.forward.linear import make_linear
+from baton.modeling.forward.model_config import ModelConfig
+from baton.modeling.forward.norms import RmsNorm, unchanged
+from baton.modeling.forward.rope import RotaryTable
+from baton.modeling.kv.buffers import TORCH_DTYPES
 
 HEAD_DIM = 128
 

@@ -11,17 +11,16 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.ids import SlotId
-from baton.types import TokenRange
+from baton.modeling.device.port import Device
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.selection import Selection
+from baton.modeling.kv.buffers import TORCH_DTYPES, bytes_of
+from baton.modeling.sparse.bases import Basis, BasisKind
+from baton.modeling.sparse.selection_file import PreparedSelection
+from baton.types import SlotId, TokenRange
 from benchmarks.device.rates import times_s
 from generate_workers.residency.policies import SelectionSource, make_residency
 from generate_workers.residency.port import KvShape, Residency
-from modeling.device.port import Device
-from modeling.forward.decoder import Decoder
-from modeling.forward.selection import Selection
-from modeling.kv.buffers import TORCH_DTYPES, bytes_of
-from modeling.sparse.bases import Basis, BasisKind
-from modeling.sparse.selection_file import PreparedSelection
 
 _CHOICE = Selection(math.inf, 0.1, 4, 16)
 _COLUMNS_SHARE = 0.3

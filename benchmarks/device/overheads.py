@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from baton.modeling.device.port import Device
+from baton.modeling.kernels.triton.pointwise import rms_norm
 from benchmarks.device.rates import synchronize, times_s
-from modeling.device.port import Device
-from modeling.kernels.triton.pointwise import rms_norm
 
 _LAUNCHES = 200
 _NODES = 360

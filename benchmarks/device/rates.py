@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from modeling.device.port import Device
+from baton.modeling.device.port import Device
 
 _ROUNDS = 5
 

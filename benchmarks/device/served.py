@@ -15,11 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from baton.clock import SystemClock
 from baton.errors import BatonError
-from baton.ids import RequestId, StreamNumber
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.prefix_store.store import Filled
+from baton.process.clock import SystemClock
 from baton.sampling_params import SamplingParams
-from baton.types import TokenEvent
+from baton.text.tokenizer import Tokenizer
+from baton.types import RequestId, StreamNumber, TokenEvent
 from generate_workers.config import EngineConfig
 from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.decode_first import DecodeFirst
@@ -30,10 +32,7 @@ from generate_workers.slots.table import SlotTable
 from generate_workers.speculation.making import make_speculation
 from generate_workers.streams.open_streams import OpenStreams
 from generate_workers.streams.shared_reader import SharedReader
-from modeling.forward.decoder import Decoder
-from modeling.prefix_store.store import Filled
 from tests.support.models.tiny_tokenizer import write_letters
-from text.tokenizer import Tokenizer
 
 TOGETHER: dict[str, Any] = {
     "max_prefill_tokens_per_step": 2048,

@@ -6,17 +6,16 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.ids import SlotId
+from baton.modeling.device.port import Device
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.sampling import SamplerState, sample
+from baton.modeling.forward.step_graphs import DecodeRow, StepGraphs
+from baton.modeling.kv.pages import PAGE_TOKENS, PageSpan
 from baton.sampling_params import SamplingParams
-from baton.types import TokenRange
+from baton.types import SlotId, TokenRange
 from benchmarks.device.rates import times_s
 from generate_workers.residency.paged import PagedResidency
 from generate_workers.residency.port import KvShape
-from modeling.device.port import Device
-from modeling.forward.decoder import Decoder
-from modeling.forward.sampling import SamplerState, sample
-from modeling.forward.step_graphs import DecodeRow, StepGraphs
-from modeling.kv.pages import PAGE_TOKENS, PageSpan
 
 _STEPS = 10
 _GREEDY = SamplingParams()

@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from baton.clock import SystemClock
+from baton.planning.planner import ChainPlanner
+from baton.process.clock import SystemClock
 from baton.process.garbage import collect_rarely
 from baton.results.completion import ModelInfo
+from baton.text.tokenizer import Tokenizer
+from baton.transport.identity import ClusterSecret
 from benchmarks.gateways.engines import HOST, LAYOUT
 from benchmarks.gateways.process import Answer, usage
 from benchmarks.gateways.profile import Profile
@@ -17,9 +20,6 @@ from orchestrator.api.frontend import OrchestratorServer
 from orchestrator.membership.members import Members
 from orchestrator.membership.view import ClusterView, GenerationGroup
 from orchestrator.requests.config import OrchestratorConfig
-from planning.planner import ChainPlanner
-from text.tokenizer import Tokenizer
-from transport.identity import ClusterSecret
 
 MAX_TOKENS = 8192
 VOCAB_SIZE = 49_152

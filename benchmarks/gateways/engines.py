@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
+from baton.transport.channel import bind, make_server
 from baton.types import FinishReason, KvLayout, SampledToken, TokenEvent
 from baton.v1 import generate_pb2_grpc
 from benchmarks.gateways.process import Answer, usage
@@ -22,7 +23,6 @@ from generate_workers.engine.status import EngineStatus
 from generate_workers.residency.traits import policy_named
 from generate_workers.servicer import GenerationServicer
 from generate_workers.slots.leases import KvLedger, SlotLedger
-from transport.channel import bind, make_server
 
 LAYOUT = KvLayout("scripted", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
 FIRST_ID = 1000

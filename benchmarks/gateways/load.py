@@ -11,12 +11,12 @@ from typing import Any
 
 import grpc
 
+from baton.transport.channel import make_channel
 from baton.v1 import common_pb2, generate_pb2
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from benchmarks.gateways.engines import FIRST_ID
 from benchmarks.gateways.process import Answer, usage
-from transport.channel import make_channel
 
 NUM_CONNECTIONS = 8
 PROMPT = b"The quick brown fox jumps over the lazy dog, and then it sleeps in the shade of an old oak tree."

@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 
 from baton.process.garbage import collect_rarely
+from baton.text.tokenizer import Tokenizer
 from benchmarks.gateways.engines import HOST
 from benchmarks.gateways.load import PROMPT, Clients
 from benchmarks.gateways.process import Answer, usage
@@ -19,7 +20,6 @@ from gateway.listening import open_socket
 from gateway.reading import Reader
 from gateway.server import HttpServer
 from gateway.upstream import Upstream
-from text.tokenizer import Tokenizer
 
 _PREFIX, _DONE = b"data: ", b"[DONE]"
 

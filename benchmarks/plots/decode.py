@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from baton.planning.chips import Chip
 from baton_lab.study.roofline import ServedModel, step_time
-from planning.chips import Chip
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,12 +14,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from time import time_ns
 
-from baton.clock import SystemClock
-from baton.ids import RequestId
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.hosting import use_cores
+from baton.process.clock import SystemClock
 from baton.process.garbage import collect_rarely
 from baton.process.own_thread import in_own_thread
 from baton.sampling_params import SamplingParams
-from baton.types import TokenEvent
+from baton.text.tokenizer import Tokenizer
+from baton.types import RequestId, TokenEvent
 from benchmarks.support.streams import Load, Measured, StreamTimes
 from generate_workers.config import EngineConfig
 from generate_workers.engine.core import GenerationEngine
@@ -28,9 +30,6 @@ from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.rows import GenerationRequest
 from generate_workers.slots.table import SlotTable
 from generate_workers.speculation.making import make_speculation
-from modeling.checkpoints.weights import load_decoder
-from modeling.hosting import use_cores
-from text.tokenizer import Tokenizer
 
 _END_S = 10.0
 

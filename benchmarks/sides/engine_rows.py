@@ -12,11 +12,14 @@ from pathlib import Path
 
 import torch
 
-from baton.clock import SystemClock
 from baton.errors import InvalidArgumentError, ResourceExhaustedError
-from baton.ids import RequestId
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kv.buffers import KvBuffer
+from baton.process.clock import SystemClock
 from baton.sampling_params import SamplingParams
-from baton.types import Lease, SampledToken, TokenRange
+from baton.text.tokenizer import Tokenizer
+from baton.transport.kv_sink import ReserveSpec
+from baton.types import Lease, RequestId, SampledToken, TokenRange
 from generate_workers.config import EngineConfig
 from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.decode_first import DecodeFirst
@@ -24,10 +27,6 @@ from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.rows import GenerationRequest
 from generate_workers.engine.status import StepStats
 from generate_workers.slots.table import SlotTable
-from modeling.forward.decoder import Decoder
-from modeling.kv.buffers import KvBuffer
-from text.tokenizer import Tokenizer
-from transport.kv_sink import ReserveSpec
 
 _TTL_S = 3600.0
 _SPREAD = 0.1

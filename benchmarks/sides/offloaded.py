@@ -5,15 +5,15 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from baton.modeling.device.copying import LinkRate
+from baton.modeling.device.emulated import EmulatedDevice
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.sparse.selection_file import PreparedSelection
 from baton_lab.comparators.residencies import make_residency
 from benchmarks.sides.timed_steps import TimedDecoder, TimedDevice, TimedResidency
 from benchmarks.support.step_parts import Part, PartClock
 from deploy.tuning.selection.passages import Context, PassageRows, shape_for
 from generate_workers.residency.policies import SelectionSource
-from modeling.device.copying import LinkRate
-from modeling.device.emulated import EmulatedDevice
-from modeling.forward.decoder import Decoder
-from modeling.sparse.selection_file import PreparedSelection
 
 COUNTED_STEPS = 2
 STEPS_A_ROUND = COUNTED_STEPS + 1

@@ -12,10 +12,13 @@ from pathlib import Path
 
 import torch
 
-from baton.clock import SystemClock
-from baton.ids import RequestId, SlotId
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kv.buffers import BufferSpan, KvBuffer
+from baton.process.clock import SystemClock
 from baton.sampling_params import SamplingParams
-from baton.types import SampledToken, TokenEvent, TokenRange
+from baton.text.tokenizer import Tokenizer
+from baton.transport.kv_sink import ReserveSpec
+from baton.types import RequestId, SampledToken, SlotId, TokenEvent, TokenRange
 from baton_lab.comparators.drafts import make_speculation
 from generate_workers.config import EngineConfig
 from generate_workers.engine.core import GenerationEngine
@@ -26,10 +29,6 @@ from generate_workers.engine.speculation import SpeculationStats
 from generate_workers.residency.port import DraftKeys
 from generate_workers.slots.table import SlotTable
 from generate_workers.speculation.streaming import StreamingView
-from modeling.forward.decoder import Decoder
-from modeling.kv.buffers import BufferSpan, KvBuffer
-from text.tokenizer import Tokenizer
-from transport.kv_sink import ReserveSpec
 
 _TTL_S = 3600.0
 _CHUNK = 512

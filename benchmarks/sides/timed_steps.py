@@ -11,20 +11,20 @@ from contextlib import ExitStack, contextmanager
 
 from torch import Tensor
 
-from baton.ids import SlotId
+from baton.modeling.device.copying import LinkAccess, LinkRate, PacedLink
+from baton.modeling.device.emulated import EmulatedDevice
+from baton.modeling.device.heads import PickedHeads, RowCopies
+from baton.modeling.device.port import Copies
+from baton.modeling.forward.decoder import Decoder, LayerTurns, SequenceSpan, Step
+from baton.modeling.forward.rows import DecodeRows
+from baton.modeling.forward.selection import Picks, StepPicks
+from baton.modeling.forward.triton.rows import TritonRows
+from baton.modeling.kv.staging import StagingFrames
+from baton.modeling.kv.transfers import Transfer
+from baton.types import SlotId
 from benchmarks.support.step_parts import Part, PartClock
 from generate_workers.residency.port import KvBytes, Residency, RowKv, StepKv, StepRows
 from generate_workers.residency.traits import PolicyTraits
-from modeling.device.copying import LinkAccess, LinkRate, PacedLink
-from modeling.device.emulated import EmulatedDevice
-from modeling.device.heads import PickedHeads, RowCopies
-from modeling.device.port import Copies
-from modeling.forward.decoder import Decoder, LayerTurns, SequenceSpan, Step
-from modeling.forward.rows import DecodeRows
-from modeling.forward.selection import Picks, StepPicks
-from modeling.forward.triton.rows import TritonRows
-from modeling.kv.staging import StagingFrames
-from modeling.kv.transfers import Transfer
 
 
 class TimedDecoder(Decoder):

@@ -208,8 +208,8 @@ def _cpu_name() -> str:
 
 def resolve(args: argparse.Namespace) -> Path:
     """Find or make the model's folder; return its path."""
-    from modeling.checkpoints.catalog import resolve_model
-    from text.gguf_tokenizer import write_tokenizer
+    from baton.modeling.checkpoints.catalog import resolve_model
+    from baton.text.gguf_tokenizer import write_tokenizer
 
     def report(done: int, total: int) -> None:
         print(f"\rconverting {done}/{total}", end="", file=sys.stderr)

@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from baton.clock import SystemClock
-from baton.ids import RequestId
+from baton.planning.planner import ChainPlanner
+from baton.process.clock import SystemClock
 from baton.results.timings import Timings
 from baton.sampling_params import SamplingParams
-from baton.types import TokenEvent
+from baton.types import RequestId, TokenEvent
 from benchmarks.support.arrivals import Arrival
 from benchmarks.support.harness import random_prompt
 from benchmarks.support.open_loop import percentile
@@ -25,7 +25,6 @@ from orchestrator.controller import Controller
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Finished
 from orchestrator.requests.request import Request
-from planning.planner import ChainPlanner
 
 STREAM_TOKENS = 192
 """Prompt tokens of a stream that runs all along."""

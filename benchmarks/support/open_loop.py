@@ -12,11 +12,10 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from baton.clock import SystemClock
 from baton.errors import BatonError, DeadlineExceededError, ResourceExhaustedError
-from baton.ids import RequestId
+from baton.process.clock import SystemClock
 from baton.sampling_params import SamplingParams
-from baton.types import TokenEvent
+from baton.types import RequestId, TokenEvent
 from benchmarks.support.harness import random_prompt
 from orchestrator.controller import Controller
 from orchestrator.requests.record import Event, Finished

@@ -3,7 +3,7 @@
 import gzip
 from pathlib import Path
 
-from text.tokenizer import Tokenizer
+from baton.text.tokenizer import Tokenizer
 
 _DATA = Path(__file__).parents[2] / "tests" / "data"
 _TEXTS = ("emma", "persuasion", "prideprejudice")

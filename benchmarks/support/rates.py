@@ -10,9 +10,9 @@ from types import MappingProxyType
 
 import torch
 
+from baton.modeling.forward.attention import Kernel, cpu_flash_kernel, has_native_kernel, native_kernel
+from baton.planning.model_shape import ModelShape
 from deploy.machine.prefill_rates import attention_rate, layer_rate, median_s, random_numbers
-from modeling.forward.attention import Kernel, cpu_flash_kernel, has_native_kernel, native_kernel
-from planning.model_shape import ModelShape
 
 KERNELS: Mapping[str, Kernel] = MappingProxyType({"native": native_kernel, "sdpa": cpu_flash_kernel})
 """Kernels of prefill attention on a CPU, by the names that results carry."""

@@ -12,8 +12,8 @@ from deploy.config.environment import SECRET_VARIABLE, read_variable
 if TYPE_CHECKING:
     import grpc
 
-    from baton.cluster_state import ClusterState
-    from transport.identity import ClusterSecret
+    from baton.calls.cluster_state import ClusterState
+    from baton.transport.identity import ClusterSecret
 
 TARGET_HELP = f"a cluster that was brought up on another machine, whose secret is in the variable {SECRET_VARIABLE}"
 _CONNECT_S = 5.0
@@ -57,7 +57,7 @@ def admin_channel(target: str, secret: "ClusterSecret", api_key: str | None = No
 def ask_state(channel: "grpc.Channel") -> "ClusterState":
     """Return the state of the cluster whose orchestrator the channel leads to. Raises grpc.RpcError, and
     VersionMismatchError for an incompatible one."""
-    from baton.cluster_state import cluster_state_from_proto
+    from baton.calls.cluster_state import cluster_state_from_proto
     from baton.v1.orchestrator_pb2 import GetClusterStateRequest
     from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 

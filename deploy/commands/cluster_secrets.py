@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 
 from baton.errors import ConfigError
-from transport.identity import ClusterSecret
+from baton.transport.identity import ClusterSecret
 
 _CLUSTER, _RAY = "cluster_secret", "ray_token"
 _MOST_BYTES = 4096

@@ -11,7 +11,7 @@ from deploy.options.command import add_command
 from deploy.options.numbers import check_timeout
 
 if TYPE_CHECKING:
-    from baton.cluster_state import GroupState
+    from baton.calls.cluster_state import GroupState
     from baton.v1.admin_pb2_grpc import AdminStub
 
 _DESCRIPTION = """\
@@ -74,7 +74,7 @@ def flip(stub: "AdminStub", group: str, *, undo: bool, timeout_s: float | None) 
     within `timeout_s` seconds."""
     from rich.console import Console
 
-    from baton.cluster_state import group_state_from_proto
+    from baton.calls.cluster_state import group_state_from_proto
     from baton.errors import DeadlineExceededError
     from baton.status import translate_rpc_errors
     from baton.v1 import admin_pb2

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import field
 from pathlib import Path
 
-from baton.clock import SystemClock
 from baton.errors import ConfigError
+from baton.process.clock import SystemClock
 from baton.results.completion import ModelInfo
 from baton.settings.addresses import join_address
 from baton.settings.base import Seconds, settings, to_json, values_of

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from baton.calls.requests import call_metadata
-from transport.identity import ClusterSecret
+from baton.transport.identity import ClusterSecret
 
 
 class _Details(NamedTuple):

@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from baton.errors import ConfigError, UnavailableError
+from baton.modeling.prefix_store.folder import node_folder, remove_left, sweep
 from baton.settings.paths import cache_folder
+from baton.transport.identity import ClusterSecret
 from deploy.commands.cluster_secrets import load_secret, remove_secrets, token_path
 from deploy.config.environment import SECRET_VARIABLE, read_variable
-from modeling.prefix_store.folder import node_folder, remove_left, sweep
-from transport.identity import ClusterSecret
 
 _POLL_S = 0.05
 _OF_RAY = re.compile(rb"ray::|([^\0]*\0(-[^\0]*\0)*)?[^\0]*/(site|dist)-packages/ray/")

@@ -15,7 +15,7 @@ from deploy.options.numbers import check_timeout
 if TYPE_CHECKING:
     import grpc
 
-    from baton.cluster_state import GroupState
+    from baton.calls.cluster_state import GroupState
 
 _DESCRIPTION = """\
 Restarts the workers of each group, one group after another, like `baton drain` and `baton drain --undo`: a group

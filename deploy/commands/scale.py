@@ -12,7 +12,7 @@ from deploy.options.numbers import check_timeout
 if TYPE_CHECKING:
     import grpc
 
-    from baton.cluster_state import GroupState
+    from baton.calls.cluster_state import GroupState
 
 POOLS = ("prefill", "generate")
 

@@ -23,6 +23,7 @@ from rich.console import Console
 from baton.errors import BatonError, ConfigError, UnavailableError
 from baton.process.endless import tell_failure
 from baton.settings.place import LOOPBACK
+from baton.transport.identity import ClusterSecret
 from baton.types import KernelChoice
 from deploy.commands.cluster_secrets import keep_secrets
 from deploy.commands.http_door import HttpDoor, http_door
@@ -40,7 +41,6 @@ from deploy.config.file import make_config, read_sections
 from deploy.machine.arrangement import arrange
 from deploy.machine.doctor import examine, inspect_machine, require
 from deploy.machine.model_folder import prepare_kernels, prepare_rates, resolve_drafts, resolve_folder
-from transport.identity import ClusterSecret
 
 _START_POLL_S = 0.2
 """Seconds between two looks at the supervisor while the cluster starts; then they are a heartbeat apart."""

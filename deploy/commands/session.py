@@ -12,10 +12,11 @@ import uuid
 from rich.console import Console
 from rich.status import Status
 
-from baton.clock import Clock, SystemClock
 from baton.errors import InvalidArgumentError
-from baton.ids import RequestId
+from baton.process.clock import Clock, SystemClock
 from baton.sampling_params import SamplingParams
+from baton.text.tokenizer import Tokenizer
+from baton.types import RequestId
 from deploy.commands.timeline import draw_timeline
 from deploy.config.cluster import ClusterConfig
 from deploy.groups.cluster import LocalCluster
@@ -24,7 +25,6 @@ from deploy.machine.limits import tokens_of_slot
 from deploy.machine.model_folder import prepare_kernels, prepare_rates, resolve_drafts, resolve_folder
 from orchestrator.requests.record import Finished, Started
 from orchestrator.requests.request import Request
-from text.tokenizer import Tokenizer
 
 
 def run_session(config: ClusterConfig, prompt: str, params: SamplingParams, args: argparse.Namespace) -> int:

@@ -7,18 +7,18 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
+from baton.calls.cluster_state import ClusterState, GenerationStatus, cluster_state_from_proto
 from baton.channel_options import Keepalive, channel_options
-from baton.cluster_state import ClusterState, GenerationStatus, cluster_state_from_proto
 from baton.errors import UnauthenticatedError, VersionMismatchError
 from baton.proto_types import read
 from baton.results.timings import DraftCounts
 from baton.status import STATUS_OF, from_rpc_error
+from baton.transport.proto_types import kernels_from_proto
 from baton.v1 import orchestrator_pb2, planning_pb2
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from baton.v1.planning_pb2_grpc import PlanningStub
 from deploy.commands.keyed_channel import keyed
 from deploy.commands.record import load_record, secret_for
-from transport.proto_types import kernels_from_proto
 
 _ANSWER_S = 5.0
 _NUM_CHANGES = 5

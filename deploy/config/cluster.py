@@ -12,6 +12,7 @@ from pydantic import model_validator
 
 from baton.settings.base import part_of, settings, values_of
 from baton.settings.place import LOOPBACK, EmulatedLink, LogLines, ModelFormats, PrefixRoom, WorkerPlace
+from baton.transport.identity import ClusterSecret
 from baton.types import KernelChoice
 from deploy.config.sections import (
     Arrangement,
@@ -29,7 +30,6 @@ from deploy.config.worker import Role, WorkerConfig
 from generate_workers.config import EngineConfig
 from orchestrator.requests.config import AutoscalingConfig, OrchestratorConfig, OrchestratorLimits, PrefixRules
 from prefill_workers.config import PrefillConfig
-from transport.identity import ClusterSecret
 
 
 @settings

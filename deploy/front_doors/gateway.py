@@ -70,12 +70,12 @@ async def _serve(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from baton.calls.requests import call_metadata
-    from baton.clock import SystemClock
+    from baton.process.clock import SystemClock
     from baton.process.garbage import collect_rarely
+    from baton.text.tokenizer import Tokenizer
     from deploy.machine.model_folder import resolve_folder
     from deploy.options.logs import set_up_logs
     from orchestrator.api.gateway import Gateway
-    from text.tokenizer import Tokenizer
 
     set_up_logs(logging.INFO, args.log_format)
     console = Console(stderr=True, highlight=False)
@@ -123,7 +123,7 @@ class _Upstream:
     """Channel to the orchestrator at its present address. Owned by the command."""
 
     def __init__(self, target: str) -> None:
-        from transport.channel import make_channel
+        from baton.transport.channel import make_channel
 
         self.target = target
         self.channel = make_channel(target)
@@ -145,7 +145,7 @@ class _Upstream:
         import asyncio
 
         from baton.process.endless import Pauses, repeat
-        from transport.channel import make_channel
+        from baton.transport.channel import make_channel
 
         async def look() -> None:
             await asyncio.sleep(_LOOK_S)

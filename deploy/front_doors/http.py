@@ -133,6 +133,8 @@ async def _serve(args: argparse.Namespace, rules: "HttpRules") -> int:
     from baton.process.tracing import exported_spans
     from baton.proto_types import model_from_proto
     from baton.settings.tracing import TraceExport
+    from baton.text.tokenizer import Tokenizer
+    from baton.transport.channel import make_channel
     from deploy.machine.model_folder import resolve_folder
     from deploy.options.logs import set_up_logs
     from gateway.listening import open_socket
@@ -141,8 +143,6 @@ async def _serve(args: argparse.Namespace, rules: "HttpRules") -> int:
     from gateway.server import Certificate, HttpServer
     from gateway.upstream import Upstream
     from orchestrator.api.gateway import ask_model
-    from text.tokenizer import Tokenizer
-    from transport.channel import make_channel
 
     set_up_logs(logging.INFO, args.log_format)
     console = Console(stderr=True, highlight=False)

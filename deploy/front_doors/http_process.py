@@ -20,13 +20,13 @@ from baton.errors import BatonError
 from baton.process.garbage import collect_rarely
 from baton.process.tracing import exported_spans
 from baton.settings.base import from_json
+from baton.text.tokenizer import Tokenizer
 from deploy.commands.http_door import HttpPlan, HttpTarget
 from deploy.options.logs import set_up_logs
 from gateway.reading import Reader
 from gateway.responses.store import StoreLimits
 from gateway.server import Certificate, HttpServer, run_on_own_loop
 from gateway.upstream import Upstream
-from text.tokenizer import Tokenizer
 
 
 def main() -> int:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from baton import __version__
 from baton.errors import VersionMismatchError
+from baton.modeling.kernels.native import choice_path
+from baton.transport.proto_types import kernels_from_proto
 from baton.types import KernelChoice
 from deploy.config.worker import WorkerConfig
 from deploy.groups.worker import WorkerStatus
-from modeling.kernels.native import choice_path
-from transport.proto_types import kernels_from_proto
 
 
 @dataclass

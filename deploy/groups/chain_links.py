@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from baton.errors import UnavailableError
-from baton.ids import MAX_EPOCH, Epoch
 from baton.settings.addresses import join_address
+from baton.types import MAX_EPOCH, Epoch
 from baton.v1 import prefill_pb2
 from deploy.groups.worker import Worker
 

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from baton.clock import Clock
 from baton.errors import UnavailableError
+from baton.process.clock import Clock
 from baton.settings.place import LOOPBACK
+from baton.transport.identity import ClusterSecret
 from baton.types import KernelChoice
 from deploy.config.cluster import ClusterConfig
 from deploy.config.worker import WorkerConfig
@@ -26,7 +27,6 @@ from deploy.machine.calibrations import engine_step_times
 from deploy.machine.limits import tokens_of_slot
 from orchestrator.membership.members import Members
 from orchestrator.membership.view import ClusterView, GenerationGroup, Orders, PrefillGroup, place_of
-from transport.identity import ClusterSecret
 
 logger = logging.getLogger(__name__)
 

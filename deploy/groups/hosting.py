@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from baton.process.garbage import collect_all
+from baton.transport.identity import ClusterSecret
 from deploy.config.worker import WorkerConfig
 from generate_workers.config import EngineConfig
 from orchestrator.requests.config import OrchestratorConfig
 from prefill_workers.config import PrefillConfig
-from transport.identity import ClusterSecret
 
 if TYPE_CHECKING:
-    from modeling.hosting import LoadedModel
+    from baton.modeling.hosting import LoadedModel
 
 _GRACE_S = 2.0
 """Seconds that running calls have to end when a process takes another role: heartbeats, and fetches by other nodes."""
@@ -74,7 +74,7 @@ class WorkerHost:
             self._server = None
             collect_all()
         if self._model is None and config.role != "orchestrator":
-            from modeling.hosting import LoadedModel
+            from baton.modeling.hosting import LoadedModel
 
             self._model = LoadedModel()
         place = replace(config.place, crash_note=self._note)

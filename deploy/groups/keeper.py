@@ -16,8 +16,12 @@ from typing import TYPE_CHECKING
 import grpc
 
 from baton.errors import BatonError, ConfigError, DeadlineExceededError, UnavailableError
+from baton.planning.planner import ChainPlanner
 from baton.process.endless import Pauses, repeat, tell_end
 from baton.results.completion import ModelInfo
+from baton.transport.channel import make_channel
+from baton.transport.identity import ClusterSecret
+from baton.transport.status import translate_rpc_errors
 from baton.v1 import keeping_pb2 as pb
 from baton.v1.keeping_pb2_grpc import KeepingStub
 from deploy.config.worker import WorkerConfig
@@ -32,10 +36,6 @@ from orchestrator.api.keeping import (
     view_to_proto,
 )
 from orchestrator.membership.view import ClusterView, Orders
-from planning.planner import ChainPlanner
-from transport.channel import make_channel
-from transport.identity import ClusterSecret
-from transport.status import translate_rpc_errors
 
 if TYPE_CHECKING:
     from baton.v1.keeping_pb2_grpc import KeepingAsyncStub

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from baton.clock import Clock
+from baton.process.clock import Clock
 from deploy.groups.cluster import LocalCluster
 from deploy.machine.calibrations import served_planner
 from orchestrator.controller import Controller

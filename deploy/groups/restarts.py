@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from baton.clock import Clock
+from baton.process.clock import Clock
 
 
 @dataclass(frozen=True)

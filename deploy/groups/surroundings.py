@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton.clock import Clock
+from baton.process.clock import Clock
 from baton.settings.place import LOOPBACK
 from deploy.groups.agreement import Agreement
 from deploy.groups.ended_workers import EndedWorkers

@@ -2,14 +2,14 @@
 
 import grpc
 
+from baton.transport.channel import make_channel
+from baton.transport.identity import ClusterSecret
 from baton.v1 import generate_pb2, prefill_pb2
 from baton.v1.generate_pb2_grpc import GenerationGroupStub
 from baton.v1.kv_pb2_grpc import KvReceiverStub
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
 from deploy.groups.silence import Silence
 from deploy.groups.spawner import WorkerHandle
-from transport.channel import make_channel
-from transport.identity import ClusterSecret
 
 WorkerStatus = prefill_pb2.PrefillStatus | generate_pb2.GenerationStatus
 

@@ -13,6 +13,12 @@ import platform
 from pathlib import Path
 
 from baton.errors import ConfigError
+from baton.planning.calibration import Calibration, load, nominal
+from baton.planning.hardware import cpu_rank
+from baton.planning.local_prefill import LocalPrefill
+from baton.planning.model_shape import ModelShape
+from baton.planning.planner import ChainPlanner
+from baton.planning.step_times import StepTimes, load_kept, nominal_steps, path_beside
 from baton.settings.paths import cache_folder
 from baton.types import DTYPE_BYTES
 from deploy.config.cluster import ClusterConfig
@@ -21,12 +27,6 @@ from deploy.machine.core_rates import kept_rates
 from deploy.machine.kept_config import model_config
 from deploy.machine.limits import tokens_of_slot
 from generate_workers.engine.model_shape import model_shape
-from planning.calibration import Calibration, load, nominal
-from planning.hardware import cpu_rank
-from planning.local_prefill import LocalPrefill
-from planning.model_shape import ModelShape
-from planning.planner import ChainPlanner
-from planning.step_times import StepTimes, load_kept, nominal_steps, path_beside
 
 logger = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from functools import partial
 from pathlib import Path
 
 from baton.errors import ConfigError
+from baton.modeling.kernels import native
+from baton.planning.hardware import CoreRates
+from baton.planning.model_shape import SHAPES
 from baton.process.whole_files import whole
-from modeling.kernels import native
-from planning.hardware import CoreRates
-from planning.model_shape import SHAPES
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +62,8 @@ def measure_core_rates() -> dict[str, CoreRates]:
     """Measure one core with each dtype, and return the rates by the bytes of a number. Blocks for some seconds."""
     import torch
 
+    from baton.modeling.forward.attention import default_kernel
     from deploy.machine.prefill_rates import WALL, attention_rate, layer_rate, read_rate
-    from modeling.forward.attention import default_kernel
 
     before, num_cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
 

@@ -19,13 +19,13 @@ from pathlib import Path
 
 from baton import __version__
 from baton.errors import BatonError, ConfigError, ModelError
+from baton.modeling.checkpoints.stored_format import load_format
+from baton.modeling.kernels import native
 from baton.settings.addresses import join_address
 from baton.types import DTYPE_BYTES
 from deploy.config.cluster import ClusterConfig
 from deploy.config.environment import use_threads
 from generate_workers.residency.traits import POLICIES
-from modeling.checkpoints.stored_format import load_format
-from modeling.kernels import native
 
 GIB = 2**30
 _PACKED_NAMES = (".qweight", ".weight_packed")
@@ -138,14 +138,14 @@ def check_devices(config: ClusterConfig) -> Finding:
     used = ", ".join(f"{role} on {where.get(name, name)}" for role, name in names.items())
     gpus = []
     if "cuda" in names.values() or _may_have_gpus():
-        from modeling.device.making import list_gpus  # imports torch
+        from baton.modeling.device.making import list_gpus  # imports torch
 
         gpus = list_gpus()
     found = f"{used}; {'; '.join(gpus) or 'no GPU that torch sees'}"
     for role, name in names.items():
         try:
             if name == "cuda":
-                from modeling.device.making import require_cuda
+                from baton.modeling.device.making import require_cuda
 
                 require_cuda()
         except ConfigError as error:
@@ -169,7 +169,7 @@ def check_selection(config: ClusterConfig) -> Finding:
         if section.speculation != "infinigen":
             return Finding("selection", Verdict.OK, f"{chooser} needs none")
         chooser = "speculation infinigen"
-    from modeling.sparse.selection_file import prepared_path  # imports torch
+    from baton.modeling.sparse.selection_file import prepared_path  # imports torch
 
     path = Path(section.selection_file)
     if section.selection_file and not path.is_file():
@@ -284,8 +284,8 @@ def measure_rates(config: ClusterConfig, folder: Path, machine: Machine) -> Find
 
 def measure_kernels() -> Finding:
     """Measure the ways in which linear layers can multiply bf16 here, and say which are in use. Takes some seconds."""
-    from modeling.kernels.choosing import RATED_ROWS, linear_rates  # imports torch, as the next import does
-    from modeling.kernels.process_kernels import KERNELS
+    from baton.modeling.kernels.choosing import RATED_ROWS, linear_rates  # imports torch, as the next import does
+    from baton.modeling.kernels.process_kernels import KERNELS
 
     rates, bare = linear_rates()
     rows = ", ".join(map(str, RATED_ROWS))

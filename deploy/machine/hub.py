@@ -130,7 +130,7 @@ def _require(model: str, folder: Path, *names: str) -> None:
 
 def _require_servable(folder: Path) -> None:
     """Raise ModelError for a model whose small files show that no family can read it."""
-    from modeling.checkpoints.weights import load_config  # imports torch: seconds, where weights may take hours
+    from baton.modeling.checkpoints.weights import load_config  # imports torch: seconds, where weights may take hours
 
     load_config(folder)
 

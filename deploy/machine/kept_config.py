@@ -1,28 +1,28 @@
 """Keeps the configurations of models, so that a process that loads no weights needs no torch to know a model's shape.
 
-A model's config.json is read by its family (`modeling.checkpoints.weights`), whose layers import torch, which takes
-seconds. The result is kept in the cache folder, in a file named by a hash of the files that were read and of the code
-that read them, so that no change of either goes unseen. Blocks on the disk.
+A model's config.json is read by its family (`baton.modeling.checkpoints.weights`), whose layers import torch, which
+takes seconds. The result is kept in the cache folder, in a file named by a hash of the files that were read and of the
+code that read them, so that no change of either goes unseen. Blocks on the disk.
 """
 
 import hashlib
 import logging
 from pathlib import Path
 
-import modeling
+import baton.modeling
 from baton.errors import ConfigError
+from baton.modeling.checkpoints.stored_format import FORMAT_FILES
+from baton.modeling.forward.model_config import ModelConfig
 from baton.process.whole_files import whole
 from baton.settings.base import from_json, to_json
 from baton.settings.paths import cache_folder
-from modeling.checkpoints.stored_format import FORMAT_FILES
-from modeling.forward.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
 _READ_FILES = ("generation_config.json", *FORMAT_FILES)
 """Files of a model's folder that determine its configuration."""
 _READERS = ("checkpoints/*.py", "families/*.py", "quantized/*.py", "forward/model_config.py")
-"""Code of `modeling` that reads them."""
+"""Code of `baton.modeling` that reads them."""
 
 
 def model_config(folder: Path) -> ModelConfig:
@@ -34,7 +34,7 @@ def model_config(folder: Path) -> ModelConfig:
             return from_json(ModelConfig, path.read_bytes())
     except (OSError, ConfigError) as error:
         logger.warning("%s cannot be read (%s): the model's configuration is read again", path, error)
-    from modeling.checkpoints.weights import load_config  # imports torch
+    from baton.modeling.checkpoints.weights import load_config  # imports torch
 
     config = load_config(folder)
     try:
@@ -48,7 +48,7 @@ def model_config(folder: Path) -> ModelConfig:
 
 def _kept_path(folder: Path) -> Path:
     """Return the path of the kept configuration of the model in `folder`; the file may not exist."""
-    root = Path(modeling.__path__[0])
+    root = Path(baton.modeling.__path__[0])
     code = sorted(path for pattern in _READERS for path in root.glob(pattern))
     parts = [path.read_bytes() if path.is_file() else b"" for path in (*(folder / name for name in _READ_FILES), *code)]
     digest = hashlib.blake2b(b"\0".join(hashlib.blake2b(part).digest() for part in parts), digest_size=16)

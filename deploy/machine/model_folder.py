@@ -12,6 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from baton.errors import ConfigError, ModelError
+from baton.modeling.checkpoints.catalog import resolve_model
+from baton.modeling.kernels import native
+from baton.modeling.kernels.kept_choice import load_choice
 from baton.settings.paths import cache_folder
 from baton.settings.place import WorkerPlace
 from baton.types import KernelChoice
@@ -21,9 +24,6 @@ from deploy.machine.core_rates import kept_rates_path
 from deploy.machine.hub import fetch_model, is_hub_name
 from deploy.machine.kept_config import model_config
 from generate_workers.config import EngineConfig
-from modeling.checkpoints.catalog import resolve_model
-from modeling.kernels import native
-from modeling.kernels.kept_choice import load_choice
 
 S = TypeVar("S", bound=Section)
 _TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -51,7 +51,9 @@ def resolve_folder(model: str, cache: Path, console: Console, *, weights: bool =
 
 
 def _write_tokenizer(gguf_path: Path, folder: Path) -> None:
-    from text.gguf_tokenizer import write_tokenizer  # imports transformers: a second, and mostly there is a folder
+    from baton.text.gguf_tokenizer import (
+        write_tokenizer,  # imports transformers: a second, and mostly there is a folder
+    )
 
     write_tokenizer(gguf_path, folder)
 
@@ -111,7 +113,7 @@ def prepare_kernels(console: Console) -> tuple[KernelChoice, ...]:
     is none, and then workers choose for themselves."""
     if native.may_need_measuring():
         with _doing("measuring the kernels on this processor", console):
-            if reason := _failure_of("modeling.kernels"):
+            if reason := _failure_of("baton.modeling.kernels"):
                 console.print(f"kernels cannot be measured ({reason}): workers measure them as they start")
     choice = load_choice()
     return () if choice is None else (choice,)

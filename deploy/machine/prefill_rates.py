@@ -13,10 +13,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from modeling.forward.attention import Kernel
-from modeling.forward.linear import make_linear
-from modeling.kv.buffers import KvRows
-from planning.model_shape import ModelShape
+from baton.modeling.forward.attention import Kernel
+from baton.modeling.forward.linear import make_linear
+from baton.modeling.kv.buffers import KvRows
+from baton.planning.model_shape import ModelShape
 
 Clock = Callable[[], float]
 """Clock in seconds: elapsed time, or time.thread_time, which counts only the work of the calling thread."""

@@ -19,13 +19,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from baton.errors import ConfigError
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kv.buffers import TORCH_DTYPES, BufferSpan, KvBuffer
+from baton.planning.chips import Chip
+from baton.planning.model_shape import ModelShape
 from baton.types import TokenRange
 from generate_workers.engine.step_runner import bytes_per_step
-from modeling.checkpoints.weights import load_decoder
-from modeling.forward.decoder import Decoder
-from modeling.kv.buffers import TORCH_DTYPES, BufferSpan, KvBuffer
-from planning.chips import Chip
-from planning.model_shape import ModelShape
 
 _READ_BYTES = 2**28
 _OUT_OF_CACHE_BYTES = 2**28

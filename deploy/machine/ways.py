@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planning.calibration import Calibration
-from planning.chain.search import analytic_seed
-from planning.chain.wavefront import chain_ttft, rank_seconds, work_of
-from planning.cost_model import BATON
-from planning.step_times import StepTimes
+from baton.planning.calibration import Calibration
+from baton.planning.chain.search import analytic_seed
+from baton.planning.chain.wavefront import chain_ttft, rank_seconds, work_of
+from baton.planning.cost_model import BATON
+from baton.planning.step_times import StepTimes
 
 PROMPT_TOKENS = 1024
 """Tokens of the nominal request's prompt."""

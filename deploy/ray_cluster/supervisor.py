@@ -17,12 +17,13 @@ from pathlib import Path
 
 import ray
 
-from baton.clock import SystemClock
 from baton.errors import BatonError
+from baton.process.clock import SystemClock
 from baton.process.endless import Pauses, T, tell_failure, until_done
 from baton.results.completion import ModelInfo
 from baton.settings.addresses import join_address
 from baton.settings.place import LOOPBACK
+from baton.transport.identity import ClusterSecret
 from baton.types import KernelChoice
 from deploy.config.cluster import ClusterConfig
 from deploy.groups.cluster import Cluster, group_of
@@ -50,7 +51,6 @@ from deploy.ray_cluster.spawner import RaySpawner, end_worker
 from deploy.ray_cluster.supervisor_state import STOP_S, SupervisorState
 from deploy.ray_cluster.worker import node_address
 from orchestrator.membership.view import ClusterView, Orders
-from transport.identity import ClusterSecret
 
 logger = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from baton.client import Client
-    from baton.clock import SystemClock
+    from baton.process.clock import SystemClock
     from deploy.commands.record import serving_endpoint
     from deploy.top.watch import Watch, draw_until_quit, print_once
 

@@ -7,7 +7,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from baton.cluster_state import ClusterState, GenerationStatus, GroupState
+from baton.calls.cluster_state import ClusterState, GenerationStatus, GroupState
 from baton.v1.common_pb2 import PrefixStoreStatus
 from deploy.commands.status import scaling_of
 from deploy.top.rates import Rates

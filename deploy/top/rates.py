@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from baton.cluster_state import ClusterState
+from baton.calls.cluster_state import ClusterState
 from deploy.top.sampling import Snapshot, buckets, quantile
 
 _FIRST_TOKEN = "baton_time_to_first_token_seconds"

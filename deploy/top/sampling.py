@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton.calls.cluster_state import ClusterState
 from baton.client import Client
-from baton.clock import Clock
-from baton.cluster_state import ClusterState
+from baton.process.clock import Clock
 
 _ANSWER_S = 5.0
 

@@ -9,8 +9,8 @@ from rich.live import Live
 from rich.text import Text
 
 from baton.client import Client
-from baton.clock import Clock
 from baton.errors import DeadlineExceededError, UnavailableError
+from baton.process.clock import Clock
 from deploy.top.frame import frame
 from deploy.top.keys import pressed_keys
 from deploy.top.rates import between

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from baton.clock import Clock
 from baton.errors import BatonError
+from baton.process.clock import Clock
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 from starlette.exceptions import HTTPException
 
-from baton.clock import Clock
+from baton.process.clock import Clock
 from baton.types import TokenEvent
 from gateway.answers import Object, line
 from gateway.bodies import ChatBody, CompletionBody

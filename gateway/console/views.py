@@ -6,7 +6,7 @@ Times are milliseconds: instants since 1970, those of a request's stages since i
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
-from baton.cluster_state import ClusterState, GenerationStatus, GroupState, PrefillStatus
+from baton.calls.cluster_state import ClusterState, GenerationStatus, GroupState, PrefillStatus
 from baton.results.completion import ModelInfo
 from baton.results.prefill_trace import PlacementTerms
 from baton.results.request_list import RequestList, RequestStatus

@@ -19,9 +19,9 @@ from starlette.requests import ClientDisconnect
 
 from baton.errors import InvalidArgumentError, RequestCancelledError
 from baton.limits import MAX_OBJECTS, MAX_TEXTS, MAX_VALUES
+from baton.text.bounded_reading import BoundedReading
 from gateway.errors import BodyTooLargeError, UnreadableBodyError
 from gateway.streaming import caller_of
-from text.bounded_reading import BoundedReading
 
 _LONG_BYTES = 16 * 1024
 """Smallest number of bytes of a body that is parsed in a thread."""

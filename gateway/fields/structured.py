@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from baton.errors import InvalidArgumentError
-from baton.structured_output import StructuredOutput, structured_from_option
+from baton.sampling_params import StructuredOutput, structured_from_option
 from gateway.bodies import SamplingBody
 
 _GUIDED = ("json", "regex", "grammar", "choice")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter
 
-from baton.clock import Clock
+from baton.process.clock import Clock
 from gateway.responses.bodies import Item
 
 _ITEMS = TypeAdapter(tuple[Item, ...])

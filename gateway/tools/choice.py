@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from baton.errors import InvalidArgumentError
-from baton.structured_output import StructuredOutput, structured_from_option
+from baton.sampling_params import StructuredOutput, structured_from_option
 from gateway.bodies import NamedTool, Tool
 from gateway.tools.references import rebased
 

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from baton.ids import SlotId
-from baton.types import TokenRange
+from baton.types import SlotId, TokenRange
 from generate_workers.engine.step_bound import NO_DECODING, Decoding
 
 

@@ -21,11 +21,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
-from baton.clock import Clock
 from baton.errors import InvalidArgumentError, LeaseError, NotFiniteError, ResourceExhaustedError
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.drawing import NO_TOKEN
+from baton.process.clock import Clock
 from baton.process.crash_notes import ComputedNow
 from baton.process.thread_names import show_thread_name
 from baton.process.turn_watch import TurnWatch
+from baton.text.grammars import Grammars
+from baton.text.token_masks import TokenMasks
+from baton.text.tokenizer import Tokenizer
 from baton.types import DraftRound, FinishReason, SampledToken, TokenEvent
 from generate_workers.config import EngineConfig
 from generate_workers.engine.batcher import Batcher, StepPlan
@@ -38,11 +43,6 @@ from generate_workers.engine.step_runner import DecodeSteps, StepRunner
 from generate_workers.residency.port import Residency, RowError
 from generate_workers.slots.leases import Seat
 from generate_workers.slots.table import SlotTable
-from modeling.forward.decoder import Decoder
-from modeling.forward.drawing import NO_TOKEN
-from text.grammars import Grammars
-from text.token_masks import TokenMasks
-from text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -15,13 +15,12 @@ import math
 from collections.abc import Mapping
 from typing import Self
 
-from baton.ids import SlotId
-from baton.types import TokenRange
+from baton.modeling.forward.model_config import ModelConfig
+from baton.planning.local_prefill import LEAST_STEP_TOKENS
+from baton.types import SlotId, TokenRange
 from generate_workers.config import EngineConfig
 from generate_workers.engine.batcher import Progress, RowSpan, StepPlan
 from generate_workers.engine.step_bound import Decoding, PrefillWork, StepBound
-from modeling.forward.model_config import ModelConfig
-from planning.local_prefill import LEAST_STEP_TOKENS
 
 _BURST_STEPS, _BURST_TOKENS = 4, 2048
 """Limits of a step for prompts that wait together: the tokens of `_BURST_STEPS` prefill steps, and at most

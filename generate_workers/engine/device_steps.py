@@ -1,22 +1,22 @@
-"""Decode steps that run entirely on the device (`modeling.forward.step_graphs`), for the engines that support them.
+"""Decode steps that run entirely on the device (`baton.modeling.forward.step_graphs`), for engines that support them.
 
 `memory_limits` reserves memory for them, and `servicer` makes them when the engine starts.
 """
 
 import logging
 
-from baton.clock import Clock
 from baton.errors import ConfigError
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.experts import LinearExperts, mixtures
+from baton.modeling.forward.step_graphs import StepGraphs, step_bytes
+from baton.modeling.forward.triton.rows import compile_rows
+from baton.modeling.kv.buffers import OUT_OF_MEMORY
+from baton.modeling.kv.pages import PAGE_TOKENS
+from baton.planning.speculation import MOST_DRAFTS
+from baton.process.clock import Clock
 from generate_workers.config import EngineConfig
 from generate_workers.residency.paged import PagedResidency
 from generate_workers.residency.port import Residency
-from modeling.forward.decoder import Decoder
-from modeling.forward.experts import LinearExperts, mixtures
-from modeling.forward.step_graphs import StepGraphs, step_bytes
-from modeling.forward.triton.rows import compile_rows
-from modeling.kv.buffers import OUT_OF_MEMORY
-from modeling.kv.pages import PAGE_TOKENS
-from planning.speculation import MOST_DRAFTS
 
 logger = logging.getLogger(__name__)
 

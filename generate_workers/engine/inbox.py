@@ -9,13 +9,13 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from baton.clock import Clock
 from baton.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
+from baton.process.clock import Clock
+from baton.text.stop_strings import StopStrings
+from baton.text.token_masks import TokenMasks
 from baton.types import LeaseRef
 from generate_workers.engine.rows import EngineStream, EventSink, GenerationRequest, RowEndHook, Ticket
 from generate_workers.slots.leases import Seat
-from text.stop_strings import StopStrings
-from text.token_masks import TokenMasks
 
 
 class StreamBook:

@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from baton.errors import ConfigError
+from baton.modeling.device.port import MemoryUse
+from baton.modeling.forward.decoder import Decoder
+from baton.planning.speculation import MOST_DRAFTS
 from baton.process.memory import free_bytes
 from generate_workers.config import CHOOSING_DRAFTS, EngineConfig
 from generate_workers.engine.device_steps import device_step_bytes
@@ -17,9 +20,6 @@ from generate_workers.residency.policies import SelectionSource, make_residency
 from generate_workers.residency.port import DraftKeys, KvShape, Residency
 from generate_workers.residency.sparse.pool import Eviction, PoolSize
 from generate_workers.slots.memory import KvMemory, MemoryLimits
-from modeling.device.port import MemoryUse
-from modeling.forward.decoder import Decoder
-from planning.speculation import MOST_DRAFTS
 
 _DEVICE_SHARE = 0.9
 """Largest part of a device's free memory for KV by default; the rest is for activations."""

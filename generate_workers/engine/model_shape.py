@@ -1,7 +1,7 @@
 """Conversion of a ModelConfig to the ModelShape from which FLOPs and bytes are computed. Pure."""
 
-from modeling.forward.model_config import ModelConfig
-from planning.model_shape import ModelShape
+from baton.modeling.forward.model_config import ModelConfig
+from baton.planning.model_shape import ModelShape
 
 
 def model_shape(config: ModelConfig, dtype_bytes: int) -> ModelShape:

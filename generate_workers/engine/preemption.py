@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from baton.errors import ResourceExhaustedError
-from baton.ids import SlotId
+from baton.types import SlotId
 from generate_workers.engine.batcher import Batcher, StepPlan
 from generate_workers.engine.rows import Row
 from generate_workers.engine.speculation import Speculation

@@ -12,17 +12,16 @@ from functools import cached_property
 from typing import NewType, Protocol
 
 from baton.errors import InvalidArgumentError
-from baton.ids import RequestId, SlotId
+from baton.modeling.checkpoints.registry import ModelConfig
+from baton.modeling.forward.sampling import SamplerState
 from baton.process.crash_notes import NUM_WATCHED_TOKENS, fingerprint
 from baton.sampling_params import SamplingParams
-from baton.types import DraftRound, FinishReason, LeaseRef, SampledToken, TokenEvent, TokenRange
+from baton.text.stop_strings import StopStrings
+from baton.text.stream import TextStream
+from baton.text.token_masks import TokenMasks
+from baton.text.tokenizer import Tokenizer
+from baton.types import DraftRound, FinishReason, LeaseRef, RequestId, SampledToken, SlotId, TokenEvent, TokenRange
 from generate_workers.slots.leases import Seat
-from modeling.checkpoints.registry import ModelConfig
-from modeling.forward.sampling import SamplerState
-from text.stop_strings import StopStrings
-from text.stream import TextStream
-from text.token_masks import TokenMasks
-from text.tokenizer import Tokenizer
 
 Ticket = NewType("Ticket", int)
 """Number that `GenerationEngine.submit` gave a stream; unique within one engine."""

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.ids import SlotId
 from baton.results.timings import DraftCounts
+from baton.types import SlotId
 from generate_workers.engine.batcher import StepPlan
 from generate_workers.engine.rows import Row
 from generate_workers.engine.verified import Drafts, Verified

@@ -12,8 +12,8 @@ A step that decodes B sequences with C tokens in sum, and also prefills, takes a
                               the same number of FLOPs
 
 With drafts, decoding alone is a round: the draft steps, and the further tokens and pairs in the step that verifies
-(`planning.work_cost`). Steps of a draft model are not part of that work: their predicted seconds are added. The next
-round is expected to have the same number of drafts per sequence as the latest.
+(`baton.planning.work_cost`). Steps of a draft model are not part of that work: their predicted seconds are added. The
+next round is expected to have the same number of drafts per sequence as the latest.
 
 The first line is fitted to the latest steps that only decoded, some of each batch size, so that it also holds for sizes
 that have not occurred for a while. The rate follows the latest steps that prefilled: it moves by a part of the ratio of
@@ -26,11 +26,11 @@ import math
 from collections import deque
 from dataclasses import dataclass, replace
 
+from baton.modeling.forward.model_config import ModelConfig
+from baton.planning.fit import fit_work
+from baton.planning.work_cost import NO_WORK, StepWork, WorkCost
 from baton.types import TokenRange
 from generate_workers.engine.model_shape import model_shape
-from modeling.forward.model_config import ModelConfig
-from planning.fit import fit_work
-from planning.work_cost import NO_WORK, StepWork, WorkCost
 
 _KEPT_STEPS = 8
 """Number of latest steps kept per batch size."""

@@ -1,7 +1,7 @@
 """Tensor work of one step: a ragged forward over all planned sequences, then sampling. Runs on the engine's thread.
 
 `engine.core` passes it the plans that `batcher` makes. The residency policy provides the KV, and
-`modeling.forward.decoder` runs the forward.
+`baton.modeling.forward.decoder` runs the forward.
 
 Shape suffixes: T tokens of all spans, D hidden size.
 """
@@ -13,21 +13,20 @@ import torch
 from torch import Tensor
 
 from baton.errors import InvalidArgumentError, NotFiniteError
-from baton.ids import SlotId
-from baton.types import TokenRange
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.sampling import score
+from baton.modeling.forward.step_graphs import DecodeRow
+from baton.modeling.forward.weight_sizes import bytes_per_step as bytes_per_step
+from baton.modeling.forward.weight_sizes import step_reads
+from baton.modeling.forward.weight_sizes import weight_bytes as weight_bytes
+from baton.modeling.kv.pages import PageSpan
+from baton.types import SlotId, TokenRange
 from generate_workers.engine.batcher import StepPlan
 from generate_workers.engine.rows import Row
 from generate_workers.engine.speculation import SpeculationStats
 from generate_workers.engine.status import StepStats
 from generate_workers.engine.verified import NO_DRAFT, Draft, Drafts, Verified
 from generate_workers.residency.port import Residency, RowError, StepKv
-from modeling.forward.decoder import Decoder
-from modeling.forward.sampling import score
-from modeling.forward.step_graphs import DecodeRow
-from modeling.forward.weight_sizes import bytes_per_step as bytes_per_step
-from modeling.forward.weight_sizes import step_reads
-from modeling.forward.weight_sizes import weight_bytes as weight_bytes
-from modeling.kv.pages import PageSpan
 
 _SCORED_TOKENS = 64
 """Number of prompt tokens whose logits are computed at once. Each takes 4 bytes per token of the vocabulary."""

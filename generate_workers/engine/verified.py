@@ -4,8 +4,8 @@ Coupled: a draft is accepted if and only if the model samples the same token at 
 seed and output position. So the text is the same as without speculation, for any drafts. Temperature, filters,
 penalties and logprobs apply unchanged.
 
-Maximal (`modeling.forward.speculative_sampling`): accepts the largest number of drafts that leaves the distribution of
-tokens as without drafts. The text for a given seed depends on the drafts.
+Maximal (`baton.modeling.forward.speculative_sampling`): accepts the largest number of drafts that leaves the
+distribution of tokens as without drafts. The text for a given seed depends on the drafts.
 
 `engine.step_runner` makes the logits. For sequences without drafts the step itself may sample the tokens. The engine
 takes each token before the next one is sampled.
@@ -19,11 +19,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from baton.ids import SlotId
-from baton.types import DraftRound, SampledToken
+from baton.modeling.forward.sampling import sample
+from baton.modeling.forward.speculative_sampling import verify_draft
+from baton.types import DraftRound, SampledToken, SlotId
 from generate_workers.engine.rows import Row
-from modeling.forward.sampling import sample
-from modeling.forward.speculative_sampling import verify_draft
 
 
 @dataclass(frozen=True)

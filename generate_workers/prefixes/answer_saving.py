@@ -18,13 +18,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from baton.errors import BatonError
+from baton.modeling.prefix_store.block_files import BlockWriter
+from baton.modeling.prefix_store.store import Filled, PrefixStore
 from baton.prefix_blocks import BlockNaming, PromptBlocks
 from baton.types import LeaseRef, TokenRange
 from generate_workers.engine.rows import Row
 from generate_workers.slots.access import SlotReader
 from generate_workers.slots.table import SlotTable
-from modeling.prefix_store.block_files import BlockWriter
-from modeling.prefix_store.store import Filled, PrefixStore
 
 logger = logging.getLogger(__name__)
 

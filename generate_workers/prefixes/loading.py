@@ -1,10 +1,10 @@
 """Leases that begin with blocks of the node's prefix store, which are copied into the slot instead of pushed.
 
-The loader is a transport.kv_sink.KvPrefixes, called by `transport.kv_receiver`; it leases from `slots.table`. Blocks
-are opened, and so locked, before the lease reports them as present. They are copied while the prefill runs, by a writer
-of the slot, for which commit waits as for any other. Opening and copying have threads of their own, which wait for a
-disk for seconds at most (`modeling.prefix_store.disk_tier`). They block neither the engine's thread nor heartbeats,
-which use the loop's thread pool and report the disk's latest count.
+The loader is a baton.transport.kv_sink.KvPrefixes, called by `baton.transport.kv_receiver`; it leases from
+`slots.table`. Blocks are opened, and so locked, before the lease reports them as present. They are copied while the
+prefill runs, by a writer of the slot, for which commit waits as for any other. Opening and copying have threads of
+their own, which wait for a disk for seconds at most (`baton.modeling.prefix_store.disk_tier`). They block neither the
+engine's thread nor heartbeats, which use the loop's thread pool and report the disk's latest count.
 """
 
 import asyncio
@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from baton.errors import LeaseError
+from baton.modeling.kv.buffers import KvBuffer
+from baton.modeling.prefix_store.store import Leading, PrefixStore
+from baton.transport.kv_sink import ReserveSpec
 from baton.types import Lease
 from generate_workers.slots.table import SlotTable
-from modeling.kv.buffers import KvBuffer
-from modeling.prefix_store.store import Leading, PrefixStore
-from transport.kv_sink import ReserveSpec
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from baton.modeling.kv.buffers import KvBuffer, KvPlace, KvRows
 from baton.types import KvLayout, TokenRange
 from generate_workers.residency.port import DraftKeys
 from generate_workers.residency.rows import MakeMemory
-from modeling.kv.buffers import KvBuffer, KvPlace, KvRows
 
 Fetch = Callable[[list[tuple[Tensor, Tensor]]], None]
 """Function that copies pairs `(to, from)` from host memory to the device, and returns when that is done."""

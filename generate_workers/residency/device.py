@@ -10,8 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from baton.ids import SlotId
-from baton.types import TokenRange
+from baton.types import SlotId, TokenRange
 from generate_workers.residency.port import KvShape
 from generate_workers.residency.rows import MakeMemory, PagedKv, Part, StoredRow
 from generate_workers.residency.steps import RowResidency, RowStep

@@ -9,7 +9,7 @@ for the odd layers. Only the fetch of layer 0 does not overlap with computing.
     link:    fetch 0 | fetch 1 ------- |         | fetch 2 ------- |
 
 A step fetches the KV of all tokens cached before it, in all layers, and stores the KV of its new tokens. Every copy
-uses the device's link (`modeling.device`), which counts it. Fetches run in the order of their requests, while the
+uses the device's link (`baton.modeling.device`), which counts it. Fetches run in the order of their requests, while the
 engine's thread computes. No other thread uses the memory of a copy until it is done. If the device is the CPU, the link
 is memory bandwidth.
 """
@@ -19,15 +19,14 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from baton.ids import SlotId
-from baton.types import TokenRange
+from baton.modeling.device.port import Copies, Device, Link, num_bytes_of
+from baton.modeling.kv.transfers import Transfer
+from baton.types import SlotId, TokenRange
 from generate_workers.residency.beside import Beside, BesideSpan
 from generate_workers.residency.port import KvShape, StepRows
 from generate_workers.residency.rows import Area, AreaRow, PagedKv
 from generate_workers.residency.steps import RowResidency, RowStep
 from generate_workers.residency.traits import POLICIES
-from modeling.device.port import Copies, Device, Link, num_bytes_of
-from modeling.kv.transfers import Transfer
 
 _NUM_AREAS = 2
 

@@ -2,8 +2,8 @@
 
 A Residency for `engine.step_runner`. A sequence allocates pages as it grows and frees them at its end, so that no
 memory is reserved for the longest one. Choices of one request share the pages of their prompt: a sequence that writes
-to a shared page copies it first (`modeling.kv.pages`). Sequences whose prompts begin with the same blocks share those
-(`modeling.kv.page_prefixes`). Pushed KV is copied over the link into pages; no other KV is copied.
+to a shared page copies it first (`baton.modeling.kv.pages`). Sequences whose prompts begin with the same blocks share
+those (`baton.modeling.kv.page_prefixes`). Pushed KV is copied over the link into pages; no other KV is copied.
 
 Memory is promised and counted by sequence, and a shared page counts for each of its sequences, so that a free page for
 its copy always exists. Pages that only cached blocks use are promised to no sequence, and are evicted when a sequence
@@ -15,16 +15,16 @@ Shape suffixes: L layers, T tokens of a piece.
 from collections.abc import Sequence
 from typing import Self
 
+from baton.modeling.device.port import Device
+from baton.modeling.kv.buffers import HostAccess
+from baton.modeling.kv.page_prefixes import PagePrefixes
+from baton.modeling.kv.pages import PAGE_TOKENS, PagePool, PageSpan, RowPages
+from baton.modeling.kv.staging import StagingFrames
+from baton.modeling.kv.transfers import Transfer
 from baton.types import TokenRange
 from generate_workers.residency.port import KvBytes, KvShape
 from generate_workers.residency.steps import RowResidency, RowStep
 from generate_workers.residency.traits import POLICIES
-from modeling.device.port import Device
-from modeling.kv.buffers import HostAccess
-from modeling.kv.page_prefixes import PagePrefixes
-from modeling.kv.pages import PAGE_TOKENS, PagePool, PageSpan, RowPages
-from modeling.kv.staging import StagingFrames
-from modeling.kv.transfers import Transfer
 
 
 class PagedRow:

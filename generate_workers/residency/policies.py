@@ -9,6 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import ConfigError
+from baton.modeling.device.port import Device
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kernels import native
+from baton.modeling.kv.buffers import OUT_OF_MEMORY
+from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS
+from baton.modeling.sparse.selection_file import PreparedSelection, load_prepared, prepared_path
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.fetched.infinigen import FetchedInfinigenResidency
 from generate_workers.residency.fetched.infinigen_int4 import FetchedInt4Residency
@@ -23,12 +29,6 @@ from generate_workers.residency.sparse.infinigen_pooled import PooledResidency
 from generate_workers.residency.sparse.pool import PoolSize
 from generate_workers.residency.sparse.selective import NO_CHOSEN_DRAFTS, require_no_windows, require_selective
 from generate_workers.residency.traits import POLICIES, POOLED, PolicyTraits, policy_named
-from modeling.device.port import Device
-from modeling.forward.decoder import Decoder
-from modeling.kernels import native
-from modeling.kv.buffers import OUT_OF_MEMORY
-from modeling.sparse.bases import NUM_WHOLE_LAYERS
-from modeling.sparse.selection_file import PreparedSelection, load_prepared, prepared_path
 
 logger = logging.getLogger(__name__)
 

@@ -12,13 +12,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, Self, runtime_checkable
 
-from baton.ids import SlotId
-from baton.types import KvLayout, TokenRange
+from baton.modeling.forward.decoder import LayerTurns, SequenceSpan
+from baton.modeling.kv.memory import PAGE_BYTES
+from baton.modeling.kv.staging import StagingFrames
+from baton.modeling.kv.transfers import Transfer
+from baton.types import KvLayout, SlotId, TokenRange
 from generate_workers.residency.traits import PolicyTraits
-from modeling.forward.decoder import LayerTurns, SequenceSpan
-from modeling.kv.memory import PAGE_BYTES
-from modeling.kv.staging import StagingFrames
-from modeling.kv.transfers import Transfer
 
 _NUM_SINKS = 16
 """Number of first keys that drafts attend to, as in MagicDec (Sadhukhan et al., 2024)."""

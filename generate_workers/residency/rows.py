@@ -9,13 +9,13 @@ from typing import Protocol, Self
 
 from torch import Tensor
 
+from baton.modeling.forward.decoder import SequenceSpan
+from baton.modeling.kv.buffers import BufferSpan, KvBuffer
+from baton.modeling.kv.memory import RowMemory
+from baton.modeling.kv.staging import StagingFrames
+from baton.modeling.kv.transfers import Transfer
 from baton.types import KvLayout, TokenRange
 from generate_workers.residency.port import KvBytes
-from modeling.forward.decoder import SequenceSpan
-from modeling.kv.buffers import BufferSpan, KvBuffer
-from modeling.kv.memory import RowMemory
-from modeling.kv.staging import StagingFrames
-from modeling.kv.transfers import Transfer
 
 MakeMemory = Callable[[KvLayout, int], RowMemory]
 """Function that makes memory for one slot of a layout, up to a number of tokens. Raises an error of OUT_OF_MEMORY, or

@@ -10,13 +10,12 @@ from typing import ClassVar, Generic, Protocol, Self, TypeVar
 
 from torch import Tensor
 
-from baton.ids import SlotId
-from baton.types import TokenRange
+from baton.modeling.forward.decoder import LayerTurns, SequenceSpan
+from baton.modeling.forward.selection import Picks
+from baton.modeling.kv.staging import StagingFrames
+from baton.types import SlotId, TokenRange
 from generate_workers.residency.port import KvBytes, RowKv, StepRows
 from generate_workers.residency.traits import PolicyTraits
-from modeling.forward.decoder import LayerTurns, SequenceSpan
-from modeling.forward.selection import Picks
-from modeling.kv.staging import StagingFrames
 
 
 class Row(RowKv, Protocol):

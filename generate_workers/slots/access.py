@@ -1,8 +1,8 @@
 """Access to a slot's memory: writers of pushed KV, and readers that copy a sequence's KV out.
 
-`transport.kv_receiver` and `prefixes.loading` write, `prefixes.answer_saving` reads. A slot is not claimed again before
-its last writer and reader have left and the last piece on its way to it (`slots.landing`) has landed. So memory does
-not change its owner while it is copied. `SlotTable` makes writers and readers; its lock guards their count.
+`baton.transport.kv_receiver` and `prefixes.loading` write, `prefixes.answer_saving` reads. A slot is not claimed again
+before its last writer and reader have left and the last piece on its way to it (`slots.landing`) has landed. So memory
+does not change its owner while it is copied. `SlotTable` makes writers and readers; its lock guards their count.
 """
 
 import asyncio
@@ -14,16 +14,16 @@ from typing import Protocol
 import numpy as np
 
 from baton.errors import InvalidArgumentError, TransferError
+from baton.modeling.kv.staging import Frame
+from baton.transport.kv_sink import PushTarget
 from baton.types import LeaseRef, TokenRange
 from generate_workers.residency.port import SharesPrefixes
 from generate_workers.slots.landing import FramedPiece, Landing
 from generate_workers.slots.leases import Claim
-from modeling.kv.staging import Frame
-from transport.kv_sink import PushTarget
 
 
 class SlotWriter(PushTarget, Protocol):
-    """A writer inside a lease, from `SlotTable.open_push`. On the loop it is a transport.kv_sink.PushTarget; other
+    """A writer inside a lease, from `SlotTable.open_push`. On the loop it is a `PushTarget` of the transport; other
     threads call `copy_in` and `drain`. Valid only inside `open_push`."""
 
     def copy_in(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:

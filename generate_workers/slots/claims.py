@@ -6,15 +6,14 @@
 import math
 from collections.abc import Sequence
 
-from baton.clock import Clock
 from baton.errors import InvalidArgumentError, LeaseError, LeaseExpiredError, ResourceExhaustedError, StaleStampError
-from baton.ids import SlotId, Stamp
-from baton.types import LeaseRef, SampledToken
+from baton.process.clock import Clock
+from baton.transport.coverage import Coverage
+from baton.transport.kv_sink import ReserveSpec
+from baton.types import LeaseRef, SampledToken, SlotId, Stamp
 from generate_workers.residency.port import KvBytes
 from generate_workers.slots.leases import Claim, Seat, Slot, SlotMove, SlotState
 from generate_workers.slots.memory import KvMemory
-from transport.coverage import Coverage
-from transport.kv_sink import ReserveSpec
 
 
 class Claims:

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 from baton.errors import ConfigError
+from baton.modeling.kv.staging import Frame, StagingFrames
+from baton.modeling.kv.transfers import Transfer
 from baton.types import TokenRange
 from generate_workers.slots.leases import Claim
-from modeling.kv.staging import Frame, StagingFrames
-from modeling.kv.transfers import Transfer
 
 logger = logging.getLogger(__name__)
 

@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Self
 
-from baton.ids import SlotId, Stamp
-from baton.types import LeaseRef, SampledToken, TokenRange
+from baton.transport.coverage import Coverage
+from baton.types import LeaseRef, SampledToken, SlotId, Stamp, TokenRange
 from generate_workers.residency.port import KvBytes, RowKv
 from generate_workers.slots.memory import KvMemory, Promise
-from transport.coverage import Coverage
 
 
 class SlotState(Enum):

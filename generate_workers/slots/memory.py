@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.errors import InvalidArgumentError, ResourceExhaustedError
-from baton.ids import SlotId
+from baton.modeling.kv.buffers import OUT_OF_MEMORY
+from baton.types import SlotId
 from generate_workers.residency.port import KvBytes, KvShape, Residency, RowKv
-from modeling.kv.buffers import OUT_OF_MEMORY
 
 _NOTHING = KvBytes()
 _EXTENT_TOKENS = 64

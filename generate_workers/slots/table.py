@@ -2,8 +2,8 @@
 
 Callers by thread:
 
-- `transport.kv_receiver` leases, pushes and commits on the process's asyncio loop. For it the table is a
-  transport.kv_sink.KvSink.
+- `baton.transport.kv_receiver` leases, pushes and commits on the process's asyncio loop. For it the table is a
+  baton.transport.kv_sink.KvSink.
 - `engine.core` occupies, activates, expires and releases slots on the engine's thread.
 - `prefixes` copies blocks in and answers out on its own threads, and releases slots whose answers it has copied.
 
@@ -18,18 +18,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 
-from baton.clock import Clock
 from baton.errors import IncompletePushError, TransferError
-from baton.ids import SlotId
-from baton.types import Lease, LeaseRef, SampledToken, TokenRange
+from baton.process.clock import Clock
+from baton.transport.coverage import Added
+from baton.transport.kv_sink import ReserveSpec
+from baton.types import Lease, LeaseRef, SampledToken, SlotId, TokenRange
 from generate_workers.residency.port import KvBytes, SharesPrefixes
 from generate_workers.slots.access import FrameWriter, HomeWriter, SlotReader, SlotWriter
 from generate_workers.slots.claims import Claims
 from generate_workers.slots.landing import FramedPiece, Landing
 from generate_workers.slots.leases import Claim, Seat, SlotLedger, SlotState
 from generate_workers.slots.memory import KvMemory
-from transport.coverage import Added
-from transport.kv_sink import ReserveSpec
 
 
 class SlotTable:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modeling.forward.selection import Picks
+from baton.modeling.forward.selection import Picks
 
 Choose = Callable[[int, Tensor], Picks | None]
 """Function (layer, q_BNH) -> keys that each sequence of a draft step attends to in the layer; None: all keys."""

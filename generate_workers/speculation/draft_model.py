@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from baton.modeling.forward.decoder import Decoder
 from baton.types import TokenRange
 from generate_workers.engine.rows import Row
 from generate_workers.engine.verified import Draft
@@ -27,7 +28,6 @@ from generate_workers.residency.port import DraftKeys
 from generate_workers.residency.rows import MakeMemory
 from generate_workers.speculation.port import DraftWish, Offer
 from generate_workers.speculation.stepwise import Going, draft_by_steps
-from modeling.forward.decoder import Decoder
 
 
 @dataclass

@@ -17,12 +17,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from baton.modeling.forward.selection import PartialRows, Picks, Selection, select_keys
 from generate_workers.engine.rows import Row
 from generate_workers.residency.port import StepRows
 from generate_workers.residency.sparse.draft_index import IndexedResidency
 from generate_workers.speculation.choosing import ChoosingTurns
 from generate_workers.speculation.self_drafts import DraftStep
-from modeling.forward.selection import PartialRows, Picks, Selection, select_keys
 
 _NO_SHARE = 1e-12
 """Share of a sequence's keys that rounds to 0, so that only `free_keys` bounds the keys selected by score."""

@@ -4,8 +4,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from baton.clock import Clock
 from baton.errors import ConfigError
+from baton.modeling.forward.decoder import Decoder
+from baton.planning.hardware import cpu_rank, derive_step
+from baton.planning.speculation import MOST_DRAFTS
+from baton.planning.step_costs import StepCosts
+from baton.planning.work_cost import WorkCost
+from baton.process.clock import Clock
 from generate_workers.config import EngineConfig
 from generate_workers.engine.model_shape import model_shape
 from generate_workers.engine.step_runner import bytes_per_step
@@ -24,11 +29,6 @@ from generate_workers.speculation.self_drafts import DraftView, SelfDrafter
 from generate_workers.speculation.snapkv import SnapKvView
 from generate_workers.speculation.speculator import DraftSteps, Source, Speculator
 from generate_workers.speculation.streaming import StreamingView
-from modeling.forward.decoder import Decoder
-from planning.hardware import cpu_rank, derive_step
-from planning.speculation import MOST_DRAFTS
-from planning.step_costs import StepCosts
-from planning.work_cost import WorkCost
 
 _SELF_ACCEPTED = {0: 0.8}
 """Initial estimate of the acceptance of drafts by the model itself, by kind."""

@@ -15,14 +15,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from baton.modeling.forward.decoder import Decoder, LayerTurns, SequenceSpan
+from baton.modeling.forward.selection import StepPicks
 from baton.types import TokenRange
 from generate_workers.engine.rows import Row
 from generate_workers.engine.verified import Draft
 from generate_workers.residency.port import StepRows
 from generate_workers.speculation.port import DraftWish, Offer
 from generate_workers.speculation.stepwise import Going, draft_by_steps
-from modeling.forward.decoder import Decoder, LayerTurns, SequenceSpan
-from modeling.forward.selection import StepPicks
 
 
 @dataclass(frozen=True)

@@ -33,16 +33,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.ids import SlotId
-from baton.types import TokenRange
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.selection import StepPicks
+from baton.modeling.kv.buffers import BufferSpan, KvRows
+from baton.types import SlotId, TokenRange
 from generate_workers.engine.rows import Row
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.port import DraftKeys, StepRows
 from generate_workers.speculation.choosing import by_kv_head, top_keys
 from generate_workers.speculation.self_drafts import DraftStep
-from modeling.forward.decoder import Decoder
-from modeling.forward.selection import StepPicks
-from modeling.kv.buffers import BufferSpan, KvRows
 
 _WINDOW_TOKENS = 32
 _POOLED_KEYS = 5

@@ -2,15 +2,18 @@
 
 An implementation of `engine.speculation`, on the engine's thread. Sequences join and leave between rounds. Each has its
 own draft source, number of drafts, and number of accepted ones. A round is some draft steps and the step that verifies.
-Its work is counted as StepWork (`planning.work_cost`), from which its time is predicted and learnt.
+Its work is counted as StepWork (`baton.planning.work_cost`), from which its time is predicted and learnt.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from baton.clock import Clock
-from baton.ids import SlotId
+from baton.planning.speculation import MOST_DRAFTS, Prospect, expected_tokens, plan_round
+from baton.planning.step_costs import StepCosts
+from baton.planning.work_cost import NO_WORK, RowDrafts, StepWork, drafting_work, verifying_work
+from baton.process.clock import Clock
 from baton.results.timings import DraftCounts
+from baton.types import SlotId
 from generate_workers.engine.batcher import RowSpan, StepPlan
 from generate_workers.engine.rows import Row
 from generate_workers.engine.speculation import SourceStats, SpeculationStats
@@ -18,9 +21,6 @@ from generate_workers.engine.verified import Draft, Drafts, Verified
 from generate_workers.slots.table import SlotTable
 from generate_workers.speculation.acceptance import Acceptances
 from generate_workers.speculation.port import Drafter, DraftWish
-from planning.speculation import MOST_DRAFTS, Prospect, expected_tokens, plan_round
-from planning.step_costs import StepCosts
-from planning.work_cost import NO_WORK, RowDrafts, StepWork, drafting_work, verifying_work
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from baton.modeling.forward.drawing import NO_TOKEN
+from baton.modeling.forward.sampling import choose, probabilities
 from generate_workers.engine.rows import Row
 from generate_workers.engine.verified import Draft
 from generate_workers.speculation.port import DraftWish
-from modeling.forward.drawing import NO_TOKEN
-from modeling.forward.sampling import choose, probabilities
 
 Going = Sequence[tuple[Row, Draft]]
 """Sequences that are drafted for, each with its draft so far."""

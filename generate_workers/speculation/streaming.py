@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from baton.ids import SlotId
-from baton.types import TokenRange
+from baton.modeling.forward.decoder import SequenceSpan
+from baton.modeling.kv.buffers import KvPlace, KvRows
+from baton.types import SlotId, TokenRange
 from generate_workers.engine.rows import Row
 from generate_workers.residency.port import DraftKeys, Residency, StepRows
 from generate_workers.speculation.self_drafts import DraftStep
-from modeling.forward.decoder import SequenceSpan
-from modeling.kv.buffers import KvPlace, KvRows
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from baton.errors import NotFoundError
-from baton.ids import RequestId, StreamNumber
+from baton.modeling.prefix_store.store import Filled
 from baton.prefix_blocks import BlockNaming
-from baton.types import FinishReason, TokenEvent
+from baton.types import FinishReason, RequestId, StreamNumber, TokenEvent
 from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.rows import GenerationRequest, Ticket
 from generate_workers.prefixes.answer_saving import AnswerSaver, StreamAnswers
-from modeling.prefix_store.store import Filled
 
 
 @dataclass(eq=False)

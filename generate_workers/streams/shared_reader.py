@@ -13,10 +13,9 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from baton.errors import BatonError, InvalidArgumentError
-from baton.ids import StreamNumber
-from baton.types import TokenEvent
+from baton.modeling.prefix_store.store import Filled
+from baton.types import StreamNumber, TokenEvent
 from generate_workers.streams.open_streams import OpenStream, OpenStreams
-from modeling.prefix_store.store import Filled
 
 T = TypeVar("T")
 

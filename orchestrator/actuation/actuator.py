@@ -18,8 +18,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from baton.clock import Clock
 from baton.errors import BatonError, UnavailableError
+from baton.process.clock import Clock
 from baton.process.endless import Pauses, tell_failure
 from orchestrator.autoscaling.actions import Action, LeadTimes, Move
 from orchestrator.autoscaling.prediction import Allocation

@@ -4,7 +4,7 @@ group of each role could leave.
 Reads the books of `orchestrator.membership` and `orchestrator.placement`; keeps only the running requests. On the loop.
 """
 
-from baton.clock import Clock
+from baton.process.clock import Clock
 from orchestrator.autoscaling.actions import FleetState
 from orchestrator.autoscaling.demand import Backlog, ServiceModel
 from orchestrator.autoscaling.prediction import Allocation

@@ -9,8 +9,9 @@ import logging
 from collections import deque
 from dataclasses import replace
 
-from baton.clock import Clock
-from baton.cluster_state import Scaling, ScalingChange
+from baton.calls.cluster_state import Scaling, ScalingChange
+from baton.planning.planner import ChainPlanner
+from baton.process.clock import Clock
 from baton.process.endless import Pauses, repeat
 from orchestrator.actuation.actuator import Actuator
 from orchestrator.actuation.fleet import LiveFleet
@@ -24,7 +25,6 @@ from orchestrator.observability.state import Overview
 from orchestrator.placement.generation_book import Occupancy
 from orchestrator.requests.config import AutoscalingConfig
 from orchestrator.requests.record import RequestRecord
-from planning.planner import ChainPlanner
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ The prediction adds two waits:
                  prefill, as `orchestrator.placement.chooser` would place it now; times the ratio of measured to
                  predicted time of late (`Correction`), raised so that one request in forty takes longer
 
-Unknown are the number of tokens that the requests in between will generate (so planning.step_times do not help here),
-later requests that are more urgent or due earlier, and failures of workers. The wait for slots is a mean: a caller that
-refuses by it allows for scatter. Used by `orchestrator.admission.gate` and `orchestrator.controller`. Pure.
+Unknown are the number of tokens that the requests in between will generate (so baton.planning.step_times do not help
+here), later requests that are more urgent or due earlier, and failures of workers. The wait for slots is a mean: a
+caller that refuses by it allows for scatter. Used by `orchestrator.admission.gate` and `orchestrator.controller`. Pure.
 """
 
 import math

@@ -20,8 +20,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
-from baton.clock import Clock
 from baton.errors import ResourceExhaustedError
+from baton.process.clock import Clock
 from baton.types import Priority
 from orchestrator.admission.forecast import Turnover, predict_wait_s
 from orchestrator.admission.queue_policy import QueuePolicy, Totals, Waiter

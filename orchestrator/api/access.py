@@ -1,9 +1,9 @@
 """Decides who may call which method of the clients' port: any caller, callers with a key, processes of the cluster, or
 operators.
 
-Called before each call, by the server's interceptor (`transport.status`), which `orchestrator.api.frontend` installs.
-Addresses do not count: a call from this machine may come from a proxy, on behalf of any client, or from another user of
-the machine. docs/security.md has the rules as a table. Pure.
+Called before each call, by the server's interceptor (`baton.transport.status`), which `orchestrator.api.frontend`
+installs. Addresses do not count: a call from this machine may come from a proxy, on behalf of any client, or from
+another user of the machine. docs/security.md has the rules as a table. Pure.
 """
 
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ from enum import Enum
 from types import MappingProxyType
 
 from baton.errors import UnauthenticatedError
+from baton.transport.identity import ClusterSecret
 from orchestrator.requests.tenants import AUTHORIZATION_KEY, Metadata, Tenants
-from transport.identity import ClusterSecret
 
 
 class Access(Enum):
@@ -60,7 +60,7 @@ class Doorkeeper:
         self._secret = secret
 
     def check(self, method: str, metadata: Metadata) -> None:
-        """Return if the call is permitted; `method` is its full name. Implements `transport.status.Check`.
+        """Return if the call is permitted; `method` is its full name. Implements `baton.transport.status.Check`.
 
         Raises UnauthenticatedError without a required key or secret, and PermissionDeniedError for a tenant's key where
         an operator's is required.

@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from baton.cluster_state import group_state_to_proto
+from baton.calls.cluster_state import group_state_to_proto
 from baton.errors import InvalidArgumentError, NotFoundError
 from baton.proto_types import finish_from_proto, finish_to_proto, read, timings_from_proto, timings_to_proto
 from baton.results.completion import Usage

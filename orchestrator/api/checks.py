@@ -10,10 +10,10 @@ from baton.errors import InvalidArgumentError
 from baton.limits import MAX_CACHE_SALT_CHARS, MAX_PROMPT_BYTES, MAX_REQUEST_ID_CHARS
 from baton.results.completion import ModelInfo
 from baton.sampling_params import SamplingParams
+from baton.text.stop_strings import StopStrings
+from baton.text.stream import TextStream
+from baton.text.tokenizer import Tokenizer
 from baton.types import FinishReason
-from text.stop_strings import StopStrings
-from text.stream import TextStream
-from text.tokenizer import Tokenizer
 
 
 class Intake:

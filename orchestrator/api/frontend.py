@@ -2,7 +2,7 @@
 
 `orchestrator.api.access` checks calls first; `orchestrator.api.admin` and `orchestrator.api.planning` are served on the
 same port. On the process's asyncio loop; long prompts are tokenized in threads. Errors become statuses, RetryInfo
-included, in the interceptor that `transport.channel.make_server` installs.
+included, in the interceptor that `baton.transport.channel.make_server` installs.
 """
 
 import asyncio
@@ -18,14 +18,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
+from baton.calls.cluster_state import cluster_state_to_proto
 from baton.calls.requests import BY_CHAIN
-from baton.clock import Clock
-from baton.cluster_state import cluster_state_to_proto
 from baton.errors import DeadlineExceededError
+from baton.planning.planner import ChainPlanner
+from baton.process.clock import Clock
 from baton.process.endless import Pauses, repeat
 from baton.process.tracing import provider_of
 from baton.proto_types import event_to_proto, requests_to_proto, timings_to_proto
 from baton.results.completion import ModelInfo
+from baton.text.form_prover import FormProver
+from baton.text.tokenizer import Tokenizer
+from baton.transport.channel import bind, make_server
+from baton.transport.identity import ClusterSecret
 from baton.types import TokenEvent
 from baton.v1 import admin_pb2_grpc, orchestrator_pb2_grpc, planning_pb2_grpc
 from baton.v1 import orchestrator_pb2 as pb
@@ -46,11 +51,6 @@ from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Event, Finished, Started
 from orchestrator.requests.request import Request
 from orchestrator.requests.tenants import Tenants
-from planning.planner import ChainPlanner
-from text.form_prover import FormProver
-from text.tokenizer import Tokenizer
-from transport.channel import bind, make_server
-from transport.identity import ClusterSecret
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -20,18 +20,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
-from baton.clock import Clock
 from baton.errors import BatonError, ConfigError, UnavailableError
+from baton.process.clock import Clock
 from baton.process.endless import Pauses, is_task_cancelled, repeat
 from baton.proto_types import model_from_proto
+from baton.text.tokenizer import Tokenizer
+from baton.transport.channel import bind, make_server
+from baton.transport.status import translate_rpc_errors
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from orchestrator.api.checks import Intake
 from orchestrator.api.delivery import deliver
 from orchestrator.api.reading import RequestReader, deadline_s
-from text.tokenizer import Tokenizer
-from transport.channel import bind, make_server
-from transport.status import translate_rpc_errors
 
 logger = logging.getLogger(__name__)
 

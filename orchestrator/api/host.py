@@ -14,19 +14,19 @@ from typing import Any, Self
 
 import grpc
 
-from baton.clock import SystemClock
+from baton.process.clock import SystemClock
 from baton.process.cores import pin
 from baton.process.garbage import collect_rarely
 from baton.proto_types import model_from_proto
+from baton.text.tokenizer import Tokenizer
+from baton.transport.channel import bind, make_server
+from baton.transport.identity import ClusterSecret
 from baton.v1 import keeping_pb2 as pb
 from baton.v1 import keeping_pb2_grpc
 from orchestrator.api.frontend import OrchestratorServer
 from orchestrator.api.keeping import orders_from_proto, orders_to_proto, planner_from_proto, view_from_proto
 from orchestrator.membership.members import Members
 from orchestrator.requests.config import OrchestratorConfig
-from text.tokenizer import Tokenizer
-from transport.channel import bind, make_server
-from transport.identity import ClusterSecret
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

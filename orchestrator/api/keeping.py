@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
+from baton.planning import calibration, step_times
+from baton.planning.chain.partition_table import Knot, PartitionTable
+from baton.planning.local_prefill import LocalPrefill
+from baton.planning.planner import ChainPlanner
 from baton.results.completion import ModelInfo
 from baton.v1 import keeping_pb2 as pb
 from baton.v1 import orchestrator_pb2
 from orchestrator.membership.view import AbsentGroup, ClusterView, EndedWorker, GenerationGroup, Orders, PrefillGroup
-from planning import calibration, step_times
-from planning.chain.partition_table import Knot, PartitionTable
-from planning.local_prefill import LocalPrefill
-from planning.planner import ChainPlanner
 
 T = TypeVar("T", PrefillGroup, GenerationGroup, AbsentGroup, EndedWorker, LocalPrefill, Knot)
 

@@ -12,16 +12,16 @@ from typing import Any, TypeVar
 
 import grpc
 
-from baton.clock import Clock
 from baton.errors import InvalidArgumentError
-from baton.ids import RequestId
+from baton.process.clock import Clock
 from baton.proto_types import params_from_proto, priority_from_proto
 from baton.sampling_params import SamplingParams
+from baton.text.bounded_reading import BoundedReading
+from baton.types import RequestId
 from baton.v1 import orchestrator_pb2 as pb
 from orchestrator.api.checks import Intake
 from orchestrator.requests.request import Request
 from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
-from text.bounded_reading import BoundedReading
 
 Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")

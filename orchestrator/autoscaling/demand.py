@@ -11,10 +11,10 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.planning.cost_model import CostModel
+from baton.planning.planner import ChainPlanner
 from baton.types import TokenRange
 from orchestrator.autoscaling.traffic import TrafficForecast
-from planning.cost_model import CostModel
-from planning.planner import ChainPlanner
 
 _SAMPLED = 8
 """Prompt lengths of a class that are predicted."""

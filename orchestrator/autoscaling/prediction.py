@@ -3,11 +3,11 @@
     first token    wait for a slot + wait for a prefill group + the prompt's own prefill + transfer + half a step
     next tokens    the step time at the rows at which batches settle, and at the 95th percentile of their number
 
-The waits are those of `planning.queueing`, for the distributions in `orchestrator.autoscaling.demand`. Percentiles
-count the work that waits already. Beyond saturation percentiles do not exist. There the share of requests that meet
-their targets is a rule of thumb that falls with the overload, so that allocations can still be compared. That share is
-the mean of two, with the waiting work and without it, so that an allocation that clears a queue and then fails the
-traffic is not preferred. Pure.
+The waits are those of `baton.planning.queueing`, for the distributions in `orchestrator.autoscaling.demand`.
+Percentiles count the work that waits already. Beyond saturation percentiles do not exist. There the share of requests
+that meet their targets is a rule of thumb that falls with the overload, so that allocations can still be compared. That
+share is the mean of two, with the waiting work and without it, so that an allocation that clears a queue and then fails
+the traffic is not preferred. Pure.
 """
 
 import copy
@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.planning.queueing import NO_WAIT, Wait, poisson_p95, settled_rows, wait_for_servers
 from orchestrator.autoscaling.demand import NO_BACKLOG, Backlog, Demand, ServiceModel
 from orchestrator.autoscaling.traffic import TrafficForecast
 from orchestrator.requests.config import AutoscalingConfig
-from planning.queueing import NO_WAIT, Wait, poisson_p95, settled_rows, wait_for_servers
 
 _SATURATED = 0.98
 """Utilisation up to which waits are predicted."""

@@ -16,11 +16,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from baton.clock import Clock
 from baton.errors import BatonError, NotFoundError, ResourceExhaustedError, StalePrefixError
-from baton.ids import JobId, RequestId, ReserveNumber, StreamNumber
+from baton.planning.planner import ChainPlanner
+from baton.process.clock import Clock
 from baton.results.prefill_trace import PrefixFetch
-from baton.types import Lease
+from baton.transport.kv_sink import ReserveSpec
+from baton.types import JobId, Lease, RequestId, ReserveNumber, StreamNumber
 from orchestrator.dispatch.fetching import BlockFetcher
 from orchestrator.dispatch.givebacks import Givebacks
 from orchestrator.dispatch.prefilling import ChainRunner, PrefillTask, failure_of
@@ -33,8 +34,6 @@ from orchestrator.requests.record import RequestRecord
 from orchestrator.workers.client import Clients, EventStream, WorkerClient
 from orchestrator.workers.messages import PrefillJob
 from orchestrator.workers.prefix_discovery import PrefixStores
-from planning.planner import ChainPlanner
-from transport.kv_sink import ReserveSpec
 
 logger = logging.getLogger(__name__)
 

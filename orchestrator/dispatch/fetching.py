@@ -7,14 +7,14 @@ too late is not an error: the attempt is planned again without a fetch. On the l
 
 import logging
 
-from baton.clock import Clock
 from baton.errors import BatonError
+from baton.planning.planner import ChainPlanner
+from baton.process.clock import Clock
 from baton.results.prefill_trace import PrefixFetch
 from orchestrator.placement.block_fetches import BlockFetch, BlockSources
 from orchestrator.placement.prefix_index import PrefixIndex
 from orchestrator.requests.record import RequestRecord
 from orchestrator.workers.client import Clients, FetchReport
-from planning.planner import ChainPlanner
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,9 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from baton.clock import Clock
 from baton.errors import BatonError, ResourceExhaustedError
-from baton.ids import ReserveNumber, StreamNumber
-from baton.types import Lease, LeaseRef
+from baton.process.clock import Clock
+from baton.types import Lease, LeaseRef, ReserveNumber, StreamNumber
 from orchestrator.membership.members import Members
 from orchestrator.workers.client import VERB_TIMEOUT_S, Clients, WorkerClient
 

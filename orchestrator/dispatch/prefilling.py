@@ -9,16 +9,16 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 
-from baton.clock import Clock
 from baton.errors import BatonError, StalePrefixError
-from baton.ids import Rank
+from baton.planning.planner import ChainPlanner
+from baton.process.clock import Clock
 from baton.results.prefill_trace import RankTiming
+from baton.types import Rank
 from orchestrator.membership.members import Members
 from orchestrator.placement.prefix_index import PrefixIndex
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.workers.client import Clients, WorkerClient
 from orchestrator.workers.messages import PrefillJob
-from planning.planner import ChainPlanner
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from enum import Enum
 
-from baton.clock import Clock
 from baton.errors import BatonError, InvalidArgumentError, NotFoundError, ResourceExhaustedError
+from baton.process.clock import Clock
 
 
 class BreakerState(Enum):

@@ -12,8 +12,8 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from typing import ClassVar, TypeVar
 
-from baton.clock import SystemClock
 from baton.errors import NotFoundError, UnavailableError
+from baton.process.clock import SystemClock
 from orchestrator.membership.breakers import Breakers, BreakerState
 from orchestrator.membership.loads import Load, Loads
 from orchestrator.membership.prefill_book import Backlogs

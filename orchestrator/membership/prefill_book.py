@@ -9,7 +9,7 @@ wrong prediction is forgotten with its job. A group's book ends when its links a
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from baton.ids import JobId, Rank
+from baton.types import JobId, Rank
 from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
 
 

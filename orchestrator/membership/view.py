@@ -7,7 +7,7 @@ from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from baton.ids import Epoch
+from baton.types import Epoch
 
 
 @dataclass(frozen=True)

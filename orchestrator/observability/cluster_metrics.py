@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from baton.cluster_state import ClusterState, GenerationStatus, GroupState, KvLedger, Scaling
+from baton.calls.cluster_state import ClusterState, GenerationStatus, GroupState, KvLedger, Scaling
 
 _Samples = Iterable[tuple[tuple[str, ...], float]]
 """Pairs of a sample's label values and its value."""

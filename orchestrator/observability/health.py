@@ -6,7 +6,7 @@ the workers' books do not balance or slots are leaked, because then no request c
 
 from collections.abc import Collection, Sequence
 
-from baton.cluster_state import GroupState
+from baton.calls.cluster_state import GroupState
 from orchestrator.membership.view import AbsentGroup
 
 

@@ -6,15 +6,15 @@ Called by `orchestrator.controller`. On the loop.
 
 import logging
 
-from baton.clock import Clock
-from baton.cluster_state import StepSample
+from baton.calls.cluster_state import StepSample
 from baton.errors import BatonError
+from baton.planning.planner import ChainPlanner
+from baton.process.clock import Clock
 from orchestrator.observability.metrics import Metrics
 from orchestrator.observability.request_book import RequestBook
 from orchestrator.observability.stages import Trace
 from orchestrator.observability.traces import Traces
 from orchestrator.requests.record import FailedAttempt, Finished, RequestRecord
-from planning.planner import ChainPlanner
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
 
-from baton.cluster_state import ClusterState
+from baton.calls.cluster_state import ClusterState
 from baton.errors import ConfigError
 from baton.settings.addresses import join_address
 from orchestrator.observability.cluster_metrics import StateCollector

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 
-from baton.clock import Clock
+from baton.process.clock import Clock
 from baton.results.request_list import RequestList, RequestStatus
 from baton.results.timings import Timings
 from orchestrator.observability.traces import NUM_KEPT

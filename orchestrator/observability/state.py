@@ -13,9 +13,9 @@ from dataclasses import replace
 from functools import partial
 
 from baton import __version__
-from baton.clock import Clock
-from baton.cluster_state import ClusterState, GroupState, Scaling
+from baton.calls.cluster_state import ClusterState, GroupState, Scaling
 from baton.errors import NotFoundError, UnavailableError
+from baton.process.clock import Clock
 from orchestrator.admission.gate import Admission
 from orchestrator.membership.members import Members
 from orchestrator.observability.health import why_degraded, why_not_serving

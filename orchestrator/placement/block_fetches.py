@@ -10,12 +10,12 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from baton.clock import Clock
+from baton.planning.planner import ChainPlanner
+from baton.process.clock import Clock
 from orchestrator.membership.breakers import BreakerPolicy, Breakers
 from orchestrator.membership.members import Members
 from orchestrator.membership.view import Group, PrefillGroup
 from orchestrator.placement.prefix_index import PrefixIndex
-from planning.planner import ChainPlanner
 
 _LEAST_BOUND_S = 0.05
 """Least time that a fetch is given, in seconds: calls of busy processes may take as long."""

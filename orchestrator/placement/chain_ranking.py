@@ -15,11 +15,11 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from baton.planning.planner import ChainPlanner
+from baton.planning.terms import transfer_s
 from orchestrator.membership.view import PrefillGroup
 from orchestrator.placement.block_fetches import BlockFetch, node_of
 from orchestrator.placement.chain_width import ChainPlan
-from planning.planner import ChainPlanner
-from planning.terms import transfer_s
 
 _DIGITS = 9
 """Decimals to which seconds are compared, because chains that wait for the same link cost the same but for rounding."""

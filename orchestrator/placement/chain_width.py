@@ -12,8 +12,8 @@ when it comes, to be done within (1 + overtaking) times its predicted time, and 
 behind the job that has it. Whatever is due or promised, a job gives way to a job of another tenant that has less in
 flight, for its weight, than this job's own tenant has before it. docs/kv_runahead.md derives these rules.
 
-Called by `orchestrator.placement.predictions`. `planning.planner` predicts, and `orchestrator.membership.prefill_book`
-holds the jobs in flight. Pure.
+Called by `orchestrator.placement.predictions`. `baton.planning.planner` predicts, and
+`orchestrator.membership.prefill_book` holds the jobs in flight. Pure.
 """
 
 import math
@@ -22,12 +22,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
 
-from baton.ids import Rank
+from baton.planning.planner import ChainPlanner
 from baton.results.prefill_trace import WidthChoice, WidthOption
-from baton.types import TokenRange
+from baton.types import Rank, TokenRange
 from orchestrator.membership.prefill_book import Pending
 from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
-from planning.planner import ChainPlanner
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from baton.clock import Clock
 from baton.errors import DrainedError
+from baton.planning.planner import ChainPlanner
 from baton.prefix_blocks import PromptBlocks
+from baton.process.clock import Clock
 from baton.results.prefill_trace import Placement, PlacementTerms
 from orchestrator.membership.members import Members, NoGroupError
 from orchestrator.membership.view import GenerationGroup
@@ -34,7 +35,6 @@ from orchestrator.placement.predictions import Outlook, Prompt, Prospects
 from orchestrator.placement.prefix_index import PrefixIndex
 from orchestrator.requests.config import Disaggregation, OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
-from planning.planner import ChainPlanner
 
 T = TypeVar("T")
 

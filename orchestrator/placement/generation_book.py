@@ -8,10 +8,10 @@ when it is seen. On the loop.
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
+from baton.planning.planner import ChainPlanner
 from baton.results.prefill_trace import PlacementTerms
 from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.states import RequestState
-from planning.planner import ChainPlanner
 
 _LEAST_LEFT = 0.25
 """Part of a local prefill that is taken to be left for as long as it has no token: one that is overdue is not done."""

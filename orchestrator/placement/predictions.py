@@ -9,8 +9,10 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from baton.clock import Clock
+from baton.planning.planner import ChainPlanner
+from baton.planning.terms import chain_terms, local_terms
 from baton.prefix_blocks import PromptBlocks
+from baton.process.clock import Clock
 from baton.results.prefill_trace import PlacementTerms
 from baton.types import TokenRange
 from orchestrator.membership.members import Members
@@ -23,8 +25,6 @@ from orchestrator.placement.comparison import ChainWay, LocalWay
 from orchestrator.placement.generation_book import Occupancy
 from orchestrator.placement.prefix_index import PrefixIndex
 from orchestrator.requests.record import RequestRecord
-from planning.planner import ChainPlanner
-from planning.terms import chain_terms, local_terms
 
 
 @dataclass(frozen=True)

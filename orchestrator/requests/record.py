@@ -9,14 +9,13 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from baton.clock import Clock
 from baton.errors import BatonError
-from baton.ids import RequestId
+from baton.process.clock import Clock
 from baton.results.completion import Usage
 from baton.results.prefill_trace import Placement, PrefillTrace, PrefixFetch, RankTiming, WidthChoice
 from baton.results.timings import DraftCounts, SpeculationTrace, Timings
 from baton.sampling_params import SamplingParams
-from baton.types import DraftRound, FinishReason, TokenEvent
+from baton.types import DraftRound, FinishReason, RequestId, TokenEvent
 from orchestrator.requests.request import Request
 from orchestrator.requests.states import TRANSITIONS, RequestMove, RequestState
 

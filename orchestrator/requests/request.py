@@ -6,9 +6,8 @@ Made by `orchestrator.api.reading`, or in process by `deploy.commands.session`; 
 
 from dataclasses import dataclass, replace
 
-from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
-from baton.types import FinishReason, Priority
+from baton.types import FinishReason, Priority, RequestId
 from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
 
 

@@ -10,11 +10,11 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
-from baton.clock import Clock
-from baton.cluster_state import GenerationStatus, GroupState, PrefillStatus, StepSample
+from baton.calls.cluster_state import GenerationStatus, GroupState, PrefillStatus, StepSample
 from baton.errors import BatonError
-from baton.ids import Epoch
+from baton.process.clock import Clock
 from baton.process.endless import Pauses, repeat
+from baton.types import Epoch
 from orchestrator.membership.members import Members
 from orchestrator.membership.view import GenerationGroup, Group, PrefillGroup
 from orchestrator.requests.config import OrchestratorConfig

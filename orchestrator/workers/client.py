@@ -13,12 +13,15 @@ from functools import partial
 
 import grpc
 
-from baton.cluster_state import GenerationStatus, PrefillStatus
+from baton.calls.cluster_state import GenerationStatus, PrefillStatus
 from baton.errors import BatonError, DeadlineExceededError, RequestCancelledError, UnavailableError
-from baton.ids import StreamNumber
 from baton.proto_types import event_from_proto, rank_timing_from_proto, read
 from baton.results.prefill_trace import RankTiming
-from baton.types import Lease, TokenEvent
+from baton.transport.channel import make_channel
+from baton.transport.identity import ClusterSecret
+from baton.transport.kv_client import KvClient
+from baton.transport.status import translate_rpc_errors
+from baton.types import Lease, StreamNumber, TokenEvent
 from baton.v1 import common_pb2, exchange_pb2, generate_pb2, prefill_pb2
 from baton.v1.exchange_pb2_grpc import BlockExchangeStub
 from baton.v1.generate_pb2_grpc import GenerationGroupStub
@@ -28,10 +31,6 @@ from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
 from orchestrator.workers.messages import PrefillJob, stream_request, takeover_request
 from orchestrator.workers.streams import SharedStreams, StreamPart
-from transport.channel import make_channel
-from transport.identity import ClusterSecret
-from transport.kv_client import KvClient
-from transport.status import translate_rpc_errors
 
 VERB_TIMEOUT_S = 5.0
 """Timeout of calls that a healthy worker answers at once, in seconds."""

@@ -6,17 +6,16 @@ Used by `orchestrator.workers.client`; jobs are made by `orchestrator.dispatch.a
 from dataclasses import dataclass
 from functools import cached_property
 
-from baton.ids import JobId, StreamNumber
 from baton.prefix_blocks import PromptBlocks
 from baton.proto_types import range_to_proto
-from baton.types import Lease
+from baton.transport.proto_types import history_to_proto, lease_ref_to_proto, lease_to_proto
+from baton.types import JobId, Lease, StreamNumber
 from baton.v1 import common_pb2, generate_pb2, prefill_pb2
 from orchestrator.membership.view import PrefillGroup
 from orchestrator.placement.chain_width import ChainPlan
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
 from orchestrator.workers.streams import check_size
-from transport.proto_types import history_to_proto, lease_ref_to_proto, lease_to_proto
 
 
 @dataclass(frozen=True)

@@ -115,9 +115,9 @@ def test_what_gaps_calls_missing_is_missing(page: str, packages: str, pattern: s
 
 
 def test_these_checks_see_what_does_not_exist() -> None:
-    assert not exists("modeling.forward.attention.NoSuchName") and not exists("generate.no_such_field")
+    assert not exists("baton.modeling.forward.attention.NoSuchName") and not exists("generate.no_such_field")
     assert (
-        exists("modeling.forward.attention.Attention")
+        exists("baton.modeling.forward.attention.Attention")
         and exists("generate.residency")
         and exists("baton.v1.Orchestrator")
     )

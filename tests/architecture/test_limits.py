@@ -9,7 +9,7 @@ from baton import limits
 from baton.limits import Limit
 from tests.support.folders import ROOT
 
-PRODUCT = ("baton", "text", "planning", "transport", "orchestrator", "generate_workers", "gateway", "deploy")
+PRODUCT = ("baton", "orchestrator", "generate_workers", "gateway", "deploy")
 LIMITS = [name for name, hint in get_type_hints(limits, include_extras=True).items() if hasattr(hint, "__metadata__")]
 
 

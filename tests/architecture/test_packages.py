@@ -55,9 +55,9 @@ def test_no_test_folder_is_a_package() -> None:
 def test_importing_all_of_a_package_leaves_torch_out() -> None:
     modules = sorted(
         str(path.relative_to(ROOT).with_suffix("")).replace("/", ".")
-        for package in ("baton", "text", "planning", "transport", "orchestrator", "gateway")
+        for package in ("baton", "orchestrator", "gateway")
         for path in (ROOT / package).rglob("*.py")
-        if path.name != "__init__.py"
+        if path.name != "__init__.py" and ROOT / "baton" / "modeling" not in path.parents
     )
     loaded = loaded_after(*modules)
     assert set(modules) <= loaded
@@ -86,7 +86,7 @@ def test_commands_that_ask_a_server_elsewhere_leave_torch_out() -> None:
 
 
 def test_the_probe_sees_torch_where_it_is_imported() -> None:
-    assert "torch" in loaded_after("modeling.kv.buffers")
+    assert "torch" in loaded_after("baton.modeling.kv.buffers")
 
 
 def loaded_after(*modules: str) -> set[str]:

@@ -17,29 +17,29 @@ from tests.support.lint import STEPS, copy_tree, run_step
 pytestmark = pytest.mark.integration
 
 IMPORTS = [
-    ("transport", "transport/channel.py", "ray"),
-    ("transport", "transport/coverage.py", "torch"),
+    ("transport", "baton/transport/channel.py", "ray"),
+    ("transport", "baton/transport/coverage.py", "torch"),
     ("engines", "prefill_workers/engine.py", "grpc"),
     ("engines", "generate_workers/engine/core.py", "grpc"),
     ("engines", "generate_workers/slots/table.py", "baton.v1.kv_pb2"),
-    ("engines", "generate_workers/slots/access.py", "transport.channel"),  # which imports grpc
+    ("engines", "generate_workers/slots/access.py", "baton.transport.channel"),  # which imports grpc
     ("orchestrator", "orchestrator/dispatch/attempt.py", "grpc"),
     ("stubs", "orchestrator/controller.py", "baton.v1.kv_pb2"),
     ("orchestrator", "orchestrator/placement/comparison.py", "torch"),
-    ("modeling", "modeling/forward/decoder.py", "grpc"),
-    ("modeling", "modeling/forward/decoder.py", "baton.v1.kv_pb2"),
-    ("words-and-plans", "text/tokenizer.py", "torch"),
-    ("words-and-plans", "planning/chain/partition.py", "torch"),
-    ("vocabulary", "baton/types.py", "torch"),
+    ("modeling", "baton/modeling/forward/decoder.py", "grpc"),
+    ("modeling", "baton/modeling/forward/decoder.py", "baton.v1.kv_pb2"),
+    ("words-and-plans", "baton/text/tokenizer.py", "torch"),
+    ("words-and-plans", "baton/planning/chain/partition.py", "torch"),
+    ("client", "baton/types.py", "torch"),
     ("ray", "benchmarks/support/harness.py", "ray"),
     ("ray", "prefill_workers/host.py", "ray"),
-    ("layers", "text/tokenizer.py", "modeling.forward.decoder"),
-    ("layers", "planning/chain/partition.py", "transport.channel"),
+    ("floors-baton", "baton/text/tokenizer.py", "baton.modeling.forward.decoder"),
+    ("floors-baton", "baton/planning/chain/partition.py", "baton.transport.channel"),
     ("layers", "prefill_workers/engine.py", "generate_workers.engine.core"),
     ("layers", "generate_workers/engine/core.py", "prefill_workers.engine"),
     ("layers", "orchestrator/dispatch/attempt.py", "prefill_workers.engine"),
-    ("layers", "baton/types.py", "text.tokenizer"),
-    ("layers", "transport/channel.py", "deploy.config.worker"),
+    ("floors-baton", "baton/types.py", "baton.text.tokenizer"),
+    ("layers", "baton/transport/channel.py", "deploy.config.worker"),
     ("servicers", "prefill_workers/engine.py", "prefill_workers.servicer"),
     ("floors-orchestrator", "orchestrator/requests/record.py", "orchestrator.api.frontend"),
 ]
@@ -54,19 +54,19 @@ CIRCLES = {
 FILES = {
     "proto/__init__.py": "",
     "baton/v1/planted_pb2.py": "",
-    "planning/long_file.py": "x = 1\n" * 401,
-    "planning/long_function.py": "def long():\n" + "    x = 1\n" * 60,
-    "planning/wide.py": "class A:\n    def wide(self, a, b, c, d, e, f): ...\n",
-    "planning/full.py": "def full(a, b, c, d, e, *, f):\n" + "    x = 1\n" * 59 + "x = 1\n" * 340,
+    "baton/planning/long_file.py": "x = 1\n" * 401,
+    "baton/planning/long_function.py": "def long():\n" + "    x = 1\n" * 60,
+    "baton/planning/wide.py": "class A:\n    def wide(self, a, b, c, d, e, f): ...\n",
+    "baton/planning/full.py": "def full(a, b, c, d, e, *, f):\n" + "    x = 1\n" * 59 + "x = 1\n" * 340,
 }
 PROTO = "proto/baton/v1/common.proto"
 NAMED = [
     ("stubs", "baton/v1/common_pb2.py: stale stub"),
     ("stubs", "baton/v1/planted_pb2.py: no proto makes this stub"),
     ("stubs", "proto/__init__.py: proto/ holds .proto files only"),
-    ("sizes", "planning/long_file.py: 401 lines (the limit is 400)"),
-    ("sizes", "planning/long_function.py:1 long: 61 lines (the limit is 60)"),
-    ("sizes", "planning/wide.py:2 wide: 6 positional parameters (the limit is 5)"),
+    ("sizes", "baton/planning/long_file.py: 401 lines (the limit is 400)"),
+    ("sizes", "baton/planning/long_function.py:1 long: 61 lines (the limit is 60)"),
+    ("sizes", "baton/planning/wide.py:2 wide: 6 positional parameters (the limit is 5)"),
 ]
 """A step, and the beginning of the line in which it names what was planted."""
 PROSE = [
@@ -85,15 +85,15 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for module, imported in (*((module, imported) for _, module, imported in IMPORTS), ALLOWED):
         add(tree / module, f"\nimport {imported}\n")
     for name, line in CIRCLES.items():
-        folder = tree / "text" / name
+        folder = tree / "baton" / "text" / name
         folder.mkdir()
         add(folder / "__init__.py", "")
-        add(folder / "one.py", f"import text.{name}.two\n")
-        add(folder / "two.py", line.format(f"text.{name}.one"))
+        add(folder / "one.py", f"import baton.text.{name}.two\n")
+        add(folder / "two.py", line.format(f"baton.text.{name}.one"))
     for name, text in FILES.items():
         add(tree / name, text)
     for number, (text, _) in enumerate(PROSE):
-        add(tree / f"planning/said_{number}.py", text + "\n")
+        add(tree / f"baton/planning/said_{number}.py", text + "\n")
     add(tree / "docs/planted.md", "# Planted\n\nA page beside\nthe others.\n")
     add(tree / PROTO, "\nmessage Planted {\n  uint32 field = 1;\n}\n")
     return tree
@@ -136,7 +136,7 @@ def test_a_forbidden_import_is_named(contract: str, module: str, imported: str, 
 
 @pytest.mark.parametrize("name", CIRCLES)
 def test_a_circle_of_imports_is_named(name: str, sections: dict[str, str]) -> None:
-    assert f"No cycles are allowed in text.{name}." in sections["circles"]
+    assert f"No cycles are allowed in baton.text.{name}." in sections["circles"]
 
 
 def test_ray_is_allowed_in_deploy(outputs: dict[str, str]) -> None:
@@ -151,7 +151,7 @@ def test_what_a_step_refuses_is_named(step: str, named: str, outputs: dict[str, 
 
 @pytest.mark.parametrize("number", range(len(PROSE)))
 def test_wording_that_the_style_replaces_is_named(number: int, outputs: dict[str, str]) -> None:
-    assert f"planning/said_{number}.py:{PROSE[number][1]}" in outputs["prose"]
+    assert f"baton/planning/said_{number}.py:{PROSE[number][1]}" in outputs["prose"]
 
 
 def test_wording_in_a_new_document_is_named(outputs: dict[str, str]) -> None:
@@ -159,7 +159,7 @@ def test_wording_in_a_new_document_is_named(outputs: dict[str, str]) -> None:
 
 
 def test_sizes_at_the_limits_pass(outputs: dict[str, str]) -> None:
-    assert "planning/full.py" not in outputs["sizes"]
+    assert "baton/planning/full.py" not in outputs["sizes"]
 
 
 def dotted(module: str) -> str:

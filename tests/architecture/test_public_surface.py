@@ -14,7 +14,14 @@ import pytest
 from google.protobuf.message import Message
 
 import baton
-from baton.cluster_state import ClusterState, GenerationStatus, GroupState, PrefillStatus, Scaling, ScalingChange
+from baton.calls.cluster_state import (
+    ClusterState,
+    GenerationStatus,
+    GroupState,
+    PrefillStatus,
+    Scaling,
+    ScalingChange,
+)
 from baton.results.completion import Choice, Completion, ModelInfo, Usage
 from baton.results.prefill_trace import (
     Placement,

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from baton.ids import SlotId
 from baton.sampling_params import SamplingParams
+from baton.types import SlotId
 from generate_workers.engine.batcher import Batcher
 from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.step_bound import PrefillWork, StepBound

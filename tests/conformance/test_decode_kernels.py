@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.kv.buffers import KvRows
+from baton.modeling.kv.buffers import KvRows
 from tests.support.kernels.brute_attention import brute_attention
 from tests.support.kernels.paths import PATHS, TILED, KernelPath, has_tiles, lane, require
 

@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.modeling.forward.fused_layers import FusedLayers
+from baton.modeling.forward.linear import PanelLinear
+from baton.modeling.forward.model_config import ModelConfig
+from baton.modeling.forward.norms import RmsNorm, Transform, unchanged
+from baton.modeling.forward.rope import Rotation
+from baton.modeling.forward.rows import DecodeRows
+from baton.modeling.forward.selection import StepPicks
+from baton.modeling.kernels import native
+from baton.modeling.kernels.products import DOT, TILES, WIDENED
+from baton.modeling.kv.buffers import KvPlace
 from baton.types import TokenRange
-from modeling.forward.fused_layers import FusedLayers
-from modeling.forward.linear import PanelLinear
-from modeling.forward.model_config import ModelConfig
-from modeling.forward.norms import RmsNorm, Transform, unchanged
-from modeling.forward.rope import Rotation
-from modeling.forward.rows import DecodeRows
-from modeling.forward.selection import StepPicks
-from modeling.kernels import native
-from modeling.kernels.products import DOT, TILES, WIDENED
-from modeling.kv.buffers import KvPlace
 from tests.support.kernels.paths import INSTRUCTION_SETS, has_tiles, lane, require
 
 

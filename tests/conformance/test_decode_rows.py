@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.modeling.forward.rows import DecodeRows, has_native_rows
+from baton.modeling.forward.selection import Picks
+from baton.modeling.kernels import native
+from baton.modeling.kernels.products import WIDENED
+from baton.modeling.kv.buffers import BufferSpan, KvBuffer, KvRows
 from baton.types import KvLayout, TokenRange
-from modeling.forward.rows import DecodeRows, has_native_rows
-from modeling.forward.selection import Picks
-from modeling.kernels import native
-from modeling.kernels.products import WIDENED
-from modeling.kv.buffers import BufferSpan, KvBuffer, KvRows
 from tests.support.kernels.brute_attention import brute_attention
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)

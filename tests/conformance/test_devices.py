@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from baton.errors import ConfigError
+from baton.modeling.device import copying
+from baton.modeling.device.copying import LinkRate
+from baton.modeling.device.emulated import EmulatedDevice
+from baton.modeling.device.making import make_device
+from baton.modeling.device.port import Device
+from baton.modeling.kv.arena import WrongMemoryError
+from baton.modeling.kv.buffers import KvBuffer, byte_view
+from baton.modeling.kv.memory import PAGE_BYTES
 from baton.types import KvLayout, TokenRange
-from modeling.device import copying
-from modeling.device.copying import LinkRate
-from modeling.device.emulated import EmulatedDevice
-from modeling.device.making import make_device
-from modeling.device.port import Device
-from modeling.kv.arena import WrongMemoryError
-from modeling.kv.buffers import KvBuffer, byte_view
-from modeling.kv.memory import PAGE_BYTES
 
 LAYOUT = KvLayout("weights", num_layers=3, num_kv_heads=2, head_dim=64, dtype="float32")
 NUM_TOKENS = 40

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from modeling.kernels import native
+from baton.modeling.kernels import native
 
 pytestmark = pytest.mark.skipif(not native.load(), reason="needs a C++ compiler")
 NUM_LATEST, MOST_SLOTS, NUM_HEADS = 4, 12, 2

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.forward.selection import PartialKeys, PartialRows, Picks, Selection, plain_select_keys
-from modeling.kernels import native
-from modeling.kernels.calls.operators import Operators
+from baton.modeling.forward.selection import PartialKeys, PartialRows, Picks, Selection, plain_select_keys
+from baton.modeling.kernels import native
+from baton.modeling.kernels.calls.operators import Operators
 from tests.support.kernels.paths import require, sets
 
 LAYER = 1
@@ -30,7 +30,7 @@ SELECTIONS = [
 TORCH = "torch"
 
 Select = Callable[..., Picks]
-"""`modeling.forward.selection.select_keys` for LAYER."""
+"""`baton.modeling.forward.selection.select_keys` for LAYER."""
 
 
 @pytest.fixture(params=[TORCH, *sets()])

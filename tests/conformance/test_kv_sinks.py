@@ -20,15 +20,14 @@ from baton.errors import (
     ResourceExhaustedError,
     StaleStampError,
 )
-from baton.ids import RequestId, SlotId, Stamp
-from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
+from baton.transport.kv_sink import KvSink, ReserveSpec
+from baton.types import KvLayout, Lease, LeaseRef, RequestId, SampledToken, SlotId, Stamp, TokenRange
 from generate_workers.slots.leases import Seat
 from generate_workers.slots.table import SlotTable
 from tests.support.engines.generation import WAIT_S
 from tests.support.engines.slot_tables import activated, make_slots
 from tests.support.manual_clock import ManualClock
 from tests.support.wire.memory_sink import MemorySink
-from transport.kv_sink import KvSink, ReserveSpec
 
 LAYOUT = KvLayout("weights", num_layers=2, num_kv_heads=1, head_dim=2, dtype="float32")
 NUM_TOKENS = 8

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from baton.errors import ModelError
-from modeling.forward.linear import Linear, LinearByRows, PanelLinear, TorchLinear, make_linear
-from modeling.forward.norms import LayerNorm, RmsNorm, Transform, unchanged
-from modeling.kernels import native
-from modeling.kernels.products import DOT, TILES, WIDENED
+from baton.modeling.forward.linear import Linear, LinearByRows, PanelLinear, TorchLinear, make_linear
+from baton.modeling.forward.norms import LayerNorm, RmsNorm, Transform, unchanged
+from baton.modeling.kernels import native
+from baton.modeling.kernels.products import DOT, TILES, WIDENED
 from tests.support.kernels.paths import INSTRUCTION_SETS, has_tiles, lane, require
 
 

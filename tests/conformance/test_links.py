@@ -6,8 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from baton.errors import LinkBrokenError
-from baton.ids import Epoch, JobId, Rank
-from baton.types import TokenRange
+from baton.types import Epoch, JobId, Rank, TokenRange
 from prefill_workers.links import LinkHeader, Links, LinkStatus
 from tests.support.links.link_groups import Recorder, edge_group, in_process_group, torch_group
 

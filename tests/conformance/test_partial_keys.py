@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.modeling.forward.selection import KeyProjection, PartialKeys
+from baton.modeling.kernels import native
+from baton.modeling.kernels.calls.operators import Operators
 from baton.types import TokenRange
-from modeling.forward.selection import KeyProjection, PartialKeys
-from modeling.kernels import native
-from modeling.kernels.calls.operators import Operators
 from tests.support.kernels.paths import require, sets
 
 NUM_KV_HEADS = 3

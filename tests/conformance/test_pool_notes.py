@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.kernels import native
-from modeling.kernels.calls.operators import Operators
+from baton.modeling.kernels import native
+from baton.modeling.kernels.calls.operators import Operators
 from tests.support.kernels.paths import require, sets
 
 NUM_HEADS = 3

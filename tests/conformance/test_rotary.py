@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.forward.rope import RotaryTable, has_native_turn
-from modeling.kernels import native
-from modeling.kernels.calls.operators import Operators
+from baton.modeling.forward.rope import RotaryTable, has_native_turn
+from baton.modeling.kernels import native
+from baton.modeling.kernels.calls.operators import Operators
 from tests.support.kernels.paths import require, sets
 from tests.support.models.tiny_models import random_decoder
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import BatonError, UnavailableError
+from baton.transport.channel import make_channel
 from baton.v1.keeping_pb2 import UpdateRequest
 from baton.v1.keeping_pb2_grpc import KeepingStub
 from deploy.config.file import make_local_config
@@ -19,7 +20,6 @@ from deploy.groups.spawner import Spawner, WorkerHandle
 from deploy.groups.worker import Worker
 from tests.support.clusters.workers import InProcessSpawner, orchestrator_worker
 from tests.support.wire.secret import SECRET
-from transport.channel import make_channel
 
 pytestmark = pytest.mark.integration
 

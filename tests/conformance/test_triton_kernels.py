@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from baton.errors import ConfigError
-from modeling.kernels.triton.launch import require_triton
+from baton.modeling.kernels.triton.launch import require_triton
 from tests.support.kernels.covering import Levels, covering, pairs
 from tests.support.kernels.triton import copies, decode, pointwise, prefill, refusals
 from tests.support.kernels.triton.decode import DecodeCase
@@ -158,7 +158,7 @@ def test_without_triton_one_error_says_how_to_get_it(monkeypatch: pytest.MonkeyP
 def test_this_process_does_not_interpret(run: Run) -> None:
     """Other tests of this process may compile kernels, whatever the tests here do."""
     run(decode.check_append, APPEND_CASES[0], DEVICE)
-    assert DEVICE == "cuda" or "modeling.kernels.triton.append_kernel" not in sys.modules
+    assert DEVICE == "cuda" or "baton.modeling.kernels.triton.append_kernel" not in sys.modules
 
 
 @pytest.mark.parametrize("levels", [decode.LEVELS, prefill.LEVELS], ids=["decode", "prefill"])

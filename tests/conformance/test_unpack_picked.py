@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.modeling.forward.selection import Picks
+from baton.modeling.kernels import native
+from baton.modeling.kv.buffers import TORCH_DTYPES
 from generate_workers.residency.int4.format import Int4Format, has_int4_kernel
-from modeling.forward.selection import Picks
-from modeling.kernels import native
-from modeling.kv.buffers import TORCH_DTYPES
 from tests.support.kernels.int4 import HEAD_DIMS, form_of, packed, random_kv
 from tests.support.kernels.paths import require, sets
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from modeling.device.port import Device
-from modeling.forward.attention import plain_kernel
-from modeling.forward.decoder import Decoder
+from baton.modeling.device.port import Device
+from baton.modeling.forward.attention import plain_kernel
+from baton.modeling.forward.decoder import Decoder
 from tests.support.engines.devices import STANDING_FOR_A_GPU, device_for_tests
 from tests.support.models.tiny_models import random_decoder
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch.distributed import TCPStore, is_nccl_available
 
-from baton.ids import Epoch, JobId, Rank, RequestId
-from baton.types import TokenRange
-from modeling.device.port import Device
-from modeling.forward.decoder import Decoder
+from baton.modeling.device.port import Device
+from baton.modeling.forward.decoder import Decoder
+from baton.types import Epoch, JobId, Rank, RequestId, TokenRange
 from tests.cuda.conftest import ON_GPU
 from tests.support.engines.chain_worker import NUM_LAYERS, Worker
 from tests.support.engines.chains import (

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.device.port import Device
+from baton.modeling.forward.attention import plain_kernel
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kv.buffers import BufferSpan, KvBuffer
 from baton.types import TokenRange
-from modeling.checkpoints.weights import load_decoder
-from modeling.device.port import Device
-from modeling.forward.attention import plain_kernel
-from modeling.forward.decoder import Decoder
-from modeling.kv.buffers import BufferSpan, KvBuffer
 from tests.support.models.tiny_models import build_tiny, random_decoder
 
 Make = Callable[..., Decoder]

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from baton.modeling.device.port import Device
+from baton.modeling.kv.buffers import OUT_OF_MEMORY
 from baton.types import KvLayout, TokenRange
-from modeling.device.port import Device
-from modeling.kv.buffers import OUT_OF_MEMORY
 
 LAYOUT = KvLayout("weights", num_layers=3, num_kv_heads=2, head_dim=64, dtype="float32")
 SIZE = 1 << 20

@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from baton.modeling.forward.decoder import Decoder
 from baton.sampling_params import SamplingParams
 from baton.types import SampledToken, TokenRange
 from generate_workers.config import SpeculationName
 from generate_workers.slots.memory import MemoryLimits
-from modeling.forward.decoder import Decoder
 from tests.support.engines.generation import eos_decoder, harness, prefilled, prompt, reference_ids
 from tests.support.engines.slot_tables import push_buffer
 from tests.support.models.tiny_tokenizer import EOS_ID

@@ -4,7 +4,7 @@ tests/conformance/test_triton_kernels.py gives Triton's interpreter, and what on
 import pytest
 import torch
 
-from modeling.device.cuda import CudaDevice
+from baton.modeling.device.cuda import CudaDevice
 from tests.support.kernels.covering import covering
 from tests.support.kernels.triton import copies, decode, prefill, refusals, steps
 from tests.support.kernels.triton.decode import DecodeCase

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from baton.errors import ModelError
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.device.port import Device
+from baton.modeling.forward.attention import plain_kernel
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kv.buffers import BufferSpan
 from baton.types import TokenRange
-from modeling.checkpoints.weights import load_decoder
-from modeling.device.port import Device
-from modeling.forward.attention import plain_kernel
-from modeling.forward.decoder import Decoder
-from modeling.kv.buffers import BufferSpan
 from tests.support.models.quantised_folders import VOCAB, write_pair
 
 IDS = [token % VOCAB for token in range(5, 60, 3)]

@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 
 from baton.client import AsyncClient
-from baton.ids import RequestId
+from baton.modeling.device.emulated import EmulatedDevice
+from baton.transport.channel import make_channel
+from baton.transport.kv_client import KvClient
+from baton.transport.kv_sink import ReserveSpec
+from baton.types import RequestId
 from baton_lab.chaos.report import Outcome, Report
 from baton_lab.chaos.run import Bounds, ChaosRun
 from baton_lab.chaos.schedule import Schedule, Shape
 from generate_workers.engine.step_runner import weight_bytes
-from modeling.device.emulated import EmulatedDevice
 from tests.support.clusters.chaos import chaos_cluster
 from tests.support.clusters.clients import CLOCK
 from tests.support.clusters.cluster import MAX_TOKENS
@@ -25,9 +28,6 @@ from tests.support.engines.generation import eos_decoder
 from tests.support.engines.speculating import SPECULATING
 from tests.support.models.tiny_tokenizer import NUM_LETTERS
 from tests.support.wire.secret import SECRET
-from transport.channel import make_channel
-from transport.kv_client import KvClient
-from transport.kv_sink import ReserveSpec
 
 pytestmark = pytest.mark.integration
 

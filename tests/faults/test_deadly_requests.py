@@ -12,12 +12,12 @@ import pytest
 
 from baton.client import AsyncClient
 from baton.errors import BatonError
+from baton.modeling.checkpoints.weights import load_decoder
 from baton.sampling_params import SamplingParams
 from deploy.config.worker import WorkerConfig
 from deploy.groups.processes import ProcessSpawner
 from deploy.groups.surroundings import Heartbeat
 from generate_workers.config import EngineConfig
-from modeling.checkpoints.weights import load_decoder
 from orchestrator.requests.config import OrchestratorConfig
 from tests.support.clusters.processes.doomed_worker import DEADLY
 from tests.support.clusters.supervision import SupervisedCluster, supervised

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from baton.errors import ResourceExhaustedError
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.device.emulated import EmulatedDevice
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kv.buffers import BufferSpan, KvBuffer
 from baton.sampling_params import SamplingParams
+from baton.text.tokenizer import Tokenizer
 from baton.types import SampledToken, TokenRange
 from generate_workers.config import EngineConfig
 from generate_workers.engine.step_runner import weight_bytes
-from modeling.checkpoints.weights import load_decoder
-from modeling.device.emulated import EmulatedDevice
-from modeling.forward.decoder import Decoder
-from modeling.kv.buffers import BufferSpan, KvBuffer
 from orchestrator.requests.config import OrchestratorConfig
 from tests.support.clusters.cluster import MAX_TOKENS, BareCluster, cluster
 from tests.support.engines.generation import eos_decoder, prompt, reference_ids
@@ -26,7 +27,6 @@ from tests.support.engines.generation_servers import Client, ids_in, read, servi
 from tests.support.engines.prefixes import file_bytes, prefix_folder
 from tests.support.models.texts import passage_ids
 from tests.support.models.tiny_models import random_decoder
-from text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.integration
 

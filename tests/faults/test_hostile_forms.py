@@ -15,10 +15,10 @@ import pytest
 
 from baton.errors import InvalidArgumentError
 from baton.limits import FORM_MEMORY_BYTES, MAX_COMPILED_BYTES
-from baton.structured_output import StructuredOutput
+from baton.sampling_params import StructuredOutput
+from baton.text.form_prover import FormProver
 from tests.support.models.tiny_tokenizer import EOS_ID, letter_tokenizer
 from tests.support.wire.hostile.forms import random_form
-from text.form_prover import FormProver
 
 pytestmark = pytest.mark.integration
 

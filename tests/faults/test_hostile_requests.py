@@ -17,8 +17,8 @@ from baton.calls.resume import Reconnect
 from baton.calls.streams import AsyncStream
 from baton.errors import InvalidArgumentError, RequestCancelledError, ResourceExhaustedError
 from baton.limits import MAX_LOGIT_BIASES, MAX_MESSAGE_BYTES, MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
-from baton.sampling_params import SamplingParams
-from baton.structured_output import StructuredOutput
+from baton.sampling_params import SamplingParams, StructuredOutput
+from baton.transport.channel import make_channel
 from baton.types import FinishReason
 from baton.v1 import common_pb2
 from baton.v1 import orchestrator_pb2 as pb
@@ -29,7 +29,6 @@ from tests.support.clusters.clients import Answer
 from tests.support.clusters.kept import KeptCluster, kept
 from tests.support.eventually import eventually
 from tests.support.models.texts import passage_ids
-from transport.channel import make_channel
 
 pytestmark = pytest.mark.integration
 

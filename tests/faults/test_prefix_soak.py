@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from baton.modeling.prefix_store.store import PrefixStore
 from baton.sampling_params import SamplingParams
-from modeling.prefix_store.store import PrefixStore
 from orchestrator.requests.config import OrchestratorConfig
 from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.engines.generation import prompt, reference_ids

@@ -8,18 +8,17 @@ import grpc
 import pytest
 
 from baton.errors import UnavailableError
-from baton.ids import RequestId
-from baton.types import Lease, TokenRange
+from baton.transport.channel import make_channel
+from baton.transport.kv_client import KvClient
+from baton.transport.kv_routes import make_pool
+from baton.transport.kv_sender import PushSummary, open_push
+from baton.transport.kv_sink import ReserveSpec
+from baton.transport.shared_memory import CellPool
+from baton.types import Lease, RequestId, TokenRange
 from tests.support.eventually import eventually
 from tests.support.wire.kv_loopback import FIRST, WIDE, Loopback, loopback, offer_all, result_of, rows
 from tests.support.wire.push_process import NUM_TOKENS, WHOLE, running
 from tests.support.wire.shared_push import files_in_memory, shared_files
-from transport.channel import make_channel
-from transport.kv_client import KvClient
-from transport.kv_routes import make_pool
-from transport.kv_sender import PushSummary, open_push
-from transport.kv_sink import ReserveSpec
-from transport.shared_memory import CellPool
 
 pytestmark = pytest.mark.integration
 

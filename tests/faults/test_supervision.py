@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from ray.exceptions import RaySystemError
 
-from baton.clock import SystemClock
 from baton.errors import BatonError, InvalidArgumentError, UnavailableError
-from baton.ids import MAX_EPOCH
+from baton.process.clock import SystemClock
 from baton.results.completion import ModelInfo
+from baton.transport.status import translate_rpc_errors
+from baton.types import MAX_EPOCH
 from baton.v1 import prefill_pb2
 from baton.v1.prefill_pb2 import PrefillStatus
 from baton_lab.chaos.network import NetworkedSpawner, NetworkedWorker
@@ -32,7 +33,6 @@ from tests.support.clusters.fault_plans import PickedPlan
 from tests.support.clusters.planners import linear_planner
 from tests.support.clusters.workers import InProcessSpawner, orchestrator_worker, tiny_worker
 from tests.support.eventually import eventually
-from transport.status import translate_rpc_errors
 
 pytestmark = pytest.mark.integration
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from baton.modeling.checkpoints.weights import load_decoder
 from baton.types import TokenRange
-from modeling.checkpoints.weights import load_decoder
 from tests.support.engines.chains import ChainGroup, reference
 from tests.support.models.texts import passage_ids
 

@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from baton.errors import InvalidArgumentError
+from baton.text.tokenizer import Tokenizer
 from tests.support.models.chats import CHATS, CONVERSATIONS, QUESTION, TURNS, ChatFamily, Messages
-from text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

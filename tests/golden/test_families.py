@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kv.buffers import BufferSpan, KvBuffer
 from baton.types import TokenRange
-from modeling.forward.decoder import Decoder
-from modeling.kv.buffers import BufferSpan, KvBuffer
 from tests.support.models.tiny_models import TINY_NAMES, WINDOW, tiny_decoder
 from tests.support.paths import advance, buffer_for, chunked_hidden, random_cuts, whole
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kv.buffers import BufferSpan
 from baton.types import TokenRange
-from modeling.forward.decoder import Decoder
-from modeling.kv.buffers import BufferSpan
 from tests.support.engines.chains import ChainGroup, assert_right, poisoned_buffer
 from tests.support.models.tiny_models import load_tiny, tiny_decoder
 from tests.support.paths import advance, advance_hidden, buffer_for, chunked_hidden, random_cuts

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers import modeling_gguf_pytorch_utils as transformers_gguf
 
-from modeling.checkpoints.gguf import convert_gguf
-from modeling.checkpoints.weights import load_decoder
+from baton.modeling.checkpoints.gguf import convert_gguf
+from baton.modeling.checkpoints.weights import load_decoder
 from tests.support.models.tiny_gguf import HEAD_DIM, tiny_keys, tiny_tensors, write_gguf
 from tests.support.paths import whole
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from modeling.checkpoints.weights import load_decoder
+from baton.modeling.checkpoints.weights import load_decoder
 from tests.support.models.quantised_folders import VOCAB, quantise_folder, rewrite_config, write_pair
 from tests.support.models.tiny_models import build_tiny
 from tests.support.paths import whole

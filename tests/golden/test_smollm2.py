@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kv.buffers import BufferSpan
 from baton.types import TokenRange
-from modeling.checkpoints.weights import load_decoder
-from modeling.forward.decoder import Decoder
-from modeling.kv.buffers import BufferSpan
 from tests.support.models import smollm2_reference
 from tests.support.models.smollm2_reference import NUM_NEW, Reference
 from tests.support.models.texts import passage_ids

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.forward.decoder import Decoder, LayerTurns
+from baton.modeling.forward.linear import has_panel_linear
+from baton.modeling.kernels import native
+from baton.modeling.kernels.process_kernels import KERNELS
+from baton.modeling.kernels.processor import processor_kind
+from baton.modeling.kernels.products import DOT, TILES, WIDENED
+from baton.modeling.kv.buffers import BufferSpan
+from baton.planning.speculation import MOST_DRAFTS
 from baton.types import KernelChoice, TokenRange
-from modeling.checkpoints.weights import load_decoder
-from modeling.forward.decoder import Decoder, LayerTurns
-from modeling.forward.linear import has_panel_linear
-from modeling.kernels import native
-from modeling.kernels.process_kernels import KERNELS
-from modeling.kernels.processor import processor_kind
-from modeling.kernels.products import DOT, TILES, WIDENED
-from modeling.kv.buffers import BufferSpan
-from planning.speculation import MOST_DRAFTS
 from tests.support.kernels.paths import has_tiles
 from tests.support.models.texts import passage_ids
 from tests.support.paths import advance_hidden, buffer_for, rms_error

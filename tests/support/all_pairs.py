@@ -5,6 +5,7 @@ by nothing but the definitions. `orchestrator.placement` has to choose the same.
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, replace
 
+from baton.planning.terms import chain_terms, local_terms
 from baton.prefix_blocks import PromptBlocks
 from baton.results.prefill_trace import PlacementTerms
 from baton.types import TokenRange
@@ -13,7 +14,6 @@ from orchestrator.placement.block_fetches import BlockFetch, node_of
 from orchestrator.placement.chain_width import ChainPlan
 from orchestrator.placement.predictions import Outlook
 from orchestrator.requests.record import RequestRecord
-from planning.terms import chain_terms, local_terms
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """A calibration of a rank alone, as a file of whole prompts and single messages gives it."""
 
-from planning.calibration import Calibration, Points
-from planning.cost_model import CostModel, Kernel
-from planning.fit import fit_link, fit_prefill
-from planning.model_shape import ModelShape
+from baton.planning.calibration import Calibration, Points
+from baton.planning.cost_model import CostModel, Kernel
+from baton.planning.fit import fit_link, fit_prefill
+from baton.planning.model_shape import ModelShape
 
 
 def calibrate(

@@ -7,9 +7,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kv.buffers import BufferSpan, KvBuffer
 from baton.types import TokenRange
-from modeling.forward.decoder import Decoder
-from modeling.kv.buffers import BufferSpan, KvBuffer
 
 
 def buffer_for(decoder: Decoder, num_tokens: int) -> KvBuffer:

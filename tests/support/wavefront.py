@@ -1,11 +1,11 @@
-"""The recursion of `planning.chain.wavefront` in plain loops: slow, and plainly right."""
+"""The recursion of `baton.planning.chain.wavefront` in plain loops: slow, and plainly right."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from planning.chain.wavefront import work_of
-from planning.cost_model import CostModel, Protocol, Receive
+from baton.planning.chain.wavefront import work_of
+from baton.planning.cost_model import CostModel, Protocol, Receive
 
 
 def reference(chunks: Sequence[int], cost: CostModel, protocol: Protocol, *, cached: int = 0) -> float:

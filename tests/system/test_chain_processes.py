@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from baton.ids import Epoch, JobId, Rank, RequestId
-from baton.types import TokenRange
+from baton.types import Epoch, JobId, Rank, RequestId, TokenRange
 from tests.support.engines.chain_worker import NUM_LAYERS, Worker
 from tests.support.engines.chains import largest_error, random_chunks, random_tokens, reference, until
 from tests.support.links.link_groups import HOST

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from baton import __version__
-from baton.clock import SystemClock
 from baton.errors import (
     ConfigError,
     InvalidArgumentError,
@@ -20,13 +19,17 @@ from baton.errors import (
     StaleStampError,
     UnavailableError,
 )
-from baton.ids import RequestId
+from baton.modeling.prefix_store.node import DiskPlace
+from baton.process.clock import SystemClock
 from baton.sampling_params import SamplingParams
-from baton.types import FinishReason, SampledToken
+from baton.transport.channel import make_channel
+from baton.transport.kv_client import KvClient
+from baton.transport.kv_sink import ReserveSpec
+from baton.transport.proto_types import history_to_proto
+from baton.types import FinishReason, RequestId, SampledToken
 from baton.v1 import generate_pb2
 from generate_workers.config import EngineConfig
 from generate_workers.servicer import GenerationServer
-from modeling.prefix_store.node import DiskPlace
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.engines.generation_servers import SHORT, Client, ids_in, read, serving
 from tests.support.engines.prefixes import PLENTY, hung, prefix_folder
@@ -34,10 +37,6 @@ from tests.support.engines.slot_tables import page_bytes
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import letter_tokenizer, text_of
 from tests.support.wire.secret import SECRET
-from transport.channel import make_channel
-from transport.kv_client import KvClient
-from transport.kv_sink import ReserveSpec
-from transport.proto_types import history_to_proto
 
 pytestmark = pytest.mark.integration
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from baton.text.tokenizer import Tokenizer
 from tests.support.clusters.on_ray.ray_clusters import run_baton
 from tests.support.models.hub import COMMIT, Hub, serving
 from tests.support.models.letter_models import write_letter_model
-from text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.integration
 

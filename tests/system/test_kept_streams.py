@@ -12,6 +12,8 @@ import pytest
 from baton.errors import InvalidArgumentError, NotFoundError
 from baton.proto_types import event_from_proto
 from baton.sampling_params import SamplingParams
+from baton.transport.channel import make_channel
+from baton.transport.proto_types import history_to_proto
 from baton.types import FinishReason, TokenEvent
 from baton.v1 import common_pb2, generate_pb2, kv_pb2
 from baton.v1.generate_pb2_grpc import GenerationGroupStub
@@ -26,8 +28,6 @@ from tests.support.engines.speculating import SPECULATING, ways
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import text_of
 from tests.support.wire.secret import SECRET
-from transport.channel import make_channel
-from transport.proto_types import history_to_proto
 
 if TYPE_CHECKING:
     from baton.v1.generate_pb2_grpc import GenerationGroupAsyncStub

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from modeling.kernels import native
+from baton.modeling.kernels import native
 from tests.support.kernels.paths import require
 
 pytestmark = pytest.mark.integration
@@ -40,7 +40,7 @@ def busy_core() -> Iterator[None]:
 @pytest.mark.parametrize("tiles", [True, False])
 def test_fresh_processes_make_one_choice(tiles: bool, tmp_path: Path) -> None:
     require(native.NATIVE)
-    code = f"from modeling.kernels.choosing import measure_choice; print(measure_choice(tiles={tiles}))"
+    code = f"from baton.modeling.kernels.choosing import measure_choice; print(measure_choice(tiles={tiles}))"
     choices = []
     for number in range(NUM_PROCESSES):
         cache = tmp_path / str(number)
@@ -52,7 +52,7 @@ def test_fresh_processes_make_one_choice(tiles: bool, tmp_path: Path) -> None:
 @pytest.mark.ci
 def test_a_later_process_reads_the_choice_of_the_first(tmp_path: Path) -> None:
     require(native.NATIVE)
-    code = "from modeling.kernels.process_kernels import KERNELS; print(KERNELS.choice)"
+    code = "from baton.modeling.kernels.process_kernels import KERNELS; print(KERNELS.choice)"
     first = ask(tmp_path, code)
     (kept,) = (tmp_path / "baton" / "kernels").glob("choice-*.json")
     before_ns = kept.stat().st_mtime_ns

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.cluster_state import cluster_state_from_proto
+from baton.calls.cluster_state import cluster_state_from_proto
 from baton_lab.traffic.traces.generators import Lengths, Phase, shifting
 from tests.support.paced.cluster import PacedCluster, PacedPlan, paced_cluster
 from tests.support.paced.hardware import PacedHardware, write_paced_model

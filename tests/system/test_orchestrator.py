@@ -13,10 +13,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.errors import BatonError, DeadlineExceededError, InvalidArgumentError, ResourceExhaustedError
-from baton.ids import RequestId
 from baton.proto_types import params_to_proto
 from baton.sampling_params import SamplingParams
-from baton.types import TokenRange
+from baton.transport.channel import make_channel
+from baton.transport.kv_sink import ReserveSpec
+from baton.transport.status import from_rpc_error
+from baton.types import RequestId, TokenRange
 from baton.v1 import common_pb2, generate_pb2
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
@@ -28,9 +30,6 @@ from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import ids_of, text_of
-from transport.channel import make_channel
-from transport.kv_sink import ReserveSpec
-from transport.status import from_rpc_error
 
 pytestmark = pytest.mark.integration
 

@@ -9,12 +9,12 @@ import statistics
 import pytest
 
 from baton import Client
+from baton.planning.planner import ChainPlanner
 from baton.results.timings import DraftCounts, SpeculationTrace
 from baton.sampling_params import SamplingParams
 from deploy.tuning.calibration.rounds import NUM_DRAFTS, Measured, measure_rounds
 from deploy.tuning.calibration.steps import NUM_STEPS, Grid, measure_steps
 from orchestrator.requests.config import OrchestratorConfig
-from planning.planner import ChainPlanner
 from tests.support.clusters.clients import HOST, Answer
 from tests.support.clusters.cluster import MAX_TOKENS, cluster
 from tests.support.clusters.planners import linear_planner

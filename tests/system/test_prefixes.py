@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.prefix_store.folder import node_folder
 from baton.sampling_params import SamplingParams
-from modeling.checkpoints.weights import load_decoder
-from modeling.forward.decoder import Decoder
-from modeling.prefix_store.folder import node_folder
 from tests.support.clusters.relays import Relay, ask, check_drafted, local_relay, slots_in_use
 from tests.support.engines.prefixes import blocks_in
 from tests.support.engines.speculating import SPECULATING, ways

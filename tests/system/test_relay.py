@@ -8,9 +8,9 @@ import pytest
 import pytest_asyncio
 import torch
 
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.forward.decoder import Decoder
 from baton.sampling_params import SamplingParams
-from modeling.checkpoints.weights import load_decoder
-from modeling.forward.decoder import Decoder
 from tests.support.clusters.relays import Answer, Relay, ask, check_drafted, jobs_in_flight, local_relay, slots_in_use
 from tests.support.engines.speculating import SPECULATING, ways
 from tests.support.eventually import eventually

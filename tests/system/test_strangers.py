@@ -16,14 +16,14 @@ import pytest
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
 import baton.v1
+from baton.transport.channel import make_channel
+from baton.transport.identity import SECRET_KEY, ClusterSecret
 from orchestrator.api.host import OrchestratorHost
 from orchestrator.requests.config import OrchestratorConfig
 from tests.support.clusters.clients import HOST
 from tests.support.clusters.cluster import cluster
 from tests.support.models.tiny_tokenizer import write_letters
 from tests.support.wire.secret import SECRET
-from transport.channel import make_channel
-from transport.identity import SECRET_KEY, ClusterSecret
 
 pytestmark = pytest.mark.integration
 

@@ -12,8 +12,7 @@ import pytest
 
 from baton import AsyncClient
 from baton.errors import InvalidArgumentError
-from baton.sampling_params import SamplingParams
-from baton.structured_output import StructuredOutput
+from baton.sampling_params import SamplingParams, StructuredOutput
 from orchestrator.requests.config import OrchestratorConfig
 from tests.support.clusters.clients import HOST, Answer
 from tests.support.clusters.cluster import cluster

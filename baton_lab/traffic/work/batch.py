@@ -14,8 +14,8 @@ import math
 from collections.abc import Callable
 from itertools import count
 
+from baton.planning.step_times import StepTimes
 from baton_lab.traffic.gaps import GapHistogram
-from planning.step_times import StepTimes
 
 _NEAR_TOKENS = 64
 """Tokens a row over which the slope of measured step times is taken."""

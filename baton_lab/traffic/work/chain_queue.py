@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.ids import Rank
+from baton.types import Rank
 from orchestrator.placement.chain_width import ChainPlan
 
 NOTHING_S = 1e-12

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from baton.ids import Rank
+from baton.planning.chain.wavefront import Work, chain_ttft, work_of
+from baton.planning.cost_model import BATON, CostModel
+from baton.types import Rank
 from baton_lab.traffic.work.chain_queue import NOTHING_S, Done
 from orchestrator.placement.chain_width import ChainPlan
-from planning.chain.wavefront import Work, chain_ttft, work_of
-from planning.cost_model import BATON, CostModel
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from baton import Client
 from baton.calls.requests import BY_CHAIN
 from baton.errors import InvalidArgumentError, UnavailableError
+from baton.planning.calibration import Calibration, calibrate_chain
+from baton.planning.chain.wavefront import chain_ttft
+from baton.planning.cost_model import BATON
+from baton.planning.fit import RankRow
+from baton.planning.pace import computed_s
 from baton.results.completion import Completion
 from baton.results.prefill_trace import RankTiming
 from baton.sampling_params import SamplingParams
-from planning.calibration import Calibration, calibrate_chain
-from planning.chain.wavefront import chain_ttft
-from planning.cost_model import BATON
-from planning.fit import RankRow
-from planning.pace import computed_s
 
 LEAST_TOKENS = 8
 """Tokens of the shortest prompt that is measured."""

@@ -1,7 +1,7 @@
 """The work of `baton calibrate --generate`: measures generation steps on a running cluster.
 
-The modules `steps` and `rounds` of this folder say how they are measured; planning.step_times describes the table, and
-how it is interpolated.
+The modules `steps` and `rounds` of this folder say how they are measured; baton.planning.step_times describes the
+table, and how it is interpolated.
 """
 
 import argparse
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from baton import Client
-    from baton.cluster_state import ClusterState
+    from baton.calls.cluster_state import ClusterState
+    from baton.planning.step_times import StepTimes
     from baton.v1.planning_pb2_grpc import PlanningStub
     from deploy.tuning.calibration.rounds import Measured
     from deploy.tuning.calibration.steps import Grid
-    from planning.step_times import StepTimes
 
 _ANSWER_S = 10.0
 _DRAFT_MODEL = "model"
@@ -30,11 +30,11 @@ def measured_steps(args: argparse.Namespace, client: "Client", stub: "PlanningSt
     Assumes that the cluster is idle."""
     from random import Random
 
+    from baton.planning.step_times import dumps, loads, tabulate
     from baton.v1 import planning_pb2 as pb
     from deploy.options.screen import progress
     from deploy.tuning.calibration.rounds import NUM_DRAFTS, corners, measure_rounds
     from deploy.tuning.calibration.steps import measure_steps
-    from planning.step_times import dumps, loads, tabulate
 
     grid, draft_keys, rng = _grid(args, client), draft_keys_of(client.cluster_state()), Random()
     origin = loads(stub.GetStepTimes(pb.GetStepTimesRequest(), timeout=_ANSWER_S).step_times, "cluster")

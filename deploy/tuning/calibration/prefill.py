@@ -1,6 +1,7 @@
 """`baton calibrate`: measures what prefill costs on a running cluster, and hands the cluster the numbers to predict by.
 
-planning.fit fits them, planning.calibration writes the file, and docs/kv_runahead.md says what the numbers mean.
+baton.planning.fit fits them, baton.planning.calibration writes the file, and docs/kv_runahead.md says what the numbers
+mean.
 """
 
 import argparse
@@ -73,10 +74,10 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from baton import Client
+    from baton.planning import json_file
     from baton.v1.planning_pb2_grpc import PlanningStub
     from deploy.commands.record import secret_for, serving_endpoint
     from deploy.tuning.calibration.generation import measured_steps
-    from planning import json_file
 
     console = Console(stderr=True, highlight=False)
     target, api_key = args.target or serving_endpoint(args.name), given_key(args)
@@ -138,10 +139,10 @@ def _measured_chains(args: argparse.Namespace, client: "Client", stub: "Planning
     """Measure chains, show what was fitted, and return the text of the calibration's file."""
     from random import Random
 
+    from baton.planning.calibration import dumps, loads
     from baton.v1 import planning_pb2 as pb
     from deploy.options.screen import progress
     from deploy.tuning.calibration.chains import LEAST_TOKENS, evaluate, fitted_lengths, lengths_between, measure
-    from planning.calibration import dumps, loads
 
     origin = loads(stub.GetCalibration(pb.GetCalibrationRequest(), timeout=_ANSWER_S).calibration, "cluster")
     max_tokens = client.model().max_tokens

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from baton import Client
 from baton.errors import UnavailableError
+from baton.planning.work_cost import NO_WORK, RowDrafts, StepWork, drafting_work, verifying_work
 from baton.sampling_params import SamplingParams
 from baton.types import DraftRound, TokenEvent
 from deploy.tuning.calibration.steps import Grid, events_of
-from planning.work_cost import NO_WORK, RowDrafts, StepWork, drafting_work, verifying_work
 
 NUM_ROUNDS = 8
 """Rounds that are measured of each batch, at least."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modeling.forward.selection import Selection
-from modeling.sparse.bases import Basis, LayerSample
+from baton.modeling.forward.selection import Selection
+from baton.modeling.sparse.bases import Basis, LayerSample
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def closeness(scores_GJQS: Tensor) -> Tensor:
 
 
 def choose(close_GQS: Tensor, positions_Q: Tensor, seen_QS: Tensor, selection: Selection) -> Tensor:
-    """Return the keys that a selection takes, as a mask `[G, Q, S]`: modeling.forward.selection for many queries."""
+    """Return the keys that `baton.modeling.forward.selection` takes for many queries, as a mask `[G, Q, S]`."""
     num_seen_Q = seen_QS.sum(-1)
     num_close_Q = (close_GQS > -selection.alpha).logical_and_(seen_QS).sum(-1).double().mean(0).ceil()
     most_Q = (num_seen_Q * selection.most_share).floor().clamp_(min=selection.free_keys)

@@ -19,6 +19,13 @@ import torch
 from rich.console import Console
 
 from baton.errors import InvalidArgumentError, ModelError
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.selection import Selection
+from baton.modeling.kv.memory import PagedMemory
+from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis, BasisKind, LayerSample, fit_bases, sample_layers
+from baton.modeling.sparse.selection_file import LOOKAHEADS, PreparedSelection, prepared_path, save_prepared
+from baton.text.tokenizer import Tokenizer
 from deploy.config.environment import use_threads
 from deploy.machine.model_folder import prepare_kernels, resolve_folder
 from deploy.options.screen import progress
@@ -32,13 +39,6 @@ from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.sparse.infinigen import InfinigenResidency
 from generate_workers.residency.sparse.selective import require_selective
-from modeling.checkpoints.weights import load_decoder
-from modeling.forward.decoder import Decoder
-from modeling.forward.selection import Selection
-from modeling.kv.memory import PagedMemory
-from modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis, BasisKind, LayerSample, fit_bases, sample_layers
-from modeling.sparse.selection_file import LOOKAHEADS, PreparedSelection, prepared_path, save_prepared
-from text.tokenizer import Tokenizer
 
 _FITTED_TOKENS = 2048
 """Tokens that bases are fitted to, at most: the beginning of the first passage."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from baton.modeling.forward.decoder import LayerTurns, SequenceSpan
+from baton.modeling.forward.selection import Picks
 from generate_workers.residency.port import StepKv
-from modeling.forward.decoder import LayerTurns, SequenceSpan
-from modeling.forward.selection import Picks
 
 
 def perplexity(losses: Tensor) -> float:

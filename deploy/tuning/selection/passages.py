@@ -19,13 +19,12 @@ from rich.console import Console
 from torch import Tensor
 
 from baton.errors import ConfigError
-from baton.ids import SlotId
-from baton.types import TokenRange
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kv.buffers import OUT_OF_MEMORY, BufferSpan, KvBuffer
+from baton.types import SlotId, TokenRange
 from deploy.options.screen import progress
 from deploy.tuning.selection.metrics import PicksMeter
 from generate_workers.residency.port import KvBytes, KvShape, Residency, RowKv
-from modeling.forward.decoder import Decoder
-from modeling.kv.buffers import OUT_OF_MEMORY, BufferSpan, KvBuffer
 
 _CHUNK_TOKENS = 1024
 """Tokens of a context that are prefilled at once."""

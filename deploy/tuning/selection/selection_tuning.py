@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from baton.errors import ConfigError
-from modeling.forward.selection import Selection
-from modeling.sparse.bases import Basis
+from baton.modeling.forward.selection import Selection
+from baton.modeling.sparse.bases import Basis
 
 ALPHAS = (2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, math.inf)
 CAPS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.4)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import InvalidArgumentError
+from baton.text.tokenizer import Tokenizer
 from deploy.tuning.selection.passages import Passage
-from text.tokenizer import Tokenizer
 
 _SEED = 0
 _TOLD = "\n\nThe password of {name} is {secret}.\n\n"

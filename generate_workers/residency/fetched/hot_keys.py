@@ -17,10 +17,10 @@ Shape suffixes: G kv heads, H head dim, W latest, C slots.
 
 from dataclasses import dataclass, replace
 
+from baton.modeling.forward.selection import Selection
+from baton.modeling.kv.buffers import KvBuffer
 from baton.types import KvLayout, TokenRange
 from generate_workers.residency.rows import MakeMemory, PagedKv
-from modeling.forward.selection import Selection
-from modeling.kv.buffers import KvBuffer
 
 _MORE_LATEST = 16
 """Number of places for latest tokens beyond those that are always picked. The latest move to the start after this

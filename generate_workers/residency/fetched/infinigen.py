@@ -21,6 +21,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.selection import Picks
+from baton.modeling.kv.transfers import Finished, Transfer
+from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS
+from baton.modeling.sparse.selection_file import PreparedSelection
 from baton.types import TokenRange
 from generate_workers.residency.fetched.mechanism import FetchMechanism
 from generate_workers.residency.fetched.native_keys import NativeMechanism
@@ -31,11 +36,6 @@ from generate_workers.residency.port import KvShape
 from generate_workers.residency.sparse.infinigen import ScoringStep
 from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
-from modeling.forward.decoder import Decoder
-from modeling.forward.selection import Picks
-from modeling.kv.transfers import Finished, Transfer
-from modeling.sparse.bases import NUM_WHOLE_LAYERS
-from modeling.sparse.selection_file import PreparedSelection
 
 _LEAST_AREAS = 2
 """Number of areas of a double buffer."""

@@ -23,6 +23,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from baton.modeling.device.heads import PickedHeads
+from baton.modeling.device.port import Device
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.selection import Picks
+from baton.modeling.kernels import native
+from baton.modeling.kv.transfers import Transfer
+from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
+from baton.modeling.sparse.selection_file import PreparedSelection
 from baton.types import TokenRange
 from generate_workers.residency.fetched.rows import PIECE_TOKENS, Pieces, bring_partial
 from generate_workers.residency.fetched.storing import HomeStores, addresses, link_of
@@ -32,14 +40,6 @@ from generate_workers.residency.port import KvShape
 from generate_workers.residency.rows import Area
 from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
-from modeling.device.heads import PickedHeads
-from modeling.device.port import Device
-from modeling.forward.decoder import Decoder
-from modeling.forward.selection import Picks
-from modeling.kernels import native
-from modeling.kv.transfers import Transfer
-from modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
-from modeling.sparse.selection_file import PreparedSelection
 
 _NUM_AREAS = 2
 """Number of layers whose codes are on the device: a double buffer."""

@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from baton.modeling.device.heads import PickedHeads, RowCopies
+from baton.modeling.forward.selection import Picks
+from baton.modeling.sparse.bases import Basis
 from baton.types import TokenRange
 from generate_workers.residency.fetched.rows import FetchedRow
 from generate_workers.residency.sparse.infinigen import ScoredKeys
-from modeling.device.heads import PickedHeads, RowCopies
-from modeling.forward.selection import Picks
-from modeling.sparse.bases import Basis
 
 Choosing = Sequence[tuple[FetchedRow, TokenRange]]
 """Sequences of a step that select keys, each with its one new token."""

@@ -2,7 +2,7 @@
 
 A Row has memory of its own, committed as its sequence grows. Records in host memory hold the keys that are in its
 slots, one record for each area and kv head, which the kernel reads and writes
-(modeling/kernels/sparse/hot_keys.cpp).
+(baton/modeling/kernels/sparse/hot_keys.cpp).
 
 Shape suffixes: A areas, B sequences of one new token, G kv heads, H head dim, K picks at most, C slots.
 """
@@ -12,6 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from baton.modeling.device.heads import PickedHeads, RowCopies
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.selection import PartialKeys, PartialRows, Picks
+from baton.modeling.kernels import native
+from baton.modeling.sparse.selection_file import PreparedSelection
 from baton.types import KvLayout
 from generate_workers.residency.fetched.hot_keys import HotKeys, HotSize
 from generate_workers.residency.fetched.mechanism import Choosing
@@ -19,11 +24,6 @@ from generate_workers.residency.fetched.rows import FetchedRow, PassingPieces, o
 from generate_workers.residency.fetched.storing import LayerAddresses
 from generate_workers.residency.port import KvShape
 from generate_workers.residency.sparse.infinigen import PartialIndex
-from modeling.device.heads import PickedHeads, RowCopies
-from modeling.forward.decoder import Decoder
-from modeling.forward.selection import PartialKeys, PartialRows, Picks
-from modeling.kernels import native
-from modeling.sparse.selection_file import PreparedSelection
 
 _RECORD_HEAD = 3
 """Numbers of a record before its keys, as in the kernel."""

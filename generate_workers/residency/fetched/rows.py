@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from baton.modeling.device.port import Device
+from baton.modeling.forward.decoder import PassingSpan, SequenceSpan
+from baton.modeling.kv.buffers import BufferSpan, KvBuffer, KvPlace, KvRows
+from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS
 from baton.types import KvLayout, TokenRange
 from generate_workers.residency.fetched.hot_keys import HotKeys
 from generate_workers.residency.port import KvShape
 from generate_workers.residency.rows import MakeMemory, PagedKv, Part, StoredRow
 from generate_workers.residency.sparse.infinigen import PartialPart, ScoredRow
 from generate_workers.residency.sparse.selective import SplitSpan
-from modeling.device.port import Device
-from modeling.forward.decoder import PassingSpan, SequenceSpan
-from modeling.kv.buffers import BufferSpan, KvBuffer, KvPlace, KvRows
-from modeling.sparse.bases import NUM_WHOLE_LAYERS
 
 PIECE_TOKENS = 512
 """Number of tokens of a piece of KV that is fetched to be read once."""

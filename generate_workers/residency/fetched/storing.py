@@ -9,9 +9,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from modeling.device.heads import HeadLink, RowCopies
-from modeling.device.port import Device
-from modeling.kv.transfers import Transfer
+from baton.modeling.device.heads import HeadLink, RowCopies
+from baton.modeling.device.port import Device
+from baton.modeling.kv.transfers import Transfer
 
 
 class HomeStores:

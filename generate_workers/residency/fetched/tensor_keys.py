@@ -4,7 +4,7 @@ The memory of all sequences is in pools, one page per sequence, so that kernels 
 layers, partial keys, areas of hot keys, and records of the keys in slots. Pools are allocated once, for as many
 sequences as the device has room for. The numbers that a step needs are copied to the device when it begins. After that
 all shapes follow from lengths, and the data on picked, hot and missing keys stays on the device. A kernel that reads
-pinned host memory fetches missing keys (`modeling.kernels.triton.copies`).
+pinned host memory fetches missing keys (`baton.modeling.kernels.triton.copies`).
 
 A pick that is in no slot gets the next slot, in cyclic order, whose key is not picked now.
 
@@ -19,17 +19,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from baton.types import KvLayout, TokenRange
-from generate_workers.residency.fetched.hot_keys import HotKeys, HotSize
-from generate_workers.residency.fetched.mechanism import Choosing
-from generate_workers.residency.fetched.rows import FetchedRow, PassingPieces, others_of, whole_of
-from generate_workers.residency.port import KvShape
-from generate_workers.residency.sparse.infinigen import PartialPart
-from generate_workers.residency.sparse.selective import SplitSpan
-from modeling.device.heads import PickedHeads, RowCopies
-from modeling.forward.decoder import Decoder
-from modeling.forward.selection import Picks
-from modeling.forward.tensor_selection import (
+from baton.modeling.device.heads import PickedHeads, RowCopies
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.selection import Picks
+from baton.modeling.forward.tensor_selection import (
     TensorPartialKeys,
     TensorPartialRows,
     packed,
@@ -37,12 +30,19 @@ from modeling.forward.tensor_selection import (
     partial_layout,
     selecting_bytes,
 )
-from modeling.kv.buffers import BlockTable, KvPlace
-from modeling.kv.memory import RowMemory
-from modeling.kv.pages import PagePool
-from modeling.kv.pool_rows import PoolRow
-from modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
-from modeling.sparse.selection_file import PreparedSelection
+from baton.modeling.kv.buffers import BlockTable, KvPlace
+from baton.modeling.kv.memory import RowMemory
+from baton.modeling.kv.pages import PagePool
+from baton.modeling.kv.pool_rows import PoolRow
+from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
+from baton.modeling.sparse.selection_file import PreparedSelection
+from baton.types import KvLayout, TokenRange
+from generate_workers.residency.fetched.hot_keys import HotKeys, HotSize
+from generate_workers.residency.fetched.mechanism import Choosing
+from generate_workers.residency.fetched.rows import FetchedRow, PassingPieces, others_of, whole_of
+from generate_workers.residency.port import KvShape
+from generate_workers.residency.sparse.infinigen import PartialPart
+from generate_workers.residency.sparse.selective import SplitSpan
 
 _NUMBER_BYTES = 4
 """Bytes of a number in a record."""

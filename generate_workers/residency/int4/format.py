@@ -8,8 +8,8 @@ A head's bytes: two codes per byte, the first channel's in the high half, then `
 dim is not a multiple of 64, groups have the largest even size below 64 that divides it. A group with an infinity, a
 NaN, or a value beyond fp16 is unpacked as NaN in all channels, so that the loss is visible.
 
-C++ kernels do the work (modeling/kernels/sparse/kv_int4.cpp). With torch's own operations, which pass over memory a
-dozen times, a step of 16 sequences of 4,096 tokens took 20 times as long as attention to them.
+C++ kernels do the work (baton/modeling/kernels/sparse/kv_int4.cpp). With torch's own operations, which pass over memory
+a dozen times, a step of 16 sequences of 4,096 tokens took 20 times as long as attention to them.
 
 Shape suffixes: B sequences, T tokens, G kv heads, H head dim, W bytes of a packed head.
 """
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from baton.errors import ConfigError
+from baton.modeling.forward.selection import Picks
+from baton.modeling.kernels import native
 from baton.types import KvLayout
-from modeling.forward.selection import Picks
-from modeling.kernels import native
 
 _MOST_CHANNELS = 64
 _HEAD_DIM_STEP = 4

@@ -24,6 +24,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from baton.modeling.forward.decoder import Decoder, SequenceSpan
+from baton.modeling.forward.selection import Picks
+from baton.modeling.kv.buffers import BufferSpan, KvPlace, KvRows
+from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
+from baton.modeling.sparse.selection_file import PreparedSelection
 from baton.types import TokenRange
 from generate_workers.residency.int4.format import Int4Format, has_int4_kernel
 from generate_workers.residency.int4.row import Int4Row, PackedRows
@@ -33,11 +38,6 @@ from generate_workers.residency.sparse.infinigen import PartialIndex, ScoredRow,
 from generate_workers.residency.sparse.selective import SplitSpan
 from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
-from modeling.forward.decoder import Decoder, SequenceSpan
-from modeling.forward.selection import Picks
-from modeling.kv.buffers import BufferSpan, KvPlace, KvRows
-from modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
-from modeling.sparse.selection_file import PreparedSelection
 
 
 class ScoredInt4Row(Int4Row, ScoredRow):

@@ -13,13 +13,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from baton.modeling.forward.selection import Picks
+from baton.modeling.kv.buffers import KvBuffer
+from baton.modeling.kv.transfers import Transfer
+from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS
 from baton.types import TokenRange
 from generate_workers.residency.int4.format import Int4Format
 from generate_workers.residency.rows import Area, AreaRow, MakeMemory, PagedKv, Part
-from modeling.forward.selection import Picks
-from modeling.kv.buffers import KvBuffer
-from modeling.kv.transfers import Transfer
-from modeling.sparse.bases import NUM_WHOLE_LAYERS
 
 
 class Int4Row(AreaRow):

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from baton.errors import ConfigError
+from baton.modeling.device.port import Device
+from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS
 from baton.types import TokenRange
 from generate_workers.residency.int4.format import Int4Format, has_int4_kernel
 from generate_workers.residency.int4.row import Int4Row, PackedRows
@@ -26,8 +28,6 @@ from generate_workers.residency.port import KvShape
 from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.steps import RowResidency, RowStep
 from generate_workers.residency.traits import POLICIES
-from modeling.device.port import Device
-from modeling.sparse.bases import NUM_WHOLE_LAYERS
 
 
 class Int4Step(RowStep[Int4Row]):

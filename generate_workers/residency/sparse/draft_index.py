@@ -11,14 +11,14 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from baton.modeling.forward.selection import PartialKeys
+from baton.modeling.sparse.bases import Basis
+from baton.modeling.sparse.selection_file import PreparedSelection
 from baton.types import KvLayout, TokenRange
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.port import KvShape
 from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.sparse.infinigen import PartialIndex
-from modeling.forward.selection import PartialKeys
-from modeling.sparse.bases import Basis
-from modeling.sparse.selection_file import PreparedSelection
 
 ReadKv = Callable[[int, TokenRange], Tensor]
 """Function that returns a layer's KV of a range of a sequence's tokens, `[T, 2, G, H]`."""

@@ -1,9 +1,9 @@
 """Residency `infinigen`: keys are selected by approximate partial scores (InfiniGen; Lee et al., OSDI 2024).
 
-A Residency for `engine.step_runner`; `modeling.forward.selection` selects. A partial key is a key in a few columns of a
-basis that suffice to approximate its scores (modeling.sparse.bases). Partial keys are kept for every key. They take a
-fraction of the keys' bytes, and a step reads all of them instead of the keys. Sequences then attend to the keys with
-the best scores, with the true keys and queries.
+A Residency for `engine.step_runner`; `baton.modeling.forward.selection` selects. A partial key is a key in a few
+columns of a basis that suffice to approximate its scores (baton.modeling.sparse.bases). Partial keys are kept for every
+key. They take a fraction of the keys' bytes, and a step reads all of them instead of the keys. Sequences then attend to
+the keys with the best scores, with the true keys and queries.
 
 With lookahead 1, as in the paper, a layer's queries are guessed before the preceding layer runs, from the input of that
 preceding layer, with the layer's own norm and weights and at the token's own position, so that its keys can be fetched
@@ -23,17 +23,17 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from baton.modeling.forward.decoder import Decoder, Step
+from baton.modeling.forward.selection import KeyProjection, PartialKeys, PartialRows, Picks, Selection
+from baton.modeling.kv.memory import PagedMemory
+from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
+from baton.modeling.sparse.selection_file import PreparedSelection
 from baton.types import KvLayout, TokenRange
 from generate_workers.residency.port import KvShape
 from generate_workers.residency.rows import MakeMemory, Part, StoredRow
 from generate_workers.residency.sparse.selective import SelectiveRow, SelectiveStep
 from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
-from modeling.forward.decoder import Decoder, Step
-from modeling.forward.selection import KeyProjection, PartialKeys, PartialRows, Picks, Selection
-from modeling.kv.memory import PagedMemory
-from modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
-from modeling.sparse.selection_file import PreparedSelection
 
 
 class PartialPart(Part, Protocol):
@@ -90,7 +90,7 @@ class ScoredKeys(Protocol):
         has_new: bool,
         closeness_BGS: Tensor | None = None,
     ) -> Picks:
-        """Return the keys that the sequences attend to in `layer`, as `modeling.forward.selection.select_keys` does."""
+        """Return the keys that the sequences attend to in `layer` (`baton.modeling.forward.selection.select_keys`)."""
 
 
 MakeScored = Callable[[Sequence[Any], Sequence[int], Sequence[int]], ScoredKeys]

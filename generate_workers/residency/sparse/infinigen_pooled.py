@@ -29,6 +29,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from baton.modeling.device.port import Device
+from baton.modeling.forward.decoder import Decoder, SequenceSpan
+from baton.modeling.forward.selection import Picks
+from baton.modeling.kv.buffers import BufferSpan, KvBuffer, KvPlace, KvRows
+from baton.modeling.kv.transfers import Finished, Transfer
+from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
+from baton.modeling.sparse.selection_file import PreparedSelection
 from baton.types import TokenRange
 from generate_workers.residency.port import KvBytes, KvShape
 from generate_workers.residency.sparse.infinigen import InfinigenRow, InfinigenStep
@@ -44,13 +51,6 @@ from generate_workers.residency.sparse.pool import (
 from generate_workers.residency.sparse.selective import SplitSpan
 from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
-from modeling.device.port import Device
-from modeling.forward.decoder import Decoder, SequenceSpan
-from modeling.forward.selection import Picks
-from modeling.kv.buffers import BufferSpan, KvBuffer, KvPlace, KvRows
-from modeling.kv.transfers import Finished, Transfer
-from modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
-from modeling.sparse.selection_file import PreparedSelection
 
 _BLOCK = 16
 """Number of keys whose partial keys are stored as one block."""

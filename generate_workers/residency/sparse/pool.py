@@ -46,9 +46,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.errors import ConfigError
+from baton.modeling.forward.selection import Picks
+from baton.modeling.kernels import native
 from baton.types import TokenRange
-from modeling.forward.selection import Picks
-from modeling.kernels import native
 
 Integers = NDArray[np.int64]
 Orders = NDArray[np.signedinteger[Any]]

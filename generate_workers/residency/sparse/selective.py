@@ -26,16 +26,16 @@ import torch
 from torch import Tensor
 
 from baton.errors import ConfigError
+from baton.modeling.device.port import Device
+from baton.modeling.forward.decoder import SequenceSpan
+from baton.modeling.forward.rows import has_native_rows
+from baton.modeling.forward.selection import Picks
+from baton.modeling.kv.buffers import TORCH_DTYPES, BufferSpan, KvPlace, KvRows
+from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS
 from baton.types import KvLayout, TokenRange
 from generate_workers.residency.port import KvShape
 from generate_workers.residency.rows import MakeMemory, PagedKv, Part, StoredRow
 from generate_workers.residency.steps import RowStep
-from modeling.device.port import Device
-from modeling.forward.decoder import SequenceSpan
-from modeling.forward.rows import has_native_rows
-from modeling.forward.selection import Picks
-from modeling.kv.buffers import TORCH_DTYPES, BufferSpan, KvPlace, KvRows
-from modeling.sparse.bases import NUM_WHOLE_LAYERS
 
 NO_CHOSEN_DRAFTS = "use speculation auto, ngram or off"
 """Remedy where drafts cannot attend to selected keys."""

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
+from baton.types import RequestId
 from orchestrator.requests.request import Request
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from baton.modeling.forward.decoder import Decoder
 from baton.results.completion import ModelInfo
 from baton.types import SampledToken
 from baton_lab.chaos.cluster import ChaosCluster, ChaosPlan
@@ -17,7 +18,6 @@ from baton_lab.chaos.faults import SeededPlan
 from baton_lab.chaos.schedule import Ask
 from deploy.groups.keeper import OrchestratorPlan
 from generate_workers.config import EngineConfig
-from modeling.forward.decoder import Decoder
 from tests.support.clusters.clients import CLOCK, HOST
 from tests.support.clusters.cluster import MAX_TOKENS
 from tests.support.clusters.planners import linear_planner

@@ -4,10 +4,10 @@ import random
 from dataclasses import dataclass, field
 
 from baton.errors import ResourceExhaustedError
+from baton.modeling.kv.memory import PagedMemory
 from baton.sampling_params import SamplingParams
 from baton.types import LeaseRef
 from generate_workers.engine.rows import Ticket
-from modeling.kv.memory import PagedMemory
 from tests.support.engines.generation import Collector, Harness, prompt
 from tests.support.kernels.os_memory import resident_bytes
 

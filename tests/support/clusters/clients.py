@@ -12,24 +12,24 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from baton.clock import SystemClock
+from baton.modeling.forward.decoder import Decoder
+from baton.planning.planner import ChainPlanner
+from baton.process.clock import SystemClock
 from baton.proto_types import params_to_proto
 from baton.results.completion import ModelInfo
 from baton.sampling_params import SamplingParams
 from baton.settings.place import LOOPBACK
+from baton.transport.status import translate_rpc_errors
 from baton.v1 import common_pb2, generate_pb2
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
-from modeling.forward.decoder import Decoder
 from orchestrator.api.frontend import OrchestratorServer
 from orchestrator.membership.members import Members
 from orchestrator.requests.config import OrchestratorConfig
-from planning.planner import ChainPlanner
 from tests.support.clusters.planners import linear_planner
 from tests.support.eventually import LIMIT_S, eventually
 from tests.support.models.tiny_tokenizer import EOS_ID, letter_tokenizer
 from tests.support.wire.secret import SECRET
-from transport.status import translate_rpc_errors
 
 if TYPE_CHECKING:
     from baton.v1.orchestrator_pb2_grpc import OrchestratorAsyncStub

@@ -21,20 +21,21 @@ from typing import Any
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.ids import RequestId
-from baton.types import LeaseRef
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.prefix_store.node import DiskPlace
+from baton.planning.planner import ChainPlanner
+from baton.transport.channel import make_channel
+from baton.transport.kv_sink import ReserveSpec
+from baton.types import LeaseRef, RequestId
 from baton.v1 import orchestrator_pb2 as pb
 from deploy.config.worker import WorkerConfig
 from deploy.groups.chain_links import ChainLinks
 from deploy.groups.worker import Worker
 from generate_workers.config import EngineConfig
 from generate_workers.servicer import GenerationServer
-from modeling.forward.decoder import Decoder
-from modeling.prefix_store.node import DiskPlace
 from orchestrator.membership.members import Members
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
 from orchestrator.requests.config import OrchestratorConfig
-from planning.planner import ChainPlanner
 from prefill_workers.servicer import PrefillServer
 from tests.support.clusters.clients import HOST, Answer, ClusterClient, StreamCall, start_orchestrator
 from tests.support.clusters.workers import InProcessSpawner, InProcessWorker, tiny_worker
@@ -42,8 +43,6 @@ from tests.support.engines.gated_kernels import Gate
 from tests.support.engines.prefixes import PLENTY
 from tests.support.eventually import eventually
 from tests.support.wire.secret import SECRET
-from transport.channel import make_channel
-from transport.kv_sink import ReserveSpec
 
 MAX_TOKENS = 400
 HASTY = OrchestratorConfig(avoid_s=0.2, prefill_wait_s=0.3, generation_wait_s=0.5)

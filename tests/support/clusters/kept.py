@@ -6,21 +6,21 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from baton.modeling.checkpoints.weights import load_config
+from baton.modeling.kernels.process_kernels import KERNELS
+from baton.planning.planner import ChainPlanner
 from baton.results.completion import ModelInfo
 from baton.settings.place import LOOPBACK
+from baton.transport.channel import make_channel
 from deploy.config.cluster import ClusterConfig
 from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
 from deploy.groups.processes import ProcessSpawner
 from deploy.groups.surroundings import Heartbeat
 from deploy.machine.calibrations import served_planner
 from deploy.machine.limits import tokens_of_slot
-from modeling.checkpoints.weights import load_config
-from modeling.kernels.process_kernels import KERNELS
 from orchestrator.membership.view import Orders
-from planning.planner import ChainPlanner
 from tests.support.clusters.supervision import SupervisedCluster
 from tests.support.wire.secret import SECRET
-from transport.channel import make_channel
 
 
 @dataclass(kw_only=True)

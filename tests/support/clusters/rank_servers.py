@@ -1,11 +1,11 @@
 """Servers of prefill ranks with an engine of the test's own."""
 
+from baton.modeling.prefix_store.node import NodeStore
+from baton.transport.channel import bind, make_server
+from baton.transport.identity import ClusterSecret
 from baton.v1 import prefill_pb2_grpc
-from modeling.prefix_store.node import NodeStore
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.servicer import PrefillRankServicer, PrefillServer
-from transport.channel import bind, make_server
-from transport.identity import ClusterSecret
 
 
 async def serve_rank(

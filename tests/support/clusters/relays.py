@@ -8,12 +8,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from baton.clock import SystemClock
 from baton.errors import BatonError
-from baton.ids import RequestId
+from baton.process.clock import SystemClock
 from baton.results.timings import Timings
 from baton.sampling_params import SamplingParams
-from baton.types import TokenEvent
+from baton.types import RequestId, TokenEvent
 from baton.v1 import generate_pb2, prefill_pb2
 from deploy.config.file import make_local_config
 from deploy.groups.cluster import LocalCluster

@@ -14,9 +14,9 @@ import grpc
 
 from baton import __version__
 from baton.errors import BatonError
+from baton.transport.channel import make_server
 from baton.v1 import common_pb2, generate_pb2, orchestrator_pb2, orchestrator_pb2_grpc, prefill_pb2
 from tests.support.wire.rpc import listening
-from transport.channel import make_server
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Events = AsyncIterator[orchestrator_pb2.GenerateEvent]

@@ -15,7 +15,10 @@ from pathlib import Path
 import torch
 
 from baton.errors import ConfigError
+from baton.modeling.forward.decoder import Decoder
+from baton.planning.planner import ChainPlanner
 from baton.sampling_params import SamplingParams
+from baton.transport.channel import make_channel
 from baton.v1 import prefill_pb2
 from baton_lab.chaos.faults import FaultPlan
 from baton_lab.chaos.network import NetworkedSpawner
@@ -27,18 +30,15 @@ from deploy.groups.roster import Roster
 from deploy.groups.spawner import Spawner
 from deploy.groups.surroundings import Heartbeat, Surroundings
 from generate_workers.config import EngineConfig
-from modeling.forward.decoder import Decoder
 from orchestrator.membership.members import Members
 from orchestrator.membership.view import ClusterView, Orders
 from orchestrator.observability.state import Overview
 from orchestrator.requests.config import OrchestratorConfig
-from planning.planner import ChainPlanner
 from tests.support.clusters.clients import CLOCK, ClusterClient, start_orchestrator
 from tests.support.clusters.workers import InProcessSpawner, tiny_worker
 from tests.support.engines.generation import eos_decoder, prompt, reference_ids
 from tests.support.eventually import LIMIT_S
 from tests.support.wire.secret import SECRET
-from transport.channel import make_channel
 
 NUM_RANKS = 2
 NAMES = ("prefill-0", "generate-0", "generate-1")

@@ -9,15 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.errors import UnavailableError
+from baton.modeling.device.cpu import CpuDevice
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.prefix_store.node import DiskPlace, NodeStore
 from baton.process.crash_notes import Crash
 from baton.settings.place import WorkerPlace
+from baton.transport.identity import ClusterSecret
 from baton_lab.chaos.faults import FaultPlan
 from deploy.config.worker import Section, WorkerConfig
 from generate_workers.config import EngineConfig
 from generate_workers.servicer import GenerationServer
-from modeling.device.cpu import CpuDevice
-from modeling.forward.decoder import Decoder
-from modeling.prefix_store.node import DiskPlace, NodeStore
 from orchestrator.api.host import OrchestratorHost
 from orchestrator.requests.config import OrchestratorConfig
 from prefill_workers.config import PrefillConfig
@@ -31,7 +32,6 @@ from tests.support.engines.prefixes import PLENTY
 from tests.support.models.tiny_tokenizer import letter_grammars, letter_tokenizer
 from tests.support.wire.faulty_ports import FaultyEngine
 from tests.support.wire.secret import SECRET
-from transport.identity import ClusterSecret
 
 NONE = Path("none")
 _SECTIONS: dict[str, Section] = {

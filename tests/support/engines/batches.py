@@ -3,8 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from baton.ids import SlotId
-from baton.types import TokenRange
+from baton.types import SlotId, TokenRange
 from generate_workers.engine.batcher import Batcher, Progress, RowSpan, StepPlan
 from generate_workers.engine.step_bound import Decoding
 

@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
-from baton.ids import Epoch, JobId, Rank, RequestId
-from baton.types import TokenRange
+from baton.planning.planner import ChainPlanner
+from baton.types import Epoch, JobId, Rank, RequestId, TokenRange
 from orchestrator.membership.prefill_book import Backlog
 from orchestrator.placement.chain_width import ChainPlan, WidthPolicy
 from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
-from planning.planner import ChainPlanner
 from prefill_workers.chain import ChainJob
 from prefill_workers.job import Job
 from prefill_workers.sequencer import Sequencer

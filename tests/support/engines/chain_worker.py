@@ -109,7 +109,7 @@ def _main(pipe: Connection, watchdog_floor_s: float, device: str, edges: str, gp
 
     import torch
 
-    from baton.clock import SystemClock
+    from baton.process.clock import SystemClock
     from prefill_workers.engine import PrefillEngine
     from tests.support.engines.devices import device_for_tests
     from tests.support.models.tiny_models import random_decoder
@@ -143,7 +143,7 @@ class _Rank:
             self._pipe.send(message)
 
     def start_epoch(self, epoch: int, rank: int, num_ranks: int, port: int) -> None:
-        from baton.ids import Epoch, Rank
+        from baton.types import Epoch, Rank
         from prefill_workers.edges import EdgeBackend, Meeting, backend_of
         from prefill_workers.links import LinkHandler, Links
         from prefill_workers.torch_links import connect_torch_links

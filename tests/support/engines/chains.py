@@ -15,14 +15,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from baton.clock import SystemClock
 from baton.errors import JobAbortedError
-from baton.ids import Epoch, JobId, Rank, RequestId
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.sampling import SamplerState, sample
+from baton.modeling.kv.buffers import TORCH_DTYPES, BufferSpan, KvBuffer, MakeBuffer
+from baton.process.clock import SystemClock
 from baton.sampling_params import SamplingParams
-from baton.types import KvLayout, SampledToken, TokenRange
-from modeling.forward.decoder import Decoder
-from modeling.forward.sampling import SamplerState, sample
-from modeling.kv.buffers import TORCH_DTYPES, BufferSpan, KvBuffer, MakeBuffer
+from baton.types import Epoch, JobId, KvLayout, Rank, RequestId, SampledToken, TokenRange
 from prefill_workers.device_room import DeviceRoom
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport

@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from baton.modeling.device.copying import UNBOUND, CopyTensor, LinkAccess, LinkRate, PacedLink, copy_bytes
+from baton.modeling.device.cpu import CpuDevice
+from baton.modeling.device.cuda import CudaDevice
+from baton.modeling.device.emulated import EmulatedDevice
+from baton.modeling.device.port import NO_MEMORY, Device
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kv.buffers import TORCH_DTYPES, KvBuffer
+from baton.modeling.kv.memory import PAGE_BYTES, PagedMemory, TensorMemory
+from baton.modeling.kv.pool_memory import MappedPool, TensorPool
 from baton.types import KvLayout, TokenRange
-from modeling.device.copying import UNBOUND, CopyTensor, LinkAccess, LinkRate, PacedLink, copy_bytes
-from modeling.device.cpu import CpuDevice
-from modeling.device.cuda import CudaDevice
-from modeling.device.emulated import EmulatedDevice
-from modeling.device.port import NO_MEMORY, Device
-from modeling.forward.decoder import Decoder
-from modeling.kv.buffers import TORCH_DTYPES, KvBuffer
-from modeling.kv.memory import PAGE_BYTES, PagedMemory, TensorMemory
-from modeling.kv.pool_memory import MappedPool, TensorPool
 
 
 class PoisonedMemory(PagedMemory):

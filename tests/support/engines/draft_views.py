@@ -8,6 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.selection import Picks, Selection
 from baton.sampling_params import SamplingParams
 from baton_lab.comparators.drafts import CHOOSING
 from generate_workers.config import EngineConfig
@@ -16,8 +18,6 @@ from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.port import StepRows
 from generate_workers.residency.sparse.draft_index import IndexedResidency
 from generate_workers.speculation.self_drafts import DraftStep, DraftView
-from modeling.forward.decoder import Decoder
-from modeling.forward.selection import Picks, Selection
 from tests.support.engines.generation import Harness, harness
 from tests.support.engines.infinigen import SOME, prepared
 from tests.support.models.tiny_models import random_decoder

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from baton.ids import SlotId
+from baton.types import SlotId
 from generate_workers.engine.batcher import StepPlan
 from generate_workers.engine.rows import Row
 from generate_workers.engine.speculation import Speculation, SpeculationStats

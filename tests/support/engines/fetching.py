@@ -10,19 +10,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from baton.modeling.device.copying import UNBOUND, LinkRate, PacedLink
+from baton.modeling.device.heads import PickedHeads, RowCopies
+from baton.modeling.device.port import Device
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.selection import Selection
+from baton.modeling.forward.triton.attention import triton_kernel
+from baton.modeling.kernels.triton.copies import copy_heads, copy_rows
+from baton.modeling.kv.transfers import Finished, Transfer
 from baton.sampling_params import SamplingParams
 from generate_workers.residency.fetched.infinigen import FetchedInfinigenResidency
 from generate_workers.residency.policies import make_residency
 from generate_workers.residency.port import KvShape
 from generate_workers.residency.rows import MakeMemory
-from modeling.device.copying import UNBOUND, LinkRate, PacedLink
-from modeling.device.heads import PickedHeads, RowCopies
-from modeling.device.port import Device
-from modeling.forward.decoder import Decoder
-from modeling.forward.selection import Selection
-from modeling.forward.triton.attention import triton_kernel
-from modeling.kernels.triton.copies import copy_heads, copy_rows
-from modeling.kv.transfers import Finished, Transfer
 from tests.support.engines.devices import PoisonedCuda, TensorDevice, on_emulated
 from tests.support.engines.generation import harness, prompt
 from tests.support.engines.infinigen import KnownSource, prepared

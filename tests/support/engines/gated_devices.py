@@ -5,7 +5,7 @@ import threading
 
 from torch import Tensor
 
-from modeling.device.copying import LinkAccess, copy_bytes
+from baton.modeling.device.copying import LinkAccess, copy_bytes
 from tests.support.engines.devices import STANDING_FOR_A_GPU, PoisonedDevice, TensorDevice
 
 _TIMEOUT_S = 20

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from modeling.forward.attention import Kernel
+from baton.modeling.forward.attention import Kernel
 
 
 class Gate:

@@ -14,10 +14,17 @@ from typing import Any
 
 import torch
 
-from baton.clock import Clock
-from baton.ids import RequestId
+from baton.modeling.device.copying import CopyTensor, copy_bytes
+from baton.modeling.forward.decoder import Decoder, SequenceSpan
+from baton.modeling.forward.sampling import SamplerState, sample
+from baton.modeling.kv.buffers import BufferSpan, KvBuffer
+from baton.modeling.prefix_store.store import PrefixStore
+from baton.planning.speculation import MOST_DRAFTS
+from baton.planning.work_cost import WorkCost
+from baton.process.clock import Clock
 from baton.sampling_params import SamplingParams
-from baton.types import FinishReason, Lease, LeaseRef, SampledToken, TokenEvent, TokenRange
+from baton.transport.kv_sink import ReserveSpec
+from baton.types import FinishReason, Lease, LeaseRef, RequestId, SampledToken, TokenEvent, TokenRange
 from baton_lab.comparators.drafts import CHOOSING, configured
 from generate_workers.config import CHOOSING_DRAFTS, AcceptanceName, EngineConfig
 from generate_workers.engine.batcher import Batcher
@@ -34,19 +41,11 @@ from generate_workers.slots.table import SlotTable
 from generate_workers.speculation.draft_model import ModelDrafter
 from generate_workers.speculation.making import make_speculation
 from generate_workers.speculation.speculator import Speculator
-from modeling.device.copying import CopyTensor, copy_bytes
-from modeling.forward.decoder import Decoder, SequenceSpan
-from modeling.forward.sampling import SamplerState, sample
-from modeling.kv.buffers import BufferSpan, KvBuffer
-from modeling.prefix_store.store import PrefixStore
-from planning.speculation import MOST_DRAFTS
-from planning.work_cost import WorkCost
 from tests.support.engines.infinigen import prepared
 from tests.support.engines.slot_tables import UNLIMITED, Policy, ends_empty, make_residency, push_buffer
 from tests.support.manual_clock import ManualClock
 from tests.support.models.tiny_models import random_decoder
 from tests.support.models.tiny_tokenizer import EOS_ID, letter_tokenizer
-from transport.kv_sink import ReserveSpec
 
 WAIT_S = 30.0
 _drafts = partial(make_speculation, choosing=CHOOSING)

@@ -8,30 +8,29 @@ from pathlib import Path
 import grpc
 import torch
 
-from baton.clock import SystemClock
-from baton.ids import RequestId
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kv.buffers import KvBuffer
+from baton.modeling.prefix_store.node import DiskPlace
+from baton.process.clock import SystemClock
 from baton.proto_types import event_from_proto
 from baton.sampling_params import SamplingParams
-from baton.types import Lease, LeaseRef, TokenEvent
+from baton.text.tokenizer import Tokenizer
+from baton.transport.channel import make_channel
+from baton.transport.kv_client import KvClient
+from baton.transport.kv_sender import open_push
+from baton.transport.kv_sink import ReserveSpec
+from baton.transport.proto_types import history_to_proto, lease_ref_to_proto
+from baton.transport.status import translate_rpc_errors
+from baton.types import Lease, LeaseRef, RequestId, TokenEvent
 from baton.v1 import generate_pb2, generate_pb2_grpc
 from generate_workers.config import EngineConfig
 from generate_workers.servicer import GenerationServer
-from modeling.forward.decoder import Decoder
-from modeling.kv.buffers import KvBuffer
-from modeling.prefix_store.node import DiskPlace
 from orchestrator.workers.streams import SharedStreams, StreamPart
 from tests.support.engines.generation import eos_decoder, prefilled, sampled_next
 from tests.support.engines.prefixes import PLENTY
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import letter_tokenizer
 from tests.support.wire.secret import SECRET
-from text.tokenizer import Tokenizer
-from transport.channel import make_channel
-from transport.kv_client import KvClient
-from transport.kv_sender import open_push
-from transport.kv_sink import ReserveSpec
-from transport.proto_types import history_to_proto, lease_ref_to_proto
-from transport.status import translate_rpc_errors
 
 SHORT = SamplingParams(max_tokens=8, temperature=0.8, seed=5, ignore_eos=True)
 IDLE = generate_pb2.GenerationStatusRequest()

@@ -8,6 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.selection import Selection
+from baton.modeling.sparse.bases import Basis, BasisKind
+from baton.modeling.sparse.selection_file import PreparedSelection
 from baton.sampling_params import SamplingParams
 from baton.types import KvLayout
 from baton_lab.comparators.residencies import make_residency
@@ -18,10 +22,6 @@ from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.sparse.infinigen import InfinigenResidency
 from generate_workers.residency.sparse.infinigen_pooled import PooledResidency
 from generate_workers.residency.sparse.pool import Eviction, PoolSize
-from modeling.forward.decoder import Decoder
-from modeling.forward.selection import Selection
-from modeling.sparse.bases import Basis, BasisKind
-from modeling.sparse.selection_file import PreparedSelection
 from tests.support.engines.devices import PoisonedCpu
 from tests.support.models.tiny_models import random_decoder
 

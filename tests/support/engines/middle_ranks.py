@@ -4,11 +4,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
-from baton.clock import Clock, SystemClock
-from baton.ids import Epoch, JobId, Rank, RequestId
-from baton.types import TokenRange
-from modeling.forward.decoder import Decoder
-from modeling.kv.buffers import KvBuffer, MakeBuffer, byte_view
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kv.buffers import KvBuffer, MakeBuffer, byte_view
+from baton.process.clock import Clock, SystemClock
+from baton.types import Epoch, JobId, Rank, RequestId, TokenRange
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport
 from prefill_workers.links import LinkHeader, Links, LinkStatus

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from baton.modeling.forward.selection import Picks
+from baton.modeling.sparse.bases import Basis
 from baton.types import TokenRange
 from generate_workers.residency.sparse.infinigen_pooled import PooledRow
 from generate_workers.residency.sparse.pool import Eviction, PoolLimit
-from modeling.forward.selection import Picks
-from modeling.sparse.bases import Basis
 from tests.support.engines.infinigen import LAYERS, LAYOUT, partial_of
 from tests.support.engines.selective import Bench, lists
 

@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed import TCPStore
 
-from baton.clock import Clock, SystemClock
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.prefix_store.node import DiskPlace
+from baton.process.clock import Clock, SystemClock
 from baton.proto_types import range_to_proto
 from baton.sampling_params import SamplingParams
+from baton.transport.channel import make_channel
+from baton.transport.proto_types import history_to_proto, lease_to_proto
+from baton.transport.status import translate_rpc_errors
 from baton.types import Lease, TokenRange
 from baton.v1 import prefill_pb2
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
-from modeling.forward.decoder import Decoder
-from modeling.prefix_store.node import DiskPlace
 from prefill_workers.servicer import PrefillServer
 from tests.support.engines.chains import largest_error, reference
 from tests.support.engines.prefixes import PLENTY
 from tests.support.models.tiny_models import random_decoder
 from tests.support.wire.kv_loopback import Loopback, loopback
 from tests.support.wire.secret import SECRET
-from transport.channel import make_channel
-from transport.proto_types import history_to_proto, lease_to_proto
-from transport.status import translate_rpc_errors
 
 if TYPE_CHECKING:
     from baton.v1.prefill_pb2_grpc import PrefillRankAsyncStub

@@ -9,12 +9,12 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from baton.clock import Clock
+from baton.modeling.kv.buffers import KvBuffer
+from baton.modeling.prefix_store.block_files import HEADER_BYTES
+from baton.modeling.prefix_store.disk_tier import DiskTier
+from baton.modeling.prefix_store.store import BlockRoom, PrefixStore
+from baton.process.clock import Clock
 from baton.types import KvLayout, TokenRange
-from modeling.kv.buffers import KvBuffer
-from modeling.prefix_store.block_files import HEADER_BYTES
-from modeling.prefix_store.disk_tier import DiskTier
-from modeling.prefix_store.store import BlockRoom, PrefixStore
 from tests.support.engines.chains import until
 from tests.support.manual_clock import ManualClock
 

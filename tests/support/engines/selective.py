@@ -6,17 +6,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from baton.ids import SlotId
+from baton.modeling.forward.decoder import Decoder, LayerTurns
+from baton.modeling.forward.selection import Picks, Selection
 from baton.sampling_params import SamplingParams
-from baton.types import TokenRange
+from baton.types import SlotId, TokenRange
 from baton_lab.comparators.oracle import OracleResidency
 from baton_lab.comparators.window import WindowResidency
 from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.steps import RowResidency
 from generate_workers.slots.memory import MemoryLimits
-from modeling.forward.decoder import Decoder, LayerTurns
-from modeling.forward.selection import Picks, Selection
 from tests.support.engines.devices import PoisonedMemory
 from tests.support.engines.generation import harness, prefilled, prompt
 from tests.support.engines.infinigen import LENGTHS, PARAMS

@@ -4,10 +4,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 
-from baton.clock import Clock
 from baton.errors import LeaseExpiredError, StaleStampError
-from baton.ids import RequestId
-from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
+from baton.modeling.device.copying import CopyTensor, copy_bytes
+from baton.modeling.device.cpu import CpuDevice
+from baton.modeling.device.port import Device
+from baton.modeling.kv.buffers import KvBuffer
+from baton.modeling.kv.memory import PAGE_BYTES, PagedMemory
+from baton.process.clock import Clock
+from baton.transport.kv_sink import ReserveSpec
+from baton.types import KvLayout, Lease, LeaseRef, RequestId, SampledToken, TokenRange
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.host import HostResidency
 from generate_workers.residency.paged import PagedResidency
@@ -17,13 +22,7 @@ from generate_workers.residency.steps import RowResidency
 from generate_workers.slots.leases import KvLedger, Seat, SlotLedger, SlotState
 from generate_workers.slots.memory import KvMemory, MemoryLimits
 from generate_workers.slots.table import SlotTable
-from modeling.device.copying import CopyTensor, copy_bytes
-from modeling.device.cpu import CpuDevice
-from modeling.device.port import Device
-from modeling.kv.buffers import KvBuffer
-from modeling.kv.memory import PAGE_BYTES, PagedMemory
 from tests.support.engines.devices import PoisonedCpu, PoisonedDevice
-from transport.kv_sink import ReserveSpec
 
 Policy = str | Callable[[KvShape, MakeMemory], Residency]
 """device, host, paged (on an emulated device, pages of PAGE_TOKENS), or how to make another."""

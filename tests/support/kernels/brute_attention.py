@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from modeling.kv.buffers import KvRows
+from baton.modeling.kv.buffers import KvRows
 
 
 def brute_attention(

@@ -3,10 +3,10 @@
 import random
 from collections.abc import Sequence
 
+from baton.modeling.kv.buffers import KvBuffer
+from baton.modeling.kv.pages import PagePool, RowPages
+from baton.modeling.kv.pool_memory import MappedPool
 from baton.types import TokenRange
-from modeling.kv.buffers import KvBuffer
-from modeling.kv.pages import PagePool, RowPages
-from modeling.kv.pool_memory import MappedPool
 
 
 def scattered_pool(buffers: Sequence[KvBuffer], page_tokens: int, seed: int) -> PagePool:

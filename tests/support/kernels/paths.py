@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from modeling.forward.rows import has_native_rows
-from modeling.kernels import native
-from modeling.kernels.calls.operators import Operators
-from modeling.kernels.instruction_sets import SETS
-from modeling.kernels.process_kernels import KERNELS
-from modeling.kernels.products import DOT, TILES, WIDENED
+from baton.modeling.forward.rows import has_native_rows
+from baton.modeling.kernels import native
+from baton.modeling.kernels.calls.operators import Operators
+from baton.modeling.kernels.instruction_sets import SETS
+from baton.modeling.kernels.process_kernels import KERNELS
+from baton.modeling.kernels.products import DOT, TILES, WIDENED
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def require(instruction_set: str) -> None:
 @functools.cache
 def _build(instruction_set: str) -> None:
     """Builds kernels as the sources are now; a process that does so at the same time waits."""
-    root = Path(native.__file__).parents[2]
+    root = Path(native.__file__).parents[3]
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
     with (root / "setup.py").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from baton.errors import LinkBrokenError
-from baton.ids import Rank
+from baton.types import Rank
 from prefill_workers.links import ConnectLinks, LinkHandler, LinkHeader, Payload, join_all
 
 

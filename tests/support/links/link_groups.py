@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from torch.distributed import TCPStore
 
 from baton.errors import ChainError
-from baton.ids import Epoch, JobId, Rank
+from baton.types import Epoch, JobId, Rank
 from prefill_workers.edges import EdgeBackend, Meeting
 from prefill_workers.links import ConnectLinks, LinkHandler, LinkHeader, Links, LinkStatus
 from prefill_workers.torch_links import connect_torch_links

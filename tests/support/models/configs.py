@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from baton.errors import ModelError
-from modeling.checkpoints.registry import read_model
-from modeling.checkpoints.weights import load_decoder
-from modeling.forward.decoder import Decoder
+from baton.modeling.checkpoints.registry import read_model
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.forward.decoder import Decoder
 
 
 def refusal(config: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from modeling.forward.decoder import Decoder, Step
+from baton.modeling.forward.decoder import Decoder, Step
 
 DAMAGED = 94
 """The token whose embedding is NaN."""

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from modeling.kv.buffers import TORCH_DTYPES
+from baton.modeling.kv.buffers import TORCH_DTYPES
 from tests.support.models.tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, write_letters
 
 NUM_LAYERS = 6

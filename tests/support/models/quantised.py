@@ -1,7 +1,7 @@
 """Random weights in the formats of quantised checkpoints, and what they mean: written number by number.
 
 Made from the public descriptions of the formats, in plain integers and float64, without anything of
-`modeling.quantized`: slow, and easy to check by eye. A value is (code - zero) * scale, rounded once to fp32.
+`baton.modeling.quantized`: slow, and easy to check by eye. A value is (code - zero) * scale, rounded once to fp32.
 """
 
 from collections.abc import Callable, Sequence

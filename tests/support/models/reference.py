@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import torch
 
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.drawing import gumbel_noise, noise_key
+from baton.modeling.forward.sampling import SamplerState, sample
+from baton.modeling.kv.buffers import BufferSpan, KvBuffer
 from baton.sampling_params import SamplingParams
 from baton.types import TokenRange
-from modeling.forward.decoder import Decoder
-from modeling.forward.drawing import gumbel_noise, noise_key
-from modeling.forward.sampling import SamplerState, sample
-from modeling.kv.buffers import BufferSpan, KvBuffer
 
 MARGIN = 1e-3
 

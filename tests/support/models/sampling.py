@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 from scipy import stats
 from torch import Tensor
 
+from baton.modeling.forward.sampling import SamplerState, sample
 from baton.sampling_params import SamplingParams
 from baton.types import SampledToken
-from modeling.forward.sampling import SamplerState, sample
 
 Floats = NDArray[np.float64]
 LOGITS = [2.0, 1.5, 1.5, 0.3, -0.2, -1.0, 0.9, 1.1, -1.6, 0.0]

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from baton.text.tokenizer import Tokenizer
 from tests.support.folders import DATA
 from tests.support.models.texts import passage_ids
-from text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedModel
@@ -104,9 +104,9 @@ def _sums(asked: Sequence[Sequence[int]]) -> list[int]:
 
 
 def main() -> None:
-    from modeling.checkpoints.catalog import resolve_model
+    from baton.modeling.checkpoints.catalog import resolve_model
+    from baton.text.gguf_tokenizer import write_tokenizer
     from tests.conftest import MODEL_CACHE
-    from text.gguf_tokenizer import write_tokenizer
 
     folder = resolve_model("smollm2-135m", cache=MODEL_CACHE, progress=lambda done, total: None, finish=write_tokenizer)
     model = transformers_model(folder)

@@ -4,8 +4,8 @@ import gzip
 from functools import cache
 from pathlib import Path
 
+from baton.text.tokenizer import Tokenizer
 from tests.support.folders import DATA
-from text.tokenizer import Tokenizer
 
 _NOVEL = DATA / "persuasion.txt.gz"
 

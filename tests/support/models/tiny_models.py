@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from modeling.checkpoints.registry import ModelConfig
-from modeling.checkpoints.weights import load_decoder
-from modeling.device.port import Device
-from modeling.forward.attention import Kernel
-from modeling.forward.decoder import Decoder, DecoderWeights
-from modeling.forward.layers import GatedMlp, Layer, Sequential
-from modeling.forward.linear import make_linear
-from modeling.forward.norms import RmsNorm, unchanged
-from modeling.forward.rope import RotaryTable
-from modeling.kv.buffers import TORCH_DTYPES
+from baton.modeling.checkpoints.registry import ModelConfig
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.device.port import Device
+from baton.modeling.forward.attention import Kernel
+from baton.modeling.forward.decoder import Decoder, DecoderWeights
+from baton.modeling.forward.layers import GatedMlp, Layer, Sequential
+from baton.modeling.forward.linear import make_linear
+from baton.modeling.forward.norms import RmsNorm, unchanged
+from baton.modeling.forward.rope import RotaryTable
+from baton.modeling.kv.buffers import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

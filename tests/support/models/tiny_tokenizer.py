@@ -10,9 +10,9 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Core
 
+from baton.text.grammars import Grammars
+from baton.text.tokenizer import Tokenizer
 from tests.support.models.tokenizers import CHAT_TEMPLATE, write_folder
-from text.grammars import Grammars
-from text.tokenizer import Tokenizer
 
 NUM_LETTERS = 95
 BOS_ID = 95

@@ -5,8 +5,8 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Core
 
+from baton.text.tokenizer import Tokenizer
 from tests.support.models.tokenizers import write_folder
-from text.tokenizer import Tokenizer
 
 _LINE = "{{ '\\n' }}"
 """A newline that Jinja does not take for one of the template's own."""

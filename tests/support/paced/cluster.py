@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from baton.clock import Clock
+from baton.planning.planner import ChainPlanner
+from baton.process.clock import Clock
 from deploy.config.cluster import ClusterConfig
 from deploy.config.file import make_local_config
 from deploy.config.worker import WorkerConfig
 from deploy.groups.processes import ProcessSpawner
 from deploy.groups.spawner import Spawner, WorkerHandle
 from orchestrator.membership.view import Orders
-from planning.planner import ChainPlanner
 from tests.support.clusters.clients import CLOCK
 from tests.support.clusters.kept import KeptCluster, kept
 from tests.support.paced.hardware import PacedHardware

@@ -14,12 +14,12 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from baton.clock import Clock, SystemClock
-from baton.ids import SlotId
+from baton.modeling.forward.attention import Attention
+from baton.modeling.forward.decoder import Decoder, LayerTurns, SequenceSpan, Step
+from baton.modeling.forward.selection import StepPicks
+from baton.process.clock import Clock, SystemClock
+from baton.types import SlotId
 from generate_workers.engine.batcher import Batcher, Progress, StepPlan
-from modeling.forward.attention import Attention
-from modeling.forward.decoder import Decoder, LayerTurns, SequenceSpan, Step
-from modeling.forward.selection import StepPicks
 from prefill_workers.chain import ChainJob
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.epoch import EpochLife

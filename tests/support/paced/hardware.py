@@ -12,17 +12,17 @@ from typing import Self
 
 import numpy as np
 
+from baton.modeling.checkpoints.weights import load_config
+from baton.planning import calibration, step_times
+from baton.planning.calibration import Calibration, Points, measured_link
+from baton.planning.chain.wavefront import rank_seconds, work_of
+from baton.planning.cost_model import BATON, CostModel, Kernel, Link
+from baton.planning.planner import ChainPlanner
+from baton.planning.step_times import StepTimes
+from baton.planning.work_cost import WorkCost
 from baton.types import TokenRange
 from baton_lab.traffic.service import RecallingPlanner
 from generate_workers.engine.model_shape import model_shape
-from modeling.checkpoints.weights import load_config
-from planning import calibration, step_times
-from planning.calibration import Calibration, Points, measured_link
-from planning.chain.wavefront import rank_seconds, work_of
-from planning.cost_model import BATON, CostModel, Kernel, Link
-from planning.planner import ChainPlanner
-from planning.step_times import StepTimes
-from planning.work_cost import WorkCost
 from tests.support.models.letter_models import LetterShape, write_letter_model
 
 SHAPE = LetterShape(num_layers=6, hidden=16, inner=16, num_heads=1, num_kv_heads=1, max_tokens=32_768)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import grpc
 import numpy as np
 
+from baton.planning import calibration
 from baton.proto_types import params_to_proto
 from baton.sampling_params import SamplingParams
 from baton.v1 import orchestrator_pb2 as pb
@@ -22,7 +23,6 @@ from baton.v1.planning_pb2_grpc import PlanningStub
 from baton_lab.traffic.gaps import GapHistogram
 from baton_lab.traffic.results import Results
 from baton_lab.traffic.traces.trace import Trace
-from planning import calibration
 from tests.support.models.tiny_tokenizer import NUM_LETTERS
 from tests.support.paced.hardware import PacedHardware
 

@@ -4,7 +4,7 @@ import asyncio
 
 import numpy as np
 
-from modeling.checkpoints.weights import load_decoder
+from baton.modeling.checkpoints.weights import load_decoder
 from tests.support.models.reference import check_equal_tokens
 from tests.support.paced.cluster import PacedCluster
 from tests.support.paced.load import Played

@@ -5,9 +5,15 @@ import asyncio
 import sys
 from dataclasses import replace
 
-from baton.clock import SystemClock
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.hosting import LoadedModel
+from baton.process.clock import SystemClock
 from baton.process.garbage import collect_rarely
 from baton.settings.place import WorkerPlace
+from baton.text.tokenizer import Tokenizer
+from baton.transport.channel import bind, make_server
+from baton.transport.identity import ClusterSecret
+from baton.transport.kv_receiver import KvReceiverServicer
 from baton.v1 import generate_pb2_grpc
 from deploy.config.worker import WorkerConfig
 from deploy.groups import worker_process
@@ -18,16 +24,10 @@ from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.servicer import GenerationServer, GenerationServicer
 from generate_workers.slots.table import SlotTable
-from modeling.forward.decoder import Decoder
-from modeling.hosting import LoadedModel
 from prefill_workers.config import PrefillConfig
 from tests.support.clusters.rank_servers import serve_rank
 from tests.support.paced.engines import PacedBatcher, PacedPrefillEngine, PacedStepDecoder, PacedSteps
 from tests.support.paced.hardware import PacedHardware
-from text.tokenizer import Tokenizer
-from transport.channel import bind, make_server
-from transport.identity import ClusterSecret
-from transport.kv_receiver import KvReceiverServicer
 
 
 async def start_paced(config: WorkerConfig, model: LoadedModel | None) -> Server:

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 import grpc
 import torch
 
-from baton.clock import SystemClock
+from baton.modeling.kv.buffers import KvBuffer
+from baton.modeling.prefix_store.store import PrefixStore
+from baton.modeling.prefix_store.whole_blocks import WholeBlocks
+from baton.process.clock import SystemClock
+from baton.transport.block_exchange import BlockExchange
+from baton.transport.channel import bind, make_channel, make_server
+from baton.transport.status import translate_rpc_errors
 from baton.types import KvLayout, TokenRange
 from baton.v1 import exchange_pb2
 from baton.v1.exchange_pb2_grpc import BlockExchangeStub
-from modeling.kv.buffers import KvBuffer
-from modeling.prefix_store.store import PrefixStore
-from modeling.prefix_store.whole_blocks import WholeBlocks
 from tests.support.engines.prefixes import PLENTY, keep, prefix_folder
-from transport.block_exchange import BlockExchange
-from transport.channel import bind, make_channel, make_server
-from transport.status import translate_rpc_errors
 
 LAYOUT = KvLayout("weights", num_layers=2, num_kv_heads=1, head_dim=2, dtype="float32")
 BLOCK = 4

@@ -7,13 +7,13 @@ from typing import Any
 
 from playwright.async_api import Browser, Page, Request, expect
 
+from baton.text.tokenizer import Tokenizer
 from baton.v1 import orchestrator_pb2 as pb
 from tests.support.clusters.clients import HOST
 from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.models.tiny_tokenizer import letter_tokenizer
 from tests.support.wire.browser import browser
 from tests.support.wire.http_gateway import Http, http_gateway
-from text.tokenizer import Tokenizer
 
 SCREENS = ("cluster", "requests", "memory", "playground")
 WAIT_MS = 20_000

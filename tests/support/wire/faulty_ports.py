@@ -3,12 +3,11 @@
 import threading
 from concurrent.futures import Future
 
-from baton.clock import Clock
 from baton.errors import ChainError, LinkBrokenError, TransferError
-from baton.ids import Epoch, Rank
-from baton.types import SampledToken, TokenRange
+from baton.modeling.forward.decoder import Decoder
+from baton.process.clock import Clock
+from baton.types import Epoch, Rank, SampledToken, TokenRange
 from baton_lab.chaos.faults import Fault, FaultPlan
-from modeling.forward.decoder import Decoder
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport, KvOutlet
 from prefill_workers.links import ConnectLinks, LinkHandler, LinkHeader, Links, Payload

@@ -14,6 +14,7 @@ from openai import AsyncOpenAI
 from opentelemetry.trace import TracerProvider
 
 from baton.client import AsyncClient
+from baton.text.tokenizer import Tokenizer
 from gateway.door.rules import DEFAULT_RULES, HttpRules
 from gateway.listening import open_socket
 from gateway.reading import Reader
@@ -22,7 +23,6 @@ from gateway.upstream import Upstream
 from tests.support.clusters.scripted_orchestrator import Fault, ScriptedOrchestrator, serving
 from tests.support.folders import ROOT
 from tests.support.models.tiny_tokenizer import letter_tokenizer
-from text.tokenizer import Tokenizer
 
 HOST = "127.0.0.1"
 START_S = 120.0

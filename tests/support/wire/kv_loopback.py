@@ -8,23 +8,22 @@ from dataclasses import dataclass
 import grpc
 import xxhash
 
-from baton.clock import Clock, SystemClock
 from baton.errors import BatonError
-from baton.ids import RequestId, SlotId, Stamp
+from baton.process.clock import Clock, SystemClock
 from baton.proto_types import range_to_proto
-from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
+from baton.transport.channel import make_channel, make_server
+from baton.transport.kv_client import KvClient
+from baton.transport.kv_receiver import KvReceiverServicer
+from baton.transport.kv_routes import make_pool
+from baton.transport.kv_sender import PushSession, PushSummary, open_push
+from baton.transport.kv_sink import ReserveSpec
+from baton.transport.proto_types import lease_ref_to_proto
+from baton.transport.shared_memory import CellPool
+from baton.transport.status import translate_rpc_errors
+from baton.types import KvLayout, Lease, LeaseRef, RequestId, SampledToken, SlotId, Stamp, TokenRange
 from baton.v1 import kv_pb2
 from tests.support.wire.memory_sink import MemorySink
 from tests.support.wire.rpc import listening
-from transport.channel import make_channel, make_server
-from transport.kv_client import KvClient
-from transport.kv_receiver import KvReceiverServicer
-from transport.kv_routes import make_pool
-from transport.kv_sender import PushSession, PushSummary, open_push
-from transport.kv_sink import ReserveSpec
-from transport.proto_types import lease_ref_to_proto
-from transport.shared_memory import CellPool
-from transport.status import translate_rpc_errors
 
 LAYOUT = KvLayout("weights", num_layers=2, num_kv_heads=1, head_dim=2, dtype="float32")
 NUM_TOKENS = 8

@@ -1,6 +1,6 @@
 """A KvSink in plain bytearrays: the port's reference implementation, with what tests need to look inside.
 
-Everything runs on one asyncio loop. Not a mock: it keeps every rule of transport.kv_sink.
+Everything runs on one asyncio loop. Not a mock: it keeps every rule of baton.transport.kv_sink.
 """
 
 import asyncio
@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from baton.clock import Clock
 from baton.errors import (
     IncompletePushError,
     InvalidArgumentError,
@@ -18,10 +17,10 @@ from baton.errors import (
     ResourceExhaustedError,
     StaleStampError,
 )
-from baton.ids import SlotId, Stamp
-from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
-from transport.coverage import Added, Coverage
-from transport.kv_sink import ReserveSpec
+from baton.process.clock import Clock
+from baton.transport.coverage import Added, Coverage
+from baton.transport.kv_sink import ReserveSpec
+from baton.types import KvLayout, Lease, LeaseRef, SampledToken, SlotId, Stamp, TokenRange
 
 
 @dataclass

@@ -10,12 +10,11 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from baton.ids import RequestId, SlotId, Stamp
-from baton.types import Lease, LeaseRef, TokenRange
+from baton.transport.channel import make_channel
+from baton.transport.kv_routes import make_pool
+from baton.transport.kv_sender import open_push
+from baton.types import Lease, LeaseRef, RequestId, SlotId, Stamp, TokenRange
 from tests.support.wire.kv_loopback import WIDE, loopback, rows
-from transport.channel import make_channel
-from transport.kv_routes import make_pool
-from transport.kv_sender import open_push
 
 NUM_TOKENS = 6000
 WHOLE = TokenRange(0, NUM_TOKENS)

@@ -6,8 +6,8 @@ from typing import Any
 
 import grpc
 
-from transport.channel import Keepalive, bind, make_channel, make_server
-from transport.status import Check
+from baton.transport.channel import Keepalive, bind, make_channel, make_server
+from baton.transport.status import Check
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handlers = dict[str, "grpc.RpcMethodHandler[Any, Any]"]

@@ -1,5 +1,5 @@
 """The secret of clusters that a test makes in its own process."""
 
-from transport.identity import ClusterSecret
+from baton.transport.identity import ClusterSecret
 
 SECRET = ClusterSecret("5ec" + "0" * 61)

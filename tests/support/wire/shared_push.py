@@ -6,10 +6,10 @@ from pathlib import Path
 
 import grpc
 
+from baton.transport.shared_memory import NAME, SharedCells
+from baton.transport.status import from_rpc_error
 from baton.v1 import kv_pb2
 from tests.support.wire.kv_loopback import Loopback
-from transport.shared_memory import NAME, SharedCells
-from transport.status import from_rpc_error
 
 _CELL_BYTES = 2**24
 _NUM_CELLS = 8

@@ -17,6 +17,7 @@ from baton import AsyncClient
 from baton.errors import InvalidArgumentError
 from baton.results.completion import Completion
 from baton.sampling_params import SamplingParams
+from baton.transport.channel import make_channel
 from baton.types import FinishReason
 from tests.support.clusters.clients import HOST
 from tests.support.clusters.cluster import BareCluster, cluster
@@ -25,7 +26,6 @@ from tests.support.eventually import eventually
 from tests.support.folders import ROOT
 from tests.support.models.tiny_tokenizer import ids_of, write_letters
 from tests.support.wire.late_streams import late_stream
-from transport.channel import make_channel
 
 pytestmark = pytest.mark.integration
 

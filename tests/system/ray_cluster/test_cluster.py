@@ -18,15 +18,15 @@ from baton import Client
 from baton.calls.resume import Reconnect
 from baton.calls.streams import Stream
 from baton.errors import BatonError, DeadlineExceededError, ResourceExhaustedError
+from baton.planning import step_times
+from baton.planning.calibration import load
+from baton.planning.step_times import StepTimes
 from baton.results.completion import Completion
 from baton.sampling_params import SamplingParams
 from baton.v1.planning_pb2 import GetStepTimesRequest
 from baton.v1.planning_pb2_grpc import PlanningStub
 from deploy.commands.keyed_channel import keyed
 from deploy.commands.record import process_start
-from planning import step_times
-from planning.calibration import load
-from planning.step_times import StepTimes
 from tests.support.clusters.listening import descendants, listeners
 from tests.support.clusters.on_ray.ray_clusters import (
     ServedCluster,

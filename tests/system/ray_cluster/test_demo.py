@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from baton.modeling.checkpoints.weights import load_decoder
 from baton.sampling_params import SamplingParams
+from baton.text.tokenizer import Tokenizer
 from baton_lab.demo.requests import QUESTIONS
-from modeling.checkpoints.weights import load_decoder
 from tests.support.clusters.on_ray.ray_clusters import processes_of, share_measurements, shared_files
 from tests.support.folders import ROOT
 from tests.support.models.reference import check_equal_tokens
 from tests.support.models.texts import passage_ids
-from text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.cluster
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from baton import Client, SamplingParams
-from modeling.checkpoints.weights import load_decoder
+from baton.modeling.checkpoints.weights import load_decoder
 from tests.support.clusters.on_ray.ray_clusters import ServedCluster, endpoints, listener, served, until_settled
 from tests.support.engines.generation import prompt
 from tests.support.models.reference import check_equal_tokens

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton import Client, SamplingParams
-from modeling.checkpoints.weights import load_decoder
+from baton.modeling.checkpoints.weights import load_decoder
 from tests.support.clusters.on_ray.ray_clusters import (
     START_S,
     launched,

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from baton.clock import SystemClock
+from baton.planning.planner import ChainPlanner
+from baton.process.clock import SystemClock
 from baton.results.completion import ModelInfo
 from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
 from deploy.groups.surroundings import Heartbeat, Surroundings
 from deploy.ray_cluster.spawner import RaySpawner, end_worker
 from orchestrator.membership.view import ClusterView, Orders
-from planning.planner import ChainPlanner
 from tests.support.clusters.clients import HOST
 from tests.support.clusters.on_ray.ray_heads import NAMESPACE
 from tests.support.clusters.planners import linear_planner

@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from baton import Client
-from baton.cluster_state import GroupState
+from baton.calls.cluster_state import GroupState
 from baton.errors import BatonError
 from baton.v1.admin_pb2_grpc import AdminStub
 from deploy.commands.admin_channel import admin_channel

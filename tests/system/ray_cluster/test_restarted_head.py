@@ -12,9 +12,9 @@ import pytest
 
 from baton import Client
 from baton.errors import UnavailableError
+from baton.modeling.checkpoints.weights import load_decoder
 from baton.sampling_params import SamplingParams
 from deploy.commands.ray_access import require_reachable
-from modeling.checkpoints.weights import load_decoder
 from tests.support import tools
 from tests.support.clusters.listening import descendants
 from tests.support.clusters.on_ray.hosts import Host, hosts

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 
-from modeling.kernels.instruction_sets import GENERIC, WHEEL_SETS, is_x86, usable_sets
-from modeling.kernels.native import FOLDERS
+from baton.modeling.kernels.instruction_sets import GENERIC, WHEEL_SETS, is_x86, usable_sets
+from baton.modeling.kernels.native import FOLDERS
 from tests.support.clusters.on_ray.ray_clusters import START_S, processes_of, recorded_folder, shared_files, until
 from tests.support.folders import ROOT
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.nightly, pytest.mark.timeout(1800
 
 COMPILERS = ("c++", "g++", "clang++", "cc", "gcc", "clang")
 LIBRARIES = {
-    f"modeling/kernels/built/{folder}.{each.name}.so"
+    f"baton/modeling/kernels/built/{folder}.{each.name}.so"
     for folder in FOLDERS
     for each in (WHEEL_SETS if is_x86() else (GENERIC,))
 }
@@ -118,11 +118,11 @@ def test_a_source_tree_is_installed_without_a_compiler_and_says_so_once(
     told = run(sys.executable, *install, source, cwd=tmp_path, environment=environment)
     assert [line.strip() for line in told.splitlines() if "compiler" in line] == [ONE_LINE]
     assert not list(target.rglob("*.so"))
-    code = "from modeling.kernels import native; print(native.__file__, native.load())"
+    code = "from baton.modeling.kernels import native; print(native.__file__, native.load())"
     at_target = {**environment, "PYTHONPATH": str(target)}
     logged, shown = run(sys.executable, "-P", "-c", code, cwd=tmp_path, environment=at_target).splitlines()
     assert "torch's operators are used" in logged
-    assert shown == f"{target / 'modeling' / 'kernels' / 'native.py'} False"
+    assert shown == f"{target / 'baton' / 'modeling' / 'kernels' / 'native.py'} False"
 
 
 @contextmanager

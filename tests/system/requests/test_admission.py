@@ -8,13 +8,13 @@ import grpc
 import pytest
 
 from baton import AsyncClient
-from baton.clock import SystemClock
 from baton.errors import InvalidArgumentError, ResourceExhaustedError, UnauthenticatedError
+from baton.planning.cost_model import CostModel
+from baton.process.clock import SystemClock
 from baton.sampling_params import SamplingParams
 from baton.v1 import orchestrator_pb2 as pb
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.tenants import Tenant, Tenants, hash_key
-from planning.cost_model import CostModel
 from tests.support.clusters.clients import HOST, Answer
 from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.clusters.planners import planner_of

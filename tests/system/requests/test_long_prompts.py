@@ -14,10 +14,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from baton.clock import SystemClock
 from baton.errors import InvalidArgumentError
 from baton.limits import MAX_MESSAGE_BYTES
+from baton.process.clock import SystemClock
 from baton.results.completion import ModelInfo
+from baton.text.tokenizer import Tokenizer
+from baton.transport.channel import make_channel
+from baton.transport.status import translate_rpc_errors
 from baton.v1 import orchestrator_pb2 as pb
 from orchestrator.api.frontend import SERVICE, OrchestratorServer
 from orchestrator.api.gateway import Gateway, ask_model
@@ -26,9 +29,6 @@ from tests.support.clusters.planners import linear_planner
 from tests.support.kernels.os_memory import peak_bytes, process_bytes, reset_peak
 from tests.support.wire.held_loop import watching_loop
 from tests.support.wire.secret import SECRET
-from text.tokenizer import Tokenizer
-from transport.channel import make_channel
-from transport.status import translate_rpc_errors
 
 pytestmark = pytest.mark.integration
 

@@ -8,9 +8,11 @@ import grpc
 import pytest
 
 from baton import AsyncClient
-from baton.clock import SystemClock
 from baton.errors import BatonError, NotFoundError, ResourceExhaustedError
+from baton.process.clock import SystemClock
 from baton.results.completion import ModelInfo
+from baton.text.tokenizer import Tokenizer
+from baton.transport.channel import make_channel
 from baton.types import FinishReason, SampledToken, TokenEvent
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
@@ -26,8 +28,6 @@ from tests.support.clusters.planners import linear_planner
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import chat_letters
 from tests.support.wire.secret import SECRET
-from text.tokenizer import Tokenizer
-from transport.channel import make_channel
 
 pytestmark = pytest.mark.integration
 

@@ -10,25 +10,25 @@ import pytest
 import torch
 
 from baton.errors import ResourceExhaustedError
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.device.copying import LinkRate
+from baton.modeling.device.emulated import EmulatedDevice
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.selection import PartialKeys, Selection
+from baton.modeling.kv.buffers import BufferSpan, KvBuffer
+from baton.modeling.sparse.bases import Basis, BasisKind
+from baton.modeling.sparse.selection_file import PreparedSelection, save_prepared
 from baton.sampling_params import SamplingParams
+from baton.text.tokenizer import Tokenizer
 from baton.types import KvLayout, SampledToken, TokenRange
 from generate_workers.config import EngineConfig
 from generate_workers.engine.step_runner import weight_bytes
-from modeling.checkpoints.weights import load_decoder
-from modeling.device.copying import LinkRate
-from modeling.device.emulated import EmulatedDevice
-from modeling.forward.decoder import Decoder
-from modeling.forward.selection import PartialKeys, Selection
-from modeling.kv.buffers import BufferSpan, KvBuffer
-from modeling.sparse.bases import Basis, BasisKind
-from modeling.sparse.selection_file import PreparedSelection, save_prepared
 from tests.support.engines.devices import on_emulated
 from tests.support.engines.generation import prefilled, prompt
 from tests.support.engines.generation_servers import Client, ids_in, read, serving
 from tests.support.engines.slot_tables import page_bytes
 from tests.support.models.texts import passage_ids
 from tests.support.models.tiny_models import random_decoder
-from text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.integration
 

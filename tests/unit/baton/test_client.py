@@ -9,7 +9,7 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
 from baton import AsyncClient, Client, Completion, Reconnect, __version__
-from baton.cluster_state import ClusterState, GenerationStatus, GroupState, PrefillStatus
+from baton.calls.cluster_state import ClusterState, GenerationStatus, GroupState, PrefillStatus
 from baton.errors import (
     BatonError,
     ChainError,

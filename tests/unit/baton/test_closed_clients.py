@@ -11,8 +11,8 @@ import pytest
 from baton import AsyncClient, AsyncStream, Client, Reconnect, Stream
 from baton.calls.requests import Source, make_request
 from baton.calls.resume import Server, StreamState
-from baton.clock import SystemClock
 from baton.errors import RequestCancelledError
+from baton.process.clock import SystemClock
 from baton.types import FinishReason
 from baton.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 from tests.support.clusters.scripted_orchestrator import MODEL, Context, Fault, ScriptedOrchestrator, serving

@@ -7,8 +7,7 @@ import pytest
 from baton.errors import InvalidArgumentError
 from baton.limits import MAX_FORM_BYTES, MAX_FORM_CHOICES
 from baton.proto_types import params_from_proto, params_to_proto
-from baton.sampling_params import SamplingParams, params_from_options
-from baton.structured_output import StructuredOutput
+from baton.sampling_params import SamplingParams, StructuredOutput, params_from_options
 from baton.v1 import common_pb2
 
 FORMS = [

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from baton.planning.chips import Chip
 from baton_lab.study.roofline import ServedModel, step_time
 from benchmarks.decode import Cell, Outcome, bare, report
 from benchmarks.plots.decode import Step, draw, floor_s
 from benchmarks.support.harness import Bars, Pairs, Reporter
 from generate_workers.engine.status import StepStats
-from planning.chips import Chip
 
 pytestmark = pytest.mark.integration
 

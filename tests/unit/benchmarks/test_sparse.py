@@ -2,10 +2,10 @@
 
 import pytest
 
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.forward.decoder import Decoder
 from benchmarks.sparse import FittedHere, compare, contexts_of
 from deploy.tuning.selection.passages import prefill
-from modeling.checkpoints.weights import load_decoder
-from modeling.forward.decoder import Decoder
 from tests.support.models.letter_models import write_letter_model
 
 TOKEN_IDS = tuple((3 * at * at + at) % 95 for at in range(300))

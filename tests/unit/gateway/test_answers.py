@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 from baton.results.completion import Choice, Completion
+from baton.text.stop_strings import StopStrings
+from baton.text.stream import TextStream
+from baton.text.tokenizer import Tokenizer
 from baton.types import FinishReason, SampledToken, TokenEvent, TokenLogprob
 from gateway.answers import Chats, Completions, Head, Object, Writer
 from gateway.chat_answers import ParsedChats
@@ -14,9 +17,6 @@ from gateway.parsing.output import OutputRules
 from gateway.reading import Prompt
 from tests.support.models.tiny_tokenizer import ids_of, letter_tokenizer
 from tests.support.models.tokenizers import sentencepiece_core, sentencepiece_tokens, write_folder
-from text.stop_strings import StopStrings
-from text.stream import TextStream
-from text.tokenizer import Tokenizer
 
 TEXTS = ("Once", "", ' "quoted" \\ and\n', "\u00e9\u4e16\U0001f600", "\u2028\x00", "text")
 

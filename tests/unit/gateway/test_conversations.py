@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from baton.errors import ConfigError, InvalidArgumentError
 from baton.limits import MAX_TEMPLATE_VALUES
 from baton.results.completion import ModelInfo
+from baton.text.tokenizer import Tokenizer
 from gateway.bodies import ChatBody, Message, TokenizeBody, Tool
 from gateway.conversations import ChatRenderer, messages_of
 from gateway.parsing.call_formats import FORMATS
@@ -18,7 +19,6 @@ from gateway.reading import Reader
 from gateway.tools.choice import offered
 from tests.support.models.tokenizers import CHAT_TEMPLATE
 from tests.support.models.tool_templates import MAY_THINK, SPECIAL, TEMPLATES, THINKING, tool_tokenizer
-from text.tokenizer import Tokenizer
 
 WEATHER: dict[str, Any] = {
     "type": "function",

@@ -17,6 +17,7 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, SecretStr
 
 from baton import AsyncClient
+from baton.text.tokenizer import Tokenizer
 from tests.support.clusters.clients import HOST
 from tests.support.clusters.cluster import cluster
 from tests.support.clusters.scripted_orchestrator import ScriptedOrchestrator, serving
@@ -24,7 +25,6 @@ from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import write_letters
 from tests.support.models.tool_templates import TEMPLATES, letters, tool_tokenizer
 from tests.support.wire.http_gateway import http_gateway
-from text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.integration
 

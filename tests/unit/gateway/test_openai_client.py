@@ -8,12 +8,12 @@ import openai
 import pytest
 
 from baton import AsyncClient
+from baton.text.tokenizer import Tokenizer
 from tests.support.clusters.clients import HOST
 from tests.support.clusters.cluster import cluster
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import chat_letters, ids_of
 from tests.support.wire.http_gateway import Http, http_gateway
-from text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.integration
 

@@ -7,10 +7,10 @@ from typing import Any
 import httpx2
 import pytest
 
+from baton.text.tokenizer import Tokenizer
 from tests.support.clusters.scripted_orchestrator import MODEL, ScriptedOrchestrator, serving
 from tests.support.models.tokenizers import CHAT_TEMPLATE, sentencepiece_core, sentencepiece_tokens, write_folder
 from tests.support.wire.http_gateway import http_gateway
-from text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.integration
 

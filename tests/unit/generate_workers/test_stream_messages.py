@@ -1,8 +1,8 @@
 """Batches of many streams' events as messages: whole, in order, and of a size that their reader takes."""
 
 from baton.errors import ResourceExhaustedError
-from baton.ids import StreamNumber
 from baton.limits import MAX_MESSAGE_BYTES
+from baton.types import StreamNumber
 from baton.v1 import generate_pb2
 from generate_workers.servicer import _end_to_proto, messages_of
 

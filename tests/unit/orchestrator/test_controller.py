@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import DeadlineExceededError, ResourceExhaustedError, UnavailableError
-from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
-from baton.types import FinishReason, TokenEvent
+from baton.types import FinishReason, RequestId, TokenEvent
 from orchestrator.controller import Controller
 from orchestrator.requests.record import Event, Finished, Started
 from orchestrator.requests.request import Request

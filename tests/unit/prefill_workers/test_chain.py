@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from baton.ids import Epoch, JobId, Rank, RequestId
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kv.buffers import KvBuffer, LayerBuffers
 from baton.sampling_params import SamplingParams
-from baton.types import KvLayout, TokenRange
-from modeling.forward.decoder import Decoder
-from modeling.kv.buffers import KvBuffer, LayerBuffers
+from baton.types import Epoch, JobId, KvLayout, Rank, RequestId, TokenRange
 from prefill_workers import relay as relay_module
 from prefill_workers.chain import ChainJob
 from prefill_workers.job import Job

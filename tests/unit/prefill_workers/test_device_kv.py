@@ -5,10 +5,10 @@ import random
 import pytest
 
 from baton.errors import ConfigError, InvalidArgumentError, RequestCancelledError, ResourceExhaustedError
+from baton.modeling.device.copying import LinkRate
+from baton.modeling.device.emulated import EmulatedDevice
+from baton.modeling.forward.weight_sizes import weight_bytes
 from baton.types import TokenRange
-from modeling.device.copying import LinkRate
-from modeling.device.emulated import EmulatedDevice
-from modeling.forward.weight_sizes import weight_bytes
 from prefill_workers.device_room import DeviceRoom
 from tests.support.engines.chains import (
     ChainGroup,

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.distributed import Store
 
 from baton.errors import LinkBrokenError
-from baton.ids import Epoch, JobId, Rank
-from baton.types import TokenRange
-from modeling.device.cpu import CpuDevice
+from baton.modeling.device.cpu import CpuDevice
+from baton.types import Epoch, JobId, Rank, TokenRange
 from prefill_workers import edges
 from prefill_workers.edges import Edge, EdgeBackend, Offer, backend_of, refusal
 from prefill_workers.links import LinkHeader, Links, LinkStatus

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from baton.clock import SystemClock
 from baton.errors import (
     ChainError,
     InvalidArgumentError,
@@ -17,12 +16,12 @@ from baton.errors import (
     ResourceExhaustedError,
     StaleStampError,
 )
-from baton.ids import Epoch, JobId, Rank
-from baton.sampling_params import SamplingParams
-from baton.structured_output import StructuredOutput
-from baton.types import KvLayout, TokenRange
-from modeling.forward.decoder import Decoder
-from modeling.kv.buffers import KvBuffer
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kv.buffers import KvBuffer
+from baton.process.clock import SystemClock
+from baton.sampling_params import SamplingParams, StructuredOutput
+from baton.text.token_masks import TokenMasks
+from baton.types import Epoch, JobId, KvLayout, Rank, TokenRange
 from prefill_workers.engine import PrefillEngine
 from tests.support.engines.chains import (
     WAIT_S,
@@ -39,7 +38,6 @@ from tests.support.links.link_groups import in_process_connects, torch_connects
 from tests.support.models.damaged import DAMAGED, DamagedDecoder
 from tests.support.models.tiny_models import random_decoder
 from tests.support.models.tiny_tokenizer import ids_of, letter_grammars
-from text.token_masks import TokenMasks
 
 pytestmark = pytest.mark.integration
 

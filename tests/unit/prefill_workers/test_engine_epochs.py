@@ -9,12 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from baton.clock import SystemClock
 from baton.errors import BatonError, EpochEndedError, LinkBrokenError, StaleStampError, UnavailableError
-from baton.ids import Epoch, JobId, Rank, RequestId
-from baton.types import KvLayout, TokenRange
-from modeling.forward.decoder import Decoder
-from modeling.kv.buffers import KvBuffer
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kv.buffers import KvBuffer
+from baton.process.clock import SystemClock
+from baton.types import Epoch, JobId, KvLayout, Rank, RequestId, TokenRange
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job
 from tests.support.engines.chains import (

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from baton.errors import ChainError, JobAbortedError, LinkBrokenError, LinkStalledError
-from baton.ids import Epoch, JobId, Rank, RequestId
-from baton.types import KvLayout, TokenRange
-from modeling.forward.decoder import Decoder
-from modeling.kv.buffers import KvBuffer
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kv.buffers import KvBuffer
+from baton.types import Epoch, JobId, KvLayout, Rank, RequestId, TokenRange
 from prefill_workers.job import Job, JobReport
 from prefill_workers.links import LinkStatus
 from tests.support.engines.chains import WAIT_S, Hold, KeepingOutlet, reference_token, until

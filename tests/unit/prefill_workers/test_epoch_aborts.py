@@ -3,8 +3,8 @@
 import pytest
 
 from baton.errors import JobAbortedError, RequestCancelledError
-from baton.ids import Epoch, JobId, Rank
-from modeling.forward.decoder import Decoder
+from baton.modeling.forward.decoder import Decoder
+from baton.types import Epoch, JobId, Rank
 from prefill_workers.links import LinkHeader, LinkStatus
 from tests.support.engines.chains import WAIT_S, KeepingOutlet, until
 from tests.support.engines.middle_ranks import middle_rank

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import JobAbortedError, LinkBrokenError
-from baton.ids import Epoch, JobId, Rank
-from modeling.forward.decoder import Decoder
+from baton.modeling.forward.decoder import Decoder
+from baton.types import Epoch, JobId, Rank
 from prefill_workers.links import LinkHeader, LinkStatus
 from tests.support.engines.chains import WAIT_S, KeepingOutlet, reference_token, until
 from tests.support.engines.middle_ranks import Middle, middle_rank

@@ -5,9 +5,8 @@ import math
 import pytest
 
 from baton.errors import InvalidArgumentError
-from baton.ids import Epoch, JobId, Rank, RequestId
-from baton.types import KvLayout, TokenRange
-from modeling.kv.buffers import KvBuffer
+from baton.modeling.kv.buffers import KvBuffer
+from baton.types import Epoch, JobId, KvLayout, Rank, RequestId, TokenRange
 from prefill_workers.job import Job
 
 LAYOUT = KvLayout("model", 1, 1, 2, "float32")

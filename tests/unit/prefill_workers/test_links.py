@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ChainError
-from baton.ids import Epoch, JobId
-from baton.types import TokenRange
+from baton.types import Epoch, JobId, TokenRange
 from prefill_workers.links import HEADER_BYTES, LinkHeader, LinkStatus
 
 _count = st.integers(0, 2**40)

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from baton.modeling.kv.buffers import KvBuffer
+from baton.modeling.prefix_store.store import Filled, PrefixStore
 from baton.types import KvLayout, TokenRange
-from modeling.kv.buffers import KvBuffer
-from modeling.prefix_store.store import Filled, PrefixStore
 from prefill_workers.prefix_filling import PrefixFilling
 from tests.support.engines.prefixes import PLENTY, blocks_in, file_bytes, keep, on_disk, store_in
 from tests.support.manual_clock import ManualClock

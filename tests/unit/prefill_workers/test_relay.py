@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from baton.errors import ChainError
-from baton.ids import Epoch, JobId, Rank, RequestId
-from baton.types import KvLayout, TokenRange
-from modeling.kv.buffers import KvBuffer, LayerBuffers, byte_view
+from baton.modeling.kv.buffers import KvBuffer, LayerBuffers, byte_view
+from baton.types import Epoch, JobId, KvLayout, Rank, RequestId, TokenRange
 from prefill_workers import relay as relay_module
 from prefill_workers.job import Job
 from prefill_workers.links import LinkHeader, LinkStatus, Payload

@@ -3,8 +3,7 @@
 import random
 from typing import cast
 
-from baton.ids import Epoch, JobId, Rank, RequestId
-from baton.types import TokenRange
+from baton.types import Epoch, JobId, Rank, RequestId, TokenRange
 from prefill_workers.chain import ChainJob
 from prefill_workers.job import Job
 from prefill_workers.sequencer import Sequencer

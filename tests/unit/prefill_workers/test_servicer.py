@@ -9,16 +9,15 @@ import pytest
 
 from baton import __version__
 from baton.errors import BatonError, EpochEndedError, InvalidArgumentError, LinkBrokenError, UnavailableError
-from baton.ids import Stamp
 from baton.proto_types import range_from_proto, range_to_proto
 from baton.sampling_params import SamplingParams
-from baton.types import LeaseRef, TokenRange
+from baton.transport.proto_types import history_to_proto
+from baton.transport.status import translate_rpc_errors
+from baton.types import LeaseRef, Stamp, TokenRange
 from baton.v1 import prefill_pb2
 from prefill_workers.servicer import job_from_proto
 from tests.support.engines.prefill_servers import CHUNKS, HOST, TIMEOUT_S, Ranks, two_ranks
 from tests.support.eventually import eventually
-from transport.proto_types import history_to_proto
-from transport.status import translate_rpc_errors
 
 pytestmark = pytest.mark.integration
 

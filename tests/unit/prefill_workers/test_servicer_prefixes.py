@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from baton.errors import BatonError, InvalidArgumentError, StalePrefixError
-from baton.ids import Stamp
-from baton.types import LeaseRef
+from baton.modeling.prefix_store.node import DiskPlace
+from baton.types import LeaseRef, Stamp
 from baton.v1 import common_pb2, prefill_pb2
-from modeling.prefix_store.node import DiskPlace
 from tests.support.engines.chains import cached_prefix
 from tests.support.engines.prefill_servers import CHUNKS, IDS, TIMEOUT_S, Ranks, two_ranks
 from tests.support.engines.prefixes import PLENTY, blocks_in, file_bytes, hung, keep, mapped, prefix_folder, store_in

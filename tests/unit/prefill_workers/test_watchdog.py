@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.ids import Rank
+from baton.types import Rank
 from prefill_workers.watchdog import Watchdog
 from tests.support.manual_clock import ManualClock
 

@@ -19,24 +19,24 @@ from types import MappingProxyType
 import grpc
 
 from baton import Client
+from baton.calls.cluster_state import ClusterState
 from baton.channel_options import Keepalive, channel_options
-from baton.cluster_state import ClusterState
 from baton.errors import BatonError
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.prefix_store.folder import node_folder
 from baton.results.completion import Completion
 from baton.sampling_params import SamplingParams
 from baton.settings.paths import cache_folder
+from baton.transport.identity import ClusterSecret
 from baton.v1.prefill_pb2 import PrefillStatusRequest
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
 from deploy.commands.cluster_secrets import load_secret
 from deploy.commands.keyed_channel import keyed
 from deploy.commands.record import process_start, store_name
-from modeling.checkpoints.weights import load_decoder
-from modeling.prefix_store.folder import node_folder
 from tests.support.clusters.on_ray.hosts import MACHINE, Host
 from tests.support.engines.generation import prompt
 from tests.support.folders import ROOT
 from tests.support.models.reference import check_equal_tokens
-from transport.identity import ClusterSecret
 
 START_S = 400.0
 NO_VARIABLES: Mapping[str, str] = MappingProxyType({})

@@ -23,24 +23,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.clock import SystemClock
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.forward.attention import Attention
+from baton.modeling.forward.decoder import Decoder, Step
+from baton.modeling.forward.sampling import sample
+from baton.modeling.hosting import LoadedModel
+from baton.process.clock import SystemClock
 from baton.settings.place import WorkerPlace
+from baton.transport.identity import ClusterSecret
 from baton.types import SampledToken, TokenRange
 from deploy.config.worker import WorkerConfig
 from deploy.groups import worker_process as worker
 from deploy.groups.hosting import Server, start_server
 from generate_workers.engine import verified
 from generate_workers.servicer import GenerationServer
-from modeling.checkpoints.weights import load_decoder
-from modeling.forward.attention import Attention
-from modeling.forward.decoder import Decoder, Step
-from modeling.forward.sampling import sample
-from modeling.hosting import LoadedModel
 from prefill_workers.config import PrefillConfig
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport, KvOutlet
 from tests.support.clusters.rank_servers import serve_rank
-from transport.identity import ClusterSecret
 
 DEADLY = (11,) * 12
 """First tokens of a prompt that aborts a worker while it computes them."""

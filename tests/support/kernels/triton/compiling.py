@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modeling.kernels.triton import append, copies, decode, pointwise, prefill
-from modeling.kernels.triton.append import append_kv
-from modeling.kernels.triton.copies import copy_heads, copy_rows
-from modeling.kernels.triton.decode import SeenKeys, decode_attention
-from modeling.kernels.triton.pointwise import gate, rms_norm, turn_heads
-from modeling.kernels.triton.prefill import Visibility, prefill_attention
-from modeling.kernels.triton.rows import StepRows
-from modeling.kernels.triton.tiles import prefill_tiles
+from baton.modeling.kernels.triton import append, copies, decode, pointwise, prefill
+from baton.modeling.kernels.triton.append import append_kv
+from baton.modeling.kernels.triton.copies import copy_heads, copy_rows
+from baton.modeling.kernels.triton.decode import SeenKeys, decode_attention
+from baton.modeling.kernels.triton.pointwise import gate, rms_norm, turn_heads
+from baton.modeling.kernels.triton.prefill import Visibility, prefill_attention
+from baton.modeling.kernels.triton.rows import StepRows
+from baton.modeling.kernels.triton.tiles import prefill_tiles
 
 
 @dataclass(frozen=True)

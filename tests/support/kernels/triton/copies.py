@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from modeling.kernels.triton.copies import copy_heads, copy_rows
+from baton.modeling.kernels.triton.copies import copy_heads, copy_rows
 
 NUM_ROWS, NUM_HEADS, NUM_TOKENS, MOST_PAIRS = 3, 2, 300, 150
 HEADS = [(torch.float32, 16), (torch.bfloat16, 128), (torch.float16, 81)]

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from modeling.kernels.triton.append import append_kv
-from modeling.kernels.triton.decode import SeenKeys, decode_attention
-from modeling.kernels.triton.rows import StepRows
-from modeling.kernels.triton.tiles import DecodeTiles
+from baton.modeling.kernels.triton.append import append_kv
+from baton.modeling.kernels.triton.decode import SeenKeys, decode_attention
+from baton.modeling.kernels.triton.rows import StepRows
+from baton.modeling.kernels.triton.tiles import DecodeTiles
 from tests.support.kernels.covering import Levels
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}

@@ -2,14 +2,14 @@
 
 import torch
 
+from baton.modeling.forward.rows import DecodeRows
+from baton.modeling.forward.selection import Picks
+from baton.modeling.forward.triton.attention import triton_kernel
+from baton.modeling.forward.triton.rows import TritonRows, compile_rows
+from baton.modeling.kernels.triton.rows import StepRows
+from baton.modeling.kv.buffers import BufferSpan, KvBuffer
+from baton.modeling.kv.pages import PageSpan
 from baton.types import KvLayout, TokenRange
-from modeling.forward.rows import DecodeRows
-from modeling.forward.selection import Picks
-from modeling.forward.triton.attention import triton_kernel
-from modeling.forward.triton.rows import TritonRows, compile_rows
-from modeling.kernels.triton.rows import StepRows
-from modeling.kv.buffers import BufferSpan, KvBuffer
-from modeling.kv.pages import PageSpan
 from tests.support.kernels.paged_rows import in_pages
 from tests.support.models.tiny_models import random_decoder
 

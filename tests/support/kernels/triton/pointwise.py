@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from modeling.kernels.triton.pointwise import gate, rms_norm, turn_heads
+from baton.modeling.kernels.triton.pointwise import gate, rms_norm, turn_heads
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 WIDTHS = (1, 80, 4096, 5000)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modeling.forward.attention import attend, merged
-from modeling.forward.triton.attention import triton_kernel
-from modeling.kernels.triton.prefill import Visibility, prefill_attention
-from modeling.kernels.triton.tiles import PrefillTiles
-from modeling.kv.buffers import KvRows
+from baton.modeling.forward.attention import attend, merged
+from baton.modeling.forward.triton.attention import triton_kernel
+from baton.modeling.kernels.triton.prefill import Visibility, prefill_attention
+from baton.modeling.kernels.triton.tiles import PrefillTiles
+from baton.modeling.kv.buffers import KvRows
 from tests.support.kernels.covering import Levels
 from tests.support.kernels.triton.decode import TOLERANCES
 

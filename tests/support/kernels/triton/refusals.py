@@ -6,10 +6,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from modeling.kernels.triton.append import append_kv
-from modeling.kernels.triton.decode import SeenKeys, decode_attention
-from modeling.kernels.triton.prefill import DENSE, Visibility, prefill_attention
-from modeling.kernels.triton.rows import StepRows
+from baton.modeling.kernels.triton.append import append_kv
+from baton.modeling.kernels.triton.decode import SeenKeys, decode_attention
+from baton.modeling.kernels.triton.prefill import DENSE, Visibility, prefill_attention
+from baton.modeling.kernels.triton.rows import StepRows
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -5,13 +5,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from baton.modeling.device.port import Device
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.step_graphs import StepGraphs
+from baton.modeling.kv.pages import PAGE_TOKENS
 from baton.sampling_params import SamplingParams
 from baton.types import TokenRange
 from generate_workers.slots.memory import MemoryLimits
-from modeling.device.port import Device
-from modeling.forward.decoder import Decoder
-from modeling.forward.step_graphs import StepGraphs
-from modeling.kv.pages import PAGE_TOKENS
 from tests.support.engines.devices import TensorDevice
 from tests.support.engines.generation import (
     Harness,

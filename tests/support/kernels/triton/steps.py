@@ -8,17 +8,17 @@ from pathlib import Path
 
 import torch
 
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.device.cpu import CpuDevice
+from baton.modeling.device.port import Device
+from baton.modeling.forward.attention import plain_kernel
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.drawing import NO_TOKEN
+from baton.modeling.forward.sampling import SamplerState, sample
+from baton.modeling.forward.step_graphs import DecodeRow, StepGraphs
+from baton.modeling.kv.buffers import BlockTable, BufferSpan, KvBuffer
 from baton.sampling_params import SamplingParams
 from baton.types import TokenRange
-from modeling.checkpoints.weights import load_decoder
-from modeling.device.cpu import CpuDevice
-from modeling.device.port import Device
-from modeling.forward.attention import plain_kernel
-from modeling.forward.decoder import Decoder
-from modeling.forward.drawing import NO_TOKEN
-from modeling.forward.sampling import SamplerState, sample
-from modeling.forward.step_graphs import DecodeRow, StepGraphs
-from modeling.kv.buffers import BlockTable, BufferSpan, KvBuffer
 from tests.support.models.tiny_models import random_decoder
 
 PAGE_TOKENS, NUM_STEPS, SIZES = 8, 10, (2, 4)

@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from baton.errors import InvalidArgumentError
-from baton.structured_output import StructuredOutput
+from baton.sampling_params import StructuredOutput
 from tests.support.models.tiny_tokenizer import letter_grammars
 
 _NUMBERS = (0, 1, 2, 3, 7, 16, 50, 300, 999, 4096, 65_537, 10**6, 10**9, 2**63, 10**30)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from baton.clock import SystemClock
 from baton.errors import BatonError, ConfigError
+from baton.process.clock import SystemClock
 from baton_lab.bench import grpc_server
 from baton_lab.bench.conversations import Conversation, Shape, Turn, conversations
 from baton_lab.bench.grpc_server import GrpcServer

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import BatonError, ConfigError, PermissionDeniedError, ResourceExhaustedError, UnavailableError
+from baton.text.tokenizer import Tokenizer
 from baton_lab.bench import grpc_server
 from baton_lab.bench.grpc_server import GrpcServer
 from baton_lab.bench.openai_server import OpenAiServer
@@ -22,7 +23,6 @@ from tests.support.clusters.scripted_orchestrator import MODEL, Fault, ScriptedO
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import chat_letters, letter_tokenizer
 from tests.support.wire.http_gateway import http_gateway
-from text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.integration
 

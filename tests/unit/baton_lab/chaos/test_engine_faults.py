@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from baton.clock import SystemClock
+from baton.process.clock import SystemClock
 from baton.v1.generate_pb2 import GenerationStatus
 from baton_lab.chaos import engine_faults
 from baton_lab.chaos.cluster import ChaosCluster

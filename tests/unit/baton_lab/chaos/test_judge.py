@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from baton.modeling.forward.sampling import SamplerState, sample
 from baton.results.completion import Choice, Completion
 from baton.sampling_params import SamplingParams
 from baton.types import SampledToken
 from baton_lab.chaos.judge import MARGIN, CalmJudge, margin_of
 from baton_lab.chaos.report import Answer, Outcome
 from baton_lab.chaos.schedule import Ask
-from modeling.forward.sampling import SamplerState, sample
 
 PARAMS = SamplingParams(max_tokens=3, ignore_eos=True, logprobs=0)
 ASK = Ask(0, stem=0, num_prompt_tokens=4, vocab_size=50, params=PARAMS)

@@ -6,8 +6,8 @@ from typing import cast
 
 import pytest
 
+from baton.calls.cluster_state import ClusterState, GenerationStatus, GroupState
 from baton.calls.streams import AsyncStream
-from baton.cluster_state import ClusterState, GenerationStatus, GroupState
 from baton.errors import (
     BatonError,
     DeadlineExceededError,

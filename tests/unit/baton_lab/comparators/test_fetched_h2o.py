@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kv.arena import WrongMemoryError
 from baton.types import TokenRange
 from baton_lab.comparators.fetched_h2o import FetchedH2oResidency, KeptRow
 from baton_lab.comparators.h2o import H2oResidency
 from baton_lab.comparators.heavy_hitters import HeavyBudget
-from modeling.forward.decoder import Decoder
-from modeling.kv.arena import WrongMemoryError
 from tests.support.engines.devices import PoisonedCpu, on_emulated
 from tests.support.engines.generation import prompt
 from tests.support.engines.selective import TOKENS, Bench, MakePolicy

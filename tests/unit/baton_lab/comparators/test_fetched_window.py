@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.selection import Selection
+from baton.modeling.kv.arena import WrongMemoryError
 from baton.types import TokenRange
 from baton_lab.comparators.fetched_window import FetchedWindowResidency
 from baton_lab.comparators.window import WindowResidency
-from modeling.forward.decoder import Decoder
-from modeling.forward.selection import Selection
-from modeling.kv.arena import WrongMemoryError
 from tests.support.engines.devices import PoisonedCpu, on_emulated
 from tests.support.engines.generation import prompt
 from tests.support.engines.selective import TOKENS, Bench, MakePolicy

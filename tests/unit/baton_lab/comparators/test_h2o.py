@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from baton.errors import ConfigError
-from baton.ids import SlotId
-from baton.types import TokenRange
+from baton.modeling.kv.buffers import BufferSpan, KvBuffer
+from baton.types import SlotId, TokenRange
 from baton_lab.comparators.h2o import H2oResidency
 from baton_lab.comparators.heavy_hitters import HeavyBudget, HeavyHitters
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.port import KvBytes, KvShape, Residency
-from modeling.kv.buffers import BufferSpan, KvBuffer
 from tests.support.engines.devices import PoisonedMemory
 from tests.support.engines.generation import prefilled, prompt
 from tests.support.kernels.paths import needs_rows

@@ -5,9 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from baton.ids import SlotId
 from baton.sampling_params import SamplingParams
-from baton.types import FinishReason, SampledToken, TokenRange
+from baton.types import FinishReason, SampledToken, SlotId, TokenRange
 from baton_lab.comparators.h2o import H2oResidency
 from baton_lab.comparators.heavy_hitters import HeavyBudget
 from generate_workers.residency.port import KvShape, RowError

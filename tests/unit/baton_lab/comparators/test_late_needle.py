@@ -10,22 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.ids import SlotId
-from baton.types import TokenRange
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.linear import make_linear
+from baton.modeling.forward.norms import unchanged
+from baton.modeling.forward.positions import LearnedTable
+from baton.modeling.forward.rows import DecodeRows
+from baton.modeling.forward.selection import Selection
+from baton.modeling.kv.buffers import KvBuffer, KvRows
+from baton.modeling.sparse.bases import Basis, BasisKind, fit_layer
+from baton.modeling.sparse.selection_file import PreparedSelection
+from baton.types import SlotId, TokenRange
 from baton_lab.comparators.h2o import H2oResidency, H2oRow
 from baton_lab.comparators.heavy_hitters import HeavyBudget
 from baton_lab.comparators.oracle import OracleResidency
 from generate_workers.residency.port import KvShape
 from generate_workers.residency.sparse.infinigen import InfinigenResidency, InfinigenRow
-from modeling.forward.decoder import Decoder
-from modeling.forward.linear import make_linear
-from modeling.forward.norms import unchanged
-from modeling.forward.positions import LearnedTable
-from modeling.forward.rows import DecodeRows
-from modeling.forward.selection import Selection
-from modeling.kv.buffers import KvBuffer, KvRows
-from modeling.sparse.bases import Basis, BasisKind, fit_layer
-from modeling.sparse.selection_file import PreparedSelection
 from tests.support.engines.devices import PoisonedMemory
 from tests.support.engines.selective import lists
 from tests.support.kernels.brute_attention import brute_attention

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from baton.errors import ConfigError, ModelError
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.positions import LearnedTable
+from baton.modeling.kv.buffers import BufferSpan, KvBuffer
 from baton.types import TokenRange
 from baton_lab.comparators.pushed_prompts import PushedPrompts
-from modeling.forward.decoder import Decoder
-from modeling.forward.positions import LearnedTable
-from modeling.kv.buffers import BufferSpan, KvBuffer
 from tests.support.engines.generation import prefilled, prompt
 from tests.support.models.tiny_models import random_decoder
 

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError, ModelError
-from baton.ids import SlotId
+from baton.modeling.device.cpu import CpuDevice
+from baton.modeling.sparse.selection_file import PreparedSelection
+from baton.types import SlotId
 from baton_lab.comparators.residencies import MAKERS, BudgetSource, make_residency
 from baton_lab.comparators.traits import POLICIES
 from generate_workers.residency import policies, traits
 from generate_workers.residency.policies import SelectionSource
 from generate_workers.residency.port import KvShape
 from generate_workers.residency.sparse.pool import PoolSize
-from modeling.device.cpu import CpuDevice
-from modeling.sparse.selection_file import PreparedSelection
 from tests.support.engines.devices import on_emulated
 from tests.support.engines.infinigen import DECODER, LAYOUT, SOME, KnownSource, prepared
 from tests.support.kernels.paths import needs_rows

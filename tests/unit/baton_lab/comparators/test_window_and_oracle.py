@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from baton.ids import SlotId
-from baton.types import TokenRange
+from baton.modeling.forward.selection import Picks, Selection
+from baton.types import SlotId, TokenRange
 from baton_lab.comparators.oracle import best_keys
 from baton_lab.comparators.window import first_and_last
 from generate_workers.residency.port import KvBytes
-from modeling.forward.selection import Picks, Selection
 from tests.support.engines.generation import harness, prompt, reference_ids
 from tests.support.engines.infinigen import DECODER, LAYERS, LAYOUT, LENGTHS, PARAMS, SOME
 from tests.support.engines.selective import Bench, MakePolicy, Watched, lists, oracle, window

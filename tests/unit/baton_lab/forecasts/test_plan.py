@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from baton.planning.chips import Chip
+from baton.planning.model_shape import ModelShape
 from deploy.machine import probe
-from planning.chips import Chip
-from planning.model_shape import ModelShape
 from tests.support.folders import DATA
 from tests.support.wire.commands import Baton
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from baton.planning.calibration import save
+from baton.planning.chain.search import search
+from baton.planning.chain.wavefront import chain_ttft
+from baton.planning.cost_model import BATON, PAPER, Kernel
+from baton.planning.hardware import HARDWARE, derive
+from baton.planning.model_shape import SHAPES
 from baton_lab.study.peers import single
-from planning.calibration import save
-from planning.chain.search import search
-from planning.chain.wavefront import chain_ttft
-from planning.cost_model import BATON, PAPER, Kernel
-from planning.hardware import HARDWARE, derive
-from planning.model_shape import SHAPES
 from tests.support.calibrating import calibrate
 from tests.support.wire.commands import Baton
 

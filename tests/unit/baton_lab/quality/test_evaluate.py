@@ -14,6 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.forward.selection import Selection
+from baton.modeling.kv.buffers import KvBuffer
+from baton.modeling.sparse.bases import Basis, BasisKind
+from baton.modeling.sparse.selection_file import PreparedSelection, save_prepared
 from baton.types import TokenRange
 from baton_lab.quality.evaluate import find_settings
 from baton_lab.quality.reading import Material, num_found
@@ -21,11 +26,6 @@ from deploy.cli import build_parser
 from deploy.tuning.selection.passages import Context, Passage
 from deploy.tuning.selection.texts import Texts
 from generate_workers.residency.int4.format import Int4Format, has_int4_kernel
-from modeling.checkpoints.weights import load_decoder
-from modeling.forward.selection import Selection
-from modeling.kv.buffers import KvBuffer
-from modeling.sparse.bases import Basis, BasisKind
-from modeling.sparse.selection_file import PreparedSelection, save_prepared
 from tests.support.engines.slot_tables import LAYOUT
 from tests.support.models.letter_models import write_letter_model
 from tests.support.models.tiny_tokenizer import ids_of, letter_tokenizer, text_of

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import InvalidArgumentError
+from baton.planning.cost_model import CostModel, Link
+from baton.planning.local_prefill import LocalPrefill
+from baton.planning.model_shape import ModelShape
+from baton.planning.planner import ChainPlanner
+from baton.planning.step_times import StepTimes
+from baton.planning.work_cost import WorkCost
 from baton_lab.study.break_even import BreakEven, Demand, Pools, Side, Span
-from planning.cost_model import CostModel, Link
-from planning.local_prefill import LocalPrefill
-from planning.model_shape import ModelShape
-from planning.planner import ChainPlanner
-from planning.step_times import StepTimes
-from planning.work_cost import WorkCost
 from tests.support.clusters.planners import deciding_planner, linear_planner, planner_of
 
 ONE_OF_EACH = Pools(num_groups=1, num_ranks=1, num_engines=1, num_slots=8)

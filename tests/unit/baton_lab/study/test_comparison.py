@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
+from baton.planning.chain.partition_table import build_table
+from baton.planning.chain.search import rounded
+from baton.planning.chain.wavefront import chain_ttft
+from baton.planning.cost_model import BATON, CostModel, Kernel, Link
 from baton_lab.study.comparison import Comparison, compare, enough_ranks
 from baton_lab.study.peers import paper_bound, single, tsp, zigzag_ring
-from planning.chain.partition_table import build_table
-from planning.chain.search import rounded
-from planning.chain.wavefront import chain_ttft
-from planning.cost_model import BATON, CostModel, Kernel, Link
 
 COST = CostModel(8, 1e-6, 1e-9, 4096, link=Link(1e-5, 1e10))
 

@@ -4,12 +4,12 @@ import math
 
 import pytest
 
+from baton.planning.chain.search import search
+from baton.planning.chain.wavefront import chain_ttft
+from baton.planning.cost_model import BATON, PAPER_OVERLAPPED, CostModel, Kernel, Link, Protocol, Receive
+from baton.planning.hardware import Hardware, derive
+from baton.planning.model_shape import SHAPES
 from baton_lab.study.peers import bound, paper_bound, single, tsp, zigzag_ring
-from planning.chain.search import search
-from planning.chain.wavefront import chain_ttft
-from planning.cost_model import BATON, PAPER_OVERLAPPED, CostModel, Kernel, Link, Protocol, Receive
-from planning.hardware import Hardware, derive
-from planning.model_shape import SHAPES
 
 PAIRS_ONLY = CostModel(1, 0.0, 1.0, 0)
 ROWS = [

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from baton.errors import ConfigError
+from baton.planning.chips import CHIPS, Chip, chip_of
+from baton.planning.model_shape import ModelShape, shape_of
 from baton_lab.study.roofline import (
     Mixture,
     ServedModel,
@@ -17,8 +19,6 @@ from baton_lab.study.roofline import (
     served,
     step_time,
 )
-from planning.chips import CHIPS, Chip, chip_of
-from planning.model_shape import ModelShape, shape_of
 from tests.support.folders import DATA
 
 TABLES: dict[str, Any] = json.loads((DATA / "roofline_tables.json").read_text())

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from baton.errors import ConfigError
+from baton.planning.chips import CHIPS, Chip
+from baton.planning.hardware import cpu_rank
+from baton.planning.model_shape import shape_of
+from baton.planning.speculation import expected_tokens
 from baton_lab.study.roofline import ServedModel, served, step_time
 from baton_lab.study.speculation import Drafting, DraftRound, best_round, pays_from
-from planning.chips import CHIPS, Chip
-from planning.hardware import cpu_rank
-from planning.model_shape import shape_of
-from planning.speculation import expected_tokens
 from tests.support.folders import DATA
 
 FIGURES: dict[str, Any] = json.loads((DATA / "magicdec_figures.json").read_text())

@@ -6,19 +6,19 @@ import statistics
 import numpy as np
 import pytest
 
+from baton.planning.calibration import Calibration, nominal
+from baton.planning.cost_model import CostModel
+from baton.planning.hardware import hardware_of
+from baton.planning.model_shape import SHAPES
+from baton.planning.queueing import wait_for_servers
+from baton.planning.step_times import StepTimes
+from baton.planning.work_cost import WorkCost
 from baton_lab.traffic.results import Results, Targets
 from baton_lab.traffic.service import GroupSizes, RecallingPlanner
 from baton_lab.traffic.simulation import UNBOUNDED, Simulation
 from baton_lab.traffic.traces.generators import Lengths, bursty, steady
 from baton_lab.traffic.traces.trace import Trace
 from orchestrator.requests.config import OrchestratorConfig
-from planning.calibration import Calibration, nominal
-from planning.cost_model import CostModel
-from planning.hardware import hardware_of
-from planning.model_shape import SHAPES
-from planning.queueing import wait_for_servers
-from planning.step_times import StepTimes
-from planning.work_cost import WorkCost
 from tests.support.clusters.planners import traffic_planner
 
 TOKEN_S = 1e-3

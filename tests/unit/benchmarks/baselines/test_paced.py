@@ -4,8 +4,7 @@ import time
 
 import pytest
 
-from baton.ids import Epoch, JobId, Rank
-from baton.types import TokenRange
+from baton.types import Epoch, JobId, Rank, TokenRange
 from benchmarks.baselines.link_probe import medians
 from benchmarks.baselines.paced import PacedLinks, Pacer
 from benchmarks.baselines.pacing import FULL_SPEED, Pace

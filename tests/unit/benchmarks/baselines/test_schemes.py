@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from baton.ids import Epoch, Rank
+from baton.modeling.forward.decoder import Decoder
+from baton.types import Epoch, Rank
 from benchmarks.baselines.paced import PacedGroup, Pacer
 from benchmarks.baselines.pacing import FULL_SPEED, Pace
 from benchmarks.baselines.schemes import SCHEMES
-from modeling.forward.decoder import Decoder
 from prefill_workers.edges import Meeting
 from prefill_workers.torch_links import make_group
 from tests.support.engines.generation import prefilled, prompt

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.forward.decoder import Decoder
 from benchmarks.decode import BARS, GRID, Cell
 from benchmarks.residency import compare, link_bytes
 from benchmarks.sides.engine_rows import EngineRows, num_rows_that_fit, row_lengths
 from generate_workers.config import EngineConfig, ResidencyName
 from generate_workers.engine.step_runner import weight_bytes
-from modeling.checkpoints.weights import load_decoder
-from modeling.forward.decoder import Decoder
 from tests.support.models.letter_models import write_letter_model
 
 

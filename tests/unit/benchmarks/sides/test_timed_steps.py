@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.device.copying import LinkRate
+from baton.modeling.device.emulated import EmulatedDevice
+from baton.modeling.forward.decoder import Decoder
 from baton_lab.comparators.residencies import make_residency
 from benchmarks.sides.offloaded import running
 from benchmarks.sides.timed_steps import TimedDecoder, TimedDevice, TimedResidency
 from benchmarks.sparse import FittedHere, contexts_of
 from benchmarks.support.step_parts import Part, PartClock
 from deploy.tuning.selection.passages import Context, PassageRows, prefill, shape_for
-from modeling.checkpoints.weights import load_decoder
-from modeling.device.copying import LinkRate
-from modeling.device.emulated import EmulatedDevice
-from modeling.forward.decoder import Decoder
 from tests.support.models.letter_models import write_letter_model
 
 TOKEN_IDS = tuple((3 * at * at + at) % 95 for at in range(300))

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
+from baton.transport.identity import ClusterSecret
 from deploy.commands.cluster_secrets import keep_secrets, load_secret, remove_secrets, token_path
 from deploy.commands.record import ClusterRecord, ray_token_of, record_path, secret_for
 from deploy.config.environment import SECRET_VARIABLE
 from tests.support.wire.secret import SECRET
-from transport.identity import ClusterSecret
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from baton import __version__
-from baton.cluster_state import GenerationStatus, GroupState
+from baton.calls.cluster_state import GenerationStatus, GroupState
+from baton.planning.hardware import cpu_rank
+from baton.planning.model_shape import SHAPES
+from baton.planning.step_times import nominal_steps
 from baton.sampling_params import SamplingParams
 from deploy.commands.cluster_secrets import keep_secrets
 from deploy.commands.drain import left_of
 from deploy.commands.record import ClusterRecord, process_start, record_path
-from planning.hardware import cpu_rank
-from planning.model_shape import SHAPES
-from planning.step_times import nominal_steps
 from tests.support.clusters.clients import HOST
 from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.clusters.on_ray.ray_clusters import share_measurements

@@ -13,13 +13,13 @@ import ray
 from ray.exceptions import ActorUnavailableError, RaySystemError, RayTaskError
 
 from baton.errors import UnavailableError
+from baton.transport.identity import ClusterSecret
 from deploy.commands import serve
 from deploy.commands.record import ClusterRecord
 from deploy.commands.serve import _Launch, declared_pools
 from deploy.config.file import load_config
 from deploy.ray_cluster import supervisor_state
 from deploy.ray_cluster.supervisor_state import SupervisorState
-from transport.identity import ClusterSecret
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,12 @@ import io
 
 from rich.console import Console, RenderableType
 
-from baton.cluster_state import ClusterState, GenerationStatus, GroupState, KvLedger, PrefillStatus
+from baton.calls.cluster_state import ClusterState, GenerationStatus, GroupState, KvLedger, PrefillStatus
+from baton.transport.proto_types import kernels_to_proto
 from baton.types import KernelChoice
 from baton.v1.common_pb2 import PrefixStoreStatus
 from baton.v1.generate_pb2 import DraftCounts, DraftSource, SpeculationStatus
 from deploy.commands.status import drafts_of, groups_table, processors_of, slots_table
-from transport.proto_types import kernels_to_proto
 
 MIB = 2**20
 KERNELS = kernels_to_proto(KernelChoice("Zen [12]", "dot", "widened", 64))

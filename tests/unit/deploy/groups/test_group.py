@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from baton import __version__
-from baton.clock import SystemClock
 from baton.errors import ModelError, UnavailableError, VersionMismatchError
+from baton.process.clock import SystemClock
+from baton.transport.proto_types import kernels_to_proto
 from baton.types import KernelChoice
 from baton.v1.prefill_pb2 import PrefillStatus
 from deploy.groups.agreement import Agreement
@@ -22,7 +23,6 @@ from deploy.groups.surroundings import Heartbeat, Surroundings
 from tests.support.clusters.clients import HOST
 from tests.support.clusters.workers import InProcessSpawner, tiny_worker
 from tests.support.models.tiny_models import random_decoder
-from transport.proto_types import kernels_to_proto
 
 pytestmark = pytest.mark.integration
 

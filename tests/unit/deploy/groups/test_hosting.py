@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from baton.errors import ConfigError, ModelError
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.hosting import LoadedModel
 from deploy.config.worker import WorkerConfig
 from deploy.groups.hosting import Server, WorkerHost, start_server
 from generate_workers.servicer import GenerationServer
-from modeling.forward.decoder import Decoder
-from modeling.hosting import LoadedModel
 from prefill_workers.servicer import PrefillServer
 from tests.support.clusters.workers import NONE, orchestrator_worker, tiny_worker
 from tests.support.eventually import eventually

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from baton.clock import SystemClock
 from baton.errors import ConfigError, UnavailableError
+from baton.planning.planner import ChainPlanner
+from baton.process.clock import SystemClock
 from baton.results.completion import ModelInfo
 from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
 from deploy.groups.surroundings import Heartbeat, Surroundings
 from orchestrator.api.host import OrchestratorHost
 from orchestrator.membership.view import ClusterView, GenerationGroup, Orders
-from planning.planner import ChainPlanner
 from tests.support.clusters.clients import HOST
 from tests.support.clusters.planners import linear_planner
 from tests.support.clusters.workers import InProcessSpawner, InProcessWorker, orchestrator_worker

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.cluster_state import GroupState
+from baton.calls.cluster_state import GroupState
 from baton.errors import ModelError, NotFoundError, UnavailableError
 from deploy.groups.spawner import WorkerHandle
 from orchestrator.membership.view import Orders

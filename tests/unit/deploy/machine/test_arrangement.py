@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import save_file
 
 from baton.errors import ConfigError
+from baton.planning.hardware import CoreRates
 from deploy.config.file import make_config
 from deploy.machine.arrangement import arrange
 from deploy.machine.core_rates import keep_rates
 from deploy.machine.doctor import Machine
-from planning.hardware import CoreRates
 from tests.support.models.config_folders import SMALL, write_config
 
 SHARED, SCALING = CoreRates(2e11, 1.6e11, 1e10, 1e10), CoreRates(2e11, 1.6e11, 1e10, 8e10)

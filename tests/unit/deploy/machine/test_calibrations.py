@@ -6,6 +6,10 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
+from baton.planning import step_times
+from baton.planning.calibration import Calibration, save
+from baton.planning.fit import RankRow
+from baton.planning.step_times import StepTimes, path_beside, tabulate
 from deploy.config.cluster import ClusterConfig
 from deploy.config.file import make_local_config
 from deploy.config.sections import GenerateSection, PrefillSection
@@ -20,10 +24,6 @@ from deploy.machine.calibrations import (
     served_calibration,
     served_planner,
 )
-from planning import step_times
-from planning.calibration import Calibration, save
-from planning.fit import RankRow
-from planning.step_times import StepTimes, path_beside, tabulate
 from tests.support.models.config_folders import write_config
 from tests.support.wire.secret import SECRET
 

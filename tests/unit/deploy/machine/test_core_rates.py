@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from baton.planning.hardware import CoreRates, cpu_rank
 from deploy.machine import core_rates
 from deploy.machine.calibrations import nominal_calibration, nominal_step_times
 from deploy.machine.core_rates import keep_rates, kept_rates, kept_rates_path, measure_core_rates
-from planning.hardware import CoreRates, cpu_rank
 from tests.support.models.config_folders import SMALL, write_config
 
 pytestmark = pytest.mark.usefixtures("cache")

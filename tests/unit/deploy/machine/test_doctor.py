@@ -13,6 +13,8 @@ import torch
 from safetensors.numpy import save_file
 
 from baton.errors import ConfigError
+from baton.modeling.kernels.process_kernels import KERNELS
+from baton.planning.model_shape import ModelShape
 from deploy.config.file import load_config
 from deploy.machine.calibrations import nominal_calibration
 from deploy.machine.doctor import (
@@ -36,8 +38,6 @@ from deploy.machine.doctor import (
     weight_bytes,
 )
 from deploy.machine.probe import Measured, measure
-from modeling.kernels.process_kernels import KERNELS
-from planning.model_shape import ModelShape
 from tests.support.models.letter_models import write_letter_model
 
 pytestmark = pytest.mark.integration

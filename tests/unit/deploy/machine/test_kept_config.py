@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from baton.errors import ModelError
+from baton.modeling.checkpoints import weights
 from deploy.machine.kept_config import model_config
-from modeling.checkpoints import weights
 from tests.support.models.config_folders import TINY, write_config
 
 SCALING = {

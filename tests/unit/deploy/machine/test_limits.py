@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.clock import SystemClock
+from baton.process.clock import SystemClock
 from deploy.config.file import make_local_config
 from deploy.groups.cluster import LocalCluster
 from deploy.machine.limits import tokens_of_slot

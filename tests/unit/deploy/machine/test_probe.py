@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from baton.errors import ConfigError
+from baton.planning.chips import Chip
+from baton.planning.model_shape import ModelShape
 from baton_lab.study.roofline import ServedModel, step_time
 from deploy.machine.probe import Measured, Steps, Stopwatch, chip_from, measure, read_rate, with_more_rows
-from planning.chips import Chip
-from planning.model_shape import ModelShape
 from tests.support.manual_clock import ManualClock
 
 TINY = ModelShape(2, 64, 4, 2, 16, ffn=128, vocab=256)

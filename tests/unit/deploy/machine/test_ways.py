@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
+from baton.planning.calibration import nominal
+from baton.planning.hardware import CoreRates, cpu_rank
+from baton.planning.model_shape import SHAPES
+from baton.planning.step_times import nominal_steps
 from deploy.machine.ways import MOST_RANKS, Costs, Way, best_way, ways
-from planning.calibration import nominal
-from planning.hardware import CoreRates, cpu_rank
-from planning.model_shape import SHAPES
-from planning.step_times import nominal_steps
 
 SHAPE = SHAPES["smollm2-135m"]
 SHARED = CoreRates(linear_flops=2e11, pair_flops=1.6e11, memory_bandwidth=1e10, shared_bandwidth=1e10)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from baton.client import Client
-from baton.clock import SystemClock
+from baton.process.clock import SystemClock
 from baton.sampling_params import SamplingParams
 from deploy.top.watch import Watch
 from tests.support.clusters.clients import HOST

@@ -6,7 +6,15 @@ from dataclasses import replace
 import pytest
 from rich.console import Console, RenderableType
 
-from baton.cluster_state import ClusterState, GenerationStatus, GroupState, KvLedger, PrefillStatus, Scaling, StepSample
+from baton.calls.cluster_state import (
+    ClusterState,
+    GenerationStatus,
+    GroupState,
+    KvLedger,
+    PrefillStatus,
+    Scaling,
+    StepSample,
+)
 from baton.v1.common_pb2 import PrefixStoreStatus
 from baton.v1.generate_pb2 import SpeculationStatus
 from deploy.top.frame import frame, size

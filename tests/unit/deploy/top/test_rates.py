@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from baton.cluster_state import ClusterState, GenerationStatus, GroupState, PrefillStatus
+from baton.calls.cluster_state import ClusterState, GenerationStatus, GroupState, PrefillStatus
 from deploy.top.rates import between
 from deploy.top.sampling import Snapshot, buckets, parsed, quantile
 

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from baton.cluster_state import ClusterState, GroupState, Scaling
+from baton.calls.cluster_state import ClusterState, GroupState, Scaling
 from baton.results.completion import ModelInfo, Usage
 from baton.results.prefill_trace import Placement, PlacementTerms, PrefillTrace, RankTiming
 from baton.results.request_list import RequestList, RequestStatus

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidArgumentError
-from baton.structured_output import StructuredOutput
+from baton.sampling_params import StructuredOutput
 from gateway.bodies import CompletionBody
 from gateway.fields.names import completion_names
 from gateway.fields.structured import structured_of

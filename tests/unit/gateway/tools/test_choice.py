@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from baton.text.grammars import Grammars
 from gateway.bodies import ChatBody
 from gateway.parsing.call_formats import OBLIGED
 from gateway.parsing.gathered import Gathered
@@ -11,7 +12,6 @@ from gateway.parsing.output import OutputRules
 from gateway.tools.choice import obliged_form
 from gateway.tools.references import rebased
 from tests.support.models.tiny_tokenizer import EOS_ID, ids_of, letter_tokenizer
-from text.grammars import Grammars
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
 TOOLS: list[Any] = [

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from baton.errors import ConfigError, InvalidArgumentError, ResourceExhaustedError
-from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
-from baton.types import FinishReason, TokenEvent
+from baton.types import FinishReason, RequestId, TokenEvent
 from generate_workers.config import EngineConfig
 from generate_workers.engine.rows import GenerationRequest
 from tests.support.engines.generation import WatchedDecoder, eos_decoder, harness, prompt, reference_ids

@@ -1,7 +1,6 @@
 """Continuous batching in plain integers: who runs what, and nobody waits for a prefill."""
 
-from baton.ids import SlotId
-from baton.types import TokenRange
+from baton.types import SlotId, TokenRange
 from generate_workers.engine.batcher import RowSpan
 from generate_workers.engine.decode_first import DecodeFirst
 from tests.support.engines.batches import Batch

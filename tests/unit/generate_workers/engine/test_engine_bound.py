@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from baton.modeling.forward.decoder import SequenceSpan
 from baton.sampling_params import SamplingParams
-from modeling.forward.decoder import SequenceSpan
 from tests.support.engines.generation import WatchedDecoder, eos_decoder, harness, prompt, reference_ids
 from tests.support.manual_clock import ManualClock
 

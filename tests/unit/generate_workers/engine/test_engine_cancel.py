@@ -6,9 +6,8 @@ from collections.abc import Callable
 import pytest
 
 from baton.errors import InvalidArgumentError, LeaseExpiredError, StaleStampError, UnavailableError
-from baton.ids import SlotId, Stamp
 from baton.sampling_params import SamplingParams
-from baton.types import FinishReason, LeaseRef, SampledToken
+from baton.types import FinishReason, LeaseRef, SampledToken, SlotId, Stamp
 from generate_workers.engine.rows import Ticket
 from tests.support.engines.generation import Collector, Harness, harness, prompt, reference_ids
 from tests.support.engines.slot_tables import is_empty, push_zeros

@@ -4,9 +4,8 @@ import dataclasses
 
 import pytest
 
-from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
-from baton.types import FinishReason, LeaseRef
+from baton.types import FinishReason, LeaseRef, RequestId
 from generate_workers.engine.rows import GenerationRequest, Row, Ticket
 from tests.support.engines.generation import Collector, Harness, harness, prompt
 from tests.support.engines.slot_tables import is_empty

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.clock import SystemClock
 from baton.errors import UnavailableError
+from baton.process.clock import SystemClock
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason
 from tests.support.engines.generation import WAIT_S, harness, prompt, reference_ids

@@ -7,6 +7,11 @@ import pytest
 import torch
 
 from baton.errors import ConfigError
+from baton.modeling.device.emulated import EmulatedDevice
+from baton.modeling.forward.linear import PanelLinear, has_panel_linear
+from baton.modeling.kernels import native
+from baton.modeling.kernels.process_kernels import KERNELS
+from baton.modeling.kernels.products import WIDENED
 from baton.process.memory import free_bytes
 from baton.types import KernelChoice
 from generate_workers.config import EngineConfig
@@ -15,11 +20,6 @@ from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.step_runner import bytes_per_step, weight_bytes
 from generate_workers.residency.port import KvBytes
 from generate_workers.slots.memory import MemoryLimits
-from modeling.device.emulated import EmulatedDevice
-from modeling.forward.linear import PanelLinear, has_panel_linear
-from modeling.kernels import native
-from modeling.kernels.process_kernels import KERNELS
-from modeling.kernels.products import WIDENED
 from tests.support.engines.devices import TensorDevice, on_emulated
 from tests.support.engines.generation import eos_decoder
 from tests.support.kernels.paths import require

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from baton.ids import RequestId
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kernels import native
 from baton.sampling_params import SamplingParams
-from baton.types import FinishReason, SampledToken
+from baton.types import FinishReason, RequestId, SampledToken
 from generate_workers.engine.rows import GenerationRequest, Row
-from modeling.forward.decoder import Decoder
-from modeling.kernels import native
 from tests.support.engines.devices import device_for_tests
 from tests.support.engines.generation import (
     Collector,

@@ -6,18 +6,17 @@ from pathlib import Path
 import pytest
 
 from baton.errors import InvalidArgumentError
-from baton.ids import RequestId, SlotId, Stamp
+from baton.modeling.checkpoints.registry import ModelConfig
 from baton.sampling_params import SamplingParams
-from baton.types import FinishReason, LeaseRef, SampledToken, TokenEvent
+from baton.text.stop_strings import StopStrings
+from baton.text.tokenizer import Tokenizer
+from baton.types import FinishReason, LeaseRef, RequestId, SampledToken, SlotId, Stamp, TokenEvent
 from generate_workers.engine.rows import EngineStream, GenerationRequest, Row, Ticket
 from generate_workers.slots.leases import Seat
-from modeling.checkpoints.registry import ModelConfig
 from tests.support.engines.generation import eos_decoder
 from tests.support.engines.slot_tables import make_memory
 from tests.support.models.tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, ids_of, letter_tokenizer
 from tests.support.models.tokenizers import sentencepiece_core, sentencepiece_tokens, write_folder
-from text.stop_strings import StopStrings
-from text.tokenizer import Tokenizer
 
 CONFIG = eos_decoder().config
 

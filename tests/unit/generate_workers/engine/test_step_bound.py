@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.ids import SlotId
-from baton.types import TokenRange
+from baton.planning.work_cost import StepWork, WorkCost
+from baton.types import SlotId, TokenRange
 from generate_workers.engine.batcher import Batcher, StepPlan
 from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.step_bound import Decoding, PrefillWork, StepBound
-from planning.work_cost import StepWork, WorkCost
 from tests.support.engines.batches import Batch
 
 BASE_S, ROW_S, TOKEN_S, RATE_S = 8e-3, 5e-4, 2e-6, 1e-3

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from baton.modeling.forward.sampling import sample
 from baton.sampling_params import SamplingParams
 from generate_workers.engine import verified
 from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.step_bound import Decoding, StepBound
-from modeling.forward.sampling import sample
 from tests.support.engines.generation import WAIT_S, Harness, harness, prompt, reference_ids
 from tests.support.manual_clock import ManualClock
 

@@ -12,10 +12,8 @@ import jsonschema
 import pytest
 
 from baton.errors import InvalidArgumentError
-from baton.ids import RequestId
-from baton.sampling_params import SamplingParams
-from baton.structured_output import StructuredOutput
-from baton.types import FinishReason, SampledToken
+from baton.sampling_params import SamplingParams, StructuredOutput
+from baton.types import FinishReason, RequestId, SampledToken
 from generate_workers.config import SpeculationName
 from generate_workers.engine.rows import GenerationRequest
 from generate_workers.slots.memory import MemoryLimits

@@ -10,17 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.ids import RequestId, StreamNumber
+from baton.modeling.prefix_store.store import Filled, PrefixStore
 from baton.prefix_blocks import BlockNaming, PromptBlocks
 from baton.sampling_params import SamplingParams
-from baton.types import FinishReason, TokenRange
+from baton.types import FinishReason, RequestId, StreamNumber, TokenRange
 from generate_workers.engine.rows import GenerationRequest, Ticket
 from generate_workers.prefixes import answer_saving
 from generate_workers.prefixes.answer_saving import StreamAnswers
 from generate_workers.slots.access import SlotReader
 from generate_workers.slots.memory import MemoryLimits
 from generate_workers.streams.open_streams import OpenStreams
-from modeling.prefix_store.store import Filled, PrefixStore
 from tests.support.engines.chains import until
 from tests.support.engines.generation import WAIT_S, Collector, Harness, eos_decoder, harness, prefilled, prompt
 from tests.support.engines.prefixes import PLENTY, blocks_in, file_bytes, on_disk, store_in

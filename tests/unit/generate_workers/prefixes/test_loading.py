@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from baton.errors import InvalidArgumentError, LeaseError, ResourceExhaustedError, StaleStampError
-from baton.ids import RequestId
-from baton.types import Lease, TokenRange
+from baton.modeling.kv.buffers import KvBuffer
+from baton.modeling.prefix_store.store import Leading, PrefixStore
+from baton.transport.kv_sink import ReserveSpec
+from baton.types import Lease, RequestId, TokenRange
 from generate_workers.prefixes.loading import PrefixLoader
 from generate_workers.residency.paged import PagedResidency
 from generate_workers.slots.table import SlotTable
-from modeling.kv.buffers import KvBuffer
-from modeling.prefix_store.store import Leading, PrefixStore
 from tests.support.engines.generation import WAIT_S
 from tests.support.engines.prefixes import blocks_in, keep, mapped, store_in
 from tests.support.engines.slot_tables import (
@@ -33,7 +33,6 @@ from tests.support.engines.slot_tables import (
 )
 from tests.support.eventually import eventually
 from tests.support.manual_clock import ManualClock
-from transport.kv_sink import ReserveSpec
 
 BLOCK = 4
 NAMES = ("a", "b", "c")

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from baton.errors import ConfigError
+from baton.modeling.device.copying import LinkRate
+from baton.modeling.device.cpu import CpuDevice
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.selection import Selection
 from baton_lab.comparators.residencies import make_residency
 from baton_lab.comparators.traits import POLICIES
 from generate_workers.residency.policies import SelectionSource
 from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.sparse.pool import Eviction, PoolSize
 from generate_workers.slots.memory import MemoryLimits
-from modeling.device.copying import LinkRate
-from modeling.device.cpu import CpuDevice
-from modeling.forward.decoder import Decoder
-from modeling.forward.selection import Selection
 from tests.support.engines.devices import PoisonedCpu, PoisonedDevice, on_emulated
 from tests.support.engines.infinigen import configured, prepared
 from tests.support.engines.selective import PROMPTS, TOKENS, Bench, MakePolicy, answers

@@ -9,8 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.ids import SlotId
-from baton.types import TokenRange
+from baton.modeling.device.copying import LinkRate, copy_bytes
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.selection import Selection
+from baton.modeling.kv.arena import WrongMemoryError
+from baton.modeling.sparse.selection_file import save_prepared
+from baton.types import SlotId, TokenRange
 from generate_workers.config import EngineConfig
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.step_runner import weight_bytes
@@ -19,11 +23,6 @@ from generate_workers.residency.fetched.rows import PIECE_TOKENS
 from generate_workers.residency.port import KvShape
 from generate_workers.residency.rows import MakeMemory
 from generate_workers.slots.memory import MemoryLimits
-from modeling.device.copying import LinkRate, copy_bytes
-from modeling.forward.decoder import Decoder
-from modeling.forward.selection import Selection
-from modeling.kv.arena import WrongMemoryError
-from modeling.sparse.selection_file import save_prepared
 from tests.support.engines.devices import PoisonedDevice, on_emulated
 from tests.support.engines.generation import prompt
 from tests.support.engines.infinigen import ALL, DECODER, LAYOUT, SOME, infinigen, prepared

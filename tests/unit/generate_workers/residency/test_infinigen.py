@@ -9,19 +9,18 @@ import torch
 from torch import Tensor
 
 from baton.errors import ModelError
-from baton.ids import SlotId
-from baton.types import KvLayout, TokenRange
+from baton.modeling.forward.selection import Picks, Selection
+from baton.modeling.kv.buffers import BufferSpan, KvBuffer
+from baton.modeling.kv.memory import PagedMemory
+from baton.modeling.sparse.bases import Basis, BasisKind
+from baton.modeling.sparse.selection_file import save_prepared
+from baton.types import KvLayout, SlotId, TokenRange
 from generate_workers.config import EngineConfig, ResidencyName
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.port import KvBytes, KvShape
 from generate_workers.residency.sparse.infinigen import InfinigenResidency, InfinigenRow
 from generate_workers.slots.memory import KvMemory, MemoryLimits
-from modeling.forward.selection import Picks, Selection
-from modeling.kv.buffers import BufferSpan, KvBuffer
-from modeling.kv.memory import PagedMemory
-from modeling.sparse.bases import Basis, BasisKind
-from modeling.sparse.selection_file import save_prepared
 from tests.support.engines.generation import Harness, harness, prompt
 from tests.support.engines.infinigen import (
     DECODER,

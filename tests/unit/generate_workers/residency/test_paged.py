@@ -7,10 +7,14 @@ import pytest
 import torch
 
 from baton.errors import ConfigError
-from baton.ids import RequestId, SlotId
+from baton.modeling.device.emulated import EmulatedDevice
+from baton.modeling.kv.buffers import byte_view
+from baton.modeling.kv.pages import PAGE_TOKENS
+from baton.modeling.prefix_store.store import Filled
 from baton.prefix_blocks import BlockNaming, PromptBlocks
 from baton.sampling_params import SamplingParams
-from baton.types import TokenRange
+from baton.transport.kv_sink import ReserveSpec
+from baton.types import RequestId, SlotId, TokenRange
 from generate_workers.config import EngineConfig
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.rows import GenerationRequest
@@ -20,15 +24,10 @@ from generate_workers.prefixes.loading import PrefixLoader
 from generate_workers.residency.paged import PagedResidency
 from generate_workers.residency.port import KvShape
 from generate_workers.slots.memory import MemoryLimits
-from modeling.device.emulated import EmulatedDevice
-from modeling.kv.buffers import byte_view
-from modeling.kv.pages import PAGE_TOKENS
-from modeling.prefix_store.store import Filled
 from tests.support.engines.chains import until
 from tests.support.engines.devices import PoisonedDevice, on_emulated
 from tests.support.engines.generation import Collector, Harness, eos_decoder, harness, prompt, reference_ids
 from tests.support.engines.prefixes import store_in
-from transport.kv_sink import ReserveSpec
 
 DECODER = eos_decoder()
 LAYOUT = DECODER.layout

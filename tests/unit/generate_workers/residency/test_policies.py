@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from baton.errors import ModelError
+from baton.modeling.forward.selection import Selection
+from baton.modeling.sparse.bases import Basis, BasisKind
+from baton.modeling.sparse.selection_file import PreparedSelection, prepared_path, save_prepared
 from generate_workers.residency.policies import SelectionSource
-from modeling.forward.selection import Selection
-from modeling.sparse.bases import Basis, BasisKind
-from modeling.sparse.selection_file import PreparedSelection, prepared_path, save_prepared
 from tests.support.models.tiny_models import random_decoder
 
 DECODER = random_decoder()

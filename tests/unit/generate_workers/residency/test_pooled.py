@@ -10,20 +10,19 @@ import torch
 from torch import Tensor
 
 from baton.errors import ConfigError
-from baton.ids import SlotId
-from baton.types import TokenRange
+from baton.modeling.device.cpu import CpuDevice
+from baton.modeling.forward.decoder import LayerTurns
+from baton.modeling.forward.selection import Picks, Selection
+from baton.modeling.kv.buffers import KvBuffer, KvPlace, KvRows
+from baton.modeling.kv.memory import PagedMemory
+from baton.modeling.sparse.selection_file import save_prepared
+from baton.types import SlotId, TokenRange
 from generate_workers.config import EngineConfig
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.residency.policies import SelectionSource, make_residency
 from generate_workers.residency.port import KvBytes, KvShape, StepKv
 from generate_workers.residency.sparse.infinigen_pooled import PooledResidency, PooledStep
 from generate_workers.residency.sparse.pool import Eviction, PoolLimit, PoolSize
-from modeling.device.cpu import CpuDevice
-from modeling.forward.decoder import LayerTurns
-from modeling.forward.selection import Picks, Selection
-from modeling.kv.buffers import KvBuffer, KvPlace, KvRows
-from modeling.kv.memory import PagedMemory
-from modeling.sparse.selection_file import save_prepared
 from tests.support.engines.devices import PoisonedMemory
 from tests.support.engines.generation import prefilled, prompt
 from tests.support.engines.infinigen import (

@@ -11,22 +11,21 @@ import torch
 from torch import Tensor
 
 from baton.errors import ConfigError, InvalidArgumentError, ResourceExhaustedError
-from baton.ids import SlotId
+from baton.modeling.device.copying import ThreadLink, copy_bytes
+from baton.modeling.device.cpu import CpuDevice
+from baton.modeling.device.port import Running
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kv.arena import WrongMemoryError
+from baton.modeling.kv.buffers import BufferSpan, KvBuffer
+from baton.modeling.kv.memory import PagedMemory, TensorMemory
 from baton.sampling_params import SamplingParams
-from baton.types import FinishReason, KvLayout, TokenRange
+from baton.types import FinishReason, KvLayout, SlotId, TokenRange
 from generate_workers.config import SpeculationName
 from generate_workers.residency.host import HostRow
 from generate_workers.residency.policies import make_residency
 from generate_workers.residency.port import KvBytes, KvShape
 from generate_workers.residency.rows import Area, PagedKv
 from generate_workers.slots.memory import MemoryLimits
-from modeling.device.copying import ThreadLink, copy_bytes
-from modeling.device.cpu import CpuDevice
-from modeling.device.port import Running
-from modeling.forward.decoder import Decoder
-from modeling.kv.arena import WrongMemoryError
-from modeling.kv.buffers import BufferSpan, KvBuffer
-from modeling.kv.memory import PagedMemory, TensorMemory
 from tests.support.engines.devices import PoisonedDevice, on_emulated
 from tests.support.engines.generation import WAIT_S, eos_decoder, harness, prompt, reference_ids
 from tests.support.engines.slot_tables import make_residency as poisoned

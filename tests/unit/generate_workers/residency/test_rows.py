@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from baton.modeling.kv.buffers import byte_view
+from baton.modeling.kv.memory import PAGE_BYTES, PagedMemory
 from baton.types import TokenRange
 from generate_workers.residency.port import KvBytes
 from generate_workers.residency.rows import Area, PagedKv, StoredRow
-from modeling.kv.buffers import byte_view
-from modeling.kv.memory import PAGE_BYTES, PagedMemory
 from tests.support.engines.devices import PoisonedMemory
 from tests.support.engines.infinigen import LAYOUT
 

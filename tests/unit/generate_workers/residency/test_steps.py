@@ -2,11 +2,10 @@
 
 import pytest
 
-from baton.ids import SlotId
-from baton.types import TokenRange
+from baton.modeling.kv.memory import PagedMemory
+from baton.types import SlotId, TokenRange
 from generate_workers.residency.rows import PagedKv, StoredRow
 from generate_workers.residency.steps import RowResidency, RowStep
-from modeling.kv.memory import PagedMemory
 from tests.support.engines.infinigen import LAYOUT
 
 NEW = [(SlotId(0), TokenRange(0, 3))]

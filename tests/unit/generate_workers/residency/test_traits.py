@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from baton.ids import SlotId
+from baton.modeling.device.cpu import CpuDevice
+from baton.modeling.sparse.selection_file import PreparedSelection
+from baton.types import SlotId
 from generate_workers.residency.int4.format import has_int4_kernel
 from generate_workers.residency.policies import MAKERS, SelectionSource, make_residency
 from generate_workers.residency.port import KvShape
@@ -13,8 +15,6 @@ from generate_workers.residency.sparse.infinigen import ScoredRow
 from generate_workers.residency.sparse.pool import Eviction, PoolSize
 from generate_workers.residency.sparse.selective import SelectiveRow
 from generate_workers.residency.traits import POLICIES, POOLED
-from modeling.device.cpu import CpuDevice
-from modeling.sparse.selection_file import PreparedSelection
 from tests.support.engines.infinigen import DECODER, LAYOUT, prepared
 
 SHAPE = KvShape(LAYOUT, DECODER.config.windows, 2, 64)

@@ -18,23 +18,23 @@ from baton.errors import (
     StaleStampError,
     TransferError,
 )
+from baton.modeling.device.copying import LinkAccess
+from baton.modeling.kv.staging import StagingFrames
+from baton.transport.channel import bind, make_channel, make_server
+from baton.transport.kv_client import KvClient
+from baton.transport.kv_receiver import KvReceiverServicer
+from baton.transport.kv_routes import make_pool
+from baton.transport.kv_sender import open_push
 from baton.types import LeaseRef, TokenRange
 from generate_workers.residency.paged import PagedResidency
 from generate_workers.residency.port import KvShape
 from generate_workers.slots.memory import KvMemory
 from generate_workers.slots.table import SlotTable
-from modeling.device.copying import LinkAccess
-from modeling.kv.staging import StagingFrames
 from tests.support.engines.devices import STANDING_FOR_A_GPU, PoisonedDevice
 from tests.support.engines.gated_devices import Gate, gated_device
 from tests.support.engines.generation import WAIT_S
 from tests.support.engines.slot_tables import FIRST, LAYOUT, UNLIMITED, activated, ends_empty, lease, make_slots
 from tests.support.manual_clock import ManualClock
-from transport.channel import bind, make_channel, make_server
-from transport.kv_client import KvClient
-from transport.kv_receiver import KvReceiverServicer
-from transport.kv_routes import make_pool
-from transport.kv_sender import open_push
 
 pytestmark = pytest.mark.integration
 

@@ -2,11 +2,10 @@
 
 import pytest
 
-from baton.ids import SlotId, Stamp
-from baton.types import LeaseRef
+from baton.transport.coverage import Coverage
+from baton.types import LeaseRef, SlotId, Stamp
 from generate_workers.slots.leases import TRANSITIONS, Claim, KvLedger, Slot, SlotLedger, SlotMove, SlotState
 from tests.support.engines.slot_tables import make_memory
-from transport.coverage import Coverage
 
 
 def claimed_slot(move: SlotMove) -> Slot:

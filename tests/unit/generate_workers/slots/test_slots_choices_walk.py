@@ -10,13 +10,12 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multip
 from hypothesis.strategies import integers, sampled_from
 
 from baton.errors import LeaseExpiredError, ResourceExhaustedError, StaleStampError
-from baton.ids import RequestId
-from baton.types import LeaseRef, SampledToken
+from baton.transport.kv_sink import ReserveSpec
+from baton.types import LeaseRef, RequestId, SampledToken
 from generate_workers.residency.port import KvBytes
 from generate_workers.slots.leases import Seat
 from tests.support.engines.slot_tables import activated, is_empty, make_slots, push_zeros
 from tests.support.manual_clock import ManualClock
-from transport.kv_sink import ReserveSpec
 
 NUM_SLOTS = 5
 NUM_TOKENS = 4

@@ -11,8 +11,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multip
 from hypothesis.strategies import integers, sampled_from
 
 from baton.errors import IncompletePushError, LeaseError, LeaseExpiredError, ResourceExhaustedError, StaleStampError
-from baton.ids import RequestId
-from baton.types import LeaseRef, TokenRange
+from baton.transport.kv_sink import ReserveSpec
+from baton.types import LeaseRef, RequestId, TokenRange
 from generate_workers.slots.access import SlotReader, SlotWriter
 from generate_workers.slots.leases import KvLedger, SlotLedger
 from generate_workers.slots.memory import MemoryLimits
@@ -29,7 +29,6 @@ from tests.support.engines.slot_tables import (
 )
 from tests.support.engines.slot_tables import LAYOUT as SMALL
 from tests.support.manual_clock import ManualClock
-from transport.kv_sink import ReserveSpec
 
 LAYOUT = dataclasses.replace(SMALL, num_kv_heads=2, head_dim=128)
 """2048 bytes a token and layer: two tokens fill a page."""

@@ -13,14 +13,14 @@ from baton.errors import (
     ResourceExhaustedError,
     StaleStampError,
 )
-from baton.ids import RequestId
-from baton.types import LeaseRef, SampledToken, TokenRange
+from baton.modeling.kv.memory import PagedMemory
+from baton.transport.kv_sink import ReserveSpec
+from baton.types import LeaseRef, RequestId, SampledToken, TokenRange
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.port import KvBytes, KvShape
 from generate_workers.slots.leases import SlotLedger
 from generate_workers.slots.memory import KvMemory
 from generate_workers.slots.table import SlotTable
-from modeling.kv.memory import PagedMemory
 from tests.support.engines.generation import WAIT_S
 from tests.support.engines.slot_tables import (
     FIRST,
@@ -38,7 +38,6 @@ from tests.support.engines.slot_tables import (
     standing,
 )
 from tests.support.manual_clock import ManualClock
-from transport.kv_sink import ReserveSpec
 
 TTL_S = 5.0
 ROW_BYTES = page_bytes(8)

@@ -2,13 +2,13 @@
 
 import dataclasses
 
+from baton.planning.speculation import MOST_DRAFTS
+from baton.planning.work_cost import WorkCost
 from baton.sampling_params import SamplingParams
 from generate_workers.residency.port import DraftKeys
 from generate_workers.speculation.port import DraftWish
 from generate_workers.speculation.self_drafts import SelfDrafter
 from generate_workers.speculation.streaming import StreamingView
-from planning.speculation import MOST_DRAFTS
-from planning.work_cost import WorkCost
 from tests.support.engines.draft_views import decoding, residency_of
 from tests.support.engines.generation import harness, prompt
 from tests.unit.generate_workers.speculation.test_rounds import answers

@@ -11,10 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from baton.clock import SystemClock
 from baton.errors import ConfigError, ModelError
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.forward.attention import plain_kernel
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kv.buffers import BufferSpan, KvBuffer
+from baton.planning.work_cost import StepWork, WorkCost
+from baton.process.clock import SystemClock
 from baton.sampling_params import SamplingParams
 from baton.settings.place import WorkerPlace
+from baton.text.tokenizer import Tokenizer
 from baton.types import SampledToken, TokenRange
 from generate_workers.config import AcceptanceName, EngineConfig
 from generate_workers.engine.batcher import StepPlan
@@ -29,11 +35,6 @@ from generate_workers.speculation.port import DraftWish
 from generate_workers.speculation.speculator import Speculator
 from generate_workers.speculation.stepwise import Going, draft_by_steps
 from generate_workers.speculation.streaming import NarrowSpan
-from modeling.checkpoints.weights import load_decoder
-from modeling.forward.attention import plain_kernel
-from modeling.forward.decoder import Decoder
-from modeling.kv.buffers import BufferSpan, KvBuffer
-from planning.work_cost import StepWork, WorkCost
 from tests.support.engines.devices import PoisonedMemory
 from tests.support.engines.generation import (
     Harness,
@@ -50,7 +51,6 @@ from tests.support.manual_clock import ManualClock
 from tests.support.models.letter_models import write_letter_model
 from tests.support.models.tiny_models import random_decoder
 from tests.support.models.tiny_tokenizer import VOCAB_SIZE
-from text.tokenizer import Tokenizer
 
 KEYS = DraftKeys(num_first=3, num_last=6, most_drafts=8)
 PARAMS = SamplingParams(max_tokens=150, temperature=0.8, seed=5, ignore_eos=True)

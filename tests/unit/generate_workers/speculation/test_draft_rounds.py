@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
+from baton.planning.work_cost import WorkCost
 from baton.results.timings import DraftCounts
 from baton.sampling_params import SamplingParams
 from baton.types import DraftRound, FinishReason
 from generate_workers.engine.speculation import SpeculationStats
-from planning.work_cost import WorkCost
 from tests.support.engines.generation import Collector, Harness, harness, prompt
 
 ALL_KEYS = 128

@@ -4,11 +4,11 @@ import math
 
 import torch
 
+from baton.modeling.forward.selection import Selection
 from baton.types import TokenRange
 from generate_workers.speculation.infinigen import InfinigenView, at_most
 from generate_workers.speculation.port import DraftWish
 from generate_workers.speculation.self_drafts import SelfDrafter
-from modeling.forward.selection import Selection
 from tests.support.engines.draft_views import decoding, make_view, residency_of
 from tests.support.engines.generation import prompt
 from tests.support.kernels.paths import needs_rows

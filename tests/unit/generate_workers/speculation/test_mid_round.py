@@ -7,15 +7,14 @@ from functools import partial
 
 import pytest
 
-from baton.ids import RequestId
+from baton.modeling.forward.decoder import Decoder
+from baton.planning.speculation import MOST_DRAFTS
 from baton.sampling_params import SamplingParams
-from baton.types import FinishReason, TokenEvent
+from baton.types import FinishReason, RequestId, TokenEvent
 from generate_workers.config import AcceptanceName, SpeculationName
 from generate_workers.engine.rows import GenerationRequest, Row
 from generate_workers.engine.speculation import Speculation
 from generate_workers.slots.table import SlotTable
-from modeling.forward.decoder import Decoder
-from planning.speculation import MOST_DRAFTS
 from tests.support.engines.drafting import Curbed, Told
 from tests.support.engines.generation import (
     Collector,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.clock import SystemClock
+from baton.process.clock import SystemClock
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason
 from generate_workers.config import AcceptanceName

@@ -7,15 +7,15 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kv.buffers import BufferSpan, KvBuffer
+from baton.planning.speculation import MOST_DRAFTS
 from baton.types import TokenRange
 from generate_workers.engine.rows import Row
 from generate_workers.residency.port import DraftKeys
 from generate_workers.speculation.port import DraftWish
 from generate_workers.speculation.self_drafts import SelfDrafter
 from generate_workers.speculation.snapkv import SnapKvView
-from modeling.forward.decoder import Decoder
-from modeling.kv.buffers import BufferSpan, KvBuffer
-from planning.speculation import MOST_DRAFTS
 from tests.support.engines.draft_views import DECODER, decoding, lists_of, residency_of
 from tests.support.engines.generation import Harness, prompt
 from tests.support.kernels.paths import needs_rows

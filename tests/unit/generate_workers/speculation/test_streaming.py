@@ -5,15 +5,14 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from baton.ids import RequestId, SlotId
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kv.buffers import KvBuffer
 from baton.sampling_params import SamplingParams
-from baton.types import LeaseRef, TokenRange
+from baton.types import LeaseRef, RequestId, SlotId, TokenRange
 from generate_workers.config import SpeculationName
 from generate_workers.engine.rows import GenerationRequest, Row
 from generate_workers.residency.port import DraftKeys, KvShape
 from generate_workers.speculation.streaming import StreamingView
-from modeling.forward.decoder import Decoder
-from modeling.kv.buffers import KvBuffer
 from tests.support.engines.generation import Collector, eos_decoder, harness, prefilled, prompt
 from tests.support.engines.slot_tables import make_residency
 

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError, ModelError
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.sparse.selection_file import save_prepared
 from baton.sampling_params import SamplingParams
 from baton_lab.comparators.drafts import CHOOSING
 from generate_workers.config import EngineConfig
@@ -13,8 +15,6 @@ from generate_workers.engine.memory_limits import make_memory
 from generate_workers.residency.sparse.draft_index import IndexedResidency
 from generate_workers.speculation.port import DraftWish
 from generate_workers.speculation.self_drafts import SelfDrafter
-from modeling.forward.decoder import Decoder
-from modeling.sparse.selection_file import save_prepared
 from tests.support.engines.devices import on_emulated
 from tests.support.engines.draft_views import (
     DECODER,

@@ -9,14 +9,13 @@ from typing import Any, cast
 import pytest
 
 from baton.errors import BatonError, InvalidArgumentError, NotFoundError
-from baton.ids import RequestId, StreamNumber
+from baton.modeling.prefix_store.store import Filled
 from baton.sampling_params import SamplingParams
-from baton.types import FinishReason, SampledToken, TokenEvent
+from baton.types import FinishReason, RequestId, SampledToken, StreamNumber, TokenEvent
 from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.rows import EventSink, GenerationRequest, Ticket
 from generate_workers.streams.open_streams import OpenStream, OpenStreams
 from generate_workers.streams.shared_reader import SharedReader
-from modeling.prefix_store.store import Filled
 
 ONE, TWO = StreamNumber(1), StreamNumber(2)
 KEEP_S = 60.0

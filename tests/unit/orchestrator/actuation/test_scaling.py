@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from baton.cluster_state import ClusterState, cluster_state_from_proto
+from baton.calls.cluster_state import ClusterState, cluster_state_from_proto
 from baton.sampling_params import SamplingParams
 from orchestrator.membership.view import Orders
 from orchestrator.requests.config import AutoscalingConfig, OrchestratorConfig

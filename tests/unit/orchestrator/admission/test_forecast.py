@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from baton.errors import ResourceExhaustedError
-from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.prefix_blocks import PromptBlocks
 from baton.sampling_params import SamplingParams
+from baton.types import Epoch, JobId, Rank, RequestId
 from orchestrator.admission.fair_queue import FairQueue
 from orchestrator.admission.forecast import ChainForecast, Correction, Turnover, predict_wait_s
 from orchestrator.admission.gate import Admission

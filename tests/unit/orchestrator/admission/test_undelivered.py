@@ -5,10 +5,9 @@ from functools import partial
 import pytest
 
 from baton.errors import BatonError, ResourceExhaustedError
-from baton.ids import RequestId
 from baton.results.completion import Usage
 from baton.results.timings import Timings
-from baton.types import FinishReason, SampledToken, TokenEvent, TokenLogprob
+from baton.types import FinishReason, RequestId, SampledToken, TokenEvent, TokenLogprob
 from orchestrator.admission.undelivered import Outbox, Outboxes
 from orchestrator.requests.record import Event, Finished, Started
 from orchestrator.requests.tenants import Tenant

@@ -11,6 +11,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from baton.errors import PermissionDeniedError, UnauthenticatedError
+from baton.transport.channel import make_channel
 from orchestrator.api.access import METHODS, Access, Doorkeeper
 from orchestrator.membership.members import Members
 from orchestrator.requests.config import OrchestratorConfig
@@ -18,7 +19,6 @@ from orchestrator.requests.tenants import Tenant, Tenants, hash_key
 from tests.support.clusters.clients import start_orchestrator
 from tests.support.models.tiny_models import random_decoder
 from tests.support.wire.secret import SECRET
-from transport.channel import make_channel
 
 pytestmark = pytest.mark.integration
 

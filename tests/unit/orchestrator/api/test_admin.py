@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from baton.cluster_state import GroupState
+from baton.calls.cluster_state import GroupState
 from baton.errors import InvalidArgumentError, NotFoundError
 from baton.v1 import admin_pb2 as pb
 from orchestrator.api.admin import AdminServicer, Context

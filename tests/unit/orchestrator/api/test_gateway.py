@@ -12,7 +12,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton import AsyncClient, Reconnect
 from baton.calls.requests import call_metadata
-from baton.clock import SystemClock
 from baton.errors import (
     ConfigError,
     InvalidArgumentError,
@@ -20,7 +19,10 @@ from baton.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
+from baton.process.clock import SystemClock
 from baton.results.completion import ModelInfo
+from baton.text.tokenizer import Tokenizer
+from baton.transport.channel import make_channel
 from baton.v1 import common_pb2
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
@@ -34,8 +36,6 @@ from tests.support.clusters.scripted_orchestrator import MODEL, STATE, Fault, Sc
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import chat_letters, ids_of, write_letters
 from tests.support.wire.secret import SECRET
-from text.tokenizer import Tokenizer
-from transport.channel import make_channel
 
 pytestmark = pytest.mark.integration
 

@@ -12,6 +12,8 @@ import pytest
 from baton.client import AsyncClient
 from baton.errors import BatonError, ConfigError, ModelError, VersionMismatchError
 from baton.results.completion import ModelInfo
+from baton.transport.channel import make_channel
+from baton.transport.status import translate_rpc_errors
 from baton.v1 import keeping_pb2 as pb
 from baton.v1.keeping_pb2_grpc import KeepingStub
 from orchestrator.api.host import OrchestratorHost
@@ -27,8 +29,6 @@ from orchestrator.requests.config import OrchestratorConfig
 from tests.support.clusters.planners import linear_planner
 from tests.support.models.tiny_tokenizer import chat_letters, write_letters
 from tests.support.wire.secret import SECRET
-from transport.channel import make_channel
-from transport.status import translate_rpc_errors
 
 if TYPE_CHECKING:
     from baton.v1.keeping_pb2_grpc import KeepingAsyncStub

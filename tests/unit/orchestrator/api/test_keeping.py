@@ -6,8 +6,13 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
-from baton.ids import MAX_EPOCH, Epoch
-from baton.types import TokenRange
+from baton.planning.calibration import nominal
+from baton.planning.hardware import cpu_rank
+from baton.planning.local_prefill import LocalPrefill
+from baton.planning.model_shape import SHAPES
+from baton.planning.planner import ChainPlanner
+from baton.planning.step_times import nominal_steps
+from baton.types import MAX_EPOCH, Epoch, TokenRange
 from baton.v1 import keeping_pb2 as pb
 from orchestrator.api.keeping import (
     orders_from_proto,
@@ -18,12 +23,6 @@ from orchestrator.api.keeping import (
     view_to_proto,
 )
 from orchestrator.membership.view import AbsentGroup, ClusterView, EndedWorker, GenerationGroup, Orders, PrefillGroup
-from planning.calibration import nominal
-from planning.hardware import cpu_rank
-from planning.local_prefill import LocalPrefill
-from planning.model_shape import SHAPES
-from planning.planner import ChainPlanner
-from planning.step_times import nominal_steps
 from tests.support.clusters.planners import linear_planner
 
 VIEW = ClusterView(

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from baton.errors import ConfigError, InvalidArgumentError
+from baton.planning import step_times
+from baton.planning.calibration import Calibration, calibrate_chain, dumps, load, loads, nominal, save
+from baton.planning.fit import RankRow
+from baton.planning.hardware import cpu_rank
+from baton.planning.model_shape import SHAPES
+from baton.planning.planner import ChainPlanner
+from baton.planning.step_times import StepTimes, nominal_steps, tabulate
 from baton.status import translate_rpc_errors
+from baton.transport.channel import make_channel, make_server
 from baton.v1 import planning_pb2 as pb
 from baton.v1.planning_pb2_grpc import PlanningStub, add_PlanningServicer_to_server
 from orchestrator.api.planning import Context, PlanningServicer
-from planning import step_times
-from planning.calibration import Calibration, calibrate_chain, dumps, load, loads, nominal, save
-from planning.fit import RankRow
-from planning.hardware import cpu_rank
-from planning.model_shape import SHAPES
-from planning.planner import ChainPlanner
-from planning.step_times import StepTimes, nominal_steps, tabulate
 from tests.support.eventually import eventually
 from tests.support.wire.rpc import listening
-from transport.channel import make_channel, make_server
 
 if TYPE_CHECKING:
     from baton.v1.planning_pb2_grpc import PlanningAsyncStub
@@ -121,7 +121,7 @@ async def test_a_call_that_is_given_up_leaves_file_and_planner_agreeing(
         assert may_write.wait(60)
         save(calibration, to)
 
-    monkeypatch.setattr("planning.calibration.save", slow_save)
+    monkeypatch.setattr("baton.planning.calibration.save", slow_save)
     request = pb.UseCalibrationRequest(calibration=dumps(made))
     call = asyncio.create_task(servicer.UseCalibration(request, cast(Context, None)))
     assert await asyncio.to_thread(writing.wait, 10)

@@ -14,10 +14,15 @@ import openai
 import pytest
 
 from baton import AsyncClient
-from baton.clock import SystemClock
 from baton.errors import InvalidArgumentError, ResourceExhaustedError
 from baton.limits import MAX_PROMPT_BYTES, MAX_READING_BYTES
+from baton.process.clock import SystemClock
 from baton.results.completion import ModelInfo
+from baton.text import bounded_reading
+from baton.text.bounded_reading import BoundedReading, reading_bytes
+from baton.text.form_prover import FormProver
+from baton.text.tokenizer import Tokenizer
+from baton.transport.channel import make_channel
 from baton.v1 import orchestrator_pb2 as pb
 from gateway import app
 from orchestrator.api import frontend, gateway
@@ -32,11 +37,6 @@ from tests.support.eventually import eventually
 from tests.support.manual_clock import ManualClock
 from tests.support.models.tiny_tokenizer import letter_tokenizer, write_letters
 from tests.support.wire.http_gateway import http_gateway
-from text import bounded_reading
-from text.bounded_reading import BoundedReading, reading_bytes
-from text.form_prover import FormProver
-from text.tokenizer import Tokenizer
-from transport.channel import make_channel
 
 pytestmark = pytest.mark.integration
 

@@ -12,12 +12,13 @@ from functools import partial
 import grpc
 import pytest
 
-from baton.clock import SystemClock
 from baton.errors import ResourceExhaustedError, UnavailableError
-from baton.ids import Epoch, JobId, Rank, RequestId
+from baton.planning.cost_model import CostModel
+from baton.process.clock import SystemClock
 from baton.proto_types import timings_from_proto
 from baton.sampling_params import SamplingParams
-from baton.types import TokenEvent
+from baton.transport.channel import make_server
+from baton.types import Epoch, JobId, Rank, RequestId, TokenEvent
 from baton.v1 import common_pb2, kv_pb2, kv_pb2_grpc
 from orchestrator.dispatch.attempt import Dispatcher
 from orchestrator.membership.members import Members
@@ -28,7 +29,6 @@ from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.request import Request
 from orchestrator.requests.tenants import Tenant
 from orchestrator.workers.client import Clients
-from planning.cost_model import CostModel
 from tests.support.clusters.clients import CLOCK, Answer
 from tests.support.clusters.cluster import HASTY, BareCluster, cluster
 from tests.support.clusters.planners import linear_planner, planner_of
@@ -38,7 +38,6 @@ from tests.support.eventually import eventually
 from tests.support.manual_clock import ManualClock, StoppedClock
 from tests.support.wire.rpc import listening
 from tests.support.wire.secret import SECRET
-from transport.channel import make_server
 
 pytestmark = pytest.mark.integration
 

@@ -5,13 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from baton.clock import SystemClock
 from baton.errors import BatonError
-from baton.ids import Epoch, RequestId
 from baton.limits import MAX_CRASHES
+from baton.process.clock import SystemClock
 from baton.process.crash_notes import NUM_WATCHED_TOKENS, fingerprint
 from baton.sampling_params import SamplingParams
-from baton.types import SampledToken, TokenEvent
+from baton.types import Epoch, RequestId, SampledToken, TokenEvent
 from orchestrator.dispatch import suspects
 from orchestrator.dispatch.suspects import Suspects
 from orchestrator.membership.members import Members

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from baton.errors import InvalidArgumentError
-from baton.ids import RequestId
 from baton.proto_types import timings_from_proto
 from baton.sampling_params import SamplingParams
+from baton.types import RequestId
 from generate_workers.residency.traits import POLICIES
 from orchestrator.membership.members import NoGroupError
 from orchestrator.membership.view import ClusterView, GenerationGroup

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import NotFoundError, UnavailableError
-from baton.ids import Epoch
+from baton.types import Epoch
 from orchestrator.membership.members import Members
 from orchestrator.membership.view import AbsentGroup, ClusterView, GenerationGroup, Orders, PrefillGroup, place_of
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from baton.clock import SystemClock
 from baton.errors import NotFoundError, UnavailableError
-from baton.ids import Epoch
+from baton.process.clock import SystemClock
+from baton.types import Epoch
 from orchestrator.membership.breakers import BreakerPolicy, Breakers
 from orchestrator.membership.loads import Load
 from orchestrator.membership.members import Members

@@ -1,6 +1,6 @@
 """The book follows the ranks: who is due first is worked on first, and what has ended is gone."""
 
-from baton.ids import JobId, Rank
+from baton.types import JobId, Rank
 from orchestrator.membership.prefill_book import Backlog, Backlogs, Pending
 
 A, B, C = JobId(1), JobId(2), JobId(3)

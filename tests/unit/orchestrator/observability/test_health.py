@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from grpc_health.v1 import health_pb2
 
-from baton.cluster_state import GenerationStatus, GroupState, PrefillStatus
+from baton.calls.cluster_state import GenerationStatus, GroupState, PrefillStatus
 from baton.v1.common_pb2 import PrefixStoreStatus
 from generate_workers.slots.leases import SlotState
 from orchestrator.membership.view import AbsentGroup

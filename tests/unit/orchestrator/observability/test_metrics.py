@@ -9,8 +9,11 @@ from wsgiref.simple_server import WSGIServer
 
 import pytest
 
-from baton.cluster_state import ClusterState
+from baton.calls.cluster_state import ClusterState
 from baton.errors import BatonError, ConfigError, InvalidArgumentError, ResourceExhaustedError
+from baton.planning.hardware import cpu_rank
+from baton.planning.model_shape import SHAPES
+from baton.planning.step_times import nominal_steps
 from baton.results.prefill_trace import PrefillTrace, RankTiming
 from baton.results.stages import first_token_stages
 from baton.results.timings import Timings
@@ -19,9 +22,6 @@ from baton.types import TokenRange
 from orchestrator.observability.metrics import Metrics
 from orchestrator.observability.metrics_server import MetricsServer
 from orchestrator.requests.config import AutoscalingConfig, OrchestratorConfig
-from planning.hardware import cpu_rank
-from planning.model_shape import SHAPES
-from planning.step_times import nominal_steps
 from tests.support.clusters.cluster import HASTY, cluster
 from tests.support.clusters.planners import deciding_planner, linear_planner, planner_of
 from tests.support.engines.generation import prompt

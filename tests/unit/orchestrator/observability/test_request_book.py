@@ -5,12 +5,11 @@ from dataclasses import fields, replace
 import pytest
 
 from baton import AsyncClient, TokenOrigin
-from baton.clock import SystemClock
 from baton.errors import RequestCancelledError
-from baton.ids import RequestId
+from baton.process.clock import SystemClock
 from baton.results.request_list import RequestStatus
 from baton.sampling_params import SamplingParams
-from baton.types import FinishReason
+from baton.types import FinishReason, RequestId
 from orchestrator.observability.request_book import RequestBook
 from orchestrator.observability.traces import NUM_KEPT
 from orchestrator.requests.record import RequestRecord

@@ -7,9 +7,12 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from baton.ids import Epoch, JobId, Rank, RequestId
+from baton.planning.cost_model import CostModel, Link
+from baton.planning.local_prefill import LocalPrefill
+from baton.planning.planner import ChainPlanner
 from baton.prefix_blocks import PromptBlocks
 from baton.sampling_params import SamplingParams
+from baton.types import Epoch, JobId, Rank, RequestId
 from orchestrator.membership.members import Members
 from orchestrator.membership.prefill_book import Pending
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
@@ -18,9 +21,6 @@ from orchestrator.placement.chooser import Chooser, Plan
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.request import Request
-from planning.cost_model import CostModel, Link
-from planning.local_prefill import LocalPrefill
-from planning.planner import ChainPlanner
 from tests.support.clusters.planners import deciding_planner, planner_of
 from tests.support.manual_clock import ManualClock, StoppedClock
 

@@ -10,10 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import DrainedError
-from baton.ids import Epoch, JobId, Rank, RequestId
+from baton.planning.cost_model import CostModel, Link
+from baton.planning.local_prefill import LocalPrefill
+from baton.planning.planner import ChainPlanner
+from baton.planning.step_times import StepTimes
+from baton.planning.work_cost import WorkCost
 from baton.prefix_blocks import PromptBlocks
 from baton.sampling_params import SamplingParams
-from baton.types import TokenRange
+from baton.types import Epoch, JobId, Rank, RequestId, TokenRange
 from orchestrator.membership.breakers import BreakerPolicy, Breakers
 from orchestrator.membership.members import Members, NoGroupError
 from orchestrator.membership.prefill_book import Pending
@@ -25,11 +29,6 @@ from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.request import Request
 from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
-from planning.cost_model import CostModel, Link
-from planning.local_prefill import LocalPrefill
-from planning.planner import ChainPlanner
-from planning.step_times import StepTimes
-from planning.work_cost import WorkCost
 from tests.support.all_pairs import AllPairs, PairWay, cost_s
 from tests.support.clusters.planners import deciding_planner, planner_of
 from tests.support.manual_clock import ManualClock, StoppedClock

@@ -6,12 +6,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from baton.ids import Rank
-from baton.types import TokenRange
+from baton.planning.cost_model import CostModel, Link
+from baton.types import Rank, TokenRange
 from orchestrator.membership.prefill_book import Pending
 from orchestrator.placement.chain_width import ChainPlan, WidthPolicy, finishes_s, spaced_widths
 from orchestrator.requests.tenants import Tenant
-from planning.cost_model import CostModel, Link
 from tests.support.clusters.planners import linear_planner, planner_of
 
 NOW_S = 1000.0

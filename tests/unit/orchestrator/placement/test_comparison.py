@@ -3,10 +3,9 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from baton.ids import Epoch, Rank, RequestId
 from baton.results.prefill_trace import PlacementTerms
 from baton.sampling_params import SamplingParams
-from baton.types import TokenRange
+from baton.types import Epoch, Rank, RequestId, TokenRange
 from orchestrator.membership.loads import Load
 from orchestrator.membership.prefill_book import Pending
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup

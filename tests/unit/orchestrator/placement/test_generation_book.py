@@ -5,10 +5,9 @@ import weakref
 
 import pytest
 
-from baton.ids import RequestId
 from baton.results.prefill_trace import PlacementTerms
 from baton.sampling_params import SamplingParams
-from baton.types import SampledToken, TokenEvent
+from baton.types import RequestId, SampledToken, TokenEvent
 from orchestrator.placement.generation_book import Occupancy
 from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.request import Request

@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.ids import Epoch, JobId, Rank, RequestId
+from baton.planning.cost_model import CostModel
+from baton.planning.local_prefill import LocalPrefill
+from baton.planning.planner import ChainPlanner
 from baton.prefix_blocks import PromptBlocks
 from baton.results.prefill_trace import Placement
 from baton.sampling_params import SamplingParams
-from baton.types import FinishReason, SampledToken, TokenEvent
+from baton.types import Epoch, FinishReason, JobId, Rank, RequestId, SampledToken, TokenEvent
 from orchestrator.membership.members import Members
 from orchestrator.membership.prefill_book import Pending
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
@@ -23,9 +25,6 @@ from orchestrator.placement.chooser import Chooser, Plan
 from orchestrator.requests.config import Disaggregation, OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.request import Request
-from planning.cost_model import CostModel
-from planning.local_prefill import LocalPrefill
-from planning.planner import ChainPlanner
 from tests.support.clusters.planners import deciding_planner, planner_of
 from tests.support.manual_clock import ManualClock, StoppedClock
 

@@ -12,17 +12,16 @@ from typing import Any
 
 import pytest
 
-from baton.ids import RequestId
+from baton.modeling.prefix_store.node import DiskPlace
+from baton.modeling.prefix_store.store import PrefixStore
+from baton.planning.cost_model import CostModel, Link
 from baton.sampling_params import SamplingParams
-from baton.types import TokenRange
+from baton.types import RequestId, TokenRange
 from baton.v1 import generate_pb2
-from modeling.prefix_store.node import DiskPlace
-from modeling.prefix_store.store import PrefixStore
 from orchestrator import controller
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.request import Request
 from orchestrator.requests.tenants import Tenant
-from planning.cost_model import CostModel, Link
 from tests.support.clusters.clients import Answer
 from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.clusters.deadlines import Deadlines

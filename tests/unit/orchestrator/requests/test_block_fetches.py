@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from baton.planning.cost_model import CostModel, Link
+from baton.planning.local_prefill import LocalPrefill
+from baton.planning.planner import ChainPlanner
 from baton.sampling_params import SamplingParams
 from baton.types import TokenRange
 from orchestrator.requests.config import OrchestratorConfig
-from planning.cost_model import CostModel, Link
-from planning.local_prefill import LocalPrefill
-from planning.planner import ChainPlanner
 from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.clusters.planners import deciding_planner, planner_of
 from tests.support.clusters.turns import Turn, ask_turn

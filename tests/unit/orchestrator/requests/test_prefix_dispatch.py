@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
-from baton.types import TokenRange
+from baton.types import RequestId, TokenRange
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.request import Request
 from orchestrator.requests.tenants import Tenant

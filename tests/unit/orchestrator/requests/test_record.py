@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import BatonError, UnavailableError
-from baton.ids import RequestId
 from baton.results.timings import DraftCounts, SpeculationTrace
 from baton.sampling_params import SamplingParams
-from baton.types import DraftRound, FinishReason, SampledToken, TokenEvent
+from baton.types import DraftRound, FinishReason, RequestId, SampledToken, TokenEvent
 from orchestrator.requests.record import Attempt, RequestRecord
 from orchestrator.requests.request import Request
 from orchestrator.requests.states import TRANSITIONS, RequestMove, RequestState

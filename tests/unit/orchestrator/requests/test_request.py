@@ -1,7 +1,7 @@
 """What a request needs, by hand; and each of its choices as a request of its own."""
 
-from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
+from baton.types import RequestId
 from orchestrator.requests.request import Request
 
 PARAMS = SamplingParams(max_tokens=9, n=2, seed=7)

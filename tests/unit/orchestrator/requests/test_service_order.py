@@ -6,10 +6,10 @@ from statistics import mean
 
 import pytest
 
+from baton.planning.cost_model import CostModel
 from baton.types import TokenRange
 from orchestrator.placement.chain_width import WidthPolicy
 from orchestrator.requests.tenants import Tenant
-from planning.cost_model import CostModel
 from tests.support.clusters.planners import planner_of
 from tests.support.engines.chain_simulation import Arrival, Served, SimulatedGroup, mean_ttft_s
 

@@ -7,9 +7,9 @@ from typing import cast
 
 import pytest
 
-from baton.clock import SystemClock
-from baton.cluster_state import GenerationStatus
+from baton.calls.cluster_state import GenerationStatus
 from baton.errors import UnavailableError
+from baton.process.clock import SystemClock
 from orchestrator.membership.members import Members
 from orchestrator.membership.view import ClusterView, GenerationGroup
 from orchestrator.workers.census import LEAK_S, Census, Excess, Leaks

@@ -7,8 +7,9 @@ import grpc
 import pytest
 
 from baton.errors import UnavailableError
-from baton.ids import RequestId, StreamNumber
 from baton.sampling_params import SamplingParams
+from baton.transport.channel import make_server
+from baton.types import RequestId, StreamNumber
 from baton.v1 import common_pb2, generate_pb2, generate_pb2_grpc
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
@@ -16,7 +17,6 @@ from orchestrator.requests.request import Request
 from orchestrator.workers.client import Clients
 from tests.support.wire.rpc import listening
 from tests.support.wire.secret import SECRET
-from transport.channel import make_server
 
 pytestmark = pytest.mark.integration
 

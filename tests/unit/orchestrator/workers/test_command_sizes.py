@@ -7,10 +7,9 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from baton.errors import InvalidArgumentError
-from baton.ids import RequestId, SlotId, Stamp, StreamNumber
 from baton.limits import MAX_LOGIT_BIASES, MAX_MESSAGE_BYTES, MAX_STOP_CHARS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from baton.results.completion import ModelInfo
-from baton.types import Lease, LeaseRef
+from baton.types import Lease, LeaseRef, RequestId, SlotId, Stamp, StreamNumber
 from baton.v1 import common_pb2, generate_pb2
 from baton.v1 import orchestrator_pb2 as pb
 from orchestrator.api.checks import Intake

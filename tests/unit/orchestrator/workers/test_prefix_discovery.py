@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.clock import SystemClock
-from baton.ids import Epoch
-from baton.types import TokenRange
-from modeling.kv.buffers import KvBuffer
+from baton.modeling.kv.buffers import KvBuffer
+from baton.process.clock import SystemClock
+from baton.types import Epoch, TokenRange
 from orchestrator.membership.members import Members
 from orchestrator.membership.view import ClusterView, PrefillGroup
 from orchestrator.placement.prefix_index import PrefixIndex

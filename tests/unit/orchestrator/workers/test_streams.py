@@ -9,11 +9,11 @@ import grpc
 import pytest
 
 from baton.errors import BatonError, InvalidArgumentError, NotFoundError, ResourceExhaustedError, UnavailableError
+from baton.transport.channel import make_channel, make_server
 from baton.v1 import generate_pb2 as pb
 from orchestrator.workers.streams import MAX_COMMAND_BYTES, SharedStreams, StreamPart
 from tests.support.eventually import eventually
 from tests.support.wire.rpc import serving_methods
-from transport.channel import make_channel, make_server
 
 pytestmark = pytest.mark.integration
 

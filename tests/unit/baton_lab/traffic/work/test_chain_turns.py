@@ -5,15 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from baton.ids import Rank
+from baton.planning.cost_model import CostModel, Link
+from baton.planning.hardware import HARDWARE, derive
+from baton.planning.model_shape import SHAPES
 from baton.results.prefill_trace import WidthChoice
-from baton.types import TokenRange
+from baton.types import Rank, TokenRange
 from baton_lab.traffic.work.chain_turns import ChainTurns
 from orchestrator.membership.prefill_book import Pending
 from orchestrator.placement.chain_width import ChainPlan, WidthPolicy
-from planning.cost_model import CostModel, Link
-from planning.hardware import HARDWARE, derive
-from planning.model_shape import SHAPES
 from tests.support.clusters.planners import planner_of
 
 FLAT = CostModel(num_layers=4, linear_s=1.0, pair_s=0.0, kv_bytes=0, project_share=0.5)

@@ -6,6 +6,11 @@ import itertools
 import pytest
 
 from baton.errors import InvalidArgumentError
+from baton.planning.calibration import nominal
+from baton.planning.cost_model import CostModel, Link
+from baton.planning.hardware import cpu_rank
+from baton.planning.model_shape import SHAPES
+from baton.planning.planner import ChainPlanner
 from baton.results.prefill_trace import RankTiming
 from baton.types import TokenRange
 from deploy.tuning.calibration.chains import (
@@ -16,11 +21,6 @@ from deploy.tuning.calibration.chains import (
     link_points,
     rank_rows,
 )
-from planning.calibration import nominal
-from planning.cost_model import CostModel, Link
-from planning.hardware import cpu_rank
-from planning.model_shape import SHAPES
-from planning.planner import ChainPlanner
 
 SHAPE = SHAPES["smollm2-135m"]
 ASSUMED = nominal("smollm2-135m", "a core", SHAPE, cpu_rank(1, SHAPE.dtype_bytes))

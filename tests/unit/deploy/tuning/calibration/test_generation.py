@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.cluster_state import ClusterState, GenerationStatus, GroupState
+from baton.calls.cluster_state import ClusterState, GenerationStatus, GroupState
 from baton.v1.generate_pb2 import DraftCounts, DraftSource, SpeculationStatus
 from deploy.tuning.calibration.generation import draft_keys_of
 

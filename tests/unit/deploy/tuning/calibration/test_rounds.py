@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import UnavailableError
+from baton.planning.work_cost import StepWork
 from baton.types import DraftRound, FinishReason, SampledToken, TokenEvent
 from deploy.tuning.calibration.rounds import (
     NUM_DRAFTS,
@@ -16,7 +17,6 @@ from deploy.tuning.calibration.rounds import (
     steps_of_choice,
 )
 from deploy.tuning.calibration.steps import Grid
-from planning.work_cost import StepWork
 
 MS = 1_000_000
 KEYS = {"streaming": 64, "ngram": 0}

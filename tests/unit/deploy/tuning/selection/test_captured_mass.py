@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.modeling.forward.selection import Selection
+from baton.modeling.sparse.bases import Basis, BasisKind, LayerSample, fit_layer
 from deploy.tuning.selection.captured_mass import Captured, Guess, captured
-from modeling.forward.selection import Selection
-from modeling.sparse.bases import Basis, BasisKind, LayerSample, fit_layer
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_TOKENS = 4, 2, 8, 40
 LAYERS = (2, 3)

@@ -10,15 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.ids import SlotId
-from baton.types import TokenRange
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.selection import Picks
+from baton.modeling.kv.buffers import BufferSpan, KvBuffer, byte_view
+from baton.types import SlotId, TokenRange
 from deploy.tuning.selection.metrics import PicksMeter, agreement, perplexities, perplexity, relative_cost
 from deploy.tuning.selection.passages import Context, Passage, PassageRows, Reading, prefill, read, shape_for
 from generate_workers.residency.policies import make_residency
 from generate_workers.residency.port import KvShape
-from modeling.forward.decoder import Decoder
-from modeling.forward.selection import Picks
-from modeling.kv.buffers import BufferSpan, KvBuffer, byte_view
 from tests.support.models.tiny_models import random_decoder, tiny_decoder
 
 NUM_STEPS = 12

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from baton.errors import InvalidArgumentError, ModelError
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.forward.selection import Selection
+from baton.modeling.sparse.bases import BasisKind
+from baton.modeling.sparse.selection_file import load_prepared
 from deploy.cli import build_parser
 from deploy.tuning.selection import fitting as prepare_run
 from deploy.tuning.selection.fitting import require_fit
 from deploy.tuning.selection.prepare import KINDS, find_wanted
 from deploy.tuning.selection.wanted import Wanted
-from modeling.checkpoints.weights import load_decoder
-from modeling.forward.selection import Selection
-from modeling.sparse.bases import BasisKind
-from modeling.sparse.selection_file import load_prepared
 from tests.conftest import MODEL_CACHE
 from tests.support.folders import DATA
 from tests.support.models.tiny_models import random_decoder

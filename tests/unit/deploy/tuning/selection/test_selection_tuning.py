@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from baton.errors import ConfigError
+from baton.modeling.forward.selection import Selection
+from baton.modeling.sparse.bases import Basis, BasisKind
 from deploy.tuning.selection.selection_tuning import ALPHAS, CAPS, Measured, cheapest, tune
-from modeling.forward.selection import Selection
-from modeling.sparse.bases import Basis, BasisKind
 
 FIXED = Selection(alpha=math.inf, most_share=1.0, num_first=3, num_last=7)
 CONTEXT = 4096

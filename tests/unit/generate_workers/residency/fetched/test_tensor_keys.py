@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from baton.errors import ConfigError
+from baton.modeling.forward.decoder import Decoder
 from generate_workers.residency.fetched.infinigen import FetchedInfinigenResidency
 from generate_workers.residency.fetched.tensor_keys import _into_slots
 from generate_workers.residency.policies import make_residency
 from generate_workers.residency.port import KvShape
 from generate_workers.residency.sparse.pool import PoolSize
-from modeling.forward.decoder import Decoder
 from tests.support.engines.devices import TensorDevice
 from tests.support.engines.infinigen import SOME, KnownSource, prepared
 from tests.support.models.tiny_models import random_decoder

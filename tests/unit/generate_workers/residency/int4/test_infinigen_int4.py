@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from baton.errors import ConfigError, ModelError
-from baton.ids import SlotId
-from baton.types import TokenRange
+from baton.modeling.device.cpu import CpuDevice
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.selection import Picks, Selection
+from baton.modeling.sparse.selection_file import PreparedSelection, save_prepared
+from baton.types import SlotId, TokenRange
 from generate_workers.config import EngineConfig
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.residency.int4.format import Int4Format, has_int4_kernel
@@ -20,10 +23,6 @@ from generate_workers.residency.int4.whole import Int4Residency
 from generate_workers.residency.policies import SelectionSource, make_residency
 from generate_workers.residency.port import KvBytes, KvShape
 from generate_workers.residency.sparse.pool import PoolSize
-from modeling.device.cpu import CpuDevice
-from modeling.forward.decoder import Decoder
-from modeling.forward.selection import Picks, Selection
-from modeling.sparse.selection_file import PreparedSelection, save_prepared
 from tests.support.engines.generation import prefilled, prompt
 from tests.support.engines.infinigen import (
     ALL,

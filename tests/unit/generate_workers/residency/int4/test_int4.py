@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from baton.errors import ConfigError
-from baton.ids import SlotId
-from baton.types import TokenRange
+from baton.modeling.device.cpu import CpuDevice
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kernels import native
+from baton.modeling.kv.buffers import BufferSpan, KvBuffer, byte_view
+from baton.types import SlotId, TokenRange
 from generate_workers.residency.int4.format import Int4Format, has_int4_kernel
 from generate_workers.residency.int4.whole import Int4Residency, make_int4
 from generate_workers.residency.port import KvBytes, KvShape
-from modeling.device.cpu import CpuDevice
-from modeling.forward.decoder import Decoder
-from modeling.kernels import native
-from modeling.kv.buffers import BufferSpan, KvBuffer, byte_view
 from tests.support.engines.devices import PoisonedMemory
 from tests.support.engines.generation import prefilled, prompt
 from tests.support.engines.slot_tables import whole_pages

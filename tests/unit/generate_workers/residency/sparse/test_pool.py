@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from baton.errors import ConfigError
+from baton.modeling.forward.selection import Picks
 from baton.types import TokenRange
 from generate_workers.residency.sparse.pool import (
     Eviction,
@@ -20,7 +21,6 @@ from generate_workers.residency.sparse.pool import (
     PoolLimit,
     PoolNotes,
 )
-from modeling.forward.selection import Picks
 from tests.support.engines.pools import ReferenceList
 
 NUM_LAYERS, NUM_HEADS = 2, 2

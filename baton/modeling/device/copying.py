@@ -1,0 +1,253 @@
+"""Links whose copies run on threads of the host: the CPU's link to itself, and that of an emulated device."""
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.errors import ConfigError
+from baton.modeling.device.heads import PickedHeads, RowCopies
+from baton.modeling.device.port import Copies, Link, Running, num_bytes_of
+from baton.modeling.kernels import native
+from baton.modeling.kv.buffers import Writes, bytes_of
+from baton.modeling.kv.staging import FRAME_BYTES, NUM_FRAMES, StagingFrames
+from baton.modeling.kv.transfers import Finished, Transfer
+
+CopyTensor = Callable[[Tensor, Tensor], None]
+"""Function that copies `(to, from)` and returns when the copy is done."""
+
+
+def copy_bytes(to: Tensor, source: Tensor) -> None:
+    """Copy a tensor on one core, without the GIL. A copy by torch would occupy the cores that compute."""
+    np.copyto(np.asarray(bytes_of(to)), np.asarray(bytes_of(source)))
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Copies of one transfer."""
+
+    work: Callable[[], None]
+    num_bytes: int
+
+
+class ThreadLink:
+    """A Link whose fetches run on a thread of its own while others compute. Stores run on the caller's thread."""
+
+    def __init__(self, copy: CopyTensor = copy_bytes) -> None:
+        """`copy` is the function that copies one tensor."""
+        self._copy = copy
+        self._threads: dict[str, ThreadPoolExecutor] = {}
+        """Thread of each direction that was used, by name."""
+        self._starting = threading.Lock()
+        self._num_bytes_fetched = self._num_bytes_stored = 0  # each counted by one thread
+
+    @property
+    def num_bytes_fetched(self) -> int:
+        """Return the bytes copied to the device so far."""
+        return self._num_bytes_fetched
+
+    @property
+    def num_bytes_stored(self) -> int:
+        """Return the bytes copied to host memory so far."""
+        return self._num_bytes_stored
+
+    def fetch(self, copies: Copies) -> Transfer:
+        """Begin to copy, on the thread."""
+        return self._begin_fetch(self._job_of(copies))
+
+    def fetch_heads(self, heads: PickedHeads) -> Transfer:
+        """Begin to copy selected keys and values, on the thread."""
+        args = heads.home_B, heads.there_B, heads.pairs_BGK2, heads.num_BG, heads.head_bytes
+        return self._begin_fetch(_Job(functools.partial(native.operators().copy_heads, *args), heads.num_bytes))
+
+    def store(self, copies: Copies) -> Transfer:
+        """Copy, and return when that is done."""
+        return self._begin_store(self._job_of(copies))
+
+    def store_rows(self, rows: RowCopies) -> Transfer:
+        """Copy rows to host memory, as `store` does."""
+        args = rows.there_B, rows.home_B, rows.row_bytes
+        return self._begin_store(_Job(functools.partial(native.operators().copy_rows, *args), rows.num_bytes))
+
+    def rest(self) -> None:
+        """Wait for the copies that were requested, and end the threads."""
+        with self._starting:
+            threads, self._threads = self._threads, {}
+        for thread in threads.values():
+            thread.shutdown()
+
+    def _job_of(self, copies: Copies) -> _Job:
+        def work() -> None:
+            for to, source in copies:
+                self._copy(to, source)
+
+        return _Job(work, num_bytes_of(copies))
+
+    def _begin_fetch(self, job: _Job) -> Transfer:
+        return Running(self._submit("kv-fetch", self._fetch, job))
+
+    def _begin_store(self, job: _Job) -> Transfer:
+        self._store(job)
+        return Finished()
+
+    def _submit(self, name: str, run: Callable[[_Job], None], job: _Job) -> "Future[None]":
+        with self._starting:
+            if name not in self._threads:
+                self._threads[name] = ThreadPoolExecutor(1, thread_name_prefix=name)
+            return self._threads[name].submit(run, job)
+
+    def _fetch(self, job: _Job) -> None:
+        job.work()
+        self._num_bytes_fetched += job.num_bytes
+
+    def _store(self, job: _Job) -> None:
+        job.work()
+        self._num_bytes_stored += job.num_bytes
+
+
+@dataclass(frozen=True)
+class LinkRate:
+    """Rate and latency of a link. An infinite rate is the rate at which the host copies."""
+
+    bytes_per_s: float = float("inf")
+    """Bytes per second in each direction; both directions work at the same time."""
+    latency_s: float = 0.0
+    """Seconds until the first byte of a transfer has arrived."""
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_s > 0:
+            raise ConfigError(f"a link of {self.bytes_per_s} bytes a second brings nothing: use a rate above 0")
+        if not 0 <= self.latency_s < float("inf"):
+            raise ConfigError(f"a latency of {self.latency_s} s is out of range: use 0 or more seconds")
+
+
+UNBOUND = LinkRate()
+"""A link as fast as the host copies."""
+
+
+class _Pace:
+    """Timing of one direction: transfers run one after another, and none ends sooner than the link's rate allows."""
+
+    def __init__(self, rate: LinkRate) -> None:
+        self._rate = rate
+        self._free_s = 0.0
+        """Time at which the last transfer was due, by time.monotonic."""
+
+    def keep(self, began_s: float, num_bytes: int) -> None:
+        """Wait until a transfer whose copy began at `began_s` would be done. A wait that oversleeps does not delay the
+        transfers after it."""
+        took_s = self._rate.latency_s + num_bytes / self._rate.bytes_per_s
+        self._free_s = max(self._free_s, began_s) + took_s
+        left_s = self._free_s - time.monotonic()
+        if left_s > 0:
+            time.sleep(left_s)  # noqa: TID251 - the time that the emulated link takes
+
+
+class _Awaited(Running):
+    """A fetch that adds the time spent waiting for it to the link's `waited_s`."""
+
+    def __init__(self, future: "Future[None]", link: "PacedLink") -> None:
+        super().__init__(future)
+        self._link = link
+
+    def result(self) -> None:
+        """Wait for the thread. Raises the error of the copy."""
+        began_s = time.monotonic()
+        try:
+            super().result()
+        finally:
+            self._link.waited_s += time.monotonic() - began_s
+
+    join = result
+
+
+class PacedLink(ThreadLink):
+    """A Link that really copies, and takes as long as a link of the given rate. Both directions work concurrently."""
+
+    def __init__(self, rate: LinkRate, copy: CopyTensor = copy_bytes) -> None:
+        super().__init__(copy)
+        self._in, self._out = _Pace(rate), _Pace(rate)
+        self.fetch_s = 0.0
+        """Total duration of all fetches, in seconds."""
+        self.waited_s = 0.0
+        """Total time that threads waited for fetches, in seconds."""
+
+    def _begin_fetch(self, job: _Job) -> Transfer:
+        return _Awaited(self._submit("kv-fetch", self._fetch, job), self)
+
+    def _begin_store(self, job: _Job) -> Transfer:
+        return Running(self._submit("kv-store", self._store, job))
+
+    def _fetch(self, job: _Job) -> None:
+        began_s = time.monotonic()
+        super()._fetch(job)
+        self._in.keep(began_s, job.num_bytes)
+        self.fetch_s += time.monotonic() - began_s
+
+    def _store(self, job: _Job) -> None:
+        began_s = time.monotonic()
+        super()._store(job)
+        self._out.keep(began_s, job.num_bytes)
+
+
+class LinkAccess:
+    """HostAccess to a device's memory over its link, through host memory that the link can reach."""
+
+    def __init__(
+        self,
+        link: Link,
+        make_home: Callable[[int], Tensor],
+        num_frames: int = NUM_FRAMES,
+        frame_bytes: int = FRAME_BYTES,
+    ) -> None:
+        """`make_home(num_bytes)` allocates host memory, uint8, from and to which the link copies fast."""
+        self._link = link
+        self._make_home = make_home
+        self._frame_size = num_frames, frame_bytes
+
+    @classmethod
+    def plain(cls, link: Link, num_frames: int = NUM_FRAMES, frame_bytes: int = FRAME_BYTES) -> Self:
+        """Return an access through host memory that is not pinned."""
+        return cls(link, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8), num_frames, frame_bytes)
+
+    @functools.cached_property
+    def frames(self) -> StagingFrames:
+        """Return the device's staging frames. They are allocated at the first use: when the residency policy that keeps
+        KV on the device is made."""
+        return StagingFrames(self._make_home, *self._frame_size)
+
+    def read(self, sources: Sequence[Tensor]) -> memoryview:
+        """Return a copy in host memory, made by one transfer."""
+        staged = self._make_home(sum(source.nbytes for source in sources))
+        copies, start = list[tuple[Tensor, Tensor]](), 0
+        for source in sources:
+            copies.append((_like(source, staged[start : start + source.nbytes]), source))
+            start += source.nbytes
+        self._link.store(copies).result()
+        return bytes_of(staged)
+
+    def write(self, writes: Writes) -> Transfer:
+        """Begin to copy. Bytes in staging frames are copied directly; other bytes are first copied to memory that the
+        link can reach."""
+        return self._link.fetch([(to, _like(to, self._staged(data))) for to, data in writes])
+
+    def _staged(self, data: memoryview) -> Tensor:
+        """Return the bytes of `data` in memory that the link copies from."""
+        framed = self.frames.tensor_of(data)
+        if framed is not None:
+            return framed
+        staged = self._make_home(data.nbytes)
+        np.copyto(np.asarray(bytes_of(staged)), np.frombuffer(data, np.uint8))
+        return staged
+
+
+def _like(tensor: Tensor, staged: Tensor) -> Tensor:
+    """Return bytes of host memory in the shape and dtype of a tensor."""
+    return staged.view(tensor.dtype).view(tensor.shape)

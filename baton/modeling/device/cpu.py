@@ -1,0 +1,48 @@
+"""The device cpu: it computes in host memory, so that its link copies from host memory to host memory."""
+
+import torch
+
+from baton.modeling.device.copying import CopyTensor, ThreadLink, copy_bytes
+from baton.modeling.device.port import NO_MEMORY
+from baton.modeling.kv.buffers import KvBuffer
+from baton.modeling.kv.memory import PagedMemory
+from baton.modeling.kv.pool_memory import MappedPool
+from baton.types import KvLayout, TokenRange
+
+
+class CpuDevice:
+    """The CPU. Implements Device. Its link copies at the memory's rate. Residency policies that keep a separate copy of
+    KV use it on the CPU too."""
+
+    name = "cpu"
+    torch_device = torch.device("cpu")
+    is_home = True
+    memory_use = NO_MEMORY
+
+    def __init__(self, copy: CopyTensor = copy_bytes) -> None:
+        """`copy` is the function that copies one tensor for the link."""
+        self.link = ThreadLink(copy)
+
+    def row_memory(self, layout: KvLayout, max_tokens: int) -> PagedMemory:
+        """Make memory that is committed as it is written."""
+        return PagedMemory(layout, max_tokens)
+
+    def pool_memory(self, layout: KvLayout, num_pages: int, page_tokens: int) -> MappedPool:
+        """Make memory whose pages are committed as they are written."""
+        return MappedPool(layout, num_pages, page_tokens)
+
+    def home_memory(self, layout: KvLayout, max_tokens: int) -> PagedMemory:
+        """Make memory that is committed as it is written."""
+        return PagedMemory(layout, max_tokens)
+
+    def buffer(self, layout: KvLayout, tokens: TokenRange) -> KvBuffer:
+        """Make a buffer in host memory."""
+        return KvBuffer(layout, tokens)
+
+    home_buffer = buffer
+
+    def bound(self, limit_bytes: int | None) -> None:
+        """Do nothing: host memory has limits of its own."""
+
+    def require(self, address: int, num_bytes: int) -> None:
+        """Do nothing: all memory is the device's."""

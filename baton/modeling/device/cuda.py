@@ -1,0 +1,163 @@
+"""The device cuda: a GPU with pinned host memory, and one stream for the copies of each direction."""
+
+import threading
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from baton.modeling.device.copying import LinkAccess
+from baton.modeling.device.heads import PickedHeads, RowCopies
+from baton.modeling.device.port import Copies, MemoryUse, num_bytes_of
+from baton.modeling.kernels.triton.copies import copy_heads, copy_rows
+from baton.modeling.kv.buffers import TORCH_DTYPES, KvBuffer
+from baton.modeling.kv.memory import TensorMemory
+from baton.modeling.kv.pool_memory import TensorPool
+from baton.modeling.kv.transfers import Transfer
+from baton.types import KvLayout, TokenRange
+
+
+class CudaTransfer:
+    """A Transfer on a CUDA stream."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def result(self) -> None:
+        """Wait for the device, without the GIL."""
+        self._event.synchronize()
+
+    def join(self) -> None:
+        """Make the current stream wait for the copies; this thread continues."""
+        torch.cuda.current_stream().wait_event(self._event)
+
+    wait = result
+
+
+class CudaLink:
+    """A HeadLink of two streams. Bytes are counted when their copies are requested; those of `fetch_heads`, when they
+    are copied."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._counting = threading.Lock()
+        self._num_bytes_fetched = 0
+        self._num_bytes_picked = torch.zeros((), dtype=torch.int64, device=device)
+        """Bytes of selected keys and values, which only the device can count. Used on the stream of fetches."""
+        self.num_bytes_stored = 0
+
+    @property
+    def num_bytes_fetched(self) -> int:
+        """Return the bytes copied to the device so far. Waits for the fetches that were requested."""
+        with torch.cuda.stream(self._in):
+            num_bytes_picked = int(self._num_bytes_picked)
+        return self._num_bytes_fetched + num_bytes_picked
+
+    def fetch(self, copies: Copies) -> Transfer:
+        """Begin to copy, after the work queued on the current stream, which may still read what is overwritten."""
+        with self._counting:
+            self._num_bytes_fetched += num_bytes_of(copies)
+        return self._copy(self._in, copies)
+
+    def store(self, copies: Copies) -> Transfer:
+        """Begin to copy, after the work queued on the current stream."""
+        with self._counting:
+            self.num_bytes_stored += num_bytes_of(copies)
+        return self._copy(self._out, copies)
+
+    def fetch_heads(self, heads: PickedHeads) -> Transfer:
+        """Begin to copy, as `fetch` does, by a kernel that reads pinned host memory. The host never sees which keys are
+        selected."""
+        addresses, pairs = (heads.home_B, heads.there_B), (heads.pairs_BGK2, heads.num_BG)
+
+        def work() -> None:
+            copy_heads(*addresses, *pairs, heads.head_bytes)
+            self._num_bytes_picked += heads.num_BG.sum() * (2 * heads.head_bytes)
+
+        return self._run(self._in, work, (*addresses, *pairs))
+
+    def store_rows(self, rows: RowCopies) -> Transfer:
+        """Begin to copy, as `store` does, by a kernel that writes to pinned host memory."""
+        with self._counting:
+            self.num_bytes_stored += rows.num_bytes
+        addresses = rows.there_B, rows.home_B
+        return self._run(self._out, lambda: copy_rows(*addresses, rows.row_bytes), addresses)
+
+    def rest(self) -> None:
+        """Wait for both streams."""
+        self._in.synchronize()
+        self._out.synchronize()
+
+    def _copy(self, stream: torch.cuda.Stream, copies: Copies) -> CudaTransfer:
+        def work() -> None:
+            for to, source in copies:
+                to.copy_(source, non_blocking=True)
+
+        return self._run(stream, work, [to if to.is_cuda else source for to, source in copies])
+
+    def _run(self, stream: torch.cuda.Stream, work: Callable[[], None], used: Iterable[Tensor]) -> CudaTransfer:
+        """Queue work on a stream, after the work queued on the current stream. `used`: device tensors that the work
+        reads or writes and that their owners may drop meanwhile."""
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work()
+            for each in used:
+                each.record_stream(stream)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(stream)
+        return CudaTransfer(event)
+
+
+class CudaDevice:
+    """One GPU. Implements Device."""
+
+    name = "cuda"
+    is_home = False
+
+    def __init__(self, index: int = 0) -> None:
+        """Open the GPU of that index. Raises torch's error when it does not exist."""
+        self.torch_device = torch.device("cuda", index)
+        self.link = CudaLink(self.torch_device)
+        self._access = LinkAccess(self.link, _pinned)
+
+    @property
+    def memory_use(self) -> MemoryUse:
+        """Return the device memory that torch uses. The limit is what torch has reserved plus what is free."""
+        device = self.torch_device
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        limit_bytes = free_bytes + torch.cuda.memory_reserved(device)
+        return MemoryUse(limit_bytes, torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
+
+    def row_memory(self, layout: KvLayout, max_tokens: int) -> TensorMemory:
+        """Make memory on the device, for the longest sequence."""
+        return TensorMemory(layout, max_tokens, self.torch_device, access=self._access)
+
+    def pool_memory(self, layout: KvLayout, num_pages: int, page_tokens: int) -> TensorPool:
+        """Make memory on the device, all of it at once."""
+        return TensorPool(layout, num_pages, page_tokens, self.torch_device, self._access)
+
+    def home_memory(self, layout: KvLayout, max_tokens: int) -> TensorMemory:
+        """Make pinned memory, for the longest sequence."""
+        return TensorMemory(layout, max_tokens, torch.device("cpu"), pinned=True)
+
+    def buffer(self, layout: KvLayout, tokens: TokenRange) -> KvBuffer:
+        """Make a buffer on the device."""
+        shape = (layout.num_layers, len(tokens), 2, layout.num_kv_heads, layout.head_dim)
+        data = torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype], device=self.torch_device)
+        return KvBuffer.of(layout, tokens, data, self._access)
+
+    def home_buffer(self, layout: KvLayout, tokens: TokenRange) -> KvBuffer:
+        """Make a buffer in pinned memory. Once freed, torch reuses the memory for the next buffer."""
+        shape = (layout.num_layers, len(tokens), 2, layout.num_kv_heads, layout.head_dim)
+        return KvBuffer.of(layout, tokens, torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype], pin_memory=True))
+
+    def bound(self, limit_bytes: int | None) -> None:
+        """Do nothing: torch refuses allocations that do not fit."""
+
+    def require(self, address: int, num_bytes: int) -> None:
+        """Do nothing: torch itself refuses to compute with tensors of both memories."""
+
+
+def _pinned(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

@@ -1,0 +1,39 @@
+"""Makes devices by name, and lists the machine's GPUs. `baton.modeling.hosting` makes one for each worker's process."""
+
+import torch
+
+from baton.errors import ConfigError
+from baton.modeling.device.copying import UNBOUND, LinkRate
+from baton.modeling.device.cpu import CpuDevice
+from baton.modeling.device.cuda import CudaDevice
+from baton.modeling.device.emulated import EmulatedDevice
+from baton.modeling.device.port import Device
+
+
+def make_device(name: str, rate: LinkRate = UNBOUND) -> Device:
+    """Return the device of that name: cpu, cuda, emulated, or auto, which is the CPU. `rate` is that of an emulated
+    device's link. Raises ConfigError if the name is unknown or the device is not available."""
+    if name in ("auto", "cpu"):
+        return CpuDevice()
+    if name == "emulated":
+        return EmulatedDevice(rate)
+    if name == "cuda":
+        require_cuda()
+        return CudaDevice()
+    raise ConfigError(f"device = {name!r} is unknown: use auto, cpu, cuda or emulated")
+
+
+def list_gpus() -> list[str]:
+    """Return the name and memory of each GPU that torch sees on this machine."""
+    gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB" for gpu in gpus]
+
+
+def require_cuda() -> None:
+    """Raise ConfigError, with the reason, if torch sees no CUDA device."""
+    if torch.version.cuda is None:
+        raise ConfigError(
+            "device = cuda is not available: this torch is built without CUDA; install one with, or use cpu"
+        )
+    if not torch.cuda.is_available():
+        raise ConfigError("device = cuda is not available: torch sees no GPU; see nvidia-smi, or use cpu")

@@ -1,0 +1,276 @@
+"""A Hugging Face folder's safetensors, read tensor by tensor, without pickle.
+
+Families take their tensors from it when `baton.modeling.checkpoints.weights` loads a model, on any thread. Blocks. In
+addition to the tensors that were taken, at most one stored tensor is held in memory. A quantised tensor is dequantised
+in parts of `_PART_ELEMENTS`. Every tensor is hashed as it is stored (XXH3).
+
+N rows, K columns of a weight.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from baton.errors import ModelError
+from baton.modeling.families.fields import read_json
+from baton.modeling.kv.buffers import TORCH_DTYPES, byte_view
+
+_HARMLESS = ("rotary_emb.inv_freq",)
+"""Endings of the names of tensors in old checkpoints that no family needs: RoPE is computed from the config."""
+_PICKLES = ("*.bin", "*.pt", "*.pth")
+_PACKED = ("qweight", "weight_packed")
+"""Names of weights whose codes are packed into words."""
+_PART_ELEMENTS = 2**20
+"""Most elements of a weight that are dequantised at a time, 4 MiB in fp32. A part has at least `_PART_ROWS` rows."""
+_PART_ROWS = 32
+
+Shapes = Mapping[torch.dtype, Collection[tuple[int, ...]]]
+"""Allowed shapes of a tensor, by its type."""
+
+
+class StoredTensors(Protocol):
+    """Tensors of a checkpoint as they are stored, for a `WeightFormat`."""
+
+    def has(self, name: str) -> bool:
+        """Return whether a tensor `name` exists."""
+
+    def stored(self, name: str, allowed: Shapes) -> Tensor:
+        """Return the tensor `name` as it is stored, and count it among those taken. Raises ModelError for a tensor that
+        is missing, or whose type and shape are not allowed."""
+
+    def error(self, name: str, problem: str, remedy: str) -> ModelError:
+        """Return an error about the tensor `name`, which names its file."""
+
+
+class StoredWeight(Protocol):
+    """A quantised weight `[N, K]`, read from a checkpoint."""
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Return rows `start` to `stop`, dequantised, in fp32. `start` is a multiple of 32."""
+
+
+class WeightFormat(Protocol):
+    """Format in which a checkpoint stores quantised weights. Its `str` includes all settings that change the meaning of
+    tensors."""
+
+    @property
+    def description(self) -> str:
+        """Return a short description of the format, for logs."""
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Return the features of the checkpoint's config that are not used, as readable text."""
+
+    def weight(self, module: str, shape: tuple[int, ...], tensors: StoredTensors) -> StoredWeight | None:
+        """Return the weight of `module`, which has this shape once dequantised. None: it is not quantised. Raises
+        ModelError for tensors that do not fit the format."""
+
+    def unused_kind(self, name: str) -> str | None:
+        """Return the purpose, as readable text, of the tensor `name`, which was not taken and which no weight needs.
+        None for any other tensor."""
+
+
+class _TensorFile(Protocol):
+    """Part of the interface of an open safetensors file that this module uses."""
+
+    def keys(self) -> list[str]: ...
+
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
+class Checkpoint:
+    """Tensors of a folder's safetensors files. Records which tensors were taken, and their hashes. Used by one
+    thread."""
+
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: str,
+        *,
+        int8: bool = False,
+        weight_format: WeightFormat | None = None,
+    ) -> None:
+        """`weight_format`: format of quantised weights. None: no weights are quantised."""
+        self.int8 = int8
+        """True if the weights of linear layers that are made of these tensors are to be rounded to int8."""
+        self.num_dequantised = 0
+        """Number of weights that were dequantised when they were taken."""
+        self.num_unused: Counter[str] = Counter()
+        """Number of tensors that were not taken and that a quantised checkpoint's weights do not need, by purpose.
+        Counted by `seal`."""
+        self._weight_format = weight_format
+        self._folder = folder
+        self._dtype = dtype
+        self._device = device
+        self._file_by_name = {name: path for path in _files(folder) for name in _tensor_names(path)}
+        self._digests: dict[str, str] = {}
+        self._repeated: set[str] = set()
+        with self._allocating():
+            torch.empty(0, device=device)
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return the tensor `name`, which must have this shape: a copy on the device, in the checkpoint's dtype."""
+        return self.fuse([(name, shape)])
+
+    def fuse(self, parts: Sequence[tuple[str, tuple[int, ...]]]) -> Tensor:
+        """Return several tensors, concatenated along the rows, as one. They are read one at a time."""
+        num_rows = sum(shape[0] for _, shape in parts)
+        with self._allocating():
+            fused = torch.empty((num_rows, *parts[0][1][1:]), dtype=self._dtype, device=self._device)
+        start = 0
+        for name, shape in parts:
+            self._fill(fused[start : start + shape[0]], name)
+            start += shape[0]
+        return fused
+
+    def has(self, name: str) -> bool:
+        """Return whether the folder has a tensor `name`."""
+        return name in self._file_by_name
+
+    def expect_equal(self, name: str, other: str) -> None:
+        """Raise ModelError if a tensor `name` exists and differs from the tensor `other`, which was taken before."""
+        if name not in self._file_by_name:
+            return
+        with _opened(self._file_by_name[name]) as file:
+            digest = _digest(file.get_tensor(name))
+        if digest != self._digests.get(other):
+            remedy = "set tie_word_embeddings to false in config.json if the model has its own output head"
+            raise ModelError(f"{self._folder}: {name} differs from {other}, to which it is tied; {remedy}")
+        self._repeated.add(name)
+
+    def seal(self, description: str) -> str:
+        """Return a fingerprint of the tensors that were taken. Called once all are taken.
+
+        Raises ModelError when a tensor was not taken that could change the model's answers. The fingerprint has sixteen
+        hex digits. It hashes the tensors taken, each once, the dtype, and `description`, which names all else that
+        changes KV.
+        """
+        left = self._file_by_name.keys() - self._digests.keys() - self._repeated
+        unknown = sorted(name for name in left if not name.endswith(_HARMLESS) and not self._is_unused(name))
+        if unknown:
+            remedy = "config.json describes another model; use the one that belongs to the weights"
+            raise ModelError(f"{self._folder}: {len(unknown)} unknown tensors, the first is {unknown[0]}; {remedy}")
+        format = f"{self._dtype}/int8" if self.int8 else str(self._dtype)
+        if self._weight_format is not None:
+            format = f"{format}/{self._weight_format}"
+        total = xxhash.xxh3_64(f"{format}/{description}".encode())
+        for name in sorted(self._digests):
+            total.update(f"{name}={self._digests[name]};".encode())
+        return total.hexdigest()
+
+    def stored(self, name: str, allowed: Shapes) -> Tensor:
+        """Return the tensor `name` as it is stored, for a `WeightFormat`."""
+        path = self._file_by_name.get(name)
+        if path is None:
+            raise ModelError(f"{self._folder}: tensor {name} is missing; {self._remedy(name)}")
+        with _opened(path) as file:
+            tensor = file.get_tensor(name)
+        if tensor.dtype not in allowed:
+            remedy = f"use weights in {', '.join(TORCH_DTYPES)}, or a GGUF file"
+            raise self.error(name, f"has type {tensor.dtype}, not {' or '.join(map(str, allowed))}", remedy)
+        if tuple(tensor.shape) not in allowed[tensor.dtype]:
+            shapes = " or ".join(str(list(shape)) for shape in allowed[tensor.dtype])
+            remedy = "use the config.json that belongs to the weights"
+            raise self.error(name, f"has shape {list(tensor.shape)}, config.json asks for {shapes}", remedy)
+        self._digests[name] = _digest(tensor)
+        return tensor
+
+    def error(self, name: str, problem: str, remedy: str) -> ModelError:
+        """Return an error about the tensor `name`, which names its file."""
+        return ModelError(f"{self._file_by_name[name]}: tensor {name} {problem}; {remedy}")
+
+    def _remedy(self, name: str) -> str:
+        """Return the remedy for a tensor that is missing."""
+        module = name.removesuffix(".weight")
+        packed = [f"{module}.{part}" for part in _PACKED if self.has(f"{module}.{part}")]
+        if name.endswith(".weight") and packed:
+            return f"{packed[0]} exists: use the config.json whose quantization_config belongs to the weights"
+        return "download the model again"
+
+    def _fill(self, part: Tensor, name: str) -> None:
+        """Copy the tensor `name`, dequantised if it is quantised, into `part`, which has its shape."""
+        shape = tuple(part.shape)
+        weight = None
+        if self._weight_format is not None and len(shape) == 2:
+            weight = self._weight_format.weight(name.removesuffix(".weight"), shape, self)
+        if weight is None:
+            part.copy_(self.stored(name, {dtype: [shape] for dtype in TORCH_DTYPES.values()}))
+            return
+        num_rows = max(_PART_ELEMENTS // shape[1] // _PART_ROWS, 1) * _PART_ROWS
+        for start in range(0, shape[0], num_rows):
+            stop = min(start + num_rows, shape[0])
+            part[start:stop].copy_(weight.rows(start, stop))
+        self.num_dequantised += 1
+
+    def _is_unused(self, name: str) -> bool:
+        """Return whether a tensor that was not taken belongs to a quantised checkpoint and does not affect the
+        model."""
+        if self._weight_format is None:
+            return False
+        kind = self._weight_format.unused_kind(name)
+        if kind is None and name.endswith(".bias"):  # tools give every layer a bias: zero if the model has none
+            with _opened(self._file_by_name[name]) as file:
+                kind = None if file.get_tensor(name).any() else "biases of zero"
+        if kind is not None:
+            self.num_unused[kind] += 1
+        return kind is not None
+
+    @contextmanager
+    def _allocating(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+            reason = str(error).partition("\n")[0]
+            remedy = "choose another device, a smaller dtype or a smaller model"
+            raise ModelError(
+                f"{self._folder}: cannot allocate on device {self._device!r} ({reason}); {remedy}"
+            ) from error
+
+
+def _files(folder: Path) -> Iterable[Path]:
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.exists():
+        return [single]
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelError(f"{index}: weight_map is missing or empty; download the model again")
+        names = sorted({str(name) for name in weight_map.values()})
+        missing = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
+        if missing:
+            raise ModelError(f"{index}: names {missing[0]}, which is not in {folder}; download the model again")
+        return [folder / name for name in names]
+    pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+    if pickles:
+        remedy = "convert them to safetensors with transformers' save_pretrained on a machine that trusts them"
+        raise ModelError(f"{folder}: holds only pickled weights ({pickles[0]}), which could run any code; {remedy}")
+    others = sorted(path.name for path in folder.glob("*.safetensors"))  # AutoGPTQ names its file by bits and groups
+    remedy = f"rename {others[0]} to {single.name}" if len(others) == 1 else "download the model again"
+    raise ModelError(f"{folder}: holds no {single.name} and no {index.name}; {remedy}")
+
+
+def _tensor_names(path: Path) -> list[str]:
+    with _opened(path) as file:
+        return list(file.keys())
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[_TensorFile]:
+    """Yield the file, memory-mapped. Its header and length are checked each time it is opened."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path}: cannot be read ({error}); it may be truncated: download it again") from error
+
+
+def _digest(tensor: Tensor) -> str:
+    return f"{tensor.dtype}{list(tensor.shape)}{xxhash.xxh3_64_hexdigest(byte_view(tensor.flatten()))}"

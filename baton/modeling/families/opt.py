@@ -1,0 +1,121 @@
+"""OPT (Zhang et al., 2022): layer norms, learned positions, a plain MLP, and the variants of opt-350m and Galactica.
+
+V vocabulary, E width of the embedding table, D hidden.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from baton.modeling.families.checkpoint import Checkpoint
+from baton.modeling.families.family import compose, load_ends, load_layer_norm, load_linear, load_plain_mlp
+from baton.modeling.families.fields import Fields
+from baton.modeling.forward.decoder import DecoderWeights
+from baton.modeling.forward.layers import ACTIVATIONS, Layer, PostNorm, Sequential
+from baton.modeling.forward.model_config import ModelConfig
+from baton.modeling.forward.norms import LayerNorm, Transform, unchanged
+from baton.modeling.forward.positions import LearnedTable
+
+_NORM_EPS = 1e-5
+"""Epsilon of norms: torch's default, which no config can change."""
+_FIRST_POSITION = 2
+"""Number of rows of the position table before that of position 0."""
+
+
+@dataclass(frozen=True)
+class OptModel:
+    """A model of the OPT family."""
+
+    config: ModelConfig
+    embedding_size: int
+    """Width of the embedding table, projected to the hidden size and back if they differ (opt-350m)."""
+    activation: str
+    norm_first: bool
+    """True if norms are before attention and MLP, False if they are after the residual sums (opt-350m)."""
+    final_norm: bool
+    bias: bool
+    """True if every projection has a bias. Galactica's have none."""
+    norm_parameters: bool
+    """True if norms have gain and bias. Galactica's have none."""
+
+    @classmethod
+    def read(cls, fields: Fields) -> "OptModel":
+        """Read the model from config.json. Raises ModelError."""
+        config = _read_config(fields)
+        norm_first = fields.flag("do_layer_norm_before", default=True)
+        return cls(
+            config,
+            embedding_size=fields.count("word_embed_proj_dim", config.hidden_size),
+            activation=fields.choice("activation_function", ACTIVATIONS, "relu"),
+            norm_first=norm_first,
+            final_norm=norm_first and not fields.flag("_remove_final_layer_norm"),
+            bias=fields.flag("enable_bias", default=True),
+            norm_parameters=fields.flag("layer_norm_elementwise_affine", default=True),
+        )
+
+    def load(self, checkpoint: Checkpoint) -> DecoderWeights:
+        """Load the model. Projections between embedding width and hidden size are multiplied into embedding and head
+        once. Checkpoints of the base model have tensor names without the prefix `model.`."""
+        config = self.config
+        at = "decoder" if checkpoint.has("decoder.embed_tokens.weight") else "model.decoder"
+        embedding_VD, head_VD = load_ends(checkpoint, config, f"{at}.embed_tokens.weight", self.embedding_size)
+        if self.embedding_size != config.hidden_size:
+            shape = (config.hidden_size, self.embedding_size)
+            tied_VD = embedding_VD if head_VD is None else head_VD
+            embedding_VD = _product(embedding_VD, checkpoint.take(f"{at}.project_in.weight", shape).T)
+            head_VD = _product(tied_VD, checkpoint.take(f"{at}.project_out.weight", shape[::-1]))
+        num_rows = _FIRST_POSITION + config.max_position
+        rows_PD = checkpoint.take(f"{at}.embed_positions.weight", (num_rows, config.hidden_size))
+        return compose(
+            *(self, checkpoint, (embedding_VD, head_VD)),
+            positions=LearnedTable(rows_PD[_FIRST_POSITION:]),
+            layers=[self._layer(checkpoint, f"{at}.layers.{layer}") for layer in range(config.num_layers)],
+            final_norm=self._norm(checkpoint, f"{at}.final_layer_norm") if self.final_norm else unchanged,
+        )
+
+    def _layer(self, checkpoint: Checkpoint, at: str) -> Layer:
+        hidden = self.config.hidden_size
+        qkv = {f"{at}.self_attn.{name}_proj": hidden for name in "qkv"}
+        output = load_linear(checkpoint, {f"{at}.self_attn.out_proj": hidden}, hidden, self.bias)
+        mlp = load_plain_mlp(checkpoint, (f"{at}.fc1", f"{at}.fc2"), self.config, self.activation, self.bias)
+        attention_norm = self._norm(checkpoint, f"{at}.self_attn_layer_norm")
+        mlp_norm = self._norm(checkpoint, f"{at}.final_layer_norm")
+        return Layer(
+            attention_norm=attention_norm if self.norm_first else unchanged,
+            qkv=load_linear(checkpoint, qkv, hidden, self.bias),
+            head_norm=unchanged,
+            tail=Sequential(output, mlp_norm, mlp)
+            if self.norm_first
+            else PostNorm(output, attention_norm, mlp, mlp_norm),
+        )
+
+    def _norm(self, checkpoint: Checkpoint, name: str) -> Transform:
+        if not self.norm_parameters:
+            return LayerNorm(None, None, _NORM_EPS)
+        return load_layer_norm(checkpoint, name, self.config.hidden_size, _NORM_EPS)
+
+
+def _read_config(fields: Fields) -> ModelConfig:
+    num_heads, num_layers = fields.count("num_attention_heads"), fields.count("num_hidden_layers")
+    hidden_size = fields.count("hidden_size")
+    return ModelConfig(
+        model_type="opt",
+        vocab_size=fields.count("vocab_size"),
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        intermediate_size=fields.count("ffn_dim"),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=fields.head_dim(hidden_size, num_heads),
+        max_position=fields.count("max_position_embeddings"),
+        tie_embeddings=fields.flag("tie_word_embeddings", default=True),
+        windows=(None,) * num_layers,
+        eos_token_ids=fields.eos_token_ids(),
+        bos_token_id=fields.bos_token_id(),
+        is_gated=False,
+    )
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Return the product, computed in fp32 and rounded once."""
+    return (a.float() @ b.float()).to(a.dtype)

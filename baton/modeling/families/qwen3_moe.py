@@ -1,0 +1,84 @@
+"""Qwen3's mixtures of experts (Yang et al., 2025): Qwen3's attention, and in every layer a router and many MLPs."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from baton.modeling.families.checkpoint import Checkpoint
+from baton.modeling.families.fields import Fields
+from baton.modeling.families.llama import LlamaModel, read_config
+from baton.modeling.forward.experts import ExpertProducts, ExpertsMlp, LinearExperts, StackedExperts, can_stack
+from baton.modeling.forward.linear import TorchLinear, make_linear
+from baton.modeling.forward.model_config import ModelConfig
+
+_DEFAULT_ACTIVE = 8
+"""transformers' value for a field that a config may leave out."""
+
+
+@dataclass(frozen=True)
+class Qwen3MoeModel(LlamaModel):
+    """A model of the Qwen3-MoE family."""
+
+    normalised: bool
+    """True if the weights of a token's experts are divided by their sum."""
+
+    @classmethod
+    def read(cls, fields: Fields) -> "Qwen3MoeModel":
+        """Read the model from config.json. Raises ModelError."""
+        remedy = "choose a model with experts in every layer"
+        fields.refuse("mlp_only_layers", remedy)
+        if fields.count("decoder_sparse_step", 1) != 1:
+            raise fields.error("decoder_sparse_step", "is not 1, which is not supported", remedy)
+        attention_bias = fields.flag("attention_bias")
+        return cls(
+            config=_read_config(fields),
+            norm_eps=fields.number("rms_norm_eps"),
+            qkv_bias=attention_bias,
+            output_bias=attention_bias,
+            mlp_bias=False,
+            qk_norm=True,
+            normalised=fields.flag("norm_topk_prob"),
+        )
+
+    def _mlp(self, checkpoint: Checkpoint, at: str) -> ExpertsMlp:
+        config = self.config
+        router_ED = checkpoint.take(f"{at}.gate.weight", (config.num_experts, config.hidden_size))
+        stacks = can_stack(router_ED.device, router_ED.dtype) and not checkpoint.int8
+        experts = [f"{at}.experts.{number}" for number in range(config.num_experts)]
+        products = self._stacked(checkpoint, experts) if stacks else self._linears(checkpoint, experts)
+        return ExpertsMlp(TorchLinear(router_ED), products, config.num_active_experts, self.normalised)
+
+    def _linears(self, checkpoint: Checkpoint, experts: list[str]) -> ExpertProducts:
+        """Load each expert as two linear layers. Weights are kept once, because an expert gets few of a prompt's
+        tokens."""
+        hidden, inner = self.config.hidden_size, self.config.intermediate_size
+        gate_up, down = [], []
+        for at in experts:
+            weight = checkpoint.fuse([(f"{at}.{name}_proj.weight", (inner, hidden)) for name in ("gate", "up")])
+            gate_up.append(make_linear(weight, gated=True, int8=checkpoint.int8, has_many_rows=False))
+            weight = checkpoint.take(f"{at}.down_proj.weight", (hidden, inner))
+            down.append(make_linear(weight, int8=checkpoint.int8, has_many_rows=False))
+        return LinearExperts(tuple(gate_up), tuple(down))
+
+    def _stacked(self, checkpoint: Checkpoint, experts: list[str]) -> ExpertProducts:
+        """Load all experts into two tensors."""
+        hidden, inner = self.config.hidden_size, self.config.intermediate_size
+        gate_up = [(f"{at}.{name}_proj.weight", (inner, hidden)) for at in experts for name in ("gate", "up")]
+        down = [(f"{at}.down_proj.weight", (hidden, inner)) for at in experts]
+        return StackedExperts(
+            checkpoint.fuse(gate_up).view(len(experts), 2 * inner, hidden),
+            checkpoint.fuse(down).view(len(experts), hidden, inner),
+        )
+
+
+def _read_config(fields: Fields) -> ModelConfig:
+    name = "num_experts" if fields.raw.get("num_local_experts") is None else "num_local_experts"
+    num_experts = fields.count(name)
+    num_active = fields.count("num_experts_per_tok", _DEFAULT_ACTIVE)
+    if num_active > num_experts:
+        raise fields.error("num_experts_per_tok", f"{num_active} is more than {name} {num_experts}")
+    return dataclasses.replace(
+        read_config(fields, ("qwen3_moe",)),
+        intermediate_size=fields.count("moe_intermediate_size"),
+        num_experts=num_experts,
+        num_active_experts=num_active,
+    )

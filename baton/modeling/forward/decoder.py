@@ -1,0 +1,327 @@
+"""The decoder: one forward over ragged spans of tokens serves every path, and every family.
+
+A span is a run of new tokens of one sequence plus access to its KV. Whole prefill, a chain's chunk, a chunked local
+prefill, a single decode step and a multi-token verify differ only in the spans they pass. A batch concatenates the
+tokens of several spans for the linears, and attends each span over its own length. Linears are fused (QKV, gate-up).
+
+In each layer, `project` writes the new keys (after RoPE) and values in place and returns the queries. `complete` runs
+the rest of the layer on the attention output. A chain (`prefill_workers`) computes its own attention between the two. A
+generation step (`generate_workers.engine.step_runner`) calls `forward`. The weights contain the parts of a layer
+(`baton.modeling.forward.layers`) and the position scheme (`baton.modeling.forward.positions`), on which this module
+does not depend.
+
+Legend: T tokens of all spans, D hidden, N heads, G kv heads, H head dim, V vocabulary, R rows of logits. Runs on the
+caller's thread. Its only state is the weights. Not re-entrant on CUDA streams.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from baton.modeling.device.cpu import CpuDevice
+from baton.modeling.device.port import Device
+from baton.modeling.forward.attention import Attention, Kernel, default_kernel, on_device
+from baton.modeling.forward.fused_layers import fuse
+from baton.modeling.forward.layers import Layer
+from baton.modeling.forward.linear import Linear
+from baton.modeling.forward.model_config import ModelConfig
+from baton.modeling.forward.norms import Transform
+from baton.modeling.forward.positions import Positions, PositionTable
+from baton.modeling.forward.rows import DecodeRows, has_native_rows
+from baton.modeling.forward.selection import Picks, StepPicks
+from baton.modeling.forward.triton.attention import triton_kernel
+from baton.modeling.forward.triton.rows import TritonRows
+from baton.modeling.kernels.triton.launch import compiles_for
+from baton.modeling.kv.buffers import KvPlace, KvRows
+from baton.modeling.kv.pages import PageSpan
+from baton.types import KvLayout, TokenRange
+
+
+class Span(Protocol):
+    """Run of new tokens of one sequence, and the memory for their KV."""
+
+    @property
+    def tokens(self) -> TokenRange:
+        """Return the positions of the new tokens."""
+
+    def own(self, layer: int) -> Tensor:
+        """Return the memory for the new tokens' K and V: a view `[len(tokens), 2, G, H]`."""
+
+
+class SequenceSpan(Span, Protocol):
+    """A span with access to all keys that its tokens attend to."""
+
+    def segments(self, layer: int) -> Iterator[KvRows]:
+        """Yield all keys that the new tokens attend to, including their own, in pieces that do not overlap."""
+
+    def place(self) -> KvPlace | None:
+        """Return the location of those keys, if they are contiguous in the CPU's memory in every layer, or in pages of
+        a device's memory; else None."""
+
+
+class PassingSpan:
+    """Marks a SequenceSpan whose pieces share one buffer: each is valid until the next one is requested."""
+
+
+class LayerTurns(Protocol):
+    """Calls to a residency policy before, in and after each layer of a forward, to fetch or select keys."""
+
+    def begin(self, layer: int, hidden_TD: Tensor) -> None:
+        """Make the keys of `layer`, which is about to run on `hidden_TD`, available to the spans."""
+
+    def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
+        """Return the keys that the step's rows of one new token attend to in `layer`, in the rows' order. None: all
+        keys.
+
+        `q_TNH` are all of the step's queries, as attention will compare them. The new tokens' keys are already written.
+        Called once per layer, if the step has such rows (`baton.modeling.forward.rows`). Other spans attend to all
+        keys.
+        """
+
+    def end(self, layer: int) -> None:
+        """Finish `layer`, which has run: the spans' memory has its new keys, and is not read any more."""
+
+
+@dataclass(frozen=True)
+class DecoderWeights:
+    """All parameters, in the dtype that the decoder computes in, composed into the layers of a forward."""
+
+    device: torch.device
+    dtype: torch.dtype
+    embedding: Linear
+    """Layer whose weight's rows are the tokens' embeddings, `[V, D]`."""
+    positions: PositionTable
+    layers: tuple[Layer, ...]
+    final_norm: Transform
+    head: Linear
+    """Output head; the embedding itself if it is tied."""
+    fingerprint: str
+    """Hash of the stored tensors of these weights, and of the dtype."""
+    embedding_scale: float = 1.0
+    """Factor on the tokens' embeddings."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """State of one forward that its layers share."""
+
+    positions: Positions
+    """Positions of all tokens."""
+    spans: tuple[tuple[Span, slice], ...]
+    """Spans, each with its place among the step's tokens, except those in `rows`."""
+    rows: DecodeRows | TritonRows | None = None
+    """Spans of few tokens that one kernel call per layer serves together."""
+
+
+class Decoder:
+    """A model, ready to run. Engines call all methods under torch.inference_mode()."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        kernel: Kernel | None = None,
+        *,
+        device: Device | None = None,
+    ) -> None:
+        """`device`: the device of the weights and of all KV that attention reads. None: the CPU."""
+        self.config = config
+        self.weights = weights
+        self.device = device or CpuDevice()
+        assert weights.device == self.device.torch_device, (weights.device, self.device.torch_device)
+        self.dtype = weights.dtype
+        self._has_no_windows = all(window is None for window in config.windows)
+        self._has_native_rows = kernel is None and has_native_rows(weights.device, self.dtype, config.head_dim)
+        self.has_triton_rows = kernel is None and compiles_for(weights.device, self.dtype)
+        """True if the attention of rows whose KV is in pages is computed by Triton kernels."""
+        default = triton_kernel if self.has_triton_rows else default_kernel(weights.device, self.dtype)
+        self.kernel = on_device(kernel or default, self.device)
+        self.fused = fuse(weights.layers, weights.positions, config) if self._has_native_rows else None
+        """All layers in one native call. None if the layers or this machine do not support it."""
+        self.layout = KvLayout(
+            model_fingerprint=weights.fingerprint,
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=str(self.dtype).removeprefix("torch."),
+        )
+
+    def begin(self, spans: Sequence[Span]) -> Step:
+        """Prepare a forward over `spans`. Their positions must be within the model's context."""
+        return Step(self._positions(spans), tuple(_slices(spans)))
+
+    def embed(self, token_ids: Sequence[int], step: Step) -> Tensor:
+        """Return hidden states `[T, D]` of token ids in the spans' order, including learned positions."""
+        return self.enter(torch.tensor(token_ids, device=self.weights.device), step.positions)
+
+    def enter(self, token_ids_T: Tensor, positions: Positions) -> Tensor:
+        """Return hidden states `[T, D]` of token ids on the device, at these positions."""
+        hidden_TD = self.embeddings(token_ids_T)
+        positions.enter(hidden_TD)
+        return hidden_TD
+
+    def embeddings(self, token_ids_T: Tensor) -> Tensor:
+        """Return the embeddings `[T, D]` of token ids on the device, times the model's `embedding_scale`."""
+        hidden_TD, scale = self.weights.embedding.rows(token_ids_T), self.weights.embedding_scale
+        return hidden_TD if scale == 1.0 else hidden_TD * scale
+
+    def heads(self, layer: int, hidden_TD: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries `[T, N, H]`, keys and values `[T, G, H]` of the tokens, as attention compares them."""
+        config, parts = self.config, self.weights.layers[layer]
+        num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
+        qkv_TKH = parts.qkv(hidden_TD, parts.attention_norm).view(len(hidden_TD), -1, config.head_dim)
+        qk_TKH = positions.turn(parts.head_norm(qkv_TKH.narrow(1, 0, num_heads + num_kv_heads)), layer)
+        q_TNH, k_TGH = qk_TKH.narrow(1, 0, num_heads), qk_TKH.narrow(1, num_heads, num_kv_heads)
+        return q_TNH, k_TGH, qkv_TKH.narrow(1, num_heads + num_kv_heads, num_kv_heads)
+
+    def project(self, layer: int, hidden_TD: Tensor, step: Step) -> Tensor:
+        """Write the new tokens' keys and values into the spans' memory, and return the queries `[T, N, H]`."""
+        q_TNH, k_TGH, v_TGH = self.heads(layer, hidden_TD, step.positions)
+        if step.rows is not None:
+            step.rows.append(layer, k_TGH, v_TGH)
+        for span, where in step.spans:
+            for part, own_T2GH in _owns(span, where, layer):
+                self.device.require(own_T2GH.data_ptr(), own_T2GH.nbytes)
+                own_T2GH[:, 0] = k_TGH[part]
+                own_T2GH[:, 1] = v_TGH[part]
+        return q_TNH
+
+    def attention(self, layer: int, q_TNH: Tensor, first_position: int) -> Attention:
+        """Return an attention of one span's queries, with the layer's window, to which the caller adds segments."""
+        return Attention(q_TNH, first_position, self.config.windows[layer], self.kernel)
+
+    def complete(self, layer: int, hidden_TD: Tensor, attended_TNH: Tensor) -> Tensor:
+        """Run output projection, residuals and MLP, and return the layer's hidden states `[T, D]`."""
+        return self.weights.layers[layer].tail(hidden_TD, attended_TNH.flatten(1))
+
+    def forward(
+        self,
+        token_ids: Sequence[int],
+        spans: Sequence[SequenceSpan],
+        turns: LayerTurns | None = None,
+        *,
+        most_queries: int = 1,
+        picks: StepPicks | None = None,
+    ) -> Tensor:
+        """Run all layers over all spans, and return the hidden states `[T, D]`.
+
+        `token_ids`: the spans' new tokens, concatenated. `turns` that select no keys do not change any bit of the
+        result. `most_queries`: spans of at most this number of tokens run as rows of a generation step, which is fast
+        for a few tokens. It must be 1 with turns that select keys. `picks`: the keys that the spans attend to, if they
+        are known before the step. Then all spans must be rows of one new token, with a native kernel
+        (`baton.modeling.forward.rows`), and `turns` must not select keys."""
+        step, others = self._begin_ragged(spans, most_queries if self._has_no_windows else 1)
+        assert picks is None or (step.rows is not None and not others and most_queries == 1), "only rows pick keys"
+        hidden_TD = self.embed(token_ids, step)
+        fused = self.fused if turns is None else None
+        if fused is not None and isinstance(step.rows, DecodeRows) and fused.fit(step.rows, len(hidden_TD)):
+            return fused.run(hidden_TD, step.positions, step.rows, picks)
+        for layer in range(self.config.num_layers):
+            if turns is not None:
+                turns.begin(layer, hidden_TD)
+            q_TNH = self.project(layer, hidden_TD, step)
+            picked = turns.picks(layer, q_TNH) if turns is not None and step.rows is not None else None
+            if picks is not None:
+                picked = picks.of_layer(layer)
+            hidden_TD = self.complete(layer, hidden_TD, self._attend(layer, q_TNH, step.rows, others, picked))
+            if turns is not None:
+                turns.end(layer)
+        return hidden_TD
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Return next-token logits `[R, V]` in fp32 of the given hidden states."""
+        return self.weights.head(hidden_RD, self.weights.final_norm).float()
+
+    def _positions(self, spans: Sequence[Span]) -> Positions:
+        ranges = (span.tokens for span in spans)
+        return self.weights.positions.lookup(
+            torch.tensor([at for each in ranges for at in range(each.start, each.end)])
+        )
+
+    def _begin_ragged(
+        self, spans: Sequence[SequenceSpan], most_queries: int
+    ) -> tuple[Step, list[tuple[SequenceSpan, slice]]]:
+        """Return a step whose spans of at most `most_queries` tokens are rows, if a kernel supports them, and its other
+        spans."""
+        others, few = [], []
+        for span, where in _slices(spans):
+            place = self._place(span) if len(span.tokens) <= most_queries else None
+            if place is None:
+                others.append((span, where))
+            else:
+                self._require(place)
+                few.append((where.start, place))
+        return Step(self._positions(spans), tuple(others), self._rows(few) if few else None), others
+
+    def _place(self, span: SequenceSpan) -> KvPlace | None:
+        """Return the location of the span's keys, if a kernel supports rows with such a location; else None."""
+        if not self._has_native_rows and not self.has_triton_rows:
+            return None
+        place = span.place()
+        return place if self._has_native_rows or place is None or place.table is not None else None
+
+    def _rows(self, spans: Sequence[tuple[int, KvPlace]]) -> DecodeRows | TritonRows:
+        if self.has_triton_rows:
+            return TritonRows(spans, self.config.windows)
+        return DecodeRows(spans, self.layout.row_bytes, self.config.windows)
+
+    def _require(self, place: KvPlace) -> None:
+        """Raise WrongMemoryError unless the sequence's KV is in the device's memory."""
+        if place.table is not None:
+            first_PS2GH, last_PS2GH = place.table.data_LPS2GH[0], place.table.data_LPS2GH[-1]
+            num_bytes = last_PS2GH.data_ptr() - first_PS2GH.data_ptr() + last_PS2GH.nbytes
+            self.device.require(first_PS2GH.data_ptr(), num_bytes)
+        else:
+            num_bytes = (place.num_layers - 1) * place.layer_bytes + place.num_keys * self.layout.row_bytes
+            self.device.require(place.address, num_bytes)
+        if place.others is not None:
+            self._require(place.others)
+
+    def _attend(
+        self,
+        layer: int,
+        q_TNH: Tensor,
+        rows: DecodeRows | TritonRows | None,
+        others: Sequence[tuple[SequenceSpan, slice]],
+        picks: Picks | None,
+    ) -> Tensor:
+        """Return the attention of all of a step's tokens, `[T, N, H]`. `rows` attend to `picks`, if given."""
+        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        if rows is not None:
+            out_BNH = rows.attend(layer, q_TNH, self.config.num_kv_heads, picks)
+            if not others:
+                return out_BNH
+            out_TNH[rows.tokens_B] = out_BNH
+        for span, where in others:
+            attention = self.attention(layer, q_TNH[where], span.tokens.start)
+            if isinstance(span, PassingSpan):
+                for piece in span.segments(layer):
+                    attention.add(piece)
+            else:
+                attention.add(*span.segments(layer))
+            out_TNH[where] = attention.result()
+        return out_TNH
+
+
+def _owns(span: Span, where: slice, layer: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yield views of the memory of a span's new tokens in a layer, each with its tokens' slice of the step's tokens."""
+    if not isinstance(span, PageSpan):
+        yield where, span.own(layer)
+        return
+    for part, own_T2GH in span.owns(layer):
+        start = where.start + part.start - span.tokens.start
+        yield slice(start, start + len(part)), own_T2GH
+
+
+S = TypeVar("S", bound=Span)
+
+
+def _slices(spans: Sequence[S]) -> Iterator[tuple[S, slice]]:
+    """Yield each span with its slice of all spans' tokens."""
+    start = 0
+    for span in spans:
+        yield span, slice(start, start + len(span.tokens))
+        start += len(span.tokens)

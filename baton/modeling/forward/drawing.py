@@ -1,0 +1,301 @@
+"""Draws tokens from adjusted logits: temperature, filters, and noise from the request's seed.
+
+`sampling` adjusts logits by a request's history and draws with this module. On a CPU it draws row by row, and examines
+only as many tokens as the row's filters may keep. `choose_tokens` draws for all rows of a batch at once, on the logits'
+device and without a read by the host, so that `step_graphs` captures it with the step. Both use the same filters and
+the same noise.
+
+The filters apply in vLLM's order: min-p, then top-k, then top-p, whose mass is measured among the tokens that the first
+two keep. Of equally likely tokens the lower ids come first, so that top-k keeps exactly k tokens. The token is
+argmax(log p + g) over the kept candidates, g = Gumbel(hash(seed, output position, token id)). It is distributed as p
+(Gumbel, 1954), and does not depend on the batch, the attempt or the other candidates.
+
+B rows, R rows, C candidates of a row, V vocabulary.
+"""
+
+import math
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from baton.modeling.kernels import native
+from baton.sampling_params import SamplingParams
+
+NO_TOKEN = -1
+"""Placeholder for the token of a row without one, because its largest logit is NaN or infinity."""
+_GREEDY_BELOW = 1e-5
+_ALL = 2**62
+"""Value of top_k that keeps all tokens."""
+_FIRST_GUESS = 256
+"""Number of tokens among which top-p first looks for its mass. If they do not suffice, it is multiplied by eight."""
+
+
+class DrawKind(IntEnum):
+    """Kind of drawing that rows need. Each kind also serves rows of the kinds before it."""
+
+    GREEDY = 0
+    """Take the most likely token."""
+    DRAWN = 1
+    """Draw a token from the whole vocabulary."""
+    FILTERED = 2
+    """Draw a token among those that filters keep."""
+
+
+class RowDraw(NamedTuple):
+    """Parameters with which one row draws its next token, as plain numbers."""
+
+    key: int
+    """Hash of the request's seed and the output position, as the int64 with the same bits. 0 for a greedy row."""
+    top_k: int
+    floor: float
+    """Logarithm of min_p. Candidates below it are left out."""
+    top_p: float
+    temperature: float
+    """Number that logits are divided by. 0: greedy."""
+
+    @classmethod
+    def of(cls, params: SamplingParams, position: int) -> "RowDraw":
+        """Return the numbers with which a row with these parameters draws the token of an output position."""
+        if is_greedy(params):
+            return _GREEDY
+        key = _signed(noise_key(params.seed, position))
+        return cls(key, params.top_k or _ALL, _floor(params), params.top_p, params.temperature)
+
+    def kind(self, vocab_size: int) -> DrawKind:
+        """Return the kind of drawing that the row needs, with logits of `vocab_size` tokens."""
+        if not self.temperature:
+            return DrawKind.GREEDY
+        is_filtered = self.top_k < vocab_size or self.top_p < 1 or self.floor > -math.inf
+        return DrawKind.FILTERED if is_filtered else DrawKind.DRAWN
+
+
+_GREEDY = RowDraw(key=0, top_k=_ALL, floor=-math.inf, top_p=1.0, temperature=0.0)
+
+
+class Draws(NamedTuple):
+    """Parameters with which each row of a batch draws: the fields of RowDraw as tensors on the logits' device. Integers
+    are int64, temperatures float32, other numbers float64."""
+
+    key_B: Tensor
+    top_k_B: Tensor
+    floor_B: Tensor
+    top_p_B: Tensor
+    temperature_B: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[RowDraw], device: torch.device) -> Self:
+        """Copy the rows' numbers to a device."""
+        dtypes = (torch.int64, torch.int64, torch.float64, torch.float64, torch.float32)
+        columns = zip(zip(*rows, strict=True), dtypes, strict=True)
+        return cls(*(torch.tensor(column, dtype=dtype, device=device) for column, dtype in columns))
+
+    def first(self, num_rows: int) -> Self:
+        """Return views of the first rows."""
+        return type(self)(*(column_B[:num_rows] for column_B in self))
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    """Return whether a row takes the most likely token, regardless of its seed and filters."""
+    return params.temperature < _GREEDY_BELOW
+
+
+def choose_tokens(logits_BV: Tensor, draws: Draws, kind: DrawKind) -> Tensor:
+    """Return each row's next token `[B]`, int64, without a wait for the device. `kind`: the highest of the rows' kinds.
+
+    Rows whose largest logit is not finite have no distribution. They get the same result as greedy rows.
+    """
+    greedy_B = largest_tokens(logits_BV)
+    if kind is DrawKind.GREEDY:
+        return greedy_B
+    largest_B1, temperature_B1 = logits_BV.amax(-1, keepdim=True), draws.temperature_B.unsqueeze(1)
+    is_drawn_B1 = (temperature_B1 > 0) & largest_B1.isfinite()
+    scaled_BV = (logits_BV - largest_B1) / temperature_B1.masked_fill(~is_drawn_B1, 1.0)
+    if kind is DrawKind.DRAWN:
+        ids_V = torch.arange(logits_BV.shape[1], device=logits_BV.device)
+        drawn_B = _noise(draws.key_B.unsqueeze(1), ids_V).add_(scaled_BV).argmax(-1)
+    else:
+        drawn_B = _draw_sorted(scaled_BV, draws)
+    return torch.where(is_drawn_B1.squeeze(1), drawn_B, greedy_B)
+
+
+def largest_tokens(logits_BV: Tensor) -> Tensor:
+    """Return each row's first token with the largest logit, `[B]`, int64, also if every token is forbidden. NO_TOKEN
+    for a row with a logit that is NaN or infinity. Does not wait for the device."""
+    found_B = logits_BV.argmax(-1)
+    is_token_B = logits_BV.gather(-1, found_B.unsqueeze(-1)).squeeze(-1) < math.inf
+    return found_B.masked_fill_(~is_token_B, NO_TOKEN)
+
+
+def _draw_sorted(scaled_BV: Tensor, draws: Draws) -> Tensor:
+    """Draw a token for each row among those that its filters keep. Sorts the whole vocabulary."""
+    sorted_BV, ids_BV = scaled_BV.sort(dim=-1, descending=True, stable=True)
+    mass_BV = _mass(sorted_BV, draws.floor_B.unsqueeze(1))
+    rank_V = torch.arange(scaled_BV.shape[1], device=scaled_BV.device)
+    mass_BV.masked_fill_(rank_V >= draws.top_k_B.unsqueeze(1), 0.0)
+    kept_BV = _reaches(mass_BV, draws.top_p_B.unsqueeze(1), mass_BV.sum(-1, keepdim=True))
+    scores_BV = _noise(draws.key_B.unsqueeze(1), ids_BV).add_(sorted_BV).masked_fill_(~kept_BV, -math.inf)
+    return ids_BV.gather(1, scores_BV.argmax(-1, keepdim=True)).squeeze(1)
+
+
+def choose_by_rows(logits_BV: Tensor, rows: Sequence[tuple[SamplingParams, int]]) -> list[int]:
+    """Return each row's next token, drawn row by row, or NO_TOKEN. `rows`: parameters and output position of the token.
+
+    A row fits into a CPU's cache, and its computation is the same alone and in a batch. The C++ kernel draws it if it
+    is available (baton/modeling/kernels/sampling/draws.cpp). Torch's operations take up to ten times as long.
+    """
+    drawing = [row for row, (params, _) in enumerate(rows) if not is_greedy(params)]
+    token_ids: list[int] = [0] * len(rows)
+    is_native = has_native_draws(logits_BV)
+    if len(drawing) < len(rows):
+        token_ids = (native.operators().largest_tokens if is_native else largest_tokens)(logits_BV).tolist()
+    if not drawing:
+        return token_ids
+    if not is_native:
+        for row in drawing:
+            params, position = rows[row]
+            token_ids[row] = draw_row(logits_BV[row], params, noise_key(params.seed, position))
+        return token_ids
+    draws = Draws.of([RowDraw.of(*rows[row]) for row in drawing], logits_BV.device)
+    found: list[int] = native.operators().draw_tokens(logits_BV, torch.tensor(drawing), draws).tolist()
+    for row, token_id in zip(drawing, found, strict=True):
+        token_ids[row] = token_id if token_id >= 0 else int(largest_tokens(logits_BV[row]))  # no distribution
+    return token_ids
+
+
+def has_native_draws(logits_BV: Tensor) -> bool:
+    """Return whether the C++ kernel is available and supports such logits."""
+    fits = logits_BV.device.type == "cpu" and logits_BV.dtype == torch.float32 and logits_BV.stride(1) == 1
+    return fits and native.load()
+
+
+def draw_row(logits_V: Tensor, params: SamplingParams, key: int) -> int:
+    """Return the next token of a row that is not greedy, by torch's operations, or NO_TOKEN."""
+    largest = logits_V.amax()
+    if not math.isfinite(largest):  # every token is forbidden, or the logits are NaN: the row has no distribution
+        return int(largest_tokens(logits_V))
+    scaled_V = (logits_V - largest) / params.temperature
+    if not filters(params, len(logits_V)):
+        ids_V = torch.arange(len(logits_V), device=logits_V.device)
+        return int(gumbel_noise([key], ids_V)[0].add_(scaled_V).argmax())
+    ids_C = kept_ids(scaled_V, params)
+    return int(ids_C[gumbel_noise([key], ids_C)[0].add_(scaled_V[ids_C]).argmax()])
+
+
+def filters(params: SamplingParams, vocab_size: int) -> bool:
+    """Return whether filters may leave out some of `vocab_size` tokens."""
+    return 0 < params.top_k < vocab_size or params.top_p < 1 or params.min_p > 0
+
+
+def kept_ids(scaled_V: Tensor, params: SamplingParams) -> Tensor:
+    """Return the ids of the candidates that min-p, top-k and top-p keep. `scaled_V`: logits over temperature, shifted
+    so that the largest is 0.
+
+    The vocabulary is sorted only if the mass that top-p needs is spread over an eighth of it.
+    """
+    num_tokens, floor = scaled_V.shape[0], _floor(params)
+    top_k = params.top_k if 0 < params.top_k < num_tokens else None
+    if top_k is None and params.top_p == 1:
+        return (scaled_V.double() >= floor).nonzero().flatten()
+    if top_k is not None:
+        ids_C = largest_ids(scaled_V, top_k)
+        mass_C = _mass(scaled_V[ids_C], floor)
+        return ids_C[_reaches(mass_C, params.top_p, mass_C.sum())]
+    total, size = _mass(scaled_V, floor).sum(), min(_FIRST_GUESS, num_tokens)
+    while True:
+        ids_C = largest_ids(scaled_V, size)
+        mass_C = _mass(scaled_V[ids_C], floor)
+        if size == num_tokens or mass_C.sum() >= params.top_p * total:
+            return ids_C[_reaches(mass_C, params.top_p, total)]
+        size = 8 * size if 64 * size < num_tokens else num_tokens
+
+
+def _floor(params: SamplingParams) -> float:
+    return math.log(params.min_p) if params.min_p else -math.inf
+
+
+def _mass(scaled_RC: Tensor, floor: Tensor | float) -> Tensor:
+    """Return probabilities, not normalised, in float64. They are 0 below min-p's floor."""
+    scaled_RC = scaled_RC.double()
+    return scaled_RC.exp().masked_fill_(scaled_RC < floor, 0.0)
+
+
+def _reaches(mass_RC: Tensor, top_p: Tensor | float, total: Tensor) -> Tensor:
+    """Return True for the shortest prefix of each row (in descending order) with at least `top_p` of `total`."""
+    before_RC = mass_RC.cumsum(-1) - mass_RC
+    kept_RC = (mass_RC > 0) & ((before_RC < top_p * total) | (top_p >= 1))
+    kept_RC[..., 0] = True
+    return kept_RC
+
+
+def largest_ids(values_V: Tensor, count: int) -> Tensor:
+    """Return the ids of the `count` largest values, in descending order. Of equal values the lower ids come first."""
+    if count == 0:
+        return torch.empty(0, dtype=torch.int64, device=values_V.device)
+    if 8 * count >= values_V.shape[0]:
+        return values_V.sort(descending=True, stable=True).indices[:count]
+    smallest = values_V.topk(count).values[-1]
+    ids = (values_V >= smallest).nonzero().flatten()
+    return ids[values_V[ids].sort(descending=True, stable=True).indices[:count]]
+
+
+_MASK = 2**64 - 1
+_STEP = 0x9E3779B97F4A7C15
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SHIFTS = (30, 27, 31)
+"""Shifts of the finaliser of SplitMix64 (Steele, Lea, Flood, 2014). `_STEP` and `_FACTORS` are its other constants."""
+_NOISE_BITS = 52
+
+
+def noise_key(seed: int, position: int) -> int:
+    """Return the unsigned 64-bit hash from which the noise of all tokens at an output position is derived."""
+    return _mix(_mix(seed + _STEP) + (position + 1) * _STEP)
+
+
+def _mix(value: int) -> int:
+    value &= _MASK
+    for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
+        value = (value ^ (value >> shift)) * factor & _MASK
+    return value
+
+
+def draw(weights_V: Tensor, key: int) -> int:
+    """Draw a token in proportion to weights, float64, of which at least one is above 0. A key determines the token."""
+    noise_RV = gumbel_noise([key], torch.arange(len(weights_V), device=weights_V.device))
+    return int((noise_RV[0] + weights_V.log()).argmax())
+
+
+def uniform(key: int) -> float:
+    """Return a number above 0 and below 1, determined by the key."""
+    return ((_mix(key + _STEP) >> (64 - _NOISE_BITS)) + 0.5) * 2.0**-_NOISE_BITS
+
+
+def gumbel_noise(keys_R: Sequence[int], ids_C: Tensor) -> Tensor:
+    """Return standard Gumbel noise `[R, C]` in float64, finite, determined by (key, token id).
+
+    -log(-log u) with u = (52 hash bits + 1/2) / 2^52, which float64 holds exactly and which is never 0 or 1.
+    """
+    return _noise(torch.tensor([_signed(key) for key in keys_R], device=ids_C.device).unsqueeze(1), ids_C)
+
+
+def _noise(keys_R1: Tensor, ids: Tensor) -> Tensor:
+    """Return the noise of `gumbel_noise`. The keys are int64. `ids` are shared by all rows, or given for each row."""
+    bits_RC = (ids + 1).mul_(_signed(_STEP)) + keys_R1  # int64 arithmetic wraps around, as the hash needs it
+    for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
+        bits_RC.bitwise_xor_(_logical_shift(bits_RC, shift))
+        if factor != 1:
+            bits_RC.mul_(_signed(factor))
+    uniform_RC = _logical_shift(bits_RC, 64 - _NOISE_BITS).double().add_(0.5).mul_(2.0**-_NOISE_BITS)
+    return uniform_RC.log_().neg_().log_().neg_()
+
+
+def _logical_shift(bits: Tensor, shift: int) -> Tensor:
+    """Shift int64 right as if it were unsigned. Torch's own shift repeats the sign."""
+    return (bits >> shift).bitwise_and_((1 << (64 - shift)) - 1)
+
+
+def _signed(value: int) -> int:
+    """Return an unsigned 64-bit integer as the int64 with the same bits."""
+    return value - 2**64 if value >= 2**63 else value

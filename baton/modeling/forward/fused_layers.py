@@ -1,0 +1,114 @@
+"""All layers of a generation step in one native call (baton/modeling/kernels/layers/decode_layers.cpp).
+
+It supports layers that are composed like most of the Llama family. The result equals, bit for bit, that of running the
+pieces one by one. Memory bandwidth bounds a step, and memory would be idle between separate calls from Python.
+`decoder` calls it, on any thread, and on several threads at a time.
+
+T tokens (rows), D hidden, N heads, G kv heads.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from baton.modeling.forward.layers import GatedMlp, Layer, Sequential
+from baton.modeling.forward.linear import Linear, LinearByRows, PanelLinear
+from baton.modeling.forward.model_config import ModelConfig
+from baton.modeling.forward.norms import RmsNorm, Transform, unchanged
+from baton.modeling.forward.positions import Positions, PositionTable
+from baton.modeling.forward.rope import RotaryTable, Rotation
+from baton.modeling.forward.rows import DecodeRows
+from baton.modeling.forward.selection import StepPicks
+from baton.modeling.kernels import native
+from baton.modeling.kernels.process_kernels import KERNELS
+
+_MOST_ROWS = 288
+"""Most rows that the kernel supports: 32 sequences with a token and eight drafts each."""
+
+_Linears = list[tuple[PanelLinear, Transform]]
+
+
+class FusedLayers:
+    """All layers of a model, ready to run in one native call. Make one with `fuse`."""
+
+    def __init__(
+        self,
+        linears: Sequence[tuple[PanelLinear, Transform]],
+        config: ModelConfig,
+        *,
+        most_rows: int = _MOST_ROWS,
+        attention_product: str | None = None,
+        instruction_set: str = native.NATIVE,
+    ) -> None:
+        """`linears`: four for each layer, each with the norm before it: QKV, output, gate and up, down. All use the
+        same multiplication method. `most_rows`: most rows of a step, at most `_MOST_ROWS`. `attention_product`: one of
+        baton.modeling.kernels.products. None: the method chosen for this process. The kernels must be loaded."""
+        self._most_rows = most_rows
+        (product,) = {linear.product for linear, _ in linears}
+        heads = config.num_heads, config.num_kv_heads, config.head_dim
+        scores = attention_product or KERNELS.choice.attention
+        self._native = native.operators(instruction_set).decode_layers(heads, product, scores)
+        for linear, norm in linears:
+            self._native.add(*linear.described(norm))
+
+    def fit(self, rows: DecodeRows, num_tokens: int) -> bool:
+        """Return whether a step of `num_tokens` tokens can run in one call: all are in `rows`, and at most
+        `most_rows`."""
+        is_plain = rows.in_order and rows.lengths_B is not None
+        return is_plain and len(rows.tokens_B) == num_tokens <= self._most_rows
+
+    def run(self, hidden_TD: Tensor, positions: Positions, rows: DecodeRows, picks: StepPicks | None = None) -> Tensor:
+        """Run all layers on hidden states `[T, D]`, in place if they are contiguous, and return the result. Writes the
+        rows' new keys and values. With `picks`, rows attend to those keys only, and each must have one token."""
+        assert isinstance(positions, Rotation), positions
+        hidden_TD = hidden_TD.contiguous()  # an embedding may be a part of wider rows
+        turns = positions.cos_T1H, positions.sin_T1H
+        keys = (rows.queries_B, rows.unseen_B2) if picks is None else (None, None)
+        chosen = (None, None) if picks is None else (picks.keys_LBGK, picks.num_BG)
+        table = rows.pages_BC, rows.page_tokens
+        assert rows.lengths_B is not None, "rows that `fit` took"
+        self._native.run(hidden_TD, turns, rows.addresses_LB, rows.lengths_B, others=keys, picks=chosen, table=table)
+        return hidden_TD
+
+
+def fuse(layers: Sequence[Layer], positions: PositionTable, config: ModelConfig) -> FusedLayers | None:
+    """Return the layers as one call, or None if they or this machine do not support it."""
+    has_windows = any(window is not None for window in config.windows)
+    if has_windows or not isinstance(positions, RotaryTable) or not positions.in_place:
+        return None
+    linears: _Linears = []
+    most_rows = _MOST_ROWS
+    for layer in layers:
+        found = _linears(layer)
+        if found is None:
+            return None
+        linears += [(_panels(linear), norm) for linear, norm in found]
+        most_rows = min(most_rows, *(_most_rows(linear) for linear, _ in found))
+    return FusedLayers(linears, config, most_rows=most_rows) if linears and native.load() else None
+
+
+def _panels(linear: PanelLinear | LinearByRows) -> PanelLinear:
+    return linear.few if isinstance(linear, LinearByRows) else linear
+
+
+def _most_rows(linear: PanelLinear | LinearByRows) -> int:
+    """Return the most rows for which the C++ kernel computes the linear layer."""
+    return linear.many_rows - 1 if isinstance(linear, LinearByRows) else _MOST_ROWS
+
+
+def _linears(layer: Layer) -> list[tuple[PanelLinear | LinearByRows, Transform]] | None:
+    """Return the linear layers of a layer, each with the norm before it. None if the layer is composed in another
+    way."""
+    tail = layer.tail
+    if layer.head_norm is not unchanged or not isinstance(tail, Sequential) or not isinstance(tail.mlp, GatedMlp):
+        return None
+    mlp = tail.mlp
+    pairs: list[tuple[Linear, Transform]] = [
+        (layer.qkv, layer.attention_norm),
+        (tail.output, unchanged),
+        (mlp.gate_up, tail.norm),
+        (mlp.down, unchanged),
+    ]
+    ours = [(linear, norm) for linear, norm in pairs if isinstance(linear, PanelLinear | LinearByRows)]
+    are_rms = isinstance(layer.attention_norm, RmsNorm) and isinstance(tail.norm, RmsNorm)
+    return ours if are_rms and len(ours) == len(pairs) else None

@@ -1,0 +1,238 @@
+"""Linear layers, fused with the norm before them and the gate or the residual after them.
+
+One port, three implementations, composed by `layers`. `TorchLinear` uses torch, on any device. `PanelLinear` uses the
+C++ kernel (baton/modeling/kernels/linear/linear.cpp), for bf16 on CPUs: norm, gate and residual are part of one pass
+over the weights, and a token's result does not depend on the other tokens of the batch, bit for bit. `LinearByRows` has
+both, if torch is faster for many rows (`baton.modeling.kernels.choosing` measures the least number of rows).
+
+T tokens, K inputs, N outputs, I = N / 2 gated outputs, P panels of 32 rows of the weight, J >= K inputs of a panel.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.errors import ModelError
+from baton.modeling.forward.norms import RmsNorm, Transform, unchanged
+from baton.modeling.kernels import native
+from baton.modeling.kernels.calls.panels import HALF, PANEL, BoundPanels, bind_panels, panel_format
+from baton.modeling.kernels.huge_pages import WEIGHTS
+from baton.modeling.kernels.process_kernels import KERNELS
+from baton.modeling.kernels.triton.launch import compiles_for
+from baton.modeling.kernels.triton.pointwise import gate
+
+
+@runtime_checkable
+class Linear(Protocol):
+    """A linear layer with weight `[N, K]` and perhaps a bias `[N]`. It may be gated: silu of the first half of the
+    outputs times the second half (SwiGLU; Shazeer, 2020)."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of weight and bias, as they are stored and read."""
+
+    def __call__(self, x_TK: Tensor, norm: Transform = unchanged, residual_TN: Tensor | None = None) -> Tensor:
+        """Return `norm(x) W^T + b`, gated if the layer is, plus the residual if given: `[T, N]`, gated `[T, I]`.
+
+        The result may overwrite the residual, which must not be read any more.
+        """
+
+    def weight(self) -> Tensor:
+        """Return the weight `[N, K]` that is multiplied. It may be a copy, and of a wider dtype than the weight that it
+        was made from."""
+
+    def bias(self) -> Tensor | None:
+        """Return the bias `[N]` as it was loaded."""
+
+    def rows(self, indices_T: Tensor) -> Tensor:
+        """Return rows of the weight, `[T, K]`, for an embedding."""
+
+
+@dataclass(frozen=True)
+class TorchLinear:
+    """A linear layer by torch's operations."""
+
+    weight_NK: Tensor
+    bias_N: Tensor | None = None
+    gated: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return _num_bytes(self.weight_NK, self.bias_N)
+
+    def __call__(self, x_TK: Tensor, norm: Transform = unchanged, residual_TN: Tensor | None = None) -> Tensor:
+        if residual_TN is not None and self.bias_N is None and not self.gated and residual_TN.is_cuda:
+            return residual_TN.addmm_(norm(x_TK), self.weight_NK.t())  # the product adds it, without a separate pass
+        out_TN = F.linear(norm(x_TK), self.weight_NK, self.bias_N)
+        if self.gated:
+            out_TN = _gated(out_TN)
+        return out_TN if residual_TN is None else residual_TN + out_TN
+
+    def weight(self) -> Tensor:
+        return self.weight_NK
+
+    def bias(self) -> Tensor | None:
+        return self.bias_N
+
+    def rows(self, indices_T: Tensor) -> Tensor:
+        return F.embedding(indices_T, self.weight_NK)
+
+
+class PanelLinear:
+    """A linear layer by the C++ kernel, which must be loaded. Keeps the weight in panels only. With `int8` it is
+    rounded to int8 with one scale per row, which halves the bytes to read."""
+
+    def __init__(
+        self,
+        weight_NK: Tensor,
+        bias_N: Tensor | None = None,
+        gated: bool = False,
+        *,
+        int8: bool = False,
+        product: str | None = None,
+        instruction_set: str = native.NATIVE,
+    ) -> None:
+        """`product`: one of baton.modeling.kernels.products. None: the method that is chosen for this process."""
+        self._operators = native.operators(instruction_set)
+        num_rows, self._num_inputs = weight_NK.shape
+        self.product = product or KERNELS.choice.panels
+        self._num_outputs = num_rows // 2 if gated else num_rows
+        self._order_N = _gated_order(self._num_outputs) if gated else torch.arange(num_rows)
+        self._num_places = -(-(int(self._order_N[-1]) + 1) // PANEL) * PANEL
+        self._scales = None
+        if int8:
+            weight_NK, scale_N = _rounded(weight_NK)
+            self._scales = self._placed(scale_N)
+        self._format = panel_format(self.product, weight_NK.dtype)
+        self._panels_PJL = WEIGHTS.copy(self._format.pack(self._placed(weight_NK)))
+        self._bias = None if bias_N is None else self._placed(bias_N.float())
+        sizes = self._num_inputs, self._num_outputs
+        self._bound = bind_panels(self._panels_PJL, sizes, self._scales, self._bias, gated=gated, product=self.product)
+
+    @property
+    def num_bytes(self) -> int:
+        return _num_bytes(self._panels_PJL, self._scales, self._bias)
+
+    def __call__(self, x_TK: Tensor, norm: Transform = unchanged, residual_TN: Tensor | None = None) -> Tensor:
+        gain_K, eps = _gain(norm)
+        if gain_K is None:
+            x_TK = norm(x_TK)
+        return self._operators.linear(x_TK, self._bound, gain_K, eps, residual_TN)
+
+    def described(self, norm: Transform) -> tuple[BoundPanels, Tensor | None, float]:
+        """Return the weights, gain and epsilon, as arguments of `DecodeLayers.add`. `norm` must be an RmsNorm or
+        `unchanged`."""
+        gain_K, eps = _gain(norm)
+        assert gain_K is not None or norm is unchanged, norm
+        return self._bound, gain_K, eps
+
+    def weight(self) -> Tensor:
+        return self._rows(torch.arange(len(self._order_N)))
+
+    def bias(self) -> Tensor | None:
+        return None if self._bias is None else self._bias[self._order_N].bfloat16()
+
+    def rows(self, indices_T: Tensor) -> Tensor:
+        return self._rows(indices_T).bfloat16()
+
+    def _rows(self, indices_T: Tensor) -> Tensor:
+        at_T = self._order_N[indices_T]
+        kept_TK = self._format.rows(self._panels_PJL, at_T, self._num_inputs)
+        return kept_TK if self._scales is None else kept_TK * self._scales[at_T].unsqueeze(-1)
+
+    def _placed(self, of_rows: Tensor) -> Tensor:
+        """Return the values of the weight's rows in the panels' order, with zeros in places without a row."""
+        placed = torch.zeros(self._num_places, *of_rows.shape[1:], dtype=of_rows.dtype)
+        placed[self._order_N] = of_rows
+        return placed
+
+
+@dataclass(frozen=True)
+class LinearByRows:
+    """A linear layer whose weight is stored twice: in panels for few rows, and in torch's layout for many."""
+
+    few: PanelLinear
+    many: TorchLinear
+    many_rows: int
+    """Least number of rows for which `many` computes."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.few.num_bytes + self.many.num_bytes
+
+    def __call__(self, x_TK: Tensor, norm: Transform = unchanged, residual_TN: Tensor | None = None) -> Tensor:
+        linear = self.few if len(x_TK) < self.many_rows else self.many
+        return linear(x_TK, norm, residual_TN)
+
+    def weight(self) -> Tensor:
+        return self.many.weight()
+
+    def bias(self) -> Tensor | None:
+        return self.many.bias()
+
+    def rows(self, indices_T: Tensor) -> Tensor:
+        return self.many.rows(indices_T)
+
+
+def _gated(out_TN: Tensor) -> Tensor:
+    if compiles_for(out_TN.device, out_TN.dtype):
+        return gate(out_TN)
+    gate_TI, up_TI = out_TN.chunk(2, dim=-1)
+    return F.silu(gate_TI).mul_(up_TI)
+
+
+def _gain(norm: Transform) -> tuple[Tensor | None, float]:
+    """Return the gain `[K]` and epsilon of a norm that the kernel computes. The gain is None for any other norm."""
+    return (norm.gain_D, norm.eps) if isinstance(norm, RmsNorm) else (None, 0.0)
+
+
+def _num_bytes(*tensors: Tensor | None) -> int:
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def _rounded(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `(int8 [N, K], scales [N] in fp32)`: rounded to nearest, symmetric, each row's largest weight is 127."""
+    wide_NK = weight_NK.float()
+    scale_N = wide_NK.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+    return (wide_NK / scale_N.unsqueeze(1)).round().to(torch.int8), scale_N
+
+
+def _gated_order(num_outputs: int) -> Tensor:
+    """Return the places of the gate rows, then those of the up rows, so that a panel holds 16 gate rows and their up
+    rows."""
+    at_I = torch.arange(num_outputs)
+    gates_I = at_I // HALF * PANEL + at_I % HALF
+    return torch.cat((gates_I, gates_I + HALF))
+
+
+def has_panel_linear() -> bool:
+    """Return whether `PanelLinear` computes steps of few rows in this process. The first call may measure kernels."""
+    return KERNELS.choice.torch_rows != 1 and native.load()
+
+
+def make_linear(
+    weight_NK: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    gated: bool = False,
+    int8: bool = False,
+    has_many_rows: bool = True,
+) -> Linear:
+    """Return the fastest linear layer for the weight's device and dtype on this machine. With `int8` the weight is
+    rounded to int8. Without `has_many_rows` the weight is stored only once. Raises ModelError for unsupported int8."""
+    on_cpu = weight_NK.device.type == "cpu" and weight_NK.dtype == torch.bfloat16
+    if int8:
+        if not on_cpu or not native.load():
+            remedy = "leave quantization out, or use dtype bfloat16 on device cpu, with a C++ compiler"
+            raise ModelError(
+                f"quantization int8 is not supported for {weight_NK.dtype} on {weight_NK.device}; {remedy}"
+            )
+        return PanelLinear(weight_NK, bias_N, gated, int8=True)
+    torchs = TorchLinear(weight_NK, bias_N, gated)
+    if not on_cpu or not has_panel_linear():
+        return torchs
+    ours, many_rows = PanelLinear(weight_NK, bias_N, gated), KERNELS.choice.torch_rows
+    return LinearByRows(ours, torchs, many_rows) if has_many_rows and many_rows is not None else ours

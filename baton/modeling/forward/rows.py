@@ -1,0 +1,145 @@
+"""Rows of a generation step: spans of few new tokens, whose attention is computed at once, each over its own length.
+
+`decoder` makes them from a step's spans. A row is a new token. The rows of a batch share neither length nor memory. So
+a kernel takes B addresses and B lengths, which are the same in all layers of a step except for the layer's offset. The
+number of calls per layer does not depend on the number of rows, and tokens of one sequence share one reading of its
+keys. Keys are contiguous, or in pages that each row's block table names, with the same results, bit for bit. Rows may
+attend to some of their keys only: those that their KvPlace does not leave out, or the selected keys of a call. Other
+keys are not read. DecodeRows needs the native kernel (baton/modeling/kernels/attention/decode_attention.cpp), for CPUs
+and some dtypes. Otherwise such spans are computed like any other.
+
+B rows, T tokens of the step, N heads, G kv heads, H head dim, L layers, C pages of a row.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from baton.modeling.forward.attention import is_native
+from baton.modeling.forward.selection import Picks
+from baton.modeling.kernels import native
+from baton.modeling.kernels.calls.checks import Pair
+from baton.modeling.kernels.process_kernels import KERNELS
+from baton.modeling.kv.buffers import KvPlace
+from baton.types import TokenRange
+
+
+class DecodeRows:
+    """Spans of a step that have few new tokens. Holds addresses: the spans must outlive it."""
+
+    def __init__(self, spans: Sequence[tuple[int, KvPlace]], row_bytes: int, windows: Sequence[int | None]) -> None:
+        """`spans`: for each span, the number of its first token among the step's, and the location of its keys. All
+        have memory for the same number of layers, and all have pages or none has. `row_bytes`: bytes of a token's K and
+        V in one layer. `windows`: sliding window of each layer. Only spans of one token may have windows."""
+        tokens = [first + index for first, place in spans for index in range(place.num_new)]
+        self.tokens_B = torch.tensor(tokens)
+        self.in_order = tokens == list(range(len(tokens)))
+        """True if these tokens are the step's first ones, in order."""
+        places = [place for _, place in spans]
+        addresses_LB, lengths_LB, ends_LB = _lie(places, len(windows))
+        self.pages_BC, self.page_tokens = _pages(places)
+        """Addresses of each row's pages in the first layer, if rows have pages, and the number of tokens of a page."""
+        self.queries_B: Tensor | None = None
+        """Number of rows of each row's span. None: every span has one row."""
+        if any(place.num_new > 1 for place in places):
+            counts_S = torch.tensor([place.num_new for place in places])
+            later_B = torch.tensor([back for place in places for back in reversed(range(place.num_new))])
+            addresses_LB = addresses_LB.repeat_interleave(counts_S, 1)
+            if self.pages_BC is not None:
+                self.pages_BC = self.pages_BC.repeat_interleave(counts_S, 0)
+            lengths_LB = ends_LB = lengths_LB.repeat_interleave(counts_S, 1) - later_B
+            self.queries_B = counts_S.repeat_interleave(counts_S)
+        self.unseen_B2: Tensor | None = None
+        """Range of keys of each row, from the first number to before the second, that it does not attend to. None: all
+        rows attend to all keys."""
+        if any(place.unseen is not None for place in places):
+            unseen = [(place.num_new, place.unseen or TokenRange(0, 0)) for place in places]
+            self.unseen_B2 = torch.tensor([(keys.start, keys.end) for num_new, keys in unseen for _ in range(num_new)])
+        self.addresses_LB = addresses_LB
+        """Addresses of each row's first key, by layer. With pages: the layer's offset in bytes from the first layer."""
+        self.lengths_B = lengths_LB[0] if all(place.others is None for place in places) else None
+        """Number of keys of each row, including the new token's. None if layers differ."""
+        widest = int(lengths_LB.max())
+        windows_L = torch.tensor([widest if window is None else window for window in windows])
+        hidden_LB = (lengths_LB - windows_L.unsqueeze(1)).clamp(min=0)  # keys that a sliding window hides
+        self._addresses = addresses_LB.unbind()
+        self._lengths = lengths_LB.unbind()
+        self._ends = ends_LB.unbind()
+        if self.pages_BC is None:
+            first_LB, num_LB = addresses_LB + hidden_LB * row_bytes, lengths_LB - hidden_LB
+            self._seen = list(zip(first_LB.unbind(), num_LB.unbind(), strict=True))
+            self._unseen = [self.unseen_B2] * len(windows)
+        else:
+            self._seen = list(zip(self._addresses, self._lengths, strict=True))
+            self._unseen = [
+                self.unseen_B2 if window is None else torch.stack((torch.zeros_like(hidden_B), hidden_B), 1)
+                for window, hidden_B in zip(windows, hidden_LB, strict=True)
+            ]
+
+    def append(self, layer: int, k_TGH: Tensor, v_TGH: Tensor) -> None:
+        """Write the rows' new keys and values to their places. The arguments are those of all tokens of the step."""
+        k_BGH, v_BGH = self._of_rows(k_TGH), self._of_rows(v_TGH)
+        table = self.pages_BC, self.page_tokens
+        native.operators().append_kv(k_BGH, v_BGH, self._addresses[layer], self._ends[layer], table)
+
+    def attend(self, layer: int, q_TNH: Tensor, num_kv_heads: int, picks: Picks | None = None) -> Tensor:
+        """Return the rows' attention `[B, N, H]`, in the queries' dtype. `q_TNH` are those of all tokens of the step.
+
+        With `picks` rows attend to exactly those keys. The layer's window is not applied to them: picks must be within
+        it. Raises RuntimeError when a row is to attend to a key that it does not have, or to none.
+        """
+        keys, product = self._seen[layer], KERNELS.choice.attention
+        chosen: Pair = (None, None)
+        others: Pair = (self.queries_B, self._unseen[layer])
+        if picks is not None:
+            keys = self._addresses[layer], self._lengths[layer]
+            chosen, others = (picks.keys_BGK, picks.num_BG), (None, None)
+        table = self.pages_BC, self.page_tokens
+        queries_BNH = self._of_rows(q_TNH)
+        return native.operators().decode_attention(
+            queries_BNH, *keys, num_kv_heads, product, picks=chosen, others=others, table=table
+        )
+
+    def _of_rows(self, x_TNH: Tensor) -> Tensor:
+        is_all = self.in_order and len(x_TNH) == len(self.tokens_B)
+        return x_TNH if is_all else x_TNH[self.tokens_B]
+
+
+def has_native_rows(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether the native kernel is available and DecodeRows supports such KV."""
+    fits = device.type == "cpu" and is_native(dtype, head_dim)
+    return fits and native.load()
+
+
+def _pages(places: Sequence[KvPlace]) -> tuple[Tensor | None, int]:
+    """Return the addresses of the rows' pages in the first layer, `[B, C]`, and the number of tokens of a page. (None,
+    0) for rows without pages."""
+    tables = [place.table for place in places if place.table is not None]
+    if not tables:
+        return None, 0
+    assert len(tables) == len(places), "all rows have pages, or none"
+    data_LPS2GH, page_tokens = tables[0].data_LPS2GH, tables[0].page_tokens
+    num_pages = -(-max(place.num_keys for place in places) // page_tokens)
+    pages_BC = pad_sequence([table.pages_C[:num_pages] for table in tables], batch_first=True).to(torch.int64)
+    page_bytes = data_LPS2GH.stride(1) * data_LPS2GH.element_size()
+    return pages_BC * page_bytes + data_LPS2GH.data_ptr(), page_tokens
+
+
+def _lie(places: Sequence[KvPlace], num_layers: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return addresses, numbers of keys, and the ends (exclusive) of the new keys' numbers, each `[L, B]`."""
+    (num_here,) = {place.num_layers for place in places}
+    others = [place.others for place in places if place.others is not None]
+    layers = torch.arange(num_here if others else num_layers)
+    addresses_B = torch.tensor([place.address for place in places])
+    layer_bytes_B = torch.tensor([place.layer_bytes for place in places])
+    addresses_LB = addresses_B + layer_bytes_B * (layers % num_here).unsqueeze(1)
+    lengths_LB = torch.tensor([place.num_keys for place in places]).repeat(len(layers), 1)
+    ends = [place.num_keys if place.own is None else place.own + 1 for place in places]
+    here = addresses_LB, lengths_LB, torch.tensor(ends).repeat(len(layers), 1)
+    if not others:
+        return here
+    assert len(others) == len(places), "all rows have memory for the same layers"
+    first, second, third = map(torch.cat, zip(here, _lie(others, num_layers - num_here), strict=True))
+    return first, second, third

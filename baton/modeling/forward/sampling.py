@@ -1,0 +1,296 @@
+"""Sampling of tokens from logits: a pure function of the logits, a request's history and its seed.
+
+Runs on the engine's thread, after `decoder`, for all rows that need a token. `prefill_workers` samples the first token
+with it, and `generate_workers.engine.step_runner` the others.
+
+The logits of a row are changed in this order:
+ 1. Repetition penalty (tokens of prompt and output), then presence and frequency penalty (tokens of the output).
+ 2. Logit bias.
+ 3. min_tokens: end-of-sequence tokens (unless ignore_eos) and stop token ids are forbidden until it is reached. In a
+    constrained request, all tokens are forbidden that its form does not allow. Logprobs are the log-softmax of the
+    logits after this step, before temperature and filters.
+ 4. Temperature. Below 1e-5 the row is greedy: argmax of 3, the lower id if two are equal.
+ 5. The filters, and the draw (`drawing`).
+
+B rows, C candidates of a row, V vocabulary.
+"""
+
+import math
+from array import array
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton.errors import InvalidArgumentError, NotFiniteError
+from baton.modeling.forward.drawing import (
+    NO_TOKEN,
+    Draws,
+    RowDraw,
+    choose_by_rows,
+    choose_tokens,
+    filters,
+    is_greedy,
+    kept_ids,
+    largest_ids,
+    largest_tokens,
+)
+from baton.sampling_params import SamplingParams
+from baton.types import FinishReason, SampledToken, TokenLogprob
+
+
+class TokenMasks(Protocol):
+    """Masks of the tokens that may come next in a constrained output. Owned by the thread that samples."""
+
+    def allowed(self) -> NDArray[np.float32]:
+        """Return the upper bound of each token's logit: infinity, or minus infinity for a forbidden token. Tokens
+        beyond the array's end are forbidden. Waits for the mask. The caller must not change it. Raises
+        InvalidArgumentError if the output cannot be followed."""
+        ...
+
+    def append(self, token_id: int) -> None:
+        """Append the output's next token. Does not wait."""
+        ...
+
+    def drop(self, num_tokens: int) -> None:
+        """Drop the latest tokens, which must be drafts that were appended since the last `settle`."""
+        ...
+
+    def foresee(self, token_ids: Sequence[int]) -> int:
+        """Return the number of leading drafts that may come next, one after the other. Waits for the result. Their
+        masks will be ready when they are appended."""
+        ...
+
+    def settle(self, num_drafts: int) -> None:
+        """Wait for the mask of the next token and for those after the `num_drafts` drafts that follow, which were
+        foreseen, or appended and dropped. Raises the errors of `allowed`. Earlier tokens can no longer be dropped."""
+        ...
+
+
+class SamplerState:
+    """State from which a request's next token is sampled. A state that is rebuilt from the request's history equals the
+    original.
+
+    Owned by the row. Only `append` changes it, and `drop` undoes that.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int] = (),
+        eos_token_ids: Sequence[int] = (),
+        *,
+        masks: TokenMasks | None = None,
+    ) -> None:
+        """All ids, except those of `stop_token_ids` and `logit_bias`, must be in the model's vocabulary. `masks`: those
+        of a constrained output, which must already include `output_ids`. Later `append` and `drop` calls are passed on
+        to them."""
+        self.params = params
+        self.output_ids: list[int] = []
+        self._stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_token_ids)
+        self._stop_id_tensor = torch.tensor(sorted(self._stop_ids), dtype=torch.int64)
+        self._bias_ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
+        self._bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
+        self._seen = _SeenTokens(prompt_ids) if _penalizes(params) else None
+        self._masks: TokenMasks | None = None
+        for token_id in output_ids:
+            self.append(token_id)
+        self._masks = masks
+
+    @property
+    def position(self) -> int:
+        """Return the output position of the next token, counted from 0."""
+        return len(self.output_ids)
+
+    def append(self, token_id: int) -> None:
+        """Add the token that was chosen for `position`."""
+        self.output_ids.append(token_id)
+        if self._seen is not None:
+            self._seen.count(token_id)
+        if self._masks is not None:
+            self._masks.append(token_id)
+
+    def drop(self, num_tokens: int) -> None:
+        """Drop the latest tokens, as if they had never been appended."""
+        for _ in range(num_tokens):
+            token_id = self.output_ids.pop()
+            if self._seen is not None:
+                self._seen.uncount(token_id)
+        if self._masks is not None:
+            self._masks.drop(num_tokens)
+
+    def foresee(self, token_ids: Sequence[int]) -> int:
+        """Return the number of leading drafts that could be the next tokens: all, unless the output is constrained."""
+        return len(token_ids) if self._masks is None else self._masks.foresee(token_ids)
+
+    def follow(self) -> bool:
+        """Wait until the next token can be sampled. Return False when a constrained output cannot be followed; `settle`
+        raises the reason."""
+        if self._masks is not None:
+            try:
+                self._masks.allowed()
+            except InvalidArgumentError:
+                return False
+        return True
+
+    def settle(self, num_drafts: int) -> None:
+        """Wait until the next token, and those after `num_drafts` drafts that were foreseen or dropped, can be sampled.
+        Raises InvalidArgumentError when a constrained output cannot be followed."""
+        if self._masks is not None:
+            self._masks.settle(num_drafts)
+
+    def finish_after_last(self) -> FinishReason | None:
+        """Return the reason why the stream ends with the last token. None: it continues. Stop strings are not
+        checked."""
+        if self.position > self.params.min_tokens and self.output_ids[-1] in self._stop_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.position >= self.params.max_tokens else None
+
+    def row_draw(self) -> RowDraw | None:
+        """Return the numbers for drawing the next token from the row's unchanged logits. None: the host must adjust the
+        logits first, or report logprobs afterwards."""
+        forbids = self.position < self.params.min_tokens and self._stop_ids
+        is_adjusted = self._seen is not None or self._masks is not None or self.params.logit_bias or forbids
+        if is_adjusted or self.params.logprobs is not None:
+            return None
+        return RowDraw.of(self.params, self.position)
+
+    def adjust(self, logits_V: Tensor) -> None:
+        """Apply steps 1 to 3 in place. Ids beyond the logits in `stop_token_ids` and `logit_bias` are ignored."""
+        if self._seen:
+            self._penalize(logits_V, *self._seen.tensors(logits_V.device))
+        num_tokens = logits_V.shape[0]
+        if self.params.logit_bias:
+            known = self._bias_ids < num_tokens
+            ids = self._bias_ids[known].to(logits_V.device)
+            logits_V[ids] += self._bias[known].to(logits_V.device)
+        if self.position < self.params.min_tokens and self._stop_ids:
+            ids = self._stop_id_tensor[self._stop_id_tensor < num_tokens]
+            logits_V[ids.to(logits_V.device)] = -math.inf
+        if self._masks is not None:
+            _forbid(logits_V, self._masks.allowed())
+
+    def _penalize(self, logits_V: Tensor, ids_C: Tensor, counts_C: Tensor) -> None:
+        params, logits_C = self.params, logits_V[ids_C]
+        if params.repetition_penalty != 1:
+            divided_C, multiplied_C = logits_C / params.repetition_penalty, logits_C * params.repetition_penalty
+            logits_C = torch.where(logits_C > 0, divided_C, multiplied_C)
+        logits_C = logits_C - params.frequency_penalty * counts_C - params.presence_penalty * (counts_C > 0)
+        logits_V[ids_C] = logits_C
+
+
+def _forbid(logits_V: Tensor, most: NDArray[np.float32]) -> None:
+    """Limit each logit to its bound in `most`, and forbid the tokens without a bound."""
+    num_known = min(len(most), len(logits_V))
+    most_K = torch.from_numpy(most[:num_known]).to(logits_V.device)
+    torch.minimum(logits_V[:num_known], most_K, out=logits_V[:num_known])
+    logits_V[num_known:] = -math.inf
+
+
+def _penalizes(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+
+
+class _SeenTokens:
+    """Distinct tokens of prompt and output, with each one's count in the output, in arrays for tensors."""
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self._places = {token_id: place for place, token_id in enumerate(dict.fromkeys(prompt_ids))}
+        self._ids = array("q", self._places)
+        self._counts = array("f", bytes(4 * len(self._ids)))
+        self._num_prompt = len(self._ids)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def count(self, token_id: int) -> None:
+        """Count one more output token."""
+        place = self._places.setdefault(token_id, len(self._ids))
+        if place == len(self._ids):
+            self._ids.append(token_id)
+            self._counts.append(0)
+        self._counts[place] += 1
+
+    def uncount(self, token_id: int) -> None:
+        """Undo the latest `count`, which must have been for this token."""
+        place = self._places[token_id]
+        self._counts[place] -= 1
+        if not self._counts[place] and place >= self._num_prompt:  # only the output had it
+            assert place == len(self._ids) - 1
+            del self._places[token_id], self._ids[place], self._counts[place]
+
+    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return copies `(ids_C, counts_C)`. At least one token must have been seen."""
+        ids_C = torch.frombuffer(self._ids, dtype=torch.int64)
+        counts_C = torch.frombuffer(self._counts, dtype=torch.float32)
+        return ids_C.to(device, copy=True), counts_C.to(device, copy=True)
+
+
+def sample(logits_BV: Tensor, states: Sequence[SamplerState]) -> list[SampledToken]:
+    """Choose each row's next token. Changes `logits_BV` (fp32), but not `states`. The token is NO_TOKEN, without
+    logprobs, if one of the row's logits is NaN or infinity.
+
+    A row's token and logprobs do not depend on the other rows. A batch of greedy rows costs one argmax.
+    """
+    assert logits_BV.dtype == torch.float32 and logits_BV.shape[0] == len(states), (logits_BV.dtype, logits_BV.shape)
+    with torch.inference_mode():
+        rows = zip(logits_BV, choose(logits_BV, states), states, strict=True)
+        return [_report(logits_V, token_id, state.params.logprobs) for logits_V, token_id, state in rows]
+
+
+def choose(logits_BV: Tensor, states: Sequence[SamplerState]) -> list[int]:
+    """Choose each row's next token, as `sample` does, and return its id or NO_TOKEN. `logits_BV` (fp32) are adjusted in
+    place."""
+    for logits_V, state in zip(logits_BV, states, strict=True):
+        state.adjust(logits_V)
+    if not logits_BV.is_cuda:
+        return choose_by_rows(logits_BV, [(state.params, state.position) for state in states])
+    rows = [RowDraw.of(state.params, state.position) for state in states]
+    kind = max(row.kind(logits_BV.shape[1]) for row in rows)
+    token_ids: list[int] = choose_tokens(logits_BV, Draws.of(rows, logits_BV.device), kind).tolist()
+    return token_ids
+
+
+def score(logits_BV: Tensor, token_ids: Sequence[int], num_top: int) -> list[SampledToken]:
+    """Return each row's given token and the `num_top` most likely tokens, with logprobs without penalties and bias.
+    Raises NotFiniteError if a logit is NaN or infinity."""
+    assert logits_BV.dtype == torch.float32 and logits_BV.shape[0] == len(token_ids)
+    if NO_TOKEN in largest_tokens(logits_BV).tolist():
+        raise NotFiniteError("the logits of a prompt are not finite: see whether the model is damaged, or try again")
+    return [_report(logits_V, token_id, num_top) for logits_V, token_id in zip(logits_BV, token_ids, strict=True)]
+
+
+def report(logits_V: Tensor, token_id: int, state: SamplerState) -> SampledToken:
+    """Return a chosen token with the logprobs that its request needs. `logits_V` must be adjusted already."""
+    return _report(logits_V, token_id, state.params.logprobs)
+
+
+def probabilities(logits_V: Tensor, params: SamplingParams) -> Tensor:
+    """Return the distribution `[V]` in float64 from which a row with these adjusted logits is sampled."""
+    found_V = torch.zeros(len(logits_V), dtype=torch.float64, device=logits_V.device)
+    largest = float(logits_V.amax())
+    if is_greedy(params) or not math.isfinite(largest):
+        found_V[logits_V.argmax()] = 1.0
+        return found_V
+    scaled_V = (logits_V - largest) / params.temperature
+    if not filters(params, len(logits_V)):
+        return scaled_V.double().softmax(0)
+    ids_C = kept_ids(scaled_V, params)
+    found_V[ids_C] = scaled_V[ids_C].double().softmax(0)
+    return found_V
+
+
+def _report(logits_V: Tensor, token_id: int, num_top: int | None) -> SampledToken:
+    if num_top is None or token_id == NO_TOKEN:
+        return SampledToken(token_id)
+    total = logits_V.double().logsumexp(0)
+    top_ids = largest_ids(logits_V, min(num_top, len(logits_V)))
+    ids = torch.cat((top_ids.new_tensor([token_id]), top_ids))
+    chosen, *top = (logits_V[ids].double() - total).tolist()
+    chosen = 0.0 if math.isnan(chosen) else chosen  # every token is forbidden: this one had probability 1
+    possible = sum(map(math.isfinite, top))  # forbidden tokens are left out of the most likely ones
+    return SampledToken(token_id, chosen, tuple(map(TokenLogprob, top_ids[:possible].tolist(), top)))

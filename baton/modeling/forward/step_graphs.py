@@ -1,0 +1,196 @@
+"""Generation steps that run entirely on a device: KV is in pages, and tokens are drawn there without the host.
+
+`StepGraphs` serves the steps of `generate_workers.engine.step_runner` in which all sequences decode one token. The host
+writes a step's inputs before it, in one copy, and reads the tokens once, after it. A step is captured in a CUDA graph
+for each of several numbers of sequences and for each kind of drawing. A replay launches hundreds of kernels at once.
+Kernels are those of `baton.modeling.kernels.triton` and, for drawing, torch's (`drawing`). Without captures the same
+steps are launched kernel by kernel, as in Triton's interpreter.
+
+B sequences (rows), E = B + 1, L layers, P pages, S tokens of a page, C pages of a sequence, V vocabulary, G kv heads, H
+head dim.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.forward.drawing import DrawKind, Draws, RowDraw, choose_tokens
+from baton.modeling.kernels.triton.append import append_kv
+from baton.modeling.kernels.triton.decode import SeenKeys, decode_attention
+from baton.modeling.kernels.triton.rows import StepRows
+from baton.modeling.kv.buffers import BlockTable
+
+_WARM_UPS = 2
+"""Number of steps before a capture. They compile kernels and let libraries allocate memory, which captures forbid."""
+_LOGIT_BYTES = 100
+"""Device bytes per logit of a step with filters: its copies from bf16 to float64, noise, and sorting."""
+
+
+class DecodeRow(NamedTuple):
+    """Sequence of a step. Its latest token has no KV yet."""
+
+    token_id: int
+    """Latest token of the sequence."""
+    table: BlockTable
+    """Block table of the sequence's keys, with room for the latest token's key, whose page must not be shared."""
+    num_keys: int
+    """Number of keys of the sequence, including the latest token's."""
+    draw: RowDraw
+    """Parameters with which the next token is drawn."""
+
+
+class StepInputs(NamedTuple):
+    """Inputs of a step, in views of one piece of memory. Sequences without a new token are padding, and come after all
+    others."""
+
+    key_B: Tensor
+    top_k_B: Tensor
+    floor_B: Tensor
+    top_p_B: Tensor
+    token_ids_B: Tensor
+    """Latest tokens of the sequences, int64."""
+    temperature_B: Tensor
+    lengths_B: Tensor
+    """Numbers of tokens of the sequences, including the latest ones, int32."""
+    starts_E: Tensor
+    """Number of each sequence's token among the step's, followed by the number of all tokens, int32."""
+    table_BC: Tensor
+    """Block tables: numbers of the sequences' pages, int32."""
+
+    @classmethod
+    def over(cls, memory: Tensor, num_rows: int, row_pages: int) -> Self:
+        """Return views of a piece of memory of `input_bytes` bytes."""
+        views, start = [], 0
+        for dtype, shape in _fields(num_rows, row_pages):
+            num_bytes = dtype.itemsize * math.prod(shape)
+            views.append(memory[start : start + num_bytes].view(dtype).view(shape))
+            start += num_bytes
+        return cls(*views)
+
+    @property
+    def draws(self) -> Draws:
+        """Return the parameters with which the sequences' tokens are drawn."""
+        return Draws(self.key_B, self.top_k_B, self.floor_B, self.top_p_B, self.temperature_B)
+
+    def write(self, rows: Sequence[DecodeRow], kind: DrawKind) -> None:
+        """Write the sequences of a step with that kind of drawing, and mark all others as padding. Greedy steps do not
+        read `draws`."""
+        num_rows = len(rows)
+        torch.stack([row.table.pages_C for row in rows], out=self.table_BC[:num_rows])
+        columns: list[tuple[Tensor, Sequence[float]]] = [
+            (self.token_ids_B, [row.token_id for row in rows]),
+            (self.lengths_B, [row.num_keys for row in rows]),
+        ]
+        if kind != DrawKind.GREEDY:
+            columns += zip(self.draws, zip(*(row.draw for row in rows), strict=True), strict=True)
+        for column_B, column in columns:
+            column_B[:num_rows] = torch.tensor(column, dtype=column_B.dtype)
+        torch.arange(len(self.starts_E), out=self.starts_E).clamp_(max=num_rows)
+
+
+def _fields(num_rows: int, row_pages: int) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    """Return dtype and shape of each field of StepInputs, those of 8-byte numbers first, so that all are aligned."""
+    long, double, each = torch.int64, torch.float64, (num_rows,)
+    eight = [(long, each), (long, each), (double, each), (double, each), (long, each)]
+    four = [(torch.float32, each), (torch.int32, each), (torch.int32, (num_rows + 1,))]
+    return [*eight, *four, (torch.int32, (num_rows, row_pages))]
+
+
+def input_bytes(num_rows: int, row_pages: int) -> int:
+    """Return the number of input bytes of a step of `num_rows` sequences with at most `row_pages` pages each."""
+    return sum(dtype.itemsize * math.prod(shape) for dtype, shape in _fields(num_rows, row_pages))
+
+
+def step_bytes(decoder: Decoder, num_rows: int, row_pages: int) -> int:
+    """Return an estimate of the device bytes that steps of at most `num_rows` sequences take in addition to weights and
+    KV: inputs, sampling's memory per logit, and a layer's activations. All captures share them."""
+    config = decoder.config
+    widest = (
+        3 * config.num_active_experts * config.intermediate_size
+        + 4 * config.hidden_size
+        + 4 * config.num_heads * config.head_dim
+    )
+    a_row = _LOGIT_BYTES * config.vocab_size + decoder.dtype.itemsize * widest
+    return input_bytes(num_rows, row_pages) + num_rows * a_row
+
+
+class StepGraphs:
+    """Steps of sequences whose KV is in pages, for several numbers of sequences. Used by one thread at a time."""
+
+    def __init__(
+        self, decoder: Decoder, pages_LPS2GH: Tensor, row_pages: int, sizes: Sequence[int], *, captures: bool = True
+    ) -> None:
+        """Capture steps of `sizes` sequences of at most `row_pages` pages each. The largest step is captured first,
+        because all share its memory. Without `captures`, steps are launched kernel by kernel. Raises an error in
+        OUT_OF_MEMORY. Blocks."""
+        self._decoder, self._pages_LPS2GH = decoder, pages_LPS2GH
+        device, most_rows = pages_LPS2GH.device, max(sizes)
+        num_bytes = input_bytes(most_rows, row_pages)
+        self._home = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._there = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._written = StepInputs.over(self._home, most_rows, row_pages)
+        self._inputs = StepInputs.over(self._there, most_rows, row_pages)
+        self._chosen_B = torch.zeros(most_rows, dtype=torch.int64, device=device)
+        self._most_keys = row_pages * pages_LPS2GH.shape[2]
+        self.sizes = sorted(set(sizes))
+        """Numbers of sequences for which steps exist, ascending."""
+        self._run_by_kind = dict[tuple[int, DrawKind], Callable[[], None]]()
+        pool = torch.cuda.graph_pool_handle() if captures else None
+        for size in reversed(self.sizes):
+            for kind in reversed(DrawKind):  # steps with filters take the most memory
+                run = functools.partial(self._step, self._rows(size), kind)
+                self._run_by_kind[size, kind] = _captured(run, device, pool) if captures else run
+
+    def size_for(self, num_rows: int) -> int:
+        """Return the least of `sizes` that is at least `num_rows`."""
+        return min(size for size in self.sizes if size >= num_rows)
+
+    @torch.inference_mode()
+    def run(self, rows: Sequence[DecodeRow]) -> list[int]:
+        """Write the KV of the sequences' latest tokens to their pages, and return the next tokens. The number of
+        sequences must not exceed the largest of `sizes`. Waits for the device once, for the tokens."""
+        kind = max(row.draw.kind(self._decoder.config.vocab_size) for row in rows)
+        self._written.write(rows, kind)
+        self._there.copy_(self._home, non_blocking=True)  # the host writes it again only after the step's end
+        self._run_by_kind[self.size_for(len(rows)), kind]()
+        token_ids: list[int] = self._chosen_B[: len(rows)].tolist()
+        return token_ids
+
+    def _rows(self, size: int) -> StepRows:
+        """Return the first `size` sequences as an argument of kernels."""
+        inputs = self._inputs
+        views = inputs.table_BC[:size], inputs.lengths_B[:size], inputs.starts_E[: size + 1]
+        return StepRows(*views, most_queries=1, most_keys=self._most_keys)
+
+    @torch.inference_mode()
+    def _step(self, rows: StepRows, kind: DrawKind) -> None:
+        decoder, weights = self._decoder, self._decoder.weights
+        positions = weights.positions.lookup((rows.lengths_B - 1).clamp(min=0).long())
+        hidden_BD = decoder.enter(self._inputs.token_ids_B[: rows.num_rows], positions)
+        for layer, pages_PS2GH in enumerate(self._pages_LPS2GH):
+            q_BNH, k_BGH, v_BGH = decoder.heads(layer, hidden_BD, positions)
+            append_kv(k_BGH, v_BGH, pages_PS2GH, rows)
+            seen = SeenKeys(decoder.config.windows[layer])
+            attended_BNH, _ = decode_attention(q_BNH, pages_PS2GH, rows, seen)
+            hidden_BD = decoder.complete(layer, hidden_BD, attended_BNH)
+        draws = self._inputs.draws.first(rows.num_rows)
+        self._chosen_B[: rows.num_rows] = choose_tokens(decoder.logits(hidden_BD), draws, kind)
+
+
+def _captured(run: Callable[[], None], device: torch.device, pool: Any) -> Callable[[], None]:
+    """Return a function that replays `run` with the current contents of its tensors."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM_UPS):
+            run()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        run()
+    return graph.replay

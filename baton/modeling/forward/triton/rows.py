@@ -1,0 +1,133 @@
+"""Rows of a generation step on a GPU: the interface of `baton.modeling.forward.rows.DecodeRows`, by Triton kernels.
+
+Keys are in pages. A layer takes one launch to append all new keys and values, and one or two to attend, regardless of
+the number of rows. The host reads nothing back.
+
+B rows, T tokens of the step, N heads, G kv heads, H head dim, at most C pages of a sequence.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from baton.modeling.forward.selection import Picks
+from baton.modeling.kernels.triton.append import append_kv
+from baton.modeling.kernels.triton.decode import SeenKeys, decode_attention
+from baton.modeling.kernels.triton.rows import StepRows
+from baton.modeling.kernels.triton.tiles import LEAST_SPLIT_KEYS, power_of_two
+from baton.modeling.kv.buffers import KvPlace
+
+_ALIKE = 16
+"""Strides that are multiples of this share a kernel. Triton compiles another kernel for other strides."""
+
+
+class TritonRows:
+    """Spans of a step that have few new tokens. Their keys are in pages of one pool, or of two pools for different
+    layers."""
+
+    def __init__(self, spans: Sequence[tuple[int, KvPlace]], windows: Sequence[int | None]) -> None:
+        """`spans`: for each span, the number of its first token among the step's, and the location of its keys.
+        `windows`: sliding window of each layer."""
+        places = [place for _, place in spans]
+        self._pools = [_Pool(places)]
+        others = [place.others for place in places if place.others is not None]
+        if others:
+            assert len(others) == len(places), "all rows have memory for the same layers"
+            self._pools.append(_Pool(others))
+        tokens = [first + index for first, place in spans for index in range(place.num_new)]
+        self.tokens_B = torch.tensor(tokens, device=self._pools[0].data_LPS2GH.device)
+        self._in_order = tokens == list(range(len(tokens)))
+        self._windows = windows
+
+    def append(self, layer: int, k_TGH: Tensor, v_TGH: Tensor) -> None:
+        """Write the rows' new keys and values to their pages. The arguments are those of all tokens of the step."""
+        pool, pages_PS2GH = self._of_layer(layer)
+        append_kv(self._of_rows(k_TGH), self._of_rows(v_TGH), pages_PS2GH, pool.new_rows)
+
+    def attend(self, layer: int, q_TNH: Tensor, num_kv_heads: int, picks: Picks | None = None) -> Tensor:
+        """Return the rows' attention `[B, N, H]`, in the queries' dtype. `q_TNH` are those of all tokens of the step.
+        With `picks` rows attend to exactly those keys, and the layer's window is not applied."""
+        pool, pages_PS2GH = self._of_layer(layer)
+        if picks is None:
+            seen = SeenKeys(window=self._windows[layer], unseen_B2=pool.unseen_B2)
+        else:
+            seen = SeenKeys(picks=(picks.keys_BGK, picks.num_BG))
+        assert pages_PS2GH.shape[3] == num_kv_heads, f"pages of {pages_PS2GH.shape[3]} kv heads, not {num_kv_heads}"
+        out_BNH, _ = decode_attention(self._of_rows(q_TNH), pages_PS2GH, pool.rows, seen)
+        return out_BNH
+
+    def _of_layer(self, layer: int) -> tuple["_Pool", Tensor]:
+        """Return the pool that has a layer, and the layer's pages, `[P, S, 2, G, H]`."""
+        first, last = self._pools[0], self._pools[-1]
+        if first is last or layer < len(first.data_LPS2GH):
+            return first, first.data_LPS2GH[layer]
+        return last, last.data_LPS2GH[(layer - len(first.data_LPS2GH)) % len(last.data_LPS2GH)]
+
+    def _of_rows(self, x_TNH: Tensor) -> Tensor:
+        is_all = self._in_order and len(x_TNH) == len(self.tokens_B)
+        return x_TNH if is_all else x_TNH[self.tokens_B]
+
+
+class _Pool:
+    """Arguments of kernels for the rows' KV in one pool of pages."""
+
+    def __init__(self, places: Sequence[KvPlace]) -> None:
+        tables = [place.table for place in places if place.table is not None]
+        assert len(tables) == len(places), "rows of Triton's kernels have pages"
+        self.data_LPS2GH = tables[0].data_LPS2GH
+        device, most_keys = self.data_LPS2GH.device, max(place.num_keys for place in places)
+        num_pages = -(-most_keys // tables[0].page_tokens)
+        table_BC = torch.zeros(len(tables), _alike(num_pages), dtype=torch.int32)
+        for row, table in enumerate(tables):
+            pages_C = table.pages_C[:num_pages]
+            table_BC[row, : len(pages_C)] = pages_C
+        starts = itertools.accumulate((place.num_new for place in places), initial=0)
+        self.rows = StepRows(
+            table_BC=table_BC.to(device),
+            lengths_B=torch.tensor([place.num_keys for place in places], dtype=torch.int32, device=device),
+            starts_E=torch.tensor(list(starts), dtype=torch.int32, device=device),
+            most_queries=power_of_two(max(place.num_new for place in places)),
+            most_keys=most_keys,
+        )
+        """Sequences with all keys, for attention."""
+        self.new_rows = self.rows
+        """Sequences with their keys up to the new ones, for appending."""
+        if any(place.own is not None for place in places):
+            ends = [place.num_keys if place.own is None else place.own + 1 for place in places]
+            self.new_rows = replace(self.rows, lengths_B=torch.tensor(ends, dtype=torch.int32, device=device))
+        self.unseen_B2: Tensor | None = None
+        if any(place.unseen is not None for place in places):
+            unseen = [(0, 0) if place.unseen is None else (place.unseen.start, place.unseen.end) for place in places]
+            self.unseen_B2 = torch.tensor(unseen, dtype=torch.int32, device=device)
+
+
+def _alike(num_pages: int) -> int:
+    """Return the least multiple of _ALIKE that is at least `num_pages`, as the stride of a block table."""
+    return -(-num_pages // _ALIKE) * _ALIKE
+
+
+def compile_rows(
+    pages_LPS2GH: Tensor, num_heads: int, windows: Sequence[int | None], most_queries: Sequence[int]
+) -> None:
+    """Compile the kernels for steps over these pages that are not captured, such as those that also prefill, or that
+    verify up to `most_queries` tokens per sequence. Takes about a second for each kernel, the first time on a machine.
+    Writes nothing, because its only sequence has no tokens."""
+    pages_PS2GH, device = pages_LPS2GH[0], pages_LPS2GH.device
+    page_tokens, _, num_kv_heads, head_dim = pages_PS2GH.shape[1:]
+    q_TNH = pages_PS2GH.new_zeros(1, num_heads, head_dim)
+    k_TGH = pages_PS2GH.new_zeros(1, num_kv_heads, head_dim)
+    for num_queries, most_keys in itertools.product(most_queries, (1, LEAST_SPLIT_KEYS + 1)):
+        rows = StepRows(
+            table_BC=torch.zeros(1, _alike(-(-most_keys // page_tokens)), dtype=torch.int32, device=device),
+            lengths_B=torch.zeros(1, dtype=torch.int32, device=device),
+            starts_E=torch.zeros(2, dtype=torch.int32, device=device),
+            most_queries=num_queries,
+            most_keys=most_keys,
+        )
+        append_kv(k_TGH, k_TGH, pages_PS2GH, rows)
+        unseen = [None, torch.zeros(1, 2, dtype=torch.int32, device=device)]
+        for window, unseen_B2 in itertools.product(dict.fromkeys(windows), unseen):
+            decode_attention(q_TNH, pages_PS2GH, rows, SeenKeys(window=window, unseen_B2=unseen_B2))

@@ -1,0 +1,73 @@
+"""Bytes of a model's weights, and bytes of them that a step reads."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, is_dataclass
+
+from torch import Tensor
+
+from baton.modeling.forward.decoder import DecoderWeights
+from baton.modeling.forward.experts import mixtures
+from baton.modeling.forward.linear import Linear, LinearByRows
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes of the parameters that a step of few rows reads. In a mixture of experts they depend on the number of
+    tokens."""
+
+    always: int
+    """Bytes that every step reads."""
+    experts: int = 0
+    """Bytes of all experts of all layers."""
+    active_share: float = 1.0
+    """Fraction of a layer's experts that one token passes through."""
+
+    def of(self, num_tokens: int) -> int:
+        """Return the bytes that a step of `num_tokens` tokens reads. Of the experts, this is the mean for tokens whose
+        experts are drawn uniformly and independently."""
+        return self.always + round(self.experts * (1 - (1 - self.active_share) ** num_tokens))
+
+
+def step_reads(weights: DecoderWeights) -> StepBytes:
+    """Return the bytes of the parameters that steps of few rows read. Positions, and an embedding that is not the head,
+    are not counted: such a step reads only some of their rows."""
+    read = (weights.layers, weights.final_norm, weights.head)
+    num_bytes = sum(_bytes_by_part(read, _bytes_read).values())
+    found = mixtures(weights.layers)
+    if not found:
+        return StepBytes(num_bytes)
+    experts = sum(_bytes_by_part([each.products for each in found], _bytes_read).values())
+    return StepBytes(num_bytes - experts, experts, found[0].num_active / found[0].products.num_experts)
+
+
+def bytes_per_step(weights: DecoderWeights, num_tokens: int = 1) -> int:
+    """Return the bytes of the parameters that a step of few rows, with `num_tokens` tokens, reads (`StepBytes.of`)."""
+    return step_reads(weights).of(num_tokens)
+
+
+def weight_bytes(weights: DecoderWeights) -> int:
+    """Return the bytes of all parameters, as they are stored."""
+    return sum(_bytes_by_part(weights, lambda linear: linear.num_bytes).values())
+
+
+def _bytes_read(linear: Linear) -> int:
+    """Return the bytes that a linear layer reads for few rows: one copy of a weight that is stored twice."""
+    return linear.few.num_bytes if isinstance(linear, LinearByRows) else linear.num_bytes
+
+
+def _bytes_by_part(part: object, bytes_of: Callable[[Linear], int]) -> dict[int, int]:
+    """Return the bytes of each linear layer, by `bytes_of`, and of each other tensor within `part`, by object id. An
+    object that is used twice, such as a tied embedding, counts once."""
+    if isinstance(part, Linear):
+        return {id(part): bytes_of(part)}
+    if isinstance(part, Tensor):
+        return {id(part): part.nbytes}
+    if isinstance(part, tuple | list):
+        children = list(part)
+    else:
+        attributes = getattr(part, "__dict__", {}).values()
+        children = [each for each in attributes if is_dataclass(part) or isinstance(each, Tensor)]
+    found: dict[int, int] = {}
+    for child in children:
+        found |= _bytes_by_part(child, bytes_of)
+    return found

@@ -1,0 +1,113 @@
+"""Setup of a process that hosts a worker of either role: loads the model and finds the node's prefix folders.
+
+`prefill_workers.host` and `generate_workers.host` call these functions when a worker starts: once in a process, or once
+for each role if the process takes one role after another. All of them block.
+"""
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+
+from baton.modeling.checkpoints.weights import load_decoder
+from baton.modeling.device.copying import LinkRate
+from baton.modeling.device.making import make_device
+from baton.modeling.forward.decoder import Decoder
+from baton.modeling.kernels import native
+from baton.modeling.kernels.process_kernels import KERNELS
+from baton.modeling.kernels.triton.prefill import compile_prefills
+from baton.modeling.prefix_store.folder import allow_files, node_folder, share_bytes
+from baton.modeling.prefix_store.node import DiskPlace
+from baton.process.cores import pin
+from baton.settings.base import values_of
+from baton.settings.place import EmulatedLink, WorkerPlace
+
+
+class PrefixOptions(TypedDict):
+    """Places where a worker's server keeps prefixes, as arguments of its start."""
+
+    prefix_folder: Path | None
+    """Folder in memory. None: no prefixes are kept."""
+    prefix_bytes: int
+    prefix_disk: DiskPlace | None
+
+
+def use_cores(cores: Sequence[int], num_threads: int) -> None:
+    """Pin this process to `cores` and give torch `num_threads` threads. Call before the model is loaded and before the
+    computing threads start."""
+    pin(cores)
+    torch.set_num_threads(num_threads)
+
+
+@contextmanager
+def _half_of(num_threads: int) -> Iterator[None]:
+    """Give torch half of the threads inside the `with` block.
+
+    Other processes of the cluster start while weights are copied, and OpenMP's threads spin while they wait for a
+    thread whose core is taken. On two busy cores, loading a model with two threads took three times the processor time
+    of loading it with one."""
+    torch.set_num_threads(max(1, num_threads // 2))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+class LoadedModel:
+    """The model that a process has loaded. It stays loaded while one server after another uses it. Owned by the
+    process; not thread-safe."""
+
+    def __init__(self) -> None:
+        self._source: tuple[object, ...] | None = None
+        """Folder, number formats and device of the decoder."""
+        self._decoder: Decoder | None = None
+
+    def load(self, place: WorkerPlace) -> Decoder:
+        """Pin the process and choose its kernels as `place` states, and return the model. The model is loaded unless
+        the same one is already loaded on the same device. Raises ModelError or ConfigError, in one line."""
+        allow_files()
+        num_threads = place.num_threads or os.cpu_count() or 1
+        use_cores(place.cores, num_threads)
+        KERNELS.use(place.kernels)
+        source = place.model_folder, place.dtype, place.quantization, place.device, values_of(EmulatedLink, place)
+        if self._decoder is None or self._source != source:
+            self._decoder = None  # freed first: memory may not suffice for two models
+            device = make_device(place.device, LinkRate(place.link or math.inf, place.link_latency_s))
+            formats = {"dtype": place.dtype, "quantization": place.quantization}
+            with _half_of(num_threads):
+                self._decoder = load_decoder(place.model_folder, **formats, device=device)
+            self._source = source
+            _prepare_kernels(self._decoder)
+        return self._decoder
+
+
+def _prepare_kernels(decoder: Decoder) -> None:
+    """Build or compile the kernels now, so that the first token or prompt does not wait for them."""
+    config = decoder.config
+    if decoder.weights.device.type == "cpu":
+        native.load()
+    elif decoder.has_triton_rows:
+        heads = config.num_heads, config.num_kv_heads, config.head_dim
+        has_windows = any(window is not None for window in config.windows)
+        compile_prefills(*heads, decoder.dtype, decoder.weights.device, with_masks=has_windows)
+
+
+def prefix_options(place: WorkerPlace) -> PrefixOptions:
+    """Return where a cluster's workers keep prefixes on this node. Raises ConfigError if the file system is missing."""
+    if not place.prefix_share:
+        return {"prefix_folder": None, "prefix_bytes": 0, "prefix_disk": None}
+    return {
+        "prefix_folder": node_folder(place.cluster),
+        "prefix_bytes": share_bytes(place.prefix_share),
+        "prefix_disk": _disk(place),
+    }
+
+
+def _disk(place: WorkerPlace) -> DiskPlace | None:
+    if not place.prefix_disk_bytes:
+        return None
+    return DiskPlace(node_folder(place.cluster, Path(place.prefix_disk)), place.prefix_disk_bytes)

@@ -1,0 +1,131 @@
+"""Layouts of weights for the linear kernel (baton/modeling/kernels/linear): panels of 32 outputs, read from end to end.
+
+`baton.modeling.forward.linear` packs weights with them. The multiplication method determines the format. M outputs, a
+multiple of 32. K inputs, P = M / 32 panels. J inputs of a panel: K, or more, padded with zeros.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.modeling.kernels.calls.checks import optional, require
+from baton.modeling.kernels.products import WIDENED
+
+HALF = 16
+"""Outputs of half a panel."""
+PANEL = 2 * HALF
+_TILE_INPUTS = 32
+"""Depth of a tile in inputs."""
+
+
+class PanelFormat(Protocol):
+    """Layout of weights in panels."""
+
+    def pack(self, weight_MK: Tensor) -> Tensor:
+        """Return the weight in panels `[P, J, 32]`."""
+
+    def rows(self, panels_PJL: Tensor, at_T: Tensor, num_inputs: int) -> Tensor:
+        """Return the stored weights of the outputs `at_T`, `[T, K]`."""
+
+
+class HalvesInTurn:
+    """Layout for bf16 that is widened: input by input, outputs of the first and the second half alternate."""
+
+    def pack(self, weight_MK: Tensor) -> Tensor:
+        num_inputs = weight_MK.shape[1]
+        return weight_MK.view(-1, 2, HALF, num_inputs).permute(0, 3, 2, 1).reshape(-1, num_inputs, PANEL)
+
+    def rows(self, panels_PJL: Tensor, at_T: Tensor, num_inputs: int) -> Tensor:
+        half_T, place_T = at_T % PANEL // HALF, at_T % HALF
+        return panels_PJL[at_T // PANEL, :, 2 * place_T + half_T]
+
+
+class InputPairs:
+    """Layout for bf16 in dot products and tiles: for each pair of inputs, output by output."""
+
+    def pack(self, weight_MK: Tensor) -> Tensor:
+        padded_MJ = _deep(weight_MK)
+        return (
+            padded_MJ.view(-1, PANEL, padded_MJ.shape[1] // 2, 2).transpose(1, 2).reshape(-1, padded_MJ.shape[1], PANEL)
+        )
+
+    def rows(self, panels_PJL: Tensor, at_T: Tensor, num_inputs: int) -> Tensor:
+        pairs_PIL2 = panels_PJL.view(len(panels_PJL), -1, PANEL, 2)
+        return pairs_PIL2[at_T // PANEL, :, at_T % PANEL].flatten(1)[:, :num_inputs]
+
+
+class Bytes:
+    """Layout for int8, for all multiplication methods: for each input, all outputs."""
+
+    def __init__(self, deep: bool) -> None:
+        self._deep = deep
+
+    def pack(self, weight_MK: Tensor) -> Tensor:
+        padded_MJ = _deep(weight_MK) if self._deep else weight_MK
+        return padded_MJ.view(-1, PANEL, padded_MJ.shape[1]).transpose(1, 2).contiguous()
+
+    def rows(self, panels_PJL: Tensor, at_T: Tensor, num_inputs: int) -> Tensor:
+        return panels_PJL[at_T // PANEL, :num_inputs, at_T % PANEL]
+
+
+def panel_format(product: str, dtype: torch.dtype) -> PanelFormat:
+    """Return the format for weights of a dtype. `product` is one of baton.modeling.kernels.products."""
+    if dtype == torch.int8:
+        return Bytes(deep=product != WIDENED)
+    return HalvesInTurn() if product == WIDENED else InputPairs()
+
+
+@dataclass(frozen=True)
+class BoundPanels:
+    """Checked weights of a linear layer, as arguments of the kernels. Keeps the tensors allocated."""
+
+    tensors: tuple[Tensor | None, ...]
+    num_inputs: int
+    num_outputs: int
+    gated: bool
+    product: bytes
+    addresses: tuple[int | None, ...]
+    """Arguments in the kernels' order: panels, their number, inputs, outputs, scales and bias."""
+    is_int8: bool
+
+
+def bind_panels(
+    panels_PJL: Tensor,
+    sizes: tuple[int, int],
+    scales: Tensor | None,
+    bias: Tensor | None,
+    *,
+    gated: bool,
+    product: str,
+) -> BoundPanels:
+    """Check weights in panels and return them bound. `sizes`: numbers of inputs and outputs. `scales` and `bias`: one
+    number for each output of the panels, or None."""
+    num_inputs, num_outputs = sizes
+    is_int8, P = panels_PJL.dtype == torch.int8, len(panels_PJL)
+    fits = panels_PJL.dim() == 3 and panels_PJL.shape[1:] == (depth(product, num_inputs), PANEL)
+    require(
+        fits and panels_PJL.is_contiguous() and panels_PJL.is_cpu, "the weights are packed for another number of inputs"
+    )
+    has_dtype = panels_PJL.dtype == torch.bfloat16 or (is_int8 and scales is not None)
+    require(has_dtype, "weights are bfloat16, or int8 with scales")
+    require(num_outputs <= P * PANEL // (2 if gated else 1), f"the weights have fewer outputs than {num_outputs}")
+    places = f"scales and bias must be {P * PANEL} of float32"
+    addresses = (
+        *(panels_PJL.data_ptr(), P, num_inputs, num_outputs),
+        *(optional(each, torch.float32, P * PANEL, places) for each in (scales, bias)),
+    )
+    tensors = panels_PJL, scales, bias
+    return BoundPanels(tensors, *sizes, gated, product.encode(), addresses, is_int8)
+
+
+def depth(product: str, num_inputs: int) -> int:
+    """Return the number of inputs that a panel of `num_inputs` inputs stores, padding included. `product` is a
+    multiplication method of baton.modeling.kernels.products."""
+    return num_inputs if product == WIDENED else -(-num_inputs // _TILE_INPUTS) * _TILE_INPUTS
+
+
+def _deep(weight_MK: Tensor) -> Tensor:
+    return F.pad(weight_MK, (0, -weight_MK.shape[1] % _TILE_INPUTS))

@@ -1,0 +1,243 @@
+"""Measures which kernels are the fastest for bfloat16 on this processor.
+
+`kept_choice` runs it once for each combination of processor kind, torch version and kernel build. Linear layers are
+timed with the shapes of a real layer (SmolLM2-135M's), at row counts from those of a generation step to those of a
+prefill chunk. Weights are read from memory, as in a model. A comparison alternates runs of both candidates on one
+thread, measures that thread's processor time, and ends when Wald's sequential test (Wald, 1945) decides. An alternative
+must be better by `MARGIN`.
+"""
+
+import itertools
+import logging
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.modeling.kernels import native
+from baton.modeling.kernels.calls.panels import bind_panels, panel_format
+from baton.modeling.kernels.processor import processor_kind
+from baton.modeling.kernels.products import DOT, TILES, WIDENED
+from baton.types import KernelChoice
+
+logger = logging.getLogger(__name__)
+
+MARGIN = 1.05
+"""Least factor by which the preferred kernel must be slower to lose."""
+ROWS = (1, 16, 32, 64, 128, 512)
+"""Row counts at which linear layers are compared."""
+_BATCH_ROWS = 32
+"""Number of rows at which the C++ kernels' multiplication methods are compared."""
+RATED_ROWS = (1, 8, 32, 128, 512)
+"""Row counts for which `linear_rates` measures: one stream, small and larger batches, verified drafts, a prompt."""
+TORCH = "torch"
+_BARE = 512
+"""Rows and columns of the matrices with which a bare product is measured."""
+_REPEATS = 3
+_LEAD = 6
+"""Comparisons by which one side must lead. If three of four comparisons are right, the result is wrong once in 700
+times."""
+_MOST_COMPARISONS = 61
+_LEAST_ROWS = 64
+"""Least number of rows that a timed run computes, with several calls if one call has fewer."""
+_NUM_LAYERS = 8
+"""Number of layers of weights, 57 MB: more than most processors' caches hold for a core."""
+_HIDDEN, _HEADS, _KV_HEADS, _HEAD_DIM, _FFN = 576, 9, 3, 64, 1536
+_QUERIES, _KEYS = 256, 1024
+
+_EPS = 1e-5
+
+_Run = Callable[[], object]
+_Linear = Callable[[Tensor, Tensor | None], Tensor]
+
+
+def measure_choice(*, tiles: bool = True) -> KernelChoice:
+    """Measure and return the choice of kernels for this processor. Takes a few seconds.
+
+    Without `tiles`, the C++ kernels are measured as on a processor without AMX. Torch's linear layers ignore AMX only
+    if oneDNN must not use it in this process."""
+    kind = processor_kind()
+    if not native.load():
+        return KernelChoice(kind, WIDENED, WIDENED, torch_rows=1)
+    with _one_thread(), torch.inference_mode():
+        if tiles and native.operators().has_tiles:
+            attention = panels = TILES
+        else:
+            attention, panels = _choose_vectors(), _choose_panels()
+        choice = KernelChoice(kind, attention, panels, _choose_torch_rows(panels))
+    logger.info("kernels of %s: %s", kind, choice)
+    return choice
+
+
+def linear_rates() -> tuple[dict[str, list[float]], float]:
+    """Return the FLOP/s of one core, in linear layers and in a bare product. Takes a few seconds.
+
+    The first result has a rate for each of RATED_ROWS, by multiplication method: those that this processor supports,
+    and TORCH. It covers a layer's linear layers with norms, gate and residuals. The second is the rate of torch's
+    product of two matrices in bf16 or fp32, whichever is faster: about the most that the core reaches."""
+    ways = dict.fromkeys([TORCH], _by_torch)
+    if native.load():
+        has = {WIDENED: True, DOT: native.operators().has_dots, TILES: native.operators().has_tiles}
+        ways = {way: partial(_in_panels, way) for way, is_there in has.items() if is_there} | ways
+    heads = _HEADS * _HEAD_DIM
+    weights = _HIDDEN * (2 * heads + 2 * _KV_HEADS * _HEAD_DIM + 3 * _FFN)
+    rates = {}
+    with _one_thread(), torch.inference_mode():
+        for way, make in ways.items():
+            layers = [_Layer(make) for _ in range(_NUM_LAYERS)]
+            runs = [_in_turn(layers, _random(rows, _HIDDEN)) for rows in RATED_ROWS]
+            computed = [rows * _num_calls(rows) for rows in RATED_ROWS]
+            rates[way] = [2e9 * weights * rows / _median_ns(run) for run, rows in zip(runs, computed, strict=True)]
+        square = _random(_BARE, _BARE)
+        bare_ns = min(_median_ns(partial(torch.mm, x, x)) for x in (square, square.float()))
+        return rates, 2e9 * _BARE**3 / bare_ns
+
+
+def _median_ns(run: Callable[[], object]) -> float:
+    """Return the median processor time of a run in nanoseconds, after one run that is not counted."""
+    run()
+    return statistics.median(_cpu_ns(run) for _ in range(_REPEATS))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _is_beaten(preferred: _Run, other: _Run) -> bool:
+    """Return whether the preferred run takes more than `MARGIN` times as long as the other."""
+    for run in (preferred, other):  # fills caches and maps memory before the timed runs
+        run()
+    lead = 0
+    for _ in range(_MOST_COMPARISONS):
+        lead += 1 if _cpu_ns(preferred) > MARGIN * _cpu_ns(other) else -1
+        if abs(lead) == _LEAD:
+            break
+    return lead > 0
+
+
+def _cpu_ns(run: Callable[[], object]) -> int:
+    start_ns = time.thread_time_ns()
+    run()
+    return time.thread_time_ns() - start_ns
+
+
+def _choose_vectors() -> str:
+    """Return attention's multiplication method without tiles: DOT if the processor supports it, unless WIDENED is
+    faster."""
+    if not native.operators().has_dots:
+        return WIDENED
+    q_TNH = _random(_QUERIES, _HEADS, _HEAD_DIM)
+    kv_S2GH = _random(_KEYS, 2, _KV_HEADS, _HEAD_DIM)
+
+    def attend(product: str) -> _Run:
+        keys, values = [kv_S2GH[:, 0]], [kv_S2GH[:, 1]]
+        return lambda: native.operators().prefill_attention(q_TNH, keys, values, False, product)
+
+    return WIDENED if _is_beaten(attend(DOT), attend(WIDENED)) else DOT
+
+
+def _choose_panels() -> str:
+    """Return the C++ linear layers' multiplication method without tiles: DOT if the processor supports it, unless
+    WIDENED is faster with _BATCH_ROWS rows."""
+    if not native.operators().has_dots:
+        return WIDENED
+    x_TD = _random(_BATCH_ROWS, _HIDDEN)
+    dots, widened = ([_Layer(partial(_in_panels, way)) for _ in range(_NUM_LAYERS)] for way in (DOT, WIDENED))
+    return WIDENED if _is_beaten(_in_turn(dots, x_TD), _in_turn(widened, x_TD)) else DOT
+
+
+def _choose_torch_rows(panels: str) -> int | None:
+    """Return the least of `ROWS` at and above which torch's linear layers are faster than those in C++. None: they are
+    never faster."""
+    ours = [_Layer(partial(_in_panels, panels)) for _ in range(_NUM_LAYERS)]
+    torchs = [_Layer(_by_torch) for _ in range(_NUM_LAYERS)]
+    chosen = None
+    for rows in reversed(ROWS):
+        x_TD = _random(rows, _HIDDEN)
+        if not _is_beaten(_in_turn(ours, x_TD), _in_turn(torchs, x_TD)):
+            break
+        chosen = rows
+    return chosen
+
+
+class _Layer:
+    """Linear layers of one decoder layer, with the norms, gate and residuals around them."""
+
+    def __init__(self, make: Callable[[Tensor, bool, bool], _Linear]) -> None:
+        """`make(weight, is_gated, has_norm)` returns one linear layer."""
+        heads = _HEADS * _HEAD_DIM
+        self._qkv = make(_random(heads + 2 * _KV_HEADS * _HEAD_DIM, _HIDDEN), False, True)
+        self._output = make(_random(_HIDDEN, heads), False, False)
+        self._gate_up = make(_random(2 * _FFN, _HIDDEN), True, True)
+        self._down = make(_random(_HIDDEN, _FFN), False, False)
+
+    def run(self, x_TD: Tensor) -> None:
+        self._qkv(x_TD, None)
+        hidden_TD = self._output(x_TD, x_TD)  # x_TD in place of attention's output, which has the same shape
+        self._down(self._gate_up(hidden_TD, None), hidden_TD)
+
+
+def _by_torch(weight_NK: Tensor, is_gated: bool, has_norm: bool) -> _Linear:
+    """Return a function of the input and the residual that computes a norm and a linear layer like
+    `baton.modeling.forward.linear.TorchLinear`, which this module must not import: layers are built on kernels."""
+    gain_K = torch.ones(weight_NK.shape[1], dtype=torch.bfloat16)
+
+    def run(x_TK: Tensor, residual_TN: Tensor | None) -> Tensor:
+        if has_norm:
+            x_TK = F.rms_norm(x_TK, gain_K.shape, gain_K, _EPS)
+        out_TN = F.linear(x_TK, weight_NK)
+        if is_gated:
+            gate_TI, up_TI = out_TN.chunk(2, dim=-1)
+            out_TN = F.silu(gate_TI).mul_(up_TI)
+        return out_TN if residual_TN is None else residual_TN + out_TN
+
+    return run
+
+
+def _in_panels(product: str, weight_NK: Tensor, is_gated: bool, has_norm: bool) -> _Linear:
+    """Return a function of the input and the residual that calls the C++ kernel of linear layers. The order of the
+    weight's rows does not matter for measurements."""
+    gain_K = torch.ones(weight_NK.shape[1], dtype=torch.bfloat16) if has_norm else None
+    panels_PJL = panel_format(product, weight_NK.dtype).pack(weight_NK)
+    sizes = weight_NK.shape[1], len(weight_NK) // 2 if is_gated else len(weight_NK)
+    weights, linear = (
+        bind_panels(panels_PJL, sizes, None, None, gated=is_gated, product=product),
+        native.operators().linear,
+    )
+
+    def run(x_TK: Tensor, residual_TN: Tensor | None) -> Tensor:
+        return linear(x_TK, weights, gain_K, _EPS, residual_TN)
+
+    return run
+
+
+def _num_calls(rows: int) -> int:
+    """Return the number of calls with `rows` rows that a run makes."""
+    return -(-_LEAST_ROWS // rows)
+
+
+def _in_turn(layers: list[_Layer], x_TD: Tensor) -> _Run:
+    """Return a run that calls the layers one after the other, and starts again after the last."""
+    turns = itertools.cycle(layers)
+    num_calls = _num_calls(len(x_TD))
+
+    def run() -> None:
+        for layer in itertools.islice(turns, num_calls):
+            layer.run(x_TD)
+
+    return run
+
+
+def _random(*size: int) -> Tensor:
+    return torch.randn(*size).mul_(size[-1] ** -0.5).bfloat16()

@@ -1,0 +1,52 @@
+// A linear layer's weights, as a problem that has no rows yet (linear.cpp).
+
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include "common/entry.h"
+#include "linear/dots.h"
+#include "linear/panels.h"
+
+namespace {
+
+// Calls `run` with the way to multiply such weights that has this name in baton/modeling/kernels/products.py.
+template <class Run>
+void with_way(bool is_int8, std::string_view product, Run run) {
+#ifdef __AMX_BF16__
+  if (product == "tiles") return is_int8 ? run(InTiles<Int8>()) : run(InTiles<Bf16>());
+#endif
+  if (product == "dot") return is_int8 ? run(InPairs<Int8>()) : run(InPairs<Bf16>());
+  check(product == "widened", "this kernel does not multiply as ", product);
+  is_int8 ? run(Widened<Int8>()) : run(Widened<Bf16>());
+}
+
+// Weights as entry points take them. P panels, K inputs, N outputs.
+struct Weights {
+  const void* panels;  // [P][J][32] of bf16 or int8, J as `depth` of the way to multiply says
+  int64_t P, K, N;
+  const float* scales;  // [P][32] of int8, or null
+  const float* bias;    // [P][32], or null
+  const void* gain;     // [K] of the norm, bf16, or null
+  double eps;
+  bool gated, is_int8;
+};
+
+// Returns the problem without rows. What the weights point to must outlive it.
+inline LinearProblem of_weights(const Weights& weights, std::string_view product) {
+  LinearProblem p{};
+  p.panels = static_cast<const uint8_t*>(weights.panels);
+  p.scales = weights.scales, p.bias = weights.bias;
+  p.gain = static_cast<const uint16_t*>(weights.gain);
+  p.N = weights.N, p.K = weights.K, p.P = weights.P;
+  p.eps = float(weights.eps);
+  p.gated = weights.gated;
+  with_way(weights.is_int8, product, [&](auto way) {
+    p.depth = way.depth(p.K);
+    p.panel_bytes = p.depth * way.kInputBytes;
+  });
+  return p;
+}
+
+}  // namespace

@@ -1,0 +1,165 @@
+"""Decode attention by Triton: a ragged batch of sequences with few new tokens each, over KV in pages, in one or two
+launches.
+
+Every new token attends to the keys of its sequence up to its own. The first launch divides each sequence's keys into
+splits of equal length. The second merges the results if there may be several splits. The number of splits depends only
+on the bound on keys, so that the same launches serve a CUDA graph regardless of the sequences' lengths.
+
+B sequences, T tokens, N heads, G kv heads, H head dim, P pages, S tokens of a page, at most K selected keys, X splits.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from baton.modeling.kernels.triton.launch import check, on, require_triton, widens
+from baton.modeling.kernels.triton.rows import StepRows
+from baton.modeling.kernels.triton.tiles import DecodeTiles, decode_tiles, padded
+
+if TYPE_CHECKING:
+    from baton.modeling.kernels.triton.decode_kernels import DecodeShape
+
+
+@dataclass(frozen=True)
+class SeenKeys:
+    """Keys that a sequence attends to, among those up to each new token's own. Keys are numbered from the sequence's
+    first. Tensors are int32, contiguous, on the device of `StepRows`. Their contents are not checked on the host."""
+
+    window: int | None = None
+    """Number of latest keys that a new token attends to, including its own. None: all."""
+    picks: tuple[Tensor, Tensor] | None = None
+    """Selected keys: `keys_BGK` and `num_BG`, each kv head's own list of keys and its length. Only these are read.
+    Entries that are not keys of the sequence are ignored. None: all keys."""
+    unseen_B2: Tensor | None = None
+    """Range of keys that a sequence leaves out, from the first number to before the second. None: none."""
+
+    @property
+    def lists_all(self) -> bool:
+        """Return whether sequences attend to all of their keys, in order."""
+        return self.window is None and self.picks is None and self.unseen_B2 is None
+
+    def check(self, num_rows: int, num_kv_heads: int, device: torch.device) -> None:
+        """Raise RuntimeError unless shapes and dtypes fit `num_rows` sequences and `num_kv_heads` kv heads on that
+        device."""
+        check(self.window is None or self.window > 0, f"window = {self.window}: use 1 or more, or None")
+        tensors = [] if self.picks is None else list(self.picks)
+        if self.picks is not None:
+            shapes = [tuple(each.shape) for each in tensors]
+            fits = len(shapes[0]) == 3 and shapes[0][:2] == shapes[1] == (num_rows, num_kv_heads) and shapes[0][2] > 0
+            check(fits, f"picks must be [{num_rows}, {num_kv_heads}, K], their numbers too: not {shapes}")
+        if self.unseen_B2 is not None:
+            tensors.append(self.unseen_B2)
+            check(self.unseen_B2.shape == (num_rows, 2), f"keys that rows leave out must be [{num_rows}, 2]")
+        for each in tensors:
+            check(each.dtype == torch.int32 and each.is_contiguous(), "picks and unseen must be int32, contiguous")
+            check(each.device == device, "picks and unseen must be on the device of the rows")
+
+
+ALL_KEYS = SeenKeys()
+"""Every new token attends to all keys up to its own."""
+
+
+def most_listed(rows: StepRows, seen: SeenKeys = ALL_KEYS) -> int:
+    """Return the most keys that a kv head of a sequence may attend to: a bound that the host knows."""
+    if seen.picks is not None:
+        return seen.picks[0].shape[2]
+    if seen.window is not None:
+        return min(rows.most_keys, seen.window + rows.most_queries - 1)
+    return rows.most_keys
+
+
+def decode_attention(
+    q_TNH: Tensor,
+    pages_PS2GH: Tensor,
+    rows: StepRows,
+    seen: SeenKeys = ALL_KEYS,
+    *,
+    with_lse: bool = False,
+    tiles: DecodeTiles | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the attention `[T, N, H]` of the sequences' new tokens, in their dtype, and `with_lse` the log-sum-exps of
+    their scores `[T, N]` in fp32, natural. Does not wait for the device.
+
+    Scores are scaled by 1 / sqrt(H). Softmax and sums are fp32. A token that attends to no key gets zeros, and a
+    log-sum-exp below -1e29, which is finite so that results can be merged. A token of no sequence gets no result: its
+    memory is not written. `tiles`: other block sizes than those of `baton.modeling.kernels.triton.tiles`, for tests and
+    measurements. Raises RuntimeError for tensors that do not fit together, and ConfigError if Triton is not installed.
+    """
+    require_triton()
+    from baton.modeling.kernels.triton import decode_kernels as kernels
+
+    _check(q_TNH, pages_PS2GH, rows, seen)
+    num_tokens, num_heads, head_dim = q_TNH.shape
+    o_TNH = q_TNH.new_empty(q_TNH.shape)
+    lse_TN = q_TNH.new_empty((num_tokens, num_heads), dtype=torch.float32) if with_lse else None
+    if not num_tokens or not rows.num_rows:
+        return o_TNH, lse_TN
+    num_pairs = rows.most_queries * num_heads // pages_PS2GH.shape[3]
+    most_keys = most_listed(rows, seen)
+    tiles = tiles or decode_tiles(head_dim, q_TNH.dtype, num_pairs, most_keys)
+    check(tiles.num_splits * tiles.split_keys >= most_keys, f"splits must cover {most_keys} keys")
+    part_o_TNXH = q_TNH.new_empty((num_tokens, num_heads, tiles.num_splits, head_dim), dtype=torch.float32)
+    part_lse_TNX = part_o_TNXH.new_empty(part_o_TNXH.shape[:3])
+    q = kernels.Strided(q_TNH, q_TNH.stride(0), q_TNH.stride(1))
+    pages = kernels.Pages(pages_PS2GH, pages_PS2GH.stride(0))
+    picks_BGK, num_picks_BG = seen.picks or (None, None)
+    where = kernels.Rows(
+        table=rows.table_BC,
+        table_stride=rows.table_BC.stride(0),
+        lengths=rows.lengths_B,
+        starts=rows.starts_E,
+        picks=picks_BGK,
+        num_picks=num_picks_BG,
+        most_picks=0 if picks_BGK is None else picks_BGK.shape[2],
+        unseen=seen.unseen_B2,
+    )
+    results = kernels.Results(o_TNH, lse_TN, part_o_TNXH, part_lse_TNX)
+    shape = _shape(q_TNH, pages_PS2GH, rows, seen, tiles=tiles, has_lse=with_lse)
+    with on(q_TNH.device, kernels.attend_split):
+        grid: tuple[int, ...] = (rows.num_rows * shape.num_tiles, shape.num_kv_heads, tiles.num_splits)
+        options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+        kernels.attend_split[grid](q, pages, where, results, shape, **options)
+        if shape.is_split:
+            grid = (rows.num_rows * rows.most_queries, num_heads)
+            kernels.merge_splits[grid](where, results, tiles.num_splits, shape, num_warps=1)
+    return o_TNH, lse_TN
+
+
+def _shape(
+    q_TNH: Tensor, pages_PS2GH: Tensor, rows: StepRows, seen: SeenKeys, *, tiles: DecodeTiles, has_lse: bool
+) -> "DecodeShape":
+    from baton.modeling.kernels.triton import decode_kernels as kernels
+
+    page_tokens, _, num_kv_heads, head_dim = pages_PS2GH.shape[1:]
+    group = q_TNH.shape[1] // num_kv_heads
+    return kernels.DecodeShape(
+        num_kv_heads=num_kv_heads,
+        group=group,
+        head_dim=head_dim,
+        head_pad=padded(head_dim),
+        page_tokens=page_tokens,
+        window=seen.window or 0,
+        has_picks=seen.picks is not None,
+        has_unseen=seen.unseen_B2 is not None,
+        has_lse=has_lse,
+        most_queries=rows.most_queries,
+        num_tiles=-(-rows.most_queries * group // tiles.rows),
+        tile_rows=tiles.rows,
+        tile_keys=tiles.keys,
+        split_keys=tiles.split_keys,
+        is_split=tiles.num_splits > 1,
+        in_one_page=seen.lists_all and page_tokens % tiles.keys == 0,
+        scale=math.log2(math.e) / math.sqrt(head_dim),
+        widen=widens(kernels.attend_split, q_TNH.dtype),
+    )
+
+
+def _check(q_TNH: Tensor, pages_PS2GH: Tensor, rows: StepRows, seen: SeenKeys) -> None:
+    rows.check_pages(pages_PS2GH)
+    rows.check_tokens(q_TNH, pages_PS2GH)
+    num_heads, num_kv_heads = q_TNH.shape[1], pages_PS2GH.shape[3]
+    check(num_heads > 0 and num_heads % num_kv_heads == 0, f"{num_heads} heads do not share {num_kv_heads} kv heads")
+    seen.check(rows.num_rows, num_kv_heads, q_TNH.device)

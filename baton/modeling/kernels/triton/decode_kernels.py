@@ -1,0 +1,239 @@
+"""Kernels of decode attention: programs that attend to a part of a sequence's keys, and the merging of parts. Imports
+Triton.
+
+A program serves one kv head of one sequence: its M pairs of a query and one of the R heads that share the kv head, with
+one reading of keys. It attends to a *list* of keys: those from the first that some query attends to, without the keys
+that the sequence leaves out, or the keys that the kv head selects. Each split takes `split_keys` entries of the list.
+Keys that are not listed are not read.
+
+B sequences (rows), T tokens, N heads, G kv heads, R = N / G, H head dim (padded), M pairs, S keys of a tile, X splits,
+K selected keys.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from baton.modeling.kernels.triton.softmax import LN_2, begun, ended, product, weighed
+
+MERGED = tl.constexpr(8)
+"""Number of splits that are merged at a time."""
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """Compile-time parameters of the kernels. Each combination of values is compiled separately."""
+
+    num_kv_heads: int
+    group: int
+    """Number of heads that share a kv head."""
+    head_dim: int
+    head_pad: int
+    page_tokens: int
+    window: int
+    """Number of latest keys that a query attends to, including its own. 0: all."""
+    has_picks: bool
+    has_unseen: bool
+    has_lse: bool
+    most_queries: int
+    num_tiles: int
+    """Programs that share the pairs of a sequence and kv head."""
+    tile_rows: int
+    tile_keys: int
+    split_keys: int
+    is_split: bool
+    """True if there may be several splits, which are then merged."""
+    in_one_page: bool
+    """True if the keys of each tile are adjacent in one page."""
+    scale: float
+    """Factor of scores: 1 / sqrt(head dim), times log2(e)."""
+    widen: bool
+    """True if operands of products are widened to fp32, which the interpreter needs for bf16."""
+
+
+class Strided(NamedTuple):
+    """Heads of tokens in memory: an address, and elements from one token or head to the next."""
+
+    data: Any
+    token_stride: int
+    head_stride: int
+
+
+class Pages(NamedTuple):
+    """Pages of keys and values in memory, and elements from one page to the next."""
+
+    data: Any
+    page_stride: int
+
+
+class Rows(NamedTuple):
+    """Addresses of the tensors of `StepRows`, of lists of selected keys, and of ranges of keys that are left out."""
+
+    table: Any
+    table_stride: int
+    lengths: Any
+    starts: Any
+    picks: Any
+    num_picks: Any
+    most_picks: int
+    unseen: Any
+
+
+class Results(NamedTuple):
+    """Addresses of the results `[T, N, H]` and log-sum-exps `[T, N]`, and of those of the splits, `[T, N, X, H]` and
+    `[T, N, X]`."""
+
+    o: Any
+    lse: Any
+    part_o: Any
+    part_lse: Any
+
+
+@triton.jit
+def listed(rows: Rows, row: tl.tensor, kv_head: tl.tensor, shape: tl.constexpr) -> tl.tuple:
+    """Return the length of a sequence's list of keys, the number of its keys, the first listed key, the first key left
+    out, and the number of keys left out."""
+    length = tl.load(rows.lengths + row)
+    first = 0
+    if shape.window > 0:
+        num_queries = tl.load(rows.starts + row + 1) - tl.load(rows.starts + row)
+        first = tl.maximum(length - num_queries - shape.window + 1, 0)
+    gap = length
+    num_left_out = 0
+    if shape.has_unseen:
+        gap = tl.minimum(tl.maximum(tl.load(rows.unseen + row * 2), first), length)
+        num_left_out = tl.minimum(tl.maximum(tl.load(rows.unseen + row * 2 + 1), gap), length) - gap
+    num = length - first - num_left_out
+    if shape.has_picks:
+        num = tl.minimum(tl.load(rows.num_picks + row * shape.num_kv_heads + kv_head), rows.most_picks)
+    return num, length, first, gap, num_left_out
+
+
+@triton.jit
+def numbered(rows: Rows, entry_S: tl.tensor, is_entry_S: tl.tensor, span: tl.tuple, shape: tl.constexpr) -> tl.tuple:
+    """Return the numbers of the keys at entries of a list, and whether they are keys. For selected keys, `entry_S` are
+    indices into the memory of all lists."""
+    length, first, gap, num_left_out = span
+    if shape.has_picks:
+        key_S = tl.load(rows.picks + entry_S, mask=is_entry_S, other=-1)
+        is_key_S = (key_S >= first) & (key_S < length) & ((key_S < gap) | (key_S >= gap + num_left_out))
+    else:
+        key_S = (first + entry_S).to(tl.int32)
+        key_S += tl.where(key_S >= gap, num_left_out, 0)
+        is_key_S = is_entry_S
+    return key_S, is_key_S
+
+
+@triton.jit
+def placed(pages: Pages, table: tl.tensor, key_S: tl.tensor, is_key_S: tl.tensor, shape: tl.constexpr) -> tl.tensor:
+    """Return the index at which the first head of each key begins in the memory of pages. `table` is the block table of
+    the keys' sequence."""
+    page_S = tl.load(table + key_S // shape.page_tokens, mask=is_key_S, other=0).to(tl.int64)
+    token_S = key_S % shape.page_tokens
+    return page_S * pages.page_stride + token_S * (2 * shape.num_kv_heads * shape.head_dim)
+
+
+@triton.jit
+def placed_tile(pages: Pages, table: tl.tensor, place: tl.tensor, shape: tl.constexpr) -> tl.tensor:
+    """Return the same as `placed`, for a tile of keys within one page, from key number `place` on. Reads the page's
+    number once, whereas `placed` reads it for each key."""
+    page = tl.load(table + place // shape.page_tokens).to(tl.int64)
+    token_S = place % shape.page_tokens + tl.arange(0, shape.tile_keys)
+    return page * pages.page_stride + token_S * (2 * shape.num_kv_heads * shape.head_dim)
+
+
+@triton.jit
+def attend_split(q: Strided, pages: Pages, rows: Rows, results: Results, shape: tl.constexpr) -> None:
+    """Attend to one split of the list of keys of a sequence and kv head. Grid: (B * tiles, G, X)."""
+    row = tl.program_id(0) // shape.num_tiles
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    start = tl.load(rows.starts + row)
+    num_queries = tl.load(rows.starts + row + 1) - start
+    num, length, first, gap, num_left_out = listed(rows, row, kv_head, shape)
+    begin = split * shape.split_keys
+    first_index = (tl.program_id(0) % shape.num_tiles) * shape.tile_rows
+    if (first_index >= num_queries * shape.group) | ((split > 0) & (begin >= num)):
+        return
+
+    index_M = first_index + tl.arange(0, shape.tile_rows)
+    is_pair_M = index_M < num_queries * shape.group
+    token_M = (start + index_M // shape.group).to(tl.int64)
+    head_M = kv_head * shape.group + index_M % shape.group
+    position_M = length - num_queries + index_M // shape.group
+    dim_H = tl.arange(0, shape.head_pad)
+    is_dim_H = dim_H < shape.head_dim
+    is_o_MH = is_pair_M[:, None] & is_dim_H[None, :]
+    at_M = token_M * q.token_stride + head_M * q.head_stride
+    q_MH = tl.load(q.data + at_M[:, None] + dim_H[None, :], mask=is_o_MH, other=0.0)
+
+    largest_M, total_M, sum_MH = begun(shape.tile_rows, shape.head_pad)
+    end = tl.minimum(num, begin + shape.split_keys)
+    list_at = (row * shape.num_kv_heads + kv_head).to(tl.int64) * rows.most_picks
+    for place in range(begin, end, shape.tile_keys):
+        place_S = place + tl.arange(0, shape.tile_keys)
+        table = rows.table + row * rows.table_stride
+        if shape.in_one_page:
+            key_S, is_key_S = place_S, place_S < end
+            at_S = placed_tile(pages, table, place, shape) + kv_head * shape.head_dim
+        else:
+            span = (length, first, gap, num_left_out)
+            key_S, is_key_S = numbered(rows, list_at + place_S, place_S < end, span, shape)
+            at_S = placed(pages, table, key_S, is_key_S, shape) + kv_head * shape.head_dim
+        is_here_SH = is_key_S[:, None] & is_dim_H[None, :]
+        k_SH = tl.load(pages.data + at_S[:, None] + dim_H[None, :], mask=is_here_SH, other=0.0)
+        sees_MS = is_key_S[None, :] & (key_S[None, :] <= position_M[:, None])
+        if shape.window > 0:
+            sees_MS = sees_MS & (key_S[None, :] > position_M[:, None] - shape.window)
+        score_MS = product(q_MH, tl.trans(k_SH), shape.widen) * shape.scale
+        score_MS = tl.where(sees_MS, score_MS, float("-inf"))
+        weight_MS, shrink_M, largest_M, total_M = weighed(score_MS, largest_M, total_M)
+        at_S += shape.num_kv_heads * shape.head_dim
+        v_SH = tl.load(pages.data + at_S[:, None] + dim_H[None, :], mask=is_here_SH, other=0.0)
+        sum_MH = sum_MH * shrink_M[:, None] + product(weight_MS.to(v_SH.dtype), v_SH, shape.widen)
+
+    o_MH, lse_M = ended(largest_M, total_M, sum_MH)
+    pair_M = token_M * (shape.num_kv_heads * shape.group) + head_M
+    if shape.is_split:
+        pair_M = pair_M * tl.num_programs(2) + split
+        tl.store(results.part_o + pair_M[:, None] * shape.head_dim + dim_H[None, :], o_MH, mask=is_o_MH)
+        tl.store(results.part_lse + pair_M, lse_M, mask=is_pair_M)
+    else:
+        o_MH = o_MH.to(results.o.dtype.element_ty)
+        tl.store(results.o + pair_M[:, None] * shape.head_dim + dim_H[None, :], o_MH, mask=is_o_MH)
+        if shape.has_lse:
+            tl.store(results.lse + pair_M, lse_M * LN_2, mask=is_pair_M)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def merge_splits(rows: Rows, results: Results, num_splits: int, shape: tl.constexpr) -> None:
+    """Merge the results of the splits of a query and head. Grid: (B * most_queries, N)."""
+    row = tl.program_id(0) // shape.most_queries
+    query = tl.program_id(0) % shape.most_queries
+    head = tl.program_id(1)
+    start = tl.load(rows.starts + row)
+    if query >= tl.load(rows.starts + row + 1) - start:
+        return
+    num, _length, _first, _gap, _num_left_out = listed(rows, row, head // shape.group, shape)
+    num_parts = tl.maximum((num + shape.split_keys - 1) // shape.split_keys, 1)
+    pair = (start + query).to(tl.int64) * (shape.num_kv_heads * shape.group) + head
+    dim_H = tl.arange(0, shape.head_pad)
+    is_dim_H = dim_H < shape.head_dim
+    largest_1, total_1, sum_1H = begun(1, shape.head_pad)
+    for part in range(0, num_parts, MERGED):
+        part_X = part + tl.arange(0, MERGED)
+        is_part_X = part_X < num_parts
+        pair_X = pair * num_splits + part_X
+        score_X = tl.load(results.part_lse + pair_X, mask=is_part_X, other=float("-inf"))
+        weight_1X, shrink_1, largest_1, total_1 = weighed(score_X[None, :], largest_1, total_1)
+        at_XH = pair_X[:, None] * shape.head_dim + dim_H[None, :]
+        o_XH = tl.load(results.part_o + at_XH, mask=is_part_X[:, None] & is_dim_H[None, :], other=0.0)
+        sum_1H = sum_1H * shrink_1[:, None] + tl.sum(weight_1X[:, :, None] * o_XH[None, :, :], 1)
+    o_1H, lse_1 = ended(largest_1, total_1, sum_1H)
+    one_1 = tl.arange(0, 1)
+    o_1H = o_1H.to(results.o.dtype.element_ty)
+    tl.store(results.o + (pair * shape.head_dim + one_1)[:, None] + dim_H[None, :], o_1H, mask=is_dim_H[None, :])
+    if shape.has_lse:
+        tl.store(results.lse + pair + one_1, lse_1 * LN_2)

@@ -1,0 +1,80 @@
+"""Norms, gates and rotations by Triton: each is one pass over its tokens, whereas torch launches several kernels.
+
+In a decode step with few tokens, a launch costs more than its work. In a long prompt, every pass over the tokens
+matters. Results equal those of torch's operations, but are rounded only once.
+
+T tokens, D channels, I gated channels, N heads, H head dim.
+"""
+
+from torch import Tensor
+
+from baton.modeling.kernels.triton.heads import Heads
+from baton.modeling.kernels.triton.launch import DTYPES, check, on, require_triton
+from baton.modeling.kernels.triton.tiles import power_of_two
+
+MOST_CHANNELS = 1 << 14
+"""Most channels of a norm. A program holds all channels of a token."""
+_GATE_TILE = 1024
+_TURN_ELEMENTS = 1024
+"""Most elements of half heads that a program rotates at once."""
+
+
+def rms_norm(x_TD: Tensor, gain_D: Tensor, eps: float) -> Tensor:
+    """Return root mean square norms over the last dimension, `[..., D]`, in the dtype of `x_TD`. Does not wait for the
+    device. Raises RuntimeError for tensors that do not fit together, and ConfigError if Triton is not installed."""
+    require_triton()
+    from baton.modeling.kernels.triton import pointwise_kernels as kernels
+
+    width = x_TD.shape[-1]
+    check(x_TD.is_contiguous() and x_TD.dtype in DTYPES, f"channels must be contiguous, in one of {DTYPES}")
+    check(gain_D.shape == (width,) and gain_D.is_contiguous(), f"the gain must be [{width}], contiguous")
+    check(0 < width <= MOST_CHANNELS, f"{width} channels: a norm takes 1 to {MOST_CHANNELS}")
+    o_TD = x_TD.new_empty(x_TD.shape)
+    if x_TD.numel():
+        width_pad = power_of_two(width)
+        num_warps = min(max(width_pad // 512, 1), 8)
+        with on(x_TD.device, kernels.norm_token):
+            grid = (x_TD.numel() // width,)
+            kernels.norm_token[grid](x_TD, gain_D, o_TD, kernels.NormShape(width, width_pad, eps), num_warps=num_warps)
+    return o_TD
+
+
+def gate(x_TI: Tensor) -> Tensor:
+    """Return silu of the first half of the channels times the second half, `[T, I]` of `[T, 2 I]` (SwiGLU; Shazeer,
+    2020). Does not wait for the device. Raises the same errors as `rms_norm`."""
+    require_triton()
+    from baton.modeling.kernels.triton import pointwise_kernels as kernels
+
+    check(x_TI.dim() == 2 and x_TI.shape[1] % 2 == 0, f"gates and ups must be [T, 2 I], not {list(x_TI.shape)}")
+    check(x_TI.is_contiguous() and x_TI.dtype in DTYPES, f"gates and ups must be contiguous, in one of {DTYPES}")
+    num_tokens, width = len(x_TI), x_TI.shape[1] // 2
+    o_TI = x_TI.new_empty((num_tokens, width))
+    if o_TI.numel():
+        with on(x_TI.device, kernels.gate_tile):
+            grid = (num_tokens, -(-width // _GATE_TILE))
+            kernels.gate_tile[grid](x_TI, o_TI, width, _GATE_TILE)
+    return o_TI
+
+
+def turn_heads(x_TNH: Tensor, cos_T1H: Tensor, sin_T1H: Tensor) -> None:
+    """Rotate the heads of all tokens in place, half-split: dimension i pairs with i + H / 2. `sin_T1H` is negative in
+    the first half. Only each head must be contiguous. Does not wait for the device. Raises the same errors as
+    `rms_norm`."""
+    require_triton()
+    from baton.modeling.kernels.triton import pointwise_kernels as kernels
+
+    num_tokens, num_heads, head_dim = x_TNH.shape
+    check(x_TNH.stride(2) == 1 and x_TNH.dtype in DTYPES, f"each head must be contiguous, in one of {DTYPES}")
+    check(head_dim % 2 == 0, f"head dim {head_dim} has no halves")
+    for each in (cos_T1H, sin_T1H):
+        fits = each.shape == (num_tokens, 1, head_dim) and each.is_contiguous()
+        check(fits, f"factors must be [{num_tokens}, 1, {head_dim}], contiguous")
+    if not x_TNH.numel():
+        return
+    half_pad = power_of_two(head_dim // 2)
+    tile_heads = min(power_of_two(num_heads), max(_TURN_ELEMENTS // half_pad, 1))
+    shape = kernels.TurnShape(num_heads, tile_heads, head_dim // 2, half_pad)
+    x = Heads(x_TNH, x_TNH.stride(0), x_TNH.stride(1))
+    with on(x_TNH.device, kernels.turn_heads):
+        grid = (num_tokens, -(-num_heads // tile_heads))
+        kernels.turn_heads[grid](x, cos_T1H, sin_T1H, shape, num_warps=4)

@@ -1,0 +1,136 @@
+"""Kernel of prefill attention: a program computes the attention of a block of one head's queries to a segment of keys.
+Imports Triton.
+
+T queries, N heads, R heads that share a kv head, H head dim (padded), M queries of a program, S keys of a tile.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from baton.modeling.kernels.triton.heads import Heads
+from baton.modeling.kernels.triton.softmax import LN_2, begun, ended, product, weighed
+
+
+@dataclass(frozen=True)
+class PrefillShape:
+    """Compile-time parameters of the kernel. Each combination of values is compiled separately."""
+
+    group: int
+    """Number of heads that share a kv head."""
+    head_dim: int
+    head_pad: int
+    is_causal: bool
+    window: int
+    """Number of latest keys, up to its own position, that a query attends to. 0: all."""
+    has_mask: bool
+    tile_rows: int
+    tile_keys: int
+    scale: float
+    """Factor of scores: 1 / sqrt(head dim), times log2(e)."""
+    widen: bool
+    """True if operands of products are widened to fp32, which the interpreter needs for bf16."""
+
+
+class Segment(NamedTuple):
+    """Queries, keys and values, and addresses of the results `[T, N, H]`, log-sum-exps `[T, N]` and mask `[T, S]`."""
+
+    q: Heads
+    k: Heads
+    v: Heads
+    o: Any
+    lse: Any
+    mask: Any
+    mask_stride: int
+
+
+class Block(NamedTuple):
+    """Block of one head's queries, and the keys that it attends to."""
+
+    segment: Segment
+    q_MH: Any
+    kv_head: Any
+    query_M: Any
+    """Numbers of the queries."""
+    is_query_M: Any
+    """True for queries that exist, False for padding of the block."""
+    own_M: Any
+    """Numbers of the queries' own keys in the segment."""
+    end: Any
+    """End of the keys that some query attends to, exclusive."""
+
+
+@triton.jit
+def loaded(heads: Heads, head: tl.tensor, token_X: tl.tensor, is_token_X: tl.tensor, shape: tl.constexpr) -> tl.tensor:
+    """Load one head of some tokens, `[X, H]`, with zeros for padding."""
+    dim_H = tl.arange(0, shape.head_pad)
+    at_X = token_X.to(tl.int64) * heads.token_stride + head * heads.head_stride
+    is_here_XH = is_token_X[:, None] & (dim_H < shape.head_dim)[None, :]
+    return tl.load(heads.data + at_X[:, None] + dim_H[None, :], mask=is_here_XH, other=0.0)
+
+
+@triton.jit
+def attended(block: Block, first: tl.tensor, state: tl.tuple, is_masked: tl.constexpr, shape: tl.constexpr) -> tl.tuple:
+    """Attend to the tile of keys from number `first` on. Takes and returns the state: largest scores, totals and sums.
+    Without `is_masked` all queries attend to all keys of the tile."""
+    segment, q_MH, kv_head, query_M, is_query_M, own_M, end = block
+    largest_M, total_M, sum_MH = state
+    key_S = first + tl.arange(0, shape.tile_keys)
+    is_key_S = key_S < end
+    k_SH = loaded(segment.k, kv_head, key_S, is_key_S, shape)
+    score_MS = product(q_MH, tl.trans(k_SH), shape.widen) * shape.scale
+    if is_masked:
+        sees_MS = is_key_S[None, :] & is_query_M[:, None]
+        if shape.is_causal:
+            sees_MS = sees_MS & (key_S[None, :] <= own_M[:, None])
+        if shape.window > 0:
+            sees_MS = sees_MS & (key_S[None, :] > own_M[:, None] - shape.window)
+        if shape.has_mask:
+            mask_MS = segment.mask + query_M.to(tl.int64)[:, None] * segment.mask_stride + key_S[None, :]
+            sees_MS = sees_MS & (tl.load(mask_MS, mask=sees_MS, other=0) != 0)
+        score_MS = tl.where(sees_MS, score_MS, float("-inf"))
+    weight_MS, shrink_M, largest_M, total_M = weighed(score_MS, largest_M, total_M)
+    v_SH = loaded(segment.v, kv_head, key_S, is_key_S, shape)
+    sum_MH = sum_MH * shrink_M[:, None] + product(weight_MS.to(v_SH.dtype), v_SH, shape.widen)
+    return largest_M, total_M, sum_MH
+
+
+@triton.jit(do_not_specialize=["shift", "num_queries", "num_keys"])
+def attend_block(segment: Segment, shift: int, num_queries: int, num_keys: int, shape: tl.constexpr) -> None:
+    """Compute the attention of one block of one head's queries. Grid: (blocks of queries, N). Query t is at the
+    position of key number t + shift. New values of `num_queries` and `num_keys` do not compile the kernel again."""
+    number = tl.num_programs(0) - 1 - tl.program_id(0)  # blocks with the most keys first, those with the fewest last
+    head = tl.program_id(1)
+    query_M = number * shape.tile_rows + tl.arange(0, shape.tile_rows)
+    is_query_M = query_M < num_queries
+    begin = 0
+    end = num_keys
+    if shape.is_causal:
+        last = tl.minimum((number + 1) * shape.tile_rows, num_queries) - 1
+        end = tl.minimum(num_keys, last + shift + 1)
+    if shape.window > 0:
+        begin = tl.maximum(number * shape.tile_rows + shift - shape.window + 1, 0)
+    q_MH = loaded(segment.q, head, query_M, is_query_M, shape)
+    state = begun(shape.tile_rows, shape.head_pad)
+    block = Block(segment, q_MH, head // shape.group, query_M, is_query_M, query_M + shift, end)
+    seen_by_all = begin
+    if shape.window == 0 and not shape.has_mask:
+        seen_by_all = end
+        if shape.is_causal:
+            seen_by_all = tl.maximum(tl.minimum(end, number * shape.tile_rows + shift + 1), 0)
+        seen_by_all = seen_by_all // shape.tile_keys * shape.tile_keys
+    for first in range(begin, seen_by_all, shape.tile_keys):
+        state = attended(block, first, state, False, shape)
+    for first in range(seen_by_all, end, shape.tile_keys):
+        state = attended(block, first, state, True, shape)
+    largest_M, total_M, sum_MH = state
+
+    o_MH, lse_M = ended(largest_M, total_M, sum_MH)
+    dim_H = tl.arange(0, shape.head_pad)
+    pair_M = query_M.to(tl.int64) * tl.num_programs(1) + head
+    at_MH = pair_M[:, None] * shape.head_dim + dim_H[None, :]
+    is_o_MH = is_query_M[:, None] & (dim_H < shape.head_dim)[None, :]
+    tl.store(segment.o + at_MH, o_MH.to(segment.o.dtype.element_ty), mask=is_o_MH)
+    tl.store(segment.lse + pair_M, lse_M * LN_2, mask=is_query_M)

@@ -1,0 +1,105 @@
+"""The memory of an emulated device: regions of this process's memory that stand for the device's own.
+
+`baton.modeling.device.emulated` makes an arena for each device, and `baton.modeling.kv.memory` allocates sequences' KV
+in it. Bytes in an arena are counted, and their addresses distinguish them from host memory. So an access that bypasses
+the link is detected (`require_home`, `Arena.require`).
+"""
+
+import threading
+from bisect import bisect_right, insort
+from collections import deque
+
+_lock = threading.Lock()
+_regions: list[tuple[int, int]] = []
+"""Start and end of all regions of all arenas in this process, in ascending order. Regions do not overlap."""
+_gone: "deque[tuple[Arena, tuple[int, int]]]" = deque()
+"""Regions that were removed from their arenas, and are still in the lists."""
+
+
+class WrongMemoryError(AssertionError):
+    """Memory of a device was accessed as host memory, or the reverse. This is a bug in the program."""
+
+
+class Arena:
+    """The memory of one emulated device. Thread-safe."""
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        """`limit_bytes`: most bytes that may be in use at a time. None: no limit."""
+        self.limit_bytes = limit_bytes
+        self.peak_bytes = 0
+        """Most bytes that were in use at a time."""
+        self._num_bytes = 0
+        self._given: deque[int] = deque()
+        """Sizes that are free again but still counted in `_num_bytes`."""
+        self._own: list[tuple[int, int]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes in use now."""
+        with _lock:
+            self._forget_given()
+            return self._num_bytes
+
+    def add_region(self, start: int, num_bytes: int) -> None:
+        """Count these addresses as the device's until `remove_region`. None of these bytes is in use yet."""
+        with _lock:
+            _forget_gone()
+            insort(_regions, (start, start + num_bytes))
+            insort(self._own, (start, start + num_bytes))
+
+    def remove_region(self, start: int, num_bytes: int) -> None:
+        """Count these addresses as host memory again. Takes no lock, because Python's garbage collector may call it on
+        any thread and at any statement."""
+        _gone.append((self, (start, start + num_bytes)))
+
+    def take(self, num_bytes: int) -> None:
+        """Count bytes as in use. Raises MemoryError, and counts nothing, if that would exceed the limit."""
+        with _lock:
+            self._forget_given()
+            if self.limit_bytes is not None and self._num_bytes + num_bytes > self.limit_bytes:
+                raise MemoryError(
+                    f"{num_bytes} bytes in addition to {self._num_bytes} exceed the device's {self.limit_bytes}"
+                )
+            self._num_bytes += num_bytes
+            self.peak_bytes = max(self.peak_bytes, self._num_bytes)
+
+    def give(self, num_bytes: int) -> None:
+        """Count bytes as free again. Takes no lock, for the same reason as `remove_region`."""
+        self._given.append(num_bytes)
+
+    def require(self, address: int, num_bytes: int) -> None:
+        """Raise WrongMemoryError unless all of these bytes are the device's."""
+        with _lock:
+            _forget_gone()
+            is_there = _holds(self._own, address, num_bytes)
+        if num_bytes and not is_there:
+            raise WrongMemoryError(f"{num_bytes} bytes at {address:#x} are host memory: fetch them over the link first")
+
+    def _forget_given(self) -> None:
+        """Subtract the bytes that are free again. The caller holds the lock."""
+        while self._given:
+            self._num_bytes -= self._given.popleft()
+
+
+def require_home(address: int) -> None:
+    """Raise WrongMemoryError if the address is in the memory of an emulated device."""
+    if not _regions:
+        return
+    with _lock:
+        _forget_gone()
+        is_there = _holds(_regions, address, 1)
+    if is_there:
+        raise WrongMemoryError(f"{address:#x} is memory of an emulated device: copy it over the link first")
+
+
+def _forget_gone() -> None:
+    """Delete removed regions from the lists. The caller holds the lock."""
+    while _gone:
+        arena, region = _gone.popleft()
+        _regions.remove(region)
+        arena._own.remove(region)
+
+
+def _holds(regions: list[tuple[int, int]], address: int, num_bytes: int) -> bool:
+    at = bisect_right(regions, address, key=lambda region: region[0]) - 1
+    return at >= 0 and address + num_bytes <= regions[at][1]

@@ -1,0 +1,149 @@
+"""A store on a disk that may never answer, such as an unreachable file server or a failed disk.
+
+A call to such a disk cannot be interrupted, so no start, request or heartbeat may wait for it. Each call, including
+opening, runs on a daemon thread of its own. Its caller waits for at most ANSWER_S after the disk's last answer. After
+that, until the call returns, the tier counts as empty: no other call is made, and `fault` gives the reason.
+
+`baton.modeling.prefix_store.store` uses it as the tier below memory. Any thread.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from baton.errors import BatonError
+from baton.process.clock import Clock
+
+logger = logging.getLogger(__name__)
+
+ANSWER_S = 2.0
+"""Seconds without an answer after which a disk counts as hung. Computing a block takes less time in most cases."""
+
+FOLDER_S = 30.0
+"""Seconds without an answer while a whole folder is listed, copied or removed. No request waits for these calls."""
+
+Store = TypeVar("Store")
+Result = TypeVar("Result")
+Other = TypeVar("Other")
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call to the disk that has not returned."""
+
+    within_s: float
+    """Seconds that the call may take after each answer."""
+    due_s: float
+    """Time at which the disk counts as hung, unless it answers before."""
+    num_answers: int = 0
+
+
+class DiskTier(Generic[Store]):
+    """A store in a folder on disk, made by `open_store`. `limit_bytes` is its bound."""
+
+    def __init__(
+        self,
+        open_store: Callable[[], Store],
+        folder: Path,
+        limit_bytes: int,
+        *,
+        clock: Clock,
+        answer_s: float = ANSWER_S,
+    ) -> None:
+        """Open the store, and return after `answer_s` seconds if that takes longer. A store that cannot be opened
+        raises nothing: `fault` reports it."""
+        self.limit_bytes = limit_bytes
+        self._folder, self._clock, self._answer_s = folder, clock, answer_s
+        self._store: Store | None = None
+        self._error = ""
+        self._lock = threading.Lock()
+        """Guards `_calls` and their fields."""
+        self._calls: dict[threading.Thread, _Call] = {}
+        self._ask(partial(self._open, open_store), None, answer_s)
+
+    @property
+    def fault(self) -> str:
+        """Return the reason why the disk is not used now, in one line. Empty while it is used."""
+        with self._lock:
+            is_hung = any(self._clock.now_s() >= call.due_s for call in self._calls.values())
+        if is_hung:
+            return (
+                f"{self._folder} does not answer: check the disk; nothing is read from it or kept there until it does"
+            )
+        return self._error
+
+    def ask(self, work: Callable[[Store], Result], otherwise: Other, within_s: float | None = None) -> Result | Other:
+        """Return the result of `work(store)`, or `otherwise` when the store is not open or does not answer.
+
+        `otherwise` is returned at once if the disk is known to be unusable, else after `within_s` seconds (default:
+        `answer_s`) without an answer. `work` then continues in its thread, and its result is lost. Errors of `work`
+        are raised."""
+        store = self._store
+        if store is None or self.fault:
+            return otherwise
+        return self._ask(partial(work, store), otherwise, within_s or self._answer_s)
+
+    def begin(self, work: Callable[[Store], None]) -> None:
+        """Begin `work`, which must not raise, and do not wait for it. Does nothing when the store is not open or does
+        not answer."""
+        store = self._store
+        if store is not None and not self.fault:
+            self._begin(partial(work, store), self._answer_s)
+
+    def answered(self) -> None:
+        """Report that the disk has answered, which restarts the timeout of the call. To be called by `work`."""
+        with self._lock:
+            call = self._calls[threading.current_thread()]
+            call.num_answers += 1
+            call.due_s = self._clock.now_s() + call.within_s
+
+    def _open(self, open_store: Callable[[], Store]) -> None:
+        try:
+            self._store = open_store()
+        except (BatonError, OSError) as error:  # the tier in memory works without it
+            self._error = f"{error}; nothing is kept on disk until the worker starts again"
+            logger.warning("%s", self._error)
+
+    def _ask(self, work: Callable[[], Result], otherwise: Other, within_s: float) -> Result | Other:
+        call, running = self._begin(work, within_s)
+        num_seen = -1
+        while num_seen < call.num_answers:
+            num_seen = call.num_answers
+            if wait([running], within_s).done:
+                try:
+                    return running.result()
+                finally:
+                    del running  # its error's traceback refers to this frame
+        with self._lock:
+            call.due_s = self._clock.now_s()
+        logger.warning("prefix store: %s", self.fault or f"{self._folder} answers late")
+        return otherwise
+
+    def _begin(self, work: Callable[[], Result], within_s: float) -> "tuple[_Call, Future[Result]]":
+        call, running = _Call(within_s, self._clock.now_s() + within_s), Future[Result]()
+        thread = threading.Thread(target=self._run, args=(work, running), name="prefix-disk", daemon=True)
+        with self._lock:
+            self._calls[thread] = call
+        thread.start()
+        return call, running
+
+    def _run(self, work: Callable[[], Result], running: "Future[Result]") -> None:
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001 - it is raised to the caller that waits
+            self._end()
+            running.set_exception(error)
+        else:
+            self._end()
+            running.set_result(result)
+        finally:
+            del work, running  # an error's traceback refers to this frame
+
+    def _end(self) -> None:
+        with self._lock:
+            del self._calls[threading.current_thread()]

@@ -1,0 +1,370 @@
+"""Cached prefixes of a node: blocks of KV in files in memory, written once, and read in place by all workers.
+
+Prefill ranks and `generate_workers.prefixes` read and fill the store. A prefix is a list of blocks, each of which is
+one segment for attention. A file holds the KV of one block's tokens in all layers, in KvBuffer's layout, after a header
+of HEADER_BYTES (`block_files`). Callers name blocks: equal names must mean equal tokens, and equal tokens before them.
+
+Invariants, which hold even when processes die:
+
+    limit     Files take at most `limit_bytes` in total. Room is taken under the folder's lock, for whole blocks. If
+              room is lacking, the least recently used blocks are evicted.
+    readers   A reader holds a shared lock on the file while it is mapped, that is, until the last view is freed. Mapped
+              files are not evicted. A block that is gone, being removed, or of another layout raises StalePrefixError.
+    writers   A writer holds the exclusive lock on a file whose name no reader can request. Sealing renames the file to
+              its block's name, and it never changes again. The file of a killed writer has no lock, and the next `take`
+              removes it.
+
+A store may have another store below it, on disk, with a folder and a bound of its own. Blocks are copied there after
+they are sealed, when no request waits for the copy. They are not copied on eviction, when a request does wait. Readers
+get copies of blocks on disk. A disk that does not answer counts as empty (`disk_tier`).
+
+The kernel releases the locks of a process that dies, so no process keeps a list of readers. Files are mapped
+copy-on-write, so that readers share their pages and cannot change them. The files are the only state that is shared:
+any thread of any process of the node, of either role, may use the store.
+"""
+
+import contextlib
+import fcntl
+import logging
+import math
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from baton.errors import ConfigError, InvalidArgumentError, StalePrefixError
+from baton.modeling.kv.buffers import KvBuffer
+from baton.modeling.prefix_store.block_files import (
+    HEADER_BYTES,
+    NUM_KNOWN_BYTES,
+    UNSEALED,
+    BlockWriter,
+    free_bytes,
+    has_file,
+    header_of,
+    is_there,
+    kv_of,
+)
+from baton.modeling.prefix_store.disk_tier import FOLDER_S, DiskTier
+from baton.modeling.prefix_store.folder import MEMORY, boot_id
+from baton.modeling.prefix_store.holdings import COUNTED_S, Holdings
+from baton.modeling.prefix_store.shelf import LOCK, Shelf, files_in
+from baton.process.clock import Clock
+from baton.types import KvLayout, TokenRange
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_-]{0,127}")
+
+
+@dataclass(frozen=True)
+class Leading:
+    """Leading blocks of a prompt that are stored."""
+
+    blocks: tuple[KvBuffer, ...]
+    num_disk_bytes: int
+    """Bytes of KV that were read from the store below, on disk."""
+
+
+@dataclass(frozen=True)
+class Filled:
+    """Changes of a store after blocks were written, as names of blocks."""
+
+    stored: tuple[str, ...] = ()
+    """Blocks of the request that are stored now: the prompt's first ones, without a gap."""
+    evicted: tuple[str, ...] = ()
+    """Blocks that were evicted to make room for them."""
+
+
+@dataclass
+class BlockRoom:
+    """Room for blocks that are to be written. The caller that took it must seal or drop it."""
+
+    locked: Callable[[], AbstractContextManager[None]]
+    """Context manager that holds the folder's lock."""
+    writers: "list[BlockWriter]" = field(default_factory=list)
+    """One writer for each block that is to be written, in their order."""
+    present: list[str] = field(default_factory=list)
+    """Blocks that were stored already."""
+    evicted: list[str] = field(default_factory=list)
+    """Blocks that were evicted to make room."""
+
+    def allocate(self) -> None:
+        """Allocate the blocks' memory. The first block that cannot be allocated is given up, with all blocks after
+        it."""
+        for index, writer in enumerate(self.writers):
+            if not writer.allocate():
+                self.give_up(index)
+
+    def give_up(self, index: int) -> None:
+        """Drop the block of that index in `writers`, and all blocks after it."""
+        for writer in self.writers[index:]:
+            writer.drop()
+        del self.writers[index:]
+
+    def seal(self) -> None:
+        """Rename all blocks, which must be complete, to their names. A block of that name that is stored by now is kept
+        instead."""
+        with self.locked():
+            for writer in self.writers:
+                writer.seal()
+
+    def filled(self, names: Sequence[str]) -> Filled:
+        """Return the blocks of `names` that are stored now, and the blocks that were evicted. Call after `seal`."""
+        stored = {*self.present, *(writer.name for writer in self.writers)}
+        return Filled(tuple(name for name in names if name in stored), tuple(self.evicted))
+
+    def drop(self) -> None:
+        """Free room that was not sealed. Idempotent."""
+        for writer in self.writers:
+            writer.drop()
+
+
+class PrefixStore:
+    """Blocks of one layout in `folder`, of at most `limit_bytes` bytes in total, shared by all workers of a node. The
+    unix time of `clock` orders blocks by last use. Raises ConfigError when the folder does not exist."""
+
+    def __init__(
+        self,
+        folder: Path,
+        layout: KvLayout,
+        *,
+        limit_bytes: int,
+        clock: Clock,
+        below: "DiskTier[PrefixStore] | None" = None,
+    ) -> None:
+        """`below`: a store on disk, with a bound of its own, in which blocks are looked up that are not in `folder`."""
+        if not folder.is_dir():
+            raise ConfigError(f"prefix store: {folder} is not a folder: make one in /dev/shm")
+        self.limit_bytes = limit_bytes
+        self.layout = layout
+        self.below = below
+        self._folder = folder
+        self._in_memory = folder.is_relative_to(MEMORY)
+        self._clock = clock
+        stat = folder.stat()
+        self.identity = f"{boot_id()}:{stat.st_dev}:{stat.st_ino}"
+        """Id of the folder: equal for all processes that share it, different for every other or later folder."""
+        self._num_disk_bytes = 0
+        """Bytes of the store below at the last count."""
+        self._counted_s = -math.inf
+        """Time at which the last count of them was begun."""
+
+    def holdings(self) -> Holdings:
+        """Return the numbers of blocks and bytes that the store holds now: 0 if the folder is gone.
+
+        Files of killed writers count until a process takes room. While other processes write, a block and its successor
+        may both count. Does not wait for a disk: for the store below, it returns the last count, and begins another one
+        each COUNTED_S."""
+        sizes = [stat.st_size for _, stat in files_in(self._folder)]
+        held = Holdings(len(sizes), sum(sizes), self.limit_bytes)
+        if self.below is None:
+            return held
+        now_s = self._clock.now_s()
+        if now_s - self._counted_s >= COUNTED_S:
+            self._counted_s = now_s
+            self.below.begin(self._count)
+        limit_bytes, fault = self.below.limit_bytes, self.below.fault
+        return replace(held, num_disk_bytes=self._num_disk_bytes, limit_disk_bytes=limit_bytes, disk_fault=fault)
+
+    def names(self) -> list[str]:
+        """Return the names of all sealed blocks: those below first, then those here, each from the least recently used
+        one on."""
+        below = self.below.ask(self._files_below, []) if self.below is not None else []
+        return list(dict.fromkeys([*_sealed(below), *_sealed(files_in(self._folder))]))
+
+    def has(self, name: str) -> bool:
+        """Return whether the block is stored now, here or below."""
+        return has_file(self._path(name)) or (
+            self.below is not None and self.below.ask(lambda below: below.has(name), False)
+        )
+
+    def _files_below(self, below: "PrefixStore") -> list[tuple[str, os.stat_result]]:
+        assert self.below is not None
+        files = []
+        for file in files_in(below._folder):
+            self.below.answered()
+            files.append(file)
+        return files
+
+    def _count(self, below: "PrefixStore") -> None:
+        try:
+            self._num_disk_bytes = sum(stat.st_size for _, stat in self._files_below(below))
+        except OSError as error:
+            logger.warning("prefix store: the files on disk cannot be counted: %s", error)
+
+    def sink(self, names: Sequence[str], tokens: TokenRange, block_tokens: int) -> list[str]:
+        """Copy consecutive blocks of a prompt, which together hold `tokens`, to the store below, if one exists. Return
+        the names of blocks that were evicted for them.
+
+        Copies the blocks that are stored here and not below, as far as they fit, up to the first that is gone by now.
+        Blocks for as long as copying takes, so requests must not wait for it. Raises the errors of `take`, and OSError.
+        """
+        if self.below is None or not names:
+            return []
+        gone = self.below.ask(lambda below: self._sink(below, names, tokens, block_tokens), [], FOLDER_S)
+        return [name for name in gone if not has_file(self._path(name))]
+
+    def _sink(self, below: "PrefixStore", names: Sequence[str], tokens: TokenRange, block_tokens: int) -> list[str]:
+        """Copy blocks to the store below, and return the names of blocks that it has evicted."""
+        assert self.below is not None
+        room = below.take(names, tokens, block_tokens)
+        try:
+            for index, writer in enumerate(room.writers):
+                try:
+                    block = self._open_here(writer.name, writer.tokens, self._clock.unix_ns())
+                except StalePrefixError as stale:
+                    logger.debug("not all of %d blocks exist to be sunk: %s", len(names), stale)
+                    room.give_up(index)
+                    break
+                for layer in range(self.layout.num_layers):
+                    writer.write(layer, writer.tokens, block.export(layer, writer.tokens))
+                self.below.answered()
+            room.seal()
+        finally:
+            room.drop()
+        return [name for name in room.evicted if not below.has(name)]
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder's lock, so that no other process takes room. Hold it for a short time only."""
+        try:
+            file = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"prefix store: no file can be made in {self._folder} ({error.strerror})") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(file)
+
+    def open(self, names: Sequence[str], block_tokens: int) -> tuple[KvBuffer, ...]:
+        """Return the KV of consecutive sealed blocks of `block_tokens` tokens each, from the prompt's first block on.
+
+        Blocks here are views of the files, which stay until the last view is freed. Blocks below, on disk, are copies.
+        They count as used now, and the prompt's first one as the most recently used. Waits while a disk is read. Raises
+        StalePrefixError when a block is not stored or has another layout or size, and InvalidArgumentError for a bad
+        name.
+        """
+        return tuple(block for block, _ in self._opening(names, block_tokens))
+
+    def open_block(self, name: str, tokens: TokenRange) -> KvBuffer:
+        """Return the KV of one block as that of `tokens`. Raises the same errors as `open`."""
+        return self._open(name, tokens, self._clock.unix_ns())[0]
+
+    def open_leading(self, names: Sequence[str], block_tokens: int) -> "Leading":
+        """Open the leading blocks that are stored, up to the first gap, as `open` does. Raises InvalidArgumentError for
+        a bad name."""
+        found: list[tuple[KvBuffer, int]] = []
+        try:
+            found.extend(self._opening(names, block_tokens))  # keeps those before the one that fails
+        except StalePrefixError as stale:
+            logger.debug("%d of %d blocks exist: %s", len(found), len(names), stale)
+        return Leading(tuple(block for block, _ in found), sum(num_bytes for _, num_bytes in found))
+
+    def _opening(self, names: Sequence[str], block_tokens: int) -> Iterator[tuple[KvBuffer, int]]:
+        """Yield each block with the number of its bytes that were read from below."""
+        now_ns = self._clock.unix_ns()
+        for index, name in enumerate(names):
+            tokens = TokenRange(index * block_tokens, (index + 1) * block_tokens)
+            yield self._open(name, tokens, now_ns - index)  # no frame keeps a block: an error's traceback would hold it
+
+    def take(
+        self, names: Sequence[str], tokens: TokenRange, block_tokens: int, *, spared: Collection[str] = ()
+    ) -> BlockRoom:
+        """Take room for consecutive blocks of a prompt, which together hold `tokens`.
+
+        Evicts blocks that are neither being read nor in `names` or `spared`. If that does not suffice, the last blocks
+        are left out, without an error. May wait for the folder's lock. Raises ConfigError when no file can be made in
+        the folder, and InvalidArgumentError for a bad name.
+        """
+        assert len(tokens) == len(names) * block_tokens, f"{len(names)} names for {tokens}"
+        paths = [self._path(name) for name in names]
+        room = BlockRoom(self.locked)
+        try:
+            with self.locked():
+                self._claim(room, paths, tokens.split(block_tokens), spared)
+            room.allocate()
+            if self.below is not None and room.evicted:
+                gone = room.evicted
+                room.evicted = self.below.ask(lambda below: [name for name in gone if not below.has(name)], gone)
+        except BaseException:
+            room.drop()
+            raise
+        return room
+
+    def _claim(
+        self, room: BlockRoom, paths: Sequence[Path], parts: Sequence[TokenRange], spared: Collection[str]
+    ) -> None:
+        """Note the blocks that are stored, and reserve bytes for the others as far as they fit. The caller holds the
+        lock."""
+        size = HEADER_BYTES + len(parts[0]) * self.layout.token_bytes
+        shelf = Shelf.of(self._folder, spared={*spared, *(path.name for path in paths)})
+        now_ns = self._clock.unix_ns()
+        left_bytes = free_bytes(self._folder, in_memory=self._in_memory) + shelf.num_bytes
+        for index, (path, part) in enumerate(zip(paths, parts, strict=True)):
+            if is_there(path, size):
+                os.utime(path, ns=(now_ns - index, now_ns - index))
+                room.present.append(path.name)
+                continue
+            room.evicted += shelf.clear(self.limit_bytes - size)
+            shelf.num_bytes += size
+            if shelf.num_bytes > min(self.limit_bytes, left_bytes):
+                break
+            room.writers.append(BlockWriter(path, self.layout, part, now_ns - index, in_memory=self._in_memory))
+
+    def _open(self, name: str, tokens: TokenRange, used_ns: int) -> tuple[KvBuffer, int]:
+        try:
+            return self._open_here(name, tokens, used_ns), 0
+        except StalePrefixError:
+            if self.below is None:
+                raise
+        block = self.below.ask(lambda below: below._open_here(name, tokens, used_ns), None)
+        if block is None:
+            raise StalePrefixError(f"block {name} is not in memory, and the disk does not answer: prefill without it")
+        return block, block.num_bytes
+
+    def _open_here(self, name: str, tokens: TokenRange, used_ns: int) -> KvBuffer:
+        path = self._path(name)
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise StalePrefixError(f"block {name} is not in {self._folder}: prefill without it") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self._check(name, file, len(tokens))
+            os.utime(file, ns=(used_ns, used_ns))
+            memory = kv_of(file, len(tokens) * self.layout.token_bytes, in_memory=self._in_memory)
+        except OSError as error:  # locked by a process that removes it, no memory for it, or a disk that fails
+            raise StalePrefixError(f"block {name} cannot be read ({error.strerror}): prefill without it") from error
+        finally:
+            os.close(file)
+        return KvBuffer.over(self.layout, tokens, memory)
+
+    def _check(self, name: str, file: int, num_tokens: int) -> None:
+        """Raise StalePrefixError for a block that was removed or does not match its name. One that does not match is
+        removed."""
+        stat = os.fstat(file)
+        if not stat.st_nlink:
+            raise StalePrefixError(f"block {name} has been removed: prefill without it")
+        num_bytes = num_tokens * self.layout.token_bytes
+        header = os.pread(file, NUM_KNOWN_BYTES, 0)
+        if header != header_of(name, self.layout, num_tokens) or stat.st_size != HEADER_BYTES + num_bytes:
+            wanted = f"{num_tokens} tokens in layout {self.layout.fingerprint}"
+            logger.warning("block %s in %s is not of %s: removing it", name, self._folder, wanted)
+            self._path(name).unlink(missing_ok=True)
+            raise StalePrefixError(f"block {name} in {self._folder} is not of {wanted}: prefill without it")
+
+    def _path(self, name: str) -> Path:
+        if not _NAME.fullmatch(name):
+            raise InvalidArgumentError(f"block name {name!r} is not valid: use up to 128 letters, digits, - or _")
+        return self._folder / name
+
+
+def _sealed(files: Iterable[tuple[str, os.stat_result]]) -> list[str]:
+    """Return the names of the sealed blocks among a folder's files, least recently used first."""
+    return [
+        name for _, name in sorted((stat.st_mtime_ns, name) for name, stat in files if not name.startswith(UNSEALED))
+    ]

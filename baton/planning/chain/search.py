@@ -1,0 +1,149 @@
+"""KVR-S: the partition with the least predicted time to first token.
+
+The search starts from an analytic seed (equal work on every rank, no communication) and from seeds for slow links. It
+improves each seed by moving tokens between ranks while that helps, which takes seconds where the paper's grid took
+hours. KV-Runahead (ICML 2024), section 4.2; docs/kv_runahead.md. Pure. A search takes tens of milliseconds, so results
+are kept in a table (`baton.planning.chain.partition_table`) instead of searching for each request.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.planning.chain.wavefront import chain_ttft
+from baton.planning.cost_model import CostModel, Kernel, Protocol
+
+Partitions = NDArray[np.float64]
+"""Chunks of many partitions, `[N partitions, n ranks]`."""
+Evaluate = Callable[[Partitions], NDArray[np.float64]]
+"""Returns the seconds of each partition, `[N]`."""
+
+_COARSE_STEPS = 256
+"""Seeds are first improved in steps of at least 1 / this of the prompt; the best two then in steps of one token."""
+_SAME = 1e-9
+
+
+def search(
+    num_tokens: int,
+    num_ranks: int,
+    cost: CostModel,
+    protocol: Protocol,
+    *,
+    cached: int = 0,
+    resolution: int = 1,
+    slack: float = 0.0,
+) -> tuple[int, ...]:
+    """Return the best chunks found, each of at least one token, in rank order. Deterministic.
+
+    `resolution`: boundaries are at multiples of this number of tokens, or a smaller one if the prompt is too short.
+    `slack`: among all chunks that take at most this fraction longer than the best, those nearest to balance are chosen.
+    The result for one length then resembles that for the next, also where some ranks hardly matter (a slow link).
+    """
+    if num_ranks == 1:
+        return (num_tokens,)
+    unit = max(1, min(resolution, num_tokens // num_ranks))
+    num_units, rest = divmod(num_tokens, unit)
+    tail = np.zeros(num_ranks)
+    tail[-1] = rest
+
+    def evaluate(units: Partitions) -> NDArray[np.float64]:
+        return chain_ttft(units * unit + tail, cost, protocol, cached=cached)
+
+    ideal = analytic_seed(num_tokens, num_ranks, cost, protocol.kernel, cached=cached)
+    seeds = [rounded(ideal, num_units), rounded([1.0] * num_ranks, num_units), *tapered(num_units, num_ranks)]
+    coarse = max(1, num_units // _COARSE_STEPS)
+    found = sorted((descend(seed, evaluate, coarse) for seed in seeds), key=lambda each: each[1])
+    best, best_s = min((descend(chunks, evaluate) for chunks, _ in found[:2]), key=lambda each: each[1])
+
+    def imbalance(units: Partitions) -> NDArray[np.float64]:
+        moved = np.abs(units - seeds[0]).sum(axis=1)
+        return np.where(evaluate(units) <= best_s * (1 + slack + _SAME), moved, math.inf)
+
+    best = descend(best, imbalance)[0]
+    return (*(chunk * unit for chunk in best[:-1]), best[-1] * unit + rest)
+
+
+def analytic_seed(
+    num_tokens: int, num_ranks: int, cost: CostModel, kernel: Kernel, *, cached: int = 0
+) -> tuple[int, ...]:
+    """Return chunks that take every rank equally long, without communication. Bisects that time; each chunk is the root
+    of a quadratic. After s tokens, c tokens take a c + b c (s + w c), w = 1 if dense, 1/2 if causal."""
+    weight, a, b = kernel.own_part, cost.linear_s, cost.pair_s
+
+    def chunks_within(limit_s: float) -> list[float]:
+        chunks, start = [], float(cached)
+        for _ in range(num_ranks):
+            linear = a + b * start
+            # The root of w b c^2 + linear c = limit, in the form that is exact for b = 0 too.
+            chunk = 2 * limit_s / (linear + math.sqrt(linear * linear + 4 * weight * b * limit_s))
+            chunks.append(chunk)
+            start += chunk
+        return chunks
+
+    low, high = 0.0, num_tokens * (a + b * (cached + num_tokens))
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(chunks_within(middle)) < num_tokens else (low, middle)
+    return rounded(chunks_within(high), num_tokens)
+
+
+def descend(start: Sequence[int], evaluate: Evaluate, least_step: int = 1) -> tuple[tuple[int, ...], float]:
+    """Move tokens from one rank to another while the time falls; halve the step when no move helps. Return the chunks
+    and their seconds. Pairs of moves are tried too: often the slowest rank can shed tokens only to two others."""
+    best = np.array(start, dtype=np.float64)
+    best_s = float(evaluate(best[None])[0])
+    moves = _moves(len(best))
+    step = max(least_step, 2 ** max(0, int(best.sum() / 8).bit_length() - 1))
+    while step >= least_step:
+        candidates = best + step * moves
+        candidates = candidates[(candidates >= 1).all(axis=1)]
+        times = evaluate(candidates) if len(candidates) else np.array([math.inf])
+        index = int(times.argmin())
+        if times[index] < best_s * (1 - 1e-12):
+            best, best_s = candidates[index], float(times[index])
+        else:
+            step //= 2
+    return tuple(int(chunk) for chunk in best), best_s
+
+
+def rounded(chunks: Sequence[float], num_tokens: int) -> tuple[int, ...]:
+    """Round chunks to whole numbers of at least one token that sum to `num_tokens`. Every boundary stays within one
+    token of the given one, unless a chunk would be empty. Needs at least as many tokens as chunks."""
+    scale = num_tokens / sum(chunks)
+    num_chunks = len(chunks)
+    ends: list[int] = []
+    for index, end in enumerate(itertools.accumulate(chunks)):
+        least = (ends[-1] if ends else 0) + 1
+        most = num_tokens - (num_chunks - 1 - index)
+        ends.append(min(max(round(end * scale), least), most))
+    ends[-1] = num_tokens
+    return tuple(end - start for start, end in itertools.pairwise([0, *ends]))
+
+
+def tapered(num_tokens: int, num_ranks: int) -> list[tuple[int, ...]]:
+    """Return seeds for slow links: each rank has 0.5, 2 or 4 times the tokens of the rank before, or the last rank has
+    nearly all tokens."""
+    shapes = [[factor**rank for rank in range(num_ranks)] for factor in (0.5, 2.0, 4.0)]
+    first = [1.0] * (num_ranks - 1)
+    shapes += [[*first, float(max(num_tokens - num_ranks + 1, 1))]]
+    return [rounded(shape, num_tokens) for shape in shapes]
+
+
+def _moves(num_ranks: int) -> Partitions:
+    """Return the moves to try, `[moves, ranks]`: single moves of a token from one rank to another, and shifts from all
+    other ranks to one rank, or the reverse. For up to 4 ranks, also pairs of single moves."""
+    unit = np.eye(num_ranks)
+    single = [unit[to] - unit[source] for to, source in itertools.permutations(range(num_ranks), 2)]
+    spread = []
+    for rank in range(num_ranks):
+        others = np.ones(num_ranks) - unit[rank]
+        spread += [unit[rank] * (num_ranks - 1) - others, others - unit[rank] * (num_ranks - 1)]
+    double = [
+        first + second
+        for first, second in itertools.combinations(single, 2)
+        if num_ranks <= 4 and np.abs(first + second).sum() > 2
+    ]
+    return np.unique(np.array(single + spread + double), axis=0)

@@ -1,0 +1,60 @@
+"""Rates of accelerators that bound a generation step, as their makers state them; a measured machine has the same form.
+Pure. Rates that prefill ranks reach in practice are in `baton.planning.hardware`."""
+
+import math
+from dataclasses import dataclass
+
+from baton.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Chip:
+    """The rates that bound a generation step on one accelerator or machine; by default as in a roofline."""
+
+    flops: float
+    """FLOP/s of matrices; a multiply-add counts as two."""
+    memory_bandwidth: float
+    """Bytes a second that are read from memory."""
+    memory_bytes: float
+    kv_bandwidth: float | None = None
+    """Bytes of KV that attention reads a second; None: the memory's bandwidth."""
+    overlap: float = 1.0
+    """Overlap of reading and computing a matrix, as a fraction of the shorter of the two: 1 all, 0 nothing."""
+    layer_s: float = 0.0
+    """Fixed seconds of each layer, added for any batch: calls, small operations."""
+
+    def __str__(self) -> str:
+        """Return the rates as readable text in one line."""
+        text = f"reads {self.memory_bandwidth / 1e9:.4g} GB/s, computes {self.flops / 1e12:.4g} TFLOP/s"
+        if self.kv_bandwidth is not None:
+            text += f", attends to {self.kv_bandwidth / 1e9:.4g} GB/s"
+        if self.layer_s:
+            text += f", {self.layer_s * 1e6:.0f} us a layer in addition"
+        return text if self.overlap == 1 else f"{text}, {self.overlap:.0%} overlapped"
+
+    def __post_init__(self) -> None:
+        for name in ("flops", "memory_bandwidth", "memory_bytes", "kv_bandwidth"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"chip: {name} = {value} is out of range: give a number above 0")
+        for name in ("overlap", "layer_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"chip: {name} = {getattr(self, name)} is out of range: give a number of at least 0")
+        if self.overlap > 1:
+            raise ConfigError(f"chip: overlap = {self.overlap} is out of range: give 0 to 1")
+
+
+CHIPS = {
+    "tpu-v5e": Chip(flops=1.97e14, memory_bandwidth=8.2e11, memory_bytes=16e9),
+    "a100": Chip(flops=3.12e14, memory_bandwidth=2.039e12, memory_bytes=80e9),
+    "h100": Chip(flops=9.894e14, memory_bandwidth=3.35e12, memory_bytes=80e9),
+    "h200": Chip(flops=9.894e14, memory_bandwidth=4.8e12, memory_bytes=141e9),
+}
+"""Accelerators by name, dense bf16: A100 80 GB, H100 and H200 SXM by data sheet; v5e by "How To Scale Your Model"."""
+
+
+def chip_of(name: str) -> Chip:
+    """Return the accelerator of that name, in any case. Raises ConfigError for an unknown name."""
+    if name.lower() not in CHIPS:
+        raise ConfigError(f"hardware = {name!r} is unknown: use one of {', '.join(CHIPS)}, or here for this machine")
+    return CHIPS[name.lower()]

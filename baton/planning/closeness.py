@@ -1,0 +1,49 @@
+"""Check that predictions of two calibrations or step times are close, before one replaces the other. Pure."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from baton.errors import InvalidArgumentError
+from baton.planning.calibration import Calibration
+from baton.planning.chain.wavefront import chain_ttft
+from baton.planning.cost_model import BATON
+from baton.planning.step_times import StepTimes
+from baton.planning.work_cost import RowDrafts, verifying_work
+
+MEASURED_FACTOR = 10.0
+"""Largest factor by which predictions may differ from those of earlier measurements."""
+NOMINAL_FACTOR = 100.0
+"""Largest factor by which predictions may differ from those of nominal rates, which no machine reaches."""
+_CHAINS = ((256,), (4096,), (2048, 2048))
+"""Chunks of the chains whose predicted time to first token is compared."""
+_STEPS = ((1, 256), (1, 4096), (16, 1024))
+"""(sequences, tokens a sequence) of the generation steps whose predicted time is compared."""
+_DRAFTS = 4
+"""Drafts of each sequence: the same steps with drafts are compared as well."""
+
+
+def require_close(what: str, given: Calibration | StepTimes, own: Calibration | StepTimes) -> None:
+    """Raise InvalidArgumentError if a prediction by `given` differs from that by `own` by more than a fixed factor."""
+    most = MEASURED_FACTOR if own.is_measured else NOMINAL_FACTOR
+    for what_takes, new_s, old_s in zip(_names(given), _seconds(given), _seconds(own), strict=True):
+        if not old_s / most <= new_s <= old_s * most:
+            raise InvalidArgumentError(
+                f"{what}: {what_takes} would be predicted to take {new_s:.3g} s, now {old_s:.3g} s, more than {most:g} "
+                "times apart: measure again, or force it"
+            )
+
+
+def _names(of: Calibration | StepTimes) -> Iterable[str]:
+    if isinstance(of, Calibration):
+        return [f"a prompt of {sum(chunks)} tokens on {len(chunks)} ranks" for chunks in _CHAINS]
+    steps = [f"a step of {rows} rows with {context} tokens each" for rows, context in _STEPS]
+    return [*steps, *(f"{step} and {_DRAFTS} drafts" for step in steps)]
+
+
+def _seconds(of: Calibration | StepTimes) -> Iterable[float]:
+    if isinstance(of, Calibration):
+        with np.errstate(over="ignore", invalid="ignore"):  # a prediction beyond the range of floats is not close
+            return [float(chain_ttft(chunks, of.cost, BATON)) for chunks in _CHAINS]
+    verifying = [verifying_work([RowDrafts(context, _DRAFTS)] * rows) for rows, context in _STEPS]
+    return [*(of.step_s(rows, context) for rows, context in _STEPS), *map(of.cost.seconds, verifying)]

@@ -1,0 +1,141 @@
+"""The cost model: costs of a prefill layer on one rank and of a message on a link. All predictions are made of it.
+
+  linear_s   a token through a layer's matrices            fixed_s   a layer, for any chunk (adds)
+  pair_s     a (query, key) pair in a layer                issue_s   a layer's kernels, issued by the host while the
+  kv_bytes   a token's K and V in a layer                            device runs behind (a floor, does not add)
+  link       seconds before the first byte, bytes a second
+
+The numbers are measured per model and machine (`baton.planning.fit`), or derived from a shape and a hardware's rates
+(`baton.planning.hardware`). Symbols are those of docs/kv_runahead.md, where a and b are linear_s and pair_s. Pure.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+
+from baton.errors import ConfigError
+
+COSTS = ("linear_s", "pair_s", "fixed_s", "issue_s", "head_s", "copy_s")
+"""Names of the fields of a CostModel that are seconds."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A full-duplex connection from one rank to the next: latency and bandwidth."""
+
+    latency_s: float = 0.0
+    """Seconds that a message takes in addition to the transfer of its bytes."""
+    bandwidth: float = math.inf
+    """Bytes a second in one direction."""
+
+    def __post_init__(self) -> None:
+        _at_least_zero("link", "latency_s", self.latency_s)
+        if not self.bandwidth > 0:
+            raise ConfigError(f"link: bandwidth = {self.bandwidth} is out of range: give bytes a second above 0")
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return the seconds that one message of `num_bytes` takes on an idle link."""
+        return self.latency_s + num_bytes / self.bandwidth
+
+    def times(self, factor: float) -> "Link":
+        """Return a link on which everything takes `factor` times as long."""
+        return Link(self.latency_s * factor, self.bandwidth / factor)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Costs of one model on one kind of rank and link. Times in seconds; all except head_s are per layer."""
+
+    num_layers: int
+    linear_s: float
+    pair_s: float
+    kv_bytes: int
+    project_share: float = 0.25
+    """Fraction of the linear time that comes before a chunk's KV can leave: query, key and value projections."""
+    fixed_s: float = 0.0
+    issue_s: float = 0.0
+    head_s: float = 0.0
+    """Seconds for the last token's logits; if measured in service, all seconds of a request outside its chain."""
+    copy_s: float = 0.0
+    """Seconds to copy one token's KV, for protocols that need it contiguous. Baton's protocol does not."""
+    link: Link = field(default_factory=Link)
+    push: Link | None = None
+    """Each rank's own connection to the generation group; None: the time to push KV is left out."""
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1:
+            raise ConfigError(f"cost: num_layers = {self.num_layers} is out of range: give at least 1")
+        if not 0 <= self.project_share <= 1:
+            raise ConfigError(f"cost: project_share = {self.project_share} is out of range: give 0 to 1")
+        for name in ("linear_s", "pair_s", "kv_bytes", "fixed_s", "issue_s", "head_s", "copy_s"):
+            _at_least_zero("cost", name, getattr(self, name))
+        if not self.linear_s + self.pair_s > 0:
+            raise ConfigError("cost: linear_s and pair_s are both 0: measure again, with longer prompts")
+
+    def times(self, factor: float) -> "CostModel":
+        """Return costs with all times multiplied by `factor`, links included: the best partition stays the same."""
+        slower = {name: factor * getattr(self, name) for name in COSTS}
+        push = None if self.push is None else self.push.times(factor)
+        return dataclasses.replace(self, link=self.link.times(factor), push=push, **slower)
+
+
+class Kernel(Enum):
+    """Part of a rank's rectangle of (query, key) pairs that attention computes."""
+
+    DENSE = "dense"
+    """The whole rectangle, masked afterwards, as in the KV-Runahead paper."""
+    CAUSAL = "causal"
+    """The rectangle without the upper half of the rank's own square, as in Baton."""
+
+    @property
+    def own_part(self) -> float:
+        """Fraction of a rank's own square of pairs that is computed."""
+        return 1.0 if self is Kernel.DENSE else 0.5
+
+
+class Receive(Enum):
+    """Time at which a rank receives the earlier tokens' KV of a layer."""
+
+    BLOCKING = "blocking"
+    """Received before the rank begins that layer; the message is sent only then (the KV-Runahead paper's table 5)."""
+    OVERLAPPED = "overlapped"
+    """Receive posted early; the KV is needed after projecting (section 4.3 of the KV-Runahead paper)."""
+    LOCAL_FIRST = "local_first"
+    """Receive posted early; the KV is needed after projecting and attending to the rank's own chunk, as in Baton."""
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """Protocol of a chain, independent of the hardware."""
+
+    kernel: Kernel
+    receive: Receive
+    cut_through: bool = False
+    """True: each rank's chunk is a message, passed on when it arrives. False: a layer's KV is one message."""
+    skip_last: bool = True
+    """True: the last layer computes only KV and the last token's output."""
+    num_copies: int = 0
+    """Number of times that a rank rewrites a layer's KV before it sends it."""
+
+
+PAPER = Protocol(Kernel.DENSE, Receive.BLOCKING, skip_last=False, num_copies=2)
+"""Protocol exactly as in table 5 of the KV-Runahead paper: receive, project, cat, stack, send, attend."""
+PAPER_OVERLAPPED = Protocol(Kernel.DENSE, Receive.OVERLAPPED, skip_last=False)
+"""Protocol of section 4.3 of the KV-Runahead paper: receives overlap with the projections."""
+BATON = Protocol(Kernel.CAUSAL, Receive.LOCAL_FIRST, cut_through=True)
+"""Protocol of `prefill_workers`; their relay's pieces are finer than the chunks assumed here."""
+STORE_AND_FORWARD = Protocol(Kernel.CAUSAL, Receive.LOCAL_FIRST)
+"""Baton's protocol with a relay that waits for a whole layer."""
+
+PROTOCOLS = {
+    "paper": PAPER,
+    "paper-overlapped": PAPER_OVERLAPPED,
+    "store-and-forward": STORE_AND_FORWARD,
+    "baton": BATON,
+}
+
+
+def _at_least_zero(where: str, name: str, value: float) -> None:
+    if not value >= 0 or value == math.inf:
+        raise ConfigError(f"{where}: {name} = {value} is out of range: give a number of at least 0")

@@ -1,0 +1,119 @@
+"""Fits a cost model's numbers to measurements: least squares without negative coefficients.
+
+Points are weighted by 1 / seconds, so that an error of 5 % counts the same for a short prompt and a long one. Pure.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.errors import InvalidArgumentError
+from baton.planning.chain.wavefront import rank_seconds, work_of
+from baton.planning.cost_model import CostModel, Kernel, Link, Protocol
+from baton.planning.work_cost import StepWork, WorkCost
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """One measurement of a rank of a chain: a chunk of a prompt that went through all layers."""
+
+    tokens: int
+    """Tokens of the rank's chunk."""
+    before: int
+    """Keys before the chunk: cached ones, and those of earlier ranks."""
+    is_last: bool
+    """True if the rank was its chain's last; other ranks end once their last KV can be sent."""
+    seconds: float
+    """Seconds that the rank computed, without its waits."""
+
+
+@dataclass(frozen=True)
+class PrefillFit:
+    """Fitted prefill costs: a layer of C tokens takes fixed_s + linear_s C + pair_s times the number of their pairs."""
+
+    linear_s: float
+    pair_s: float
+    fixed_s: float
+    residual: float
+    """Largest deviation of a point from the fit, as a fraction of its seconds."""
+
+
+def fit_prefill(points: Sequence[tuple[float, float]], num_layers: int, kernel: Kernel) -> PrefillFit:
+    """Fit prefill costs to (tokens, seconds) of whole prompts on one rank. Raises InvalidArgumentError for too few."""
+    tokens, seconds = _points("points", "token counts", points)
+    pairs = tokens**2 * kernel.own_part
+    columns = num_layers * np.stack([tokens, pairs, np.ones_like(tokens)], axis=1)
+    (linear_s, pair_s, fixed_s), residual = fit_relative(columns, seconds)
+    return PrefillFit(linear_s, pair_s, fixed_s, residual)
+
+
+def fit_ranks(rows: Sequence[RankRow], known: CostModel, protocol: Protocol) -> PrefillFit:
+    """Fit prefill costs to chunks of chains whose ranks were all busy. Of `known`, only num_layers and project_share
+    are used. Raises InvalidArgumentError for too few rows."""
+    _points("rank_rows", "chunks", [(row.tokens * row.tokens + row.tokens * row.before, row.seconds) for row in rows])
+    chunks = np.array([[row.tokens] for row in rows], dtype=np.float64)
+    before = np.array([[row.before] for row in rows], dtype=np.float64)
+    is_last = np.array([[row.is_last] for row in rows])
+
+    def column(linear_s: float, pair_s: float, fixed_s: float) -> NDArray[np.float64]:
+        """Return the seconds of all rows if these were the costs."""
+        cost = CostModel(known.num_layers, linear_s, pair_s, 0, known.project_share, fixed_s=fixed_s)
+        return rank_seconds(work_of(chunks, cost, protocol, before), is_last, cost, protocol)[:, 0]
+
+    linear = column(1.0, 0.0, 0.0)
+    columns = np.stack([linear, column(0.0, 1.0, 0.0), column(1.0, 0.0, 1.0) - linear], axis=1)
+    (linear_s, pair_s, fixed_s), residual = fit_relative(columns, np.array([row.seconds for row in rows]))
+    return PrefillFit(linear_s, pair_s, fixed_s, residual)
+
+
+def fit_link(points: Sequence[tuple[float, float]]) -> Link:
+    """Fit a link to (bytes, seconds) of single messages, which take latency_s + bytes / bandwidth. Raises
+    InvalidArgumentError for too few points, or times that do not grow."""
+    num_bytes, seconds = _points("points", "sizes", points)
+    (latency_s, byte_s), _ = fit_relative(np.stack([np.ones_like(num_bytes), num_bytes], axis=1), seconds)
+    if not byte_s > 0:
+        raise InvalidArgumentError("points: larger messages took no longer: measure larger ones")
+    return Link(latency_s, 1 / byte_s)
+
+
+def fit_work(steps: Sequence[tuple[StepWork, float]], known: WorkCost) -> tuple[WorkCost, float]:
+    """Fit the cost of steps to their works and seconds, all above 0. Return the cost, and the largest deviation of a
+    step from it, as a fraction of the step's seconds. The cost of pairs stays that of `known` if no step compared more
+    than one query a key."""
+    columns = np.array([work.columns for work, _ in steps], np.float64)
+    num_told = 4 if columns[:, 3].any() else 3
+    costs, residual = fit_relative(columns[:, :num_told], np.array([seconds for _, seconds in steps]))
+    return WorkCost(*costs, *([known.pair_s] if num_told == 3 else [])), residual
+
+
+def _points(name: str, what: str, points: Sequence[tuple[float, float]]) -> tuple[NDArray[np.float64], ...]:
+    if len({x for x, _ in points}) < 2:
+        raise InvalidArgumentError(f"{name}: {len(points)} given, with fewer than 2 different {what}: measure more")
+    if not all(0 < each < math.inf for point in points for each in point):
+        raise InvalidArgumentError(
+            f"{name}: {what} and seconds must be above 0, and finite: leave out what was not measured"
+        )
+    return tuple(np.array(points, dtype=np.float64).T)
+
+
+def fit_relative(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[list[float], float]:
+    """Fit non-negative coefficients of the columns `[N, a few]` to the seconds `[N]`. Return them and the largest
+    deviation, as a fraction of the point's seconds. The best coefficients solve plain least squares on the columns with
+    coefficients above zero. With few unknowns, all subsets of columns can be tried."""
+    scaled = columns / seconds[:, None]
+    scale = np.maximum(np.abs(scaled).max(axis=0), np.finfo(np.float64).tiny)  # no division by zero
+    num_columns = columns.shape[1]
+    best, best_error = np.zeros(num_columns), np.ones(len(seconds))
+    for size in range(1, num_columns + 1):
+        for chosen in itertools.combinations(range(num_columns), size):
+            solution = np.linalg.lstsq(scaled[:, chosen] / scale[list(chosen)], np.ones(len(seconds)), rcond=None)[0]
+            error = scaled[:, chosen] @ (solution / scale[list(chosen)]) - 1
+            if (solution >= 0).all() and error @ error < best_error @ best_error * (1 - 1e-9):
+                best = np.zeros(num_columns)
+                best[list(chosen)] = solution / scale[list(chosen)]
+                best_error = error
+    return [float(value) for value in best], float(np.abs(best_error).max())

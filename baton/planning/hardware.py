@@ -1,0 +1,134 @@
+"""Rates that kinds of rank reach, and a model's costs derived from its FLOPs and bytes. Pure."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from baton.errors import ConfigError
+from baton.planning.cost_model import CostModel, Link
+from baton.planning.model_shape import ModelShape
+from baton.planning.work_cost import WorkCost
+
+_MIXED_TOKENS = 16
+"""Number of tokens of a step over which the additional bytes of experts are spread evenly."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The rates that a kind of rank reaches in practice, not on paper."""
+
+    linear_flops: float
+    """FLOP/s of the layers' matrices."""
+    pair_flops: float
+    """FLOP/s of the attention kernel."""
+    link: Link
+    scores_per_s: float = math.inf
+    """Attention scores (one for each query, key and head) a second, for a kernel that is bound by storing them."""
+    memory_bandwidth: float = math.inf
+    """Bytes a second of memory copies."""
+    fixed_s: float = 0.0
+    issue_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("linear_flops", "pair_flops", "scores_per_s", "memory_bandwidth"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"hardware: {name} = {getattr(self, name)} is out of range: give a rate above 0")
+
+
+def derive(shape: ModelShape, hardware: Hardware, push: Link | None = None) -> CostModel:
+    """Derive a model's costs from its FLOPs and bytes at the hardware's rates."""
+    return CostModel(
+        num_layers=shape.num_layers,
+        linear_s=shape.linear_flops / hardware.linear_flops,
+        pair_s=max(shape.pair_flops / hardware.pair_flops, shape.num_heads / hardware.scores_per_s),
+        kv_bytes=shape.kv_bytes,
+        project_share=shape.project_share,
+        fixed_s=hardware.fixed_s,
+        issue_s=hardware.issue_s,
+        head_s=shape.head_flops / hardware.linear_flops,
+        copy_s=2 * shape.kv_bytes / hardware.memory_bandwidth,
+        link=hardware.link,
+        push=push,
+    )
+
+
+def derive_step(shape: ModelShape, hardware: Hardware, *, weight_bytes: float) -> WorkCost:
+    """Derive the cost of a generation step from a model's FLOPs and bytes at the hardware's rates. `weight_bytes`:
+    bytes of all weights that a step of one token reads. In a mixture of experts each further token adds the bytes of
+    the additional experts that it touches, on average over the first `_MIXED_TOKENS`."""
+    further = (shape.read_weights(_MIXED_TOKENS) - shape.read_weights(1)) / (_MIXED_TOKENS - 1)
+    further_s = weight_bytes / hardware.memory_bandwidth * further / shape.read_weights(1)
+    return WorkCost(
+        step_s=weight_bytes / hardware.memory_bandwidth,
+        token_s=2 * shape.step_weights / hardware.linear_flops + further_s,
+        key_s=shape.num_layers * shape.kv_bytes / hardware.memory_bandwidth,
+        pair_s=shape.num_layers * shape.pair_flops / hardware.pair_flops,
+    )
+
+
+HARDWARE = {
+    # Fitted by benchmarks.simulate_paper to the paper's one-GPU row: attention that stores its scores, NVLink.
+    "a100-eager": Hardware(
+        linear_flops=1.6988e14,
+        pair_flops=1.56e14,
+        link=Link(9.738e-5, 300e9),
+        scores_per_s=5.1496e10,
+        memory_bandwidth=1.555e12,
+        fixed_s=3.215e-5,
+        issue_s=2.925e-3,
+    ),
+    # Assumed, not measured: 40 % of an H100's dense bf16 peak for matrices and attention, and a 400 Gbit/s network.
+    "h100-flash": Hardware(4e14, 4e14, Link(15e-6, 50e9), memory_bandwidth=3.35e12),
+    # One core of an AMD EPYC (Zen 4) whose neighbours compute too, loopback between ranks: torch's bf16 matrices and
+    # the native attention kernel; in fp32, torch's matrices and attention.
+    "cpu-core": Hardware(2.1e11, 1.65e11, Link(1e-4, 2e9), memory_bandwidth=1e10),
+    "cpu-core-fp32": Hardware(1e11, 7.5e10, Link(1e-4, 2e9), memory_bandwidth=1e10),
+}
+"""Kinds of rank by name, for estimates; a service measures its own (`baton.planning.calibration`)."""
+
+
+def hardware_of(name: str) -> Hardware:
+    """Return the kind of rank of that name. Raises ConfigError for an unknown name."""
+    if name not in HARDWARE:
+        raise ConfigError(f"hardware = {name!r} is unknown: use one of {', '.join(HARDWARE)}, or a calibration file")
+    return HARDWARE[name]
+
+
+@dataclass(frozen=True)
+class CoreRates:
+    """The rates that one core of a kind of processor reaches with one dtype."""
+
+    linear_flops: float
+    """FLOP/s of a layer's matrices over a chunk of prompt."""
+    pair_flops: float
+    """FLOP/s of the attention kernel."""
+    memory_bandwidth: float
+    """Bytes a second that one core reads."""
+    shared_bandwidth: float
+    """Bytes a second that all cores read together."""
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if not value > 0:
+                raise ConfigError(f"core: {name} = {value} is out of range: give a rate above 0")
+
+    def __str__(self) -> str:
+        return (
+            f"{self.linear_flops / 1e9:.3g} GFLOP/s in matrices, {self.pair_flops / 1e9:.3g} in attention, reads "
+            f"{self.memory_bandwidth / 1e9:.3g} GB/s (all cores {self.shared_bandwidth / 1e9:.3g})"
+        )
+
+
+def cpu_rank(num_threads: int, dtype_bytes: int, core: CoreRates | None = None) -> Hardware:
+    """Return the rates of a CPU rank with `num_threads` cores; `dtype_bytes` is 2 for bf16, 4 for fp32. The rates
+    follow from those of `core`, measured with that dtype; without it they are estimates."""
+    assumed = HARDWARE["cpu-core" if dtype_bytes == 2 else "cpu-core-fp32"]
+    if core is None:
+        rates = {name: getattr(assumed, name) * num_threads for name in ("linear_flops", "pair_flops")}
+        return dataclasses.replace(assumed, **rates)
+    return dataclasses.replace(
+        assumed,
+        linear_flops=core.linear_flops * num_threads,
+        pair_flops=core.pair_flops * num_threads,
+        memory_bandwidth=min(core.memory_bandwidth * num_threads, core.shared_bandwidth),
+    )

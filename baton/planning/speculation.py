@@ -1,0 +1,131 @@
+"""Number of drafts for each sequence of a round of speculative decoding, chosen for the most tokens a second.
+
+A round is some draft steps and one step that verifies (MagicDec; Sadhukhan et al., 2024, section 4). If each draft of a
+sequence is accepted with probability a, until the first that is not, g drafts give the sequence
+
+    1 + a + a^2 + ... + a^g = (1 - a^(g + 1)) / (1 - a)    tokens, one of them the model's own
+
+(Leviathan, Kalman and Matias, 2023). Verifying drafts reads no further keys (`baton.planning.work_cost`), so it costs
+little where reading keys takes most of the time. `generate_workers.speculation` calls `plan_round` for each round.
+Pure.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.limits import MAX_DRAFTS
+from baton.planning.work_cost import WorkCost
+
+MOST_DRAFTS = MAX_DRAFTS
+"""Most drafts of a sequence in a round."""
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """An option to draft for a decoding sequence, before a round."""
+
+    context: int
+    """Keys that the sequence attends to, its last token's own included."""
+    acceptance: float
+    """Probability that a draft is accepted when all before it were."""
+    most_drafts: int
+    """Most drafts that the sequence can have."""
+    draft_keys: int
+    """Keys that a draft step attends to; 0 if drafts take no step."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """Drafts of each sequence for a round, with the expected tokens and seconds."""
+
+    num_drafts: tuple[int, ...]
+    """Drafts of each sequence, in the order of the sequences; all 0: a plain step."""
+    offers: tuple[int, ...]
+    """Index of each sequence's chosen prospect among its prospects; 0 for a sequence without drafts."""
+    num_tokens: float
+    """Expected tokens of all sequences."""
+    draft_s: float
+    """Predicted seconds of the draft steps."""
+    verify_s: float
+    """Predicted seconds of the step that verifies."""
+
+    @property
+    def rate(self) -> float:
+        """Return the expected tokens a second."""
+        return self.num_tokens / (self.draft_s + self.verify_s)
+
+
+def expected_tokens(acceptance: float, num_drafts: int) -> float:
+    """Return the expected number of tokens of a sequence from a round with `num_drafts` drafts."""
+    return num_drafts + 1 if acceptance == 1 else (1 - acceptance ** (num_drafts + 1)) / (1 - acceptance)
+
+
+def plan_round(rows: Sequence[Sequence[Prospect]], cost: WorkCost, draft_cost: WorkCost | None = None) -> Round:
+    """Return the round with the most expected tokens a second; of equal rounds the one with fewer draft steps. Each of
+    `rows`, the sequences, has one or more prospects with equal `context`, of which one is chosen. `draft_cost`: cost of
+    draft steps, if another model runs them; None: that of other steps.
+
+    For a given number of draft steps, each further draft of a sequence adds expected tokens, fewer with every draft,
+    and a fixed time. At a rate of r tokens a second a draft pays while it adds more than r times its seconds. A
+    sequence takes the prospect that adds most beyond that. The best rate is found by repeating this with the rate
+    reached before (Dinkelbach, 1967).
+    """
+    drafting = draft_cost or cost
+    num_keys = sum(offers[0].context for offers in rows)
+    plain_s = cost.step_s + len(rows) * cost.token_s + num_keys * cost.key_s
+    best = Round((0,) * len(rows), (0,) * len(rows), float(len(rows)), 0.0, plain_s)
+    priced = [[_Priced.of(each, cost, drafting) for each in offers] for offers in rows]
+    most_steps = max((each.most_drafts for offers in rows for each in offers if each.draft_keys), default=0)
+    for num_steps in range(most_steps + 1):
+        while True:
+            taken = [_most_gaining(offers, num_steps, best.rate) for offers in priced]
+            mine = [(offers[place], num) for offers, (place, num) in zip(priced, taken, strict=True)]
+            found = Round(
+                tuple([num for _, num in taken]),
+                tuple([place for place, _ in taken]),
+                sum(expected_tokens(each.prospect.acceptance, num) for each, num in mine),
+                num_steps * drafting.step_s + sum(num * each.draft_s for each, num in mine),
+                plain_s + sum(num * each.verify_s for each, num in mine),
+            )
+            if found.rate <= best.rate * (1 + 1e-12):
+                break
+            best = found
+    return best
+
+
+@dataclass(frozen=True)
+class _Priced:
+    """A prospect, and the seconds that each of its drafts adds to its draft step, and to the step that verifies."""
+
+    prospect: Prospect
+    draft_s: float
+    verify_s: float
+
+    @classmethod
+    def of(cls, prospect: Prospect, cost: WorkCost, drafting: WorkCost) -> "_Priced":
+        num_keys = min(prospect.draft_keys, prospect.context)
+        draft_s = drafting.token_s + num_keys * drafting.key_s if num_keys else 0.0
+        return cls(prospect, draft_s, cost.token_s + prospect.context * cost.pair_s)
+
+    def best(self, num_steps: int, rate: float) -> tuple[float, int]:
+        """Return the most tokens that drafts add beyond `rate` times their seconds, and the number of these drafts."""
+        prospect, seconds = self.prospect, self.draft_s + self.verify_s
+        most = min(prospect.most_drafts, num_steps) if prospect.draft_keys else prospect.most_drafts
+        num = min(most, _num_paying(prospect.acceptance, rate * seconds))
+        return expected_tokens(prospect.acceptance, num) - 1 - rate * num * seconds, num
+
+
+def _most_gaining(offers: Sequence[_Priced], num_steps: int, rate: float) -> tuple[int, int]:
+    """Return the index of the prospect that adds most, the first of equals, and its number of drafts."""
+    found = [each.best(num_steps, rate) for each in offers]
+    place = max(range(len(found)), key=lambda at: found[at][0])
+    num = found[place][1]
+    return (place, num) if num else (0, 0)
+
+
+def _num_paying(acceptance: float, least: float) -> int:
+    """Return the number of drafts that each add at least `least` expected tokens."""
+    if acceptance <= least:
+        return 0
+    return MOST_DRAFTS if acceptance >= 1 or least <= 0 else int(math.log(least) / math.log(acceptance))

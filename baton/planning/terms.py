@@ -1,0 +1,72 @@
+"""Terms of the options to prefill a request: by a chain, which pushes the KV, or by its generation group itself.
+
+They are made of the planner's predictions, and compared when a request is placed (`orchestrator.placement.predictions`)
+and by `baton plan --explain` (`baton_lab.study.break_even`). Pure.
+"""
+
+from baton.planning.planner import ChainPlanner
+from baton.results.prefill_trace import PlacementTerms
+from baton.types import TokenRange
+
+Batch = tuple[float, float]
+"""Running sequences of a generation group, a mean if they vary, and the mean number of tokens of a sequence."""
+
+
+def chain_terms(
+    planner: ChainPlanner,
+    prefill_s: float,
+    num_pushed: int,
+    batch: Batch,
+    *,
+    is_elsewhere: bool,
+    queue_s: float = 0.0,
+    others_s: float = 0.0,
+    fetch_s: float = 0.0,
+) -> PlacementTerms:
+    """Return the terms of a chain that computes for `prefill_s` and pushes the KV of `num_pushed` tokens to a group
+    that runs `batch`. `is_elsewhere`: no rank of the chain is on the group's node. `fetch_s`: seconds of fetching
+    cached KV before."""
+    step_s = _step_s(planner, batch) if planner.steps is not None else 0.0
+    return PlacementTerms(
+        queue_s=queue_s,
+        prefill_s=prefill_s,
+        steps_s=step_s / 2,  # on average half of the step that runs when the last KV arrives
+        transfer_s=transfer_s(planner, num_pushed, prefill_s, is_elsewhere=is_elsewhere),
+        others_s=others_s,
+        fetch_s=fetch_s,
+    )
+
+
+def transfer_s(planner: ChainPlanner, num_pushed: int, prefill_s: float, *, is_elsewhere: bool) -> float:
+    """Return the seconds from the end of a chain that computes for `prefill_s` until the generation group has the KV
+    of `num_pushed` tokens. `is_elsewhere`: no rank of the chain is on the group's node."""
+    pushed_s = planner.push_s(num_pushed, prefill_s)
+    # to another node, the last piece there, and the commit's answer back
+    return pushed_s + 2 * planner.cost.link.latency_s if is_elsewhere else pushed_s
+
+
+def local_terms(
+    planner: ChainPlanner,
+    tokens: TokenRange,
+    batch: Batch,
+    *,
+    alone_s: float | None = None,
+    queue_s: float = 0.0,
+    fetch_s: float = 0.0,
+) -> PlacementTerms | None:
+    """Return the terms of a prefill of `tokens` by a generation group that runs `batch`, after a fetch of `fetch_s`
+    seconds; None when the planner has no LocalPrefill or no step times. `alone_s`: result of the planner's `alone_s`
+    for these tokens, if it is already known."""
+    num_rows, context = batch
+    found = planner.local_s(tokens, max(num_rows, 1.0) if num_rows else 0.0, context, alone_s)
+    if found is None:
+        return None
+    prefill_s, steps_s = found
+    shared_s = steps_s * min(num_rows, 1.0)
+    return PlacementTerms(queue_s, prefill_s, shared_s, transfer_s=0.0, others_s=0.0, fetch_s=fetch_s)
+
+
+def _step_s(planner: ChainPlanner, batch: Batch) -> float:
+    """Return the mean seconds of a step of that batch. With less than one sequence, no step runs part of the time."""
+    num_rows, context = batch
+    return min(num_rows, 1.0) * planner.step_s(max(num_rows, 1.0), context) if num_rows else 0.0

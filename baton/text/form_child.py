@@ -1,0 +1,116 @@
+"""The child process that checks forms by compiling them. `baton.text.form_prover` starts it, and survives its crash.
+
+The time, memory and stack of compiling a form cannot be predicted from its size. Here each form has limits of all
+three; a form that exceeds one ends this process, and no other. `python -m baton.text.form_child FD` reads JSON messages
+from a socket: first the model's tokenizer, its end tokens and the limit of time, then one form after another, each
+answered before the next is read.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from baton.errors import InvalidArgumentError
+from baton.limits import FORM_MEMORY_BYTES, FORM_STACK_BYTES
+from baton.sampling_params import StructuredOutput
+from baton.text.form_bounds import check_bounds
+from baton.text.grammars import Grammars
+
+_ARENA_MAX = -8
+"""Parameter of glibc's `mallopt`: number of arenas, each of which takes 64 MiB of addresses."""
+_NICE = 5
+"""Niceness of the process: streams on the same cores have priority."""
+
+
+class _Allocated(ctypes.Structure):
+    """`struct mallinfo2` of glibc, in bytes."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t) for name in "arena ordblks smblks hblks mapped usmblks fsmblks used free keep".split()
+    ]
+
+
+def main(fd: int) -> None:
+    """Answer until the other side closes the socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the parent
+    os.nice(_NICE)
+    _use_one_arena()
+    connection = Connection(fd)
+    with contextlib.suppress(EOFError):
+        tokenizer, eos_token_ids, cpu_s = json.loads(connection.recv_bytes())
+        grammars = Grammars(lambda: tokenizer, eos_token_ids, max_bytes=0)
+        with contextlib.suppress(InvalidArgumentError):
+            grammars.load()  # a model that supports no forms raises this again for each form
+        _limit_memory()
+        threading.stack_size(FORM_STACK_BYTES)
+        with Path(os.devnull).open("wb") as nowhere:  # the compiler writes a long report when it aborts
+            os.dup2(nowhere.fileno(), 2)
+        connection.send_bytes(b"ready")
+        while True:
+            fields, outputs = json.loads(connection.recv_bytes())
+            answer = dict[str, Any]()
+            thread = threading.Thread(target=_answer, args=(answer, grammars, fields, outputs))
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)  # its signal ends the process
+            thread.start()
+            thread.join()
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
+            connection.send_bytes(json.dumps(answer).encode())
+
+
+def _answer(answer: dict[str, Any], grammars: Grammars, fields: dict[str, Any], outputs: list[list[int]]) -> None:
+    """Compile a form, and take the tokens of each output that the request claims to have begun with it."""
+    allocated = _allocated_bytes()
+    before = allocated()
+    try:
+        form = StructuredOutput(**{**fields, "choice": tuple(fields.get("choice", ()))})
+        check_bounds(form)
+        grammar = grammars.compile(form)
+        answer["bytes"] = max(0, allocated() - before)
+        for output_ids in outputs:
+            grammar.matcher().consume(output_ids)
+    except InvalidArgumentError as error:
+        answer["error"] = str(error)
+    except MemoryError:
+        os.abort()  # as where the compiler has no memory
+
+
+def _use_one_arena() -> None:
+    """Make all threads allocate in one arena. With an arena for each thread the addresses would reach the limit of
+    memory after some tens of forms, regardless of their size."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(_ARENA_MAX, 1)
+
+
+def _limit_memory() -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + FORM_STACK_BYTES + FORM_MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _allocated_bytes() -> Callable[[], int]:
+    """Return a function that returns the bytes that the process has allocated; exact only with glibc."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallinfo2"):
+        return lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    library.mallinfo2.restype = _Allocated
+
+    def allocated() -> int:
+        found = library.mallinfo2()
+        return int(found.used + found.mapped)
+
+    return allocated
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,208 @@
+"""Proves in child processes that forms can be compiled. A form that crashes its child is refused, without other effect.
+
+The orchestrator has one prover for all requests; workers compile proven forms (`baton.text.grammars`). Answers are
+cached, also refusals. One form of each owner is compiled at a time, so that no tenant occupies all children. Used on
+one asyncio loop.
+"""
+
+import asyncio
+import json
+import logging
+import signal
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from multiprocessing import Pipe
+from weakref import WeakValueDictionary
+
+from baton.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
+from baton.limits import FORM_CPU_S, FORM_MEMORY_BYTES, FORM_STACK_BYTES, MAX_PROOFS
+from baton.sampling_params import StructuredOutput
+
+MAX_CHILDREN = 2
+"""Number of child processes; they start when they are needed."""
+MAX_KEPT_BYTES = 32 * 2**20
+"""Bytes of forms whose answers are kept; the least recently requested are dropped first."""
+_RETRY_S = 1.0
+_PATIENCE_S = 60.0
+"""Seconds after which a child that has not answered is ended: its processor time ends earlier, unless it was stopped.
+"""
+_MEANT = frozenset((signal.SIGPROF, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGTRAP))
+"""Signals by which a form ends a child. Other signals have other causes than the form."""
+
+_Outputs = tuple[tuple[int, ...], ...]
+"""Tokens of each choice of a request that is resumed."""
+
+logger = logging.getLogger(__name__)
+
+
+class _ChildEndedError(Exception):
+    """A child ended while it compiled."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"a child that compiles forms ended with {status}")
+        self.is_by_form = -status in _MEANT
+
+
+class _Child:
+    """A child process. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        """Start a process; call `ready` before `compile`."""
+        self._connection, theirs = Pipe()
+        with theirs:
+            command = [sys.executable, "-m", "baton.text.form_child", str(theirs.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        self._is_ready = False
+
+    def ready(self, load_json: Callable[[], str], eos_token_ids: Sequence[int], cpu_s: float) -> None:
+        """Send the model's tokenizer to the child, unless that was done. Blocks. Raises _ChildEndedError."""
+        if not self._is_ready:
+            self._ask((load_json(), list(eos_token_ids), cpu_s))
+            self._is_ready = True
+
+    def compile(self, form: StructuredOutput, begun: _Outputs) -> int | str:
+        """Return the bytes of the compiled form, or the reason for refusing it. Blocks. Raises _ChildEndedError."""
+        fields = {name: value for name, value in asdict(form).items() if value and name != "compiled_bytes"}
+        answer = json.loads(self._ask((fields, begun)))
+        found: int | str = answer["error"] if "error" in answer else answer["bytes"]
+        return found
+
+    def end(self) -> None:
+        """End the process; the thread that waits for its answer gets _ChildEndedError. Any thread."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _ask(self, message: object) -> bytes:
+        try:
+            self._connection.send_bytes(json.dumps(message).encode())
+            if self._connection.poll(_PATIENCE_S):
+                return self._connection.recv_bytes()
+        except (EOFError, OSError):
+            status = self._process.wait()
+        else:
+            status = -signal.SIGKILL
+        self.close()
+        raise _ChildEndedError(status)
+
+
+class FormProver:
+    """Checks whether forms can be compiled for one model. The owner calls `close`."""
+
+    def __init__(self, load_json: Callable[[], str], eos_token_ids: Sequence[int], cpu_s: float = FORM_CPU_S) -> None:
+        """`load_json` returns the model's tokenizer as in tokenizer.json; it is called at the first form, in a thread.
+        `cpu_s`: most processor seconds of a form."""
+        self._load_json, self._cpu_s = load_json, cpu_s
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._threads = ThreadPoolExecutor(MAX_CHILDREN, "form-prover")
+        self._children: list[_Child] = []
+        """Children that no thread uses."""
+        self._busy = set[_Child]()
+        self._is_closed = False
+        self._kept: OrderedDict[StructuredOutput, int | str] = OrderedDict()
+        self._num_kept_bytes = 0
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Held while a form of an owner is compiled."""
+        self._proofs = dict[object, asyncio.Task[int | str]]()
+        """Running proofs, by form and outputs: equal requests share one."""
+
+    async def prove(
+        self, form: StructuredOutput, outputs: Sequence[Sequence[int]] = (), owner: str = ""
+    ) -> StructuredOutput:
+        """Return the form with its compiled bytes. `outputs` are tokens that choices of a resumed request claim.
+
+        Raises InvalidArgumentError for a form that cannot be compiled within the limits, and for outputs that are not
+        of the form. Raises ResourceExhaustedError when too many proofs are running.
+        """
+        begun = tuple(map(tuple, outputs)) if any(outputs) else ()
+        answer = None if begun else self._kept.get(form)
+        if answer is None:
+            proof = self._proofs.get((form, begun)) or self._begin(form, begun, owner)
+            answer = await asyncio.shield(proof)  # a client that leaves does not end what others wait for
+        else:
+            self._kept.move_to_end(form)
+        if isinstance(answer, str):
+            raise InvalidArgumentError(answer)
+        return replace(form, compiled_bytes=answer)
+
+    async def close(self) -> None:
+        """End the children, and with them the proofs that run. Idempotent."""
+        self._is_closed = True
+        for child in list(self._busy):
+            child.end()
+        await asyncio.gather(*self._proofs.values(), return_exceptions=True)
+        await asyncio.to_thread(self._threads.shutdown)
+        while self._children:
+            self._children.pop().close()
+
+    def _begin(self, form: StructuredOutput, begun: _Outputs, owner: str) -> asyncio.Task[int | str]:
+        """Start a proof and return its task. Raises ResourceExhaustedError when too many run."""
+        if len(self._proofs) >= MAX_PROOFS:
+            raise ResourceExhaustedError(
+                f"{len(self._proofs)} forms of structured output are being compiled: try again in {_RETRY_S:g} s",
+                retry_after_s=_RETRY_S,
+            )
+        key = form, begun
+        proof = self._proofs[key] = asyncio.create_task(self._prove(form, begun, owner))
+        proof.add_done_callback(lambda _: self._proofs.pop(key))
+        return proof
+
+    async def _prove(self, form: StructuredOutput, begun: _Outputs, owner: str) -> int | str:
+        turn = self._turns.setdefault(owner, asyncio.Lock())
+        async with turn:
+            loop = asyncio.get_running_loop()
+            answer, is_final = await loop.run_in_executor(self._threads, self._compile, form, begun)
+        if is_final and not begun:
+            self._keep(form, answer)
+        return answer
+
+    def _compile(self, form: StructuredOutput, begun: _Outputs) -> tuple[int | str, bool]:
+        """Return a child's answer, and whether the answer would be the same again. Called in a thread."""
+        for _ in range(2):
+            if self._is_closed:
+                raise UnavailableError("this server no longer compiles forms: use another one")
+            child = self._children.pop() if self._children else _Child()
+            self._busy.add(child)
+            try:
+                child.ready(self._load_json, self._eos_token_ids, self._cpu_s)
+                answer = child.compile(form, begun)
+            except _ChildEndedError as error:
+                logger.warning("a form of kind %s: %s", form.kind, error)
+                if error.is_by_form:
+                    return self._too_costly(form), True
+                continue
+            except BaseException:
+                child.close()
+                raise
+            finally:
+                self._busy.discard(child)
+            self._children.append(child)
+            return answer, True
+        return self._too_costly(form), False
+
+    def _too_costly(self, form: StructuredOutput) -> str:
+        memory, stack = FORM_MEMORY_BYTES >> 20, FORM_STACK_BYTES >> 20
+        return (
+            f"sampling.structured_output.{form.kind} cannot be compiled within {self._cpu_s:g} s of a processor, "
+            f"{memory} MiB of memory and {stack} MiB of stack: simplify it"
+        )
+
+    def _keep(self, form: StructuredOutput, answer: int | str) -> None:
+        self._kept[form] = answer
+        self._num_kept_bytes += _size(form)
+        while self._num_kept_bytes > MAX_KEPT_BYTES:
+            self._num_kept_bytes -= _size(self._kept.popitem(last=False)[0])
+
+
+def _size(form: StructuredOutput) -> int:
+    """Return the bytes that a kept form counts as: those of its text, and a fixed number for the rest."""
+    texts = [form.json or "", form.regex or "", form.grammar or "", *form.choice]
+    return 1024 + 4 * sum(map(len, texts))

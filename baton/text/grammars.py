@@ -1,0 +1,220 @@
+"""Grammars of constrained requests: compiled once, kept in a bounded cache, and followed by matchers.
+
+The orchestrator has proven that a request's form can be compiled (`baton.text.form_prover`), in a child process, which
+uses this module as well. Workers compile the form again and `prepare` the masks of each choice
+(`baton.text.token_masks`): prefill ranks for the first token, generation engines for all tokens. The library is
+llguidance, whose stack grows with a form's depth. Nothing is loaded before the first constrained request.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+from typing import Self
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+
+from baton.errors import InvalidArgumentError
+from baton.limits import FORM_STACK_BYTES, MAX_COMPILED_BYTES
+from baton.sampling_params import StructuredOutput
+from baton.text.json_schemas import schema_grammar
+from baton.text.token_masks import Matcher, TokenMasks
+
+_LEAST_BYTES = 64 * 2**10
+"""Least bytes that a grammar counts as; also the bytes of a grammar that was not measured."""
+_STACKS = Lock()
+"""Held while the stack size of new threads, a setting of the whole process, is changed."""
+_ANY_OBJECT = '{"type": "object"}'
+
+
+def _limits() -> LLParserLimits:
+    """Return limits within which a mask takes tens of milliseconds at worst; a form that exceeds them is refused."""
+    return LLParserLimits(
+        max_items_in_row=10_000, initial_lexer_fuel=200_000, max_lexer_states=50_000, verbose_errors=False
+    )
+
+
+class Grammar:
+    """A compiled form. Read-only once made; any thread may use it."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int], num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        """Bytes that the grammar counts as."""
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._lock = Lock()
+        """Held while the matcher is copied: only one thread may copy it at a time."""
+
+    def matcher(self) -> Matcher:
+        """Return a new Matcher at the beginning of an output."""
+        with self._lock:
+            return Matcher(self._matcher.deep_copy(), self._vocab_size, self._eos_token_ids)
+
+
+class Grammars:
+    """The grammars of one model. Any thread may use it; `close` it where `prepare` was called."""
+
+    def __init__(
+        self, load_json: Callable[[], str], eos_token_ids: Sequence[int], *, max_bytes: int = MAX_COMPILED_BYTES
+    ) -> None:
+        """`load_json` returns the model's tokenizer as in tokenizer.json; it is called once, at the first use."""
+        self._load_json = load_json
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._loading = Lock()
+        """Held while the tokenizer is loaded, which takes long."""
+        self._tokenizer: LLTokenizer | None = None
+        self._lock = Lock()
+        """Guards the fields below; held for microseconds only, because engines' threads wait for it."""
+        self._compiled: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
+        self._compiling: ThreadPoolExecutor | None = None
+        self._masking: ThreadPoolExecutor | None = None
+
+    @classmethod
+    def of_folder(cls, folder: Path, eos_token_ids: Sequence[int]) -> Self:
+        """Return the grammars of a model whose tokenizer is loaded from its folder at the first use."""
+
+        def load_json() -> str:
+            from baton.text.tokenizer import (
+                Tokenizer,  # takes a second and 100 MB: loaded only once an output is constrained
+            )
+
+            return Tokenizer.load(folder).to_json()
+
+        return cls(load_json, eos_token_ids)
+
+    def compile(self, form: StructuredOutput) -> Grammar:
+        """Return the form's grammar, from the cache if possible. Blocks for milliseconds, at the first use for half a
+        second. Raises InvalidArgumentError for a form that cannot be compiled, naming the place in a schema, and for a
+        model whose outputs cannot be constrained."""
+        with self._lock:
+            grammar = self._compiled.get(form)
+            if grammar is not None:
+                self._compiled.move_to_end(form)
+                return grammar
+        tokenizer, num_bytes = self.load(), max(form.compiled_bytes, _LEAST_BYTES)
+        ends = frozenset(self._eos_token_ids)
+        grammar = Grammar(_compile(form, tokenizer), tokenizer.vocab_size, ends, num_bytes)
+        with self._lock:
+            if form not in self._compiled:
+                self._compiled[form] = grammar
+                self._num_bytes += num_bytes
+            while self._num_bytes > self._max_bytes:
+                self._num_bytes -= self._compiled.popitem(last=False)[1].num_bytes
+        return grammar
+
+    def prepare(
+        self, form: StructuredOutput, output_ids: Sequence[int], num_choices: int = 1
+    ) -> "Future[list[TokenMasks]]":
+        """Return a future of the masks of each choice, which is done once the next token's mask is computed.
+        `output_ids` are the tokens that each choice has already. Does not block. The future raises InvalidArgumentError
+        where `compile` raises it, and for tokens that are not of the form."""
+        with self._lock:
+            self._compiling = self._compiling or _deep_thread("grammar-compiler")
+            self._masking = self._masking or _deep_thread("token-masks")
+            return self._compiling.submit(self._prepare, form, tuple(output_ids), num_choices, self._masking)
+
+    def close(self) -> None:
+        """End the threads. No choice's masks may be used any more. Idempotent."""
+        with self._lock:
+            threads = [each for each in (self._compiling, self._masking) if each is not None]
+            self._compiling = self._masking = None
+        for each in threads:
+            each.shutdown(cancel_futures=True)
+
+    def _prepare(
+        self, form: StructuredOutput, output_ids: Sequence[int], num_choices: int, thread: ThreadPoolExecutor
+    ) -> list[TokenMasks]:
+        grammar = self.compile(form)
+        matchers = [grammar.matcher() for _ in range(num_choices)]
+        for matcher in matchers:
+            matcher.consume(output_ids)
+        mask = matchers[0].mask()
+        return [TokenMasks(matcher, len(output_ids), mask, thread) for matcher in matchers]
+
+    def load(self) -> LLTokenizer:
+        """Return the library's tokenizer. Blocks, the first time for half a second. Raises InvalidArgumentError for a
+        model whose outputs cannot be constrained."""
+        if not self._eos_token_ids:
+            raise InvalidArgumentError(
+                "sampling.structured_output: the model has no end-of-sequence token, by which an output would end; "
+                "leave it out"
+            )
+        with self._loading:
+            if self._tokenizer is None:
+                self._tokenizer = _tokenizer_of(self._load_json(), self._eos_token_ids)
+            return self._tokenizer
+
+
+def _deep_thread(name: str) -> ThreadPoolExecutor:
+    """Return an executor of one thread, started with the stack that forms need."""
+    executor = ThreadPoolExecutor(1, name)
+    with _STACKS:
+        before = threading.stack_size(FORM_STACK_BYTES)
+        try:
+            executor.submit(int)
+        finally:
+            threading.stack_size(before)
+    return executor
+
+
+def _tokenizer_of(text: str, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    try:
+        return LLTokenizer(text, eos_token=list(eos_token_ids))
+    except ValueError as error:
+        raise InvalidArgumentError(
+            f"sampling.structured_output: this model's tokenizer is not supported: {_one_line(str(error))}; leave it "
+            "out"
+        ) from error
+
+
+def _compile(form: StructuredOutput, tokenizer: LLTokenizer) -> LLMatcher:
+    matcher = LLMatcher(tokenizer, _source(form), log_level=0, limits=_limits())
+    if error := matcher.get_error() or _trial_error(matcher.deep_copy(), tokenizer.eos_tokens):
+        raise _refused(form, error)
+    return matcher
+
+
+def _trial_error(matcher: LLMatcher, eos_token_ids: Sequence[int]) -> str:
+    """Return why one of the output's first two masks cannot be computed (the form is too complex, for example); empty
+    if both can be. The matcher cannot be used afterwards."""
+    for _ in range(2):
+        mask = bytearray(matcher.compute_logit_bias())
+        if matcher.is_error():
+            return matcher.get_error()
+        if not any(mask):
+            return "no token can begin the output"
+        for token_id in eos_token_ids:
+            mask[token_id] = 0
+        first = len(mask) - len(mask.lstrip(b"\0"))
+        matcher.consume_token(first if first < len(mask) else eos_token_ids[0])
+    return matcher.get_error()
+
+
+def _source(form: StructuredOutput) -> str:
+    """Return the form as llguidance reads it."""
+    if form.json is not None or form.json_object:
+        return schema_grammar(_ANY_OBJECT if form.json is None else form.json)
+    if form.regex is not None:
+        return LLMatcher.grammar_from_regex(form.regex)
+    try:
+        if form.grammar is not None:
+            return grammar_from("grammar", form.grammar)
+        return grammar_from("choice", json.dumps(form.choice, ensure_ascii=False))
+    except ValueError as error:
+        raise _refused(form, str(error)) from error
+
+
+def _refused(form: StructuredOutput, reason: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"sampling.structured_output.{form.kind} cannot be compiled: {_one_line(reason)}; correct or simplify it"
+    )
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.removesuffix("<non-verbose/>").split())[:300]

@@ -1,0 +1,43 @@
+"""Joins `baton.text.detokenizer` and `baton.text.stop_strings` into one stream's text.
+
+Used by `generate_workers.engine.rows` on the engine's thread, and by `orchestrator.api.checks` for resumed streams.
+"""
+
+from collections.abc import Sequence
+from typing import Self
+
+from baton.text.stop_strings import StopChecker, StopResult, StopStrings
+from baton.text.tokenizer import Tokenizer
+
+
+class TextStream:
+    """Turns one stream's token ids into the text that its client may see. Owned by the engine's sequence."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: StopStrings, prompt_ids: Sequence[int]) -> None:
+        """`stop` holds the strings that end the stream. `prompt_ids` are the tokens that the stream continues."""
+        self._detokenizer = tokenizer.detokenizer(prompt_ids)
+        self._checker = StopChecker(stop)
+        self._num_tokens = 0
+        self._min_tokens = stop.min_tokens
+
+    @classmethod
+    def rebuild(
+        cls, tokenizer: Tokenizer, stop: StopStrings, prompt_ids: Sequence[int], output_ids: Sequence[int]
+    ) -> Self:
+        """Return a stream in its state after `output_ids`, so that it continues as the original stream would have."""
+        stream = cls(tokenizer, stop, prompt_ids)
+        for token_id in output_ids:
+            stream.push(token_id)
+        return stream
+
+    def push(self, token_id: int) -> StopResult:
+        """Take the next token; return the text that became certain, and whether a stop string is complete."""
+        self._num_tokens += 1
+        return self._check(self._detokenizer.push(token_id))
+
+    def flush(self) -> str:
+        """Return the text held back, at the end of the stream; "" if a stop string ended it. Call once."""
+        return self._check(self._detokenizer.flush()).text + self._checker.flush()
+
+    def _check(self, text: str) -> StopResult:
+        return self._checker.push(text, may_stop=self._num_tokens > self._min_tokens)

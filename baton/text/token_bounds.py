@@ -1,0 +1,107 @@
+"""Bounds the number of tokens of a text from below without tokenizing it, so that too long prompts are refused early.
+
+Used by `baton.text.tokenizer`, for `orchestrator.api.checks`. Every byte of a text belongs to a token, unless the
+tokenizer drops or rewrites some of the text, and no token stands for more bytes than the vocabulary's longest token. So
+the number of a text's tokens is at least its number of bytes divided by that of the longest token. For a tokenizer that
+is not known to keep every byte the bound is 0, which refuses nothing. Pure; any thread.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer as Core
+from tokenizers import models
+
+_NFC_SHRINKS = 9
+"""Largest factor by which normalization to NFC shortens a text in UTF-8 bytes: a character is up to 3 times as long as
+its decomposition (U+1FEF), which is up to 3 times as long as the composed character (U+0390). ASCII text keeps its
+length."""
+_WHITESPACE = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
+_MORE_WHITESPACE = "\u2028\u2029\u202f\u205f\u3000"
+_KEEPING = ("ByteLevel", "Metaspace", "Digits", "Split", "Punctuation", "UnicodeScripts")
+"""Pre-tokenizers that cut a text and drop nothing of it, unless they are configured to remove the separators."""
+
+
+@dataclass(frozen=True)
+class TokenBound:
+    """A lower bound on token counts, for one tokenizer that drops nothing of a text except certain single bytes."""
+
+    longest_bytes: int
+    """Largest number of bytes of text that one token stands for."""
+    silent: bytes
+    """Byte values that may belong to no token: the vocabulary lacks them, or they are whitespace next to a special
+    token that absorbs it."""
+    shrinks: int
+    """Largest factor by which the tokenizer's normalization shortens a text that is not ASCII; 1 if it does not."""
+
+    def min_tokens(self, text: str) -> int:
+        """Return a lower bound on the number of tokens of `text`."""
+        shrinks = 1 if text.isascii() else self.shrinks
+        if shrinks > 1 and self.silent:  # normalization may turn any character into a silent byte
+            return 0
+        data = text.encode(errors="surrogatepass")
+        num_bytes = len(data.translate(None, self.silent)) if self.silent else len(data)
+        return -(-num_bytes // (self.longest_bytes * shrinks))
+
+
+def token_bound(core: Core) -> TokenBound | None:
+    """Return the bound of a tokenizer, or None if the tokenizer is not known to keep every byte of a text."""
+    model, shrinks = core.model, _shrinks(_parts(core.normalizer, "normalizers"))
+    cuts = list(_parts(core.pre_tokenizer, "pretokenizers"))
+    if not isinstance(model, models.BPE) or shrinks is None or not all(map(_keeps_all, cuts)):
+        return None
+    vocab = core.get_vocab(with_added_tokens=False)
+    if any(cut["type"] == "ByteLevel" for cut in cuts):  # a token has a character for each of its bytes
+        silent = bytes(byte for byte, char in enumerate(_byte_chars()) if char not in vocab)
+        longest = max(map(len, vocab))
+    elif model.byte_fallback and all(f"<0x{byte:02X}>" in vocab for byte in range(256)):
+        silent, longest = b"", max(len(token.encode()) for token in vocab)
+    else:
+        return None
+    added = core.get_added_tokens_decoder().values()
+    if any(token.lstrip or token.rstrip for token in added):
+        silent = bytes({*silent, *(_WHITESPACE + _MORE_WHITESPACE).encode()})
+    longest = max(longest, *(len(token.content.encode()) for token in added), 1)
+    return TokenBound(longest, silent, shrinks)
+
+
+def _parts(component: Any, of_sequence: str) -> Iterator[Mapping[str, Any]]:
+    """Yield a normalizer's or pre-tokenizer's description as in tokenizer.json; for a sequence of them, each part's."""
+    if component is None:
+        return
+    pending = [json.loads(component.__getstate__())]
+    while pending:
+        part = pending.pop(0)
+        if part["type"] == "Sequence":
+            pending = [*part[of_sequence], *pending]
+        else:
+            yield part
+
+
+def _shrinks(normalizers: Iterator[Mapping[str, Any]]) -> int | None:
+    """Return the largest factor by which the normalizers shorten a text, or None if they may drop some of it."""
+    shrinks = 1
+    for each in normalizers:
+        match each:
+            case {"type": "NFC"}:
+                shrinks *= _NFC_SHRINKS
+            case {"type": "Prepend"}:
+                pass
+            case {"type": "Replace", "pattern": {"String": old}, "content": new} if len(new) >= len(old.encode()):
+                pass
+            case _:
+                return None
+    return shrinks
+
+
+def _keeps_all(cut: Mapping[str, Any]) -> bool:
+    return cut["type"] in _KEEPING and cut.get("behavior") != "Removed"
+
+
+def _byte_chars() -> list[str]:
+    """Return for each byte value the character that byte-level vocabularies write for it."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in shown else chr(next(others)) for byte in range(256)]

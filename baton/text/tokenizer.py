@@ -1,0 +1,274 @@
+"""Loads a model's own tokenizer and chat template from a Hugging Face folder, without torch.
+
+Used by `orchestrator.api.checks`, which turns prompts and chats into token ids, and by `generate_workers.engine`, which
+turns token ids back into text through `Tokenizer.detokenizer`.
+
+A Tokenizer is read-only after `load`, so any thread may use it. Encoding does not block other threads.
+`transformers.AutoTokenizer` would import torch; `TokenizersBackend`, which it chooses in the end, does not.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from enum import Enum, auto
+from functools import cached_property
+from inspect import signature
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+from jinja2 import TemplateError, TemplateSyntaxError
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Core
+from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+from baton.errors import InvalidArgumentError, ModelError
+from baton.text.control_tokens import ControlTokens, cut, min_parts
+from baton.text.detokenizer import Detokenizer, text_after
+from baton.text.token_bounds import token_bound
+
+_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""Errors that templates raise, on purpose or not, for values that they do not support."""
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation: each message has a `role` and a `content`, and may have the fields of tool calls."""
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+_MESSAGE_FIELDS = ("role", "content")
+_TOOL_FIELDS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
+"""Further fields that a message may have: calls of tools, their answers, and the model's reasoning."""
+_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+_OWN_OPTIONS = frozenset(signature(TokenizersBackend.apply_chat_template).parameters) | {"messages"}
+"""Names that a template's options may not have: parameters of the function that renders it."""
+
+
+class Ending(Enum):
+    """How the prompt of a conversation ends."""
+
+    TURN = auto()
+    """With the beginning of the assistant's turn."""
+    MESSAGE = auto()
+    """With the end of the last message."""
+    OPEN = auto()
+    """Within the last message, after its text: the model continues it."""
+
+
+class Tokenizer:
+    """Turns text into token ids and back, for one model. Make one with `load`."""
+
+    def __init__(self, backend: TokenizersBackend, folder: Path, *, control_tokens_in_text: bool = False) -> None:
+        self._hf = backend
+        self._folder = folder
+        self._core = backend.backend_tokenizer
+        self._core.no_truncation()  # a tokenizer.json may carry the limits of its training, which would cut prompts
+        self._core.no_padding()
+        added = self._core.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._control = None if control_tokens_in_text else ControlTokens(added.values(), str(backend.chat_template))
+        """None: control tokens that texts of chats spell out are encoded as control tokens."""
+        self._guard = next((token.content for token in added.values() if _is_guard(self._core, token)), "")
+        self._vocab_size = 1 + max(self._core.get_vocab(with_added_tokens=True).values())
+        self._bound = token_bound(self._core)
+
+    @classmethod
+    def load(cls, folder: Path, *, control_tokens_in_text: bool = False) -> Self:
+        """Read tokenizer.json, tokenizer_config.json and the chat template, without network or code from the folder.
+        `control_tokens_in_text`: control tokens that texts of a chat spell out are encoded as control tokens.
+        Blocks for a second at the first call. Raises ModelError for missing or bad files."""
+        if not (folder / "tokenizer.json").is_file():
+            raise ModelError(f"no tokenizer.json in {folder}: {_remedy(folder)}")
+        try:
+            backend = TokenizersBackend.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            return cls(backend, folder, control_tokens_in_text=control_tokens_in_text)
+        except Exception as error:  # the tokenizers library raises bare Exceptions
+            raise ModelError(
+                f"cannot read the tokenizer in {folder}: {_one_line(error)}; fetch its tokenizer files again"
+            ) from error
+
+    @property
+    def vocab_size(self) -> int:
+        """Return the largest token id plus one. The model's own vocabulary may be padded beyond this number."""
+        return self._vocab_size
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Return whether the model has a chat template, without which `render_chat` and `encode_chat` raise."""
+        return bool(self._hf.chat_template)
+
+    def chat_template(self, *, for_tools: bool = False) -> str:
+        """Return the chat template, or the one that the model has for chats with tools; empty when there is none."""
+        if not self.has_chat_template:
+            return ""
+        return str(self._hf.get_chat_template(tools=[{}] if for_tools else None))
+
+    def silent_tokens(self, texts: Sequence[str]) -> dict[int, str]:
+        """Return the texts that are one special token each, by token id: `decode` gives them no text."""
+        ids = {self._core.token_to_id(text): text for text in texts}
+        return {token_id: text for token_id, text in ids.items() if token_id in self._special_ids}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Return sixteen hex digits that are equal for two tokenizers iff they and their chat templates are equal."""
+        content = f"{self._core.to_str()}/{self._hf.chat_template}"
+        return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
+
+    def to_json(self) -> str:
+        """Return the tokenizer, added tokens included, in the format of tokenizer.json."""
+        text: str = self._core.to_str()
+        return text
+
+    def has_tokens_of(self, other: "Tokenizer") -> bool:
+        """Return whether both tokenizers have the same tokens, added ones included, under the same ids."""
+        mine, theirs = (each._core.get_vocab(with_added_tokens=True) for each in (self, other))
+        return bool(mine == theirs)
+
+    def min_tokens(self, text: str) -> int:
+        """Return a lower bound on the number of tokens of `text`, within milliseconds for megabytes. Returns 0 for a
+        tokenizer that is not known to keep every byte of a text (`baton.text.token_bounds`)."""
+        return max(self._bound.min_tokens(text), min_parts(text)) if self._bound is not None else 0
+
+    def encode(self, text: str) -> list[int]:
+        """Return a prompt's token ids. They begin with a beginning-of-sequence token iff the tokenizer's own
+        post-processor adds one. Special tokens spelled out in the text become special tokens. Raises
+        InvalidArgumentError for text that is not Unicode."""
+        return self._encode(text, "prompt", add_special_tokens=True)
+
+    def encode_chat(self, messages: Messages) -> list[int]:
+        """Return a conversation's token ids: renders it with `render_chat`, then encodes it with `encode_rendered`."""
+        return self.encode_rendered(self.render_chat(messages))
+
+    def render_chat(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] = NO_OPTIONS,
+        ending: Ending = Ending.TURN,
+    ) -> str:
+        """Return a conversation as text in the model's chat template, with the given `ending`.
+
+        `tools` are functions that the model may call, as OpenAI's API describes them. `options` are further variables
+        of the template, such as enable_thinking. The template writes all special tokens itself; special tokens that the
+        arguments spell out are marked, so that `encode_rendered` encodes them as text. Raises InvalidArgumentError for
+        bad messages or options and for a model without a template, and ModelError for a broken template.
+        """
+        _check_messages(messages, self._control)
+        if own := _OWN_OPTIONS & options.keys():
+            raise InvalidArgumentError(f"chat_template_kwargs: {min(own)} is not a variable of a template: drop it")
+        if not self.has_chat_template:
+            raise InvalidArgumentError(
+                f"messages: the model in {self._folder} has no chat template: send a text prompt or token ids instead"
+            )
+        given: list[Any] | None = [dict(tool) for tool in tools] if tools else None
+        last = messages[-1]
+        if ending is Ending.OPEN and (not last["content"].strip() or last.get("tool_calls")):
+            raise InvalidArgumentError("messages: only a last message of text can be continued: end with one")
+        how = {"add_generation_prompt": ending is Ending.TURN, "continue_final_message": ending is Ending.OPEN}
+        return self._render([dict(message) for message in messages], given, {**options, **how})
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Return the token ids of a rendered conversation, with no special token added. Raises InvalidArgumentError."""
+        first, *others = [text] if self._control is None else cut(text)
+        ids = self._encode(first, "messages", add_special_tokens=False)
+        if others:
+            different = list(dict.fromkeys(others))
+            # after a token at which tokenizers cut a text, a part gets no mark of a text's beginning
+            found = self._encode_all([self._guard + part for part in different], add_special_tokens=False)
+            ids_of = dict(zip(different, found, strict=True))
+            for part in others:
+                ids += ids_of[part][bool(self._guard) :]
+        return ids
+
+    def decode(self, ids: Sequence[int], *, with_special: bool = False) -> str:
+        """Return the text of token ids. Unknown ids add no text. Special tokens add none unless `with_special`. Broken
+        UTF-8 becomes U+FFFD."""
+        return self._core.decode(ids, skip_special_tokens=not with_special)
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text that one token has within a text, with the leading space that `decode` drops at the start of
+        a text. Special tokens and unknown ids have none; a part of a character is U+FFFD."""
+        return text_after(self.decode, *self._within, [token_id])
+
+    def detokenizer(self, prompt_ids: Sequence[int] = ()) -> Detokenizer:
+        """Return a new Detokenizer, which decodes the tokens of one stream, those after `prompt_ids`, incrementally."""
+        return Detokenizer(self.decode, self._is_silent, prompt_ids)
+
+    @cached_property
+    def _within(self) -> tuple[list[int], str]:
+        """Token ids of a letter, and their text: tokens after them are within a text."""
+        ids = self._encode("a", "text", add_special_tokens=False)
+        return ids, self.decode(ids)
+
+    def _is_silent(self, token_id: int) -> bool:
+        return token_id in self._special_ids or self._core.id_to_token(token_id) is None
+
+    def _render(self, messages: list[dict[str, Any]], tools: list[Any] | None, options: Mapping[str, Any]) -> str:
+        try:
+            if self._control is not None:
+                messages, tools, options = (self._control.mark(each) for each in (messages, tools, options))
+            text = self._hf.apply_chat_template(messages, tools=tools, tokenize=False, **options)
+        except TemplateSyntaxError as error:
+            raise ModelError(
+                f"the chat template in {self._folder} is broken: {_one_line(error)}; correct its chat_template"
+            ) from error
+        except _REFUSALS as error:
+            raise InvalidArgumentError(
+                f"messages: the model's chat template refuses them: {_one_line(error)}; correct roles and their order"
+            ) from error
+        assert isinstance(text, str)
+        return text
+
+    def _encode(self, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidArgumentError(
+                f"{field}: not Unicode text: lone surrogate at character {error.start}; send valid UTF-8"
+            ) from error
+        (ids,) = self._encode_all([text], add_special_tokens=add_special_tokens)
+        return ids
+
+    def _encode_all(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
+        # `encode` would hold the GIL, and so block the process's asyncio loop, until it returns.
+        return [each.ids for each in self._core.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
+
+
+def _is_guard(core: Core, token: AddedToken) -> bool:
+    """Return whether text after the token is encoded as in the middle of a text, after the token's one id."""
+    if not token.special or token.lstrip or token.rstrip or token.single_word or token.normalized:
+        return False
+    return core.encode(token.content + "a", add_special_tokens=False).ids[:1] == [core.token_to_id(token.content)]
+
+
+def _check_messages(messages: Messages, control: ControlTokens | None) -> None:
+    if not messages:
+        raise InvalidArgumentError("messages is empty: send at least one message")
+    for index, message in enumerate(messages):
+        for name in _MESSAGE_FIELDS:
+            if not isinstance(message.get(name), str):
+                raise InvalidArgumentError(f"messages[{index}].{name} is {message.get(name)!r:.40}: use a string")
+        if not message["role"]:
+            raise InvalidArgumentError(f"messages[{index}].role is empty: use a role such as 'user'")
+        if _ROLE.fullmatch(message["role"]) is None:
+            raise InvalidArgumentError(
+                f"messages[{index}].role is {message['role']!r:.40}: use a role such as 'user', at most 64 letters, "
+                "digits, '_', '.' and '-'"
+            )
+        if control is not None and control.is_part(message["role"]):
+            raise InvalidArgumentError(
+                f"messages[{index}].role is {message['role']!r}, part of a control token: use a role such as 'user'"
+            )
+        for name in message:
+            if name not in _MESSAGE_FIELDS + _TOOL_FIELDS:
+                raise InvalidArgumentError(
+                    f"messages[{index}].{name!s:.40} is unknown: use {', '.join(_MESSAGE_FIELDS + _TOOL_FIELDS)}"
+                )
+
+
+def _remedy(folder: Path) -> str:
+    if not folder.is_dir():
+        return "there is no such folder; check the path"
+    if (folder / "tokenizer.model").is_file():
+        return "convert tokenizer.model with transformers' AutoTokenizer(...).save_pretrained(...)"
+    return "fetch the model's tokenizer files too"
+
+
+def _one_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -1,0 +1,60 @@
+"""Makes the gRPC servers and channels of all of Baton's processes, set up for thousands of calls and for dead peers.
+
+Used by `orchestrator.api`, `orchestrator.workers.client`, both workers' servicers and `deploy`. Called on the process's
+asyncio loop, which then owns the server or channel.
+"""
+
+import grpc
+
+from baton.channel_options import Keepalive as Keepalive
+from baton.channel_options import channel_options, common_options
+from baton.errors import ConfigError
+from baton.settings.addresses import join_address
+from baton.transport.identified import IdentifiedChannel
+from baton.transport.identity import ClusterSecret
+from baton.transport.status import Check, StatusInterceptor
+
+MAX_PENDING_CALLS = 16_384
+"""Calls that may wait for the loop to accept them, before gRPC refuses more; its own default is 1,000."""
+MAX_PENDING_S = 3600
+"""Seconds that a call may wait for the loop; gRPC's default is 30 s, and cancelled calls are not retried."""
+
+
+def make_server(keepalive: Keepalive | None = None, *, check: Check | None = None) -> grpc.aio.Server:
+    """Make a server whose methods may raise BatonErrors, which become statuses. `check` runs before each call and may
+    refuse it, as `ClusterSecret.check` does for callers from outside the cluster. The caller adds servicers, calls
+    `bind`, then starts the server."""
+    return grpc.aio.server(
+        interceptors=(StatusInterceptor(check),),
+        options=(
+            *common_options(keepalive or Keepalive()),
+            ("grpc.so_reuseport", 0),
+            ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+            ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_CALLS),
+            ("grpc.server_max_unrequested_time_in_server", MAX_PENDING_S),
+            # Clients may ping as often as `make_channel` makes them, with and without calls.
+            ("grpc.http2.min_ping_interval_without_data_ms", 500),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+            ("grpc.http2.max_ping_strikes", 0),
+        ),
+    )
+
+
+def bind(server: grpc.aio.Server, host: str, port: int = 0) -> int:
+    """Open host:port for the server and return the port; port 0: any free one. Raises ConfigError when it cannot."""
+    try:
+        return server.add_insecure_port(join_address(host, port))
+    except RuntimeError as error:
+        raise ConfigError(
+            f"cannot listen on {join_address(host, port)}: the port is in use or the address is not this machine's; "
+            "choose another, or port 0 for any free one"
+        ) from error
+
+
+def make_channel(
+    target: str, keepalive: Keepalive | None = None, *, secret: ClusterSecret | None = None
+) -> grpc.aio.Channel:
+    """Make a channel to host:port, with a connection of its own that opens at the first call and reconnects by itself.
+    With `secret`, each call proves that the caller belongs to the cluster. Pass it only for targets in that cluster."""
+    channel = grpc.aio.insecure_channel(target, options=channel_options(keepalive or Keepalive()))
+    return channel if secret is None else IdentifiedChannel(channel, secret.metadata)

@@ -1,0 +1,58 @@
+"""Keeps a worker's channels to other workers open: one per endpoint, with a bound on idle ones.
+
+Other workers restart with new ports while this worker runs. Without a bound, channels to workers that are gone would
+keep their memory and try to connect for ever. Does not depend on gRPC: a channel is any object that can be closed. Used
+by `prefill_workers.servicer` and `baton.transport.block_exchange`, on the loop.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Generic, Protocol, TypeVar
+
+
+class Closable(Protocol):
+    """The one method of a channel that the cache calls."""
+
+    async def close(self) -> None: ...
+
+
+Channel = TypeVar("Channel", bound=Closable)
+
+
+class ChannelCache(Generic[Channel]):
+    """Open channels by endpoint: at most `most`, or more while more are in use. Closes the least recently used idle
+    ones."""
+
+    def __init__(self, make: Callable[[str], Channel], most: int = 64) -> None:
+        self._make = make
+        self._most = most
+        self._channels: OrderedDict[str, Channel] = OrderedDict()
+        """Open channels by endpoint, the least recently used first."""
+        self._num_users: Counter[str] = Counter()
+
+    @asynccontextmanager
+    async def use(self, endpoint: str) -> AsyncIterator[Channel]:
+        """Return a context with the endpoint's channel, which stays open until the context exits."""
+        if endpoint not in self._channels:
+            self._channels[endpoint] = self._make(endpoint)
+        self._num_users[endpoint] += 1
+        try:
+            yield self._channels[endpoint]
+        finally:
+            self._num_users[endpoint] -= 1
+            self._channels.move_to_end(endpoint)
+            self._num_users += Counter()  # forgets endpoints without users
+            await self._close_excess()
+
+    async def close(self) -> None:
+        """Close all channels. Call once none is in use."""
+        while self._channels:
+            _, channel = self._channels.popitem()
+            await channel.close()
+
+    async def _close_excess(self) -> None:
+        idle = [endpoint for endpoint in self._channels if endpoint not in self._num_users]
+        num_excess = max(len(self._channels) - self._most, 0)
+        for channel in [self._channels.pop(endpoint) for endpoint in idle[:num_excess]]:
+            await channel.close()

@@ -1,0 +1,65 @@
+"""A channel whose calls all carry the same metadata, by which the servers of a cluster recognise the caller.
+
+It wraps the channel only. Client interceptors would wrap each call; here users get grpc's own calls. Made by
+`baton.transport.channel.make_channel`; used on its loop.
+"""
+
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+
+class IdentifiedChannel(grpc.aio.Channel):
+    """A channel that adds metadata to each call of the channel that it wraps, and owns that channel."""
+
+    def __init__(self, inner: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...]) -> None:
+        self._inner = inner
+        self._metadata = metadata
+
+    async def __aenter__(self) -> Self:
+        await self._inner.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._inner.__aexit__(kind, error, traceback)
+
+    async def close(self, grace: float | None = None) -> None:
+        """Close the wrapped channel."""
+        await self._inner.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """Return the state of the wrapped channel."""
+        return self._inner.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """Wait until the state of the wrapped channel is another."""
+        await self._inner.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        """Wait until the wrapped channel is connected."""
+        await self._inner.channel_ready()
+
+    def unary_unary(self, method: str, *args: Any, **options: Any) -> Any:
+        """Return a callable for a method with one request and one reply."""
+        return self._identified(self._inner.unary_unary(method, *args, **options))
+
+    def unary_stream(self, method: str, *args: Any, **options: Any) -> Any:
+        """Return a callable for a method with one request and a stream of replies."""
+        return self._identified(self._inner.unary_stream(method, *args, **options))
+
+    def stream_unary(self, method: str, *args: Any, **options: Any) -> Any:
+        """Return a callable for a method with a stream of requests and one reply."""
+        return self._identified(self._inner.stream_unary(method, *args, **options))
+
+    def stream_stream(self, method: str, *args: Any, **options: Any) -> Any:
+        """Return a callable for a method with streams of requests and replies."""
+        return self._identified(self._inner.stream_stream(method, *args, **options))
+
+    def _identified(self, call: Any) -> Any:
+        def identified(*args: Any, metadata: Any = (), **options: Any) -> Any:
+            return call(*args, metadata=(*(metadata or ()), *self._metadata), **options)
+
+        return identified

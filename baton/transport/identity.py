@@ -1,0 +1,59 @@
+"""The secret by which the processes of one cluster recognise each other: made by the launcher, sent with each call
+between them as metadata, and checked before a byte of the call's message is read.
+
+Servers of workers check it (`baton.transport.channel.make_server`), and so does the orchestrator for operators' methods
+(`orchestrator.api.access`); channels to them send it (`baton.transport.channel.make_channel`). docs/security.md
+describes where the secret is stored. Pure.
+"""
+
+import hmac
+import re
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from baton.errors import ConfigError, UnauthenticatedError
+
+SECRET_KEY = "baton-cluster-secret"
+_FORM = "[0-9a-f]{64}"
+
+Metadata = Iterable[tuple[str, str | bytes]]
+
+
+@dataclass(frozen=True)
+class ClusterSecret:
+    """The secret of one cluster, 64 hexadecimal digits. Its repr does not show them.
+
+    Raises ConfigError for a text of another form, without showing that text.
+    """
+
+    text: str = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if re.fullmatch(_FORM, self.text) is None:
+            what = f"{len(self.text)} characters" if self.text else "nothing"
+            raise ConfigError(f"the cluster's secret is {what}: give the 64 hexadecimal digits that its launcher made")
+
+    @classmethod
+    def new(cls) -> "ClusterSecret":
+        """Return a new secret of 256 random bits."""
+        return cls(secrets.token_hex(32))
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """The metadata with which a call proves that its caller belongs to the cluster."""
+        return ((SECRET_KEY, self.text),)
+
+    def is_in(self, metadata: Metadata) -> bool:
+        """Return whether a call with this metadata carries the secret. The time taken does not depend on how many
+        characters of a wrong secret are right."""
+        given = dict(metadata).get(SECRET_KEY, "")
+        presented = given if isinstance(given, bytes) else given.encode()
+        return hmac.compare_digest(presented, self.text.encode())
+
+    def check(self, method: str, metadata: Metadata) -> None:
+        """Raise UnauthenticatedError unless the call carries the secret. Implements `baton.transport.status.Check`."""
+        if not self.is_in(metadata):
+            raise UnauthenticatedError(
+                f"{method.rpartition('/')[2]} is for processes of this cluster: send its secret as {SECRET_KEY}"
+            )

@@ -1,0 +1,67 @@
+"""Calls the lease verbs of a KvReceiver: reserve, renew, commit and abort, in Baton's values.
+
+Used by `orchestrator.workers.client`, and by `prefill_workers.servicer`, whose last rank commits;
+`baton.transport.kv_sender` pushes the KV itself. On the loop.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import grpc
+
+from baton.proto_types import sampled_to_proto
+from baton.transport.kv_sink import ReserveSpec
+from baton.transport.proto_types import lease_from_proto, lease_ref_to_proto
+from baton.transport.status import translate_rpc_errors
+from baton.types import Lease, LeaseRef, ReserveNumber, SampledToken
+from baton.v1 import kv_pb2
+from baton.v1.kv_pb2_grpc import KvReceiverStub
+
+TranslateErrors = Callable[[], AbstractContextManager[None]]
+"""A function that returns a context in which grpc's errors become BatonErrors."""
+
+
+class KvClient:
+    """Calls one KvReceiver. Its methods raise the errors that the receiver raised, as `errors` translates them."""
+
+    def __init__(
+        self, channel: grpc.aio.Channel, *, timeout_s: float = 10.0, errors: TranslateErrors = translate_rpc_errors
+    ) -> None:
+        """`timeout_s` bounds each verb, in seconds, except `commit`, which may have to wait for other writers."""
+        self._stub = KvReceiverStub(channel)
+        self._timeout_s = timeout_s
+        self._errors = errors
+
+    async def reserve(self, spec: ReserveSpec, layout_fingerprint: str) -> Lease:
+        """Lease a slot. Raises ResourceExhaustedError when none is free, LayoutMismatchError for another KV layout."""
+        request = kv_pb2.ReserveRequest(**vars(spec), layout_fingerprint=layout_fingerprint)
+        with self._errors():
+            return lease_from_proto(await self._stub.Reserve(request, timeout=self._timeout_s))
+
+    async def renew(self, ref: LeaseRef, ttl_s: float) -> None:
+        """Extend a lease to `ttl_s` seconds from now. Raises StaleStampError or LeaseExpiredError when it has ended."""
+        request = kv_pb2.RenewRequest(lease=lease_ref_to_proto(ref), ttl_s=ttl_s)
+        with self._errors():
+            await self._stub.Renew(request, timeout=self._timeout_s)
+
+    async def commit(self, ref: LeaseRef, firsts: Sequence[SampledToken], *, timeout_s: float | None = None) -> int:
+        """Complete the lease with each choice's first token; return the bytes that its slot holds.
+
+        Waits until every writer's bytes have arrived, at most `timeout_s` seconds and the lease's ttl, then raises
+        IncompletePushError. May be called again.
+        """
+        tokens = [sampled_to_proto(token) for token in firsts]
+        request = kv_pb2.CommitRequest(lease=lease_ref_to_proto(ref), first=tokens)
+        with self._errors():
+            reply = await self._stub.Commit(request, timeout=timeout_s)
+        return reply.num_bytes
+
+    async def abort(self, ref: LeaseRef) -> None:
+        """End a lease and free its slot; does nothing when the lease has ended. May be called again."""
+        with self._errors():
+            await self._stub.Abort(kv_pb2.AbortRequest(lease=lease_ref_to_proto(ref)), timeout=self._timeout_s)
+
+    async def abort_reserve(self, number: ReserveNumber) -> None:
+        """Undo the Reserve of that number, also while it is being granted or has not arrived yet."""
+        with self._errors():
+            await self._stub.Abort(kv_pb2.AbortRequest(number=number), timeout=self._timeout_s)

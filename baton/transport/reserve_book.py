@@ -1,0 +1,85 @@
+"""Remembers Reserves by their numbers, so that a caller whose answer was lost can undo its Reserve.
+
+An aborted Reserve leaves no lease, also if it is being granted during the abort or arrives after it. A Reserve that
+arrives twice gets one lease. Used by `baton.transport.kv_receiver`, for `orchestrator.dispatch.givebacks`. On the loop.
+"""
+
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from baton.errors import LeaseError, UnavailableError
+from baton.process.clock import Clock
+from baton.types import Lease, LeaseRef, ReserveNumber
+
+REMEMBER_S = 60.0
+"""Seconds that a number is remembered: longer than a Reserve can be on its way, as its caller gives up sooner."""
+MAX_REMEMBERED = 16_384
+"""Largest number of remembered Reserves; beyond it the oldest are forgotten first."""
+
+
+@dataclass
+class _Reserve:
+    """The state of one numbered Reserve."""
+
+    until_s: float
+    lease: Lease | None = None
+    """The lease that the Reserve was granted; None while it is being granted, and after an error or an abort."""
+    is_aborted: bool = False
+
+
+class ReserveBook:
+    """The latest Reserves of one receiver, by number. Owned by that receiver's servicer; used on its loop."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._known: OrderedDict[ReserveNumber, _Reserve] = OrderedDict()
+        """Remembered Reserves, in the order in which they are forgotten."""
+
+    async def grant(
+        self, number: ReserveNumber, reserve: Callable[[], Awaitable[Lease]], end: Callable[[LeaseRef], None]
+    ) -> Lease:
+        """Return the lease that `reserve` makes, or the lease that was granted to the same number before.
+
+        Raises the errors of `reserve`, LeaseError for a number that was aborted, and UnavailableError while the same
+        number is being granted. A lease that is made after its number was aborted is passed to `end`.
+        """
+        former = self._known.get(number)
+        if former is not None and former.is_aborted:
+            raise LeaseError(f"Reserve {number} was aborted before it came: reserve again, with another number")
+        if former is not None and former.lease is not None:
+            return former.lease
+        if former is not None:
+            raise UnavailableError(f"Reserve {number} is under way: wait for its answer, or abort it")
+        reserving = self._note(number)
+        try:
+            lease = await reserve()
+        except BaseException:
+            if not reserving.is_aborted:
+                self._known.pop(number, None)  # the Reserve failed: the same number may be tried again
+            raise
+        if reserving.is_aborted:
+            end(lease.ref)
+            raise LeaseError(f"Reserve {number} was aborted while it was granted: reserve again, with another number")
+        reserving.lease = lease
+        return lease
+
+    def abort(self, number: ReserveNumber) -> LeaseRef | None:
+        """Refuse the Reserve of this number from now on; return the lease that it was granted, if any."""
+        reserving = self._known.pop(number, None)
+        aborted = self._note(number)
+        aborted.is_aborted = True
+        if reserving is None:
+            return None
+        reserving.is_aborted = True
+        return None if reserving.lease is None else reserving.lease.ref
+
+    def _note(self, number: ReserveNumber) -> _Reserve:
+        """Remember a number as the latest, and forget numbers that are too old or too many."""
+        now_s = self._clock.now_s()
+        while self._known and next(iter(self._known.values())).until_s <= now_s:
+            self._known.popitem(last=False)
+        while len(self._known) >= MAX_REMEMBERED:
+            self._known.popitem(last=False)
+        noted = self._known[number] = _Reserve(now_s + REMEMBER_S)
+        return noted

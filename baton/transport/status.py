@@ -1,0 +1,170 @@
+"""Carries errors across gRPC on asyncio servers and calls; `baton.status` has the table of errors and statuses.
+
+Servers made by `baton.transport.channel.make_server` carry StatusInterceptor, so that a servicer's method simply
+raises; callers wrap a call in `translate_rpc_errors` and catch the same class that was raised on the other side. On the
+loop.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import aclosing
+from typing import Any, NoReturn, TypeVar, cast
+
+import grpc
+from grpc import StatusCode
+
+from baton.channel_options import require_version, version_of
+from baton.errors import BatonError
+from baton.status import encode_error
+from baton.status import from_rpc_error as from_rpc_error
+from baton.status import translate_rpc_errors as translate_rpc_errors
+
+T = TypeVar("T")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+Check = Callable[[str, Iterable[tuple[str, str | bytes]]], None]
+"""A function of a call's full method name and metadata, which raises to refuse the call."""
+
+logger = logging.getLogger(__name__)
+
+
+_ABORT_S = 5.0
+"""Seconds that a handler waits until its status is sent: a caller that does not read delays it."""
+FAILED_WRITE = "Internal error from Core"
+"""Details of the status that grpc.aio makes of a failed write."""
+
+
+class SentStatus:
+    """Keeps the status that the other side sent to a call with a request stream. Make it before the call's first write.
+
+    A write that fails because the call is ending makes grpc.aio set INTERNAL, before or after the status that was sent,
+    and the later of the two is raised (grpc issue 36066). This object keeps the first.
+    """
+
+    def __init__(self, call: grpc.aio.Call) -> None:
+        self._first: grpc.aio.AioRpcError | None = None
+        call.add_done_callback(lambda _: self._keep(call))
+
+    def of(self, raised: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
+        """Return the true status of a call that raised the error `raised`; its code may be OK."""
+        return raised if self._first is None or self._first.details() == FAILED_WRITE else self._first
+
+    def _keep(self, call: grpc.aio.Call) -> None:
+        code, text = _present(call.code()), _present(call.details())
+        self._first = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), _present(call.trailing_metadata()), text)
+
+
+def _present(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine that has nothing to wait for."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        return cast(T, stop.value)
+    raise AssertionError("a call that is done has its status")
+
+
+VERSIONED = (
+    "/baton.v1.GenerationGroup/",
+    "/baton.v1.PrefillRank/",
+    "/baton.v1.BlockExchange/",
+    "/baton.v1.Admin/",
+    "/baton.v1.Orchestrator/GetClusterState",
+    "/baton.v1.Orchestrator/GetRequests",
+)
+"""Prefixes of methods whose messages may change with a version: their callers must run a compatible version."""
+
+
+class StatusInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses callers that fail the check or have an incompatible version, before their messages are read, and turns
+    exceptions of a servicer's asynchronous methods into gRPC statuses.
+
+    A BatonError gets its status from the table of `baton.status`; any other exception becomes INTERNAL, with its
+    traceback in the server's log.
+    """
+
+    def __init__(self, check: Check | None = None) -> None:
+        self._check = check
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        """Return the handler of one call: the method's, with exceptions turned into statuses, or one that refuses the
+        call."""
+        handler = await continuation(details)
+        if handler is None:
+            return None  # no such method: grpc answers UNIMPLEMENTED
+        try:
+            self._require_welcome(details)
+        except Exception as error:  # noqa: BLE001 - the caller gets it as a status, the log its traceback
+            return _refusal(error, details.method)
+        streams = (handler.request_streaming, handler.response_streaming)
+        kind = "_".join("stream" if each else "unary" for each in streams)
+        make_handler = getattr(grpc, f"{kind}_rpc_method_handler")
+        method = _guard(getattr(handler, kind), details.method)
+        return make_handler(method, handler.request_deserializer, handler.response_serializer)
+
+    def _require_welcome(self, details: grpc.HandlerCallDetails) -> None:
+        metadata = details.invocation_metadata or ()
+        if self._check is not None:
+            self._check(details.method, metadata)
+        if details.method.startswith(VERSIONED):
+            require_version(version_of(str(dict(metadata).get("user-agent", ""))), f"the caller of {details.method}")
+
+
+def _refusal(error: Exception, name: str) -> Any:
+    """Return a handler that ends a call of any kind with this error. It takes a stream of requests, so that grpc does
+    not read a request before it runs."""
+
+    async def refuse(requests: AsyncIterator[bytes], context: Context) -> None:
+        await _abort(context, error, name)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+Method = Callable[[Any, Any], Any]
+
+
+def _guard(method: Method, name: str) -> Method:
+    if inspect.isasyncgenfunction(method):
+        return _guard_stream(method, name)
+    if inspect.iscoroutinefunction(method):
+        return _guard_reply(method, name)
+    return method  # the generated stub of a method that the servicer lacks: it answers UNIMPLEMENTED
+
+
+def _guard_reply(method: Method, name: str) -> Method:
+    async def guarded(request: Any, context: Context) -> Any:
+        try:
+            return await method(request, context)
+        except Exception as error:  # noqa: BLE001 - the caller gets it as a status, the log its traceback
+            await _abort(context, error, name)
+
+    return guarded
+
+
+def _guard_stream(method: Method, name: str) -> Method:
+    async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
+        try:
+            async with aclosing(method(request, context)) as replies:
+                async for reply in replies:
+                    yield reply
+        except Exception as error:  # noqa: BLE001 - the caller gets it as a status, the log its traceback
+            await _abort(context, error, name)
+
+    return guarded
+
+
+async def _abort(context: Context, error: Exception, name: str) -> NoReturn:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if not isinstance(error, BatonError):
+        logger.error("%s failed", name, exc_info=error)
+    error.__traceback__ = None  # grpc keeps it in a cycle, and with it all that the method held
+    status = StatusCode.INTERNAL, f"internal error in {name}: the server's log has the traceback"
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_ABORT_S):
+            await context.abort(*(encode_error(error) if isinstance(error, BatonError) else status))
+    raise asyncio.CancelledError  # gRPC sends the status once the caller reads on; the handler does not wait

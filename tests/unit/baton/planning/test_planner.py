@@ -1,0 +1,288 @@
+"""One place answers for all predictions: near the search, equal to the wavefront, and for any prompt."""
+
+import dataclasses
+import functools
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import InvalidArgumentError
+from baton.planning.calibration import Calibration, nominal
+from baton.planning.chain.search import search
+from baton.planning.chain.wavefront import chain_ttft
+from baton.planning.cost_model import BATON, CostModel, Link
+from baton.planning.hardware import cpu_rank
+from baton.planning.local_prefill import LocalPrefill
+from baton.planning.model_shape import SHAPES
+from baton.planning.planner import ChainPlanner
+from baton.planning.step_times import nominal_steps
+from baton.results.prefill_trace import RankTiming
+from baton.types import TokenRange
+from tests.support.clusters.planners import deciding_planner, planner_of
+from tests.support.wavefront import reference
+
+SHAPE = SHAPES["smollm2-135m"]
+ASSUMED = nominal("smollm2-135m", "a core", SHAPE, cpu_rank(1, SHAPE.dtype_bytes))
+BETWEEN_KNOTS = (24, 90, 300, 1400, 6000)
+SLOW = CostModel(num_layers=10, linear_s=1e-3, pair_s=0.0, kv_bytes=100, link=Link(0.5, 1e3))
+"""On a link that carries a token a second."""
+
+
+@functools.cache
+def assumed_planner() -> ChainPlanner:
+    return ChainPlanner(ASSUMED, max_ranks=4, max_tokens=8192)
+
+
+def over(link: Link, calibration: Calibration = ASSUMED) -> Calibration:
+    return dataclasses.replace(calibration, cost=dataclasses.replace(calibration.cost, link=link))
+
+
+def lengths(chunks: tuple[TokenRange, ...]) -> tuple[int, ...]:
+    return tuple(len(chunk) for chunk in chunks)
+
+
+def behind(cached: int, num_tokens: int) -> TokenRange:
+    return TokenRange(cached, cached + num_tokens)
+
+
+@given(cached=st.integers(0, 5000), num_tokens=st.integers(1, 10_000), num_ranks=st.integers(1, 4))
+def test_any_prompt_is_covered_in_order(cached: int, num_tokens: int, num_ranks: int) -> None:
+    chunks = assumed_planner().chunks(behind(cached, num_tokens), num_ranks)
+    assert len(chunks) == min(num_ranks, num_tokens) and all(len(chunk) for chunk in chunks)
+    assert (chunks[0].start, chunks[-1].end) == (cached, cached + num_tokens)
+    assert all(left.end == right.start for left, right in itertools.pairwise(chunks))
+
+
+@pytest.mark.parametrize("num_tokens", BETWEEN_KNOTS)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_chunks_are_within_three_percent_of_the_search(num_tokens: int, num_ranks: int) -> None:
+    planned = assumed_planner().ttft_s(assumed_planner().chunks(behind(0, num_tokens), num_ranks))
+    searched = chain_ttft(search(num_tokens, num_ranks, ASSUMED.cost, BATON), ASSUMED.cost, BATON)
+    assert planned <= 1.03 * float(searched)
+
+
+@pytest.mark.parametrize("cached", [100, 2000, 30_000])
+@pytest.mark.parametrize("num_tokens", [300, 3000])
+@pytest.mark.parametrize("link", [ASSUMED.cost.link, Link(1e-3, 1e8)], ids=["loopback", "slow"])
+def test_behind_a_cached_prefix_too(cached: int, num_tokens: int, link: Link) -> None:
+    planner = ChainPlanner(over(link), max_ranks=3, max_tokens=4096)
+    planned = planner.ttft_s(planner.chunks(behind(cached, num_tokens), 3))
+    searched = chain_ttft(search(num_tokens, 3, planner.cost, BATON, cached=cached), planner.cost, BATON, cached=cached)
+    assert planned <= 1.05 * float(searched)
+
+
+def test_when_links_rule_the_last_rank_gets_most_also_behind_a_prefix_and_beyond_the_knots() -> None:
+    planner = ChainPlanner(over(Link(1e-3, 1e6)), max_ranks=10, max_tokens=256)
+    for cached, num_ranks in ((0, 2), (500, 2), (0, 10), (500, 10)):
+        chunks = lengths(planner.chunks(behind(cached, 256), num_ranks))
+        assert chunks[-1] > 0.6 * 256, (cached, chunks)
+
+
+@given(cached=st.integers(0, 3000), chunks=st.lists(st.integers(1, 2000), min_size=1, max_size=4))
+def test_predictions_are_the_wavefronts(cached: int, chunks: list[int]) -> None:
+    edges = list(itertools.accumulate(chunks, initial=cached))
+    ranges = [TokenRange(*edge) for edge in itertools.pairwise(edges)]
+    ttft_s = assumed_planner().ttft_s(ranges)
+    assert ttft_s == pytest.approx(reference(chunks, ASSUMED.cost, BATON, cached=cached))
+    ranks = assumed_planner().rank_s(ranges)
+    assert max(ranks) <= ttft_s * (1 + 1e-9)
+    assert assumed_planner().layer_s(ranges) * SHAPE.num_layers >= 0.999 * max(ranks)
+
+
+def test_a_lone_rank_computes_all_the_time() -> None:
+    whole = assumed_planner().chunks(behind(0, 1000), 1)
+    assert assumed_planner().rank_s(whole) == pytest.approx((assumed_planner().ttft_s(whole) - ASSUMED.cost.head_s,))
+
+
+def test_a_rank_before_the_last_ends_when_its_kv_has_left() -> None:
+    cost = CostModel(2, linear_s=4.0, pair_s=0.0, kv_bytes=1, project_share=0.25, fixed_s=1.0)
+    planner = ChainPlanner(dataclasses.replace(ASSUMED, cost=cost), max_ranks=2, max_tokens=64)
+    first, last = planner.rank_s((TokenRange(0, 10), TokenRange(10, 20)))
+    assert first == (1 + 40) + (1 + 10)
+    assert last == (1 + 40) + (1 + 10 + 3)
+
+
+def test_a_slow_message_counts_as_a_long_layer() -> None:
+    planner = ChainPlanner(over(Link(0.5, 1e9)), max_ranks=2, max_tokens=64)
+    assert planner.layer_s(planner.chunks(behind(0, 64), 2)) > 0.5
+    assert planner.layer_s(planner.chunks(behind(0, 64), 1)) < 0.5
+
+
+def test_another_calibration_counts_from_when_it_is_given() -> None:
+    planner = ChainPlanner(ASSUMED, max_ranks=2, max_tokens=512)
+    tokens = behind(0, 512)
+    before = planner.chunks(tokens, 2), planner.ttft_s(planner.chunks(tokens, 2))
+    slow = over(Link(1e-3, 1e6))
+    planner.adopt(planner.search(slow))
+    assert planner.calibration is slow
+    assert planner.chunks(tokens, 2)[0].end < before[0][0].end
+    assert planner.ttft_s(planner.chunks(tokens, 2)) > before[1]
+
+
+@pytest.mark.parametrize(("max_ranks", "max_tokens", "name"), [(0, 10, "max_ranks"), (1, 0, "max_tokens")])
+def test_refuses_what_it_cannot_plan_for(max_ranks: int, max_tokens: int, name: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"{name} = 0 is out of range: use at least 1"):
+        ChainPlanner(ASSUMED, max_ranks=max_ranks, max_tokens=max_tokens)
+
+
+def test_refuses_no_tokens_and_more_ranks_than_it_has() -> None:
+    with pytest.raises(InvalidArgumentError, match="is empty"):
+        assumed_planner().chunks(behind(3, 0), 2)
+    with pytest.raises(InvalidArgumentError, match="num_ranks = 5 is out of range: this planner has 4"):
+        assumed_planner().chunks(behind(0, 100), 5)
+    with pytest.raises(InvalidArgumentError, match="chunks is empty"):
+        assumed_planner().ttft_s(())
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 15, 16, 17, 33])
+def test_plans_for_tiny_models(max_tokens: int) -> None:
+    planner = ChainPlanner(ASSUMED, max_ranks=3, max_tokens=max_tokens)
+    for num_tokens in range(1, max_tokens + 1):
+        assert sum(lengths(planner.chunks(behind(0, num_tokens), 3))) == num_tokens
+
+
+def done(planner: ChainPlanner, num_tokens: int, slower: float, at_s: float = 1.0) -> tuple[RankTiming, ...]:
+    """Reports of a chain of two ranks that are so many times slower than ASSUMED."""
+    chunks = planner.chunks(behind(0, num_tokens), 2)
+    seconds = assumed_planner().rank_s(chunks)
+    start_ns = round(at_s * 1e9)
+    return tuple(
+        RankTiming(rank, chunk, start_ns, start_ns + round(slower * seconds[rank] * 1e9), 0.0, 0, 0, 0, 0, ())
+        for rank, chunk in enumerate(chunks)
+    )
+
+
+def test_nominal_costs_are_scaled_by_what_jobs_took_and_chunks_stay() -> None:
+    planner = ChainPlanner(over(Link(1e-3, 1e8)), max_ranks=2, max_tokens=2048)
+    chunks = [planner.chunks(behind(cached, 1000), 2) for cached in (0, 500)]
+    before = [planner.ttft_s(each) for each in chunks], planner.rank_s(chunks[0]), planner.layer_s(chunks[0])
+    planner.observe("chain", done(planner, 2800, slower=3.0))
+    assert [planner.chunks(behind(cached, 1000), 2) for cached in (0, 500)] == chunks
+    after = [planner.ttft_s(each) for each in chunks], planner.rank_s(chunks[0]), planner.layer_s(chunks[0])
+    assert after[0] == pytest.approx([3 * each for each in before[0]], rel=1e-3)
+    assert after[1] == pytest.approx(tuple(3 * each for each in before[1]), rel=1e-3)
+    assert after[2] == pytest.approx(3 * before[2], rel=1e-3)
+    planner.observe("chain", done(planner, 2800, slower=3.0, at_s=100.0))
+    assert planner.ttft_s(chunks[0]) == pytest.approx(after[0][0])  # nominal costs are compared with, not scaled ones
+
+
+def test_another_calibration_is_scaled_by_later_jobs_alone_and_a_measured_one_never() -> None:
+    planner = ChainPlanner(ASSUMED, max_ranks=2, max_tokens=512)
+    planner.observe("chain", done(planner, 400, slower=3.0))
+    planner.adopt(planner.search(ASSUMED))
+    assert planner.cost == ASSUMED.cost
+    planner.observe("chain", done(planner, 2800, slower=2.0))
+    assert planner.cost.linear_s == pytest.approx(2 * ASSUMED.cost.linear_s, rel=1e-3)
+    measured = dataclasses.replace(ASSUMED, prefill_points=((1.0, 1.0),))
+    planner.adopt(planner.search(measured))
+    planner.observe("chain", done(planner, 400, slower=3.0))
+    assert planner.cost == ASSUMED.cost
+
+
+def test_what_a_short_job_took_besides_is_a_part_of_every_job() -> None:
+    planner = ChainPlanner(ASSUMED, max_ranks=2, max_tokens=512)
+    short, long = (planner.chunks(TokenRange(0, num_tokens), 1) for num_tokens in (40, 2800))
+    planner.observe("chain", done(planner, 2800, slower=1.5))
+    before = [planner.ttft_s(each) for each in (short, long)]
+    job = done(planner, 40, slower=1.5, at_s=100.0)
+    planner.observe("chain", [dataclasses.replace(rank, end_ns=rank.end_ns + 300_000_000) for rank in job])
+    assert [planner.ttft_s(each) for each in (short, long)] == pytest.approx([each + 0.3 for each in before], rel=1e-3)
+
+
+def test_what_was_searched_counts_when_it_is_adopted() -> None:
+    planner = ChainPlanner(ASSUMED, max_ranks=2, max_tokens=512)
+    slow = over(Link(1e-3, 1e6))
+    basis = planner.search(slow)
+    assert planner.calibration is ASSUMED
+    planner.adopt(basis)
+    assert planner.calibration is slow
+
+
+def pushed(end_ns: int, push_end_ns: int, num_bytes: int) -> RankTiming:
+    return RankTiming(0, TokenRange(0, 10), 0, end_ns, 0.0, 0, push_end_ns, num_bytes, 0, ())
+
+
+def test_kv_that_does_not_fit_beside_the_chain_takes_longer_than_its_last_layer() -> None:
+    planner = planner_of(SLOW, max_ranks=1)
+    assert planner.push_s(10, prefill_s=100.0) == pytest.approx(0.5 + 1.0)  # the last layer's 1,000 bytes
+    assert planner.push_s(10, prefill_s=2.0) == pytest.approx(0.5 + 8.0)
+    assert planner_of(dataclasses.replace(SLOW, push=Link()), max_ranks=1).push_s(10, 2.0) == 0.0  # in ttft_s
+
+
+def test_what_pushes_take_is_scaled_by_what_they_took_after_their_chains() -> None:
+    planner = planner_of(SLOW, max_ranks=1)
+    planner.observe("group", [pushed(end_ns=100 * 10**9, push_end_ns=103 * 10**9, num_bytes=10_000)])
+    assert planner.push_s(10, prefill_s=100.0) == pytest.approx(3.0)
+
+
+def test_a_fetch_takes_its_bytes_and_a_way_there_and_back_between_hosts() -> None:
+    planner = planner_of(SLOW, max_ranks=1)
+    assert planner.fetch_s(10, is_far=True) - planner.fetch_s(0, is_far=True) == pytest.approx(10.0)
+    assert planner.fetch_s(10, is_far=True) - planner.fetch_s(10, is_far=False) == pytest.approx(1.0)
+    assert 0 < planner.fetch_s(0, is_far=False) < 0.1
+
+
+def test_what_fetches_take_is_scaled_by_what_they_took_until_computing_was_faster_many_times() -> None:
+    planner = planner_of(SLOW, max_ranks=1)
+    nominal_s = planner.fetch_s(10, is_far=True)
+    planner.observe_fetch(10_000, 3 * nominal_s, is_far=True)
+    assert planner.fetch_s(10, is_far=True) == pytest.approx(3 * nominal_s)
+    num_decisions = 0
+    while planner.fetch_s(10, is_far=True) > nominal_s:
+        planner.pass_over_fetch()
+        num_decisions += 1
+    assert 10 < num_decisions < 1000
+
+
+def test_a_generation_group_s_prefill_is_a_rank_s_at_its_speed_between_steps() -> None:
+    planner = deciding_planner(speed=2.0)
+    alone_s = sum(planner.rank_s((TokenRange(0, 100),)))
+    assert planner.local_s(TokenRange(0, 100), 0, 0) == pytest.approx((alone_s / 2, 0.0))
+    found = planner.local_s(TokenRange(0, 100), 3, 50)
+    assert found is not None and found[1] == pytest.approx((0.5 + 3) * 0.02)
+    planner.observe_local(observed_s=3.0, predicted_s=1.0)
+    assert planner.local_s(TokenRange(0, 100), 0, 0) == pytest.approx((1.5 * alone_s, 0.0))
+    assert planner.local_s(TokenRange(0, 100), 3, 50) == pytest.approx((1.5 * alone_s, 3 * found[1]))
+    assert planner.local_factor == pytest.approx(3.0)
+
+
+def local_planner() -> ChainPlanner:
+    """A planner by nominal costs, which jobs correct."""
+    planner = ChainPlanner(ASSUMED, max_ranks=2, max_tokens=512, local=LocalPrefill(1.0, 2.0, 256))
+    planner.use_steps(nominal_steps("smollm2-135m", "a core", SHAPE, cpu_rank(1, SHAPE.dtype_bytes)))
+    return planner
+
+
+def test_what_a_local_prefill_took_is_corrected_once() -> None:
+    planner, tokens = local_planner(), TokenRange(0, 2800)
+    nominal_s = sum(planner.rank_s((tokens,)))
+    planner.observe("chain", done(planner, 2800, slower=3.0))
+    assert planner.local_s(tokens, 0, 0) == pytest.approx((3 * nominal_s, 0.0))  # nothing else is known yet
+    planner.observe_local(observed_s=3 * nominal_s, predicted_s=nominal_s)
+    assert planner.local_s(tokens, 0, 0) == pytest.approx((3 * nominal_s, 0.0))
+    planner.adopt(planner.search(ASSUMED))
+    assert planner.local_s(tokens, 0, 0) == pytest.approx((nominal_s, 0.0))
+
+
+def test_a_local_prefill_that_was_slow_once_is_believed_in_again() -> None:
+    planner = local_planner()
+    planner.observe_local(observed_s=30.0, predicted_s=1.0)
+    num_decisions = 0
+    while planner.local_factor > 1:
+        planner.pass_over_local()
+        num_decisions += 1
+    assert 10 < num_decisions < 1000
+
+
+def test_nobody_knows_what_a_generation_group_takes_unless_told() -> None:
+    assert assumed_planner().local_s(TokenRange(0, 100), 0, 0) is None
+
+
+def test_a_planner_of_knots_that_were_searched_before_plans_alike() -> None:
+    searched = ChainPlanner(ASSUMED, max_ranks=3, max_tokens=512)
+    given = ChainPlanner(ASSUMED, max_ranks=3, max_tokens=512, table=searched.table)
+    assert given.table is searched.table
+    prompt = TokenRange(0, 300)
+    assert given.chunks(prompt, 3) == searched.chunks(prompt, 3)

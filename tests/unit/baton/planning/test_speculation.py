@@ -1,0 +1,115 @@
+"""Rounds are planned by what drafts cost and bring: against trying every number of drafts, and the paper's formula."""
+
+import itertools
+import random
+
+import pytest
+
+from baton.planning.speculation import Prospect, Round, expected_tokens, plan_round
+from baton.planning.work_cost import StepWork, WorkCost
+
+COST = WorkCost(step_s=20e-3, token_s=0.4e-3, key_s=1.6e-6, pair_s=0.3e-6)
+"""Costs of a machine that is bound by reading."""
+
+
+SMALL = WorkCost(step_s=2e-3, token_s=0.05e-3, key_s=0.4e-6, pair_s=0.1e-6)
+"""Costs of a small model that drafts."""
+
+
+def seconds(rows: list[Prospect], numbers: tuple[int, ...], draft_cost: WorkCost = COST) -> float:
+    """Seconds of a round with these drafts, by its steps one after another."""
+    total = 0.0
+    for depth in range(max(numbers)):
+        keys = [min(row.draft_keys, row.context) for row, num in zip(rows, numbers, strict=True) if num > depth]
+        if any(keys):
+            drafting = [each for each in keys if each]
+            total += draft_cost.seconds(StepWork(len(drafting), sum(drafting), sum(drafting)))
+    num_keys = sum(row.context for row in rows)
+    num_pairs = sum((1 + num) * row.context for row, num in zip(rows, numbers, strict=True))
+    return total + COST.seconds(StepWork(len(rows) + sum(numbers), num_keys, num_pairs))
+
+
+def best_by_trying(offers: list[list[Prospect]], draft_cost: WorkCost) -> float:
+    """The most expected tokens a second of all rounds."""
+    rates = []
+    for rows in map(list, itertools.product(*offers)):
+        for numbers in itertools.product(*(range(row.most_drafts + 1) for row in rows)):
+            tokens = sum(expected_tokens(row.acceptance, num) for row, num in zip(rows, numbers, strict=True))
+            rates.append(tokens / seconds(rows, numbers, draft_cost))
+    return max(rates)
+
+
+def rate_of(offers: list[list[Prospect]], planned: Round, draft_cost: WorkCost) -> float:
+    rows = [each[place] for each, place in zip(offers, planned.offers, strict=True)]
+    tokens = sum(expected_tokens(row.acceptance, num) for row, num in zip(rows, planned.num_drafts, strict=True))
+    assert planned.num_tokens == pytest.approx(tokens)
+    assert planned.draft_s + planned.verify_s == pytest.approx(seconds(rows, planned.num_drafts, draft_cost))
+    return planned.rate
+
+
+@pytest.mark.parametrize("draft_cost", [COST, SMALL], ids=["itself", "small"])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_round_is_the_best_of_all(seed: int, draft_cost: WorkCost) -> None:
+    """Rows can be drafted for in one way, or in two."""
+    chance = random.Random(seed)
+    rows = []
+    for _ in range(4):
+        context, num_offers = chance.randrange(100, 9000), chance.choice((1, 2))
+        rows.append(
+            [
+                Prospect(context, chance.uniform(0.1, 0.95), chance.randrange(0, 4), chance.choice((0, 256)))
+                for _ in range(num_offers)
+            ]
+        )
+    planned = plan_round(rows, COST, None if draft_cost is COST else draft_cost)
+    assert rate_of(rows, planned, draft_cost) >= best_by_trying(rows, draft_cost) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("acceptance", [0.3, 0.7, 0.9])
+def test_equal_rows_get_the_best_equal_number(acceptance: float) -> None:
+    rows = [Prospect(4096, acceptance, 8, 256)] * 16
+    rates = [16 * expected_tokens(acceptance, num) / seconds(rows, (num,) * 16) for num in range(9)]
+    assert plan_round([[row] for row in rows], COST).rate >= max(rates) * (1 - 1e-9)
+
+
+def test_drafts_that_do_not_pay_are_not_made() -> None:
+    short = [Prospect(256, 0.8, 8, 256)]
+    assert plan_round([short], COST).num_drafts == (0,)
+    hopeless = [Prospect(8000, 0.0, 8, 256)] * 16
+    assert set(plan_round([[row] for row in hopeless], COST).num_drafts) == {0}
+    assert plan_round([[Prospect(8000, 0.9, 0, 256)]] * 3, COST).num_drafts == (0, 0, 0)
+
+
+def test_a_row_takes_the_way_that_brings_most_for_its_time() -> None:
+    """Drafts that take no step, where each is less likely accepted, unless it is too unlikely."""
+    own = Prospect(1000, 0.9, 8, 256)
+    for acceptance, place in ((0.7, 1), (0.05, 0)):
+        planned = plan_round([[own, Prospect(1000, acceptance, 8, 0)]] * 16, COST)
+        assert set(planned.offers) == {place}
+        assert min(planned.num_drafts) > 0
+
+
+def test_a_small_model_drafts_where_the_model_itself_does_not_pay() -> None:
+    short = [[Prospect(256, 0.8, 8, 256)]]
+    assert plan_round(short, COST).num_drafts == (0,)
+    assert plan_round(short, COST, SMALL).num_drafts > (2,)
+
+
+def test_more_drafts_for_rows_that_accept_more() -> None:
+    rows = [Prospect(4096, acceptance, 8, 256) for acceptance in (0.5, 0.7, 0.9)] * 4
+    numbers = plan_round([[row] for row in rows], COST).num_drafts
+    assert numbers[0] <= numbers[1] <= numbers[2]
+    assert numbers[2] > 0
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.82, 1.0])
+@pytest.mark.parametrize("num_drafts", [0, 1, 4, 8])
+def test_tokens_of_a_round_follow_the_formula(acceptance: float, num_drafts: int) -> None:
+    """(1 - a^(g + 1)) / (1 - a), Leviathan et al., equation 1; and by simulation."""
+    expected = num_drafts + 1 if acceptance == 1 else (1 - acceptance ** (num_drafts + 1)) / (1 - acceptance)
+    assert expected_tokens(acceptance, num_drafts) == pytest.approx(expected)
+    chance, total, num_rounds = random.Random(3), 0, 4000
+    for _ in range(num_rounds):
+        accepted = itertools.takewhile(lambda _: chance.random() < acceptance, range(num_drafts))
+        total += 1 + len(list(accepted))
+    assert total / num_rounds == pytest.approx(expected, abs=4 * (num_drafts + 1) / num_rounds**0.5)
