@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 NUM_WATCHED_TOKENS = 4
 """Tokens of a request that a worker computes under watch. A request that crashes its worker later is not recognised."""
 _MEMORY = Path("/dev/shm")
-_KIND = "baton-crash-note"
+NOTE_PREFIX = "baton-crash-note"
 _HEAD_BYTES = mmap.PAGESIZE
 _LENGTH_BYTES = 8
 _NAME_BYTES = 8
@@ -61,7 +61,7 @@ def begin_note(folder: Path = _MEMORY) -> str:
     made, which is logged. Call once in a process."""
     _sweep(folder)
     try:
-        file, path = tempfile.mkstemp(prefix=f"{_KIND}-{os.geteuid()}-", dir=folder)
+        file, path = tempfile.mkstemp(prefix=f"{NOTE_PREFIX}-{os.geteuid()}-", dir=folder)
         os.ftruncate(file, _HEAD_BYTES)
         os.lseek(file, 0, os.SEEK_END)
         fcntl.flock(file, fcntl.LOCK_EX)  # until the process ends: it never closes the file
@@ -117,7 +117,7 @@ class ComputedNow:
 
 def _sweep(folder: Path) -> None:
     """Remove this user's notes whose process has ended and whose supervisor has not read them."""
-    for path in folder.glob(f"{_KIND}-{os.geteuid()}-*"):
+    for path in folder.glob(f"{NOTE_PREFIX}-{os.geteuid()}-*"):
         with contextlib.suppress(OSError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its process still runs
             if time.time() - path.stat().st_mtime > _UNREAD_S:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import grpc
 
+from baton.process.crash_notes import NOTE_PREFIX
 from baton.transport.shared_memory import NAME, SharedCells
 from baton.transport.status import from_rpc_error
 from baton.v1 import kv_pb2
@@ -91,7 +92,7 @@ def shared_files(pid: int | str = "self") -> list[str]:
 
 
 def files_in_memory() -> list[str]:
-    """Names of all files in the node's folder of memory but semaphores; those and folders there belong to tests that
-    run beside this one."""
+    """Names of all files in the node's folder of memory but semaphores and crash notes; those and folders there belong
+    to tests that run at the same time."""
     paths = Path("/dev/shm").iterdir()
-    return sorted(path.name for path in paths if not path.is_dir() and not path.name.startswith("sem."))
+    return sorted(path.name for path in paths if not path.is_dir() and not path.name.startswith(("sem.", NOTE_PREFIX)))
