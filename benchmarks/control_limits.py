@@ -1,10 +1,10 @@
 """How much does the orchestrator's bookkeeping cost, by size: prefix index, workers' statuses, the cluster's view?
 
 `prefix index`: eight stores of 125,000 blocks each. Rows: memory a block, and the times of writing a block, of looking
-a block up in one store, and of looking for one name in all stores. `census`: the orchestrator's processor time for the
-status of one worker, from scripted generation groups in another process. Every worker is queried twice a second, and by
-the supervisor once a second, with the same call. `view`: reading a view of `num_groups` groups, which the supervisor
-pushes once a second.
+a block up in one store, and of looking for one name in all stores. `worker_poller`: the orchestrator's processor time
+for the status of one worker, from scripted generation groups in another process. Every worker is queried twice a
+second, and by the supervisor once a second, with the same call. `view`: reading a view of `num_groups` groups, which
+the supervisor pushes once a second.
 """
 
 import argparse
@@ -22,11 +22,11 @@ from benchmarks.gateways.engines import Groups, engines
 from benchmarks.gateways.process import child
 from deploy.options.screen import number_table
 from orchestrator.api.keeping import view_from_proto, view_to_proto
-from orchestrator.membership.members import Members
+from orchestrator.membership.members import Membership
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
 from orchestrator.placement.prefix_index import PrefixIndex
-from orchestrator.workers.census import Census
 from orchestrator.workers.client import Clients
+from orchestrator.workers.worker_poller import WorkerPoller
 
 T = TypeVar("T")
 Row = tuple[str, str, float, str]
@@ -76,19 +76,19 @@ def index_rows(num_blocks: int) -> list[Row]:
 async def census_row(num_workers: int) -> Row:
     """Return the processor time that the status of one worker takes here."""
     async with child(engines, Groups(num_workers, num_slots=32, step_s=1.0)) as scripted:
-        members, clients = Members(), Clients(SECRET)
+        members, clients = Membership(), Clients(SECRET)
         groups = [
             GenerationGroup(f"generate-{number}", f"127.0.0.1:{port}", "", 32, 2**20)
             for number, port in enumerate(scripted.greeting)
         ]
         members.update(ClusterView(generation=tuple(groups)))
-        census = Census(members, clients, SystemClock())
-        await census.ask()  # connects
+        poller = WorkerPoller(members, clients, SystemClock())
+        await poller.ask()  # connects
         begin_s = time.process_time()
         for _ in range(ROUNDS):
-            await census.ask()
+            await poller.ask()
         spent_s = time.process_time() - begin_s
-        num_answers = sum(group.generation is not None for group in census.groups())
+        num_answers = sum(group.generation is not None for group in poller.groups())
         assert num_answers == num_workers, f"{num_answers} of {num_workers} workers answered"
         await clients.prune(())
     return "census", f"a worker's status, of {num_workers}", 1e6 * spent_s / (ROUNDS * num_workers), "us"
@@ -101,7 +101,7 @@ def view_row(num_groups: int) -> Row:
         tuple(PrefillGroup(f"prefill-{each}", (f"node-{each}:1",), Epoch(0)) for each in range(half)),
         tuple(GenerationGroup(f"generate-{each}", f"node-{each}:2", "", 32, 2**20) for each in range(half)),
     )
-    members, message = Members(), view_to_proto(view)
+    members, message = Membership(), view_to_proto(view)
     took_us = _each_us(lambda each: members.update(view_from_proto(each)), [message] * ROUNDS)
     return "view", f"a view of {num_groups} groups", took_us, "us"
 

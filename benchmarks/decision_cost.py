@@ -37,8 +37,8 @@ from orchestrator.autoscaling.actions import FleetState, LeadTimes
 from orchestrator.autoscaling.autoscaler import Autoscaler
 from orchestrator.autoscaling.demand import Backlog, ServiceModel
 from orchestrator.autoscaling.prediction import Allocation
-from orchestrator.membership.members import Members
-from orchestrator.membership.prefill_book import Pending
+from orchestrator.membership.members import Membership
+from orchestrator.membership.prefill_queues import Pending
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
 from orchestrator.placement.chain_width import WidthPolicy
 from orchestrator.placement.chooser import Chooser
@@ -82,7 +82,7 @@ def planner_here(local: LocalPrefill | None) -> RecallingPlanner:
 
 def chooser_ms(planner: RecallingPlanner, num_groups: int, num_calls: int, *, is_busy: bool) -> float:
     """Return the milliseconds of one choice of the orchestrator."""
-    members, half, clock = Members(), num_groups // 2, SystemClock()
+    members, half, clock = Membership(), num_groups // 2, SystemClock()
     stores = [f"store-{each}" if is_busy else "" for each in range(half)]
     members.update(
         ClusterView(
@@ -114,7 +114,7 @@ def chooser_ms(planner: RecallingPlanner, num_groups: int, num_calls: int, *, is
         return 1e3 * statistics.median(asyncio.run(choose()))
 
 
-def _busy(chooser: Chooser, members: Members, work: ExitStack) -> None:
+def _busy(chooser: Chooser, members: Membership, work: ExitStack) -> None:
     """Give all groups work, and an eighth of the stores the first blocks of the prompt."""
     clock = SystemClock()
     now_s, num_groups = clock.now_s(), len(members.present.prefill)
@@ -124,7 +124,7 @@ def _busy(chooser: Chooser, members: Members, work: ExitStack) -> None:
     for number, group in enumerate(members.present.prefill):
         for job in range(2):
             left_s = {Rank(0): 60.0 + 0.001 * ((7 * number + 3 * job) % 50)}
-            members.backlogs.add(group.life, JobId(job), Pending(now_s + job, now_s + 600.0, left_s), now_s)
+            members.prefill_queues.add(group.life, JobId(job), Pending(now_s + job, now_s + 600.0, left_s), now_s)
     for number, row in ((each, row) for each in range(num_groups) for row in range(8 + each % 5)):
         prompt = (number, *range(100 + (70 * number + 50 * row) % 900))
         record = RequestRecord.of(Request(RequestId(f"{number}.{row}"), prompt, SamplingParams(max_tokens=200)), 1)
@@ -132,7 +132,7 @@ def _busy(chooser: Chooser, members: Members, work: ExitStack) -> None:
         record.place(clock)
         generation = members.present.generation[number]
         work.enter_context(members.hold(generation.name, 1))
-        chooser.occupancy.place(record, generation.life)
+        chooser.generation_load.place(record, generation.life)
 
 
 def shortlist_ms(planner: RecallingPlanner, num_groups: int, num_calls: int) -> float:

@@ -72,11 +72,11 @@ async def serve(cluster: LocalCluster, planner: ChainPlanner, way: Disaggregatio
     """Serve one round's arrivals while streams run."""
     sizes = (QUICK_SHORT, QUICK_LONG, QUICK_SECONDS) if quick else (NUM_SHORT, NUM_LONG, SECONDS)
     async with (
-        controlled(cluster, planner, OrchestratorConfig(disaggregation=way)) as controller,
-        streaming(controller, NUM_STREAMS) as gaps,
+        controlled(cluster, planner, OrchestratorConfig(disaggregation=way)) as scheduler,
+        streaming(scheduler, NUM_STREAMS) as gaps,
     ):
         start_ns = time_ns()
-        asked = await asyncio.gather(*(ask(controller, arrival) for arrival in mixed(seed, *sizes)))
+        asked = await asyncio.gather(*(ask(scheduler, arrival) for arrival in mixed(seed, *sizes)))
         return Served(asked, gaps.between_ms(start_ns, time_ns()))
 
 

@@ -35,10 +35,10 @@ from benchmarks.support.local_config import local_config
 from benchmarks.support.rates import runnable
 from deploy.groups.cluster import LocalCluster
 from deploy.machine.calibrations import nominal_calibration
-from orchestrator.controller import Controller
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Finished
 from orchestrator.requests.request import Request
+from orchestrator.scheduler import RequestScheduler
 
 ROUNDS = 5
 QUICK_ROUNDS = 2
@@ -62,14 +62,14 @@ class Served:
     """Why it was prefilled by that many ranks."""
 
 
-async def serve(controller: Controller, arrival: Arrival) -> Served:
+async def serve(scheduler: RequestScheduler, arrival: Arrival) -> Served:
     """Send a prompt at its arrival time; return when it has ended."""
     await asyncio.sleep(arrival.at_s)  # from the burst's start
     clock, first_s, finished = SystemClock(), 0.0, None
     params = SamplingParams(max_tokens=1, ignore_eos=True)
     prompt = random_prompt(arrival.num_tokens, arrival.seed)
     start_s = clock.now_s()
-    async with contextlib.aclosing(controller.generate(Request(RequestId(uuid.uuid4().hex), prompt, params))) as events:
+    async with contextlib.aclosing(scheduler.generate(Request(RequestId(uuid.uuid4().hex), prompt, params))) as events:
         async for event in events:
             if isinstance(event, TokenEvent):
                 first_s = first_s or clock.now_s()
@@ -99,8 +99,8 @@ class _Bench:
             for seed in range(rounds + 1):
                 arrivals = burst(seed, self._long_tokens if seed else SHORT_TOKENS)
                 for policy in _POLICIES:
-                    async with self._controller(policy) as controller:
-                        served = await asyncio.gather(*(serve(controller, each) for each in arrivals))
+                    async with self._scheduler(policy) as scheduler:
+                        served = await asyncio.gather(*(serve(scheduler, each) for each in arrivals))
                     found[policy] += [served] if seed else []
                 advance()
         return found
@@ -123,16 +123,18 @@ class _Bench:
         bars.at_most("long prompts' loss", 1 / ratios[self._long_tokens] - 1, LONG_BAR)
 
     @contextlib.asynccontextmanager
-    async def _controller(self, policy: str) -> AsyncIterator[Controller]:
+    async def _scheduler(self, policy: str) -> AsyncIterator[RequestScheduler]:
         config = OrchestratorConfig(elastic=_POLICIES[policy])
         members, planner = self._cluster.members, self._planner
         secret, on_failure = self._cluster.secret, self._cluster.suspect
-        controller = Controller(members, SystemClock(), config, planner=planner, secret=secret, on_failure=on_failure)
-        controller.start()
+        scheduler = RequestScheduler(
+            members, SystemClock(), config, planner=planner, secret=secret, on_failure=on_failure
+        )
+        scheduler.start()
         try:
-            yield controller
+            yield scheduler
         finally:
-            await controller.close()
+            await scheduler.close()
 
 
 def _of(rounds: Sequence[Sequence[Served]], num_tokens: int) -> list[Served]:

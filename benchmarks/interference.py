@@ -111,13 +111,13 @@ class RelaySide:
         try:
             config = OrchestratorConfig(disaggregation="always")
             async with (
-                controlled(self._cluster, self._planner, config) as controller,
-                streaming(controller, sizes.num_streams) as gaps,
+                controlled(self._cluster, self._planner, config) as scheduler,
+                streaming(scheduler, sizes.num_streams) as gaps,
             ):
                 start_ns = time_ns()
                 await asyncio.sleep(sizes.idle_s)
                 loaded_ns = time_ns()
-                asking = [asyncio.create_task(ask(controller, each)) for each in sizes.arrivals]
+                asking = [asyncio.create_task(ask(scheduler, each)) for each in sizes.arrivals]
                 done, late = await asyncio.wait(asking, timeout=sizes.loaded_s)
                 end_ns = time_ns()
                 for task in late:

@@ -36,10 +36,10 @@ from benchmarks.support.local_config import local_config
 from benchmarks.support.streams import Load, Measured, StreamTimes
 from deploy.config.cluster import ClusterConfig
 from deploy.groups.cluster import LocalCluster
-from deploy.groups.local_relay import running_controller
-from orchestrator.controller import Controller
+from deploy.groups.local_relay import running_scheduler
 from orchestrator.requests.record import Finished
 from orchestrator.requests.request import Request
+from orchestrator.scheduler import RequestScheduler
 
 NUM_STREAMS, NUM_TOKENS, OUTPUT_TOKENS = 8, 7500, 96
 QUICK_STREAMS, QUICK_TOKENS, QUICK_OUTPUT = 2, 512, 24
@@ -86,12 +86,14 @@ class _Watch:
         return int(self._statm.read_text().split()[1]) * _PAGE_MIB
 
 
-async def follow(controller: Controller, prompt: tuple[int, ...], max_tokens: int, watch: _Watch | None) -> StreamTimes:
+async def follow(
+    scheduler: RequestScheduler, prompt: tuple[int, ...], max_tokens: int, watch: _Watch | None
+) -> StreamTimes:
     """Follow one request to its end and return its times. Raises the error that ended it, if any."""
     asked_ns, first_ns, token_ns = time_ns(), 0, []
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     spec = Request(RequestId(uuid.uuid4().hex), prompt, params)
-    async with contextlib.aclosing(controller.generate(spec)) as events:
+    async with contextlib.aclosing(scheduler.generate(spec)) as events:
         async for event in events:
             if isinstance(event, TokenEvent) and event.token is not None:
                 token_ns.append(event.unix_ns)
@@ -109,13 +111,13 @@ async def follow(controller: Controller, prompt: tuple[int, ...], max_tokens: in
 async def run_policy(config: ClusterConfig, folder: Path, load: Load) -> Ran:
     """Run all prompts one after the other, then all at once; return what was measured."""
     clock = SystemClock()
-    async with LocalCluster(config, folder, clock) as cluster, running_controller(cluster, clock) as controller:
+    async with LocalCluster(config, folder, clock) as cluster, running_scheduler(cluster, clock) as scheduler:
         with progress(f"{config.generate.residency}: prompts", len(load.prompts)) as advance:
             for prompt in load.prompts:
-                await follow(controller, prompt, 1, None)
+                await follow(scheduler, prompt, 1, None)
                 advance()
         watch = _Watch(cluster.generation.handle.pid, len(load.prompts))
-        streams = (follow(controller, prompt, load.max_tokens, watch) for prompt in load.prompts)
+        streams = (follow(scheduler, prompt, load.max_tokens, watch) for prompt in load.prompts)
         return Ran(Measured(tuple(await asyncio.gather(*streams))), watch.early_mib, watch.late_mib)
 
 

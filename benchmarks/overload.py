@@ -41,9 +41,9 @@ from benchmarks.support.local_config import local_config
 from benchmarks.support.open_loop import Ask, Fate, Source, percentile, throughput
 from deploy.groups.cluster import LocalCluster
 from deploy.machine.calibrations import served_planner
-from orchestrator.controller import Controller
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.tenants import Tenant
+from orchestrator.scheduler import RequestScheduler
 
 FACTOR = 3.0
 """The load, as a multiple of the capacity."""
@@ -135,16 +135,16 @@ class _Bench:
 
     async def _capacity(self, ask: Ask) -> float:
         seconds = self._times.capacity_s
-        async with self._controller(OrchestratorConfig()) as controller:
-            fates = await Source(controller, seed=0).at_once(replace(ask, deadline_s=None), 2 * NUM_SLOTS, seconds)
+        async with self._scheduler(OrchestratorConfig()) as scheduler:
+            fates = await Source(scheduler, seed=0).at_once(replace(ask, deadline_s=None), 2 * NUM_SLOTS, seconds)
         return throughput(fates, seconds / 4, seconds)  # the first requests are slower
 
     async def _overload(self, ask: Ask, capacity: float) -> Overloaded:
         seconds = self._times.overload_s
         most = math.ceil(capacity * BOUND_S)
         config = OrchestratorConfig(max_queued_requests=most if ask.deadline_s is None else 8 * most)
-        async with self._controller(config) as controller:
-            source = Source(controller, seed=1)
+        async with self._scheduler(config) as scheduler:
+            source = Source(scheduler, seed=1)
             loading = asyncio.create_task(source.at_rate(ask, FACTOR * capacity, seconds))
             await asyncio.sleep(seconds / 4)  # memory is measured then
             early = _memory_mib()
@@ -179,11 +179,11 @@ class _Bench:
         alone, beside = [], []
         with progress("fair", rounds) as advance:
             for round_ in range(rounds):
-                async with self._controller(config) as controller:
-                    source = Source(controller, seed=10 * round_)
+                async with self._scheduler(config) as scheduler:
+                    source = Source(scheduler, seed=10 * round_)
                     alone.append(_p95_s(await source.at_rate(light, rate, seconds)))
                     other = asyncio.create_task(
-                        Source(controller, seed=10 * round_ + 5).at_rate(heavy, UNEQUAL * rate, seconds)
+                        Source(scheduler, seed=10 * round_ + 5).at_rate(heavy, UNEQUAL * rate, seconds)
                     )
                     beside.append(_p95_s(await source.at_rate(light, rate, seconds)))
                     await other
@@ -194,16 +194,18 @@ class _Bench:
         self._bars.at_most("light tenant's p95 of the time to first token, over alone", over_alone, FAIR_BAR)
 
     @contextlib.asynccontextmanager
-    async def _controller(self, config: OrchestratorConfig) -> AsyncIterator[Controller]:
+    async def _scheduler(self, config: OrchestratorConfig) -> AsyncIterator[RequestScheduler]:
         members, planner = self._cluster.members, self._planner
         config = replace(config, disaggregation="always")  # the engine never prefills: one capacity for all requests
         secret, on_failure = self._cluster.secret, self._cluster.suspect
-        controller = Controller(members, SystemClock(), config, planner=planner, secret=secret, on_failure=on_failure)
-        controller.start()
+        scheduler = RequestScheduler(
+            members, SystemClock(), config, planner=planner, secret=secret, on_failure=on_failure
+        )
+        scheduler.start()
         try:
-            yield controller
+            yield scheduler
         finally:
-            await controller.close()
+            await scheduler.close()
 
 
 def _shorter(ask: Ask) -> Ask:

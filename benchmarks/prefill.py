@@ -17,22 +17,22 @@ from baton.types import RequestId, TokenEvent
 from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Pairs, Reporter, case, make_parser, random_prompt, resolve
 from benchmarks.support.local_config import local_config
 from deploy.groups.cluster import LocalCluster
-from deploy.groups.local_relay import running_controller
-from orchestrator.controller import Controller
+from deploy.groups.local_relay import running_scheduler
 from orchestrator.requests.request import Request
+from orchestrator.scheduler import RequestScheduler
 
 LENGTHS = "512,2048,6000"
 QUICK_LENGTHS = "512"
 
 
-async def ttft_s(controller: Controller, num_tokens: int, seed: int) -> float:
+async def ttft_s(scheduler: RequestScheduler, num_tokens: int, seed: int) -> float:
     """Send a random prompt for one token; return the seconds until the token arrives."""
     clock = SystemClock()
     spec = Request(
         RequestId(uuid.uuid4().hex), random_prompt(num_tokens, seed), SamplingParams(max_tokens=1, ignore_eos=True)
     )
     start = clock.now_s()
-    async with contextlib.aclosing(controller.generate(spec)) as events:
+    async with contextlib.aclosing(scheduler.generate(spec)) as events:
         async for event in events:
             if isinstance(event, TokenEvent):
                 return clock.now_s() - start
@@ -51,15 +51,15 @@ async def measure(args: argparse.Namespace) -> None:
     async with (
         LocalCluster(chain, folder, clock) as ours,
         LocalCluster(single, folder, clock) as theirs,
-        running_controller(ours, clock) as chained,
-        running_controller(theirs, clock) as colocated,
+        running_scheduler(ours, clock) as chained,
+        running_scheduler(theirs, clock) as colocated,
     ):
         sides = [chained, colocated]
         for num_tokens in lengths:
             times: list[list[float]] = [[], []]
             for index in range(pairs + 1):
-                for side, controller in enumerate(sides):
-                    times[side].append(await ttft_s(controller, num_tokens, seed=index))
+                for side, scheduler in enumerate(sides):
+                    times[side].append(await ttft_s(scheduler, num_tokens, seed=index))
             name = case(tokens=num_tokens, ranks=args.ranks, scheme="even", dtype=args.dtype)
             reporter.add(name, "ttft_s", "s", "single", Pairs(times[0][1:], times[1][1:]))
     reporter.close()

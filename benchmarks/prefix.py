@@ -32,11 +32,11 @@ from benchmarks.support.harness import (
 )
 from benchmarks.support.local_config import local_config
 from deploy.groups.cluster import LocalCluster
-from deploy.groups.local_relay import running_controller
-from orchestrator.controller import Controller
+from deploy.groups.local_relay import running_scheduler
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Finished
 from orchestrator.requests.request import Request
+from orchestrator.scheduler import RequestScheduler
 
 SHARED_TOKENS = 4000
 QUICK_SHARED_TOKENS = 512
@@ -59,13 +59,13 @@ class Asked:
     """Token ids of the prompt and of its answer."""
 
 
-async def ask(controller: Controller, prompt_ids: tuple[int, ...], num_tokens: int = 1) -> Asked:
+async def ask(scheduler: RequestScheduler, prompt_ids: tuple[int, ...], num_tokens: int = 1) -> Asked:
     """Send a prompt for `num_tokens` tokens. Raises the error that ended the request, if any."""
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     spec = Request(RequestId(uuid.uuid4().hex), prompt_ids, params)
     finished: Finished | None = None
     known_ids = prompt_ids
-    async with contextlib.aclosing(controller.generate(spec)) as events:
+    async with contextlib.aclosing(scheduler.generate(spec)) as events:
         async for event in events:
             if isinstance(event, TokenEvent) and event.token is not None:
                 known_ids = (*known_ids, event.token.token_id)
@@ -79,30 +79,32 @@ async def ask(controller: Controller, prompt_ids: tuple[int, ...], num_tokens: i
     return Asked(ttft_s, pushed, finished.usage.num_cached_tokens, known_ids)
 
 
-async def measure(controller: Controller, num_shared: int, num_new: int, pairs: int) -> tuple[list[Asked], list[Asked]]:
+async def measure(
+    scheduler: RequestScheduler, num_shared: int, num_new: int, pairs: int
+) -> tuple[list[Asked], list[Asked]]:
     """Measure prompts with a cached prefix and cold ones, one of each a round, after a round that is not counted."""
     warm, cold = [], []
     with progress(f"{num_shared} shared tokens, {num_new} new", pairs + 1) as advance:
         for seed in range(pairs + 1):
             shared = random_prompt(num_shared, seed)
-            cold.append(await ask(controller, shared + random_prompt(num_new, 1000 + seed)))
-            warm.append(await ask(controller, shared + random_prompt(num_new, 2000 + seed)))
+            cold.append(await ask(scheduler, shared + random_prompt(num_new, 1000 + seed)))
+            warm.append(await ask(scheduler, shared + random_prompt(num_new, 2000 + seed)))
             advance()
     assert not any(each.num_cached_tokens for each in cold), "a prompt that was to be cold was not"
     return warm[1:], cold[1:]
 
 
 async def measure_turns(
-    controller: Controller, num_first: int, num_answer: int, num_new: int, pairs: int
+    scheduler: RequestScheduler, num_first: int, num_answer: int, num_new: int, pairs: int
 ) -> tuple[list[Asked], list[Asked]]:
     """Measure second turns and cold prompts of the same length, one of each a round, after a round that is not
     counted."""
     second, cold = [], []
     with progress(f"second turn behind {num_first} tokens and {num_answer} of an answer", pairs + 1) as advance:
         for seed in range(pairs + 1):
-            first = await ask(controller, random_prompt(num_first, 3000 + seed), num_answer)
-            second.append(await ask(controller, first.known_ids + random_prompt(num_new, 4000 + seed)))
-            cold.append(await ask(controller, random_prompt(num_first + num_answer + num_new, 5000 + seed)))
+            first = await ask(scheduler, random_prompt(num_first, 3000 + seed), num_answer)
+            second.append(await ask(scheduler, first.known_ids + random_prompt(num_new, 4000 + seed)))
+            cold.append(await ask(scheduler, random_prompt(num_first + num_answer + num_new, 5000 + seed)))
             advance()
     assert not any(each.num_cached_tokens for each in cold), "a prompt that was to be cold was not"
     return second[1:], cold[1:]
@@ -143,10 +145,10 @@ async def run(args: argparse.Namespace) -> int:
     num_turn, new, ranks = num_shared + num_answer, args.new, args.ranks
     reporter, bars, clock = Reporter("prefix", args.json), Bars(), SystemClock()
     folder, config = resolve(args), local_config(args.dtype, num_ranks=ranks, prefix_share=0.1)
-    async with LocalCluster(config, folder, clock) as cluster, running_controller(cluster, clock) as controller:
+    async with LocalCluster(config, folder, clock) as cluster, running_scheduler(cluster, clock) as scheduler:
         pairs = args.pairs or (QUICK_PAIRS if args.quick else PAIRS)
-        shared = await measure(controller, num_shared, new, pairs)
-        turns = await measure_turns(controller, num_shared, num_answer, new, pairs)
+        shared = await measure(scheduler, num_shared, new, pairs)
+        turns = await measure_turns(scheduler, num_shared, num_answer, new, pairs)
     name = case(tokens=num_shared + new, ranks=ranks, shared=num_shared)
     turn_name = case(tokens=num_turn + new, ranks=ranks, shared=num_turn, turn=num_answer)
     for each in (

@@ -1,7 +1,8 @@
 """Remembers Reserves by their numbers, so that a caller whose answer was lost can undo its Reserve.
 
 An aborted Reserve leaves no lease, also if it is being granted during the abort or arrives after it. A Reserve that
-arrives twice gets one lease. Used by `baton.transport.kv_receiver`, for `orchestrator.dispatch.givebacks`. On the loop.
+arrives twice gets one lease. Used by `baton.transport.kv_receiver`, for `orchestrator.dispatch.lease_reaper`. On the
+loop.
 """
 
 from collections import OrderedDict

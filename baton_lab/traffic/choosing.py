@@ -14,7 +14,7 @@ from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, RequestId
 from baton_lab.traffic.fleet import Fleet, Role, State
 from baton_lab.traffic.placing import Asked, Spot
-from orchestrator.membership.members import Members
+from orchestrator.membership.members import Membership
 from orchestrator.membership.view import ClusterView
 from orchestrator.placement.chooser import Chooser
 from orchestrator.requests.config import OrchestratorConfig
@@ -37,10 +37,10 @@ class WholeChooser:
     def __init__(self, fleet: Fleet, planner: ChainPlanner, clock: Clock, config: OrchestratorConfig) -> None:
         self._fleet = fleet
         self._clock = clock
-        self._members = Members()
+        self._members = Membership()
         self._chooser = Chooser(self._members, planner, clock, config)
         self._placed: dict[int, _Placed] = {}
-        self.backlogs = self._members.backlogs
+        self.prefill_queues = self._members.prefill_queues
         """Production's book of the jobs that prefill groups have before them."""
         self.num_cached_tokens = 0
         """Prompt tokens that no chain computed, because they were cached."""

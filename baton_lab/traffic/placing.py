@@ -17,7 +17,7 @@ from baton.process.clock import Clock
 from baton.types import TokenRange
 from baton_lab.traffic.fleet import Fleet, Member
 from orchestrator.membership.loads import Load
-from orchestrator.membership.prefill_book import Backlogs
+from orchestrator.membership.prefill_queues import PrefillQueues
 from orchestrator.placement.chain_width import ChainPlan, PromptChains, WidthPolicy
 from orchestrator.placement.comparison import ChainWay, cheapest_chain, cheapest_group
 from orchestrator.placement.prefix_index import PrefixIndex
@@ -55,7 +55,7 @@ class Spot:
 class Placer(Protocol):
     """Chooses groups for requests, and keeps account of the work assigned to them."""
 
-    backlogs: Backlogs
+    prefill_queues: PrefillQueues
     num_cached_tokens: int
 
     def place(self, asked: Asked) -> Spot | None:
@@ -83,7 +83,7 @@ class Placing:
         self._prefixes = PrefixIndex(max_blocks or 1)
         self._computed_by: dict[int, int] = {}
         """Number of the prefill group that computed a block last, by the block."""
-        self.backlogs = Backlogs()
+        self.prefill_queues = PrefillQueues()
         """Production's book of the jobs that prefill groups have before them."""
         self.num_cached_tokens = 0
         """Prompt tokens that no chain computed, because they were cached."""
@@ -134,7 +134,7 @@ class Placing:
         start = min(held, num_tokens - 1)
         if start not in chains:
             chains[start] = self._policy.chains(TokenRange(start, num_tokens))
-        pending = self.backlogs.pending(member.prefill_view.life, now_s)
+        pending = self.prefill_queues.pending(member.prefill_view.life, now_s)
         chain = chains[start].plan(len(member.prefill_view.endpoints), pending, now_s)
         own_s = chain.choice.predicted_s or 0.0
         terms = chain_terms(

@@ -17,7 +17,7 @@ from benchmarks.gateways.process import Answer, usage
 from benchmarks.gateways.profile import Profile
 from deploy.machine.calibrations import nominal_calibration
 from orchestrator.api.frontend import OrchestratorServer
-from orchestrator.membership.members import Members
+from orchestrator.membership.members import Membership
 from orchestrator.membership.view import ClusterView, GenerationGroup
 from orchestrator.requests.config import OrchestratorConfig
 
@@ -41,7 +41,7 @@ class Brain:
 async def brain(told: Brain) -> AsyncIterator[tuple[int, Answer]]:
     """Run the server as a process's role: it greets with its port. `usage` returns the resources that the process has
     used. `profile` starts a profile; `profiled` ends it and returns its text."""
-    members = Members()
+    members = Membership()
     planner = ChainPlanner(nominal_calibration(told.folder, "bfloat16", 1), max_ranks=1, max_tokens=MAX_TOKENS)
     most = 2 * told.num_slots * len(told.ports)
     config = OrchestratorConfig(max_queued_requests=most, max_queued_tokens=1000 * most, max_running=most)

@@ -21,10 +21,10 @@ from benchmarks.support.arrivals import Arrival
 from benchmarks.support.harness import random_prompt
 from benchmarks.support.open_loop import percentile
 from deploy.groups.cluster import LocalCluster
-from orchestrator.controller import Controller
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Finished
 from orchestrator.requests.request import Request
+from orchestrator.scheduler import RequestScheduler
 
 STREAM_TOKENS = 192
 """Prompt tokens of a stream that runs all along."""
@@ -72,13 +72,13 @@ def mixed(seed: int, num_short: int, num_long: int, seconds: float) -> tuple[Arr
     return tuple(sorted(Arrival(*each, first + index) for index, each in enumerate(zip(times, sizes, strict=True))))
 
 
-async def ask(controller: Controller, arrival: Arrival) -> Asked:
+async def ask(scheduler: RequestScheduler, arrival: Arrival) -> Asked:
     """Send a prompt for one token at its arrival time; return when it has ended."""
     await asyncio.sleep(arrival.at_s)  # from the load's start
     clock, first_s, timings = SystemClock(), math.nan, None
     start_s = clock.now_s()
     spec = _spec(random_prompt(arrival.num_tokens, arrival.seed), 1)
-    async with contextlib.aclosing(controller.generate(spec)) as events:
+    async with contextlib.aclosing(scheduler.generate(spec)) as events:
         async for event in events:
             if isinstance(event, TokenEvent) and event.token is not None:
                 first_s = clock.now_s()
@@ -89,10 +89,10 @@ async def ask(controller: Controller, arrival: Arrival) -> Asked:
 
 
 @contextlib.asynccontextmanager
-async def streaming(controller: Controller, num_streams: int) -> AsyncIterator[Gaps]:
+async def streaming(scheduler: RequestScheduler, num_streams: int) -> AsyncIterator[Gaps]:
     """Keep `num_streams` streams running for the block, which begins when each has its first token."""
     gaps, begun = Gaps(), asyncio.Semaphore(0)
-    tasks = [asyncio.create_task(_run_on(controller, number, gaps, begun)) for number in range(num_streams)]
+    tasks = [asyncio.create_task(_run_on(scheduler, number, gaps, begun)) for number in range(num_streams)]
     try:
         for _ in tasks:
             await asyncio.wait_for(begun.acquire(), 120)
@@ -105,14 +105,14 @@ async def streaming(controller: Controller, num_streams: int) -> AsyncIterator[G
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _run_on(controller: Controller, number: int, gaps: Gaps, begun: asyncio.Semaphore) -> None:
+async def _run_on(scheduler: RequestScheduler, number: int, gaps: Gaps, begun: asyncio.Semaphore) -> None:
     """Run one stream after the other until cancelled."""
     is_first = True
     while True:
         times: list[int] = []
         gaps.token_ns.append(times)
         spec = _spec(random_prompt(STREAM_TOKENS, _FIRST_SEED + number), _OUTPUT_TOKENS)
-        async with contextlib.aclosing(controller.generate(spec)) as events:
+        async with contextlib.aclosing(scheduler.generate(spec)) as events:
             async for event in events:
                 if isinstance(event, TokenEvent) and event.token is not None:
                     times.append(event.unix_ns)
@@ -126,16 +126,16 @@ async def _run_on(controller: Controller, number: int, gaps: Gaps, begun: asynci
 @contextlib.asynccontextmanager
 async def controlled(
     cluster: LocalCluster, planner: ChainPlanner, config: OrchestratorConfig
-) -> AsyncIterator[Controller]:
+) -> AsyncIterator[RequestScheduler]:
     """Run a controller over a running cluster; close it when the block is left."""
-    controller = Controller(
+    scheduler = RequestScheduler(
         cluster.members, SystemClock(), config, planner=planner, secret=cluster.secret, on_failure=cluster.suspect
     )
-    controller.start()
+    scheduler.start()
     try:
-        yield controller
+        yield scheduler
     finally:
-        await controller.close()
+        await scheduler.close()
 
 
 def p99(values: Sequence[float]) -> float:

@@ -17,10 +17,10 @@ from baton.process.clock import SystemClock
 from baton.sampling_params import SamplingParams
 from baton.types import RequestId, TokenEvent
 from benchmarks.support.harness import random_prompt
-from orchestrator.controller import Controller
 from orchestrator.requests.record import Event, Finished
 from orchestrator.requests.request import Request
 from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
+from orchestrator.scheduler import RequestScheduler
 
 _NUM_PROMPTS = 64
 
@@ -60,8 +60,8 @@ class Fate:
 class Source:
     """Sends a controller the same request again and again, with different prompts."""
 
-    def __init__(self, controller: Controller, seed: int) -> None:
-        self._controller = controller
+    def __init__(self, scheduler: RequestScheduler, seed: int) -> None:
+        self._scheduler = scheduler
         self._clock = SystemClock()
         self._seed = seed
         self._prompts: dict[int, list[tuple[int, ...]]] = {}
@@ -72,7 +72,7 @@ class Source:
         clock = self._clock
         at_s, first_s, error = clock.now_s() - start_s, None, None
         try:
-            async with contextlib.aclosing(self._controller.generate(self._spec(ask))) as events:
+            async with contextlib.aclosing(self._scheduler.generate(self._spec(ask))) as events:
                 async for event in events:
                     if first_s is None and isinstance(event, TokenEvent) and event.token is not None:
                         first_s = clock.now_s() - start_s

@@ -20,7 +20,7 @@ from baton.types import RequestId
 from deploy.commands.timeline import draw_timeline
 from deploy.config.cluster import ClusterConfig
 from deploy.groups.cluster import LocalCluster
-from deploy.groups.local_relay import running_controller
+from deploy.groups.local_relay import running_scheduler
 from deploy.machine.limits import tokens_of_slot
 from deploy.machine.model_folder import prepare_kernels, prepare_rates, resolve_drafts, resolve_folder
 from orchestrator.requests.record import Finished, Started
@@ -53,9 +53,9 @@ async def _answer(cluster: LocalCluster, spec: Request, clock: Clock, status: St
     token_ns: list[int] = []
     finished: Finished | None = None
     with status:
-        async with cluster, running_controller(cluster, clock) as controller:
+        async with cluster, running_scheduler(cluster, clock) as scheduler:
             status.update(f"prefill of {len(spec.prompt_ids)} tokens")
-            async with contextlib.aclosing(controller.generate(spec)) as events:
+            async with contextlib.aclosing(scheduler.generate(spec)) as events:
                 async for event in events:
                     if isinstance(event, Started):
                         continue

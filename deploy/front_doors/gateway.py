@@ -15,7 +15,7 @@ from deploy.options.command import add_command
 if TYPE_CHECKING:
     from baton.v1 import orchestrator_pb2 as pb
     from deploy.ray_cluster.finding import OrchestratorFinder
-    from orchestrator.api.gateway import Gateway, Metadata
+    from orchestrator.api.gateway import GrpcGateway, Metadata
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ async def _serve(args: argparse.Namespace) -> int:
     from baton.text.tokenizer import Tokenizer
     from deploy.machine.model_folder import resolve_folder
     from deploy.options.logs import set_up_logs
-    from orchestrator.api.gateway import Gateway
+    from orchestrator.api.gateway import GrpcGateway
 
     set_up_logs(logging.INFO, args.log_format)
     console = Console(stderr=True, highlight=False)
@@ -92,7 +92,7 @@ async def _serve(args: argparse.Namespace) -> int:
         folder = await asyncio.to_thread(resolve_folder, named, args.cache, console, weights=False)
         allowed = args.control_tokens_in_text
         tokenizer = await asyncio.to_thread(Tokenizer.load, folder, control_tokens_in_text=allowed)
-        gateway = await Gateway.start(
+        gateway = await GrpcGateway.start(
             upstream.channel, tokenizer, model, clock=SystemClock(), host=args.host, port=args.port, caller=caller
         )
         following = [] if finder is None else [asyncio.create_task(upstream.follow(finder, gateway))]
@@ -139,7 +139,7 @@ class _Upstream:
                 f"no orchestrator answers at {self.target}: {error}; check --orchestrator or --address"
             ) from error
 
-    async def follow(self, finder: "OrchestratorFinder", gateway: "Gateway") -> None:
+    async def follow(self, finder: "OrchestratorFinder", gateway: "GrpcGateway") -> None:
         """Move the gateway to each new address of the orchestrator, until cancelled. While Ray does not answer, the
         present address stays."""
         import asyncio

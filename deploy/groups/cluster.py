@@ -25,7 +25,7 @@ from deploy.groups.surroundings import Heartbeat, Surroundings
 from deploy.groups.worker import Worker
 from deploy.machine.calibrations import engine_step_times
 from deploy.machine.limits import tokens_of_slot
-from orchestrator.membership.members import Members
+from orchestrator.membership.members import Membership
 from orchestrator.membership.view import ClusterView, GenerationGroup, Orders, PrefillGroup, place_of
 
 logger = logging.getLogger(__name__)
@@ -173,8 +173,8 @@ class LocalCluster:
         self.folder = folder
         self.max_tokens = tokens_of_slot(folder, config.generate.max_slot_tokens)
         """Tokens that one request may have, prompt and output."""
-        self.members = Members()
-        """The groups as the controller sees them; kept up to date."""
+        self.members = Membership()
+        """The groups as the orchestrator sees them; kept up to date."""
         supervision = config.supervision
         heartbeat = Heartbeat(supervision.heartbeat_s, supervision.dead_after_s)
         spawner = ProcessSpawner(supervision.start_timeout_s)

@@ -1,4 +1,4 @@
-"""A relay in one process tree: an orchestrator's controller in this process, over workers that are its children."""
+"""A relay in one process tree: an orchestrator's orchestrator in this process, over workers that are its children."""
 
 import asyncio
 import contextlib
@@ -7,20 +7,20 @@ from collections.abc import AsyncIterator
 from baton.process.clock import Clock
 from deploy.groups.cluster import LocalCluster
 from deploy.machine.calibrations import served_planner
-from orchestrator.controller import Controller
+from orchestrator.scheduler import RequestScheduler
 
 
 @contextlib.asynccontextmanager
-async def running_controller(cluster: LocalCluster, clock: Clock) -> AsyncIterator[Controller]:
-    """Run a controller over the running cluster until the end of the `with` block; then close it with all its
+async def running_scheduler(cluster: LocalCluster, clock: Clock) -> AsyncIterator[RequestScheduler]:
+    """Run a orchestrator over the running cluster until the end of the `with` block; then close it with all its
     requests."""
     config = cluster.config.orchestrator_config(cluster.folder)
     planner = await asyncio.to_thread(served_planner, cluster.config, cluster.folder)
-    controller = Controller(
+    scheduler = RequestScheduler(
         cluster.members, clock, config, planner=planner, secret=cluster.secret, on_failure=cluster.suspect
     )
-    controller.start()
+    scheduler.start()
     try:
-        yield controller
+        yield scheduler
     finally:
-        await controller.close()
+        await scheduler.close()

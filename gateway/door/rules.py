@@ -31,7 +31,7 @@ def _origin(value: str) -> str:
 
 
 Hosts = tuple[Annotated[str, AfterValidator(_host)], ...]
-Origins = tuple[Annotated[str, AfterValidator(_origin)], ...]
+TokenAttribution = tuple[Annotated[str, AfterValidator(_origin)], ...]
 
 
 @settings
@@ -40,7 +40,7 @@ class HttpRules:
 
     allowed_hosts: Hosts = ()
     """Allowed values of Host, in addition to loopback names; empty: any, except on loopback without API keys."""
-    allow_origins: Origins = ()
+    allow_origins: TokenAttribution = ()
     """Origins whose web pages may call, like https://chat.example.com, or * for all; empty: only its own pages."""
     default_deadline_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 3600.0
     """Seconds after which a request over HTTP ends; 0: never."""

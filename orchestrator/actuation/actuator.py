@@ -23,7 +23,7 @@ from baton.process.clock import Clock
 from baton.process.endless import Pauses, tell_failure
 from orchestrator.autoscaling.actions import Action, LeadTimes, Move
 from orchestrator.autoscaling.prediction import Allocation
-from orchestrator.membership.members import Members
+from orchestrator.membership.members import Membership
 from orchestrator.membership.view import Group, PrefillGroup, role_of
 from orchestrator.observability.state import Overview
 
@@ -45,7 +45,7 @@ class Actuator:
     """Changes the groups of one cluster. `carry_out` and `resume` return at once."""
 
     def __init__(
-        self, members: Members, overview: Overview, clock: Clock, times: LeadTimes, *, lends_ranks: bool = False
+        self, members: Membership, overview: Overview, clock: Clock, times: LeadTimes, *, lends_ranks: bool = False
     ) -> None:
         """`times` are estimates that are used until changes have been measured. `lends_ranks` is true if chains have
         several ranks and change the role of only their last one."""

@@ -9,8 +9,8 @@ from orchestrator.autoscaling.actions import FleetState
 from orchestrator.autoscaling.demand import Backlog, ServiceModel
 from orchestrator.autoscaling.prediction import Allocation
 from orchestrator.autoscaling.traffic import TrafficWindow
-from orchestrator.membership.members import Members
-from orchestrator.placement.generation_book import Occupancy
+from orchestrator.membership.members import Membership
+from orchestrator.placement.generation_load import GenerationLoad
 from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.states import RequestState
 
@@ -21,9 +21,11 @@ _WITHOUT_TOKENS = _UNPLACED | {RequestState.PREFILLING}
 class LiveFleet:
     """The groups and requests of a running cluster, as the autoscaler sees them."""
 
-    def __init__(self, members: Members, occupancy: Occupancy, window: TrafficWindow, clock: Clock) -> None:
+    def __init__(
+        self, members: Membership, generation_load: GenerationLoad, window: TrafficWindow, clock: Clock
+    ) -> None:
         self._members = members
-        self._occupancy = occupancy
+        self._generation_load = generation_load
         self._window = window
         self._clock = clock
         self._records: dict[int, RequestRecord] = {}
@@ -66,7 +68,8 @@ class LiveFleet:
         """Return, for each prefill group that may get work, the seconds for which its jobs keep it busy."""
         now_s, members = self._clock.now_s(), self._members
         return [
-            sum(sum(job.left_s.values()) for job in members.backlogs.pending(group.life, now_s)) / len(group.endpoints)
+            sum(sum(job.left_s.values()) for job in members.prefill_queues.pending(group.life, now_s))
+            / len(group.endpoints)
             for group in members.view.prefill
             if group.ready
         ]
@@ -76,7 +79,7 @@ class LiveFleet:
         their answers become as long as the longest ones of such prompts lately."""
         seconds = []
         for group in self._members.view.generation:
-            if group.ready and (rows := self._occupancy.records(group.life)):
+            if group.ready and (rows := self._generation_load.records(group.life)):
                 context = sum(record.num_tokens for record in rows) / len(rows)
                 seconds.append(max(map(self._tokens_left, rows)) * service.step_s(len(rows), context))
             elif group.ready:

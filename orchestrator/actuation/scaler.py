@@ -1,7 +1,7 @@
 """Runs the autoscaler of a cluster periodically, publishes its decisions, and has them carried out.
 
 Each decision is explained: to the log when it differs from the one before, as metrics, and in `baton status`. In the
-mode `advise` nothing is carried out. Made by `orchestrator.controller`. On the loop.
+mode `advise` nothing is carried out. Made by `orchestrator.scheduler`. On the loop.
 """
 
 import asyncio
@@ -19,10 +19,10 @@ from orchestrator.autoscaling.actions import LeadTimes
 from orchestrator.autoscaling.autoscaler import Autoscaler, Decision
 from orchestrator.autoscaling.demand import ServiceModel
 from orchestrator.autoscaling.traffic import TrafficWindow
-from orchestrator.membership.members import Members
+from orchestrator.membership.members import Membership
 from orchestrator.observability.metrics import Metrics
 from orchestrator.observability.state import Overview
-from orchestrator.placement.generation_book import Occupancy
+from orchestrator.placement.generation_load import GenerationLoad
 from orchestrator.requests.config import AutoscalingConfig
 from orchestrator.requests.record import RequestRecord
 
@@ -39,16 +39,16 @@ class Scaler:
 
     def __init__(
         self,
-        members: Members,
+        members: Membership,
         overview: Overview,
-        occupancy: Occupancy,
+        generation_load: GenerationLoad,
         planner: ChainPlanner,
         metrics: Metrics,
         *,
         clock: Clock,
         config: AutoscalingConfig,
     ) -> None:
-        """Without step times in `planner`, nothing is decided. `occupancy` has the requests that each group serves."""
+        """Without step times in `planner`, nothing is decided. `generation_load`: requests that each group serves."""
         self.state: Scaling | None = None
         """The latest decision, as it is shown; None before the first. Replaced as a whole."""
         self._members = members
@@ -57,7 +57,7 @@ class Scaler:
         self._clock = clock
         self._config = config
         self._window = TrafficWindow()
-        self._fleet = LiveFleet(members, occupancy, self._window, clock)
+        self._fleet = LiveFleet(members, generation_load, self._window, clock)
         self._lends_ranks = planner.max_ranks > 1
         times = LeadTimes(config.cold_start_s, config.flip_s)
         self._actuator = Actuator(members, overview, clock, times, lends_ranks=self._lends_ranks)

@@ -11,7 +11,7 @@ The prediction adds two waits:
 
 Unknown are the number of tokens that the requests in between will generate (so baton.planning.step_times do not help
 here), later requests that are more urgent or due earlier, and failures of workers. The wait for slots is a mean: a
-caller that refuses by it allows for scatter. Used by `orchestrator.admission.gate` and `orchestrator.controller`. Pure.
+caller that refuses by it allows for scatter. Used by `orchestrator.admission.gate` and `orchestrator.scheduler`. Pure.
 """
 
 import math

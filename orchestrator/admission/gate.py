@@ -1,6 +1,6 @@
 """Decides which requests run, which wait, and which are refused; docs/decisions/0011-admission.md says why so.
 
-Called by `orchestrator.controller`, which passes in the policy that says which request is next
+Called by `orchestrator.scheduler`, which passes in the policy that says which request is next
 (`orchestrator.admission.queue_policy`). This module counts the slots in use, and refuses at once, with a time after
 which to retry, a request that has no place or no chance: when the queue is full, in all or for its tenant, and when its
 deadline would pass before the first token (`orchestrator.admission.forecast`). A full queue gives a place to a request
@@ -42,7 +42,7 @@ _PATIENCE_S = 60.0
 """Seconds after which each request counts as due, so that those with near deadlines do not always pass the others."""
 
 
-class Claim(Protocol):
+class QueuedRequest(Protocol):
     """The properties of a request that decide about its place; `orchestrator.requests.request.Request` has them."""
 
     @property
@@ -69,7 +69,7 @@ class Claim(Protocol):
 class Entry(Waiter):
     """One request's place, in the queue or among the running requests."""
 
-    def __init__(self, request: Claim, now_s: float) -> None:
+    def __init__(self, request: QueuedRequest, now_s: float) -> None:
         patience_end_s = now_s + _PATIENCE_S
         due_s = patience_end_s if request.deadline_s is None else min(patience_end_s, request.deadline_s)
         super().__init__(request.num_tokens, request.num_slots, request.tenant, request.priority, due_s)
@@ -152,7 +152,7 @@ class Admission:
         self._limit = min(num_slots or most, self._config.max_running)
         self._admit()
 
-    def join(self, request: Claim, chain_s: float | None = None) -> Entry:
+    def join(self, request: QueuedRequest, chain_s: float | None = None) -> Entry:
         """Queue a request, which may run at once, and return its place; `chain_s` are the predicted seconds of its
         prefill, None without a prediction.
 

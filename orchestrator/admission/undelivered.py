@@ -1,6 +1,6 @@
 """Bounds the memory of events that clients have not taken yet, over all streams of an orchestrator.
 
-Made and used by `orchestrator.controller`. A request runs as fast as its engine does, however slowly its client reads:
+Made and used by `orchestrator.scheduler`. A request runs as fast as its engine does, however slowly its client reads:
 its events wait in an `Outbox`. When all outboxes together exceed `MAX_UNDELIVERED_BYTES`, the tenant with most bytes
 for its weight gives up the stream that was read least recently. That stream ends with RESOURCE_EXHAUSTED. Its client
 may resume it after the tokens that it has. `orchestrator.api.delivery` ends the calls of clients that never read.

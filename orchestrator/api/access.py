@@ -15,7 +15,7 @@ from baton.transport.identity import ClusterSecret
 from orchestrator.requests.tenants import AUTHORIZATION_KEY, Metadata, Tenants
 
 
-class Access(Enum):
+class AllowedCallers(Enum):
     """The callers that may call a method."""
 
     ANYBODY = "anybody"
@@ -28,31 +28,31 @@ class Access(Enum):
     """Callers that have the cluster's secret, and an operator's key where operators have keys."""
 
 
-METHODS: Mapping[str, Access] = MappingProxyType(
+METHODS: Mapping[str, AllowedCallers] = MappingProxyType(
     {
-        "/grpc.health.v1.Health/Check": Access.ANYBODY,
-        "/grpc.health.v1.Health/Watch": Access.ANYBODY,
-        "/grpc.health.v1.Health/List": Access.ANYBODY,
-        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Access.CALLERS,
-        "/baton.v1.Orchestrator/Generate": Access.CALLERS,
-        "/baton.v1.Orchestrator/GetModel": Access.CALLERS,
-        "/baton.v1.Orchestrator/GetClusterState": Access.CALLERS,
-        "/baton.v1.Orchestrator/GetRequests": Access.CALLERS,
-        "/baton.v1.Planning/GetCalibration": Access.MEMBERS,
-        "/baton.v1.Planning/GetStepTimes": Access.MEMBERS,
-        "/baton.v1.Planning/UseCalibration": Access.OPERATORS,
-        "/baton.v1.Planning/UseStepTimes": Access.OPERATORS,
-        "/baton.v1.Admin/Drain": Access.OPERATORS,
-        "/baton.v1.Admin/Undrain": Access.OPERATORS,
-        "/baton.v1.Admin/StandIn": Access.OPERATORS,
-        "/baton.v1.Admin/Flip": Access.OPERATORS,
-        "/baton.v1.Admin/GetTrace": Access.OPERATORS,
+        "/grpc.health.v1.Health/Check": AllowedCallers.ANYBODY,
+        "/grpc.health.v1.Health/Watch": AllowedCallers.ANYBODY,
+        "/grpc.health.v1.Health/List": AllowedCallers.ANYBODY,
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": AllowedCallers.CALLERS,
+        "/baton.v1.Orchestrator/Generate": AllowedCallers.CALLERS,
+        "/baton.v1.Orchestrator/GetModel": AllowedCallers.CALLERS,
+        "/baton.v1.Orchestrator/GetClusterState": AllowedCallers.CALLERS,
+        "/baton.v1.Orchestrator/GetRequests": AllowedCallers.CALLERS,
+        "/baton.v1.Planning/GetCalibration": AllowedCallers.MEMBERS,
+        "/baton.v1.Planning/GetStepTimes": AllowedCallers.MEMBERS,
+        "/baton.v1.Planning/UseCalibration": AllowedCallers.OPERATORS,
+        "/baton.v1.Planning/UseStepTimes": AllowedCallers.OPERATORS,
+        "/baton.v1.Admin/Drain": AllowedCallers.OPERATORS,
+        "/baton.v1.Admin/Undrain": AllowedCallers.OPERATORS,
+        "/baton.v1.Admin/StandIn": AllowedCallers.OPERATORS,
+        "/baton.v1.Admin/Flip": AllowedCallers.OPERATORS,
+        "/baton.v1.Admin/GetTrace": AllowedCallers.OPERATORS,
     }
 )
 """Access to each method that is served; a method that is missing here is for operators."""
 
 
-class Doorkeeper:
+class Authenticator:
     """Checks calls before they are served. Read-only after it is made."""
 
     def __init__(self, tenants: Tenants, secret: ClusterSecret) -> None:
@@ -65,12 +65,12 @@ class Doorkeeper:
         Raises UnauthenticatedError without a required key or secret, and PermissionDeniedError for a tenant's key where
         an operator's is required.
         """
-        access = METHODS.get(method, Access.OPERATORS)
-        if access is Access.CALLERS and self._tenants.require_key:
+        access = METHODS.get(method, AllowedCallers.OPERATORS)
+        if access is AllowedCallers.CALLERS and self._tenants.require_key:
             self._tenants.of(metadata)
-        if access is Access.OPERATORS:
+        if access is AllowedCallers.OPERATORS:
             self._require_operator(method, metadata)
-        if access in (Access.MEMBERS, Access.OPERATORS):
+        if access in (AllowedCallers.MEMBERS, AllowedCallers.OPERATORS):
             self._secret.check(method, metadata)
 
     def _require_operator(self, method: str, metadata: Metadata) -> None:

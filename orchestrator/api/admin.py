@@ -30,7 +30,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Admin"].full_name
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):
-    """Serves baton.v1.Admin over the controller's Overview."""
+    """Serves baton.v1.Admin over the scheduler's Overview."""
 
     def __init__(self, overview: Overview, traces: Traces, model_folders: Sequence[Path] | None = None) -> None:
         """`model_folders`: folders below which a model named by a call must be; None: it may be anywhere."""

@@ -16,7 +16,7 @@ from baton.text.tokenizer import Tokenizer
 from baton.types import FinishReason
 
 
-class Intake:
+class RequestValidator:
     """Checks requests for one model."""
 
     def __init__(self, tokenizer: Tokenizer, model: ModelInfo, eos_token_ids: Sequence[int]) -> None:

@@ -15,14 +15,14 @@ from baton.errors import BatonError, DeadlineExceededError, ResourceExhaustedErr
 from baton.limits import DELIVERY_GRACE_S, STALLED_S
 
 
-class Writer(Protocol):
+class MessageWriter(Protocol):
     """The side of a call's context that sends messages; grpc.aio's ServicerContext has it."""
 
     async def write(self, message: Any) -> None:
         """Send a message, as soon as the client has room for it."""
 
 
-async def deliver(context: Writer, messages: AsyncIterator[Any], left_s: float | None) -> None:
+async def deliver(context: MessageWriter, messages: AsyncIterator[Any], left_s: float | None) -> None:
     """Write each message to the client as it comes. `left_s`: seconds until the request's deadline; None without one.
 
     Raises ResourceExhaustedError once a write has taken `STALLED_S`, DeadlineExceededError when one still waits after

@@ -1,4 +1,4 @@
-"""Serves the orchestrator over gRPC: checks clients' requests, and sends the controller's events back.
+"""Serves the orchestrator over gRPC: checks clients' requests, and sends the scheduler's events back.
 
 `orchestrator.api.access` checks calls first; `orchestrator.api.admin` and `orchestrator.api.planning` are served on the
 same port. On the process's asyncio loop; long prompts are tokenized in threads. Errors become statuses, RetryInfo
@@ -36,14 +36,13 @@ from baton.v1 import admin_pb2_grpc, orchestrator_pb2_grpc, planning_pb2_grpc
 from baton.v1 import orchestrator_pb2 as pb
 from orchestrator.api import admin as admin_service
 from orchestrator.api import planning as planning_service
-from orchestrator.api.access import Doorkeeper
+from orchestrator.api.access import Authenticator
 from orchestrator.api.admin import AdminServicer
-from orchestrator.api.checks import Intake
+from orchestrator.api.checks import RequestValidator
 from orchestrator.api.delivery import deliver
 from orchestrator.api.planning import PlanningServicer
 from orchestrator.api.reading import RequestReader, deadline_s
-from orchestrator.controller import Controller
-from orchestrator.membership.members import Members
+from orchestrator.membership.members import Membership
 from orchestrator.observability.metrics_server import MetricsServer
 from orchestrator.observability.state import Overview
 from orchestrator.observability.traces import Traces
@@ -51,6 +50,7 @@ from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Event, Finished, Started
 from orchestrator.requests.request import Request
 from orchestrator.requests.tenants import Tenants
+from orchestrator.scheduler import RequestScheduler
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -66,22 +66,22 @@ _STATUS_GRACE_S = 1.0
 
 
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
-    """Serves baton.v1.Orchestrator over a running controller."""
+    """Serves baton.v1.Orchestrator over a running scheduler."""
 
     def __init__(
         self,
-        controller: Controller,
-        intake: Intake,
+        scheduler: RequestScheduler,
+        validator: RequestValidator,
         model: ModelInfo,
         clock: Clock,
         tenants: Tenants,
         *,
         prover: FormProver,
     ) -> None:
-        self.controller = controller
+        self.scheduler = scheduler
         self._prover = prover
-        self._intake = intake
-        self._reader = RequestReader(intake)
+        self._validator = validator
+        self._reader = RequestReader(validator)
         self._model = model
         self._clock = clock
         self._tenants = tenants
@@ -108,7 +108,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
             trace_context=tuple((key, str(value)) for key, value in metadata if key in _TRACE_CONTEXT),
         )
         asked = await self._proven(await self._reader.off_the_loop(request, read))
-        async with aclosing(self.controller.generate(asked)) as events:
+        async with aclosing(self.scheduler.generate(asked)) as events:
             async for event in events:
                 error = event.error if isinstance(event, Finished) else None
                 if error is None or isinstance(error, DeadlineExceededError):
@@ -130,16 +130,16 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.Model:
         """Return the name, the limits and the fingerprints of the served model."""
-        return pb.Model(**vars(self._model), tokenizer_fingerprint=self._intake.tokenizer_fingerprint)
+        return pb.Model(**vars(self._model), tokenizer_fingerprint=self._validator.tokenizer_fingerprint)
 
     async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.ClusterState:
         """Get the status of all workers, and return the cluster's state within about a second."""
-        return cluster_state_to_proto(await self.controller.overview.state())
+        return cluster_state_to_proto(await self.scheduler.overview.state())
 
     async def GetRequests(self, request: pb.GetRequestsRequest, context: Context) -> pb.RequestList:
         """Return the requests that wait or run, and the latest that have ended; ids of the caller's own alone."""
         viewer = self._tenants.viewer_of(context.invocation_metadata() or ())
-        return requests_to_proto(self.controller.requests.list(request.num_ended, viewer))
+        return requests_to_proto(self.scheduler.requests.list(request.num_ended, viewer))
 
     def _event_to_proto(self, event: Event) -> pb.GenerateEvent:
         match event:
@@ -153,7 +153,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
 
 
 class OrchestratorServer:
-    """A controller, and the gRPC server of its services. Make one with `start`, on the loop."""
+    """A scheduler, and the gRPC server of its services. Make one with `start`, on the loop."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class OrchestratorServer:
         health: asyncio.Task[None],
         metrics: MetricsServer | None,
     ) -> None:
-        self.controller = servicer.controller
+        self.scheduler = servicer.scheduler
         self.port = port
         self._servicer = servicer
         self._server = server
@@ -178,7 +178,7 @@ class OrchestratorServer:
     @classmethod
     async def start(
         cls,
-        members: Members,
+        members: Membership,
         tokenizer: Tokenizer,
         model: ModelInfo,
         *,
@@ -200,15 +200,18 @@ class OrchestratorServer:
         """
         config = config or OrchestratorConfig()
         tenants = config.tenants
-        server = make_server(check=Doorkeeper(tenants, secret).check)
+        server = make_server(check=Authenticator(tenants, secret).check)
         bound = bind(server, host, port)
         traces = Traces(provider_of(config, {"baton.model": model.name}))
-        controller = Controller(members, clock, config, planner=planner, secret=secret, traces=traces)
-        intake, prover = Intake(tokenizer, model, eos_token_ids), FormProver(tokenizer.to_json, eos_token_ids)
-        servicer = OrchestratorServicer(controller, intake, model, clock, tenants, prover=prover)
+        scheduler = RequestScheduler(members, clock, config, planner=planner, secret=secret, traces=traces)
+        validator, prover = (
+            RequestValidator(tokenizer, model, eos_token_ids),
+            FormProver(tokenizer.to_json, eos_token_ids),
+        )
+        servicer = OrchestratorServicer(scheduler, validator, model, clock, tenants, prover=prover)
         orchestrator_pb2_grpc.add_OrchestratorServicer_to_server(servicer, server)
         planning_pb2_grpc.add_PlanningServicer_to_server(PlanningServicer(planner, calibration_path), server)
-        overview = controller.overview
+        overview = scheduler.overview
         admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(overview, traces, config.model_folders), server)
         shown = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(shown, server)
@@ -218,10 +221,10 @@ class OrchestratorServer:
         metrics = None
         if metrics_port is not None:
             metrics = await MetricsServer.start(
-                controller.metrics.registry, overview.last_state, host=host, port=metrics_port
+                scheduler.metrics.registry, overview.last_state, host=host, port=metrics_port
             )
             overview.metrics_endpoint = metrics.endpoint
-        controller.start()
+        scheduler.start()
         await server.start()
         telling = asyncio.create_task(_show_health(shown, overview))
         return cls(server, servicer, bound, telling, metrics)
@@ -230,7 +233,7 @@ class OrchestratorServer:
         """Refuse new requests, give running ones `grace_s` seconds, then end them with UNAVAILABLE. Idempotent."""
         self._health.cancel()
         await asyncio.gather(self._health, return_exceptions=True)
-        await self.controller.close(grace_s)
+        await self.scheduler.close(grace_s)
         await self._server.stop(_STATUS_GRACE_S)
         await self._servicer.close()
         if self._metrics is not None:

@@ -3,7 +3,7 @@
 Runs in a process of its own, started by `deploy.front_doors.gateway`. It reads requests by `orchestrator.api.reading`,
 and passes on token ids, the caller's metadata, the time left before the deadline, and cancellations. Replies pass
 through byte for byte, errors included. It stores nothing of a stream: any gateway can resume another's. When the
-orchestrator moves to another address, `Gateway.move` is called. On the process's asyncio loop; long prompts are
+orchestrator moves to another address, `GrpcGateway.move` is called. On the process's asyncio loop; long prompts are
 tokenized in threads.
 """
 
@@ -29,7 +29,7 @@ from baton.transport.channel import bind, make_server
 from baton.transport.status import translate_rpc_errors
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
-from orchestrator.api.checks import Intake
+from orchestrator.api.checks import RequestValidator
 from orchestrator.api.delivery import deliver
 from orchestrator.api.reading import RequestReader, deadline_s
 
@@ -152,7 +152,7 @@ class GatewayServicer:
         return passed, read.echo
 
 
-class Gateway:
+class GrpcGateway:
     """A gRPC server in front of an orchestrator. Make one with `start`, on the loop."""
 
     def __init__(
@@ -195,7 +195,9 @@ class Gateway:
         server = make_server()
         bound = bind(server, host, port)
         info = model_from_proto(model)
-        servicer = GatewayServicer(orchestrator, RequestReader(Intake(tokenizer, info, ())), model.name, clock)
+        servicer = GatewayServicer(
+            orchestrator, RequestReader(RequestValidator(tokenizer, info, ())), model.name, clock
+        )
         server.add_generic_rpc_handlers((servicer.handler(),))
         shown = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(shown, server)

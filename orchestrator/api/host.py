@@ -25,7 +25,7 @@ from baton.v1 import keeping_pb2 as pb
 from baton.v1 import keeping_pb2_grpc
 from orchestrator.api.frontend import OrchestratorServer
 from orchestrator.api.keeping import orders_from_proto, orders_to_proto, planner_from_proto, view_from_proto
-from orchestrator.membership.members import Members
+from orchestrator.membership.members import Membership
 from orchestrator.requests.config import OrchestratorConfig
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -50,7 +50,7 @@ class OrchestratorHost(keeping_pb2_grpc.KeepingServicer):
         self._host = host
         self._secret = secret
         self._cores = cores
-        self._members = Members()
+        self._members = Membership()
         self._keeping = make_server(check=secret.check)
         self._tokenizer: Tokenizer | None = None
         """None before the host has started."""

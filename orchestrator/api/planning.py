@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class PlanningServicer(planning_pb2_grpc.PlanningServicer):
-    """Serves baton.v1.Planning over the planner that the controller uses."""
+    """Serves baton.v1.Planning over the planner that the scheduler uses."""
 
     def __init__(self, planner: ChainPlanner, path: Path | None) -> None:
         """`path` is the file in which new calibrations are kept for later runs; new step times are kept in a file next

@@ -19,7 +19,7 @@ from baton.sampling_params import SamplingParams
 from baton.text.bounded_reading import BoundedReading
 from baton.types import RequestId
 from baton.v1 import orchestrator_pb2 as pb
-from orchestrator.api.checks import Intake
+from orchestrator.api.checks import RequestValidator
 from orchestrator.requests.request import Request
 from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
 
@@ -35,10 +35,10 @@ _MARGIN_S = 0.1
 class RequestReader:
     """Reads requests for one model. `read` may be called in any thread; `off_the_loop` belongs to one loop."""
 
-    def __init__(self, intake: Intake, max_bytes: int | None = None) -> None:
+    def __init__(self, validator: RequestValidator, max_bytes: int | None = None) -> None:
         """`max_bytes` bounds the requests that are read off the loop at a time; None: as many bytes as the free memory
         allows."""
-        self._intake = intake
+        self._validator = validator
         self._reading = BoundedReading(max_bytes)
 
     def read(
@@ -56,24 +56,24 @@ class RequestReader:
         The tenant, the deadline `end_s`, `by_chain` and the `trace_context` are properties of the call. Raises
         InvalidArgumentError that names the field, the value and the limit.
         """
-        intake = self._intake
-        intake.check_names(message.request_id, message.model)
-        intake.check_cache_salt(message.cache_salt)
+        validator = self._validator
+        validator.check_names(message.request_id, message.model)
+        validator.check_cache_salt(message.cache_salt)
         if message.echo and message.HasField("chat"):
             raise InvalidArgumentError("echo with chat: an answer does not continue a chat's text, leave it out")
         params = params_from_proto(message.sampling) if message.HasField("sampling") else SamplingParams()
         is_seeded = message.seeded or params.seed != 0
-        intake.check_num_outputs(len(message.outputs), params)
-        intake.check_resumption([output.token_ids for output in message.outputs], params, is_seeded)
+        validator.check_num_outputs(len(message.outputs), params)
+        validator.check_resumption([output.token_ids for output in message.outputs], params, is_seeded)
         prompt_ids = self._prompt_ids(message)
-        intake.check_sampling(params, len(prompt_ids))
+        validator.check_sampling(params, len(prompt_ids))
         outputs = tuple(tuple(output.token_ids) for output in message.outputs)
         return Request(
             request_id=RequestId(message.request_id or uuid.uuid4().hex),
             prompt_ids=prompt_ids,
             params=params if is_seeded else replace(params, seed=secrets.randbits(64)),
             outputs=outputs,
-            ended=tuple(intake.end_of(prompt_ids, output, params) for output in outputs),
+            ended=tuple(validator.end_of(prompt_ids, output, params) for output in outputs),
             deadline_s=end_s,
             echo=self._prompt_text(message, prompt_ids) if message.echo else "",
             priority=priority_from_proto(message.priority),
@@ -93,17 +93,17 @@ class RequestReader:
     def _prompt_ids(self, message: pb.GenerateRequest) -> tuple[int, ...]:
         match message.WhichOneof("input"):
             case "prompt":
-                return self._intake.encode_text(message.prompt)
+                return self._validator.encode_text(message.prompt)
             case "chat":
-                self._intake.check_num_messages(len(message.chat.messages))
+                self._validator.check_num_messages(len(message.chat.messages))
                 messages = [{"role": each.role, "content": each.content} for each in message.chat.messages]
-                return self._intake.encode_chat(messages)
+                return self._validator.encode_chat(messages)
             case "token_ids":
-                return self._intake.check_prompt_ids(message.token_ids.ids)
+                return self._validator.check_prompt_ids(message.token_ids.ids)
         raise InvalidArgumentError("input is not set: send prompt, chat or token_ids")
 
     def _prompt_text(self, message: pb.GenerateRequest, prompt_ids: tuple[int, ...]) -> str:
-        return message.prompt.decode() if message.HasField("prompt") else self._intake.decode(prompt_ids)
+        return message.prompt.decode() if message.HasField("prompt") else self._validator.decode(prompt_ids)
 
 
 def deadline_s(message: pb.GenerateRequest, context: Context, clock: Clock) -> float | None:

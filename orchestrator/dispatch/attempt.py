@@ -1,6 +1,6 @@
 """Serves one attempt at a request: plans it, leases its slots, runs its prefill, and reads its stream.
 
-Called by `orchestrator.controller`. A slot is leased before prefill starts, so that KV always has a destination. The
+Called by `orchestrator.scheduler`. A slot is leased before prefill starts, so that KV always has a destination. The
 stream is opened before prefill, so that the lease has an owner. Every rank runs its chunk and pushes its KV straight to
 the slot. When an attempt has ended, in any way, its calls have ended, its job is in no book, and its slot is free or
 soon will be. On the loop, in the request's task.
@@ -23,15 +23,15 @@ from baton.results.prefill_trace import PrefixFetch
 from baton.transport.kv_sink import ReserveSpec
 from baton.types import JobId, Lease, RequestId, ReserveNumber, StreamNumber
 from orchestrator.dispatch.fetching import BlockFetcher
-from orchestrator.dispatch.givebacks import Givebacks
+from orchestrator.dispatch.lease_reaper import LeaseReaper
 from orchestrator.dispatch.prefilling import ChainRunner, PrefillTask, failure_of
-from orchestrator.dispatch.streaming import Closings, Emit, Origins, first_event, follow
-from orchestrator.membership.members import Members
+from orchestrator.dispatch.streaming import Emit, StreamDrainer, TokenAttribution, first_event, follow
+from orchestrator.membership.members import Membership
 from orchestrator.membership.view import GenerationGroup
 from orchestrator.placement.chooser import Chooser, Plan
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
-from orchestrator.workers.client import Clients, EventStream, WorkerClient
+from orchestrator.workers.client import AttemptEvents, Clients, WorkerClient
 from orchestrator.workers.messages import PrefillJob
 from orchestrator.workers.prefix_discovery import PrefixStores
 
@@ -79,11 +79,11 @@ class _Learnt:
         return self.fetch is None or not self.fetch.shortfall
 
 
-class Dispatcher:
+class AttemptRunner:
     """Runs any number of attempts at once."""
 
     def __init__(
-        self, members: Members, clients: Clients, planner: ChainPlanner, clock: Clock, config: OrchestratorConfig
+        self, members: Membership, clients: Clients, planner: ChainPlanner, clock: Clock, config: OrchestratorConfig
     ) -> None:
         self.chooser = Chooser(members, planner, clock, config)
         """The chooser of groups for attempts."""
@@ -97,15 +97,15 @@ class Dispatcher:
         self._config = config
         self._numbers = itertools.count(clock.unix_ns())
         """Numbers of jobs, streams and Reserves: ascending, and above all numbers of earlier orchestrators."""
-        self._givebacks = Givebacks(members, clients, clock, lease_ttl_s=config.lease_ttl_s)
-        self._closings = Closings(prefixes)
+        self._lease_reaper = LeaseReaper(members, clients, clock, lease_ttl_s=config.lease_ttl_s)
+        self._stream_drainer = StreamDrainer(prefixes)
         self._fetcher = BlockFetcher(clients, prefixes, self.chooser.sources, planner, clock)
 
     async def close(self) -> None:
         """Wait, for a bounded time, until past attempts hold nothing; to be called once no attempt runs."""
         await self._stores.close()
-        await self._closings.close()
-        await self._givebacks.close()
+        await self._stream_drainer.close()
+        await self._lease_reaper.close()
 
     async def attempt(self, record: RequestRecord, emit: Emit) -> None:
         """Run a request from where its record stands to its end: events go into the record, then to `emit`.
@@ -150,7 +150,7 @@ class Dispatcher:
                 event = await stream.read()
                 record.place(self._clock, generation.residency, generation=generation.name)
                 logger.info("taken over request=%s group=%s", record.request_id, generation.name)
-                await follow(record, stream, event, emit, self._origins(home))
+                await follow(record, stream, event, emit, self._attribution(home))
 
     async def _find_kept(self, record: RequestRecord) -> GenerationGroup:
         present = self._members.present.generation  # also drained ones, and those whose heartbeats are late
@@ -208,11 +208,11 @@ class Dispatcher:
             generation=home.group.name,
             prefill="" if way is None else way.group.name,
         )
-        origins = self._origins(home, "" if way is None else way.group.name)
+        attribution = self._attribution(home, "" if way is None else way.group.name)
         try:
             number = StreamNumber(next(self._numbers))
             async with self._ending(home, number, home.worker.stream(record, number, self._config, lease)) as stream:
-                await follow(record, stream, await first_event(stream, prefill), emit, origins)
+                await follow(record, stream, await first_event(stream, prefill), emit, attribution)
             if prefill is not None:
                 record.report(await self._chains.reports(prefill))
         except BaseException as error:
@@ -220,17 +220,17 @@ class Dispatcher:
                 is_chains = way is not None and prefill is not None and error is failure_of(prefill)
                 record.blame(way.group.life if way is not None and is_chains else home.group.life)
             if lease is not None and not record.is_complete:  # a complete request's rows may still be stored
-                self._givebacks.abort(home.group.endpoint, lease.ref)
+                self._lease_reaper.abort(home.group.endpoint, lease.ref)
             raise
 
-    def _origins(self, home: _Home, prefill: str = "") -> Origins:
+    def _attribution(self, home: _Home, prefill: str = "") -> TokenAttribution:
         """Return the origins of the attempt's tokens. `prefill` is the name of its chain's group, if it has one."""
         group, predicted_s = home.group, 0.0
         if self._planner.steps is not None:
             num_rows = max(self._members.load(group.name).num_slots, 1)
-            context = self.chooser.occupancy.context_tokens(group.life)
+            context = self.chooser.generation_load.context_tokens(group.life)
             predicted_s = self._planner.step_s(num_rows, home.record.num_tokens if context is None else context)
-        return Origins(group.name, prefill, predicted_s)
+        return TokenAttribution(group.name, prefill, predicted_s)
 
     def _home(
         self, record: RequestRecord, group: GenerationGroup, held: ExitStack, fetch: PrefixFetch | None = None
@@ -238,16 +238,16 @@ class Dispatcher:
         return _Home(record, group, held.enter_context(self._clients.use(group.endpoint)), held, fetch)
 
     @contextlib.asynccontextmanager
-    async def _ending(self, home: _Home, number: StreamNumber, stream: EventStream) -> AsyncIterator[EventStream]:
+    async def _ending(self, home: _Home, number: StreamNumber, stream: AttemptEvents) -> AsyncIterator[AttemptEvents]:
         """End the stream with the attempt; only a stream whose orchestrator dies is kept by its group. A stream that
         has brought all its tokens is read on until its group has said what it stored."""
         try:
             yield stream
         finally:
             if home.record.is_complete:
-                await self._closings.add(stream, home.group.prefix_store, home.held.pop_all())
+                await self._stream_drainer.add(stream, home.group.prefix_store, home.held.pop_all())
             else:
-                self._givebacks.cancel(home.group.endpoint, number)
+                self._lease_reaper.cancel(home.group.endpoint, number)
                 stream.cancel()
 
     async def _reserve(self, home: _Home, plan: Plan, learnt: _Learnt) -> Lease:
@@ -263,10 +263,10 @@ class Dispatcher:
             try:
                 lease = await asyncio.shield(granting)
             except asyncio.CancelledError:
-                self._givebacks.unwanted(group.endpoint, number, granting)
+                self._lease_reaper.unwanted(group.endpoint, number, granting)
                 raise
             except BatonError as error:
-                self._givebacks.failed(group.endpoint, number, error)
+                self._lease_reaper.failed(group.endpoint, number, error)
                 learnt.full_since_s = min(learnt.full_since_s, self._clock.now_s())
                 give_up_s = learnt.full_since_s + self._config.generation_wait_s
                 if not isinstance(error, ResourceExhaustedError) or self._clock.now_s() > give_up_s:

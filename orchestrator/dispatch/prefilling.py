@@ -14,7 +14,7 @@ from baton.planning.planner import ChainPlanner
 from baton.process.clock import Clock
 from baton.results.prefill_trace import RankTiming
 from baton.types import Rank
-from orchestrator.membership.members import Members
+from orchestrator.membership.members import Membership
 from orchestrator.placement.prefix_index import PrefixIndex
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.workers.client import Clients, WorkerClient
@@ -27,11 +27,11 @@ PrefillTask = asyncio.Task[tuple[RankTiming, ...]]
 
 
 class ChainRunner:
-    """Runs any number of jobs at once. Writes the book of prefill jobs, which `Members.backlogs` holds."""
+    """Runs any number of jobs at once. Writes the book of prefill jobs, which `Membership.prefill_queues` holds."""
 
     def __init__(
         self,
-        members: Members,
+        members: Membership,
         clients: Clients,
         planner: ChainPlanner,
         prefixes: PrefixIndex,
@@ -70,7 +70,7 @@ class ChainRunner:
     @contextlib.contextmanager
     def _booked(self, job: PrefillJob) -> Iterator[None]:
         group, chain, record = job.group, job.chain, job.record
-        self._members.backlogs.add(group.life, job.number, chain.job, self._clock.now_s())
+        self._members.prefill_queues.add(group.life, job.number, chain.job, self._clock.now_s())
         logger.info(
             "prefill request=%s attempt=%d group=%s ranks=%s cached_tokens=%d: %s",
             *(record.request_id, record.attempt.number, group.name, ",".join(map(str, chain.ranks))),
@@ -82,7 +82,7 @@ class ChainRunner:
             self._release(job, chain.ranks)
 
     def _release(self, job: PrefillJob, ranks: Sequence[Rank]) -> None:
-        self._members.backlogs.release(job.group.life, job.number, ranks, self._clock.now_s())
+        self._members.prefill_queues.release(job.group.life, job.number, ranks, self._clock.now_s())
 
     async def _run(self, job: PrefillJob, owner: WorkerClient) -> tuple[RankTiming, ...]:
         """Run the job on all its ranks, renewing the lease; the first failure cancels the others and is raised."""

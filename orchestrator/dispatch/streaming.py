@@ -13,7 +13,7 @@ from baton.types import FinishReason, TokenEvent, TokenOrigin
 from orchestrator.dispatch.prefilling import PrefillTask, failure_of
 from orchestrator.placement.prefix_index import PrefixIndex
 from orchestrator.requests.record import RequestRecord
-from orchestrator.workers.client import EventStream
+from orchestrator.workers.client import AttemptEvents
 
 Emit = Callable[[TokenEvent], None]
 """A function that takes each event of an attempt."""
@@ -27,7 +27,7 @@ _DOUBT_S = 0.2
 _ENDED_BY_WORKER = (FinishReason.ERROR, FinishReason.CANCELLED)
 
 
-async def first_event(stream: EventStream, prefill: PrefillTask | None) -> TokenEvent:
+async def first_event(stream: AttemptEvents, prefill: PrefillTask | None) -> TokenEvent:
     """Return the stream's first event; `prefill` is the task of the chain that prefills for it, if one does.
 
     A prefill that fails before that event ends the wait with its error, unless the stream fails too: then the chain had
@@ -50,48 +50,50 @@ async def first_event(stream: EventStream, prefill: PrefillTask | None) -> Token
         await asyncio.gather(reading, return_exceptions=True)
 
 
-class Origins:
+class TokenAttribution:
     """Adds to one attempt's tokens the groups they come from, where these change. The first token of each choice comes
     from the last rank of the attempt's chain, if it has one, and all others come from its generation group."""
 
     def __init__(self, generation: str, prefill: str = "", predicted_step_s: float = 0.0) -> None:
         """`prefill` is the name of the chain's group; empty without a chain."""
         own = TokenOrigin(generation, predicted_step_s=predicted_step_s)
-        self._origins = (replace(own, prefill=prefill), own) if prefill else (own,)
+        self._attribution = (replace(own, prefill=prefill), own) if prefill else (own,)
         self._num_told: dict[int, int] = {}
         """Number of origins reported so far, by choice."""
 
     def told(self, event: TokenEvent) -> TokenEvent:
         """Return the event, with its origin unless that is the one of the choice's token before."""
         num_told = self._num_told.get(event.choice, 0)
-        if num_told == len(self._origins) or event.token is None:
+        if num_told == len(self._attribution) or event.token is None:
             return event
         self._num_told[event.choice] = num_told + 1
-        return replace(event, origin=self._origins[num_told])
+        return replace(event, origin=self._attribution[num_told])
 
 
-async def follow(record: RequestRecord, stream: EventStream, event: TokenEvent, emit: Emit, origins: Origins) -> None:
-    """Pass on `event` and all later ones, up to the last choice's last event; does not await the close. `origins` is
+async def follow(
+    record: RequestRecord, stream: AttemptEvents, event: TokenEvent, emit: Emit, attribution: TokenAttribution
+) -> None:
+    """Pass on `event` and all later ones, up to the last choice's last event; does not await the close. `attribution`:
     the attempt's own."""
     while True:
         if event.finish in _ENDED_BY_WORKER:
             raise UnavailableError(f"the generation group gave the request up: {event.error or event.finish.value}")
         accepted = record.accept(event)
         if accepted is not None:
-            emit(origins.told(accepted))
+            emit(attribution.told(accepted))
         if record.is_complete:
             return
         event = await stream.read()
 
 
-class Closings:
+class StreamDrainer:
     """Streams that have brought all their tokens, until their groups say what was stored of their answers."""
 
     def __init__(self, prefixes: PrefixIndex) -> None:
         self._prefixes = prefixes
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def add(self, stream: EventStream, store: str, held: ExitStack) -> None:
+    async def add(self, stream: AttemptEvents, store: str, held: ExitStack) -> None:
         """Read the stream to its end, then close `held`, even if the caller is cancelled.
 
         Returns when that is done, or after a moment: a prompt that continues this one at once should find the stored
@@ -110,7 +112,7 @@ class Closings:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
 
-    async def _hear(self, stream: EventStream, store: str, held: ExitStack) -> None:
+    async def _hear(self, stream: AttemptEvents, store: str, held: ExitStack) -> None:
         with held:
             try:
                 await stream.closed(_STORING_S)

@@ -1,6 +1,6 @@
 """Requests that crash the workers that compute them: one that was computed in two crashes is not retried.
 
-Used by `orchestrator.controller`. A worker that crashes leaves a note of the requests whose first tokens it was
+Used by `orchestrator.scheduler`. A worker that crashes leaves a note of the requests whose first tokens it was
 computing. Its supervisor reads the note and adds it to the view (`ClusterView.ended`). A killed worker names none.
 A request that was computed in a crash is a suspect. Suspects are tried one at a time, until they have had their first
 tokens, so that the next crash does not name innocent requests that were computed in the same step. An attempt that
@@ -19,7 +19,7 @@ from baton.limits import MAX_CRASHES
 from baton.process.crash_notes import NUM_WATCHED_TOKENS, fingerprint
 from baton.types import TokenEvent
 from orchestrator.dispatch.streaming import Emit
-from orchestrator.membership.members import Members
+from orchestrator.membership.members import Membership
 from orchestrator.membership.view import endpoints_of
 from orchestrator.requests.record import RequestRecord
 from orchestrator.workers.client import Clients
@@ -33,7 +33,7 @@ _VERDICT_S = 3.0
 class Suspects:
     """Decides which attempts may begin, and when."""
 
-    def __init__(self, members: Members, clients: Clients) -> None:
+    def __init__(self, members: Membership, clients: Clients) -> None:
         self._members = members
         self._clients = clients
         self._turn = asyncio.Lock()

@@ -6,7 +6,7 @@
        +--------------------------------------------- it went well, or has not failed for a pause ----+
 
 A breaker belongs to one incarnation of a group: a group that was repaired starts with a new breaker. The supervisor
-alone decides how fast it repairs a group. Used by `orchestrator.membership.members` and `orchestrator.controller`.
+alone decides how fast it repairs a group. Used by `orchestrator.membership.members` and `orchestrator.scheduler`.
 Pure; on the loop.
 """
 

@@ -16,7 +16,7 @@ from baton.errors import NotFoundError, UnavailableError
 from baton.process.clock import SystemClock
 from orchestrator.membership.breakers import Breakers, BreakerState
 from orchestrator.membership.loads import Load, Loads
-from orchestrator.membership.prefill_book import Backlogs
+from orchestrator.membership.prefill_queues import PrefillQueues
 from orchestrator.membership.view import (
     AbsentGroup,
     ClusterView,
@@ -40,20 +40,20 @@ class NoGroupError(UnavailableError):
     retryable: ClassVar[bool] = False
 
 
-class Members:
+class Membership:
     """The latest view, each group's load, and the groups kept from work: drained and broken ones."""
 
     def __init__(self) -> None:
         self.present = ClusterView()
         """All groups, as the supervisor pushed them last."""
         self.on_update: Callable[[], None] = lambda: None
-        """Called whenever the groups of `view` change; set once, by the controller."""
+        """Called whenever the groups of `view` change; set once, by the scheduler."""
         self.breakers = Breakers(SystemClock())
-        """Breakers of the groups' incarnations; replaced once, by the controller."""
-        self.backlogs = Backlogs()
-        """Jobs that prefill groups have before them, by the groups' incarnations. Written by the dispatcher."""
+        """Breakers of the groups' incarnations; replaced once, by the scheduler."""
+        self.prefill_queues = PrefillQueues()
+        """Jobs that prefill groups have before them, by the groups' incarnations. Written by the attempt runner."""
         self.num_bytes_free: dict[str, int] = {}
-        """Bytes of KV that generation groups have free, by name, as they reported last. Written by the census."""
+        """Free bytes of KV of generation groups, by name, as they reported last. Written by the worker poller."""
         self.orders = Orders()
         """Orders in force; replaced as a whole, by `keep_orders`."""
         self._loads = Loads()

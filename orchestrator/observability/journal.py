@@ -1,7 +1,7 @@
 """Records each arrival, refusal, failed attempt and end of a request in the log, in metrics, in traces and in the book
 of requests. Also records the duration of steps and their predictions.
 
-Called by `orchestrator.controller`. On the loop.
+Called by `orchestrator.scheduler`. On the loop.
 """
 
 import logging

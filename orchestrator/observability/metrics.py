@@ -1,6 +1,6 @@
 """Measures requests: observed once each, at their ends, in histograms and counters of a registry of this orchestrator.
 
-Called by `orchestrator.controller`; the present state is read at each scrape (`cluster_metrics`).
+Called by `orchestrator.scheduler`; the present state is read at each scrape (`cluster_metrics`).
 docs/metrics.md lists all names, and their counterparts in OpenTelemetry. Written on the loop, read on any thread.
 """
 

@@ -1,7 +1,7 @@
 """Answers operators of a running orchestrator: its state, its health, and the draining, starting and flipping of
 groups.
 
-Reads the parts of `orchestrator.controller`, which owns it. Put on gRPC by `orchestrator.api.frontend` and
+Reads the parts of `orchestrator.scheduler`, which owns it. Put on gRPC by `orchestrator.api.frontend` and
 `orchestrator.api.admin`; scraped by `orchestrator.observability.metrics_server`. On the loop.
 """
 
@@ -17,10 +17,10 @@ from baton.calls.cluster_state import ClusterState, GroupState, Scaling
 from baton.errors import NotFoundError, UnavailableError
 from baton.process.clock import Clock
 from orchestrator.admission.gate import Admission
-from orchestrator.membership.members import Members
+from orchestrator.membership.members import Membership
 from orchestrator.observability.health import why_degraded, why_not_serving
 from orchestrator.placement.chooser import Chooser
-from orchestrator.workers.census import Census
+from orchestrator.workers.worker_poller import WorkerPoller
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +35,12 @@ Check = Callable[[str], None]
 
 
 class Overview:
-    """Reads the state of the controller's parts, and changes only the orders that operators give for groups."""
+    """Reads the state of the scheduler's parts, and changes only the orders that operators give for groups."""
 
     def __init__(
         self,
-        members: Members,
-        census: Census,
+        members: Membership,
+        poller: WorkerPoller,
         admission: Admission,
         chooser: Chooser,
         clock: Clock,
@@ -49,35 +49,35 @@ class Overview:
     ) -> None:
         """For `lease_ttl_s` seconds, slots that an earlier orchestrator leased may be held, and are not leaks."""
         self._members = members
-        self._census = census
+        self._poller = poller
         self._admission = admission
         self._chooser = chooser
         self._clock = clock
         self._leaks_count_from_s = clock.now_s() + lease_ttl_s
         self._asking = asyncio.Lock()
-        """Held during a census for a caller of `state`."""
+        """Held during a poll for a caller of `state`."""
         self._answered: tuple[frozenset[str], float] = frozenset(), -_FRESH_S
-        """Endpoints of the workers in the last census for a caller of `state`, and the instant when all had
+        """Endpoints of the workers in the last poll for a caller of `state`, and the instant when all had
         answered."""
         self.scaling: Callable[[], Scaling | None] = lambda: None
-        """Returns the autoscaler's latest decision; set once, by the controller."""
+        """Returns the autoscaler's latest decision; set once, by the scheduler."""
         self.metrics_endpoint = ""
         """host:port of the metrics; empty without them. Set once, by `orchestrator.api.frontend`."""
 
     async def state(self) -> ClusterState:
-        """Return the state of groups, queue and slots, after a census of all workers, which takes at most about a
-        second. Concurrent calls share one census. Its results are reused for 0.25 s, or until workers come or go."""
+        """Return the state of groups, queue and slots, after polling all workers, which takes at most about a
+        second. Concurrent calls share one poll. Its results are reused for 0.25 s, or until workers come or go."""
         async with self._asking:
             answered, answered_s = self._answered
             endpoints = self._members.present.endpoints
             if answered != endpoints or self._clock.now_s() - answered_s >= _FRESH_S:
-                await self._census.ask()
+                await self._poller.ask()
                 self._answered = endpoints, self._clock.now_s()
         return self.last_state()
 
     def last_state(self) -> ClusterState:
         """Return the state of groups, queue and slots from the last answers of the workers."""
-        groups = self._census.groups()
+        groups = self._poller.groups()
         return ClusterState(
             groups=groups,
             num_queued=self._admission.num_queued,
@@ -94,7 +94,7 @@ class Overview:
 
     def is_serving(self) -> bool:
         """Return whether a generation group can take requests and the workers' books are in order."""
-        return not self._why_not_serving(self._census.groups())
+        return not self._why_not_serving(self._poller.groups())
 
     async def drain(self, name: str, *, leave: bool, returns: bool = False) -> AsyncGenerator[GroupState, None]:
         """Give the group no new work from now on, and yield its state, now and whenever it changes. `returns`: the
@@ -118,8 +118,8 @@ class Overview:
         logger.info("draining group=%s", name)
         told: GroupState | None = None
         while True:
-            await self._census.ask()
-            state, is_wanted = self._census.group(name), name not in self._members.orders.drained
+            await self._poller.ask()
+            state, is_wanted = self._poller.group(name), name not in self._members.orders.drained
             if state is None:
                 if leave and self._members.is_starting(name) and name in self._members.orders.drained:
                     self._members.dismiss(name)
@@ -268,7 +268,7 @@ class Overview:
     async def _until_there(self, name: str) -> GroupState:
         """Wait until the group has workers and return its state. Raises UnavailableError when it cannot be started, and
         NotFoundError when it is no longer known."""
-        while (state := self._census.group(name)) is None:
+        while (state := self._poller.group(name)) is None:
             absence = self._members.absence(name)
             if absence is not None and absence.error:
                 raise UnavailableError(f"{name} did not start: {absence.error}")
@@ -295,7 +295,7 @@ class Overview:
     def _is_idle(self, group: GroupState) -> bool:
         """Return whether no request, slot or memory of the group is in use. A group that is not ready and does not
         answer has no worker that could hold any."""
-        if group.num_requests or self._members.load(group.name).num_requests:  # at the last census, and now
+        if group.num_requests or self._members.load(group.name).num_requests:  # at the last poll, and now
             return False
         if group.role == "prefill":
             return True

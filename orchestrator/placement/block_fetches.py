@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from baton.planning.planner import ChainPlanner
 from baton.process.clock import Clock
 from orchestrator.membership.breakers import BreakerPolicy, Breakers
-from orchestrator.membership.members import Members
+from orchestrator.membership.members import Membership
 from orchestrator.membership.view import Group, PrefillGroup
 from orchestrator.placement.prefix_index import PrefixIndex
 
@@ -82,7 +82,7 @@ class BlockFetch:
 class BlockSources:
     """Finds the stores from which blocks may be fetched. Owned by the chooser; dispatch says how fetches end."""
 
-    def __init__(self, members: Members, index: PrefixIndex, planner: ChainPlanner, clock: Clock) -> None:
+    def __init__(self, members: Membership, index: PrefixIndex, planner: ChainPlanner, clock: Clock) -> None:
         self._pauses = Breakers(clock, _PAUSES)
         """Pauses of pairs of stores after failed fetches."""
         self._failed: set[tuple[str, str]] = set()

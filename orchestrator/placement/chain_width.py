@@ -13,7 +13,7 @@ behind the job that has it. Whatever is due or promised, a job gives way to a jo
 flight, for its weight, than this job's own tenant has before it. docs/kv_runahead.md derives these rules.
 
 Called by `orchestrator.placement.predictions`. `baton.planning.planner` predicts, and
-`orchestrator.membership.prefill_book` holds the jobs in flight. Pure.
+`orchestrator.membership.prefill_queues` holds the jobs in flight. Pure.
 """
 
 import math
@@ -25,7 +25,7 @@ from itertools import pairwise
 from baton.planning.planner import ChainPlanner
 from baton.results.prefill_trace import WidthChoice, WidthOption
 from baton.types import Rank, TokenRange
-from orchestrator.membership.prefill_book import Pending
+from orchestrator.membership.prefill_queues import Pending
 from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
 
 
@@ -67,7 +67,7 @@ class _Shape:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _PlacedChain:
     """A chain at a place among the jobs of a group."""
 
     shape: _Shape
@@ -172,7 +172,7 @@ class _Group:
         steps = enumerate(pairwise(self._busy_s), start=1)
         return {width for width, (last, following) in steps if width <= most and last != following}
 
-    def place(self, shape: _Shape, extra_s: float) -> _Place:
+    def place(self, shape: _Shape, extra_s: float) -> _PlacedChain:
         """Return the chain's place and costs; `extra_s` are its rank-seconds beyond the most economical chain's."""
         pending, ranks = self._pending, tuple(sorted(self._ranks[: len(shape.chunks)]))
         own_left_s = dict(zip(ranks, shape.rank_s, strict=True))
@@ -184,7 +184,7 @@ class _Group:
                 num_ahead = index + 1
         num_ahead = self._num_before(num_ahead)
         ahead_s = busy_s(job.left_s for job in pending[:num_ahead])
-        return _Place(
+        return _PlacedChain(
             shape=shape,
             ranks=ranks,
             num_ahead=num_ahead,

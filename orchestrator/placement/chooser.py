@@ -17,7 +17,7 @@ from baton.planning.planner import ChainPlanner
 from baton.prefix_blocks import PromptBlocks
 from baton.process.clock import Clock
 from baton.results.prefill_trace import Placement, PlacementTerms
-from orchestrator.membership.members import Members, NoGroupError
+from orchestrator.membership.members import Membership, NoGroupError
 from orchestrator.membership.view import GenerationGroup
 from orchestrator.placement.block_fetches import BlockFetch, BlockSources
 from orchestrator.placement.chain_width import WidthPolicy
@@ -30,8 +30,8 @@ from orchestrator.placement.comparison import (
     could_serve,
     groups_with_room,
 )
-from orchestrator.placement.generation_book import Occupancy
-from orchestrator.placement.predictions import Outlook, Prompt, Prospects
+from orchestrator.placement.generation_load import GenerationLoad
+from orchestrator.placement.predictions import AttemptPrompt, Outlook, Prospects
 from orchestrator.placement.prefix_index import PrefixIndex
 from orchestrator.requests.config import Disaggregation, OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
@@ -68,20 +68,20 @@ class Plan:
 class Chooser:
     """Chooses groups for requests. Changes only its counts and its book of which request is at which group."""
 
-    def __init__(self, members: Members, planner: ChainPlanner, clock: Clock, config: OrchestratorConfig) -> None:
+    def __init__(self, members: Membership, planner: ChainPlanner, clock: Clock, config: OrchestratorConfig) -> None:
         self.num_degraded = 0
         """Number of attempts whose generation group prefilled because no prefill group was ready in time."""
         self.prefixes = PrefixIndex()
         """Index of the blocks in prefix stores, as workers report; written by dispatch and prefix discovery."""
         self._members = members
         self._planner = planner
-        self.occupancy = Occupancy(planner)
+        self.generation_load = GenerationLoad(planner)
         """The book of which request is at which generation group."""
         policy = WidthPolicy(planner, elastic=config.elastic, overtaking=config.overtaking)
         self.sources = BlockSources(members, self.prefixes, planner, clock)
         """Stores from which cached KV may be fetched; dispatch says which fetches have failed."""
         self._outlook = Outlook(
-            *(members, planner, policy, self.prefixes, self.sources, self.occupancy, clock),
+            *(members, planner, policy, self.prefixes, self.sources, self.generation_load, clock),
             block_tokens=config.block_tokens,
         )
         self._config = config
@@ -102,7 +102,7 @@ class Chooser:
         `uses_cached`, a chain begins behind cached blocks, and if `fetches` as well, blocks may be fetched from another
         node before. Raises NoGroupError when no group has room in time.
         """
-        look = partial(Prospects, self._outlook, Prompt(self._outlook, record), fetches=fetches)
+        look = partial(Prospects, self._outlook, AttemptPrompt(self._outlook, record), fetches=fetches)
         generation, prospects = await self._find_generation(record, look, record.avoid | {*full})
         held.enter_context(self._members.hold(generation.name, record.request.num_slots))
         prospects.held = generation.name
@@ -112,7 +112,7 @@ class Chooser:
     def plan_now(self, record: RequestRecord, held: ExitStack) -> Plan | None:
         """Return where the attempt is served, and hold the generation group in `held`; None where `plan` would wait,
         for a generation group with room or for a prefill group."""
-        prospects = Prospects(self._outlook, Prompt(self._outlook, record))
+        prospects = Prospects(self._outlook, AttemptPrompt(self._outlook, record))
         generation = self._choose_generation(record, prospects, record.avoid)
         if generation is None:
             return None
@@ -143,7 +143,7 @@ class Chooser:
             "placed request=%s attempt=%d group=%s: %s",
             *(record.request_id, record.attempt.number, generation.name, placement.text),
         )
-        self.occupancy.place(
+        self.generation_load.place(
             record,
             generation.life,
             None if local is None else local.terms,
@@ -162,7 +162,7 @@ class Chooser:
         ready prefill group."""
         if plan.way is None:
             return plan
-        prompt = Prompt(self._outlook, record, {plan.generation.layout_fingerprint: plan.blocks})
+        prompt = AttemptPrompt(self._outlook, record, {plan.generation.layout_fingerprint: plan.blocks})
         held = plan.generation.name
         prospects = Prospects(self._outlook, prompt, uses_cached=plan.uses_cached, fetches=False, held=held)
         return replace(plan, way=prospects.best_chain(plan.generation, record.avoid) or plan.way)
@@ -177,7 +177,7 @@ class Chooser:
         if any has; 0 where nothing is known."""
         groups = able_groups(self._members.view, record)
         roomy = groups_with_room(groups, self._members.load, record.request.num_slots)
-        prospects = Prospects(self._outlook, Prompt(self._outlook, record))
+        prospects = Prospects(self._outlook, AttemptPrompt(self._outlook, record))
         return min((self._predict_at_s(group, record, prospects) for group in roomy or groups), default=0.0)
 
     def _predict_at_s(self, generation: GenerationGroup, record: RequestRecord, prospects: Prospects) -> float:

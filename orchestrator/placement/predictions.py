@@ -15,14 +15,14 @@ from baton.prefix_blocks import PromptBlocks
 from baton.process.clock import Clock
 from baton.results.prefill_trace import PlacementTerms
 from baton.types import TokenRange
-from orchestrator.membership.members import Members
-from orchestrator.membership.prefill_book import Pending
+from orchestrator.membership.members import Membership
+from orchestrator.membership.prefill_queues import Pending
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
 from orchestrator.placement.block_fetches import BlockFetch, BlockSources, PromptSources, node_of
 from orchestrator.placement.chain_ranking import ChainRanking, GroupChain
 from orchestrator.placement.chain_width import ChainPlan, PromptChains, WidthPolicy
 from orchestrator.placement.comparison import ChainWay, LocalWay
-from orchestrator.placement.generation_book import Occupancy
+from orchestrator.placement.generation_load import GenerationLoad
 from orchestrator.placement.prefix_index import PrefixIndex
 from orchestrator.requests.record import RequestRecord
 
@@ -31,12 +31,12 @@ from orchestrator.requests.record import RequestRecord
 class Outlook:
     """The state that predictions rest on. Owned by the chooser."""
 
-    members: Members
+    members: Membership
     planner: ChainPlanner
     policy: WidthPolicy
     prefixes: PrefixIndex
     sources: BlockSources
-    occupancy: Occupancy
+    generation_load: GenerationLoad
     clock: Clock
     block_tokens: int
 
@@ -46,7 +46,7 @@ class Outlook:
         return self.clock.now_s()
 
 
-class Prompt:
+class AttemptPrompt:
     """What is known of the prompt of one attempt, however long the attempt waits: its blocks, and its chains on idle
     ranks. Each is made when it is first asked for, because naming and predicting a long prompt takes a while."""
 
@@ -82,7 +82,7 @@ class Prospects:
     def __init__(
         self,
         outlook: Outlook,
-        prompt: Prompt,
+        prompt: AttemptPrompt,
         *,
         uses_cached: bool = True,
         fetches: bool = True,
@@ -182,7 +182,7 @@ class Prospects:
             tokens,
             self._batch(generation),
             alone_s=self._alone_s[start],
-            queue_s=max(outlook.occupancy.queue_s(generation.life, self._now_s) - fetch_s, 0.0),
+            queue_s=max(outlook.generation_load.queue_s(generation.life, self._now_s) - fetch_s, 0.0),
             fetch_s=fetch_s,
         )
         return None if terms is None else LocalWay(terms, fetch)
@@ -204,7 +204,7 @@ class Prospects:
         for place, group in enumerate(self.view.chains_for(generation).prefill):
             if not group.ready:
                 continue
-            pending = self._outlook.members.backlogs.pending(group.life, self._now_s)
+            pending = self._outlook.members.prefill_queues.pending(group.life, self._now_s)
             start = self._cached_tokens(generation, group.prefix_store)
             plain = GroupChain(group, place, self._plan(start, group, pending))
             yield plain
@@ -269,7 +269,7 @@ class Prospects:
         if generation.name not in self._batches:
             load = self._outlook.members.load(generation.name)
             num_own = self._record.request.num_slots if generation.name == self.held else 0
-            context = self._outlook.occupancy.context_tokens(generation.life)
+            context = self._outlook.generation_load.context_tokens(generation.life)
             num_rows = max(load.num_slots - num_own, 0)
             self._batches[generation.name] = num_rows, self._record.num_tokens if context is None else context
         return self._batches[generation.name]

@@ -1,6 +1,6 @@
 """The record of a request, and the events of its stream. `orchestrator.requests.states` has a request's states.
 
-Records are made by `orchestrator.controller`, changed by it and `orchestrator.dispatch`, and read by
+Records are made by `orchestrator.scheduler`, changed by it and `orchestrator.dispatch`, and read by
 `orchestrator.placement`. Pure.
 """
 

@@ -24,7 +24,7 @@ class Request:
     ended: tuple[FinishReason | None, ...] = ()
     """For each of `outputs`, the reason why that choice has ended; None where it continues."""
     deadline_s: float | None = None
-    """Time at which the request ends by itself, on the controller's Clock.now_s(); None for no deadline."""
+    """Time at which the request ends by itself, on the scheduler's Clock.now_s(); None for no deadline."""
     echo: str = ""
     """Text with which the text of each choice begins."""
     has_output: bool = True
@@ -40,7 +40,7 @@ class Request:
     """The caller's W3C trace context, as its `traceparent` and `tracestate`; empty without one."""
     prefix_salt: str = ""
     """Salt in the names of the prompt's blocks: only requests of the same salt share cached prefixes. As the client
-    gave it, until the controller has added the tenant's."""
+    gave it, until the scheduler has added the tenant's."""
 
     @property
     def is_resumed(self) -> bool:

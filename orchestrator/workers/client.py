@@ -1,7 +1,7 @@
 """Calls workers: their methods in Baton's values, over shared channels that are closed when a worker is gone.
 
-Used by `orchestrator.dispatch`, `orchestrator.workers.census` and `orchestrator.workers.prefix_discovery`. Only the
-caller ends a call, and only the orchestrator sets its timeout. So a call that a worker cancelled, or that took too
+Used by `orchestrator.dispatch`, `orchestrator.workers.worker_poller` and `orchestrator.workers.prefix_discovery`. Only
+the caller ends a call, and only the orchestrator sets its timeout. So a call that a worker cancelled, or that took too
 long, raises UnavailableError. On the loop.
 """
 
@@ -67,7 +67,7 @@ class FetchReport:
     """Name of the block that the other node did not have; empty for any other failure."""
 
 
-class EventStream:
+class AttemptEvents:
     """The events of one attempt, as its generation group sends them."""
 
     def __init__(self, call: StreamPart, endpoint: str) -> None:
@@ -115,15 +115,15 @@ class WorkerClient(KvClient):
 
     def stream(
         self, record: RequestRecord, number: StreamNumber, config: OrchestratorConfig, lease: Lease | None
-    ) -> EventStream:
+    ) -> AttemptEvents:
         """Open the attempt's stream, which outlives this process by a lease's ttl; its answers are stored in blocks.
         Without a lease the group prefills by itself."""
         request = stream_request(record, number, config, lease)
-        return EventStream(self._streams.open(request), self._endpoint)
+        return AttemptEvents(self._streams.open(request), self._endpoint)
 
-    def take_over(self, record: RequestRecord, number: StreamNumber) -> EventStream:
+    def take_over(self, record: RequestRecord, number: StreamNumber) -> AttemptEvents:
         """Open a stream that the group has kept; reading it raises NotFoundError when the group has not."""
-        return EventStream(self._streams.open(takeover_request(record, number)), self._endpoint)
+        return AttemptEvents(self._streams.open(takeover_request(record, number)), self._endpoint)
 
     async def close(self) -> None:
         """End all streams; to be called once none is read, before the channel is closed."""

@@ -8,7 +8,7 @@ import asyncio
 import logging
 
 from baton.errors import BatonError
-from orchestrator.membership.members import Members
+from orchestrator.membership.members import Membership
 from orchestrator.membership.view import Group, PrefillGroup
 from orchestrator.placement.block_fetches import endpoint_of
 from orchestrator.placement.prefix_index import PrefixIndex
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 class PrefixStores:
     """Adds the blocks of new prefix stores to the index, and removes stores that are gone from it."""
 
-    def __init__(self, members: Members, clients: Clients, index: PrefixIndex) -> None:
+    def __init__(self, members: Membership, clients: Clients, index: PrefixIndex) -> None:
         self._members = members
         self._clients = clients
         self._index = index

@@ -24,7 +24,7 @@ IMPORTS = [
     ("engines", "generate_workers/slots/table.py", "baton.v1.kv_pb2"),
     ("engines", "generate_workers/slots/access.py", "baton.transport.channel"),  # which imports grpc
     ("orchestrator", "orchestrator/dispatch/attempt.py", "grpc"),
-    ("stubs", "orchestrator/controller.py", "baton.v1.kv_pb2"),
+    ("stubs", "orchestrator/scheduler.py", "baton.v1.kv_pb2"),
     ("orchestrator", "orchestrator/placement/comparison.py", "torch"),
     ("modeling", "baton/modeling/forward/decoder.py", "grpc"),
     ("modeling", "baton/modeling/forward/decoder.py", "baton.v1.kv_pb2"),

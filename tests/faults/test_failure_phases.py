@@ -8,7 +8,7 @@ import pytest
 from baton.errors import DeadlineExceededError, UnavailableError
 from baton.v1 import admin_pb2, generate_pb2
 from baton.v1.admin_pb2_grpc import AdminStub
-from orchestrator import controller
+from orchestrator import scheduler
 from tests.support.clusters.clients import Answer, StreamCall
 from tests.support.clusters.deadlines import Deadlines
 from tests.support.clusters.phases import CONFIG, ENDING, IDS, PHASES, Scene, scene
@@ -67,7 +67,7 @@ async def test_a_rank_that_dies_disturbs_no_stream() -> None:
 async def test_a_deadline_that_passes_ends_the_request_with_its_usage(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    deadlines = Deadlines(monkeypatch, controller)
+    deadlines = Deadlines(monkeypatch, scheduler)
     async with scene(victim=ENDING) as on:
         call, answer = await PHASES[name](on), Answer()
         assert any(await on.held())

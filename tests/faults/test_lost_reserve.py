@@ -12,7 +12,7 @@ from baton.sampling_params import SamplingParams
 from baton_lab.chaos.faults import Fault
 from baton_lab.chaos.network import FaultyNetwork
 from orchestrator.requests.config import OrchestratorConfig
-from orchestrator.workers.census import LEAK_S
+from orchestrator.workers.worker_poller import LEAK_S
 from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.clusters.fault_plans import PickedPlan
 from tests.support.engines.generation import prompt
@@ -39,7 +39,7 @@ async def behind(plan: PickedPlan) -> AsyncIterator[BareCluster]:
             made.fronts[port] = network.endpoint
             await made.server.stop()
             async with made.serving(CONFIG):
-                made.server.controller.overview._leaks_count_from_s = 0.0
+                made.server.scheduler.overview._leaks_count_from_s = 0.0
                 yield made
     finally:
         await network.close()

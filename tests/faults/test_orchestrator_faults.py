@@ -82,7 +82,7 @@ async def test_a_lost_rank_costs_an_attempt_once_the_chain_is_repaired() -> None
         made.members.update(made.view(prefill_ready=False))
 
         async def num_booked() -> int:
-            return len(made.members.backlogs)
+            return len(made.members.prefill_queues)
 
         await eventually(num_booked, lambda num: num == 0)
         made.rank_gates.pop().open()

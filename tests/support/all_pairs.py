@@ -83,7 +83,7 @@ class AllPairs:
 
     def _chains(self, generation: GenerationGroup, group: PrefillGroup) -> Iterator[PairWay]:
         outlook = self.outlook
-        pending = outlook.members.backlogs.pending(group.life, outlook.now_s)
+        pending = outlook.members.prefill_queues.pending(group.life, outlook.now_s)
         num_pushed = self.record.num_tokens - self._cached_tokens(generation, generation.prefix_store)
         for start, fetch in self._starts(generation, group.prefix_store):
             tokens, fetch_s = TokenRange(start, self.record.num_tokens), 0.0 if fetch is None else fetch.predicted_s
@@ -104,7 +104,7 @@ class AllPairs:
 
     def _locals(self, generation: GenerationGroup) -> Iterator[PairWay]:
         outlook, record = self.outlook, self.record
-        queue_s = outlook.occupancy.queue_s(generation.life, outlook.now_s)
+        queue_s = outlook.generation_load.queue_s(generation.life, outlook.now_s)
         starts = iter([(0, None)]) if record.wants_prompt_scores else self._starts(generation, generation.prefix_store)
         for start, fetch in starts:
             fetch_s = 0.0 if fetch is None else fetch.predicted_s
@@ -136,7 +136,7 @@ class AllPairs:
         return PromptBlocks.of(request.prompt_ids, self.outlook.block_tokens, layout, request.prefix_salt)
 
     def _batch(self, generation: GenerationGroup) -> tuple[int, float]:
-        context = self.outlook.occupancy.context_tokens(generation.life)
+        context = self.outlook.generation_load.context_tokens(generation.life)
         num_rows = self.outlook.members.load(generation.name).num_slots
         return num_rows, self.record.num_tokens if context is None else context
 

@@ -19,8 +19,8 @@ from baton.v1 import common_pb2, generate_pb2, kv_pb2
 from baton.v1.generate_pb2_grpc import GenerationGroupStub
 from baton.v1.kv_pb2_grpc import KvReceiverStub
 from generate_workers.servicer import GenerationServer
-from orchestrator.workers.census import LEAK_S
 from orchestrator.workers.streams import SharedStreams, StreamPart
+from orchestrator.workers.worker_poller import LEAK_S
 from tests.support.clusters.clients import HOST
 from tests.support.clusters.cluster import BareCluster, cluster
 from tests.support.engines.generation import prompt, reference_ids

@@ -1,8 +1,9 @@
 """Prefill groups in the simulator: the jobs that they have before them, and when these are done.
 
-The order and the predicted work of each job are those of the production book (`orchestrator.membership.prefill_book`).
-A job that is due earlier preempts another between two layers, as in the engine. Here is a group of one rank, whose work
-is advanced in closed form; groups of several ranks are in `baton_lab.traffic.work.chain_turns`. Pure.
+The order and the predicted work of each job are those of the production book
+(`orchestrator.membership.prefill_queues`). A job that is due earlier preempts another between two layers, as in the
+engine. Here is a group of one rank, whose work is advanced in closed form; groups of several ranks are in
+`baton_lab.traffic.work.chain_turns`. Pure.
 """
 
 import heapq

@@ -24,7 +24,7 @@ from baton.v1 import common_pb2, generate_pb2
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from orchestrator.api.frontend import OrchestratorServer
-from orchestrator.membership.members import Members
+from orchestrator.membership.members import Membership
 from orchestrator.requests.config import OrchestratorConfig
 from tests.support.clusters.planners import linear_planner
 from tests.support.eventually import LIMIT_S, eventually
@@ -187,7 +187,7 @@ def _written(sample: Sample) -> str:
 
 async def start_orchestrator(
     decoder: Decoder,
-    members: Members,
+    members: Membership,
     config: OrchestratorConfig | None = None,
     planner: ChainPlanner | None = None,
     *,

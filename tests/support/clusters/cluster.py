@@ -33,7 +33,7 @@ from deploy.groups.chain_links import ChainLinks
 from deploy.groups.worker import Worker
 from generate_workers.config import EngineConfig
 from generate_workers.servicer import GenerationServer
-from orchestrator.membership.members import Members
+from orchestrator.membership.members import Membership
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
 from orchestrator.requests.config import OrchestratorConfig
 from prefill_workers.servicer import PrefillServer
@@ -55,7 +55,7 @@ class BareCluster(ClusterClient):
 
     def __init__(self, spawner: InProcessSpawner, engine: EngineConfig, planner: ChainPlanner | None) -> None:
         """Make a cluster without workers. `engine` configures each generation group."""
-        self.members = Members()
+        self.members = Membership()
         self.ranks: list[PrefillServer] = []
         self.rank_gates: list[Gate] = []
         self.groups: list[GenerationServer] = []
@@ -166,7 +166,7 @@ class BareCluster(ClusterClient):
     async def held(self) -> list[int]:
         """Also count what the orchestrator has booked, and the jobs of ranks that it does not know."""
         jobs = [rank.engine.status().num_jobs for rank in self.ranks]
-        booked = [len(self.members.backlogs), len(self.server.controller._dispatcher.chooser.occupancy)]
+        booked = [len(self.members.prefill_queues), len(self.server.scheduler._attempt_runner.chooser.generation_load)]
         return [*await super().held(), *jobs, *booked]
 
     @asynccontextmanager
@@ -178,7 +178,7 @@ class BareCluster(ClusterClient):
             async with make_channel(self.target, secret=SECRET) as channel:
                 self.connect(channel)
                 yield
-                if not self.server.controller._closing:  # the test has not stopped it
+                if not self.server.scheduler._closing:  # the test has not stopped it
                     await self.settle()
         finally:
             await self.server.stop()

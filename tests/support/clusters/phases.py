@@ -78,7 +78,7 @@ class Scene:
             gate.shut(SOME_PASSES)
 
     async def _has_given_back(self) -> bool:
-        return not self.made.server.controller._dispatcher._givebacks._tasks
+        return not self.made.server.scheduler._attempt_runner._lease_reaper._tasks
 
     async def forgotten(self) -> bool:
         """The orchestrator neither queues nor runs any but the others."""
@@ -97,7 +97,7 @@ class Scene:
             group.engine.status().num_streams,
             len(group._servicer._streams.kept()),
             *(rank.engine.status().num_jobs for rank in self.made.ranks),
-            len(self.made.members.backlogs),
+            len(self.made.members.prefill_queues),
         ]
 
     async def until_free(self) -> None:

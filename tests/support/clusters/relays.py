@@ -1,4 +1,4 @@
-"""`baton local`'s own clusters: start one, ask its controller, and look at what its workers hold."""
+"""`baton local`'s own clusters: start one, ask its orchestrator, and look at what its workers hold."""
 
 import contextlib
 import uuid
@@ -16,10 +16,10 @@ from baton.types import RequestId, TokenEvent
 from baton.v1 import generate_pb2, prefill_pb2
 from deploy.config.file import make_local_config
 from deploy.groups.cluster import LocalCluster
-from deploy.groups.local_relay import running_controller
-from orchestrator.controller import Controller
+from deploy.groups.local_relay import running_scheduler
 from orchestrator.requests.record import Finished
 from orchestrator.requests.request import Request
+from orchestrator.scheduler import RequestScheduler
 
 CLOCK = SystemClock()
 
@@ -50,10 +50,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Relay:
-    """A running local cluster and its controller."""
+    """A running local cluster and its orchestrator."""
 
     cluster: LocalCluster
-    controller: Controller
+    scheduler: RequestScheduler
 
 
 @contextlib.asynccontextmanager
@@ -87,9 +87,9 @@ async def local_relay(
     )
     async with (
         LocalCluster(config, folder, CLOCK) as cluster,
-        running_controller(cluster, CLOCK) as controller,
+        running_scheduler(cluster, CLOCK) as scheduler,
     ):
-        yield Relay(cluster, controller)
+        yield Relay(cluster, scheduler)
 
 
 async def ask(
@@ -102,7 +102,7 @@ async def ask(
     that was an error."""
     tokens: list[TokenEvent] = []
     request = Request(RequestId(uuid.uuid4().hex), prompt_ids, params)
-    async with contextlib.aclosing(relay.controller.generate(request)) as events:
+    async with contextlib.aclosing(relay.scheduler.generate(request)) as events:
         async for event in events:
             if isinstance(event, TokenEvent):
                 tokens.append(event)

@@ -193,7 +193,7 @@ class ScriptedOrchestrator(orchestrator_pb2_grpc.OrchestratorServicer):
 
 @asynccontextmanager
 async def serving(service: ScriptedOrchestrator, port: int = 0) -> AsyncIterator[str]:
-    """Serves it on 127.0.0.1; yields host:port. Leaving ends all calls at once, as a dying controller does."""
+    """Serves it on 127.0.0.1; yields host:port. Leaving ends all calls at once, as a dying orchestrator does."""
     server = make_server()
     orchestrator_pb2_grpc.add_OrchestratorServicer_to_server(service, server)
     async with listening(server, port) as bound:

@@ -30,7 +30,7 @@ from deploy.groups.roster import Roster
 from deploy.groups.spawner import Spawner
 from deploy.groups.surroundings import Heartbeat, Surroundings
 from generate_workers.config import EngineConfig
-from orchestrator.membership.members import Members
+from orchestrator.membership.members import Membership
 from orchestrator.membership.view import ClusterView, Orders
 from orchestrator.observability.state import Overview
 from orchestrator.requests.config import OrchestratorConfig
@@ -103,7 +103,7 @@ class SupervisedCluster(ClusterClient):
     workers_of: WorkersOf | None = None
     """None: workers of the tiny model in this process."""
     reports: list[str] = field(default_factory=list)
-    members: Members = field(default_factory=Members)
+    members: Membership = field(default_factory=Membership)
     cluster: Cluster = field(init=False)
     roster: Roster = field(init=False)
 
@@ -200,7 +200,7 @@ class SupervisedCluster(ClusterClient):
     @property
     def overview(self) -> Overview:
         """Return the overview of the orchestrator in this process."""
-        return self.server.controller.overview
+        return self.server.scheduler.overview
 
     def endpoints(self) -> dict[str, tuple[str, ...]]:
         """Return the addresses of each group's workers, by group."""

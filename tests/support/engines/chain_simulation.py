@@ -11,7 +11,7 @@ from typing import cast
 
 from baton.planning.planner import ChainPlanner
 from baton.types import Epoch, JobId, Rank, RequestId, TokenRange
-from orchestrator.membership.prefill_book import Backlog
+from orchestrator.membership.prefill_queues import PrefillQueue
 from orchestrator.placement.chain_width import ChainPlan, WidthPolicy
 from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
 from prefill_workers.chain import ChainJob
@@ -66,7 +66,7 @@ class SimulatedGroup:
     now_s: float = 0.0
     sequencers: list[Sequencer] = field(init=False)
     served: dict[JobId, Served] = field(default_factory=dict)
-    _backlog: Backlog = field(default_factory=Backlog)
+    _backlog: PrefillQueue = field(default_factory=PrefillQueue)
     _busy: set[Rank] = field(default_factory=set)
     _plans: dict[JobId, tuple[float, ChainPlan]] = field(default_factory=dict)
     _events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""A generation group's server, and what a controller does to it, over real gRPC in one process."""
+"""A generation group's server, and what a orchestrator does to it, over real gRPC in one process."""
 
 import itertools
 from collections.abc import AsyncIterator
@@ -37,7 +37,7 @@ IDLE = generate_pb2.GenerationStatusRequest()
 
 
 class Client:
-    """What a controller does to one generation group."""
+    """What a orchestrator does to one generation group."""
 
     def __init__(self, server: GenerationServer, channel: grpc.aio.Channel, decoder: Decoder) -> None:
         self.server = server

@@ -1,4 +1,4 @@
-"""Both clients over the real orchestrator and real workers: equal tokens, a restarted controller, nothing left."""
+"""Both clients over the real orchestrator and real workers: equal tokens, a restarted orchestrator, nothing left."""
 
 import asyncio
 from collections.abc import AsyncIterator

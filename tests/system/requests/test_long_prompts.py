@@ -23,8 +23,8 @@ from baton.transport.channel import make_channel
 from baton.transport.status import translate_rpc_errors
 from baton.v1 import orchestrator_pb2 as pb
 from orchestrator.api.frontend import SERVICE, OrchestratorServer
-from orchestrator.api.gateway import Gateway, ask_model
-from orchestrator.membership.members import Members
+from orchestrator.api.gateway import GrpcGateway, ask_model
+from orchestrator.membership.members import Membership
 from tests.support.clusters.planners import linear_planner
 from tests.support.kernels.os_memory import peak_bytes, process_bytes, reset_peak
 from tests.support.wire.held_loop import watching_loop
@@ -71,13 +71,13 @@ async def channel(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Async
     clock = SystemClock()
     async with AsyncExitStack() as stack:
         server = await OrchestratorServer.start(
-            Members(), tokenizer, MODEL, clock=clock, host=HOST, planner=linear_planner(), secret=SECRET
+            Membership(), tokenizer, MODEL, clock=clock, host=HOST, planner=linear_planner(), secret=SECRET
         )
         stack.push_async_callback(server.stop)
         port = server.port
         if request.param == "gateway":
             behind = await stack.enter_async_context(make_channel(f"{HOST}:{port}"))
-            gateway = await Gateway.start(behind, tokenizer, await ask_model(behind, 10), clock=clock, host=HOST)
+            gateway = await GrpcGateway.start(behind, tokenizer, await ask_model(behind, 10), clock=clock, host=HOST)
             stack.push_async_callback(gateway.stop)
             port = gateway.port
         yield await stack.enter_async_context(make_channel(f"{HOST}:{port}"))

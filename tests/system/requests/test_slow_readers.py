@@ -19,9 +19,9 @@ from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from orchestrator.admission.undelivered import Outboxes
 from orchestrator.api import delivery, frontend
 from orchestrator.api.frontend import OrchestratorServer
-from orchestrator.api.gateway import Gateway, ask_model
+from orchestrator.api.gateway import GrpcGateway, ask_model
 from orchestrator.dispatch.streaming import Emit
-from orchestrator.membership.members import Members
+from orchestrator.membership.members import Membership
 from orchestrator.membership.view import ClusterView, GenerationGroup
 from orchestrator.requests.record import RequestRecord
 from tests.support.clusters.planners import linear_planner
@@ -60,13 +60,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture
 async def server(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[OrchestratorServer]:
-    members = Members()
+    members = Membership()
     made = await OrchestratorServer.start(
         members, tokenizer, MODEL, clock=SystemClock(), host=HOST, planner=linear_planner(), secret=SECRET
     )
-    made.controller._outboxes = Outboxes(MAX_BYTES)
-    monkeypatch.setattr(made.controller._dispatcher, "attempt", at_once)
-    monkeypatch.setattr(made.controller._dispatcher, "take_over", kept_by_none)
+    made.scheduler._outboxes = Outboxes(MAX_BYTES)
+    monkeypatch.setattr(made.scheduler._attempt_runner, "attempt", at_once)
+    monkeypatch.setattr(made.scheduler._attempt_runner, "take_over", kept_by_none)
     members.update(ClusterView(generation=(GenerationGroup("generate-0", f"{HOST}:1", "f", 64, 4096),)))
     yield made
     await made.stop()
@@ -81,7 +81,7 @@ async def door(server: OrchestratorServer, tokenizer: Tokenizer, kind: str) -> A
         return
     async with make_channel(target) as channel:
         model = await ask_model(channel, 60)
-        gateway = await Gateway.start(channel, tokenizer, model, clock=SystemClock(), host=HOST)
+        gateway = await GrpcGateway.start(channel, tokenizer, model, clock=SystemClock(), host=HOST)
         try:
             yield f"{HOST}:{gateway.port}"
         finally:
@@ -89,7 +89,7 @@ async def door(server: OrchestratorServer, tokenizer: Tokenizer, kind: str) -> A
 
 
 async def num_unread(server: OrchestratorServer) -> int:
-    return server.controller._outboxes.num_bytes
+    return server.scheduler._outboxes.num_bytes
 
 
 @pytest.mark.parametrize("kind", ["orchestrator", "gateway"])
@@ -121,7 +121,7 @@ async def test_200_readers_that_never_read_end_and_take_bounded_memory(
             raise
 
     async def num_ended() -> int:
-        assert server.controller._outboxes.num_bytes <= MAX_BYTES
+        assert server.scheduler._outboxes.num_bytes <= MAX_BYTES
         return len(ends)
 
     monkeypatch.setattr(frontend, "deliver", noting)
@@ -133,4 +133,4 @@ async def test_200_readers_that_never_read_end_and_take_bounded_memory(
         await eventually(num_ended, lambda num: num == len(calls))
         assert {type(each) for each in ends} == {ResourceExhaustedError}
         assert await num_unread(server) == 0
-        assert not server.controller._tasks
+        assert not server.scheduler._tasks

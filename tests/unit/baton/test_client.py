@@ -31,7 +31,7 @@ pytestmark = pytest.mark.integration
 
 QUICK = Reconnect(num_connects=3, num_resumes=4, first_delay_s=0.001, max_delay_s=0.01)
 PATIENT = replace(QUICK, num_resumes=10_000)
-LOST = UnavailableError("controller is gone")
+LOST = UnavailableError("orchestrator is gone")
 FULL = Fault(error=ResourceExhaustedError("queue is full", 0.25), before_started=True)
 WAIT_S = 60.0
 
@@ -189,7 +189,7 @@ async def test_deadline_is_told_though_the_connection_is_lost_behind_it(ask: Ask
 
 async def test_server_that_stays_away_is_given_up(ask: Ask) -> None:
     outcome, service = await scripted(ask, Fault(after=2, error=LOST), *[Fault(error=LOST)] * 9)
-    assert type(outcome.error) is UnavailableError and "controller is gone" in str(outcome.error)
+    assert type(outcome.error) is UnavailableError and "orchestrator is gone" in str(outcome.error)
     assert len(service.requests) == 1 + QUICK.num_resumes
     assert (len(outcome.output.tokens), outcome.output.finish) == (2, FinishReason.ERROR)
 

@@ -9,7 +9,7 @@ import pytest
 
 from baton.errors import ModelError, UnavailableError
 from deploy.groups.group import WorkerGroup
-from orchestrator.membership.members import Members
+from orchestrator.membership.members import Membership
 from orchestrator.membership.view import AbsentGroup, GenerationGroup, Orders
 from tests.support.clusters.supervision import NUM_RANKS, SupervisedCluster, supervised
 from tests.support.models.tiny_models import random_decoder
@@ -21,7 +21,7 @@ LEFT = AbsentGroup("generate-1", "generate")
 
 async def until(made: SupervisedCluster, *absent: AbsentGroup) -> None:
     """The orchestrator knows that these are absent, and the others are there."""
-    members: Members = made.members
+    members: Membership = made.members
     assert await members.until(lambda: True if members.present.absent == absent else None, 60), members.present
 
 

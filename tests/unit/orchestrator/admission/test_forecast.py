@@ -13,8 +13,8 @@ from baton.types import Epoch, JobId, Rank, RequestId
 from orchestrator.admission.fair_queue import FairQueue
 from orchestrator.admission.forecast import ChainForecast, Correction, Turnover, predict_wait_s
 from orchestrator.admission.gate import Admission
-from orchestrator.membership.members import Members
-from orchestrator.membership.prefill_book import Pending
+from orchestrator.membership.members import Membership
+from orchestrator.membership.prefill_queues import Pending
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
 from orchestrator.placement.chooser import Chooser
 from orchestrator.requests.config import OrchestratorConfig
@@ -134,7 +134,7 @@ class Cluster:
 
     config: OrchestratorConfig = STATIC
     prefill: tuple[PrefillGroup, ...] = (GROUP,)
-    members: Members = field(default_factory=Members)
+    members: Membership = field(default_factory=Membership)
     clock: ManualClock = field(default_factory=lambda: ManualClock(100.0))
 
     def __post_init__(self) -> None:
@@ -145,7 +145,7 @@ class Cluster:
         return ChainForecast(self.chooser).of(record).cautious_s
 
     def book(self, job: Pending) -> None:
-        self.members.backlogs.add(GROUP.life, JobId(1), job, self.clock.now_s())
+        self.members.prefill_queues.add(GROUP.life, JobId(1), job, self.clock.now_s())
 
 
 def test_a_chain_on_idle_ranks_and_behind_a_job() -> None:
@@ -266,11 +266,11 @@ class Served:
             self._ask(number, request(self._rng.randint(50, 400)))
 
     def _ask(self, number: int, record: RequestRecord) -> None:
-        clock, rng, backlogs = self.cluster.clock, self._rng, self.cluster.members.backlogs
+        clock, rng, prefill_queues = self.cluster.clock, self._rng, self.cluster.members.prefill_queues
         clock.advance(rng.uniform(0.0, 0.5))
         busy_s, now_s = rng.uniform(0.0, 0.5), clock.now_s()
         ahead = Pending(now_s, now_s + 9.0, {Rank(0): busy_s, Rank(1): busy_s})
-        backlogs.add(GROUP.life, JobId(2 * number), ahead, now_s)
+        prefill_queues.add(GROUP.life, JobId(2 * number), ahead, now_s)
         self._maybe_step()
         made = self.forecast.of(record)
         self.predicted_s.append(made.cautious_s)
@@ -284,12 +284,12 @@ class Served:
             plan = self.cluster.chooser.plan_now(record, held)
             assert plan is not None and plan.way is not None
             record.place(clock, placement=plan.placement)
-            backlogs.add(GROUP.life, JobId(2 * number + 1), plan.way.chain.job, clock.now_s())
+            prefill_queues.add(GROUP.life, JobId(2 * number + 1), plan.way.chain.job, clock.now_s())
             self._maybe_step()
             clock.advance(made.predicted_s * rng.uniform(0.5, 2.0))
         record.see_token(clock.now_s())
         for job in (2 * number, 2 * number + 1):
-            backlogs.release(GROUP.life, JobId(job), (Rank(0), Rank(1)), clock.now_s())
+            prefill_queues.release(GROUP.life, JobId(job), (Rank(0), Rank(1)), clock.now_s())
         self.forecast.ended(record, made, clock.now_s())
 
     def _maybe_step(self) -> None:

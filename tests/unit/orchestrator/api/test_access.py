@@ -12,8 +12,8 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_g
 
 from baton.errors import PermissionDeniedError, UnauthenticatedError
 from baton.transport.channel import make_channel
-from orchestrator.api.access import METHODS, Access, Doorkeeper
-from orchestrator.membership.members import Members
+from orchestrator.api.access import METHODS, AllowedCallers, Authenticator
+from orchestrator.membership.members import Membership
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.tenants import Tenant, Tenants, hash_key
 from tests.support.clusters.clients import start_orchestrator
@@ -70,7 +70,7 @@ def _expected_of_operation(config: str, key: str, is_member: bool) -> Outcome:
 async def serving(tenants: Tenants) -> AsyncIterator[int]:
     """Run an orchestrator, and yield its port."""
     config = OrchestratorConfig(tenants=tenants)
-    server = await start_orchestrator(random_decoder(), Members(), config, max_tokens=400)
+    server = await start_orchestrator(random_decoder(), Membership(), config, max_tokens=400)
     try:
         yield server.port
     finally:
@@ -136,10 +136,10 @@ def test_the_table_names_no_service_that_reflection_hides() -> None:
 
 
 def test_a_method_that_nobody_thought_of_is_for_operators() -> None:
-    assert "/baton.v1.Admin/New" not in METHODS and METHODS["/baton.v1.Admin/Drain"] is Access.OPERATORS
-    doorkeeper = Doorkeeper(CONFIGS["keys required"], SECRET)
+    assert "/baton.v1.Admin/New" not in METHODS and METHODS["/baton.v1.Admin/Drain"] is AllowedCallers.OPERATORS
+    authenticator = Authenticator(CONFIGS["keys required"], SECRET)
     with pytest.raises(PermissionDeniedError, match="the API key is tenant acme's: use an operator's key for this"):
-        doorkeeper.check("/baton.v1.Admin/New", (*bearing("acme-key"), *SECRET.metadata))
+        authenticator.check("/baton.v1.Admin/New", (*bearing("acme-key"), *SECRET.metadata))
     with pytest.raises(UnauthenticatedError, match="New is for processes of this cluster"):
-        doorkeeper.check("/baton.v1.Admin/New", bearing("operator-key"))
-    doorkeeper.check("/baton.v1.Admin/New", (*bearing("operator-key"), *SECRET.metadata))
+        authenticator.check("/baton.v1.Admin/New", bearing("operator-key"))
+    authenticator.check("/baton.v1.Admin/New", (*bearing("operator-key"), *SECRET.metadata))

@@ -27,8 +27,8 @@ from baton.v1 import common_pb2
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from orchestrator.api.frontend import OrchestratorServer
-from orchestrator.api.gateway import SERVICE, Gateway, ask_model
-from orchestrator.membership.members import Members
+from orchestrator.api.gateway import SERVICE, GrpcGateway, ask_model
+from orchestrator.membership.members import Membership
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.tenants import Tenant, Tenants, hash_key
 from tests.support.clusters.planners import linear_planner
@@ -50,10 +50,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @asynccontextmanager
-async def gateway_of(target: str, tokenizer: Tokenizer, port: int = 0) -> AsyncIterator[Gateway]:
+async def gateway_of(target: str, tokenizer: Tokenizer, port: int = 0) -> AsyncIterator[GrpcGateway]:
     async with make_channel(target) as orchestrator:
         model = await ask_model(orchestrator, 60)
-        made = await Gateway.start(orchestrator, tokenizer, model, clock=SystemClock(), host=HOST, port=port)
+        made = await GrpcGateway.start(orchestrator, tokenizer, model, clock=SystemClock(), host=HOST, port=port)
         try:
             yield made
         finally:
@@ -127,14 +127,19 @@ async def test_a_gateway_has_a_key_for_its_own_calls_and_clients_send_theirs(tok
     model = ModelInfo("letters", 400, 64, "float32", False, "layout")
     clock = SystemClock()
     server = await OrchestratorServer.start(
-        *(Members(), tokenizer, model), clock=clock, host=HOST, config=config, planner=linear_planner(), secret=SECRET
+        *(Membership(), tokenizer, model),
+        clock=clock,
+        host=HOST,
+        config=config,
+        planner=linear_planner(),
+        secret=SECRET,
     )
     try:
         async with make_channel(f"{HOST}:{server.port}") as orchestrator:
             with pytest.raises(UnauthenticatedError, match="the call has no API key"):
                 await ask_model(orchestrator, 60)
             served = await ask_model(orchestrator, 60, own)
-            gateway = await Gateway.start(orchestrator, tokenizer, served, clock=clock, host=HOST, caller=own)
+            gateway = await GrpcGateway.start(orchestrator, tokenizer, served, clock=clock, host=HOST, caller=own)
             async with AsyncClient(f"{HOST}:{gateway.port}", reconnect=ONCE) as nobody:
                 for asked in (nobody.generate("Hi", max_tokens=1).collect(), nobody.cluster_state(), nobody.model()):
                     with pytest.raises(UnauthenticatedError, match="the call has no API key"):
@@ -325,7 +330,7 @@ async def test_another_tokenizer_is_refused(tokenizer: Tokenizer, tmp_path: Path
     model.tokenizer_fingerprint = Tokenizer.load(write_letters(tmp_path)).fingerprint  # it has no chat template
     async with make_channel(f"{HOST}:1") as nobody:
         with pytest.raises(ConfigError, match="another tokenizer or chat template"):
-            await Gateway.start(nobody, tokenizer, model, clock=SystemClock(), host=HOST)
+            await GrpcGateway.start(nobody, tokenizer, model, clock=SystemClock(), host=HOST)
 
 
 async def test_a_gateway_of_nobody_says_so() -> None:

@@ -26,12 +26,12 @@ from baton.transport.channel import make_channel
 from baton.v1 import orchestrator_pb2 as pb
 from gateway import app
 from orchestrator.api import frontend, gateway
-from orchestrator.api.checks import Intake
+from orchestrator.api.checks import RequestValidator
 from orchestrator.api.frontend import OrchestratorServicer
-from orchestrator.api.gateway import Gateway, ask_model
+from orchestrator.api.gateway import GrpcGateway, ask_model
 from orchestrator.api.reading import RequestReader
-from orchestrator.controller import Controller
 from orchestrator.requests.tenants import Tenants
+from orchestrator.scheduler import RequestScheduler
 from tests.support.clusters.scripted_orchestrator import ScriptedOrchestrator, serving
 from tests.support.eventually import eventually
 from tests.support.manual_clock import ManualClock
@@ -74,7 +74,7 @@ def asked(num_bytes: int) -> pb.GenerateRequest:
 
 
 def reader_of(max_bytes: int) -> RequestReader:
-    return RequestReader(Intake(letter_tokenizer(), MODEL, ()), max_bytes)
+    return RequestReader(RequestValidator(letter_tokenizer(), MODEL, ()), max_bytes)
 
 
 @asynccontextmanager
@@ -196,7 +196,7 @@ async def test_a_gateway_refuses_what_exceeds_the_bound(
         target = await stack.enter_async_context(serving(service))
         channel = await stack.enter_async_context(make_channel(target))
         model = await ask_model(channel, WAIT_S)
-        made = await Gateway.start(channel, held, model, clock=SystemClock(), host=HOST)
+        made = await GrpcGateway.start(channel, held, model, clock=SystemClock(), host=HOST)
         stack.push_async_callback(made.stop)
         stack.callback(gate.let.set)
         client = await stack.enter_async_context(AsyncClient(f"{HOST}:{made.port}"))
@@ -234,9 +234,11 @@ async def test_an_orchestrator_refuses_what_exceeds_the_bound(
     held: HeldTokenizer, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(frontend, "RequestReader", partial(RequestReader, max_bytes=300))
-    controller = cast(Controller, None)  # neither request gets that far
+    scheduler = cast(RequestScheduler, None)  # neither request gets that far
     prover = cast(FormProver, None)
-    servicer = OrchestratorServicer(controller, Intake(held, MODEL, ()), MODEL, ManualClock(), Tenants(), prover=prover)
+    servicer = OrchestratorServicer(
+        scheduler, RequestValidator(held, MODEL, ()), MODEL, ManualClock(), Tenants(), prover=prover
+    )
     context = cast(Any, SimpleNamespace(invocation_metadata=tuple, time_remaining=lambda: None))
     request = pb.GenerateRequest(prompt=LONG.encode() * 2)  # longer than the model takes
 

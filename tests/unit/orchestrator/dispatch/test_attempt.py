@@ -20,9 +20,9 @@ from baton.sampling_params import SamplingParams
 from baton.transport.channel import make_server
 from baton.types import Epoch, JobId, Rank, RequestId, TokenEvent
 from baton.v1 import common_pb2, kv_pb2, kv_pb2_grpc
-from orchestrator.dispatch.attempt import Dispatcher
-from orchestrator.membership.members import Members
-from orchestrator.membership.prefill_book import Pending
+from orchestrator.dispatch.attempt import AttemptRunner
+from orchestrator.membership.members import Membership
+from orchestrator.membership.prefill_queues import Pending
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
@@ -100,21 +100,21 @@ async def receiver() -> AsyncIterator[tuple[HeldReceiver, str]]:
 
 async def test_a_slot_that_is_granted_after_its_request_left_is_given_back(receiver: tuple[HeldReceiver, str]) -> None:
     held, endpoint = receiver
-    members, clients = Members(), Clients(SECRET)
+    members, clients = Membership(), Clients(SECRET)
     group = GenerationGroup("g", endpoint, "layout", num_slots=1, max_slot_tokens=100)
     members.update(ClusterView((PrefillGroup("p", ("127.0.0.1:1",), Epoch(1)),), (group,)))
-    dispatcher = Dispatcher(members, clients, linear_planner(), SystemClock(), OrchestratorConfig())
+    attempt_runner = AttemptRunner(members, clients, linear_planner(), SystemClock(), OrchestratorConfig())
     record = RequestRecord.of(Request(RequestId("r"), (1, 2, 3), PARAMS), received_ns=0)
     record.admit(StoppedClock(1))
-    attempt = asyncio.create_task(dispatcher.attempt(record, ignore))
+    attempt = asyncio.create_task(attempt_runner.attempt(record, ignore))
     await held.asked.wait()
-    assert len(members.backlogs) == 0  # what has no slot runs nowhere
+    assert len(members.prefill_queues) == 0  # what has no slot runs nowhere
     attempt.cancel()
     with pytest.raises(asyncio.CancelledError):
         await attempt
     assert members.load("g").num_requests == 0
     held.granted.set()
-    closing = asyncio.create_task(dispatcher.close())
+    closing = asyncio.create_task(attempt_runner.close())
     await held.told.wait()
     assert not closing.done()
     held.freed.set()
@@ -191,8 +191,8 @@ async def test_requests_that_no_group_has_room_for_are_given_up_in_time() -> Non
 def occupy(made: BareCluster, left_s: dict[Rank, float]) -> Callable[[], None]:
     """Books a job that is served before all others; returns what takes it out again."""
     (group,), now_s = made.view().prefill, CLOCK.now_s()
-    made.members.backlogs.add(group.life, JobId(1), Pending(0.0, math.inf, left_s), now_s)
-    return lambda: made.members.backlogs.release(group.life, JobId(1), list(left_s), now_s)
+    made.members.prefill_queues.add(group.life, JobId(1), Pending(0.0, math.inf, left_s), now_s)
+    return lambda: made.members.prefill_queues.release(group.life, JobId(1), list(left_s), now_s)
 
 
 async def test_the_ranks_that_were_chosen_are_those_that_ran() -> None:
@@ -219,19 +219,19 @@ async def test_a_job_is_booked_on_each_rank_until_that_has_done_its_part() -> No
         await made.rank_gates[1].until_reached()
 
         async def ranks() -> list[set[Rank]]:
-            return [set(job.left_s) for job in made.members.backlogs.pending(group.life, CLOCK.now_s())]
+            return [set(job.left_s) for job in made.members.prefill_queues.pending(group.life, CLOCK.now_s())]
 
         await eventually(ranks, lambda booked: booked == [{Rank(1)}])
         made.rank_gates[1].open()
         await running
-        assert len(made.members.backlogs) == 0
+        assert len(made.members.prefill_queues) == 0
 
 
 async def test_a_light_tenant_s_prompt_passes_a_heavy_one_s_jobs_on_their_rank() -> None:
     async with cluster(num_ranks=1, planner=planner_of(SLOW)) as made:
 
         async def num_booked() -> int:
-            return len(made.members.backlogs)
+            return len(made.members.prefill_queues)
 
         made.rank_gates[0].shut()
         asked = []
@@ -280,20 +280,22 @@ async def test_a_job_whose_rank_is_gone_is_in_no_book() -> None:
         made.rank_gates[1].shut()
         running = asyncio.create_task(made.ask(made.request(prompt(40), PARAMS)))
         await made.rank_gates[1].until_reached()
-        assert len(made.members.backlogs) == 1
+        assert len(made.members.prefill_queues) == 1
         made.members.update(made.view(prefill_ready=False))
         made.rank_gates[1].open()
         await made.ranks[0].stop()
         answer = await running
         assert answer.token_ids == reference_ids(made.decoder, prompt(40), PARAMS)
-        assert len(made.members.backlogs) == 0
+        assert len(made.members.prefill_queues) == 0
 
 
 def test_job_numbers_ascend_over_lives_of_the_orchestrator() -> None:
     clock = ManualClock(start_s=100)
-    first = Dispatcher(Members(), Clients(SECRET), linear_planner(), clock, OrchestratorConfig())
+    first = AttemptRunner(Membership(), Clients(SECRET), linear_planner(), clock, OrchestratorConfig())
     issued = list(itertools.islice(first._numbers, 3))
     clock.advance(1)
-    issued.append(next(Dispatcher(Members(), Clients(SECRET), linear_planner(), clock, OrchestratorConfig())._numbers))
+    issued.append(
+        next(AttemptRunner(Membership(), Clients(SECRET), linear_planner(), clock, OrchestratorConfig())._numbers)
+    )
     assert issued == sorted(set(issued))
     assert 0 < issued[0] < 2**63

@@ -13,7 +13,7 @@ from baton.sampling_params import SamplingParams
 from baton.types import Epoch, RequestId, SampledToken, TokenEvent
 from orchestrator.dispatch import suspects
 from orchestrator.dispatch.suspects import Suspects
-from orchestrator.membership.members import Members
+from orchestrator.membership.members import Membership
 from orchestrator.membership.view import ClusterView, EndedWorker, GenerationGroup, Group, PrefillGroup
 from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.request import Request
@@ -49,18 +49,18 @@ def take_tokens(record: RequestRecord, num: int) -> list[TokenEvent]:
 
 
 @pytest.fixture
-def members() -> Members:
-    made = Members()
+def members() -> Membership:
+    made = Membership()
     made.update(ClusterView(prefill=(CHAIN,), generation=(GENERATION,)))
     return made
 
 
 @pytest.fixture
-async def found(members: Members) -> Suspects:
+async def found(members: Membership) -> Suspects:
     return Suspects(members, Clients(SECRET))
 
 
-def tell(members: Members, *ended: EndedWorker) -> None:
+def tell(members: Membership, *ended: EndedWorker) -> None:
     members.update(replace(members.present, ended=ended))
 
 
@@ -70,7 +70,7 @@ async def try_once(found: Suspects, record: RequestRecord) -> None:
 
 
 async def test_a_request_that_is_named_in_two_crashes_is_refused_in_whatever_form_it_comes(
-    members: Members, found: Suspects
+    members: Membership, found: Suspects
 ) -> None:
     killed = [EndedWorker(f"k:{number}") for number in range(9)]
     tell(members, *killed, CRASHES[0])
@@ -86,7 +86,7 @@ async def test_a_request_that_is_named_in_two_crashes_is_refused_in_whatever_for
 
 
 async def test_suspects_are_tried_one_at_a_time_until_they_have_their_first_tokens(
-    members: Members, found: Suspects
+    members: Membership, found: Suspects
 ) -> None:
     tell(members, CRASHES[0])
     first, other = record_of(), record_of(replace(REQUEST, request_id=RequestId("s")))
@@ -105,7 +105,9 @@ async def test_suspects_are_tried_one_at_a_time_until_they_have_their_first_toke
     await try_once(found, first)
 
 
-async def test_a_suspect_that_fails_or_is_cancelled_lets_the_next_be_tried(members: Members, found: Suspects) -> None:
+async def test_a_suspect_that_fails_or_is_cancelled_lets_the_next_be_tried(
+    members: Membership, found: Suspects
+) -> None:
     tell(members, CRASHES[0])
     waiting: list[asyncio.Task[None]] = []
 
@@ -125,7 +127,7 @@ async def test_a_suspect_that_fails_or_is_cancelled_lets_the_next_be_tried(membe
 
 @pytest.mark.parametrize("group", [GENERATION, CHAIN], ids=["generation", "prefill"])
 async def test_the_next_attempt_waits_until_it_is_told_how_the_worker_ended(
-    members: Members, found: Suspects, monkeypatch: pytest.MonkeyPatch, group: Group
+    members: Membership, found: Suspects, monkeypatch: pytest.MonkeyPatch, group: Group
 ) -> None:
     monkeypatch.setattr(suspects, "_VERDICT_S", 60.0)
     endpoint = group.endpoint if isinstance(group, GenerationGroup) else group.endpoints[1]
@@ -156,7 +158,7 @@ async def test_an_attempt_that_had_its_first_tokens_or_blames_no_group_is_follow
 
 
 async def test_a_worker_that_has_been_replaced_is_not_waited_for(
-    members: Members, found: Suspects, monkeypatch: pytest.MonkeyPatch
+    members: Membership, found: Suspects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(suspects, "_VERDICT_S", 60.0)
     record = record_of()

@@ -6,7 +6,7 @@ import pytest
 
 from baton.errors import NotFoundError, UnavailableError
 from baton.types import Epoch
-from orchestrator.membership.members import Members
+from orchestrator.membership.members import Membership
 from orchestrator.membership.view import AbsentGroup, ClusterView, GenerationGroup, Orders, PrefillGroup, place_of
 
 ENGINE = GenerationGroup("generate-0", "h:1", "layout", num_slots=4, max_slot_tokens=100)
@@ -17,16 +17,16 @@ BORROWER = replace(ENGINE, name="generate-2", endpoint="h:5")
 LENT = Orders(stand_ins=frozenset({"generate-2"}), lent={"generate-2": "prefill-0.1"})
 
 
-def members_of(view: ClusterView, orders: Orders | None = None) -> Members:
+def members_of(view: ClusterView, orders: Orders | None = None) -> Membership:
     """Members that a supervisor keeps."""
-    members = Members()
+    members = Membership()
     members.update(view)
     members.keep_orders(orders or Orders())
     members.hear_kept(members.orders)
     return members
 
 
-def names(members: Members) -> list[str]:
+def names(members: Membership) -> list[str]:
     return [group.name for group in members.view.groups]
 
 
@@ -144,7 +144,7 @@ def test_what_cannot_be_flipped_is_refused_with_the_remedy() -> None:
         members.require_flippable("generate-0")
     members.require_flippable("generate-1")
     members.require_flippable("prefill-0")
-    alone = Members()
+    alone = Membership()
     alone.update(WHOLE)
     with pytest.raises(UnavailableError, match="no supervisor"):
         alone.require_flippable("prefill-0")

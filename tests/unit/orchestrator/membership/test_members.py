@@ -10,7 +10,7 @@ from baton.process.clock import SystemClock
 from baton.types import Epoch
 from orchestrator.membership.breakers import BreakerPolicy, Breakers
 from orchestrator.membership.loads import Load
-from orchestrator.membership.members import Members
+from orchestrator.membership.members import Membership
 from orchestrator.membership.view import AbsentGroup, ClusterView, GenerationGroup, Orders, PrefillGroup
 from tests.support.manual_clock import ManualClock
 
@@ -19,12 +19,12 @@ OTHER = GenerationGroup("o", "h:4", "layout", num_slots=4, max_slot_tokens=100)
 CHAIN = PrefillGroup("p", ("h:2", "h:3"), Epoch(1))
 
 
-def first_group(members: Members) -> GenerationGroup | None:
+def first_group(members: Membership) -> GenerationGroup | None:
     return next((group for group in members.view.generation if group.ready), None)
 
 
 async def test_waiting_ends_with_the_view_that_brings_a_group() -> None:
-    members = Members()
+    members = Membership()
     waiting = asyncio.create_task(members.until(lambda: first_group(members), 20))
     await asyncio.sleep(0)
     members.update(ClusterView())
@@ -35,7 +35,7 @@ async def test_waiting_ends_with_the_view_that_brings_a_group() -> None:
 
 
 async def test_waiting_ends_when_a_group_is_let_go() -> None:
-    members = Members()
+    members = Membership()
     with members.hold("g"):
         waiting = asyncio.create_task(members.until(lambda: None if members.load("g").num_requests else GROUP, 20))
         await asyncio.sleep(0)
@@ -43,12 +43,12 @@ async def test_waiting_ends_when_a_group_is_let_go() -> None:
 
 
 async def test_waiting_is_bounded() -> None:
-    members = Members()
+    members = Membership()
     assert await members.until(lambda: first_group(members), 0.01) is None
 
 
 async def test_a_cancelled_wait_is_cancelled() -> None:
-    waiting = asyncio.create_task(Members().until(lambda: None, 20))
+    waiting = asyncio.create_task(Membership().until(lambda: None, 20))
     await asyncio.sleep(0)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -56,21 +56,21 @@ async def test_a_cancelled_wait_is_cancelled() -> None:
 
 
 async def test_loads_add_up_and_go() -> None:
-    members = Members()
+    members = Membership()
     with members.hold("g", 3), members.hold("g", 1):
         assert members.load("g") == Load(num_requests=2, num_slots=4)
     assert members.load("g") == Load()
 
 
 async def test_a_group_s_load_outlives_its_view() -> None:
-    members = Members()
+    members = Membership()
     with members.hold("g"):
         members.update(ClusterView())
         assert members.load("g").num_requests == 1
 
 
 async def test_an_update_is_told() -> None:
-    members, told = Members(), []
+    members, told = Membership(), []
     members.on_update = lambda: told.append(members.view)
     members.update(ClusterView(generation=(GROUP,)))
     assert told == [members.view]
@@ -101,7 +101,7 @@ def test_only_a_group_that_is_there_can_be_drained() -> None:
         with pytest.raises(NotFoundError, match="there is no group x: name one of g, o, p"):
             act("x")
     with pytest.raises(NotFoundError, match="no group exists"):
-        Members().drain("g")
+        Membership().drain("g")
 
 
 def test_a_drained_group_leaves_where_somebody_ends_workers_and_comes_back_with_its_work() -> None:
@@ -219,9 +219,9 @@ def test_a_repaired_group_is_not_broken_any_more() -> None:
     assert len(members.breakers) == 0
 
 
-def members_of(*groups: PrefillGroup | GenerationGroup) -> Members:
+def members_of(*groups: PrefillGroup | GenerationGroup) -> Membership:
     """All ready."""
-    members = Members()
+    members = Membership()
     prefill = tuple(group for group in groups if isinstance(group, PrefillGroup))
     members.update(ClusterView(prefill, tuple(group for group in groups if isinstance(group, GenerationGroup))))
     return members

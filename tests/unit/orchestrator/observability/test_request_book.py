@@ -111,17 +111,17 @@ async def test_a_chain_s_request_is_told_with_its_groups_and_ranks_while_it_runs
 async def test_tokens_say_where_they_come_from_once_for_each_change() -> None:
     async with cluster() as made, AsyncClient(f"{HOST}:{made.server.port}") as client:
 
-        async def origins(num_tokens: int, n: int) -> dict[int, list[TokenOrigin | None]]:
+        async def attribution(num_tokens: int, n: int) -> dict[int, list[TokenOrigin | None]]:
             found: dict[int, list[TokenOrigin | None]] = {choice: [] for choice in range(n)}
             async for event in client.generate(token_ids=prompt(num_tokens), params=replace(PARAMS, n=n)):
                 found[event.choice].append(event.origin)
             return found
 
-        for told in (await origins(40, 2)).values():
+        for told in (await attribution(40, 2)).values():
             assert [each and each.prefill for each in told] == ["chain", "", None, None, None, None]
             assert told[0] is not None and told[0].generation == "group-0"
         made.members.update(made.view(prefill_ready=False))
-        (local,) = (await origins(40, 1)).values()
+        (local,) = (await attribution(40, 1)).values()
         assert [each and (each.generation, each.prefill) for each in local] == [("group-0", ""), *[None] * 5]
 
 

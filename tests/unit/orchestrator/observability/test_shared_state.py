@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from orchestrator.controller import Controller
-from orchestrator.membership.members import Members
+from orchestrator.membership.members import Membership
 from orchestrator.membership.view import ClusterView, GenerationGroup
-from orchestrator.workers.census import Census
+from orchestrator.scheduler import RequestScheduler
+from orchestrator.workers.worker_poller import WorkerPoller
 from tests.support.clusters.planners import linear_planner
 from tests.support.manual_clock import ManualClock
 from tests.support.wire.secret import SECRET
@@ -18,16 +18,16 @@ async def test_workers_are_asked_once_until_the_answers_are_stale_or_workers_com
 ) -> None:
     """At most twice for 100 callers, the first of which leaves while the workers are asked for it."""
     asked: list[float] = []
-    clock, members, is_asked, may_answer = ManualClock(7.0), Members(), asyncio.Event(), asyncio.Event()
-    overview = Controller(members, clock, planner=linear_planner(), secret=SECRET).overview
+    clock, members, is_asked, may_answer = ManualClock(7.0), Membership(), asyncio.Event(), asyncio.Event()
+    overview = RequestScheduler(members, clock, planner=linear_planner(), secret=SECRET).overview
 
-    async def ask(census: Census) -> None:
+    async def ask(poller: WorkerPoller) -> None:
         asked.append(clock.now_s())
         is_asked.set()
         await may_answer.wait()
         clock.advance(1.0)  # as when a worker is silent
 
-    monkeypatch.setattr(Census, "ask", ask)
+    monkeypatch.setattr(WorkerPoller, "ask", ask)
     callers = [asyncio.create_task(overview.state()) for _ in range(100)]
     await is_asked.wait()
     callers[0].cancel()

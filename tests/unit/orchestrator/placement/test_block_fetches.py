@@ -13,8 +13,8 @@ from baton.planning.planner import ChainPlanner
 from baton.prefix_blocks import PromptBlocks
 from baton.sampling_params import SamplingParams
 from baton.types import Epoch, JobId, Rank, RequestId
-from orchestrator.membership.members import Members
-from orchestrator.membership.prefill_book import Pending
+from orchestrator.membership.members import Membership
+from orchestrator.membership.prefill_queues import Pending
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
 from orchestrator.placement.block_fetches import BlockFetch
 from orchestrator.placement.chooser import Chooser, Plan
@@ -65,7 +65,7 @@ class Cluster:
     planner: ChainPlanner = field(default_factory=planner)
     config: OrchestratorConfig = LOCAL
     clock: ManualClock = field(default_factory=lambda: ManualClock(1000.0))
-    members: Members = field(default_factory=Members)
+    members: Membership = field(default_factory=Membership)
     chooser: Chooser = field(init=False)
 
     def __post_init__(self) -> None:
@@ -206,7 +206,7 @@ async def test_others_are_served_during_a_fetch() -> None:
     for queue_s, left_s in ((0.005, 0.0), (1.0, 1.0 - FETCH_S)):
         cluster = Cluster({"far": 3}, config=replace(LOCAL, disaggregation="always"))
         job = Pending(0.0, 1e9, {Rank(0): queue_s})
-        cluster.members.backlogs.add(CHAIN.life, JobId(1), job, cluster.clock.now_s())
+        cluster.members.prefill_queues.add(CHAIN.life, JobId(1), job, cluster.clock.now_s())
         chain = (await cluster.plan()).placement.chain
         assert chain is not None and chain.queue_s == pytest.approx(left_s)
 

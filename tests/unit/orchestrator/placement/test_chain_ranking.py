@@ -19,8 +19,8 @@ from baton.prefix_blocks import PromptBlocks
 from baton.sampling_params import SamplingParams
 from baton.types import Epoch, JobId, Rank, RequestId, TokenRange
 from orchestrator.membership.breakers import BreakerPolicy, Breakers
-from orchestrator.membership.members import Members, NoGroupError
-from orchestrator.membership.prefill_book import Pending
+from orchestrator.membership.members import Membership, NoGroupError
+from orchestrator.membership.prefill_queues import Pending
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
 from orchestrator.placement.chain_ranking import ChainRanking, GroupChain
 from orchestrator.placement.chain_width import WidthPolicy
@@ -63,7 +63,7 @@ class Cluster:
     rng: random.Random
     num_groups: int
     clock: ManualClock = field(default_factory=lambda: ManualClock(1000.0))
-    members: Members = field(default_factory=Members)
+    members: Membership = field(default_factory=Membership)
     chooser: Chooser = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class Cluster:
                 record.place(self.clock, placement=plan.placement)
                 if plan.way is not None:
                     job = plan.way.chain.job
-                    self.members.backlogs.add(plan.way.group.life, JobId(number), job, self.clock.now_s())
+                    self.members.prefill_queues.add(plan.way.group.life, JobId(number), job, self.clock.now_s())
             self.clock.advance(self.rng.choice((0.0, 0.001, 0.0173)))
 
     def _prefill(self, number: int) -> PrefillGroup:
@@ -125,7 +125,7 @@ class Cluster:
             due_s = 1000.0 + self.rng.choice((-1.0, 0.005, 9.0))
             tenant = self.rng.choice((DEFAULT_TENANT, Tenant("other")))
             job = Pending(due_s, due_s + self.rng.choice((0.0, 0.01, 1.0)), left_s, tenant)
-            self.members.backlogs.add(group.life, JobId(1000 + number), job, 1000.0)
+            self.members.prefill_queues.add(group.life, JobId(1000 + number), job, 1000.0)
 
     def _hold_back(self, name: str) -> None:
         chance = self.rng.random()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from baton.planning.cost_model import CostModel, Link
 from baton.types import Rank, TokenRange
-from orchestrator.membership.prefill_book import Pending
+from orchestrator.membership.prefill_queues import Pending
 from orchestrator.placement.chain_width import ChainPlan, WidthPolicy, finishes_s, spaced_widths
 from orchestrator.requests.tenants import Tenant
 from tests.support.clusters.planners import linear_planner, planner_of

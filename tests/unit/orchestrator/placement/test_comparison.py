@@ -7,7 +7,7 @@ from baton.results.prefill_trace import PlacementTerms
 from baton.sampling_params import SamplingParams
 from baton.types import Epoch, Rank, RequestId, TokenRange
 from orchestrator.membership.loads import Load
-from orchestrator.membership.prefill_book import Pending
+from orchestrator.membership.prefill_queues import Pending
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
 from orchestrator.placement.chain_width import WidthPolicy
 from orchestrator.placement.comparison import (

@@ -18,8 +18,8 @@ from baton.prefix_blocks import PromptBlocks
 from baton.results.prefill_trace import Placement
 from baton.sampling_params import SamplingParams
 from baton.types import Epoch, FinishReason, JobId, Rank, RequestId, SampledToken, TokenEvent
-from orchestrator.membership.members import Members
-from orchestrator.membership.prefill_book import Pending
+from orchestrator.membership.members import Membership
+from orchestrator.membership.prefill_queues import Pending
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
 from orchestrator.placement.chooser import Chooser, Plan
 from orchestrator.requests.config import Disaggregation, OrchestratorConfig
@@ -59,7 +59,7 @@ class Cluster:
     planner: ChainPlanner = field(default_factory=deciding_planner)
     config: OrchestratorConfig = CONFIG
     clock: ManualClock = field(default_factory=lambda: ManualClock(1000.0))
-    members: Members = field(default_factory=Members)
+    members: Membership = field(default_factory=Membership)
     chooser: Chooser = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class Cluster:
     def busy(self, seconds: float) -> None:
         """The chain's rank has so much before it, due before all else."""
         job = Pending(0.0, 1e9, {Rank(0): seconds})
-        self.members.backlogs.add(CHAIN.life, JobId(1), job, self.clock.now_s())
+        self.members.prefill_queues.add(CHAIN.life, JobId(1), job, self.clock.now_s())
 
     @contextlib.contextmanager
     def rows(self, num_rows: int) -> Iterator[None]:

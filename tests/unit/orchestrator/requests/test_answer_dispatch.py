@@ -18,7 +18,7 @@ from baton.planning.cost_model import CostModel, Link
 from baton.sampling_params import SamplingParams
 from baton.types import RequestId, TokenRange
 from baton.v1 import generate_pb2
-from orchestrator import controller
+from orchestrator import scheduler
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.request import Request
 from orchestrator.requests.tenants import Tenant
@@ -229,7 +229,7 @@ async def test_a_deadline_that_passes_while_an_answer_is_stored_ends_no_request(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("orchestrator.dispatch.streaming._CLOSE_S", 600.0)
-    deadlines = Deadlines(monkeypatch, controller)
+    deadlines = Deadlines(monkeypatch, scheduler)
     async with keeping(folder, num_ranks=0) as made:
         with store_of(made).locked():
             call, got = made.open(made.request(FIRST, SHORT)), Answer()
@@ -249,7 +249,7 @@ async def test_the_next_orchestrator_hears_what_was_stored(folder: Path) -> None
         first = await ask_turn(made, FIRST, PARAMS)
         await made.server.stop()
         async with made.serving(LOCAL):
-            held = made.server.controller._dispatcher.chooser.prefixes
+            held = made.server.scheduler._attempt_runner.chooser.prefixes
             await ask_turn(made, prompt(8, seed=9), SHORT)  # the store is asked when a request comes
             await eventually(lambda: asyncio.sleep(0, len(held)), lambda number: number == 5)
             assert (await ask_turn(made, first.then(20, seed=1), SHORT)).num_cached == 80

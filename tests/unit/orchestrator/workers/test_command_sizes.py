@@ -12,7 +12,7 @@ from baton.results.completion import ModelInfo
 from baton.types import Lease, LeaseRef, RequestId, SlotId, Stamp, StreamNumber
 from baton.v1 import common_pb2, generate_pb2
 from baton.v1 import orchestrator_pb2 as pb
-from orchestrator.api.checks import Intake
+from orchestrator.api.checks import RequestValidator
 from orchestrator.api.reading import RequestReader
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
@@ -21,7 +21,7 @@ from orchestrator.workers.streams import MAX_COMMAND_BYTES
 from tests.support.models.tiny_tokenizer import letter_tokenizer
 
 MODEL = ModelInfo("m", 8192, 2**18, "float32", False, "f")
-READER = RequestReader(Intake(letter_tokenizer(), MODEL, ()))
+READER = RequestReader(RequestValidator(letter_tokenizer(), MODEL, ()))
 NUMBER = StreamNumber(2**64 - 1)
 LEASE = Lease(LeaseRef(SlotId(2**32 - 1), Stamp(2**64 - 1)), RequestId("r"), 1, 1, "h:1", 1.0)
 CONFIG = OrchestratorConfig()

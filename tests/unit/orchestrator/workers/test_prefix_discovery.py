@@ -10,7 +10,7 @@ import pytest
 from baton.modeling.kv.buffers import KvBuffer
 from baton.process.clock import SystemClock
 from baton.types import Epoch, TokenRange
-from orchestrator.membership.members import Members
+from orchestrator.membership.members import Membership
 from orchestrator.membership.view import ClusterView, PrefillGroup
 from orchestrator.placement.prefix_index import PrefixIndex
 from orchestrator.workers.client import Clients
@@ -33,7 +33,7 @@ class Bench:
 
     def __init__(self, rank: PrefillServer) -> None:
         self.rank = rank
-        self.members, self.index, self.clients = Members(), PrefixIndex(), Clients(SECRET)
+        self.members, self.index, self.clients = Membership(), PrefixIndex(), Clients(SECRET)
         self.stores = PrefixStores(self.members, self.clients, self.index)
 
     def keep(self, names: tuple[str, ...]) -> None:

@@ -11,7 +11,7 @@ from baton.planning.model_shape import SHAPES
 from baton.results.prefill_trace import WidthChoice
 from baton.types import Rank, TokenRange
 from baton_lab.traffic.work.chain_turns import ChainTurns
-from orchestrator.membership.prefill_book import Pending
+from orchestrator.membership.prefill_queues import Pending
 from orchestrator.placement.chain_width import ChainPlan, WidthPolicy
 from tests.support.clusters.planners import planner_of
 

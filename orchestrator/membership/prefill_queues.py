@@ -27,7 +27,7 @@ class Pending:
     """The tenant that sent the job's request."""
 
 
-class Backlog:
+class PrefillQueue:
     """The jobs of one group's ranks. Times are those of the orchestrator's monotonic clock."""
 
     def __init__(self) -> None:
@@ -74,29 +74,29 @@ class Backlog:
         self._at_s = max(self._at_s, now_s)
 
 
-class Backlogs:
+class PrefillQueues:
     """Backlogs of all incarnations of groups that have jobs in flight."""
 
     def __init__(self) -> None:
-        self._backlogs: dict[Hashable, Backlog] = {}
+        self._prefill_queues: dict[Hashable, PrefillQueue] = {}
 
     def __len__(self) -> int:
         """Return the number of jobs in flight, in all groups."""
-        return sum(len(backlog) for backlog in self._backlogs.values())
+        return sum(len(prefill_queue) for prefill_queue in self._prefill_queues.values())
 
     def pending(self, life: Hashable, now_s: float) -> tuple[Pending, ...]:
         """Return the jobs of that incarnation of a group, in serving order, with the work left at `now_s`."""
-        backlog = self._backlogs.get(life)
-        return () if backlog is None else backlog.pending(now_s)
+        prefill_queue = self._prefill_queues.get(life)
+        return () if prefill_queue is None else prefill_queue.pending(now_s)
 
     def add(self, life: Hashable, number: JobId, job: Pending, now_s: float) -> None:
         """Add a job to the work of its ranks, in that incarnation of a group."""
-        self._backlogs.setdefault(life, Backlog()).add(number, job, now_s)
+        self._prefill_queues.setdefault(life, PrefillQueue()).add(number, job, now_s)
 
     def release(self, life: Hashable, number: JobId, ranks: Sequence[Rank], now_s: float) -> None:
         """Record that these ranks are done with the job, or will never begin it. Idempotent."""
-        backlog = self._backlogs.get(life)
-        if backlog is not None:
-            backlog.release(number, ranks, now_s)
-            if not len(backlog):
-                del self._backlogs[life]
+        prefill_queue = self._prefill_queues.get(life)
+        if prefill_queue is not None:
+            prefill_queue.release(number, ranks, now_s)
+            if not len(prefill_queue):
+                del self._prefill_queues[life]

@@ -13,7 +13,7 @@ from typing import Any
 from baton.errors import BatonError, ResourceExhaustedError
 from baton.process.clock import Clock
 from baton.types import Lease, LeaseRef, ReserveNumber, StreamNumber
-from orchestrator.membership.members import Members
+from orchestrator.membership.members import Membership
 from orchestrator.workers.client import VERB_TIMEOUT_S, Clients, WorkerClient
 
 logger = logging.getLogger(__name__)
@@ -23,10 +23,10 @@ _MOST_PAUSE_S = 2.0
 """Longest pause between two aborts of the same Reserve: pauses double, from `_FIRST_PAUSE_S` on."""
 
 
-class Givebacks:
-    """Calls that free what attempts held, each in a task of its own. Owned by the dispatcher."""
+class LeaseReaper:
+    """Calls that free what attempts held, each in a task of its own. Owned by the attempt runner."""
 
-    def __init__(self, members: Members, clients: Clients, clock: Clock, *, lease_ttl_s: float) -> None:
+    def __init__(self, members: Membership, clients: Clients, clock: Clock, *, lease_ttl_s: float) -> None:
         self._members = members
         self._clients = clients
         self._clock = clock

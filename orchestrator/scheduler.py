@@ -31,11 +31,11 @@ from orchestrator.admission.fair_queue import FairQueue
 from orchestrator.admission.forecast import ChainForecast, Forecast
 from orchestrator.admission.gate import Admission, Entry
 from orchestrator.admission.undelivered import Outbox, Outboxes
-from orchestrator.dispatch.attempt import Dispatcher
+from orchestrator.dispatch.attempt import AttemptRunner
 from orchestrator.dispatch.streaming import Emit
 from orchestrator.dispatch.suspects import Suspects
 from orchestrator.membership.breakers import Breakers, RetryBudget, tells_of_the_group
-from orchestrator.membership.members import Members
+from orchestrator.membership.members import Membership
 from orchestrator.observability.journal import Journal
 from orchestrator.observability.metrics import Metrics
 from orchestrator.observability.state import Overview
@@ -45,8 +45,8 @@ from orchestrator.requests.record import Event, Finished, RequestRecord, Started
 from orchestrator.requests.request import Request
 from orchestrator.requests.states import RequestMove
 from orchestrator.requests.tenants import DEFAULT_TENANT
-from orchestrator.workers.census import Census
 from orchestrator.workers.client import Clients
+from orchestrator.workers.worker_poller import WorkerPoller
 
 logger = logging.getLogger(__name__)
 
@@ -66,12 +66,12 @@ class _Run:
     """Events for its stream."""
 
 
-class Controller:
+class RequestScheduler:
     """Owns the queue and all running requests. Make it, `start` it, `generate`, `close` it."""
 
     def __init__(
         self,
-        members: Members,
+        members: Membership,
         clock: Clock,
         config: OrchestratorConfig | None = None,
         *,
@@ -81,7 +81,7 @@ class Controller:
         on_failure: Callable[[], None] | None = None,
     ) -> None:
         """`planner` is asked for every request. `secret` is the cluster's, sent with each call to a worker. `traces`
-        get every request that has ended, and are closed with the controller. `on_failure` is called when an attempt
+        get every request that has ended, and are closed with the scheduler. `on_failure` is called when an attempt
         has failed, so that a supervisor can check its workers at once."""
         self.metrics, self._traces = Metrics(), traces or Traces()
         self._journal = Journal(clock, self.metrics, self._traces, planner)
@@ -94,15 +94,15 @@ class Controller:
         self._outboxes = Outboxes()
         self._admission = Admission(self._config, clock, FairQueue())
         self._clients = Clients(secret)
-        self._dispatcher = Dispatcher(members, self._clients, planner, clock, self._config)
+        self._attempt_runner = AttemptRunner(members, self._clients, planner, clock, self._config)
         self._suspects = Suspects(members, self._clients)
-        self._forecast = ChainForecast(self._dispatcher.chooser)
+        self._forecast = ChainForecast(self._attempt_runner.chooser)
         ttl_s = self._config.lease_ttl_s
-        self._census = Census(members, self._clients, clock, self._journal.stepped, lease_ttl_s=ttl_s)
-        chooser = self._dispatcher.chooser
-        self.overview = Overview(members, self._census, self._admission, chooser, clock, lease_ttl_s=ttl_s)
+        self._poller = WorkerPoller(members, self._clients, clock, self._journal.stepped, lease_ttl_s=ttl_s)
+        chooser = self._attempt_runner.chooser
+        self.overview = Overview(members, self._poller, self._admission, chooser, clock, lease_ttl_s=ttl_s)
         self._scaler = Scaler(
-            *(members, self.overview, self._dispatcher.chooser.occupancy, planner, self.metrics),
+            *(members, self.overview, self._attempt_runner.chooser.generation_load, planner, self.metrics),
             clock=clock,
             config=self._config.autoscaling,
         )
@@ -114,9 +114,9 @@ class Controller:
         members.on_update, members.breakers = self._resize, Breakers(clock)
 
     def start(self) -> None:
-        """Start the periodic census of the workers, and scaling. To be called once, on the loop."""
+        """Start the periodic polls of the workers, and scaling. To be called once, on the loop."""
         self._resize()
-        self._counting = asyncio.create_task(self._census.run(self._config.poll_s))
+        self._counting = asyncio.create_task(self._poller.run(self._config.poll_s))
         self._scaler.start()
 
     async def close(self, grace_s: float = 0.0) -> None:
@@ -131,7 +131,7 @@ class Controller:
         await _cancel(*self._tasks)
         if self._counting is not None:
             await _cancel(self._counting)
-        await self._dispatcher.close()
+        await self._attempt_runner.close()
         await self._clients.prune(())
         await self._traces.close()
 
@@ -140,7 +140,7 @@ class Controller:
 
         Before Started, raises InvalidArgumentError for more choices than any group has slots and for exactness where
         every group is approximate, ResourceExhaustedError when the queue is full or the deadline too near, and
-        UnavailableError once the controller is closing. Finished carries every later failure.
+        UnavailableError once the scheduler is closing. Finished carries every later failure.
         """
         if self._closing:
             raise UnavailableError(_CLOSING)
@@ -295,7 +295,7 @@ class Controller:
             num_before = record.num_output_tokens
             try:
                 async with self._suspects.trial(record, emit) as watched:
-                    await self._dispatcher.attempt(record, watched)
+                    await self._attempt_runner.attempt(record, watched)
                 return
             except BatonError as error:
                 self._note_failure(record, error)
@@ -314,7 +314,7 @@ class Controller:
     async def _taken_over(self, record: RequestRecord, emit: Emit) -> bool:
         """Return whether a generation group had kept the request's stream, and has now run it to its end."""
         try:
-            await self._dispatcher.take_over(record, emit)
+            await self._attempt_runner.take_over(record, emit)
         except NotFoundError as error:
             logger.info("resumed again request=%s: %s", record.request_id, error)
             return False

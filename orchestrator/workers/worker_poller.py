@@ -2,7 +2,7 @@
 
 A leak is a slot or job that for over 2 s without pause belonged to no request of this orchestrator, and to no stream
 kept for a client to resume. A slot that is only leased, perhaps by a Reserve whose answer was lost, is a leak when it
-has not ended by its ttl. Run by `orchestrator.controller`; read by `orchestrator.observability.state`. On the loop.
+has not ended by its ttl. Run by `orchestrator.scheduler`; read by `orchestrator.observability.state`. On the loop.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from baton.errors import BatonError
 from baton.process.clock import Clock
 from baton.process.endless import Pauses, repeat
 from baton.types import Epoch
-from orchestrator.membership.members import Members
+from orchestrator.membership.members import Membership
 from orchestrator.membership.view import GenerationGroup, Group, PrefillGroup
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.workers.client import Clients
@@ -70,12 +70,12 @@ class Leaks:
         return max(self._beyond_leases.num_leaked, self._all.num_leaked)
 
 
-class Census:
+class WorkerPoller:
     """Statuses and leaks of the workers of all groups that are present."""
 
     def __init__(
         self,
-        members: Members,
+        members: Membership,
         clients: Clients,
         clock: Clock,
         on_step: Callable[[StepSample], None] = lambda step: None,
@@ -105,7 +105,7 @@ class Census:
             await self.look()
             await asyncio.sleep(period_s)
 
-        await repeat("the census of workers", look, Pauses(period_s, _MOST_PAUSE_S))
+        await repeat("polling the workers", look, Pauses(period_s, _MOST_PAUSE_S))
 
     async def look(self) -> None:
         """Poll every worker, unless all of them reported within the last QUIET_S that they hold nothing, and no worker

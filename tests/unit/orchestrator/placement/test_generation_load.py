@@ -8,7 +8,7 @@ import pytest
 from baton.results.prefill_trace import PlacementTerms
 from baton.sampling_params import SamplingParams
 from baton.types import RequestId, SampledToken, TokenEvent
-from orchestrator.placement.generation_book import Occupancy
+from orchestrator.placement.generation_load import GenerationLoad
 from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.request import Request
 from orchestrator.requests.states import RequestMove
@@ -34,11 +34,11 @@ def token(made: RequestRecord, at_s: float, index: int = 0) -> None:
 
 
 @pytest.fixture
-def book() -> Occupancy:
-    return Occupancy(linear_planner())
+def book() -> GenerationLoad:
+    return GenerationLoad(linear_planner())
 
 
-def test_a_prefill_counts_until_its_token_whatever_the_worker_s_clock_says(book: Occupancy) -> None:
+def test_a_prefill_counts_until_its_token_whatever_the_worker_s_clock_says(book: GenerationLoad) -> None:
     made = record()
     book.place(made, "life", TERMS, now_s=NOW_S, has_room=True)
     assert book.queue_s("life", NOW_S) == pytest.approx(2.0)
@@ -52,7 +52,7 @@ def test_a_prefill_counts_until_its_token_whatever_the_worker_s_clock_says(book:
 
 def test_what_it_took_is_told_once_though_it_was_over_when_somebody_looked(monkeypatch: pytest.MonkeyPatch) -> None:
     planner = linear_planner()
-    book, made = Occupancy(planner), record()
+    book, made = GenerationLoad(planner), record()
     told: list[tuple[float, ...]] = []
     monkeypatch.setattr(planner, "observe_local", lambda *seconds: told.append(seconds))
     book.place(made, "life", TERMS, now_s=NOW_S, has_room=True)
@@ -62,7 +62,7 @@ def test_what_it_took_is_told_once_though_it_was_over_when_somebody_looked(monke
     assert told == [pytest.approx((3.0, 2.0 / planner.local_factor))]
 
 
-def test_a_retried_request_is_prefilled_until_it_goes_on(book: Occupancy) -> None:
+def test_a_retried_request_is_prefilled_until_it_goes_on(book: GenerationLoad) -> None:
     made = record()
     token(made, NOW_S + 1)
     made.retry()
@@ -73,7 +73,7 @@ def test_a_retried_request_is_prefilled_until_it_goes_on(book: Occupancy) -> Non
     assert book.queue_s("life", NOW_S + 6) == 0.0
 
 
-def test_an_attempt_that_is_planned_at_another_group_counts_there_alone(book: Occupancy) -> None:
+def test_an_attempt_that_is_planned_at_another_group_counts_there_alone(book: GenerationLoad) -> None:
     made = record()
     for life in ("full", "free"):
         book.place(made, life, TERMS, now_s=NOW_S, has_room=True)
@@ -81,7 +81,7 @@ def test_an_attempt_that_is_planned_at_another_group_counts_there_alone(book: Oc
     assert (book.context_tokens("free"), len(book)) == (3.0, 1)
 
 
-def test_attempts_at_groups_of_which_nobody_asks_any_more_are_forgotten(book: Occupancy) -> None:
+def test_attempts_at_groups_of_which_nobody_asks_any_more_are_forgotten(book: GenerationLoad) -> None:
     ended = [record() for _ in range(3)]
     for number, made in enumerate(ended):
         book.place(made, f"gone {number}")

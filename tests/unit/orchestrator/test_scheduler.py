@@ -1,4 +1,4 @@
-"""The controller without gRPC: events in order and one end, whatever ends it. Its faults: tests/faults."""
+"""The orchestrator without gRPC: events in order and one end, whatever ends it. Its faults: tests/faults."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,9 +10,9 @@ import pytest
 from baton.errors import DeadlineExceededError, ResourceExhaustedError, UnavailableError
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, RequestId, TokenEvent
-from orchestrator.controller import Controller
 from orchestrator.requests.record import Event, Finished, Started
 from orchestrator.requests.request import Request
+from orchestrator.scheduler import RequestScheduler
 from tests.support.clusters.clients import CLOCK
 from tests.support.clusters.cluster import HASTY, BareCluster, cluster
 from tests.support.clusters.planners import linear_planner
@@ -31,12 +31,12 @@ async def running() -> AsyncIterator[BareCluster]:
         yield made
 
 
-async def events_of(controller: Controller, spec: Request) -> list[Event]:
-    return [event async for event in controller.generate(spec)]
+async def events_of(scheduler: RequestScheduler, spec: Request) -> list[Event]:
+    return [event async for event in scheduler.generate(spec)]
 
 
 async def test_a_stream_starts_brings_tokens_and_finishes(running: BareCluster) -> None:
-    started, *tokens, finished = await events_of(running.server.controller, SPEC)
+    started, *tokens, finished = await events_of(running.server.scheduler, SPEC)
     assert started == Started(SPEC.request_id, num_prompt_tokens=20, seed=4)
     ids = [event.token.token_id for event in tokens if isinstance(event, TokenEvent) and event.token is not None]
     assert ids == reference_ids(running.decoder, SPEC.prompt_ids, SPEC.params)
@@ -47,22 +47,22 @@ async def test_a_stream_starts_brings_tokens_and_finishes(running: BareCluster) 
 
 
 async def test_a_closed_stream_is_cancelled_everywhere(running: BareCluster) -> None:
-    async with aclosing(running.server.controller.generate(LONG)) as events:
+    async with aclosing(running.server.scheduler.generate(LONG)) as events:
         assert isinstance(await anext(events), Started)
         assert isinstance(await anext(events), TokenEvent)
-    assert (await running.server.controller.overview.state()).num_running == 0
+    assert (await running.server.scheduler.overview.state()).num_running == 0
 
 
 async def test_a_request_that_is_closed_before_its_task_begins_leaves_the_queue(running: BareCluster) -> None:
-    controller = running.server.controller
-    events = controller.generate(LONG)
+    scheduler = running.server.scheduler
+    events = scheduler.generate(LONG)
     await anext(events)  # Started is there without waiting for the task
     await events.aclose()
-    assert (await controller.overview.state()).num_running == 0
+    assert (await scheduler.overview.state()).num_running == 0
 
 
 async def test_a_passed_deadline_is_the_end(running: BareCluster) -> None:
-    *_, finished = await events_of(running.server.controller, replace(LONG, deadline_s=CLOCK.now_s()))
+    *_, finished = await events_of(running.server.scheduler, replace(LONG, deadline_s=CLOCK.now_s()))
     assert isinstance(finished, Finished)
     assert finished.reasons == (FinishReason.DEADLINE,)
     assert isinstance(finished.error, DeadlineExceededError)
@@ -70,11 +70,13 @@ async def test_a_passed_deadline_is_the_end(running: BareCluster) -> None:
 
 async def test_a_failure_is_in_the_end_and_is_told_to_whoever_supervises(running: BareCluster) -> None:
     told = asyncio.Event()
-    controller = Controller(running.members, CLOCK, HASTY, planner=linear_planner(), secret=SECRET, on_failure=told.set)
-    controller.start()
+    scheduler = RequestScheduler(
+        running.members, CLOCK, HASTY, planner=linear_planner(), secret=SECRET, on_failure=told.set
+    )
+    scheduler.start()
     running.members.update(replace(running.view(), generation=()))
-    *_, finished = await events_of(controller, SPEC)
-    await controller.close()
+    *_, finished = await events_of(scheduler, SPEC)
+    await scheduler.close()
     assert isinstance(finished, Finished)
     assert (finished.reasons, type(finished.error).__mro__[1]) == ((FinishReason.ERROR,), UnavailableError)
     assert told.is_set()
@@ -82,27 +84,27 @@ async def test_a_failure_is_in_the_end_and_is_told_to_whoever_supervises(running
 
 
 async def test_a_full_queue_refuses_before_the_start(running: BareCluster) -> None:
-    controller = running.server.controller
-    async with aclosing(controller.generate(LONG)) as first, aclosing(controller.generate(LONG)) as second:
+    scheduler = running.server.scheduler
+    async with aclosing(scheduler.generate(LONG)) as first, aclosing(scheduler.generate(LONG)) as second:
         await anext(first)
         await anext(second)
         with pytest.raises(ResourceExhaustedError):
-            await anext(controller.generate(LONG))
+            await anext(scheduler.generate(LONG))
 
 
 async def test_a_closing_controller_ends_what_runs_and_refuses_what_comes(running: BareCluster) -> None:
-    controller = Controller(running.members, CLOCK, HASTY, planner=linear_planner(), secret=SECRET)
-    controller.start()
-    events = controller.generate(LONG)
+    scheduler = RequestScheduler(running.members, CLOCK, HASTY, planner=linear_planner(), secret=SECRET)
+    scheduler.start()
+    events = scheduler.generate(LONG)
     await anext(events)
     reading = asyncio.create_task(drained(events))
-    await controller.close()
+    await scheduler.close()
     finished = await reading
     assert isinstance(finished, Finished)
     assert isinstance(finished.error, UnavailableError)
     with pytest.raises(UnavailableError, match="shutting down"):
-        await anext(controller.generate(SPEC))
-    await controller.close()
+        await anext(scheduler.generate(SPEC))
+    await scheduler.close()
 
 
 async def drained(events: AsyncIterator[Event]) -> Event:

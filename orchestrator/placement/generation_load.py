@@ -48,7 +48,7 @@ class _Guest:
         return self.record.state is RequestState.STREAMING or self.took_s is not None
 
 
-class Occupancy:
+class GenerationLoad:
     """The attempts at all generation groups, by the groups' lives."""
 
     def __init__(self, planner: ChainPlanner) -> None:

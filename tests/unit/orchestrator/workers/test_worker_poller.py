@@ -10,10 +10,10 @@ import pytest
 from baton.calls.cluster_state import GenerationStatus
 from baton.errors import UnavailableError
 from baton.process.clock import SystemClock
-from orchestrator.membership.members import Members
+from orchestrator.membership.members import Membership
 from orchestrator.membership.view import ClusterView, GenerationGroup
-from orchestrator.workers.census import LEAK_S, Census, Excess, Leaks
 from orchestrator.workers.client import Clients, WorkerClient
+from orchestrator.workers.worker_poller import LEAK_S, Excess, Leaks, WorkerPoller
 from tests.support.manual_clock import ManualClock
 from tests.support.wire.secret import SECRET
 
@@ -52,9 +52,9 @@ def test_leased_slots_are_leaked_after_their_ttl_and_others_before() -> None:
     assert watched(Leaks(30.0), 3, 1, over_s=LEAK_S) == 2
 
 
-def members_with(endpoint: str = "127.0.0.1:1") -> Members:
+def members_with(endpoint: str = "127.0.0.1:1") -> Membership:
     """Members of one generation group."""
-    members = Members()
+    members = Membership()
     members.update(ClusterView(generation=(GenerationGroup("group", endpoint, "layout", 1, 100),)))
     return members
 
@@ -76,12 +76,12 @@ class LeakyClients(Clients):
 
 async def test_leaks_are_counted_anew_after_a_gap_in_answers() -> None:
     clients, clock = LeakyClients(SECRET), ManualClock()
-    census = Census(members_with(), clients, clock)
+    poller = WorkerPoller(members_with(), clients, clock)
     counts = []
     for answers in (True, True, False, True, True):
         clients.answers = answers
-        await census.ask()
-        counts.append(census.groups()[0].num_leaked)
+        await poller.ask()
+        counts.append(poller.groups()[0].num_leaked)
         clock.advance(LEAK_S)
     assert counts == [0, 1, 0, 0, 1]
 
@@ -97,15 +97,15 @@ async def test_a_worker_that_has_left_while_it_was_asked_ends_no_other_question(
     async with await asyncio.start_server(answer_nothing, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         members, clients = members_with(f"127.0.0.1:{port}"), Clients(SECRET)
-        census = Census(members, clients, SystemClock())
-        asking = asyncio.create_task(census.ask())
+        poller = WorkerPoller(members, clients, SystemClock())
+        asking = asyncio.create_task(poller.ask())
         await connected.wait()
         members.update(ClusterView())
-        await census.ask()
+        await poller.ask()
         gone.set()
         await asking
         await clients.prune(())
-    assert census.groups() == ()
+    assert poller.groups() == ()
 
 
 class CountingClients(Clients):
@@ -124,13 +124,13 @@ class CountingClients(Clients):
 
 async def test_workers_that_hold_nothing_are_asked_seldom() -> None:
     members, clients, clock = members_with(), CountingClients(SECRET), ManualClock()
-    census = Census(members, clients, clock)
+    poller = WorkerPoller(members, clients, clock)
 
     async def looks(num_looks: int) -> int:
         """Look that often, 0.5 s apart; return how many questions were asked."""
         before = clients.num_asked
         for _ in range(num_looks):
-            await census.look()
+            await poller.look()
             clock.advance(0.5)
         return clients.num_asked - before
 
@@ -165,7 +165,7 @@ class FailingClients(Clients):
 
 async def test_a_failure_that_nobody_foresaw_ends_no_census(caplog: pytest.LogCaptureFixture) -> None:
     clients = FailingClients()
-    counting = asyncio.create_task(Census(members_with(), clients, SystemClock()).run(0.01))
+    counting = asyncio.create_task(WorkerPoller(members_with(), clients, SystemClock()).run(0.01))
     await asyncio.wait_for(clients.used_again.wait(), 60)
     counting.cancel()
     with pytest.raises(asyncio.CancelledError):
