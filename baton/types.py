@@ -168,7 +168,7 @@ class DraftRound:
     """A step that verified drafts for one choice."""
 
     source: str
-    """Name of the drafter: streaming (the model over few keys) or ngram (the text). Later versions may add others."""
+    """Name of the proposer: streaming (the model over few keys) or ngram (the text). Later versions may add others."""
     num_drafts: int
     """Drafts that were verified."""
     num_accepted: int

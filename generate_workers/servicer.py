@@ -38,8 +38,8 @@ from baton.transport.proto_types import history_from_proto, kernels_to_proto, le
 from baton.types import KvLayout, StreamNumber, TokenEvent
 from baton.v1 import common_pb2, generate_pb2, generate_pb2_grpc
 from generate_workers.config import EngineConfig
+from generate_workers.engine.chunked_prefill import ChunkedPrefillPolicy
 from generate_workers.engine.core import GenerationEngine
-from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.device_steps import make_device_steps
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.rows import GenerationRequest
@@ -242,10 +242,10 @@ class GenerationServer:
                 prefix_folder, slots, secret, limit_bytes=prefix_bytes, clock=clock, disk=prefix_disk
             )
         reclaim = prefixes.saver.give_up if prefixes is not None else None
-        batcher = DecodeFirst.of(config, decoder.config)
+        scheduling_policy = ChunkedPrefillPolicy.of(config, decoder.config)
         engine = GenerationEngine(
             *(decoder, tokenizer, slots, clock, config),
-            batcher=batcher,
+            scheduling_policy=scheduling_policy,
             speculation=speculation,
             reclaim=reclaim,
             decode_steps=decode_steps,

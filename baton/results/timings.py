@@ -12,7 +12,7 @@ class DraftCounts:
     """Drafts from one source, over some steps."""
 
     source: str
-    """Name of the drafter: streaming (the model over few keys) or ngram (the text). Later versions may add others."""
+    """Name of the proposer: streaming (the model over few keys) or ngram (the text). Later versions may add others."""
     num_rounds: int = 0
     """Steps that verified drafts, counted once for each choice that had drafts."""
     num_drafted: int = 0

@@ -1,7 +1,7 @@
 """A generation engine under closed loops of users, in process: every step's time, and which part of it the host takes.
 
-The engine is made as a worker of a cluster without prefill groups makes it, with its batcher, its speculation and its
-CUDA graphs. Its streams go to the process's asyncio loop. It runs without Ray and gRPC, so their costs are not
+The engine is made as a worker of a cluster without prefill groups makes it, with its scheduling policy, its speculation
+and its CUDA graphs. Its streams go to the process's asyncio loop. It runs without Ray and gRPC, so their costs are not
 included.
 """
 
@@ -23,8 +23,8 @@ from baton.sampling_params import SamplingParams
 from baton.text.tokenizer import Tokenizer
 from baton.types import RequestId, StreamNumber, TokenEvent
 from generate_workers.config import EngineConfig
+from generate_workers.engine.chunked_prefill import ChunkedPrefillPolicy
 from generate_workers.engine.core import GenerationEngine
-from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.device_steps import make_device_steps
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.rows import GenerationRequest
@@ -122,11 +122,15 @@ class Timed:
 class LoggedEngine(GenerationEngine):
     """An engine that logs its steps."""
 
-    def __init__(self, *args: Any, batcher: Any, speculation: Any, decode_steps: Any, **options: Any) -> None:
-        self._batching, self._drafting, self._on_device = Timed(batcher), Timed(speculation), Timed(decode_steps)
+    def __init__(self, *args: Any, scheduling_policy: Any, speculation: Any, decode_steps: Any, **options: Any) -> None:
+        self._batching, self._drafting, self._on_device = (
+            Timed(scheduling_policy),
+            Timed(speculation),
+            Timed(decode_steps),
+        )
         super().__init__(
             *args,
-            batcher=self._batching,
+            scheduling_policy=self._batching,
             speculation=self._drafting if speculation is not None else None,
             decode_steps=self._on_device if decode_steps is not None else None,
             **options,
@@ -154,7 +158,7 @@ def running_engine(decoder: Decoder, config: EngineConfig) -> Iterator[LoggedEng
     slots = SlotTable(memory, clock, endpoint="none:0")
     engine = LoggedEngine(
         *(decoder, tokenizer, slots, clock, config),
-        batcher=DecodeFirst.of(config, decoder.config),
+        scheduling_policy=ChunkedPrefillPolicy.of(config, decoder.config),
         speculation=make_speculation(decoder, slots, config, clock),
         decode_steps=make_device_steps(decoder, memory.residency, config, clock),
     )

@@ -34,7 +34,7 @@ class StepTimes:
 
 
 class PagedRows:
-    """Rows of residency `device` that take steps together, as `generate_workers.engine.step_runner` runs them."""
+    """Rows of residency `device` that take steps together, as `generate_workers.engine.model_runner` runs them."""
 
     def __init__(self, decoder: Decoder, residency: PagedResidency, batch: int, context: int, most_tokens: int) -> None:
         """Open rows of `context` tokens each, whose KV is random, with room for `most_tokens` tokens."""

@@ -18,7 +18,7 @@ from baton.types import FinishReason, KvLayout, SampledToken, TokenEvent
 from baton.v1 import generate_pb2_grpc
 from benchmarks.gateways.process import Answer, usage
 from generate_workers.engine.core import GenerationEngine
-from generate_workers.engine.rows import EventSink, GenerationRequest, Ticket
+from generate_workers.engine.rows import EventSink, GenerationRequest, StreamId
 from generate_workers.engine.status import EngineStatus
 from generate_workers.residency.traits import policy_named
 from generate_workers.servicer import GenerationServicer
@@ -56,23 +56,23 @@ class ScriptedEngine:
         self._says_time = says_time
         self.residency = SimpleNamespace(traits=policy_named("device"))
         self._num_slots = num_slots
-        self._rows: dict[Ticket, _Row] = {}
+        self._rows: dict[StreamId, _Row] = {}
         self._lock = threading.Lock()
         self._num_opened = 0
         self._num_steps = 0
 
-    def submit(self, request: GenerationRequest, on_event: EventSink, _hook: object) -> Ticket:
+    def submit(self, request: GenerationRequest, on_event: EventSink, _hook: object) -> StreamId:
         """Open a stream, which gets its tokens at later steps."""
         with self._lock:
             self._num_opened += 1
-            ticket = Ticket(self._num_opened)
-            self._rows[ticket] = _Row(request, on_event, len(request.output_ids))
-        return ticket
+            stream_id = StreamId(self._num_opened)
+            self._rows[stream_id] = _Row(request, on_event, len(request.output_ids))
+        return stream_id
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, stream_id: StreamId) -> None:
         """End a stream with a cancelled event; does nothing if it has ended."""
         with self._lock:
-            row = self._rows.pop(ticket, None)
+            row = self._rows.pop(stream_id, None)
         if row is not None:
             row.sink(TokenEvent(row.index, None, "", time.time_ns(), FinishReason.CANCELLED))
 
@@ -82,13 +82,13 @@ class ScriptedEngine:
             rows = list(self._rows.items())
             now_ns = time.time_ns()
             text = f" {now_ns}" if self._says_time else " word"
-            for ticket, row in rows:
+            for stream_id, row in rows:
                 is_last = row.index + 1 == row.request.params.max_tokens
                 finish = FinishReason.LENGTH if is_last else None
                 row.sink(TokenEvent(row.index, SampledToken(FIRST_ID + row.index), text, now_ns, finish))
                 row.index += 1
                 if is_last:
-                    del self._rows[ticket]
+                    del self._rows[stream_id]
         self._num_steps += 1
 
     def status(self) -> EngineStatus:

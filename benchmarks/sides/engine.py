@@ -24,8 +24,8 @@ from baton.text.tokenizer import Tokenizer
 from baton.types import RequestId, TokenEvent
 from benchmarks.support.streams import Load, Measured, StreamTimes
 from generate_workers.config import EngineConfig
+from generate_workers.engine.chunked_prefill import ChunkedPrefillPolicy
 from generate_workers.engine.core import GenerationEngine
-from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.rows import GenerationRequest
 from generate_workers.slots.table import SlotTable
@@ -105,10 +105,10 @@ def _run(pipe: Connection, spec: EngineSpec) -> None:
     config, clock = spec.config, SystemClock()
     most = min(config.max_slot_tokens, decoder.config.max_position)
     slots = SlotTable(make_memory(decoder, replace(config, max_slot_tokens=most)), clock, endpoint="none:0")
-    batcher = DecodeFirst.of(config, decoder.config)
+    scheduling_policy = ChunkedPrefillPolicy.of(config, decoder.config)
     engine = GenerationEngine(
         *(decoder, Tokenizer.load(spec.folder), slots, clock, config),
-        batcher=batcher,
+        scheduling_policy=scheduling_policy,
         speculation=make_speculation(decoder, slots, config, clock),
     )
     engine.start()

@@ -21,8 +21,8 @@ from baton.text.tokenizer import Tokenizer
 from baton.transport.kv_sink import ReserveSpec
 from baton.types import Lease, RequestId, SampledToken, TokenRange
 from generate_workers.config import EngineConfig
+from generate_workers.engine.chunked_prefill import ChunkedPrefillPolicy
 from generate_workers.engine.core import GenerationEngine
-from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.rows import GenerationRequest
 from generate_workers.engine.status import StepStats
@@ -54,8 +54,10 @@ class EngineRows:
         Raises InvalidArgumentError and ResourceExhaustedError when the rows' KV does not fit."""
         clock = SystemClock()
         slots = SlotTable(make_memory(decoder, config), clock, endpoint="none:0")
-        batcher = DecodeFirst.of(config, decoder.config)
-        engine = GenerationEngine(decoder, Tokenizer.load(folder), slots, clock, config, batcher=batcher)
+        scheduling_policy = ChunkedPrefillPolicy.of(config, decoder.config)
+        engine = GenerationEngine(
+            decoder, Tokenizer.load(folder), slots, clock, config, scheduling_policy=scheduling_policy
+        )
         params = SamplingParams(max_tokens=max_steps + 1, temperature=0, ignore_eos=True)
         source = KvBuffer(decoder.layout, TokenRange(0, max(lengths)))
         source.data.normal_()

@@ -21,8 +21,8 @@ from baton.transport.kv_sink import ReserveSpec
 from baton.types import RequestId, SampledToken, SlotId, TokenEvent, TokenRange
 from baton_lab.comparators.drafts import make_speculation
 from generate_workers.config import EngineConfig
+from generate_workers.engine.chunked_prefill import ChunkedPrefillPolicy
 from generate_workers.engine.core import GenerationEngine
-from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.rows import GenerationRequest
 from generate_workers.engine.speculation import SpeculationStats
@@ -98,10 +98,12 @@ class TextRows:
         as `make_speculation` takes it."""
         clock = SystemClock()
         slots = SlotTable(make_memory(decoder, config), clock, endpoint="none:0")
-        batcher = DecodeFirst.of(config, decoder.config)
+        scheduling_policy = ChunkedPrefillPolicy.of(config, decoder.config)
         drafting = make_speculation(speculation, decoder, slots, config, clock)
         engine = GenerationEngine(
-            *(decoder, Tokenizer.load(folder), slots, clock, config), batcher=batcher, speculation=drafting
+            *(decoder, Tokenizer.load(folder), slots, clock, config),
+            scheduling_policy=scheduling_policy,
+            speculation=drafting,
         )
         rows = cls(engine, decoder, slots, [len(text.token_ids) for text in texts])
         try:

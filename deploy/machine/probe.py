@@ -25,7 +25,7 @@ from baton.modeling.kv.buffers import TORCH_DTYPES, BufferSpan, KvBuffer
 from baton.planning.chips import Chip
 from baton.planning.model_shape import ModelShape
 from baton.types import TokenRange
-from generate_workers.engine.step_runner import bytes_per_step
+from generate_workers.engine.model_runner import bytes_per_step
 
 _READ_BYTES = 2**28
 _OUT_OF_CACHE_BYTES = 2**28

@@ -1,8 +1,8 @@
 """The generation engine: continuous batching on a thread of its own.
 
-`servicer` submits a stream to the `inbox`, from any thread. The stream joins the batch between two steps: when its
-lease is committed or, without a lease, when a slot is free. Each step runs one forward over all sequences
-(`step_runner`), samples their next tokens together, and emits events. A sequence's slot is freed before its terminal
+`servicer` submits a stream to the `request_queue`, from any thread. The stream joins the batch between two steps: when
+its lease is committed or, without a lease, when a slot is free. Each step runs one forward over all sequences
+(`model_runner`), samples their next tokens together, and emits events. A sequence's slot is freed before its terminal
 event is sent, unless the stream's RowEndHook takes the slot over. When memory runs out, the youngest sequences are
 preempted (`preemption`).
 
@@ -10,7 +10,7 @@ A stream with several choices has one slot, one sequence (Row) and one terminal 
 prefilled, or pushed, once, for the first choice. When its KV is in place, the other choices get a copy, and all choices
 sample their first tokens from the same logits.
 
-`step` and all that it calls run only on the thread 'generate-engine'. StreamBook holds the state that other threads
+`step` and all that it calls run only on the thread 'generate-engine'. RequestQueue holds the state that other threads
 share.
 """
 
@@ -33,15 +33,15 @@ from baton.text.token_masks import TokenMasks
 from baton.text.tokenizer import Tokenizer
 from baton.types import DraftRound, FinishReason, SampledToken, TokenEvent
 from generate_workers.config import EngineConfig
-from generate_workers.engine.batcher import Batcher, StepPlan
-from generate_workers.engine.inbox import StreamBook
+from generate_workers.engine.model_runner import DecodeSteps, ModelRunner
 from generate_workers.engine.preemption import RunningRows
-from generate_workers.engine.rows import EngineStream, EventSink, GenerationRequest, Row, RowEndHook, Ticket
+from generate_workers.engine.request_queue import RequestQueue
+from generate_workers.engine.rows import EngineStream, EventSink, GenerationRequest, Row, RowEndHook, StreamId
+from generate_workers.engine.scheduling_policy import SchedulingPolicy, StepPlan
 from generate_workers.engine.speculation import Speculation
 from generate_workers.engine.status import EngineStatus, StepStats
-from generate_workers.engine.step_runner import DecodeSteps, StepRunner
 from generate_workers.residency.port import Residency, RowError
-from generate_workers.slots.leases import Seat
+from generate_workers.slots.leases import BatchSlot
 from generate_workers.slots.table import SlotTable
 
 logger = logging.getLogger(__name__)
@@ -58,13 +58,13 @@ class GenerationEngine:
         clock: Clock,
         config: EngineConfig,
         *,
-        batcher: Batcher,
+        scheduling_policy: SchedulingPolicy,
         speculation: Speculation | None = None,
         reclaim: Callable[[], bool] | None = None,
         decode_steps: DecodeSteps | None = None,
         crash_note: str = "",
     ) -> None:
-        """The engine takes ownership of `batcher` and `speculation`. `reclaim` is called when memory is short: it
+        """Takes ownership of `scheduling_policy` and `speculation`. `reclaim` is called when memory is short: it
         releases slots that hooks have taken over, and returns whether it released any. `decode_steps`, if given, runs
         the steps that it supports. `crash_note`: path of the process's crash note; empty without one."""
         self.residency: Residency = slots.memory.residency
@@ -78,15 +78,15 @@ class GenerationEngine:
         self._is_maximal = config.acceptance == "maximal"
         self._max_tokens = min(slots.max_slot_tokens, decoder.config.max_position)
         self._grammars = Grammars(tokenizer.to_json, decoder.config.eos_token_ids)
-        self._book = StreamBook(config.max_waiting, lambda: slots.ledger().num_free)
-        slots.on_change, slots.on_abandon = self._book.wake, self._book.abandon
+        self._queue = RequestQueue(config.max_waiting, lambda: slots.ledger().num_free)
+        slots.on_change, slots.on_abandon = self._queue.wake, self._queue.abandon
 
         # Used by the engine's thread alone:
-        self._running = RunningRows(slots, batcher, speculation)
-        self._runner = StepRunner(decoder, self.residency, decode_steps)
+        self._running = RunningRows(slots, scheduling_policy, speculation)
+        self._runner = ModelRunner(decoder, self.residency, decode_steps)
         self._computed = ComputedNow(crash_note)
         self._waiting: deque[EngineStream] = deque()
-        self._leased: dict[Ticket, EngineStream] = {}
+        self._leased: dict[StreamId, EngineStream] = {}
         self._num_steps = 0
         self._num_not_finite = 0
         self._last_step: StepStats | None = None
@@ -106,7 +106,7 @@ class GenerationEngine:
 
     def close(self) -> None:
         """End every open stream with an error and stop the thread. Blocks until the running step ends. Idempotent."""
-        self._book.close("the generation engine is shutting down: try another group")
+        self._queue.close("the generation engine is shutting down: try another group")
         if self._thread.is_alive():
             self._thread.join()
         else:
@@ -116,7 +116,7 @@ class GenerationEngine:
         self.residency.close()
         self._decoder.device.link.rest()
 
-    def submit(self, request: GenerationRequest, on_event: EventSink, hook: RowEndHook | None = None) -> Ticket:
+    def submit(self, request: GenerationRequest, on_event: EventSink, hook: RowEndHook | None = None) -> StreamId:
         """Open a stream. The engine's thread calls `on_event` for each event, and `hook` when sequences of the stream
         end. Each choice's last event has a finish reason. Any thread; does not block. Raises InvalidArgumentError for a
         field out of its limits, StaleStampError or LeaseExpiredError for a lease that has ended, ResourceExhaustedError
@@ -128,7 +128,7 @@ class GenerationEngine:
             leased = self._slots.leased_tokens(request.lease_ref)
             if leased != (known := request.num_tokens):
                 raise InvalidArgumentError(f"lease is for {leased} tokens: prompt_ids and output_ids hold {known}")
-        return self._book.open(request, on_event, hook, self._preparation(request)).ticket
+        return self._queue.open(request, on_event, hook, self._preparation(request)).stream_id
 
     def _preparation(self, request: GenerationRequest) -> Callable[[], Future[list[TokenMasks]]] | None:
         """Return a function that starts to prepare the token masks of a constrained request's choices; None for an
@@ -138,17 +138,17 @@ class GenerationEngine:
             return None
         return partial(self._grammars.prepare, form, request.output_ids, request.params.n)
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, stream_id: StreamId) -> None:
         """End a stream before the next step, and free its lease or slots. Idempotent. Any thread."""
-        self._book.cancel(ticket)
+        self._queue.cancel(stream_id)
 
     def status(self) -> EngineStatus:
         """Return the engine's present state. Each call also checks whether the engine hangs. Any thread. Raises
         UnavailableError once the engine has failed or is closed."""
-        self._book.check_open()
-        self._watch.look(self._has_rows or self._book.has_messages)
+        self._queue.check_open()
+        self._watch.look(self._has_rows or self._queue.has_messages)
         return EngineStatus.of(
-            *(self._slots, self._book, self._running),
+            *(self._slots, self._queue, self._running),
             num_steps=self._num_steps,
             last_step=self._last_step,
             device=self._decoder.device.name,
@@ -176,7 +176,7 @@ class GenerationEngine:
         if plan and self._run_plan(plan):
             drafted = None if self._speculation is None else self._speculation.stats
             self._last_step = self._runner.stats(plan, self._clock.now_s() - started_s, drafted)
-            self._running.batcher.took(plan, self._last_step.duration_s)
+            self._running.scheduling_policy.took(plan, self._last_step.duration_s)
 
     def _run(self) -> None:
         show_thread_name()
@@ -185,9 +185,9 @@ class GenerationEngine:
                 self.step()
         except Exception as error:
             logger.exception("the generation engine failed")
-            self._book.close(f"the generation engine failed: {_one_line(error)}: restart the worker")
+            self._queue.close(f"the generation engine failed: {_one_line(error)}: restart the worker")
         finally:
-            self._book.close("the thread of the generation engine has ended: restart the worker")
+            self._queue.close("the thread of the generation engine has ended: restart the worker")
             self._end_all()
 
     @property
@@ -198,16 +198,16 @@ class GenerationEngine:
     def _await_work(self) -> bool:
         """Wait until the engine has work. Return False when it is closed."""
         if self._has_rows:
-            return not self._book.close_reason
-        return self._book.await_work(self._slots.next_deadline_s, self._clock)
+            return not self._queue.close_reason
+        return self._queue.await_work(self._slots.next_deadline_s, self._clock)
 
     def _take_messages(self) -> None:
-        came, cancelled = self._book.take()
+        came, cancelled = self._queue.take()
         for stream in came:
             if stream.request.lease_ref is None:
                 self._waiting.append(stream)
             else:
-                self._leased[stream.ticket] = stream
+                self._leased[stream.stream_id] = stream
         failed = {stream: failure for stream in came if (failure := stream.failure) is not None}
         for stream, failure in failed.items():
             self._end(stream, FinishReason.ERROR, _one_line(failure))
@@ -221,15 +221,15 @@ class GenerationEngine:
             ref = stream.request.lease_ref
             assert ref is not None
             try:
-                seats = self._slots.activate(ref)
+                batch_slots = self._slots.activate(ref)
             except LeaseError as error:
-                del self._leased[stream.ticket]  # this stream must not end the sequence that the slot has now
+                del self._leased[stream.stream_id]  # this stream must not end the sequence that the slot has now
                 self._end(stream, FinishReason.ERROR, _one_line(error))
                 continue
-            if seats is None:
+            if batch_slots is None:
                 continue
-            del self._leased[stream.ticket]
-            leader = self._join(stream, seats)
+            del self._leased[stream.stream_id]
+            leader = self._join(stream, batch_slots)
             if leader is not None and leader.first is not None:
                 self._begin_pushed(leader)
 
@@ -255,14 +255,14 @@ class GenerationEngine:
             request = stream.request
             occupy = partial(self._slots.occupy, request.num_tokens, request.capacity_tokens, request.params.n)
             try:
-                seats = self._book.seat(stream, occupy)
+                batch_slots = self._queue.claim_slots(stream, occupy)
             except ResourceExhaustedError as error:
                 self._end(stream, FinishReason.ERROR, _one_line(error))
                 continue
-            if seats is None:
+            if batch_slots is None:
                 return
             self._waiting.popleft()
-            self._join(stream, seats)
+            self._join(stream, batch_slots)
 
     def _resume(self) -> bool:
         """Resume preempted sequences. Return whether none is left waiting. End the stream of a sequence for which no
@@ -273,16 +273,19 @@ class GenerationEngine:
             except ResourceExhaustedError as error:
                 self._end(self._running.waiting[0].stream, FinishReason.ERROR, _one_line(error))
 
-    def _join(self, stream: EngineStream, seats: list[Seat]) -> Row | None:
+    def _join(self, stream: EngineStream, batch_slots: list[BatchSlot]) -> Row | None:
         """Make a Row for each choice of a stream and add the first to the batch. The other choices join when they have
         a copy of its KV. Return the first Row. If they cannot be made, end the stream and return None."""
         config = self._decoder.config
         try:
-            rows = [Row(stream, choice, seat, self._tokenizer, config) for choice, seat in enumerate(seats)]
+            rows = [
+                Row(stream, choice, batch_slot, self._tokenizer, config)
+                for choice, batch_slot in enumerate(batch_slots)
+            ]
         except Exception as error:
             logger.exception("request %s cannot join", stream.request.request_id)
-            for seat in seats:
-                self._slots.release(seat.ref)
+            for batch_slot in batch_slots:
+                self._slots.release(batch_slot.ref)
             self._end(stream, FinishReason.ERROR, _one_line(error))
             return None
         stream.rows, stream.has_rows = list(rows), True
@@ -339,7 +342,7 @@ class GenerationEngine:
             stream.rows.remove(row)
             self._running.retire(row)
             if stream.is_over:
-                self._book.forget(stream)
+                self._queue.forget(stream)
         self._emit(stream, event)
         if stream.is_over:
             stream.tell_ended()
@@ -359,26 +362,26 @@ class GenerationEngine:
         for row in list(stream.rows):
             stream.rows.remove(row)
             self._running.remove(row)
-        if self._leased.pop(stream.ticket, None) is not None:
+        if self._leased.pop(stream.stream_id, None) is not None:
             assert stream.request.lease_ref is not None
             self._slots.abort(stream.request.lease_ref)
         if stream in self._waiting:
             self._waiting.remove(stream)
-        self._book.forget(stream)
+        self._queue.forget(stream)
 
     def _emit(self, stream: EngineStream, event: TokenEvent) -> None:
         try:
             stream.on_event(event)
         except Exception:
             logger.exception("request %s: its events cannot be delivered", stream.request.request_id)
-            self.cancel(stream.ticket)
+            self.cancel(stream.stream_id)
 
     def _end_all(self) -> None:
         """End every open stream. The engine is closed, so no stream can be added meanwhile."""
         self._take_messages()
-        for stream in self._book.streams():
+        for stream in self._queue.streams():
             try:
-                self._end(stream, FinishReason.ERROR, self._book.close_reason)
+                self._end(stream, FinishReason.ERROR, self._queue.close_reason)
             except Exception:  # a step that failed half-way may have left this stream inconsistent: end the others
                 logger.exception("request %s cannot be ended", stream.request.request_id)
 

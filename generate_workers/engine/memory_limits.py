@@ -13,8 +13,8 @@ from baton.planning.speculation import MOST_DRAFTS
 from baton.process.memory import free_bytes
 from generate_workers.config import CHOOSING_DRAFTS, EngineConfig
 from generate_workers.engine.device_steps import device_step_bytes
-from generate_workers.engine.step_runner import weight_bytes
-from generate_workers.residency.beside import Beside
+from generate_workers.engine.model_runner import weight_bytes
+from generate_workers.residency.draft_window import DraftWindow
 from generate_workers.residency.paged import PagedResidency
 from generate_workers.residency.policies import SelectionSource, make_residency
 from generate_workers.residency.port import DraftKeys, KvShape, Residency
@@ -133,7 +133,7 @@ def _device_bytes(config: EngineConfig, taken: TakenBytes, memory: MemoryUse) ->
 def _with_drafts(taken: TakenBytes, draft_model: Decoder, config: EngineConfig) -> TakenBytes:
     """Return `taken` with a draft model added: its weights, and the most KV that it keeps for all slots."""
     keys = DraftKeys.of(config.draft_keys, MOST_DRAFTS)
-    kv = Beside(draft_model.layout, draft_model.device.row_memory, keys)
+    kv = DraftWindow(draft_model.layout, draft_model.device.row_memory, keys)
     return replace(
         taken,
         weights=taken.weights + weight_bytes(draft_model.weights),

@@ -1,10 +1,10 @@
 """The running sequences: their slots, the plan of the next step, and preemption when memory runs out.
 
-`engine.core` adds and removes sequences (Row), `batcher` plans their tokens, and `slots.table` provides memory. A
-sequence needs more memory as it grows. When none is free, the youngest sequence releases its memory and waits. It
-resumes before any new sequence joins, and prefills all tokens that it had, output included, so that its stream
-continues. In fp32 it gets the same tokens as without preemption. In bf16 they may differ, since a chunked prefill
-rounds differently from decode steps.
+`engine.core` adds and removes sequences (Row), `scheduling_policy` plans their tokens, and `slots.table` provides
+memory. A sequence needs more memory as it grows. When none is free, the youngest sequence releases its memory and
+waits. It resumes before any new sequence joins, and prefills all tokens that it had, output included, so that its
+stream continues. In fp32 it gets the same tokens as without preemption. In bf16 they may differ, since a chunked
+prefill rounds differently from decode steps.
 
 A request that does not fit alone is refused at the start, so the oldest sequence can always run. At worst it waits for
 leases, which end by themselves, and new leases leave the memory that it needs free.
@@ -18,11 +18,11 @@ from operator import attrgetter
 
 from baton.errors import ResourceExhaustedError
 from baton.types import SlotId
-from generate_workers.engine.batcher import Batcher, StepPlan
 from generate_workers.engine.rows import Row
+from generate_workers.engine.scheduling_policy import SchedulingPolicy, StepPlan
 from generate_workers.engine.speculation import Speculation
 from generate_workers.residency.port import KvBytes
-from generate_workers.slots.leases import Seat
+from generate_workers.slots.leases import BatchSlot
 from generate_workers.slots.table import SlotTable
 
 _AGE = attrgetter("age")
@@ -33,7 +33,7 @@ class RunningRows:
     """Sequences of the batch, and preempted sequences that wait to resume."""
 
     slots: SlotTable
-    batcher: Batcher
+    scheduling_policy: SchedulingPolicy
     speculation: Speculation | None = None
     rows: dict[SlotId, Row] = field(default_factory=dict)
     """Sequences of the batch by slot, in the order in which they joined. Followers join when their leader's KV is in
@@ -62,7 +62,7 @@ class RunningRows:
             return ()
         self.watched = [row for row in self.watched if row.is_watched]
         planned = {span.slot for span in plan.spans}
-        computed = (row for row in self.watched if row.seat is not None and row.slot in planned)
+        computed = (row for row in self.watched if row.batch_slot is not None and row.slot in planned)
         return tuple(row.stream.request.fingerprint for row in computed)
 
     def fork(self, leader: Row) -> None:
@@ -101,12 +101,12 @@ class RunningRows:
         while self.waiting:
             leader = self.waiting[0]
             rows = [leader, *leader.followers]
-            seats = self._seats_for(leader, len(rows))
-            if seats is None:
+            batch_slots = self._batch_slots_for(leader, len(rows))
+            if batch_slots is None:
                 break
             self.waiting.pop(0)
-            for row, seat in zip(rows, seats, strict=True):
-                row.seat, row.num_cached = seat, 0
+            for row, batch_slot in zip(rows, batch_slots, strict=True):
+                row.batch_slot, row.num_cached = batch_slot, 0
             self.rows[leader.slot] = leader
         self._owe()
         return not self.waiting
@@ -117,7 +117,7 @@ class RunningRows:
         the youngest sequences, one at a time."""
         self.is_stalled = False
         while True:
-            plan = self.batcher.plan(self.rows)
+            plan = self.scheduling_policy.plan(self.rows)
             short = self._without_memory(plan)
             if short is None:
                 return plan if self.speculation is None else self.speculation.plan(plan, self.rows)
@@ -140,7 +140,7 @@ class RunningRows:
         self._owe_growth(KvBytes())
         return None
 
-    def _seats_for(self, leader: Row, num_rows: int) -> list[Seat] | None:
+    def _batch_slots_for(self, leader: Row, num_rows: int) -> list[BatchSlot] | None:
         try:
             return self.slots.occupy(leader.num_known, leader.capacity_tokens, num_rows)
         except ResourceExhaustedError:
@@ -159,14 +159,14 @@ class RunningRows:
 
     def _unseat(self, rows: Iterable[Row], *, frees: bool = True) -> None:
         for row in rows:
-            seat, row.seat = row.seat, None
+            batch_slot, row.batch_slot = row.batch_slot, None
             if self.speculation is not None:
                 self.speculation.forget(row)
-            if seat is None:  # the sequence is preempted
+            if batch_slot is None:  # the sequence is preempted
                 continue
-            self.rows.pop(seat.ref.slot, None)  # a follower has not joined yet
+            self.rows.pop(batch_slot.ref.slot, None)  # a follower has not joined yet
             if frees:
-                self.slots.release(seat.ref)
+                self.slots.release(batch_slot.ref)
 
     def _owe_growth(self, num_bytes: KvBytes) -> None:
         if num_bytes != self._growth:

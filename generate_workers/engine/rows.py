@@ -21,9 +21,9 @@ from baton.text.stream import TextStream
 from baton.text.token_masks import TokenMasks
 from baton.text.tokenizer import Tokenizer
 from baton.types import DraftRound, FinishReason, LeaseRef, RequestId, SampledToken, SlotId, TokenEvent, TokenRange
-from generate_workers.slots.leases import Seat
+from generate_workers.slots.leases import BatchSlot
 
-Ticket = NewType("Ticket", int)
+StreamId = NewType("StreamId", int)
 """Number that `GenerationEngine.submit` gave a stream; unique within one engine."""
 EventSink = Callable[[TokenEvent], None]
 """Receiver of a stream's events. It is called on the engine's thread and must neither block nor raise."""
@@ -112,7 +112,7 @@ class EngineStream:
     """An open request. Each of its choices gets exactly one terminal event. Owned by the engine's thread, except the
     first six fields, which do not change and which any thread may read."""
 
-    ticket: Ticket
+    stream_id: StreamId
     request: GenerationRequest
     on_event: EventSink
     stop: StopStrings
@@ -154,20 +154,20 @@ class Row:
     from the known tokens, so that a resumed stream continues."""
 
     def __init__(
-        self, stream: EngineStream, choice: int, seat: Seat, tokenizer: Tokenizer, config: ModelConfig
+        self, stream: EngineStream, choice: int, batch_slot: BatchSlot, tokenizer: Tokenizer, config: ModelConfig
     ) -> None:
         request = stream.request
         params = request.params.of_choice(choice)
         self.stream = stream
         self.choice = choice
-        self.seat: Seat | None = seat
+        self.batch_slot: BatchSlot | None = batch_slot
         """The sequence's slot; None while it is preempted."""
-        self.first = seat.first
+        self.first = batch_slot.first
         """First token, if another group sampled it and sent it with the KV; else None."""
-        self.capacity_tokens = len(seat.row.tokens)
+        self.capacity_tokens = len(batch_slot.row.tokens)
         self.token_ids = [*request.prompt_ids, *request.output_ids]
         """All known tokens of the sequence, prompt and output."""
-        self.num_cached = seat.num_cached
+        self.num_cached = batch_slot.num_cached
         """Number of leading tokens whose KV is in place."""
         masks = None if stream.masks is None else stream.masks.result()[choice]
         self.sampler = SamplerState(
@@ -184,8 +184,8 @@ class Row:
     @property
     def ref(self) -> LeaseRef:
         """Return the sequence's claim on its slot. It must not be preempted."""
-        assert self.seat is not None
-        return self.seat.ref
+        assert self.batch_slot is not None
+        return self.batch_slot.ref
 
     @property
     def slot(self) -> SlotId:
@@ -214,9 +214,9 @@ class Row:
         return min(self.sampler.params.max_tokens - self.sampler.position, self._max_tokens - self.num_known + 1)
 
     @property
-    def age(self) -> tuple[Ticket, int]:
+    def age(self) -> tuple[StreamId, int]:
         """Return the key that orders sequences from the oldest (least) to the youngest."""
-        return self.stream.ticket, self.choice
+        return self.stream.stream_id, self.choice
 
     def unscored(self, tokens: TokenRange) -> TokenRange:
         """Return the positions among `tokens` whose successor is a prompt token that is not scored yet."""

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from baton.results.timings import DraftCounts
 from baton.types import SlotId
-from generate_workers.engine.batcher import StepPlan
 from generate_workers.engine.rows import Row
+from generate_workers.engine.scheduling_policy import StepPlan
 from generate_workers.engine.verified import Drafts, Verified
 
 

@@ -7,8 +7,8 @@ names.
 from dataclasses import dataclass
 from typing import Self
 
-from generate_workers.engine.inbox import StreamBook
 from generate_workers.engine.preemption import RunningRows
+from generate_workers.engine.request_queue import RequestQueue
 from generate_workers.engine.speculation import SpeculationStats
 from generate_workers.slots.leases import SlotLedger
 from generate_workers.slots.table import SlotTable
@@ -72,7 +72,7 @@ class EngineStatus:
     def of(
         cls,
         slots: SlotTable,
-        book: StreamBook,
+        queue: RequestQueue,
         running: RunningRows,
         *,
         num_steps: int,
@@ -84,7 +84,7 @@ class EngineStatus:
         """Make the status of an engine with these slots, streams and sequences."""
         return cls(
             ledger=slots.ledger(),
-            num_streams=len(book.streams()),
+            num_streams=len(queue.streams()),
             num_rows=len(running.rows),
             num_steps=num_steps,
             num_preemptions=running.num_preemptions,

@@ -19,7 +19,7 @@ The first line is fitted to the latest steps that only decoded, some of each bat
 that have not occurred for a while. The rate follows the latest steps that prefilled: it moves by a part of the ratio of
 such a step's time to its predicted time, decoding included.
 
-`decode_first` uses the bound and reports the time of each step. Owned by the engine's thread; has no clock.
+`chunked_prefill` uses the bound and reports the time of each step. Owned by the engine's thread; has no clock.
 """
 
 import math

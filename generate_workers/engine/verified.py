@@ -95,7 +95,7 @@ class Verified:
                 yield Taken(row, token, drafts, is_accepted)
                 if index < len(draft):
                     self.num_accepted[slots[row]] = row, index + is_accepted
-                    if is_accepted and row.seat is not None:
+                    if is_accepted and row.batch_slot is not None:
                         agreeing.append(each)
             going, index = agreeing, index + 1
 

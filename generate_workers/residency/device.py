@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baton.types import SlotId, TokenRange
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.rows import MakeMemory, PagedKv, Part, StoredRow
+from generate_workers.residency.rows import MakeMemory, PagedKv, RowPart, StoredRow
 from generate_workers.residency.steps import RowResidency, RowStep
 from generate_workers.residency.traits import POLICIES
 
@@ -30,7 +30,7 @@ class DeviceResidency(RowResidency[StoredRow]):
 
     traits = POLICIES["device"]
 
-    def __init__(self, shape: KvShape, make_memory: MakeMemory, indices: Sequence[Part] = ()) -> None:
+    def __init__(self, shape: KvShape, make_memory: MakeMemory, indices: Sequence[RowPart] = ()) -> None:
         """`indices`: a further part for each slot, which counts only as device memory. Empty: slots hold only KV.
         Raises an error of OUT_OF_MEMORY when the slots' address space cannot be reserved."""
         kvs = [PagedKv(shape.layout, make_memory, shape.max_slot_tokens) for _ in range(shape.num_slots)]

@@ -22,7 +22,7 @@ from torch import Tensor
 from baton.modeling.device.port import Copies, Device, Link, num_bytes_of
 from baton.modeling.kv.transfers import Transfer
 from baton.types import SlotId, TokenRange
-from generate_workers.residency.beside import Beside, BesideSpan
+from generate_workers.residency.draft_window import DraftWindow, DraftWindowSpan
 from generate_workers.residency.port import KvShape, StepRows
 from generate_workers.residency.rows import Area, AreaRow, PagedKv
 from generate_workers.residency.steps import RowResidency, RowStep
@@ -35,9 +35,9 @@ class HostRow(AreaRow):
     """StoredRow with host memory for all layers, and an area for two layers on the device. Layer l uses number l modulo
     2."""
 
-    def __init__(self, kv: PagedKv, area: Area, beside: Beside | None = None) -> None:
-        super().__init__([kv], [area] if beside is None else [area, beside])
-        self.home, self.area, self.beside = kv, area, beside
+    def __init__(self, kv: PagedKv, area: Area, draft_window: DraftWindow | None = None) -> None:
+        super().__init__([kv], [area] if draft_window is None else [area, draft_window])
+        self.home, self.area, self.draft_window = kv, area, draft_window
 
 
 class HostStep(RowStep[HostRow]):
@@ -99,16 +99,16 @@ class HostResidency(RowResidency[HostRow]):
             HostRow(
                 PagedKv(layout, device.home_memory, most),
                 Area(areas, device.row_memory, most),
-                None if drafts is None else Beside(layout, device.row_memory, drafts),
+                None if drafts is None else DraftWindow(layout, device.row_memory, drafts),
             )
             for _ in range(shape.num_slots)
         ]
         self._link = device.link
         super().__init__(rows, lambda rows: HostStep(shape, rows, device.link))
 
-    def draft_spans(self, rows: StepRows) -> list[BesideSpan]:
+    def draft_spans(self, rows: StepRows) -> list[DraftWindowSpan]:
         """Return spans of one new token each over the sequences' copies on the device."""
-        return [self._besides(slot).span(tokens) for slot, tokens in rows]
+        return [self._window_of(slot).span(tokens) for slot, tokens in rows]
 
     def follow(self, rows: Iterable[tuple[SlotId, int]]) -> None:
         """Copy missing KV that drafts attend to to the device. `rows`: slots, each with its number of tokens of final
@@ -119,12 +119,12 @@ class HostResidency(RowResidency[HostRow]):
             self._link.fetch(copies).join()
 
         for slot, num_tokens in rows:
-            self._besides(slot).follow(self._rows[slot].home.buffer, num_tokens, fetch)
+            self._window_of(slot).follow(self._rows[slot].home.buffer, num_tokens, fetch)
 
-    def _besides(self, slot: SlotId) -> Beside:
-        beside = self._rows[slot].beside
-        assert beside is not None, "the policy was made without drafts"
-        return beside
+    def _window_of(self, slot: SlotId) -> DraftWindow:
+        draft_window = self._rows[slot].draft_window
+        assert draft_window is not None, "the policy was made without drafts"
+        return draft_window
 
     def close(self) -> None:
         """End the link's threads."""

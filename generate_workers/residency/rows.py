@@ -22,7 +22,7 @@ MakeMemory = Callable[[KvLayout, int], RowMemory]
 OSError."""
 
 
-class Part(Protocol):
+class RowPart(Protocol):
     """Part of a slot's memory, used by one claim after another: KV of some layers, or an index for selecting keys."""
 
     @property
@@ -113,11 +113,11 @@ class StoredRow:
     reads_home = False
     """True if attention reads KV in host memory directly, which counts as if it crossed the link."""
 
-    def __init__(self, home: Sequence[PagedKv], device: Sequence[Part]) -> None:
+    def __init__(self, home: Sequence[PagedKv], device: Sequence[RowPart]) -> None:
         """`home`: storage that together holds all layers, in order. `device`: parts on the device. Both may have the
         same parts."""
         self._home, self._device = home, device
-        self._parts: Sequence[Part] = [*home, *(part for part in device if part not in home)]
+        self._parts: Sequence[RowPart] = [*home, *(part for part in device if part not in home)]
         self._homes = [(kv, layer) for kv in home for layer in range(kv.layout.num_layers)]
         """Part of `home` that stores each layer of the model, and the layer's number in that part."""
 

@@ -18,7 +18,7 @@ from generate_workers.residency.port import KvBytes, RowKv, StepRows
 from generate_workers.residency.traits import PolicyTraits
 
 
-class Row(RowKv, Protocol):
+class SlotRow(RowKv, Protocol):
     """Row: the KV of one slot's sequence. A slot uses the same Row for one claim after another."""
 
     @property
@@ -47,7 +47,7 @@ class Row(RowKv, Protocol):
         ...
 
 
-R = TypeVar("R", bound=Row)
+R = TypeVar("R", bound=SlotRow)
 
 
 class RowStep(Generic[R]):

@@ -1,7 +1,7 @@
 """Access to a slot's memory: writers of pushed KV, and readers that copy a sequence's KV out.
 
 `baton.transport.kv_receiver` and `prefixes.loading` write, `prefixes.answer_saving` reads. A slot is not claimed again
-before its last writer and reader have left and the last piece on its way to it (`slots.landing`) has landed. So memory
+before its last writer and reader have left and the last piece on its way to it (`slots.upload`) has landed. So memory
 does not change its owner while it is copied. `SlotTable` makes writers and readers; its lock guards their count.
 """
 
@@ -18,8 +18,8 @@ from baton.modeling.kv.staging import Frame
 from baton.transport.kv_sink import PushTarget
 from baton.types import LeaseRef, TokenRange
 from generate_workers.residency.port import SharesPrefixes
-from generate_workers.slots.landing import FramedPiece, Landing
-from generate_workers.slots.leases import Claim
+from generate_workers.slots.device_upload import DeviceUpload, FramedPiece
+from generate_workers.slots.leases import SlotClaim
 
 
 class SlotWriter(PushTarget, Protocol):
@@ -39,8 +39,8 @@ class SlotWriter(PushTarget, Protocol):
 class HomeWriter:
     """SlotWriter for KV that is written in place. No method waits."""
 
-    claim: Claim
-    put: Callable[[Claim, int, TokenRange, memoryview], bool]
+    claim: SlotClaim
+    put: Callable[[SlotClaim, int, TokenRange, memoryview], bool]
     """Function that copies a piece, given as (claim, layer, tokens, data), into place. Returns False for a piece that
     was received before."""
 
@@ -60,30 +60,33 @@ class HomeWriter:
 
 
 class FrameWriter:
-    """SlotWriter for a device with memory of its own. Pieces wait for a frame; the landing's thread copies them from
+    """SlotWriter for a device with memory of its own. Pieces wait for a frame; the upload's thread copies them from
     the frame to the device."""
 
     def __init__(
-        self, claim: Claim, landing: Landing, expect: Callable[[Claim, int, TokenRange, Sequence[TokenRange]], bool]
+        self,
+        claim: SlotClaim,
+        upload: DeviceUpload,
+        expect: Callable[[SlotClaim, int, TokenRange, Sequence[TokenRange]], bool],
     ) -> None:
         """`expect` records a piece as received and its parts as on their way. It returns False for a piece that was
         recorded before, and raises what PushTarget.write raises."""
         self._claim = claim
-        self._landing = landing
+        self._upload = upload
         self._expect = expect
         self._landed: list[Future[str]] = []
         """Futures of pieces on their way, and of some that have landed since the latest check."""
 
     async def write(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:
-        """Put a piece into frames, and hand it over to the landing. Waits for frames. Raises InvalidArgumentError for a
+        """Put a piece into frames, and hand it to the upload. Waits for frames. Raises InvalidArgumentError for a
         piece that needs more frames than the device has."""
-        num_frames, most = -(-len(tokens) // self._landing.frame_tokens), self._landing.frames.num_frames
+        num_frames, most = -(-len(tokens) // self._upload.frame_tokens), self._upload.frames.num_frames
         if num_frames > most:
             raise InvalidArgumentError(
                 f"a piece of {len(tokens)} tokens is out of range: this device takes "
-                f"{most * self._landing.frame_tokens} at a time, push smaller pieces"
+                f"{most * self._upload.frame_tokens} at a time, push smaller pieces"
             )
-        return self._bring(layer, tokens, data, await self._landing.take(max(num_frames, 1)))
+        return self._bring(layer, tokens, data, await self._upload.take(max(num_frames, 1)))
 
     async def settle(self) -> None:
         """Wait for all copies to end. Raises TransferError when one failed."""
@@ -92,12 +95,12 @@ class FrameWriter:
         self._check()
 
     def copy_in(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:
-        """Put tokens into frames, as pieces of one frame each, and hand them over to the landing. Blocks until frames
+        """Put tokens into frames, as pieces of one frame each, and hand them to the upload. Blocks until frames
         are free."""
         row_bytes, is_new = data.nbytes // len(tokens), True
-        for part in tokens.split(self._landing.frame_tokens):
+        for part in tokens.split(self._upload.frame_tokens):
             start = (part.start - tokens.start) * row_bytes
-            frames = self._landing.frames.take(1).result()
+            frames = self._upload.frames.take(1).result()
             is_new &= self._bring(layer, part, data[start : start + len(part) * row_bytes], frames)
         return is_new
 
@@ -108,21 +111,21 @@ class FrameWriter:
 
     def _bring(self, layer: int, tokens: TokenRange, data: memoryview, frames: list[Frame]) -> bool:
         """Hand a piece over in these frames, each as full as possible. Release the frames if it was received before."""
-        parts = tokens.split(self._landing.frame_tokens)
+        parts = tokens.split(self._upload.frame_tokens)
         is_new = False
         try:
             self._check()
             is_new = self._expect(self._claim, layer, tokens, parts)
         finally:
             if not is_new:
-                self._landing.frames.give(frames)
+                self._upload.frames.give(frames)
         start = 0
         for part, frame in zip(parts, frames, strict=True) if is_new else ():
             num_bytes = data.nbytes * len(part) // len(tokens)
             np.copyto(np.frombuffer(frame, np.uint8)[:num_bytes], np.frombuffer(data, np.uint8)[start:][:num_bytes])
             piece = FramedPiece(self._claim, layer, part, frame, num_bytes)
             self._landed.append(piece.landed)
-            self._landing.bring(piece)
+            self._upload.bring(piece)
             start += num_bytes
         return is_new
 
@@ -138,7 +141,9 @@ class FrameWriter:
 class SlotReader:
     """A reader inside an active slot, from `SlotTable.open_read` to `close`. Any thread may use it, one at a time."""
 
-    def __init__(self, claim: Claim, check: Callable[[LeaseRef], object], leave: Callable[[Claim], None]) -> None:
+    def __init__(
+        self, claim: SlotClaim, check: Callable[[LeaseRef], object], leave: Callable[[SlotClaim], None]
+    ) -> None:
         self._claim = claim
         self._check = check
         self._leave = leave

@@ -12,7 +12,7 @@ from baton.transport.coverage import Coverage
 from baton.transport.kv_sink import ReserveSpec
 from baton.types import LeaseRef, SampledToken, SlotId, Stamp
 from generate_workers.residency.port import KvBytes
-from generate_workers.slots.leases import Claim, Seat, Slot, SlotMove, SlotState
+from generate_workers.slots.leases import BatchSlot, Slot, SlotClaim, SlotMove, SlotState
 from generate_workers.slots.memory import KvMemory
 
 
@@ -43,7 +43,7 @@ class Claims:
             raise ResourceExhaustedError(f"{shortage}{self._kept()}: try again, or raise it")
         return slots
 
-    def reserve(self, request: ReserveSpec, num_present_tokens: int) -> Claim:
+    def reserve(self, request: ReserveSpec, num_present_tokens: int) -> SlotClaim:
         """Lease a free slot and hold one for each further choice. Raises what `room` raises."""
         slots, num_tokens = self.room(request), request.num_tokens
         num_cached = num_present_tokens if request.prefills_locally else num_tokens
@@ -53,7 +53,7 @@ class Claims:
             slot.begin(each, SlotMove.LEASE if each is claims[0] else SlotMove.HOLD)
         return claims[0]
 
-    def occupy(self, num_tokens: int, capacity_tokens: int, num_choices: int) -> list[Seat] | None:
+    def occupy(self, num_tokens: int, capacity_tokens: int, num_choices: int) -> list[BatchSlot] | None:
         """Claim slots for sequences that join the batch at once; None when too few slots or too little memory is
         free."""
         slots = self._free_slots(num_choices)
@@ -62,10 +62,10 @@ class Claims:
         claims = self._make(slots, num_tokens, capacity_tokens)
         for slot, claim in zip(slots, claims, strict=True):
             slot.begin(claim, SlotMove.OCCUPY)
-        return [Seat(claim.ref, claim.memory.row, None) for claim in claims]
+        return [BatchSlot(claim.ref, claim.memory.row, None) for claim in claims]
 
-    def activate(self, ref: LeaseRef) -> list[Seat] | None:
-        """Activate a committed lease: return a `Seat` per choice, of which only the first has the KV. None before the
+    def activate(self, ref: LeaseRef) -> list[BatchSlot] | None:
+        """Activate a committed lease; return a `BatchSlot` per choice, the first alone with the KV. None before the
         commit. Raises LeaseError if the slot does not hold a lease, and what `present` raises."""
         slot = self.find(ref)
         if slot is not None and slot.state is not SlotState.COMMITTED:
@@ -74,13 +74,13 @@ class Claims:
             raise LeaseError(f"slot {ref.slot} is another row's: reserve one")
         lease = self.present(ref)
         slots, lease.held = (self.slots[ref.slot], *lease.held), ()
-        seats = []
+        batch_slots = []
         for slot, first in zip(slots, lease.firsts or [None] * len(slots), strict=True):
             slot.move(SlotMove.ACTIVATE)
             assert slot.claim is not None
             num_cached = lease.num_cached if slot is slots[0] else 0
-            seats.append(Seat(slot.claim.ref, slot.claim.memory.row, first, num_cached))
-        return seats
+            batch_slots.append(BatchSlot(slot.claim.ref, slot.claim.memory.row, first, num_cached))
+        return batch_slots
 
     def next_deadline_s(self) -> float:
         """Return the earliest deadline of a lease (Clock.now_s()); infinity without a lease."""
@@ -100,7 +100,7 @@ class Claims:
         assert slot is not None and slot.state is SlotState.ACTIVE, f"{ref} is not an active row"
         return slot
 
-    def present(self, ref: LeaseRef) -> Claim:
+    def present(self, ref: LeaseRef) -> SlotClaim:
         """Return the present claim of this stamp. Raises StaleStampError or LeaseExpiredError when it has ended."""
         self.expire()
         slot = self.find(ref)
@@ -119,7 +119,7 @@ class Claims:
         self.touch(claim)
         self.changed = True
 
-    def touch(self, claim: Claim) -> None:
+    def touch(self, claim: SlotClaim) -> None:
         """Restart a claim's time to live."""
         claim.deadline_s = self._clock.now_s() + claim.ttl_s
 
@@ -131,7 +131,7 @@ class Claims:
                 slot.end(expired=True)
                 self.changed = True
 
-    def complete(self, claim: Claim, firsts: tuple[SampledToken, ...]) -> None:
+    def complete(self, claim: SlotClaim, firsts: tuple[SampledToken, ...]) -> None:
         """Commit a lease whose KV is all in place. Idempotent for the same first tokens; other tokens raise
         LeaseError."""
         slot = self.slots[claim.ref.slot]
@@ -152,7 +152,7 @@ class Claims:
         assert claim.num_cached < claim.num_tokens and claim.is_whole
         self._commit(claim)
 
-    def _commit(self, claim: Claim) -> None:
+    def _commit(self, claim: SlotClaim) -> None:
         self.slots[claim.ref.slot].move(SlotMove.COMMIT)
         self.touch(claim)
         self.changed = True
@@ -169,13 +169,13 @@ class Claims:
 
     def _make(
         self, slots: Sequence[Slot], num_tokens: int, capacity: int, *, num_cached: int = 0, ttl_s: float = math.inf
-    ) -> list[Claim]:
+    ) -> list[SlotClaim]:
         promises = self._memory.promise([slot.number for slot in slots], num_tokens, capacity)
         stamps = range(self._next_stamp, self._next_stamp + len(slots))
         self._next_stamp = stamps.stop
         self.changed = True
         return [
-            Claim(
+            SlotClaim(
                 ref=LeaseRef(slot.number, Stamp(stamp)),
                 memory=memory,
                 coverage=Coverage(self._memory.shape.layout.num_layers, num_cached),

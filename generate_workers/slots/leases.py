@@ -80,7 +80,7 @@ TRANSITIONS: Mapping[tuple[SlotState, SlotMove], SlotState] = {
 
 
 @dataclass
-class Claim:
+class SlotClaim:
     """Claim on a slot, from claiming the slot to freeing it. Owned by the SlotTable."""
 
     ref: LeaseRef
@@ -99,7 +99,7 @@ class Claim:
     """First token of each choice, known once the lease is committed. Empty if the engine computes them."""
     held: "tuple[Slot, ...]" = ()
     """Slots of the lease's further choices until they join the batch. They end with this claim."""
-    landing: set[tuple[int, TokenRange]] = field(default_factory=set)
+    uploading: set[tuple[int, TokenRange]] = field(default_factory=set)
     """Parts of received pieces, as (layer, tokens), that are on their way to the device. Each counts as a writer
     inside."""
     failure: str = ""
@@ -112,7 +112,7 @@ class Claim:
     @property
     def is_whole(self) -> bool:
         """Return whether all KV of the first `num_cached` tokens is in place."""
-        return self.coverage.complete and not self.landing
+        return self.coverage.complete and not self.uploading
 
     def wake_all(self) -> None:
         """Wake all commits that wait for this claim."""
@@ -129,7 +129,7 @@ class Slot:
         self.state = SlotState.FREE
         self.num_inside = 0
         """Number of writers and readers of the slot's memory, plus pieces on their way to it."""
-        self.claim: Claim | None = None
+        self.claim: SlotClaim | None = None
         self.last_expired: Stamp | None = None
         """Stamp of the latest ended claim if it expired, else None."""
 
@@ -137,7 +137,7 @@ class Slot:
     def is_timed(self) -> bool:
         return self.state in (SlotState.LEASED, SlotState.COMMITTED)
 
-    def begin(self, claim: Claim, move: SlotMove) -> None:
+    def begin(self, claim: SlotClaim, move: SlotMove) -> None:
         """Start a claim on a free slot: FREE -> LEASED, HELD or ACTIVE."""
         self.move(move)
         self.claim = claim
@@ -181,7 +181,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Seat:
+class BatchSlot:
     """A slot whose sequence joins the batch. The SlotTable owns its memory; the sequence uses it until `release`."""
 
     ref: LeaseRef

@@ -8,7 +8,7 @@ Callers by thread:
 - `prefixes` copies blocks in and answers out on its own threads, and releases slots whose answers it has copied.
 
 One lock guards the bookkeeping (`claims`). It is held for that and, where KV is written in place, for the copy of one
-piece, but never while waiting. `landing` copies pieces to a device with memory of its own, without the lock.
+piece, but never while waiting. `device_upload` copies pieces to a device with memory of its own, without the lock.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ from baton.types import Lease, LeaseRef, SampledToken, SlotId, TokenRange
 from generate_workers.residency.port import KvBytes, SharesPrefixes
 from generate_workers.slots.access import FrameWriter, HomeWriter, SlotReader, SlotWriter
 from generate_workers.slots.claims import Claims
-from generate_workers.slots.landing import FramedPiece, Landing
-from generate_workers.slots.leases import Claim, Seat, SlotLedger, SlotState
+from generate_workers.slots.device_upload import DeviceUpload, FramedPiece
+from generate_workers.slots.leases import BatchSlot, SlotClaim, SlotLedger, SlotState
 from generate_workers.slots.memory import KvMemory
 
 
@@ -55,7 +55,7 @@ class SlotTable:
         self._claims = Claims(memory, clock)
         self._slots = self._claims.slots
         frames = memory.residency.frames
-        self._landing = None if frames is None else Landing(frames, self.layout.row_bytes, self._note_landed)
+        self._upload = None if frames is None else DeviceUpload(frames, self.layout.row_bytes, self._note_landed)
         """Copier of pieces to a device with memory of its own. None: pieces are written in place."""
 
     # On the loop: the KvSink.
@@ -158,7 +158,7 @@ class SlotTable:
 
     # On the engine's thread.
 
-    def occupy(self, num_tokens: int, capacity_tokens: int, num_choices: int = 1) -> list[Seat] | None:
+    def occupy(self, num_tokens: int, capacity_tokens: int, num_choices: int = 1) -> list[BatchSlot] | None:
         """Claim slots for `num_choices` sequences of `num_tokens` tokens each, all computed by this engine. None when
         too few slots or too little memory is free. Raises ResourceExhaustedError when the device has less memory than
         configured."""
@@ -182,8 +182,8 @@ class SlotTable:
         with self._lock:
             self._claims.num_owed, self._claims.owed = num_slots, num_bytes
 
-    def activate(self, ref: LeaseRef) -> list[Seat] | None:
-        """Activate a committed lease: return a `Seat` per choice, of which only the first has the KV. None before the
+    def activate(self, ref: LeaseRef) -> list[BatchSlot] | None:
+        """Activate a committed lease; return a `BatchSlot` per choice, the first alone with the KV. None before the
         commit. Raises LeaseError when it was activated before, StaleStampError or LeaseExpiredError when it has
         ended."""
         with self._changing():
@@ -227,14 +227,14 @@ class SlotTable:
             return SlotLedger.of(self._slots, self.memory)
 
     def rest(self) -> None:
-        """Wait for pieces on their way to the device, and end the landing's thread. Idempotent."""
-        if self._landing is not None:
-            self._landing.rest()
+        """Wait for pieces on their way to the device, and end the upload's thread. Idempotent."""
+        if self._upload is not None:
+            self._upload.rest()
 
-    def _writer(self, claim: Claim) -> SlotWriter:
-        if self._landing is None:
+    def _writer(self, claim: SlotClaim) -> SlotWriter:
+        if self._upload is None:
             return HomeWriter(claim, self._write)
-        return FrameWriter(claim, self._landing, self._expect)
+        return FrameWriter(claim, self._upload, self._expect)
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -250,7 +250,7 @@ class SlotTable:
             if changed:
                 self.on_change()
 
-    def _write(self, claim: Claim, layer: int, tokens: TokenRange, data: memoryview) -> bool:
+    def _write(self, claim: SlotClaim, layer: int, tokens: TokenRange, data: memoryview) -> bool:
         with self._changing():
             self._claims.present(claim.ref)
             assert data.nbytes == len(tokens) * self.layout.row_bytes
@@ -267,7 +267,7 @@ class SlotTable:
                 claim.wake_all()
             return is_new
 
-    def _expect(self, claim: Claim, layer: int, tokens: TokenRange, parts: Sequence[TokenRange]) -> bool:
+    def _expect(self, claim: SlotClaim, layer: int, tokens: TokenRange, parts: Sequence[TokenRange]) -> bool:
         """Record a piece as received, and each part of it as a writer inside until `_note_landed` is called for it.
         Return False for a piece that was received before."""
         with self._changing():
@@ -275,7 +275,7 @@ class SlotTable:
             self._claims.present(claim.ref)
             is_new = claim.coverage.add(layer, tokens) is Added.NEW
             if is_new:
-                claim.landing.update((layer, part) for part in parts)
+                claim.uploading.update((layer, part) for part in parts)
                 self._slots[claim.ref.slot].num_inside += len(parts)
             self._claims.touch(claim)
             return is_new
@@ -285,7 +285,7 @@ class SlotTable:
         so the claim must never be committed."""
         claim = piece.claim
         with self._changing():
-            claim.landing.remove((piece.layer, piece.tokens))
+            claim.uploading.remove((piece.layer, piece.tokens))
             self._claims.expire()
             slot = self._claims.find(claim.ref)
             if slot is not None and failure:
@@ -298,19 +298,19 @@ class SlotTable:
                     claim.wake_all()
             self._claims.changed |= self._slots[claim.ref.slot].leave()
 
-    def _leave(self, claim: Claim) -> None:
+    def _leave(self, claim: SlotClaim) -> None:
         with self._changing():
             self._claims.changed |= self._slots[claim.ref.slot].leave()
 
-    def _missing(self, claim: Claim) -> tuple[int, TokenRange] | None:
+    def _missing(self, claim: SlotClaim) -> tuple[int, TokenRange] | None:
         with self._changing():
             self._claims.expire()
             _check_failure(claim)
             if not claim.expired:
                 self._claims.present(claim.ref)
-            return claim.coverage.first_missing() or min(claim.landing, default=None)
+            return claim.coverage.first_missing() or min(claim.uploading, default=None)
 
-    async def _wait(self, claim: Claim, timeout_s: float) -> None:
+    async def _wait(self, claim: SlotClaim, timeout_s: float) -> None:
         """Wait until all KV is in place, the claim has ended, or the time is up."""
         waiter = Future[None]()
         with self._lock:
@@ -325,7 +325,7 @@ class SlotTable:
                     claim.waiters.remove(waiter)
 
 
-def _check_failure(claim: Claim) -> None:
+def _check_failure(claim: SlotClaim) -> None:
     """Raise TransferError for a claim that ended because a piece could not be copied."""
     if claim.failure:
         raise TransferError(claim.failure)

@@ -65,7 +65,7 @@ class Acceptances:
         """Record that the first `num_accepted` of a sequence's `num_drafts` drafts were accepted. The sequence may have
         ended with them."""
         num_rejected = int(num_accepted < num_drafts)
-        if row.seat is not None:
+        if row.batch_slot is not None:
             self._rows[row][kind].add(num_accepted, num_rejected, _KEPT_SHARE)
         self._all[kind].add(num_accepted, num_rejected, 1 - (1 - _KEPT_SHARE) / 16)
 

@@ -23,10 +23,10 @@ from baton.modeling.forward.decoder import Decoder
 from baton.types import TokenRange
 from generate_workers.engine.rows import Row
 from generate_workers.engine.verified import Draft
-from generate_workers.residency.beside import Beside
+from generate_workers.residency.draft_window import DraftWindow
 from generate_workers.residency.port import DraftKeys
 from generate_workers.residency.rows import MakeMemory
-from generate_workers.speculation.port import DraftWish, Offer
+from generate_workers.speculation.port import DraftOption, DraftRequest
 from generate_workers.speculation.stepwise import Going, draft_by_steps
 
 
@@ -34,7 +34,7 @@ from generate_workers.speculation.stepwise import Going, draft_by_steps
 class _RowState:
     """The small model's KV of one sequence, and the tokens that it covers."""
 
-    kv: Beside
+    kv: DraftWindow
     num_known: int = 0
     """Number of the sequence's tokens that the small model had run or left out before the latest drafts."""
     run_ids: list[int] = field(default_factory=list)
@@ -54,7 +54,7 @@ class _RowState:
         self.kv.settle(self.num_known)
 
 
-class ModelDrafter:
+class ModelProposer:
     """Drafter that runs a small model, one token at a time for all sequences."""
 
     def __init__(
@@ -67,7 +67,7 @@ class ModelDrafter:
         self._decoder = decoder
         self._keeps = keeps
         self._num_keys = keys.num_first + keys.num_last
-        self._free = [Beside(decoder.layout, make_memory, keys) for _ in range(num_rows)]
+        self._free = [DraftWindow(decoder.layout, make_memory, keys) for _ in range(num_rows)]
         self._states: dict[Row, _RowState] = {}
 
     @property
@@ -76,10 +76,10 @@ class ModelDrafter:
         kept = [state.kv for state in self._states.values()]
         return sum(kv.num_bytes for kv in (*kept, *self._free))
 
-    def offers(self, row: Row, wished: int) -> Sequence[Offer]:
+    def offers(self, row: Row, wished: int) -> Sequence[DraftOption]:
         """Offer at most `wished` drafts, as far as the small model has positions for them."""
         num = min(wished, self._decoder.config.max_position - row.num_known + 1)
-        return [Offer(num, num_keys=self._num_keys)] if num > 0 else []
+        return [DraftOption(num, num_keys=self._num_keys)] if num > 0 else []
 
     @torch.inference_mode()
     def prepare(self, rows: Sequence[Row]) -> None:
@@ -100,13 +100,13 @@ class ModelDrafter:
             state.kv.settle(num_seen)
 
     @torch.inference_mode()
-    def draft(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+    def draft(self, draft_requests: Sequence[DraftRequest]) -> list[Draft]:
         """Return the requested number of drafts per sequence, or fewer where drafting stops early. Each draft is the
         token that its sequence would sample from the small model's logits. `prepare` must have been called."""
-        drafts = draft_by_steps(wishes, self._run, keeps=self._keeps)
-        for wish, draft in zip(wishes, drafts, strict=True):
-            state = self._states[wish.row]
-            state.num_known, state.run_ids = wish.row.num_known, draft.token_ids[:-1]
+        drafts = draft_by_steps(draft_requests, self._run, keeps=self._keeps)
+        for draft_request, draft in zip(draft_requests, drafts, strict=True):
+            state = self._states[draft_request.row]
+            state.num_known, state.run_ids = draft_request.row.num_known, draft.token_ids[:-1]
         return drafts
 
     def forget(self, row: Row) -> None:

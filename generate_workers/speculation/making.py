@@ -12,8 +12,8 @@ from baton.planning.step_costs import StepCosts
 from baton.planning.work_cost import WorkCost
 from baton.process.clock import Clock
 from generate_workers.config import EngineConfig
+from generate_workers.engine.model_runner import bytes_per_step
 from generate_workers.engine.model_shape import model_shape
-from generate_workers.engine.step_runner import bytes_per_step
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.host import HostResidency
 from generate_workers.residency.port import DraftKeys
@@ -21,13 +21,13 @@ from generate_workers.residency.sparse.draft_index import IndexedResidency
 from generate_workers.residency.sparse.selective import NO_CHOSEN_DRAFTS, require_selective
 from generate_workers.slots.table import SlotTable
 from generate_workers.speculation.acceptance import Acceptances
-from generate_workers.speculation.beside import BesideView
-from generate_workers.speculation.draft_model import ModelDrafter
+from generate_workers.speculation.draft_model import ModelProposer
+from generate_workers.speculation.draft_window import DraftWindowView
 from generate_workers.speculation.infinigen import InfinigenView
-from generate_workers.speculation.ngrams import KINDS, NgramDrafter
-from generate_workers.speculation.self_drafts import DraftView, SelfDrafter
+from generate_workers.speculation.ngrams import KINDS, NgramProposer
+from generate_workers.speculation.self_drafts import DraftView, SelfProposer
 from generate_workers.speculation.snapkv import SnapKvView
-from generate_workers.speculation.speculator import DraftSteps, Source, Speculator
+from generate_workers.speculation.speculator import DraftSource, DraftSteps, Speculator
 from generate_workers.speculation.streaming import StreamingView
 
 _SELF_ACCEPTED = {0: 0.8}
@@ -77,21 +77,21 @@ def make_speculation(
             f"speculation = {name!r} verifies with all KV, and residency {residency.traits.name} attends to a part of "
             "it: use residency device or host, or speculation off"
         )
-    sources = {"ngram": Source(NgramDrafter(), Acceptances(KINDS))}
+    sources = {"ngram": DraftSource(NgramProposer(), Acceptances(KINDS))}
     keys = slots.memory.shape.draft_keys
     if keys is not None and all(window is None for window in decoder.config.windows):
         view: DraftView = StreamingView(residency, keys)
         if isinstance(residency, HostResidency):
-            view = BesideView(residency)
+            view = DraftWindowView(residency)
         budgets = _budgets(config) if isinstance(view, StreamingView) else {config.draft_keys: _SELF_ACCEPTED[0]}
-        drafter = SelfDrafter(decoder, view, list(budgets), keeps=config.acceptance == "maximal")
+        proposer = SelfProposer(decoder, view, list(budgets), keeps=config.acceptance == "maximal")
         expected = {0: budgets[config.draft_keys], **budgets}
-        sources["streaming"] = Source(drafter, Acceptances(expected), config.draft_keys)
+        sources["streaming"] = DraftSource(proposer, Acceptances(expected), config.draft_keys)
     if name in choosing:
         residency = _require_choosing(name, decoder, slots)
         view = choosing[name](decoder, residency, config)
-        drafter = SelfDrafter(decoder, view, [config.draft_keys], keeps=config.acceptance == "maximal")
-        sources[name] = Source(drafter, Acceptances(_SELF_ACCEPTED), config.draft_keys)
+        proposer = SelfProposer(decoder, view, [config.draft_keys], keeps=config.acceptance == "maximal")
+        sources[name] = DraftSource(proposer, Acceptances(_SELF_ACCEPTED), config.draft_keys)
     if name == "model":
         assert draft_model is not None, f"{config.draft_model} was not loaded"
         sources["model"] = _by_model(draft_model, config)
@@ -99,7 +99,7 @@ def make_speculation(
         raise ConfigError(
             f"speculation = {name!r} is not supported with sliding windows: use speculation ngram, auto or off"
         )
-    chosen: dict[str, Source] = sources if name == "auto" else {name: sources[name]}
+    chosen: dict[str, DraftSource] = sources if name == "auto" else {name: sources[name]}
     costs = StepCosts(cost or _nominal(decoder))
     draft_costs = costs if draft_model is None else StepCosts(_nominal(draft_model))
     drafting = draft_model or decoder
@@ -116,7 +116,7 @@ def _budgets(config: EngineConfig) -> dict[int, float]:
     return configured | {config.draft_keys // 2: 0.76, config.draft_keys * 2: 0.83}
 
 
-def _by_model(draft_model: Decoder, config: EngineConfig) -> Source:
+def _by_model(draft_model: Decoder, config: EngineConfig) -> DraftSource:
     """Return the source of drafts by a draft model. Raises ConfigError for a model with sliding windows."""
     if any(window is not None for window in draft_model.config.windows):
         raise ConfigError(
@@ -125,8 +125,8 @@ def _by_model(draft_model: Decoder, config: EngineConfig) -> Source:
         )
     keys = DraftKeys.of(config.draft_keys, MOST_DRAFTS)
     make_memory, keeps = draft_model.device.row_memory, config.acceptance == "maximal"
-    drafter = ModelDrafter(draft_model, keys, config.num_slots, make_memory, keeps=keeps)
-    return Source(drafter, Acceptances(_MODEL_ACCEPTED), config.draft_keys)
+    proposer = ModelProposer(draft_model, keys, config.num_slots, make_memory, keeps=keeps)
+    return DraftSource(proposer, Acceptances(_MODEL_ACCEPTED), config.draft_keys)
 
 
 def _nominal(decoder: Decoder) -> WorkCost:

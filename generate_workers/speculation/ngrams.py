@@ -11,7 +11,7 @@ from itertools import takewhile
 
 from generate_workers.engine.rows import Row
 from generate_workers.engine.verified import Draft
-from generate_workers.speculation.port import DraftWish, Offer
+from generate_workers.speculation.port import DraftOption, DraftRequest
 
 LONGEST = 4
 """Number of tokens of the longest n-gram that is looked up. If it has not occurred, shorter ones are, down to
@@ -46,13 +46,13 @@ class _Index:
         return None
 
 
-class NgramDrafter:
+class NgramProposer:
     """Drafter that looks drafts up in the sequence's own tokens, prompt and output."""
 
     def __init__(self) -> None:
         self._indices: dict[Row, _Index] = {}
 
-    def offers(self, row: Row, wished: int) -> Sequence[Offer]:
+    def offers(self, row: Row, wished: int) -> Sequence[DraftOption]:
         """Offer the tokens that followed the sequence's last ones before, at most `wished`."""
         place = self._find(row)
         if place is None:
@@ -60,15 +60,15 @@ class NgramDrafter:
         token_ids, most = row.token_ids, max(KINDS)
         alike = zip(reversed(token_ids[max(place - most, 0) : place]), reversed(token_ids[-most:]), strict=False)
         num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], alike))
-        return [Offer(min(wished, len(token_ids) - place), max(kind for kind in KINDS if kind <= num_same))]
+        return [DraftOption(min(wished, len(token_ids) - place), max(kind for kind in KINDS if kind <= num_same))]
 
     def prepare(self, rows: Sequence[Row]) -> None:
         """Do nothing: a sequence's tokens are indexed when they are looked up."""
 
-    def draft(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+    def draft(self, draft_requests: Sequence[DraftRequest]) -> list[Draft]:
         """Return the tokens that followed each sequence's last tokens when these occurred before; an empty draft if
         they have not."""
-        return [Draft(self._draft(wish.row, wish.num_drafts)) for wish in wishes]
+        return [Draft(self._draft(draft_request.row, draft_request.num_drafts)) for draft_request in draft_requests]
 
     def forget(self, row: Row) -> None:
         """Drop the index of the sequence."""

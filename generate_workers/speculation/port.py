@@ -10,7 +10,7 @@ from generate_workers.engine.rows import Row
 from generate_workers.engine.verified import Draft
 
 
-class DraftWish(NamedTuple):
+class DraftRequest(NamedTuple):
     """Request for drafts: a decoding sequence, and the largest number of tokens to draft for it."""
 
     row: Row
@@ -19,7 +19,7 @@ class DraftWish(NamedTuple):
     """Number of keys that its draft steps attend to, as offered."""
 
 
-class Offer(NamedTuple):
+class DraftOption(NamedTuple):
     """Drafts that a Drafter can make for a sequence now."""
 
     num_drafts: int
@@ -29,10 +29,10 @@ class Offer(NamedTuple):
     """Number of keys that each draft step attends to; 0 for drafts without a step."""
 
 
-class Drafter(Protocol):
+class Proposer(Protocol):
     """Maker of drafts for sequences of the batch. Owned by the engine's thread."""
 
-    def offers(self, row: Row, wished: int) -> Sequence[Offer]:
+    def offers(self, row: Row, wished: int) -> Sequence[DraftOption]:
         """Return the options to draft at most `wished` tokens for the sequence now. The first option is the configured
         one. Empty if it can make no draft."""
         ...
@@ -43,7 +43,7 @@ class Drafter(Protocol):
         longer."""
         ...
 
-    def draft(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+    def draft(self, draft_requests: Sequence[DraftRequest]) -> list[Draft]:
         """Return the draft of each sequence: the tokens that may follow its known ones, at most `num_drafts`, perhaps
         none. The sequences do not change, except that KV after their known tokens may be overwritten."""
         ...

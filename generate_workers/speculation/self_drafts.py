@@ -21,7 +21,7 @@ from baton.types import TokenRange
 from generate_workers.engine.rows import Row
 from generate_workers.engine.verified import Draft
 from generate_workers.residency.port import StepRows
-from generate_workers.speculation.port import DraftWish, Offer
+from generate_workers.speculation.port import DraftOption, DraftRequest
 from generate_workers.speculation.stepwise import Going, draft_by_steps
 
 
@@ -55,7 +55,7 @@ class DraftView(Protocol):
         ...
 
 
-class SelfDrafter:
+class SelfProposer:
     """Drafter that runs the model over a view of the sequences' KV, one token at a time for all sequences."""
 
     def __init__(self, decoder: Decoder, view: DraftView, num_keys: Sequence[int], *, keeps: bool = False) -> None:
@@ -66,22 +66,25 @@ class SelfDrafter:
         self._num_keys = num_keys
         self._keeps = keeps
 
-    def offers(self, row: Row, wished: int) -> Sequence[Offer]:
+    def offers(self, row: Row, wished: int) -> Sequence[DraftOption]:
         """Offer `wished` drafts for each number of keys that makes a difference for a sequence of this length. The
         kind of the drafts is that number, or 0 for the first."""
         num_all, (first, *others) = row.num_known, self._num_keys
         told_apart = [num for num in others if min(num, num_all) != min(first, num_all)]
-        return [Offer(wished, 0, first), *(Offer(wished, num, num) for num in told_apart)]
+        return [DraftOption(wished, 0, first), *(DraftOption(wished, num, num) for num in told_apart)]
 
     def prepare(self, rows: Sequence[Row]) -> None:
         """Do nothing: `draft` prepares the view."""
 
     @torch.inference_mode()
-    def draft(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+    def draft(self, draft_requests: Sequence[DraftRequest]) -> list[Draft]:
         """Return the requested number of drafts per sequence, or fewer where drafting stops early. Each draft is the
         token that its sequence would sample from the view's logits."""
-        self._view.begin([wish.row for wish in wishes], [wish.num_keys for wish in wishes])
-        return draft_by_steps(wishes, self._run, keeps=self._keeps)
+        self._view.begin(
+            [draft_request.row for draft_request in draft_requests],
+            [draft_request.num_keys for draft_request in draft_requests],
+        )
+        return draft_by_steps(draft_requests, self._run, keeps=self._keeps)
 
     def forget(self, row: Row) -> None:
         """Drop the view's state of the sequence."""

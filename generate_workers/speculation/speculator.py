@@ -14,20 +14,20 @@ from baton.planning.work_cost import NO_WORK, RowDrafts, StepWork, drafting_work
 from baton.process.clock import Clock
 from baton.results.timings import DraftCounts
 from baton.types import SlotId
-from generate_workers.engine.batcher import RowSpan, StepPlan
 from generate_workers.engine.rows import Row
+from generate_workers.engine.scheduling_policy import RowSpan, StepPlan
 from generate_workers.engine.speculation import SourceStats, SpeculationStats
 from generate_workers.engine.verified import Draft, Drafts, Verified
 from generate_workers.slots.table import SlotTable
 from generate_workers.speculation.acceptance import Acceptances
-from generate_workers.speculation.port import Drafter, DraftWish
+from generate_workers.speculation.port import DraftRequest, Proposer
 
 
 @dataclass(frozen=True)
-class Source:
+class DraftSource:
     """A draft source, with the estimates of how often its drafts are accepted."""
 
-    drafter: Drafter
+    proposer: Proposer
     acceptances: Acceptances
     draft_keys: int = 0
     """Configured number of keys that a draft step attends to; 0 for a source without draft steps."""
@@ -46,7 +46,7 @@ class DraftSteps:
 
 
 @dataclass(frozen=True)
-class Way:
+class DraftPlan:
     """One option to draft for a sequence: a source, and a kind of drafts."""
 
     source: str
@@ -68,7 +68,7 @@ class Speculator:
 
     def __init__(
         self,
-        sources: Mapping[str, Source],
+        sources: Mapping[str, DraftSource],
         slots: SlotTable,
         costs: StepCosts,
         draft_steps: DraftSteps,
@@ -89,7 +89,7 @@ class Speculator:
         self._counts = {name: DraftCounts(name) for name in sources}
         self.stats = SpeculationStats(sources=self._source_stats())
         """Statistics of the drafts so far. Replaced as a whole, so that any thread may read it."""
-        self._way_of: dict[SlotId, Way] = {}
+        self._way_of: dict[SlotId, DraftPlan] = {}
         """Draft source and kind of each sequence of the next round."""
         self._expected = 0.0, 0.0
         """Tokens and seconds predicted for the next round."""
@@ -117,21 +117,25 @@ class Speculator:
 
     def draft(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> Drafts:
         """Return the drafts of the plan's sequences, each made by the source that `plan` chose."""
-        wishes: dict[str, list[DraftWish]] = {}
+        draft_requests: dict[str, list[DraftRequest]] = {}
         for span in plan.spans:
             if span.num_drafts:
                 source = self._way_of[span.slot].source
-                wish = DraftWish(rows[span.slot], span.num_drafts, self._way_of[span.slot].prospect.draft_keys)
-                wishes.setdefault(source, []).append(wish)
-        for name, mine in wishes.items():
-            self._sources[name].drafter.prepare([wish.row for wish in mine])
+                draft_request = DraftRequest(
+                    rows[span.slot], span.num_drafts, self._way_of[span.slot].prospect.draft_keys
+                )
+                draft_requests.setdefault(source, []).append(draft_request)
+        for name, mine in draft_requests.items():
+            self._sources[name].proposer.prepare([draft_request.row for draft_request in mine])
         started_s = self._clock.now_s()
         found: dict[SlotId, Draft] = {}
-        for name, mine in wishes.items():
-            drafts = self._sources[name].drafter.draft(mine)
-            for wish, draft in zip(mine, drafts, strict=True):
-                if num := wish.row.sampler.foresee(draft.token_ids):  # cut before the first token that a mask forbids
-                    found[wish.row.slot] = replace(draft.first(num), source=name)
+        for name, mine in draft_requests.items():
+            drafts = self._sources[name].proposer.draft(mine)
+            for draft_request, draft in zip(mine, drafts, strict=True):
+                if num := draft_request.row.sampler.foresee(
+                    draft.token_ids
+                ):  # cut before the first token that a mask forbids
+                    found[draft_request.row.slot] = replace(draft.first(num), source=name)
         self._verifying_since_s = self._clock.now_s()
         self._draft_s = self._verifying_since_s - started_s
         return found
@@ -166,10 +170,10 @@ class Speculator:
     def forget(self, row: Row) -> None:
         """Drop all state of a sequence in all sources."""
         for source in self._sources.values():
-            source.drafter.forget(row)
+            source.proposer.forget(row)
             source.acceptances.forget(row)
 
-    def _take(self, rows: Sequence[Row]) -> list[tuple[Way, int]]:
+    def _take(self, rows: Sequence[Row]) -> list[tuple[DraftPlan, int]]:
         """Return the option and the number of drafts of each sequence. The number is that of its request, else the
         configured one, else the planned one."""
         ways = [self._ways(row) for row in rows]
@@ -202,16 +206,16 @@ class Speculator:
     def _source_stats(self) -> tuple[SourceStats, ...]:
         return tuple([SourceStats(self._counts[name], each.draft_keys) for name, each in self._sources.items()])
 
-    def _ways(self, row: Row) -> list[Way]:
+    def _ways(self, row: Row) -> list[DraftPlan]:
         """Return the options to draft for a sequence; a single one without drafts if no source offers any."""
         most = 0 if row.followers else min(MOST_DRAFTS, row.num_left - 1)
         ways = []
         for name, source in self._sources.items():
-            for place, offer in enumerate(source.drafter.offers(row, most) if most > 0 else ()):
+            for place, offer in enumerate(source.proposer.offers(row, most) if most > 0 else ()):
                 acceptance = source.acceptances.of(row, offer.kind)
                 prospect = Prospect(row.num_known, acceptance, offer.num_drafts, offer.num_keys)
-                ways.append(Way(name, offer.kind, prospect, is_configured=not place))
-        return ways or [Way(next(iter(self._sources)), 0, Prospect(row.num_known, 0.0, 0, 0))]
+                ways.append(DraftPlan(name, offer.kind, prospect, is_configured=not place))
+        return ways or [DraftPlan(next(iter(self._sources)), 0, Prospect(row.num_known, 0.0, 0, 0))]
 
 
 def _decodes(span: RowSpan) -> bool:

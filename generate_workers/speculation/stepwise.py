@@ -15,7 +15,7 @@ from baton.modeling.forward.drawing import NO_TOKEN
 from baton.modeling.forward.sampling import choose, probabilities
 from generate_workers.engine.rows import Row
 from generate_workers.engine.verified import Draft
-from generate_workers.speculation.port import DraftWish
+from generate_workers.speculation.port import DraftRequest
 
 Going = Sequence[tuple[Row, Draft]]
 """Sequences that are drafted for, each with its draft so far."""
@@ -24,20 +24,24 @@ RunStep = Callable[[Going, int], Tensor]
 fp32 logits `[R, V]` after each draft, which the caller may change."""
 
 
-def draft_by_steps(wishes: Sequence[DraftWish], run: RunStep, *, keeps: bool) -> list[Draft]:
+def draft_by_steps(draft_requests: Sequence[DraftRequest], run: RunStep, *, keeps: bool) -> list[Draft]:
     """Return a draft for each request, with the requested number of tokens, or fewer where a sequence cannot continue.
     `keeps`: keep the distributions from which drafts were sampled. While `run` runs, the sequences' samplers include
     the drafts. They are restored when this returns or raises."""
-    drafts = [Draft([], [] if keeps else None) for _ in wishes]
+    drafts = [Draft([], [] if keeps else None) for _ in draft_requests]
     try:
-        for index in range(max(wish.num_drafts for wish in wishes)):
-            found = zip(wishes, drafts, strict=True)
-            going = [(wish.row, draft) for wish, draft in found if wish.num_drafts > index == len(draft)]
+        for index in range(max(draft_request.num_drafts for draft_request in draft_requests)):
+            found = zip(draft_requests, drafts, strict=True)
+            going = [
+                (draft_request.row, draft)
+                for draft_request, draft in found
+                if draft_request.num_drafts > index == len(draft)
+            ]
             if going:
                 _extend(going, run(going, index))
     finally:
-        for wish, draft in zip(wishes, drafts, strict=True):
-            wish.row.sampler.drop(len(draft))
+        for draft_request, draft in zip(draft_requests, drafts, strict=True):
+            draft_request.row.sampler.drop(len(draft))
     return drafts
 
 

@@ -17,7 +17,7 @@ from baton.modeling.prefix_store.store import Filled
 from baton.prefix_blocks import BlockNaming
 from baton.types import FinishReason, RequestId, StreamNumber, TokenEvent
 from generate_workers.engine.core import GenerationEngine
-from generate_workers.engine.rows import GenerationRequest, Ticket
+from generate_workers.engine.rows import GenerationRequest, StreamId
 from generate_workers.prefixes.answer_saving import AnswerSaver, StreamAnswers
 
 
@@ -29,7 +29,7 @@ class OpenStream:
     number: StreamNumber
     """Number that the latest orchestrator gave the stream."""
     keep_s: float
-    ticket: Ticket = field(init=False)
+    stream_id: StreamId = field(init=False)
     events: list[TokenEvent] = field(default_factory=list)
     num_open: int = 0
     """Number of choices that have not ended."""
@@ -119,7 +119,7 @@ class OpenStreams:
         deliver = partial(self._deliver, stream)
         if naming is not None and self._saver is not None:
             stream.answers = StreamAnswers(self._saver, naming, deliver)
-        stream.ticket = self._engine.submit(request, deliver, stream.answers)
+        stream.stream_id = self._engine.submit(request, deliver, stream.answers)
         self._streams.add(stream)
         return stream
 
@@ -144,7 +144,7 @@ class OpenStreams:
     def end(self, stream: OpenStream) -> None:
         """Forget a stream, end it in the engine, and drop its answers that are not stored yet. Idempotent."""
         self.forget(stream)
-        self._engine.cancel(stream.ticket)
+        self._engine.cancel(stream.stream_id)
         if stream.answers is not None:
             stream.answers.cancel()
 

@@ -22,7 +22,7 @@ from baton.errors import (
 )
 from baton.transport.kv_sink import KvSink, ReserveSpec
 from baton.types import KvLayout, Lease, LeaseRef, RequestId, SampledToken, SlotId, Stamp, TokenRange
-from generate_workers.slots.leases import Seat
+from generate_workers.slots.leases import BatchSlot
 from generate_workers.slots.table import SlotTable
 from tests.support.engines.generation import WAIT_S
 from tests.support.engines.slot_tables import activated, make_slots
@@ -57,12 +57,12 @@ def memory_sink() -> SinkUnderTest:
 def slot_table(policy: str) -> SinkUnderTest:
     clock = ManualClock(start_s=100.0)
     table = make_slots(clock, num_slots=NUM_SLOTS, max_slot_tokens=CAPACITY, layout=LAYOUT, policy=policy)
-    seats: dict[LeaseRef, Seat] = {}
+    batch_slots: dict[LeaseRef, BatchSlot] = {}
 
     def read(ref: LeaseRef, layer: int, tokens: TokenRange) -> bytes:
-        if ref not in seats:
-            [seats[ref]] = activated(table, ref)
-        return bytes(seats[ref].row.export(layer, tokens))
+        if ref not in batch_slots:
+            [batch_slots[ref]] = activated(table, ref)
+        return bytes(batch_slots[ref].row.export(layer, tokens))
 
     return SinkUnderTest(table, clock, read)
 

@@ -19,7 +19,7 @@ from baton.types import RequestId
 from baton_lab.chaos.report import Outcome, Report
 from baton_lab.chaos.run import Bounds, ChaosRun
 from baton_lab.chaos.schedule import Schedule, Shape
-from generate_workers.engine.step_runner import weight_bytes
+from generate_workers.engine.model_runner import weight_bytes
 from tests.support.clusters.chaos import chaos_cluster
 from tests.support.clusters.clients import CLOCK
 from tests.support.clusters.cluster import MAX_TOKENS

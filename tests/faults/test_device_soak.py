@@ -19,7 +19,7 @@ from baton.sampling_params import SamplingParams
 from baton.text.tokenizer import Tokenizer
 from baton.types import SampledToken, TokenRange
 from generate_workers.config import EngineConfig
-from generate_workers.engine.step_runner import weight_bytes
+from generate_workers.engine.model_runner import weight_bytes
 from orchestrator.requests.config import OrchestratorConfig
 from tests.support.clusters.cluster import MAX_TOKENS, BareCluster, cluster
 from tests.support.engines.generation import eos_decoder, prompt, reference_ids

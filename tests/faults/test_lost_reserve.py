@@ -96,11 +96,11 @@ async def test_an_active_slot_of_nobody_ends_serving() -> None:
     async with behind(PickedPlan({}, 0.0)) as made:
         await eventually(made.health, lambda status: status == SERVING)
         table = made.groups[0].slots
-        seats = table.occupy(4, 8)
-        assert seats is not None
+        batch_slots = table.occupy(4, 8)
+        assert batch_slots is not None
         try:
             await made.state()  # asks the group, which is not quiet from then on
             await eventually(made.health, lambda status: status == NOT_SERVING)
             assert (await made.state()).why_not_serving == ["group-0: 1 slots are held by no request"]
         finally:
-            table.release(seats[0].ref)
+            table.release(batch_slots[0].ref)

@@ -6,7 +6,7 @@ tokens of several spans for the linears, and attends each span over its own leng
 
 In each layer, `project` writes the new keys (after RoPE) and values in place and returns the queries. `complete` runs
 the rest of the layer on the attention output. A chain (`prefill_workers`) computes its own attention between the two. A
-generation step (`generate_workers.engine.step_runner`) calls `forward`. The weights contain the parts of a layer
+generation step (`generate_workers.engine.model_runner`) calls `forward`. The weights contain the parts of a layer
 (`baton.modeling.forward.layers`) and the position scheme (`baton.modeling.forward.positions`), on which this module
 does not depend.
 

@@ -1,7 +1,7 @@
 """Sampling of tokens from logits: a pure function of the logits, a request's history and its seed.
 
 Runs on the engine's thread, after `decoder`, for all rows that need a token. `prefill_workers` samples the first token
-with it, and `generate_workers.engine.step_runner` the others.
+with it, and `generate_workers.engine.model_runner` the others.
 
 The logits of a row are changed in this order:
  1. Repetition penalty (tokens of prompt and output), then presence and frequency penalty (tokens of the output).

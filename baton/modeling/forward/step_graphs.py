@@ -1,10 +1,10 @@
 """Generation steps that run entirely on a device: KV is in pages, and tokens are drawn there without the host.
 
-`StepGraphs` serves the steps of `generate_workers.engine.step_runner` in which all sequences decode one token. The host
-writes a step's inputs before it, in one copy, and reads the tokens once, after it. A step is captured in a CUDA graph
-for each of several numbers of sequences and for each kind of drawing. A replay launches hundreds of kernels at once.
-Kernels are those of `baton.modeling.kernels.triton` and, for drawing, torch's (`drawing`). Without captures the same
-steps are launched kernel by kernel, as in Triton's interpreter.
+`StepGraphs` serves the steps of `generate_workers.engine.model_runner` in which all sequences decode one token. The
+host writes a step's inputs before it, in one copy, and reads the tokens once, after it. A step is captured in a CUDA
+graph for each of several numbers of sequences and for each kind of drawing. A replay launches hundreds of kernels at
+once. Kernels are those of `baton.modeling.kernels.triton` and, for drawing, torch's (`drawing`). Without captures the
+same steps are launched kernel by kernel, as in Triton's interpreter.
 
 B sequences (rows), E = B + 1, L layers, P pages, S tokens of a page, C pages of a sequence, V vocabulary, G kv heads, H
 head dim.

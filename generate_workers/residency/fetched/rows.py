@@ -21,7 +21,7 @@ from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS
 from baton.types import KvLayout, TokenRange
 from generate_workers.residency.fetched.hot_keys import HotKeys
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.rows import MakeMemory, PagedKv, Part, StoredRow
+from generate_workers.residency.rows import MakeMemory, PagedKv, RowPart, StoredRow
 from generate_workers.residency.sparse.infinigen import PartialPart, ScoredRow
 from generate_workers.residency.sparse.selective import SplitSpan
 
@@ -65,7 +65,7 @@ class AwayRow(StoredRow):
         self,
         shape: KvShape,
         device: Device,
-        parts: Sequence[Part],
+        parts: Sequence[RowPart],
         pieces: Pieces,
         make_whole: MakeMemory | None = None,
     ) -> None:

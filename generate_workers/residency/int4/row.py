@@ -19,7 +19,7 @@ from baton.modeling.kv.transfers import Transfer
 from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS
 from baton.types import TokenRange
 from generate_workers.residency.int4.format import Int4Format
-from generate_workers.residency.rows import Area, AreaRow, MakeMemory, PagedKv, Part
+from generate_workers.residency.rows import Area, AreaRow, MakeMemory, PagedKv, RowPart
 
 
 class Int4Row(AreaRow):
@@ -30,7 +30,7 @@ class Int4Row(AreaRow):
         form: Int4Format,
         make_memory: MakeMemory,
         max_tokens: int,
-        index: Sequence[Part] = (),
+        index: Sequence[RowPart] = (),
         *,
         is_apart: bool = False,
         make_home: MakeMemory | None = None,
@@ -44,7 +44,7 @@ class Int4Row(AreaRow):
         self.whole = PagedKv(replace(layout, num_layers=num_whole), make_memory, max_tokens)
         self.packed = PagedKv(form.packed(layout.num_layers - num_whole), make_home or make_memory, max_tokens)
         self.area = Area(replace(layout, num_layers=1), make_memory, max_tokens)
-        device: list[Part] = [self.area, *index]
+        device: list[RowPart] = [self.area, *index]
         if index or is_apart:
             device.append(self.whole)
         if is_apart and make_home is None:

@@ -30,13 +30,13 @@ from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
 from baton.modeling.sparse.selection_file import PreparedSelection
 from baton.types import KvLayout, TokenRange
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.rows import MakeMemory, Part, StoredRow
+from generate_workers.residency.rows import MakeMemory, RowPart, StoredRow
 from generate_workers.residency.sparse.selective import SelectiveRow, SelectiveStep
 from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
 
 
-class PartialPart(Part, Protocol):
+class PartialPart(RowPart, Protocol):
     """Part of a slot: the partial keys by one basis, in the layers that select. Implementations store them."""
 
     layers: range

@@ -56,7 +56,7 @@ _BLOCK = 16
 """Number of keys whose partial keys are stored as one block."""
 
 
-class PooledRow(InfinigenRow):
+class PooledInfinigenRow(InfinigenRow):
     """InfinigenRow whose layers that select are stored in a pool, place by place."""
 
     def __init__(self, shape: KvShape, device: Device, basis: Basis, pools: KvPools, slot: int) -> None:
@@ -142,7 +142,7 @@ class PooledRow(InfinigenRow):
             self._has_begun = True
             if self._can_overflow:
                 self._arrange(tokens.start)
-        places = PooledSpan(kept, tokens, self.num_kept(tokens.start), beside)
+        places = PooledInfinigenSpan(kept, tokens, self.num_kept(tokens.start), beside)
         return SplitSpan(BufferSpan(self.whole.buffer, tokens), places)
 
     def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
@@ -219,7 +219,7 @@ class PooledRow(InfinigenRow):
 
 
 @dataclass(frozen=True)
-class PooledSpan:
+class PooledInfinigenSpan:
     """SequenceSpan over the places of one sequence, in the layers that select."""
 
     kept: KvBuffer
@@ -250,12 +250,12 @@ class PooledSpan:
         return BufferSpan(self.kept, TokenRange(self.num_kept, self.num_kept + 1)).place()
 
 
-class PooledStep(InfinigenStep[PooledRow]):
+class PooledStep(InfinigenStep[PooledInfinigenRow]):
     """Step that records the selected keys in the pools, and keeps its own tokens."""
 
     def __init__(
         self,
-        rows: Sequence[tuple[PooledRow, TokenRange]],
+        rows: Sequence[tuple[PooledInfinigenRow, TokenRange]],
         prepared: PreparedSelection,
         decoder: Decoder,
         pools: KvPools,
@@ -281,7 +281,7 @@ class PooledStep(InfinigenStep[PooledRow]):
         return picks
 
 
-class PooledResidency(RowResidency[PooledRow]):
+class PooledResidency(RowResidency[PooledInfinigenRow]):
     """Residency that selects keys by partial scores, and keeps a limited number of tokens."""
 
     traits = POLICIES["infinigen"]
@@ -296,7 +296,7 @@ class PooledResidency(RowResidency[PooledRow]):
         assert shape.max_slot_tokens <= MAX_TOKENS, "max_slot_tokens exceeds MAX_TOKENS"
         limit = PoolLimit(size.num_tokens, size.eviction, selection.num_first, selection.num_last)
         pools = KvPools(shape.num_slots, layout.num_layers - NUM_WHOLE_LAYERS, layout.num_kv_heads, limit)
-        rows = [PooledRow(shape, device, prepared.basis, pools, slot) for slot in range(shape.num_slots)]
+        rows = [PooledInfinigenRow(shape, device, prepared.basis, pools, slot) for slot in range(shape.num_slots)]
         self.scratch_bytes = 0 if device.is_home else shape.long_span_bytes
         super().__init__(rows, lambda rows: PooledStep(rows, prepared, decoder, pools))
 

@@ -34,7 +34,7 @@ from baton.modeling.kv.buffers import TORCH_DTYPES, BufferSpan, KvPlace, KvRows
 from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS
 from baton.types import KvLayout, TokenRange
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.rows import MakeMemory, PagedKv, Part, StoredRow
+from generate_workers.residency.rows import MakeMemory, PagedKv, RowPart, StoredRow
 from generate_workers.residency.steps import RowStep
 
 NO_CHOSEN_DRAFTS = "use speculation auto, ngram or off"
@@ -101,7 +101,7 @@ class SelectiveRow(StoredRow):
         self,
         shape: KvShape,
         make_memory: MakeMemory,
-        index: Part | None = None,
+        index: RowPart | None = None,
         num_places: int | None = None,
         *,
         reads_home: bool = True,

@@ -7,7 +7,7 @@ from baton.errors import ResourceExhaustedError
 from baton.modeling.kv.memory import PagedMemory
 from baton.sampling_params import SamplingParams
 from baton.types import LeaseRef
-from generate_workers.engine.rows import Ticket
+from generate_workers.engine.rows import StreamId
 from tests.support.engines.generation import Collector, Harness, prompt
 from tests.support.kernels.os_memory import resident_bytes
 
@@ -25,7 +25,7 @@ class Churn:
     rng: random.Random
     num_left: int
     num_open: int
-    open: list[tuple[Ticket, Collector]] = field(default_factory=list)
+    open: list[tuple[StreamId, Collector]] = field(default_factory=list)
     num_preemptions: int = 0
     num_cancelled: int = 0
     num_pushed: int = 0

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from baton.types import SlotId, TokenRange
-from generate_workers.engine.batcher import Batcher, Progress, RowSpan, StepPlan
+from generate_workers.engine.scheduling_policy import Progress, RowSpan, SchedulingPolicy, StepPlan
 from generate_workers.engine.step_bound import Decoding
 
 
@@ -20,15 +20,15 @@ class PlainRow:
 class Batch:
     """The rows of an engine that runs every plan."""
 
-    def __init__(self, batcher: Batcher) -> None:
+    def __init__(self, scheduling_policy: SchedulingPolicy) -> None:
         self.rows: dict[SlotId, PlainRow] = {}
-        self._batcher = batcher
+        self._scheduling_policy = scheduling_policy
 
     def join(self, slot: SlotId, *, num_cached: int, num_known: int, num_output: int = 0) -> None:
         self.rows[slot] = PlainRow(num_cached, num_known, num_output)
 
     def plan(self) -> StepPlan:
-        return self._batcher.plan(self.rows)
+        return self._scheduling_policy.plan(self.rows)
 
     def run(self, took_s: Callable[[StepPlan], float] | None = None) -> StepPlan:
         """One step as the engine does it: everything planned is run, and whoever samples gets a token."""
@@ -41,7 +41,7 @@ class Batch:
             row.num_known += span.samples
             row.num_output += span.samples
         if took_s is not None:
-            self._batcher.took(plan, took_s(plan))
+            self._scheduling_policy.took(plan, took_s(plan))
         return plan
 
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from baton.types import SlotId
-from generate_workers.engine.batcher import StepPlan
 from generate_workers.engine.rows import Row
+from generate_workers.engine.scheduling_policy import StepPlan
 from generate_workers.engine.speculation import Speculation, SpeculationStats
 from generate_workers.engine.verified import Draft, Drafts, Verified
 from generate_workers.slots.table import SlotTable

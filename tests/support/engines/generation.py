@@ -27,18 +27,18 @@ from baton.transport.kv_sink import ReserveSpec
 from baton.types import FinishReason, Lease, LeaseRef, RequestId, SampledToken, TokenEvent, TokenRange
 from baton_lab.comparators.drafts import CHOOSING, configured
 from generate_workers.config import CHOOSING_DRAFTS, AcceptanceName, EngineConfig
-from generate_workers.engine.batcher import Batcher
+from generate_workers.engine.chunked_prefill import ChunkedPrefillPolicy
 from generate_workers.engine.core import GenerationEngine
-from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.device_steps import make_device_steps
-from generate_workers.engine.rows import GenerationRequest, Ticket
+from generate_workers.engine.rows import GenerationRequest, StreamId
+from generate_workers.engine.scheduling_policy import SchedulingPolicy
 from generate_workers.engine.speculation import Speculation
 from generate_workers.prefixes.answer_saving import AnswerSaver
 from generate_workers.residency.port import DraftKeys, KvShape
 from generate_workers.residency.sparse.draft_index import IndexedResidency
 from generate_workers.slots.memory import KvMemory, MemoryLimits
 from generate_workers.slots.table import SlotTable
-from generate_workers.speculation.draft_model import ModelDrafter
+from generate_workers.speculation.draft_model import ModelProposer
 from generate_workers.speculation.making import make_speculation
 from generate_workers.speculation.speculator import Speculator
 from tests.support.engines.infinigen import prepared
@@ -139,16 +139,16 @@ class Harness:
         output_ids: Sequence[int] = (),
         ref: LeaseRef | None = None,
         on_end: Callable[[], None] = lambda: None,
-    ) -> tuple[Ticket, Collector]:
+    ) -> tuple[StreamId, Collector]:
         """Opens a stream that is checked at the end of the test."""
         collector = Collector(on_end, params.n)
         name = RequestId(f"r{next(self.numbers)}")
         request = GenerationRequest(name, tuple(prompt_ids), tuple(output_ids), params, ref)
-        ticket = self.engine.submit(request, collector)
+        stream_id = self.engine.submit(request, collector)
         self.streams.append(collector)
         if params.structured_output is not None:
-            concurrent.futures.wait([made.masks for made in self.engine._book.streams() if made.masks is not None])
-        return ticket, collector
+            concurrent.futures.wait([made.masks for made in self.engine._queue.streams() if made.masks is not None])
+        return stream_id, collector
 
     def run(self, *collectors: Collector, max_steps: int = 2000) -> None:
         """Steps until the streams, or all of them, have ended."""
@@ -202,7 +202,7 @@ def harness(
     copy: CopyTensor = copy_bytes,
     poison: bool = True,
     store: PrefixStore | None = None,
-    batcher: Batcher | None = None,
+    scheduling_policy: SchedulingPolicy | None = None,
     speculation: str = "off",
     draft_tokens: int = 3,
     draft_keys: int = 16,
@@ -235,7 +235,7 @@ def harness(
     own: Speculation | None = _drafts(decoder, slots, config, clock, cost, draft_model=drafting, name=speculation)
     engine = GenerationEngine(
         *(decoder, letter_tokenizer(), slots, clock, config),
-        batcher=batcher or DecodeFirst.of(config, decoder.config),
+        scheduling_policy=scheduling_policy or ChunkedPrefillPolicy.of(config, decoder.config),
         speculation=own if speculator is None else speculator(slots, own),
         reclaim=None if saver is None else saver.give_up,
         decode_steps=make_device_steps(decoder, residency, config, clock),
@@ -282,7 +282,7 @@ def draft_kv_of(engine: GenerationEngine) -> list[int]:
     """Bytes of KV that a draft model keeps; nothing where none drafts."""
     speculation = engine._speculation
     sources = speculation._sources.values() if isinstance(speculation, Speculator) else ()
-    return [source.drafter.num_bytes for source in sources if isinstance(source.drafter, ModelDrafter)]
+    return [source.proposer.num_bytes for source in sources if isinstance(source.proposer, ModelProposer)]
 
 
 def _with_partial_keys(policy: Policy, speculation: str, decoder: Decoder) -> Policy:

@@ -9,7 +9,7 @@ from torch import Tensor
 from baton.modeling.forward.selection import Picks
 from baton.modeling.sparse.bases import Basis
 from baton.types import TokenRange
-from generate_workers.residency.sparse.infinigen_pooled import PooledRow
+from generate_workers.residency.sparse.infinigen_pooled import PooledInfinigenRow
 from generate_workers.residency.sparse.pool import Eviction, PoolLimit
 from tests.support.engines.infinigen import LAYERS, LAYOUT, partial_of
 from tests.support.engines.selective import Bench, lists
@@ -72,10 +72,10 @@ class ReferenceList:
         return mark, self.closeness.get(each.position, 0.0), each.position
 
 
-def row_of(bench: Bench, slot: int) -> PooledRow:
+def row_of(bench: Bench, slot: int) -> PooledInfinigenRow:
     """Of a policy on pools."""
     row = bench.residency._rows[slot]  # type: ignore[attr-defined]
-    assert isinstance(row, PooledRow)
+    assert isinstance(row, PooledInfinigenRow)
     return row
 
 

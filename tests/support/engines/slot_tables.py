@@ -19,7 +19,7 @@ from generate_workers.residency.paged import PagedResidency
 from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.steps import RowResidency
-from generate_workers.slots.leases import KvLedger, Seat, SlotLedger, SlotState
+from generate_workers.slots.leases import BatchSlot, KvLedger, SlotLedger, SlotState
 from generate_workers.slots.memory import KvMemory, MemoryLimits
 from generate_workers.slots.table import SlotTable
 from tests.support.engines.devices import PoisonedCpu, PoisonedDevice
@@ -145,11 +145,11 @@ def standing(slots: SlotTable, ref: LeaseRef) -> Standing:
     return early.get(state, Standing.RUNNING)
 
 
-def activated(slots: SlotTable, ref: LeaseRef) -> list[Seat]:
+def activated(slots: SlotTable, ref: LeaseRef) -> list[BatchSlot]:
     """The rows of a committed lease."""
-    seats = slots.activate(ref)
-    assert seats is not None
-    return seats
+    batch_slots = slots.activate(ref)
+    assert batch_slots is not None
+    return batch_slots
 
 
 @contextmanager

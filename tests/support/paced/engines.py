@@ -19,7 +19,7 @@ from baton.modeling.forward.decoder import Decoder, LayerTurns, SequenceSpan, St
 from baton.modeling.forward.selection import StepPicks
 from baton.process.clock import Clock, SystemClock
 from baton.types import SlotId
-from generate_workers.engine.batcher import Batcher, Progress, StepPlan
+from generate_workers.engine.scheduling_policy import Progress, SchedulingPolicy, StepPlan
 from prefill_workers.chain import ChainJob
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.epoch import EpochLife
@@ -147,7 +147,7 @@ class PacedSteps:
 class PacedBatcher:
     """Implements Batcher over another, whose plans the device is told of."""
 
-    def __init__(self, inner: Batcher, steps: PacedSteps) -> None:
+    def __init__(self, inner: SchedulingPolicy, steps: PacedSteps) -> None:
         self._inner, self._steps = inner, steps
 
     def plan(self, rows: Mapping[SlotId, Progress]) -> StepPlan:

@@ -19,8 +19,8 @@ from deploy.config.worker import WorkerConfig
 from deploy.groups import worker_process
 from deploy.groups.hosting import Server
 from generate_workers.config import EngineConfig
+from generate_workers.engine.chunked_prefill import ChunkedPrefillPolicy
 from generate_workers.engine.core import GenerationEngine
-from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.servicer import GenerationServer, GenerationServicer
 from generate_workers.slots.table import SlotTable
@@ -56,8 +56,8 @@ async def start_group(
     port = bind(server, place.host)
     slots = SlotTable(make_memory(decoder, section, place.num_engines), clock, endpoint=f"{place.host}:{port}")
     tokenizer = await asyncio.to_thread(Tokenizer.load, place.model_folder)
-    batcher = PacedBatcher(DecodeFirst.of(section, decoder.config), steps)
-    engine = GenerationEngine(decoder, tokenizer, slots, clock, section, batcher=batcher)
+    scheduling_policy = PacedBatcher(ChunkedPrefillPolicy.of(section, decoder.config), steps)
+    engine = GenerationEngine(decoder, tokenizer, slots, clock, section, scheduling_policy=scheduling_policy)
     servicer = GenerationServicer(engine, decoder.layout)
     generate_pb2_grpc.add_GenerationGroupServicer_to_server(servicer, server)
     KvReceiverServicer(slots, None, clock=clock).add_to(server)

@@ -46,7 +46,7 @@ MAX_REFUSAL_COPIES = 2
 
 
 @dataclass
-class Beside:
+class DraftWindow:
     """How a request delayed what ran beside it, in seconds of processor time."""
 
     held_s: float
@@ -61,7 +61,7 @@ async def running() -> AsyncIterator[BareCluster]:
         yield made
 
 
-async def beside(running: BareCluster, params: SamplingParams) -> Beside:
+async def beside(running: BareCluster, params: SamplingParams) -> DraftWindow:
     """Send a request while another stream runs, and return how both that stream and the loop were delayed."""
     answer, call = Answer(), running.open(running.request(prompt(12), RUNNING))
     await answer.read(call, 1)
@@ -75,13 +75,13 @@ async def beside(running: BareCluster, params: SamplingParams) -> Beside:
             times_s.append(time.process_time())
     assert len((await asked).others) == NUM_CHOICES - 1
     call.cancel()
-    return Beside(held.most_s, max(after - before for before, after in itertools.pairwise(times_s)))
+    return DraftWindow(held.most_s, max(after - before for before, after in itertools.pairwise(times_s)))
 
 
 async def test_the_largest_request_delays_others_as_a_plain_one_does(running: BareCluster) -> None:
     await beside(running, PLAIN)  # what is made at first use
-    calm: list[Beside] = []
-    loaded: list[Beside] = []
+    calm: list[DraftWindow] = []
+    loaded: list[DraftWindow] = []
     for _ in range(NUM_ROUNDS):
         calm.append(await beside(running, PLAIN))
         loaded.append(await beside(running, LARGEST))

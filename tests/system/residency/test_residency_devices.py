@@ -19,7 +19,7 @@ from baton.sampling_params import SamplingParams
 from baton.types import SampledToken
 from generate_workers.config import EngineConfig
 from generate_workers.engine.memory_limits import make_memory
-from generate_workers.engine.step_runner import weight_bytes
+from generate_workers.engine.model_runner import weight_bytes
 from tests.support.engines.devices import on_emulated
 from tests.support.engines.generation import prefilled, prompt
 from tests.support.engines.generation_servers import Client, ids_in, read, serving

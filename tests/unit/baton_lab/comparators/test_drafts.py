@@ -6,8 +6,8 @@ import torch
 from baton.types import TokenRange
 from baton_lab.comparators.quest import PAGE_KEYS, Pages, page_scores
 from baton_lab.comparators.topk import attention_weights
-from generate_workers.speculation.port import DraftWish
-from generate_workers.speculation.self_drafts import SelfDrafter
+from generate_workers.speculation.port import DraftRequest
+from generate_workers.speculation.self_drafts import SelfProposer
 from tests.support.engines.draft_views import Watching, decoding, lists_of, make_view, residency_of
 from tests.support.engines.generation import prompt
 from tests.support.kernels.paths import needs_rows
@@ -60,7 +60,7 @@ def test_pages_follow_a_row_and_keep_what_keys_there_are() -> None:
 def test_quest_takes_whole_pages_and_the_latest_keys_within_its_budget() -> None:
     with decoding([prompt(70)]) as (made, rows):
         watching = Watching(make_view("quest", made, 54), residency_of(made))
-        SelfDrafter(made.decoder, watching, [24]).draft([DraftWish(rows[0], 3)])
+        SelfProposer(made.decoder, watching, [24]).draft([DraftRequest(rows[0], 3)])
     for index, step in enumerate(watching.found):
         assert [layer for layer, picks in step.items() if picks is None] == [0, 1]
         for layer in (2, 3):

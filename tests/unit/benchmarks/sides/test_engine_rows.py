@@ -10,7 +10,7 @@ from benchmarks.decode import BARS, GRID, Cell
 from benchmarks.residency import compare, link_bytes
 from benchmarks.sides.engine_rows import EngineRows, num_rows_that_fit, row_lengths
 from generate_workers.config import EngineConfig, ResidencyName
-from generate_workers.engine.step_runner import weight_bytes
+from generate_workers.engine.model_runner import weight_bytes
 from tests.support.models.letter_models import write_letter_model
 
 

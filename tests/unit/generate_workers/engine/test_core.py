@@ -96,10 +96,10 @@ def test_the_slot_is_free_when_the_last_event_arrives() -> None:
 
 def test_usage_follows_from_the_events() -> None:
     with harness() as made:
-        ticket, stream = made.submit(prompt(9), LONG)
+        stream_id, stream = made.submit(prompt(9), LONG)
         for _ in range(5):
             made.engine.step()
-        made.engine.cancel(ticket)
+        made.engine.cancel(stream_id)
         made.run()
         assert stream.events[-1].index == len(stream.token_ids) == 5
         assert stream.events[-1].token is None
@@ -142,8 +142,8 @@ def test_a_cancelled_waiter_gives_its_place_back() -> None:
     with harness(num_slots=1, max_waiting=1) as made:
         made.submit(prompt(5), SHORT)
         made.engine.step()
-        ticket, _ = made.submit(prompt(5), SHORT)
-        made.engine.cancel(ticket)
+        stream_id, _ = made.submit(prompt(5), SHORT)
+        made.engine.cancel(stream_id)
         made.engine.step()
         _, next_in_line = made.submit(prompt(5), SHORT)
         made.run()

@@ -8,7 +8,7 @@ import pytest
 from baton.errors import InvalidArgumentError, LeaseExpiredError, StaleStampError, UnavailableError
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, LeaseRef, SampledToken, SlotId, Stamp
-from generate_workers.engine.rows import Ticket
+from generate_workers.engine.rows import StreamId
 from tests.support.engines.generation import Collector, Harness, harness, prompt, reference_ids
 from tests.support.engines.slot_tables import is_empty, push_zeros
 from tests.support.manual_clock import ManualClock
@@ -20,11 +20,11 @@ LONG = SamplingParams(max_tokens=60, ignore_eos=True)
 # Cancelling: in each phase, within one step, everything is freed.
 
 
-def in_inbox(made: Harness) -> tuple[Ticket, Collector]:
+def in_inbox(made: Harness) -> tuple[StreamId, Collector]:
     return made.submit(prompt(9), LONG)
 
 
-def waiting_for_a_slot(made: Harness) -> tuple[Ticket, Collector]:
+def waiting_for_a_slot(made: Harness) -> tuple[StreamId, Collector]:
     blockers = [made.submit(prompt(5), SHORT) for _ in range(4)]
     made.engine.step()
     opened = made.submit(prompt(9), LONG)
@@ -33,13 +33,13 @@ def waiting_for_a_slot(made: Harness) -> tuple[Ticket, Collector]:
     return opened
 
 
-def leased(made: Harness) -> tuple[Ticket, Collector]:
+def leased(made: Harness) -> tuple[StreamId, Collector]:
     opened = made.submit(prompt(9), LONG, ref=made.reserve(9, 80).ref)
     made.engine.step()
     return opened
 
 
-def committed(made: Harness) -> tuple[Ticket, Collector]:
+def committed(made: Harness) -> tuple[StreamId, Collector]:
     ref = made.reserve(9, 80).ref
     opened = made.submit(prompt(9), LONG, ref=ref)
     made.engine.step()
@@ -47,7 +47,7 @@ def committed(made: Harness) -> tuple[Ticket, Collector]:
     return opened
 
 
-def active(made: Harness) -> tuple[Ticket, Collector]:
+def active(made: Harness) -> tuple[StreamId, Collector]:
     opened = committed(made)
     made.engine.step()
     made.engine.step()
@@ -55,7 +55,7 @@ def active(made: Harness) -> tuple[Ticket, Collector]:
     return opened
 
 
-def prefilling(made: Harness) -> tuple[Ticket, Collector]:
+def prefilling(made: Harness) -> tuple[StreamId, Collector]:
     opened = made.submit(prompt(60), LONG)
     made.engine.step()
     assert opened[1].events == []
@@ -66,21 +66,21 @@ PHASES = [in_inbox, waiting_for_a_slot, leased, committed, active, prefilling]
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_cancel_frees_everything_within_one_step(phase: Callable[[Harness], tuple[Ticket, Collector]]) -> None:
+def test_cancel_frees_everything_within_one_step(phase: Callable[[Harness], tuple[StreamId, Collector]]) -> None:
     with harness(num_slots=4) as made:
-        ticket, stream = phase(made)
-        made.engine.cancel(ticket)
+        stream_id, stream = phase(made)
+        made.engine.cancel(stream_id)
         made.engine.step()
         assert stream.finish is FinishReason.CANCELLED
         made.run()
         assert made.engine.status().num_streams == 0
-        made.engine.cancel(ticket)  # again: nothing happens
+        made.engine.cancel(stream_id)  # again: nothing happens
         made.engine.step()
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_closing_the_engine_ends_streams_in_every_phase(
-    phase: Callable[[Harness], tuple[Ticket, Collector]],
+    phase: Callable[[Harness], tuple[StreamId, Collector]],
 ) -> None:
     with harness(num_slots=4) as made:
         _, stream = phase(made)
@@ -93,9 +93,9 @@ def test_closing_the_engine_ends_streams_in_every_phase(
 def test_cancelling_one_row_disturbs_no_other() -> None:
     with harness() as made:
         _, other = made.submit(prompt(20), SHORT)
-        ticket, _ = made.submit(prompt(9), LONG)
+        stream_id, _ = made.submit(prompt(9), LONG)
         made.engine.step()
-        made.engine.cancel(ticket)
+        made.engine.cancel(stream_id)
         made.run()
         assert other.token_ids == reference_ids(made.decoder, prompt(20), SHORT)
 
@@ -103,9 +103,9 @@ def test_cancelling_one_row_disturbs_no_other() -> None:
 def test_a_writer_inside_a_cancelled_lease_is_refused_and_then_all_is_free() -> None:
     with harness() as made:
         ref = made.reserve(9, 80).ref
-        ticket, _ = made.submit(prompt(9), LONG, ref=ref)
+        stream_id, _ = made.submit(prompt(9), LONG, ref=ref)
         with made.slots.open_push(ref):
-            made.engine.cancel(ticket)
+            made.engine.cancel(stream_id)
             made.engine.step()
             assert made.slots.ledger().num_quarantined == 1
             with pytest.raises(StaleStampError):
@@ -179,11 +179,11 @@ def test_an_expired_lease_opens_no_stream() -> None:
 def test_a_lease_takes_one_stream_and_keeps_it() -> None:
     with harness() as made:
         ref = made.reserve(9, 80).ref
-        ticket, stream = made.submit(prompt(9), LONG, ref=ref)
+        stream_id, stream = made.submit(prompt(9), LONG, ref=ref)
         with pytest.raises(InvalidArgumentError, match="has a stream already"):
             made.submit(prompt(9), LONG, ref=ref)
         assert stream.events == []
-        made.engine.cancel(ticket)
+        made.engine.cancel(stream_id)
         made.run()
 
 

@@ -58,10 +58,10 @@ def test_choices_end_one_by_one_and_free_their_slots() -> None:
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 4])
 def test_cancel_ends_all_choices(num_steps: int) -> None:
     with harness() as made:
-        ticket, collector = made.submit(IDS, PARAMS)
+        stream_id, collector = made.submit(IDS, PARAMS)
         for _ in range(num_steps):
             made.engine.step()
-        made.engine.cancel(ticket)
+        made.engine.cancel(stream_id)
         made.engine.step()
         assert [collector.choice(choice).finish for choice in range(4)] == [FinishReason.CANCELLED] * 4
         assert is_empty(made.slots.ledger())

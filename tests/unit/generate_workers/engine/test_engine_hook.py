@@ -6,7 +6,7 @@ import pytest
 
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, LeaseRef, RequestId
-from generate_workers.engine.rows import GenerationRequest, Row, Ticket
+from generate_workers.engine.rows import GenerationRequest, Row, StreamId
 from tests.support.engines.generation import Collector, Harness, harness, prompt
 from tests.support.engines.slot_tables import is_empty
 
@@ -33,11 +33,11 @@ class Hook:
         self.num_ends += 1
 
 
-def submit(made: Harness, hook: Hook, params: SamplingParams = SHORT) -> tuple[Ticket, Collector]:
+def submit(made: Harness, hook: Hook, params: SamplingParams = SHORT) -> tuple[StreamId, Collector]:
     events = Collector(num_choices=params.n)
-    ticket = made.engine.submit(GenerationRequest(RequestId("r"), prompt(9), (), params), events, hook)
+    stream_id = made.engine.submit(GenerationRequest(RequestId("r"), prompt(9), (), params), events, hook)
     made.streams.append(events)
-    return ticket, events
+    return stream_id, events
 
 
 @pytest.mark.parametrize("num_choices", [1, 3])
@@ -66,10 +66,10 @@ def test_a_row_that_is_not_taken_over_is_freed_before_its_last_event() -> None:
 def test_a_cancelled_stream_hands_over_nothing_and_ends(num_steps: int) -> None:
     with harness() as made:
         hook = Hook(takes=True)
-        ticket, events = submit(made, hook)
+        stream_id, events = submit(made, hook)
         for _ in range(num_steps):
             made.engine.step()
-        made.engine.cancel(ticket)
+        made.engine.cancel(stream_id)
         made.run(events)
         assert (events.finish, hook.num_rows, hook.num_ends) == (FinishReason.CANCELLED, 0, 1)
         assert is_empty(made.slots.ledger())

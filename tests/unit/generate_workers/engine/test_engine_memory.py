@@ -105,10 +105,10 @@ def test_choices_that_wait_for_their_prompt_are_preempted_with_it() -> None:
 def test_a_cancelled_row_that_waits_to_come_back_ends_at_once() -> None:
     with harness(decoder=DECODER, limits=limit(96, 1), growth_tokens=1) as made:
         elder = made.submit(prompt(30), LONG)[1]
-        ticket, young = made.submit(prompt(31), LONG)
+        stream_id, young = made.submit(prompt(31), LONG)
         while not made.engine.status().num_preempted:
             made.engine.step()
-        made.engine.cancel(ticket)
+        made.engine.cancel(stream_id)
         made.engine.step()
         assert young.finish is FinishReason.CANCELLED
         assert made.engine.status().num_preempted == 0
@@ -307,14 +307,14 @@ def scarce(monkeypatch: pytest.MonkeyPatch) -> Callable[[Harness], None]:
 def test_a_row_that_cannot_come_back_waits_while_others_run(scarce: Callable[[Harness], None]) -> None:
     with harness(decoder=DECODER, limits=limit(96, 1), growth_tokens=1) as made:
         elder = made.submit(prompt(30), LONG)[1]
-        ticket, young = made.submit(prompt(31), LONG)
+        stream_id, young = made.submit(prompt(31), LONG)
         until_preempted(made)
         made.slots.memory.limits = limit(96, 4)
         scarce(made)
         for _ in range(3):
             made.engine.step()
         assert (young.finish, made.engine.status().num_preempted) == (None, 1)
-        made.engine.cancel(ticket)
+        made.engine.cancel(stream_id)
         made.run(elder)
         check_tokens(made, (elder, 30, LONG))
 

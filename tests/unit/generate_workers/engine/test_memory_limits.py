@@ -17,7 +17,7 @@ from baton.types import KernelChoice
 from generate_workers.config import EngineConfig
 from generate_workers.engine.device_steps import device_step_bytes
 from generate_workers.engine.memory_limits import make_memory
-from generate_workers.engine.step_runner import bytes_per_step, weight_bytes
+from generate_workers.engine.model_runner import bytes_per_step, weight_bytes
 from generate_workers.residency.port import KvBytes
 from generate_workers.slots.memory import MemoryLimits
 from tests.support.engines.devices import TensorDevice, on_emulated

@@ -11,8 +11,8 @@ from baton.sampling_params import SamplingParams
 from baton.text.stop_strings import StopStrings
 from baton.text.tokenizer import Tokenizer
 from baton.types import FinishReason, LeaseRef, RequestId, SampledToken, SlotId, Stamp, TokenEvent
-from generate_workers.engine.rows import EngineStream, GenerationRequest, Row, Ticket
-from generate_workers.slots.leases import Seat
+from generate_workers.engine.rows import EngineStream, GenerationRequest, Row, StreamId
+from generate_workers.slots.leases import BatchSlot
 from tests.support.engines.generation import eos_decoder
 from tests.support.engines.slot_tables import make_memory
 from tests.support.models.tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, ids_of, letter_tokenizer
@@ -32,9 +32,9 @@ def make_row(
 ) -> Row:
     request = GenerationRequest(RequestId("r"), prompt, output, params)
     [promise] = make_memory(max_slot_tokens=capacity).promise([SlotId(0)], request.num_tokens, capacity)
-    seat = Seat(LeaseRef(SlotId(0), Stamp(1)), promise.row, None)
-    stream = EngineStream(Ticket(1), request, lambda event: None, StopStrings.of(params))
-    return Row(stream, 0, seat, tokenizer or letter_tokenizer(), config)
+    batch_slot = BatchSlot(LeaseRef(SlotId(0), Stamp(1)), promise.row, None)
+    stream = EngineStream(StreamId(1), request, lambda event: None, StopStrings.of(params))
+    return Row(stream, 0, batch_slot, tokenizer or letter_tokenizer(), config)
 
 
 def feed(row: Row, token_ids: tuple[int, ...]) -> list[TokenEvent]:

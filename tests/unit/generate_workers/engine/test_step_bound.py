@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from baton.planning.work_cost import StepWork, WorkCost
 from baton.types import SlotId, TokenRange
-from generate_workers.engine.batcher import Batcher, StepPlan
-from generate_workers.engine.decode_first import DecodeFirst
+from generate_workers.engine.chunked_prefill import ChunkedPrefillPolicy
+from generate_workers.engine.scheduling_policy import SchedulingPolicy, StepPlan
 from generate_workers.engine.step_bound import Decoding, PrefillWork, StepBound
 from tests.support.engines.batches import Batch
 
@@ -88,7 +88,7 @@ def test_a_pause_is_forgotten_when_no_stream_runs() -> None:
 def test_prompts_that_come_together_are_steps_of_a_few() -> None:
     """The seconds of the whole burst decide whether its steps may be long, beside streams too."""
     work = 16 * WORK.of(TokenRange(0, 205)) * RATE_S
-    batch = Batch(DecodeFirst(1024, taught(burst_step_s=work), WORK))
+    batch = Batch(ChunkedPrefillPolicy(1024, taught(burst_step_s=work), WORK))
     batch.join(SlotId(0), num_cached=100, num_known=101, num_output=2)
     for slot in range(1, 17):
         batch.join(SlotId(slot), num_cached=0, num_known=205)
@@ -97,7 +97,7 @@ def test_prompts_that_come_together_are_steps_of_a_few() -> None:
 
 
 def test_a_burst_that_is_too_long_is_bounded_until_little_of_it_is_left() -> None:
-    batch = Batch(DecodeFirst(1024, taught(mixed_step_s=0.05, burst_step_s=0.5), WORK))
+    batch = Batch(ChunkedPrefillPolicy(1024, taught(mixed_step_s=0.05, burst_step_s=0.5), WORK))
     batch.join(SlotId(0), num_cached=100, num_known=101, num_output=2)
     for slot in range(1, 9):
         batch.join(SlotId(slot), num_cached=0, num_known=205)
@@ -108,7 +108,7 @@ def test_a_burst_that_is_too_long_is_bounded_until_little_of_it_is_left() -> Non
 
 def started_together(num_prompts: int, num_tokens: int) -> Batch:
     """Prompts that wait beside two rows that have no more than their first token."""
-    batch = Batch(DecodeFirst(512, taught(burst_step_s=1e-6), WORK))
+    batch = Batch(ChunkedPrefillPolicy(512, taught(burst_step_s=1e-6), WORK))
     for slot in range(2):
         batch.join(SlotId(slot), num_cached=205, num_known=206, num_output=1)
     for slot in range(2, 2 + num_prompts):
@@ -172,8 +172,8 @@ def test_what_fits_is_as_much_as_can_be(start: int, most: float, pair_work: floa
 class Drafting(Batch):
     """A batch whose rows that decode have drafts, each made by a step over `num_keys` keys; none is accepted."""
 
-    def __init__(self, batcher: Batcher, num_keys: int) -> None:
-        super().__init__(batcher)
+    def __init__(self, scheduling_policy: SchedulingPolicy, num_keys: int) -> None:
+        super().__init__(scheduling_policy)
         self.num_drafts = 0
         self._num_keys = num_keys
 
@@ -199,7 +199,7 @@ def model_s(plan: StepPlan) -> float:
 def test_no_row_waits_beyond_the_bound_but_for_a_few_tokens(
     contexts: list[int], num_tokens: int, stretch: float
 ) -> None:
-    batch = Batch(DecodeFirst(512, StepBound(stretch), WORK))
+    batch = Batch(ChunkedPrefillPolicy(512, StepBound(stretch), WORK))
     for slot, context in enumerate(contexts):
         batch.join(SlotId(slot), num_cached=context, num_known=context + 1)
     for _ in range(3):
@@ -227,7 +227,7 @@ def test_prefill_that_never_ends_does_not_starve_beside_more_rows_than_ever_deco
     def took_s(plan: StepPlan) -> float:
         return step_s(plan.decoding, plan.prefill_work) + plan.decoding.num_rows * (row_s - ROW_S)
 
-    batch = Batch(DecodeFirst(512, StepBound(1.5), PrefillWork()))
+    batch = Batch(ChunkedPrefillPolicy(512, StepBound(1.5), PrefillWork()))
     batch.join(SlotId(0), num_cached=0, num_known=100)
     for _ in range(10):
         batch.run(took_s)  # one row, alone
@@ -248,7 +248,7 @@ def test_beside_rounds_of_drafts_prefill_is_bounded_by_the_round() -> None:
     """Numbers of drafts change now and then, as they do where they are planned; so does what a round takes."""
     keys_of_drafts, cost = 256, WorkCost(BASE_S, ROW_S, TOKEN_S, 4e-7)
     bound, stretch = StepBound(1.5), 1.5
-    batch = Drafting(DecodeFirst(512, bound, PrefillWork()), keys_of_drafts)
+    batch = Drafting(ChunkedPrefillPolicy(512, bound, PrefillWork()), keys_of_drafts)
 
     def round_s(plan: StepPlan) -> float:
         decoding = plan.decoding
@@ -290,14 +290,14 @@ def test_steps_of_a_draft_model_are_not_taken_for_steps_of_the_model() -> None:
 
 
 def test_without_rows_the_whole_budget_is_prefilled() -> None:
-    batch = Batch(DecodeFirst(64, taught(), WORK))
+    batch = Batch(ChunkedPrefillPolicy(64, taught(), WORK))
     batch.join(SlotId(1), num_cached=0, num_known=200)
     assert batch.run(model_s).num_prefill_tokens == 64
 
 
 def test_prefills_share_what_a_step_may_take() -> None:
     decoding = Decoding(1, 101)
-    batch = Batch(DecodeFirst(512, taught(8.0), PrefillWork()))
+    batch = Batch(ChunkedPrefillPolicy(512, taught(8.0), PrefillWork()))
     batch.join(SlotId(1), num_cached=100, num_known=101, num_output=2)
     batch.join(SlotId(2), num_cached=0, num_known=40)
     batch.join(SlotId(3), num_cached=0, num_known=500)

@@ -12,7 +12,7 @@ import pytest
 from baton.modeling.forward.sampling import sample
 from baton.sampling_params import SamplingParams
 from generate_workers.engine import verified
-from generate_workers.engine.decode_first import DecodeFirst
+from generate_workers.engine.chunked_prefill import ChunkedPrefillPolicy
 from generate_workers.engine.step_bound import Decoding, StepBound
 from tests.support.engines.generation import WAIT_S, Harness, harness, prompt, reference_ids
 from tests.support.manual_clock import ManualClock
@@ -126,7 +126,7 @@ class _Known(StepBound):
 @pytest.mark.parametrize(("took_s", "limit_s"), [(0.01, FLOOR_S), (5.0, 20.0)])
 def test_limit_follows_what_steps_take(took_s: float, limit_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ManualClock(100.0)
-    with harness(clock=clock, batcher=DecodeFirst(16, _Known(took_s))) as made:
+    with harness(clock=clock, scheduling_policy=ChunkedPrefillPolicy(16, _Known(took_s))) as made:
         gate = Gate()
         monkeypatch.setattr(made.decoder, "forward", gate.before(made.decoder.forward))
         made.engine.start()

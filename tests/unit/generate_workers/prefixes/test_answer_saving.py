@@ -14,7 +14,7 @@ from baton.modeling.prefix_store.store import Filled, PrefixStore
 from baton.prefix_blocks import BlockNaming, PromptBlocks
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, RequestId, StreamNumber, TokenRange
-from generate_workers.engine.rows import GenerationRequest, Ticket
+from generate_workers.engine.rows import GenerationRequest, StreamId
 from generate_workers.prefixes import answer_saving
 from generate_workers.prefixes.answer_saving import StreamAnswers
 from generate_workers.slots.access import SlotReader
@@ -37,14 +37,14 @@ class Saved:
     """One stream, and the last that was said of it."""
 
     made: Harness
-    ticket: Ticket
+    stream_id: StreamId
     events: Collector
     answers: StreamAnswers
     filled: list[Filled] = field(default_factory=list)
 
     def cancel(self) -> None:
         """Cancel the stream as `OpenStreams.end` does, and run a step."""
-        self.made.engine.cancel(self.ticket)
+        self.made.engine.cancel(self.stream_id)
         self.answers.cancel()
         self.made.engine.step()
 
@@ -64,9 +64,9 @@ def ask(made: Harness, params: SamplingParams = PARAMS, naming: BlockNaming = NA
     events, filled = Collector(num_choices=params.n), list[Filled]()
     assert made.saver is not None
     answers = StreamAnswers(made.saver, naming, filled.append)
-    ticket = made.engine.submit(GenerationRequest(RequestId("r"), ASKED, (), params), events, answers)
+    stream_id = made.engine.submit(GenerationRequest(RequestId("r"), ASKED, (), params), events, answers)
     made.streams.append(events)
-    return Saved(made, ticket, events, answers, filled)
+    return Saved(made, stream_id, events, answers, filled)
 
 
 @contextmanager
@@ -336,7 +336,7 @@ def test_a_row_that_is_released_is_read_no_more(folder: Path) -> None:
         [row] = made.engine._running.rows.values()
         reader = made.slots.open_read(row.ref)
         assert len(reader.export(0, TokenRange(0, 15))) == 15 * DECODER.layout.row_bytes
-        made.engine.cancel(row.stream.ticket)
+        made.engine.cancel(row.stream.stream_id)
         made.engine.step()
         with pytest.raises(Exception, match="is stale"):
             reader.export(0, TokenRange(0, 15))

@@ -74,12 +74,12 @@ def stock(store: PrefixStore, names: Sequence[str] = NAMES) -> None:
 def check(slots: SlotTable, lease: Lease, num_tokens: int) -> None:
     """The row has the prompt's KV; and leaves."""
     whole = kv()
-    [seat] = activated(slots, lease.ref)
-    assert seat.num_cached == num_tokens
+    [batch_slot] = activated(slots, lease.ref)
+    assert batch_slot.num_cached == num_tokens
     for layer in range(LAYOUT.num_layers):
         tokens = TokenRange(0, num_tokens)
         if num_tokens:
-            assert seat.row.export(layer, tokens) == whole.export(layer, tokens)
+            assert batch_slot.row.export(layer, tokens) == whole.export(layer, tokens)
     slots.release(lease.ref)
 
 

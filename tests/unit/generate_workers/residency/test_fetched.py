@@ -17,7 +17,7 @@ from baton.modeling.sparse.selection_file import save_prepared
 from baton.types import SlotId, TokenRange
 from generate_workers.config import EngineConfig
 from generate_workers.engine.memory_limits import make_memory
-from generate_workers.engine.step_runner import weight_bytes
+from generate_workers.engine.model_runner import weight_bytes
 from generate_workers.residency.fetched.infinigen import FetchedInfinigenResidency
 from generate_workers.residency.fetched.rows import PIECE_TOKENS
 from generate_workers.residency.port import KvShape

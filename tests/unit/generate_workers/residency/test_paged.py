@@ -17,8 +17,8 @@ from baton.transport.kv_sink import ReserveSpec
 from baton.types import RequestId, SlotId, TokenRange
 from generate_workers.config import EngineConfig
 from generate_workers.engine.memory_limits import make_memory
+from generate_workers.engine.model_runner import weight_bytes
 from generate_workers.engine.rows import GenerationRequest
-from generate_workers.engine.step_runner import weight_bytes
 from generate_workers.prefixes.answer_saving import StreamAnswers
 from generate_workers.prefixes.loading import PrefixLoader
 from generate_workers.residency.paged import PagedResidency

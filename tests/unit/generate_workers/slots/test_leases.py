@@ -4,7 +4,7 @@ import pytest
 
 from baton.transport.coverage import Coverage
 from baton.types import LeaseRef, SlotId, Stamp
-from generate_workers.slots.leases import TRANSITIONS, Claim, KvLedger, Slot, SlotLedger, SlotMove, SlotState
+from generate_workers.slots.leases import TRANSITIONS, KvLedger, Slot, SlotClaim, SlotLedger, SlotMove, SlotState
 from tests.support.engines.slot_tables import make_memory
 
 
@@ -12,7 +12,7 @@ def claimed_slot(move: SlotMove) -> Slot:
     memory = make_memory()
     slot = Slot(SlotId(0), memory)
     [promise] = memory.promise([slot.number], 4, 8)
-    slot.begin(Claim(LeaseRef(SlotId(0), Stamp(1)), promise, Coverage(2, 4), 4, 4, 5.0, 5.0), move)
+    slot.begin(SlotClaim(LeaseRef(SlotId(0), Stamp(1)), promise, Coverage(2, 4), 4, 4, 5.0, 5.0), move)
     return slot
 
 

@@ -13,7 +13,7 @@ from baton.errors import LeaseExpiredError, ResourceExhaustedError, StaleStampEr
 from baton.transport.kv_sink import ReserveSpec
 from baton.types import LeaseRef, RequestId, SampledToken
 from generate_workers.residency.port import KvBytes
-from generate_workers.slots.leases import Seat
+from generate_workers.slots.leases import BatchSlot
 from tests.support.engines.slot_tables import activated, is_empty, make_slots, push_zeros
 from tests.support.manual_clock import ManualClock
 
@@ -31,7 +31,7 @@ class Request:
     deadline_s: float
     state: str = "leased"
     """leased, committed, active, expired or gone."""
-    seats: list[Seat] = field(default_factory=list)
+    batch_slots: list[BatchSlot] = field(default_factory=list)
     """Rows that have not been released."""
     writer: AbstractContextManager[object] | None = None
 
@@ -43,7 +43,7 @@ class Request:
     @property
     def is_quarantined(self) -> bool:
         """Its first slot is freed, and somebody writes there."""
-        in_use = self.num_waiting or any(seat.ref == self.ref for seat in self.seats)
+        in_use = self.num_waiting or any(batch_slot.ref == self.ref for batch_slot in self.batch_slots)
         return self.writer is not None and not in_use
 
 
@@ -63,8 +63,8 @@ class ChoicesWalk(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for request in self.all:
-            for seat in request.seats:
-                self.slots.release(seat.ref)
+            for batch_slot in request.batch_slots:
+                self.slots.release(batch_slot.ref)
             self.slots.abort(request.ref)
             if request.writer is not None:
                 request.writer.__exit__(None, None, None)
@@ -115,15 +115,17 @@ class ChoicesWalk(RuleBasedStateMachine):
         """Each choice becomes a row, with its own first token."""
         self._expire()
         if of.state == "committed":
-            of.seats = activated(self.slots, of.ref)
-            assert [seat.first for seat in of.seats] == [SampledToken(choice) for choice in range(of.num_choices)]
+            of.batch_slots = activated(self.slots, of.ref)
+            assert [batch_slot.first for batch_slot in of.batch_slots] == [
+                SampledToken(choice) for choice in range(of.num_choices)
+            ]
             of.state = "active"
 
     @rule(of=requests, which=integers(0, 2))
     def release(self, of: Request, which: int) -> None:
         """Rows end in any order."""
-        if which < len(of.seats):
-            self.slots.release(of.seats.pop(which).ref)
+        if which < len(of.batch_slots):
+            self.slots.release(of.batch_slots.pop(which).ref)
 
     @rule(of=requests)
     def abort(self, of: Request) -> None:
@@ -153,19 +155,19 @@ class ChoicesWalk(RuleBasedStateMachine):
         assert not ledger.imbalance, ledger.imbalance
         assert ledger.num_free == self._num_free()
         assert ledger.num_leased == sum(request.num_waiting for request in self.all)
-        assert ledger.num_active == sum(len(request.seats) for request in self.all)
+        assert ledger.num_active == sum(len(request.batch_slots) for request in self.all)
         assert ledger.num_quarantined == sum(request.is_quarantined for request in self.all)
 
     @invariant()
     def no_slot_is_two_rows(self) -> None:
-        taken = [seat.ref.slot for request in self.all for seat in request.seats]
+        taken = [batch_slot.ref.slot for request in self.all for batch_slot in request.batch_slots]
         assert len(set(taken)) == len(taken)
 
     def _num_free(self) -> int:
-        return NUM_SLOTS - sum(each.num_waiting + len(each.seats) + each.is_quarantined for each in self.all)
+        return NUM_SLOTS - sum(each.num_waiting + len(each.batch_slots) + each.is_quarantined for each in self.all)
 
     def _has_first(self, of: Request) -> bool:
-        return bool(of.num_waiting) or any(seat.ref == of.ref for seat in of.seats)
+        return bool(of.num_waiting) or any(batch_slot.ref == of.ref for batch_slot in of.batch_slots)
 
     def _expire(self) -> None:
         for request in self.all:

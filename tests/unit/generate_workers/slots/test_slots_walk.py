@@ -152,9 +152,9 @@ class SlotWalk(RuleBasedStateMachine):
     @rule(target=lives)
     def occupy(self) -> object:
         has_room = self._has_room()
-        seats = self.slots.occupy(NUM_TOKENS, CAPACITY)
-        assert (seats is not None) == has_room
-        return multiple() if seats is None else self._born(seats[0].ref, "active", float("inf"))
+        batch_slots = self.slots.occupy(NUM_TOKENS, CAPACITY)
+        assert (batch_slots is not None) == has_room
+        return multiple() if batch_slots is None else self._born(batch_slots[0].ref, "active", float("inf"))
 
     @rule(life=lives)
     def open_writer(self, life: Life) -> None:
@@ -228,8 +228,8 @@ class SlotWalk(RuleBasedStateMachine):
     def activate(self, life: Life) -> None:
         self._expire()
         if life.state == "committed":
-            [seat] = activated(self.slots, life.ref)
-            assert (seat.first, seat.num_cached) == (None if life.is_local else FIRST, life.tokens.end)
+            [batch_slot] = activated(self.slots, life.ref)
+            assert (batch_slot.first, batch_slot.num_cached) == (None if life.is_local else FIRST, life.tokens.end)
             life.state, life.num_cached = "active", life.tokens.end
 
     @rule(life=lives)

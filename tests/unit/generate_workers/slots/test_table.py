@@ -66,20 +66,20 @@ async def test_a_committed_lease_becomes_a_row_and_is_released(slots: SlotTable)
     assert standing(slots, ref) is Standing.READY
     with pytest.raises(LeaseError):
         await slots.commit(ref, [SampledToken(FIRST.token_id + 1)])
-    [seat] = activated(slots, ref)
-    assert (seat.ref, seat.first, len(seat.row.tokens)) == (ref, FIRST, 8)
+    [batch_slot] = activated(slots, ref)
+    assert (batch_slot.ref, batch_slot.first, len(batch_slot.row.tokens)) == (ref, FIRST, 8)
     assert slots.ledger().num_active == 1
     with ends_empty(slots):
         slots.release(ref)
 
 
 def test_a_local_row_takes_a_slot_at_once_and_none_when_all_are_taken(slots: SlotTable) -> None:
-    seats = [*(slots.occupy(4, 8) or ()), *(slots.occupy(4, 12) or ())]
+    batch_slots = [*(slots.occupy(4, 8) or ()), *(slots.occupy(4, 12) or ())]
     assert slots.occupy(1, 1) is None
     assert slots.ledger() == SlotLedger(2, 0, 0, 2, 0, 0, 0, kv_ledger(active=2 * ROW_BYTES))
     with ends_empty(slots):
-        for seat in seats:
-            slots.release(seat.ref)
+        for batch_slot in batch_slots:
+            slots.release(batch_slot.ref)
 
 
 async def test_a_lease_becomes_rows_once_and_not_before_its_commit(slots: SlotTable) -> None:
@@ -150,9 +150,9 @@ def test_a_device_with_too_little_memory_is_no_room_and_takes_no_slot(clock: Man
 
 
 async def test_local_rows_take_no_commit(slots: SlotTable) -> None:
-    [seat] = slots.occupy(4, 8) or []
+    [batch_slot] = slots.occupy(4, 8) or []
     with pytest.raises(LeaseError):
-        await slots.commit(seat.ref, [FIRST])
+        await slots.commit(batch_slot.ref, [FIRST])
 
 
 async def test_commit_of_a_running_row_is_repeatable(slots: SlotTable) -> None:
@@ -196,10 +196,10 @@ def test_next_deadline_is_the_earliest_of_the_timed_claims(slots: SlotTable, clo
 async def test_rows_do_not_expire(slots: SlotTable, clock: ManualClock) -> None:
     ref = await committed(slots)
     slots.activate(ref)
-    [seat] = slots.occupy(4, 8) or []
+    [batch_slot] = slots.occupy(4, 8) or []
     clock.advance(1e9)
     slots.expire()
-    assert [standing(slots, each) for each in (ref, seat.ref)] == [Standing.RUNNING] * 2
+    assert [standing(slots, each) for each in (ref, batch_slot.ref)] == [Standing.RUNNING] * 2
 
 
 def test_the_last_of_many_writers_frees_the_slot(slots: SlotTable) -> None:
@@ -281,13 +281,13 @@ async def test_a_lease_of_several_choices_becomes_as_many_rows(clock: ManualCloc
     slots = make_slots(clock, num_slots=4)
     ref = await committed_choices(slots, 3)
     assert slots.ledger() == SlotLedger(4, 1, 3, 0, 0, ROW_BYTES, ROW_BYTES, kv_ledger(leased=3 * ROW_BYTES))
-    seats = activated(slots, ref)
-    assert seats[0].ref == ref
-    assert [seat.first for seat in seats] == [SampledToken(0), SampledToken(1), SampledToken(2)]
-    assert len({seat.ref for seat in seats}) == 3
+    batch_slots = activated(slots, ref)
+    assert batch_slots[0].ref == ref
+    assert [batch_slot.first for batch_slot in batch_slots] == [SampledToken(0), SampledToken(1), SampledToken(2)]
+    assert len({batch_slot.ref for batch_slot in batch_slots}) == 3
     with ends_empty(slots):
-        for num_left, seat in zip((2, 1, 0), seats, strict=True):  # each on its own
-            slots.release(seat.ref)
+        for num_left, batch_slot in zip((2, 1, 0), batch_slots, strict=True):  # each on its own
+            slots.release(batch_slot.ref)
             assert slots.ledger().num_active == num_left
 
 

@@ -6,8 +6,8 @@ from baton.planning.speculation import MOST_DRAFTS
 from baton.planning.work_cost import WorkCost
 from baton.sampling_params import SamplingParams
 from generate_workers.residency.port import DraftKeys
-from generate_workers.speculation.port import DraftWish
-from generate_workers.speculation.self_drafts import SelfDrafter
+from generate_workers.speculation.port import DraftRequest
+from generate_workers.speculation.self_drafts import SelfProposer
 from generate_workers.speculation.streaming import StreamingView
 from tests.support.engines.draft_views import decoding, residency_of
 from tests.support.engines.generation import harness, prompt
@@ -24,8 +24,8 @@ def test_each_row_drafts_over_its_own_number_of_keys() -> None:
 
         def drafts(first: int, second: int) -> list[list[int]]:
             view = StreamingView(residency_of(made), DraftKeys.of(BUDGETS[0], MOST_DRAFTS))
-            wishes = [DraftWish(row, 6, num) for row, num in zip(rows, (first, second), strict=True)]
-            return [draft.token_ids for draft in SelfDrafter(made.decoder, view, BUDGETS).draft(wishes)]
+            draft_requests = [DraftRequest(row, 6, num) for row, num in zip(rows, (first, second), strict=True)]
+            return [draft.token_ids for draft in SelfProposer(made.decoder, view, BUDGETS).draft(draft_requests)]
 
         few, many = drafts(4, 4), drafts(64, 64)
         assert few != many  # so it matters how many there are
@@ -36,8 +36,8 @@ def test_each_row_drafts_over_its_own_number_of_keys() -> None:
 def test_a_row_is_offered_what_tells_its_keys_apart() -> None:
     with decoding([prompt(12), prompt(24), prompt(48), prompt(80)]) as (made, rows):
         view = StreamingView(residency_of(made), DraftKeys.of(BUDGETS[0], MOST_DRAFTS))
-        drafter = SelfDrafter(made.decoder, view, BUDGETS)
-        offered = [[offer.num_keys for offer in drafter.offers(row, 4)] for row in rows]
+        proposer = SelfProposer(made.decoder, view, BUDGETS)
+        offered = [[offer.num_keys for offer in proposer.offers(row, 4)] for row in rows]
     assert offered == [[32], [32, 16], [32, 16, 64], [32, 16, 64]]
 
 

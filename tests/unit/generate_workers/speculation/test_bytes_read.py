@@ -9,8 +9,8 @@ from torch import Tensor
 from baton.modeling.device.copying import copy_bytes
 from baton.modeling.forward.decoder import Decoder, SequenceSpan
 from baton.sampling_params import SamplingParams
+from generate_workers.engine.model_runner import bytes_per_step
 from generate_workers.engine.status import StepStats
-from generate_workers.engine.step_runner import bytes_per_step
 from tests.support.engines.generation import Harness, eos_decoder, harness, prompt, small_decoder
 
 NUM_DRAFTS, DRAFT_KEYS = 3, 24

@@ -16,7 +16,7 @@ from torch import Tensor
 from baton.modeling.forward.sampling import probabilities
 from baton.sampling_params import SamplingParams
 from generate_workers.config import AcceptanceName, SpeculationName
-from generate_workers.engine.batcher import StepPlan
+from generate_workers.engine.scheduling_policy import StepPlan
 from generate_workers.engine.speculation import Speculation
 from generate_workers.engine.verified import Draft, Drafts, Verified
 from generate_workers.slots.table import SlotTable

@@ -55,10 +55,10 @@ def test_rows_that_outgrow_host_memory_go_on_with_the_same_tokens(speculation: s
 @ALL
 def test_a_cancel_between_rounds_frees_everything(speculation: str) -> None:
     with harness(decoder=DECODER, speculation=speculation) as made:
-        ticket, stream = made.submit(prompt(20), LONG)
+        stream_id, stream = made.submit(prompt(20), LONG)
         for _ in range(4):
             made.engine.step()
-        made.engine.cancel(ticket)
+        made.engine.cancel(stream_id)
         made.engine.step()
         assert stream.finish is FinishReason.CANCELLED
         assert is_empty(made.slots.ledger())

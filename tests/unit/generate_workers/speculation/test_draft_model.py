@@ -23,15 +23,15 @@ from baton.settings.place import WorkerPlace
 from baton.text.tokenizer import Tokenizer
 from baton.types import SampledToken, TokenRange
 from generate_workers.config import AcceptanceName, EngineConfig
-from generate_workers.engine.batcher import StepPlan
-from generate_workers.engine.decode_first import DecodeFirst
+from generate_workers.engine.chunked_prefill import ChunkedPrefillPolicy
 from generate_workers.engine.memory_limits import make_memory
+from generate_workers.engine.model_runner import weight_bytes
 from generate_workers.engine.rows import Row
-from generate_workers.engine.step_runner import weight_bytes
+from generate_workers.engine.scheduling_policy import StepPlan
 from generate_workers.host import _load_draft_model
 from generate_workers.residency.port import DraftKeys
-from generate_workers.speculation.draft_model import ModelDrafter
-from generate_workers.speculation.port import DraftWish
+from generate_workers.speculation.draft_model import ModelProposer
+from generate_workers.speculation.port import DraftRequest
 from generate_workers.speculation.speculator import Speculator
 from generate_workers.speculation.stepwise import Going, draft_by_steps
 from generate_workers.speculation.streaming import NarrowSpan
@@ -99,7 +99,7 @@ class Reference:
             first = len(ids) + index - 1 if index else latest
             return self.decoder.logits(self.run(first, [*ids, *draft.token_ids][first:])[-1:])
 
-        return draft_by_steps([DraftWish(self.row, num_drafts)], step, keeps=False)[0].token_ids
+        return draft_by_steps([DraftRequest(self.row, num_drafts)], step, keeps=False)[0].token_ids
 
     def accepted(self, num_accepted: int, num_known: int, num_drafts: int) -> None:
         """All known tokens are seen, and of the drafts those that were run and accepted."""
@@ -112,13 +112,13 @@ def test_drafts_follow_from_the_first_and_latest_keys_whatever_was_accepted(kern
     small, chance = Decoder(SMALL.config, SMALL.weights, kernel), random.Random(4)  # type: ignore[arg-type]
     with harness(num_slots=8, max_slot_tokens=256) as made, torch.inference_mode():
         rows = rows_of(made)
-        drafter = ModelDrafter(small, KEYS, len(rows), PoisonedMemory)
+        proposer = ModelProposer(small, KEYS, len(rows), PoisonedMemory)
         references = {row: Reference(small, row) for row in rows}
         for _ in range(14):
-            wishes = [DraftWish(row, chance.randrange(1, 9)) for row in rows if chance.random() < 0.8]
-            drafter.prepare([wish.row for wish in wishes])
-            drafts = drafter.draft(wishes)
-            for (row, num_drafts, _), draft in zip(wishes, drafts, strict=True):
+            draft_requests = [DraftRequest(row, chance.randrange(1, 9)) for row in rows if chance.random() < 0.8]
+            proposer.prepare([draft_request.row for draft_request in draft_requests])
+            drafts = proposer.draft(draft_requests)
+            for (row, num_drafts, _), draft in zip(draft_requests, drafts, strict=True):
                 assert draft.token_ids == references[row].drafts(num_drafts)
                 num_accepted, num_known = (
                     chance.choice((0, num_drafts, chance.randrange(num_drafts + 1))),
@@ -132,8 +132,8 @@ def test_drafts_follow_from_the_first_and_latest_keys_whatever_was_accepted(kern
             for token_id in range(chance.choice((1, 3, 11))):
                 row.accept(SampledToken(token_id), 0)
         for row in rows:
-            drafter.forget(row)
-        assert drafter.num_bytes == 0
+            proposer.forget(row)
+        assert proposer.num_bytes == 0
         made.engine.close()
 
 
@@ -154,19 +154,19 @@ def test_only_tokens_that_drafts_attend_to_are_run() -> None:
     small = WatchedDecoder(SMALL, lambda token_ids, _: run.extend(token_ids))
     with harness(num_slots=8, max_slot_tokens=256) as made:
         row = rows_of(made)[-1]
-        drafter = ModelDrafter(small, KEYS, 1, PoisonedMemory)
-        drafter.prepare([row])
+        proposer = ModelProposer(small, KEYS, 1, PoisonedMemory)
+        proposer.prepare([row])
         assert len(run) == 3 + 6
-        (draft,) = drafter.draft([DraftWish(row, 4)])
+        (draft,) = proposer.draft([DraftRequest(row, 4)])
         assert len(run) == 3 + 6 + 4
         for token_id in (*draft.token_ids, 7):
             row.accept(SampledToken(token_id), 0)
-        drafter.prepare([row])
-        drafter.draft([DraftWish(row, 2)])
+        proposer.prepare([row])
+        proposer.draft([DraftRequest(row, 2)])
         assert len(run) == 3 + 6 + 4 + 1 + 2
-        drafter.forget(row)
-        drafter.forget(row)
-        drafter.prepare([row])  # as after a preemption
+        proposer.forget(row)
+        proposer.forget(row)
+        proposer.prepare([row])  # as after a preemption
         assert len(run) == 3 + 6 + 4 + 1 + 2 + 3 + 6
         made.engine.close()
 
@@ -174,13 +174,13 @@ def test_only_tokens_that_drafts_attend_to_are_run() -> None:
 def test_kv_of_drafts_does_not_grow_with_the_row_and_goes_with_it() -> None:
     params = dataclasses.replace(PARAMS, max_tokens=200)
     with harness(speculation="model", max_slot_tokens=512, draft_keys=16) as made:
-        ticket, _ = made.submit(prompt(300), params)
+        stream_id, _ = made.submit(prompt(300), params)
         most = 0
         while made.engine.status().num_steps < 40:
             made.engine.step()
             most = max(most, *draft_kv_of(made.engine))
         assert 0 < most <= page_bytes(DraftKeys.of(16, 8).num_places, SMALL.layout)
-        made.engine.cancel(ticket)
+        made.engine.cancel(stream_id)
         made.engine.step()
         assert draft_kv_of(made.engine) == [0]
 
@@ -204,8 +204,8 @@ def test_numbers_of_drafts_that_are_planned_change_no_text() -> None:
             assert stream.token_ids == reference_ids(made.decoder, prompt(length), params)
 
 
-class RecordingBatcher(DecodeFirst):
-    """A batcher that keeps the latest step's plan."""
+class RecordingBatcher(ChunkedPrefillPolicy):
+    """A scheduling policy that keeps the latest step's plan."""
 
     latest = StepPlan(())
 
@@ -228,8 +228,10 @@ def test_its_steps_are_predicted_and_learnt_by_costs_of_its_own(clock: ManualClo
     drafting takes a second, and so does the step that verifies."""
     cost = WorkCost(step_s=1000.0, token_s=10.0, key_s=0.1, pair_s=0.01)
     drafting, verifying = StepWork(3, 3 * 8, 3 * 8, 3), StepWork(4, 31, 4 * 31)
-    batcher = RecordingBatcher(16)
-    with harness(speculation="model", draft_keys=8, cost=cost, clock=clock, batcher=batcher) as made:
+    scheduling_policy = RecordingBatcher(16)
+    with harness(
+        speculation="model", draft_keys=8, cost=cost, clock=clock, scheduling_policy=scheduling_policy
+    ) as made:
         speculation = made.engine._speculation
         assert isinstance(speculation, Speculator)
         costs, draft_costs = speculation._costs, speculation._draft_steps.costs
@@ -240,7 +242,10 @@ def test_its_steps_are_predicted_and_learnt_by_costs_of_its_own(clock: ManualClo
             made.engine.step()
         assert speculation.stats.num_draft_steps == 3
         assert speculation.stats.predicted_s == pytest.approx(cost.seconds(verifying) + known_s, rel=1e-12)
-        assert (batcher.latest.decoding.work, batcher.latest.decoding.draft_model_s) == (verifying, known_s)
+        assert (scheduling_policy.latest.decoding.work, scheduling_policy.latest.decoding.draft_model_s) == (
+            verifying,
+            known_s,
+        )
         learnt_s = draft_costs.cost.seconds(drafting), costs.cost.seconds(verifying)
         expected_s = (1.0, 1.0) if isinstance(clock, TickingClock) else (known_s, cost.seconds(verifying))
         assert learnt_s == pytest.approx(expected_s)

@@ -7,8 +7,8 @@ import torch
 from baton.modeling.forward.selection import Selection
 from baton.types import TokenRange
 from generate_workers.speculation.infinigen import InfinigenView, at_most
-from generate_workers.speculation.port import DraftWish
-from generate_workers.speculation.self_drafts import SelfDrafter
+from generate_workers.speculation.port import DraftRequest
+from generate_workers.speculation.self_drafts import SelfProposer
 from tests.support.engines.draft_views import decoding, make_view, residency_of
 from tests.support.engines.generation import prompt
 from tests.support.kernels.paths import needs_rows
@@ -19,7 +19,7 @@ pytestmark = needs_rows
 def test_partial_keys_are_those_of_the_row_s_keys_and_drafts_among_them_are_given_up() -> None:
     with decoding([prompt(40)]) as (made, rows):
         view, (row,), residency = make_view("infinigen", made, 16), rows, residency_of(made)
-        drafter = SelfDrafter(made.decoder, view, [24])
+        proposer = SelfProposer(made.decoder, view, [24])
         assert isinstance(view, InfinigenView)
         index, basis = view._residency.indices[row.slot], view._residency.prepared.basis
 
@@ -30,7 +30,7 @@ def test_partial_keys_are_those_of_the_row_s_keys_and_drafts_among_them_are_give
                 torch.testing.assert_close(index.read(layer, num_tokens), expected, atol=1e-2, rtol=1e-2)
 
         for _ in range(5):
-            drafter.draft([DraftWish(row, 4)])
+            proposer.draft([DraftRequest(row, 4)])
             check(row.num_cached + 4)
             made.engine.step()
         view.begin([row])

@@ -144,8 +144,8 @@ def test_a_cancel_in_a_round_ends_one_stream_and_frees_it(acceptance: Acceptance
 
     with harness(decoder=DECODER, acceptance=acceptance, speculator=make) as made:
         leaving = Leaving(place)
-        ticket = made.engine.submit(GenerationRequest(RequestId("left"), IDS, (), GREEDY), leaving)
-        leaving.leave = partial(made.engine.cancel, ticket)
+        stream_id = made.engine.submit(GenerationRequest(RequestId("left"), IDS, (), GREEDY), leaving)
+        leaving.leave = partial(made.engine.cancel, stream_id)
         made.streams.append(leaving)
         _, other = made.submit(prompt(9), GREEDY)
         made.run()

@@ -13,8 +13,8 @@ from baton.planning.speculation import MOST_DRAFTS
 from baton.types import TokenRange
 from generate_workers.engine.rows import Row
 from generate_workers.residency.port import DraftKeys
-from generate_workers.speculation.port import DraftWish
-from generate_workers.speculation.self_drafts import SelfDrafter
+from generate_workers.speculation.port import DraftRequest
+from generate_workers.speculation.self_drafts import SelfProposer
 from generate_workers.speculation.snapkv import SnapKvView
 from tests.support.engines.draft_views import DECODER, decoding, lists_of, residency_of
 from tests.support.engines.generation import Harness, prompt
@@ -150,9 +150,9 @@ def test_a_round_selects_for_few_rows_and_the_others_take_their_first_and_latest
 def test_drafts_of_later_rounds_are_those_of_a_view_without_a_past() -> None:
     """Right after a selection, whatever drafts were made and given up before."""
     with decoding([prompt(50)]) as (made, rows):
-        view, wishes = make(made, 24), [DraftWish(rows[0], 6)]
-        drafter = SelfDrafter(made.decoder, view, [24])
+        view, draft_requests = make(made, 24), [DraftRequest(rows[0], 6)]
+        proposer = SelfProposer(made.decoder, view, [24])
         while rows[0].num_known < 50 + 1 + 12:
-            drafter.draft(wishes)
+            proposer.draft(draft_requests)
             made.engine.step()
-        assert drafter.draft(wishes) == SelfDrafter(made.decoder, make(made, 24), [24]).draft(wishes)
+        assert proposer.draft(draft_requests) == SelfProposer(made.decoder, make(made, 24), [24]).draft(draft_requests)

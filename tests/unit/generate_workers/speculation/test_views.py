@@ -13,8 +13,8 @@ from baton_lab.comparators.drafts import CHOOSING
 from generate_workers.config import EngineConfig
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.residency.sparse.draft_index import IndexedResidency
-from generate_workers.speculation.port import DraftWish
-from generate_workers.speculation.self_drafts import SelfDrafter
+from generate_workers.speculation.port import DraftRequest
+from generate_workers.speculation.self_drafts import SelfProposer
 from tests.support.engines.devices import on_emulated
 from tests.support.engines.draft_views import (
     DECODER,
@@ -46,8 +46,8 @@ def drafted(
     """Drafts of rows of uneven lengths and numbers of drafts, and what the draft steps attended to."""
     with decoding([prompt(length) for length in LENGTHS], decoder=decoder) as (made, rows):
         watching = Watching(make_view(name, made, num_keys), residency_of(made), poison)
-        wishes = [DraftWish(row, num) for row, num in zip(rows, NUM_DRAFTS, strict=True)]
-        return [draft.token_ids for draft in SelfDrafter(made.decoder, watching, [24]).draft(wishes)], watching
+        draft_requests = [DraftRequest(row, num) for row, num in zip(rows, NUM_DRAFTS, strict=True)]
+        return [draft.token_ids for draft in SelfProposer(made.decoder, watching, [24]).draft(draft_requests)], watching
 
 
 @views
@@ -74,11 +74,12 @@ def test_on_a_device_with_memory_of_its_own_the_same_is_chosen(name: str) -> Non
 def test_a_drafter_drafts_over_what_its_view_chose(name: str) -> None:
     expected, _ = drafted(name, 24)
     with decoding([prompt(length) for length in LENGTHS]) as (made, rows):
-        wishes = [DraftWish(row, num) for row, num in zip(rows, NUM_DRAFTS, strict=True)]
+        draft_requests = [DraftRequest(row, num) for row, num in zip(rows, NUM_DRAFTS, strict=True)]
         assert [
-            draft.token_ids for draft in SelfDrafter(made.decoder, make_view(name, made, 24), [24]).draft(wishes)
+            draft.token_ids
+            for draft in SelfProposer(made.decoder, make_view(name, made, 24), [24]).draft(draft_requests)
         ] == expected
-        plain = SelfDrafter(made.decoder, make_view(name, made, 10_000), [24]).draft(wishes)
+        plain = SelfProposer(made.decoder, make_view(name, made, 10_000), [24]).draft(draft_requests)
     assert name == "infinigen" or [draft.token_ids for draft in plain] != expected  # so it matters what is chosen
 
 
@@ -126,7 +127,7 @@ def test_drafts_over_as_many_keys_as_there_are_are_all_accepted(name: str) -> No
 def test_nothing_is_kept_of_rows_that_have_ended(name: str, kept: str) -> None:
     with harness(decoder=DECODER, speculation=name) as made:
         made.submit(prompt(50), SamplingParams(max_tokens=12, ignore_eos=True))
-        view = made.engine._speculation._sources[name].drafter._view  # type: ignore[union-attr]
+        view = made.engine._speculation._sources[name].proposer._view  # type: ignore[union-attr]
         for _ in range(6):
             made.engine.step()
         assert len(getattr(view, kept)) == 1
@@ -171,5 +172,5 @@ def test_its_partial_keys_count_as_the_device_s(tmp_path: Path) -> None:
     assert taken.device - plainly.device == residency.indices[0].bytes_for(1000) > 0
     with decoding([prompt(60)]) as (made, rows):
         before = made.slots.ledger().num_device_bytes
-        SelfDrafter(made.decoder, make_view("infinigen", made, 16), [24]).draft([DraftWish(rows[0], 3)])
+        SelfProposer(made.decoder, make_view("infinigen", made, 16), [24]).draft([DraftRequest(rows[0], 3)])
         assert made.slots.ledger().num_device_bytes > before

@@ -13,7 +13,7 @@ from baton.modeling.prefix_store.store import Filled
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, RequestId, SampledToken, StreamNumber, TokenEvent
 from generate_workers.engine.core import GenerationEngine
-from generate_workers.engine.rows import EventSink, GenerationRequest, Ticket
+from generate_workers.engine.rows import EventSink, GenerationRequest, StreamId
 from generate_workers.streams.open_streams import OpenStream, OpenStreams
 from generate_workers.streams.shared_reader import SharedReader
 
@@ -52,22 +52,22 @@ class Engine:
     """An engine whose test says what it says."""
 
     def __init__(self) -> None:
-        self.cancelled: list[Ticket] = []
+        self.cancelled: list[StreamId] = []
         self._sinks: list[EventSink] = []
         self._num_said = Counter[int]()
 
-    def submit(self, _: GenerationRequest, on_event: EventSink, *_rest: Any) -> Ticket:
+    def submit(self, _: GenerationRequest, on_event: EventSink, *_rest: Any) -> StreamId:
         self._sinks.append(on_event)
-        return Ticket(len(self._sinks))
+        return StreamId(len(self._sinks))
 
-    def cancel(self, ticket: Ticket) -> None:
-        self.cancelled.append(ticket)
+    def cancel(self, stream_id: StreamId) -> None:
+        self.cancelled.append(stream_id)
 
-    def say(self, ticket: int, *words: str, end: str | None = None) -> None:
+    def say(self, stream_id: int, *words: str, end: str | None = None) -> None:
         said = [(word, None) for word in words] + ([(end, FinishReason.LENGTH)] if end is not None else [])
         for text, finish in said:
-            self._sinks[ticket - 1](event(text, self._num_said[ticket], finish))
-            self._num_said[ticket] += 1
+            self._sinks[stream_id - 1](event(text, self._num_said[stream_id], finish))
+            self._num_said[stream_id] += 1
 
 
 class Call:
@@ -109,8 +109,8 @@ async def test_what_is_said_together_is_one_batch(call: Call) -> None:
     call.engine.say(2, "a")
     batches = call.reader.batches()
     assert await anext(batches) == [Said(ONE, "a"), Said(TWO, "a")]
-    for ticket in (1, 2):
-        call.engine.say(ticket, end="b")
+    for stream_id in (1, 2):
+        call.engine.say(stream_id, end="b")
     call.reader.complete()
     assert await anext(batches) == [Said(ONE, "b"), Said(ONE, None), Said(TWO, "b"), Said(TWO, None)]
     assert [batch async for batch in batches] == []
@@ -149,7 +149,7 @@ async def test_an_event_that_cannot_be_sent_ends_its_stream_only(call: Call) -> 
     call.engine.say(1, end="c")  # before it hears that it is cancelled
     call.engine.say(2, "a", end="b")
     assert await call.rest() == [Said(TWO, "a"), Said(TWO, "b"), Said(TWO, None)]
-    assert call.engine.cancelled == [Ticket(1)]
+    assert call.engine.cancelled == [StreamId(1)]
 
 
 async def test_a_bug_is_an_error_of_its_stream(call: Call) -> None:
@@ -174,7 +174,7 @@ async def test_a_stream_that_is_left_before_its_first_token_ends(call: Call) -> 
     call.open(ONE)
     call.reader.leave(ONE)
     assert await call.rest() == []
-    assert (call.engine.cancelled, call.streams.kept()) == ([Ticket(1)], [])
+    assert (call.engine.cancelled, call.streams.kept()) == ([StreamId(1)], [])
 
 
 async def test_a_number_is_one_stream_s(call: Call) -> None:
@@ -182,13 +182,13 @@ async def test_a_number_is_one_stream_s(call: Call) -> None:
     [said] = await anext(call.reader.batches())
     assert isinstance(said.error, InvalidArgumentError)
     call.reader.close()
-    assert call.engine.cancelled == [Ticket(1)]
+    assert call.engine.cancelled == [StreamId(1)]
 
 
 async def test_a_lost_call_loses_all(call: Call) -> None:
     call.open(ONE, TWO)
-    for ticket in (1, 2):
-        call.engine.say(ticket, "a")
+    for stream_id in (1, 2):
+        call.engine.say(stream_id, "a")
     await settled()
     call.reader.close()
     assert sorted(request_id for request_id, _ in call.streams.kept()) == ["r1", "r2"]
@@ -197,8 +197,8 @@ async def test_a_lost_call_loses_all(call: Call) -> None:
 
 async def test_an_end_that_was_sent_is_kept_until_its_reader_leaves_the_stream(call: Call) -> None:
     call.open(ONE, TWO)
-    for ticket in (1, 2):
-        call.engine.say(ticket, end="a")
+    for stream_id in (1, 2):
+        call.engine.say(stream_id, end="a")
     sent = [said for batch in [await anext(call.reader.batches())] for said in batch]
     assert sent == [Said(ONE, "a"), Said(ONE, None), Said(TWO, "a"), Said(TWO, None)]
     call.reader.leave(ONE)

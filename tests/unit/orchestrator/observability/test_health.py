@@ -126,12 +126,12 @@ async def test_health_follows_leaks() -> None:
 
 async def test_what_a_former_orchestrator_leased_does_not_end_serving() -> None:
     async with cluster(config=OrchestratorConfig(lease_ttl_s=60.0)) as made:
-        seats = made.groups[0].slots.occupy(4, 8)  # a row, which no lease explains
-        assert seats is not None
+        batch_slots = made.groups[0].slots.occupy(4, 8)  # a row, which no lease explains
+        assert batch_slots is not None
 
         async def num_leaked() -> int:
             return (await made.state()).groups[-1].num_leaked
 
         await eventually(num_leaked, lambda count: count == 1)
         assert await made.health() == SERVING
-        made.groups[0].slots.release(seats[0].ref)
+        made.groups[0].slots.release(batch_slots[0].ref)

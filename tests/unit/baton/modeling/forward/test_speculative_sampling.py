@@ -43,7 +43,7 @@ def state_of(params: SamplingParams, seed: int) -> SamplerState:
 
 
 def drafted(kind: str, params: SamplingParams, seed: int) -> tuple[int, Tensor | None]:
-    """A draft, and the distribution that it was drawn from, in the way that a drafter does it."""
+    """A draft, and the distribution that it was drawn from, in the way that a proposer does it."""
     if kind == "certain":
         return 3, None
     near_V = logits(0) + (0.3 if kind == "near" else 3.0) * logits(1)

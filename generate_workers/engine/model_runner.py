@@ -1,6 +1,6 @@
 """Tensor work of one step: a ragged forward over all planned sequences, then sampling. Runs on the engine's thread.
 
-`engine.core` passes it the plans that `batcher` makes. The residency policy provides the KV, and
+`engine.core` passes it the plans that `scheduling_policy` makes. The residency policy provides the KV, and
 `baton.modeling.forward.decoder` runs the forward.
 
 Shape suffixes: T tokens of all spans, D hidden size.
@@ -21,8 +21,8 @@ from baton.modeling.forward.weight_sizes import step_reads
 from baton.modeling.forward.weight_sizes import weight_bytes as weight_bytes
 from baton.modeling.kv.pages import PageSpan
 from baton.types import SlotId, TokenRange
-from generate_workers.engine.batcher import StepPlan
 from generate_workers.engine.rows import Row
+from generate_workers.engine.scheduling_policy import StepPlan
 from generate_workers.engine.speculation import SpeculationStats
 from generate_workers.engine.status import StepStats
 from generate_workers.engine.verified import NO_DRAFT, Draft, Drafts, Verified
@@ -42,7 +42,7 @@ class DecodeSteps(Protocol):
         ...
 
 
-class StepRunner:
+class ModelRunner:
     """Runner of step plans, for KV in host or device memory."""
 
     def __init__(self, decoder: Decoder, residency: Residency, decode_steps: DecodeSteps | None = None) -> None:

@@ -19,7 +19,7 @@ from baton.modeling.forward.model_config import ModelConfig
 from baton.planning.local_prefill import LEAST_STEP_TOKENS
 from baton.types import SlotId, TokenRange
 from generate_workers.config import EngineConfig
-from generate_workers.engine.batcher import Progress, RowSpan, StepPlan
+from generate_workers.engine.scheduling_policy import Progress, RowSpan, StepPlan
 from generate_workers.engine.step_bound import Decoding, PrefillWork, StepBound
 
 _BURST_STEPS, _BURST_TOKENS = 4, 2048
@@ -27,7 +27,7 @@ _BURST_STEPS, _BURST_TOKENS = 4, 2048
 `_BURST_TOKENS`, whose activations need little memory."""
 
 
-class DecodeFirst:
+class ChunkedPrefillPolicy:
     """Batcher that runs all decoding sequences in every step, together with bounded chunks of prefill."""
 
     def __init__(
@@ -43,7 +43,7 @@ class DecodeFirst:
 
     @classmethod
     def of(cls, config: EngineConfig, model: ModelConfig) -> Self:
-        """Make the batcher for an engine's configuration and model."""
+        """Make the scheduling policy for an engine's configuration and model."""
         work = PrefillWork.of_model(model)
         bound = StepBound(config.max_step_stretch, config.mixed_step_s, config.burst_step_s)
         return cls(config.max_prefill_tokens_per_step, bound, work)

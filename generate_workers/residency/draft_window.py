@@ -19,7 +19,7 @@ Fetch = Callable[[list[tuple[Tensor, Tensor]]], None]
 """Function that copies pairs `(to, from)` from host memory to the device, and returns when that is done."""
 
 
-class Beside:
+class DraftWindow:
     """First and latest KV of a slot's sequence, for one claim after another."""
 
     def __init__(self, layout: KvLayout, make_memory: MakeMemory, size: DraftKeys) -> None:
@@ -48,7 +48,7 @@ class Beside:
         self._buffer = KvBuffer.of(self._layout, tokens, self._memory.data_LS2GH, self._memory.access)
         self._num_copied, self._start = 0, self._size.num_first
 
-    def copy_from(self, other: "Beside", num_tokens: int) -> None:
+    def copy_from(self, other: "DraftWindow", num_tokens: int) -> None:
         """Do nothing: each copy is made from its own sequence's KV."""
 
     def release(self) -> None:
@@ -86,7 +86,7 @@ class Beside:
             self._move(TokenRange(first_last, max(copied, first_last)))
         return [tokens for tokens in wanted if tokens]
 
-    def span(self, tokens: TokenRange) -> "BesideSpan":
+    def span(self, tokens: TokenRange) -> "DraftWindowSpan":
         """Return the span of new tokens. All earlier tokens must be here or left out. The new tokens attend to the
         first tokens, to themselves, and to those before them that are among the `num_last` latest of the last new
         token."""
@@ -94,7 +94,7 @@ class Beside:
         self._memory.commit(TokenRange(place, place + len(tokens)))
         first = self._size.num_first
         last = min(max(place + len(tokens) - self._size.num_last, first), max(place, first))
-        return BesideSpan(self.buffer, tokens, place, TokenRange(first, last) if last > first else None)
+        return DraftWindowSpan(self.buffer, tokens, place, TokenRange(first, last) if last > first else None)
 
     @property
     def buffer(self) -> KvBuffer:
@@ -116,7 +116,7 @@ class Beside:
 
 
 @dataclass(frozen=True)
-class BesideSpan:
+class DraftWindowSpan:
     """SequenceSpan of new tokens over a sequence's first and latest KV."""
 
     buffer: KvBuffer

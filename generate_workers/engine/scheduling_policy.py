@@ -1,8 +1,8 @@
 """The port of batching: it decides, in plain integers, which tokens run in the next step.
 
-`preemption` requests a plan and promises memory to its sequences, and `step_runner` runs it. Of a sequence, `num_known`
-tokens are known and `num_cached` have their KV in place; the difference has to run. A decoding sequence has one token
-to run, a prefilling one has many, so that one batch may mix both. `decode_first` is the implementation.
+`preemption` requests a plan and promises memory to its sequences, and `model_runner` runs it. Of a sequence,
+`num_known` tokens are known and `num_cached` have their KV in place; the difference has to run. A decoding sequence has
+one token to run, a prefilling one has many, so that one batch may mix both. `chunked_prefill` is the implementation.
 """
 
 from collections.abc import Mapping
@@ -63,7 +63,7 @@ class StepPlan:
         return bool(self.spans)
 
 
-class Batcher(Protocol):
+class SchedulingPolicy(Protocol):
     """Planner of steps. Owned by the engine's thread. It handles neither tensors nor memory nor text."""
 
     def plan(self, rows: Mapping[SlotId, Progress]) -> StepPlan:

@@ -1,7 +1,7 @@
 """A draft view for KV in host memory: a copy of each sequence's first and latest keys on the device.
 
 The drafts of a round copy only a few tokens over the link, and the step that verifies fetches all KV once for all of
-them. The output stays exact at a part of the bytes (`generate_workers.residency.beside`).
+them. The output stays exact at a part of the bytes (`generate_workers.residency.draft_window`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from generate_workers.residency.port import StepRows
 from generate_workers.speculation.self_drafts import DraftStep
 
 
-class BesideView:
+class DraftWindowView:
     """DraftView of the copies that a HostResidency keeps."""
 
     def __init__(self, residency: HostResidency) -> None:

@@ -93,7 +93,7 @@ def landed(request: pytest.FixtureRequest) -> Iterator[Landed]:
             gate.open()
             slots.rest()
         assert residency.frames.num_free == NUM_FRAMES
-        assert "kv-landing" not in [thread.name for thread in threading.enumerate()]
+        assert "kv-upload" not in [thread.name for thread in threading.enumerate()]
     finally:
         gate.open()
         slots.rest()
@@ -123,9 +123,9 @@ async def test_what_has_landed_is_what_was_pushed(landed: Landed) -> None:
                 await target.write(layer, piece, rows(piece, layer))
             await target.settle()
     await landed.slots.commit(ref, [FIRST])
-    [seat] = activated(landed.slots, ref)
+    [batch_slot] = activated(landed.slots, ref)
     for layer in range(LAYOUT.num_layers):
-        assert bytes(seat.row.export(layer, WHOLE)) == bytes(rows(WHOLE, layer))
+        assert bytes(batch_slot.row.export(layer, WHOLE)) == bytes(rows(WHOLE, layer))
     landed.slots.release(ref)
 
 
@@ -279,9 +279,9 @@ async def test_a_piece_of_several_frames_lands_whole_and_one_of_too_many_is_refu
         await asyncio.to_thread(target.drain)
     await landed.push(ref, 0, TokenRange(4, 8))
     await landed.slots.commit(ref, [FIRST])
-    [seat] = activated(landed.slots, ref)
+    [batch_slot] = activated(landed.slots, ref)
     for layer in range(LAYOUT.num_layers):
-        exported = [bytes(seat.row.export(layer, part)) for part in TokenRange(0, 8).split(4)]
+        exported = [bytes(batch_slot.row.export(layer, part)) for part in TokenRange(0, 8).split(4)]
         expected = (TokenRange(0, 8),) if layer else TokenRange(0, 8).split(4)
         assert b"".join(exported) == b"".join(bytes(rows(part, layer)) for part in expected)
     landed.slots.release(ref)
@@ -297,8 +297,8 @@ async def test_rows_at_home_are_written_in_place_by_the_caller() -> None:
             assert ended.value.value is True
         assert threading.active_count() == before
         await slots.commit(ref, [FIRST], wait_s=0)
-    [seat] = activated(slots, ref)
-    assert bytes(seat.row.export(1, WHOLE)) == bytes(rows(WHOLE, 1))
+    [batch_slot] = activated(slots, ref)
+    assert bytes(batch_slot.row.export(1, WHOLE)) == bytes(rows(WHOLE, 1))
 
 
 def test_frames_that_hold_no_token_are_refused() -> None:

@@ -14,13 +14,13 @@ from baton.process.clock import Clock
 from baton.text.stop_strings import StopStrings
 from baton.text.token_masks import TokenMasks
 from baton.types import LeaseRef
-from generate_workers.engine.rows import EngineStream, EventSink, GenerationRequest, RowEndHook, Ticket
-from generate_workers.slots.leases import Seat
+from generate_workers.engine.rows import EngineStream, EventSink, GenerationRequest, RowEndHook, StreamId
+from generate_workers.slots.leases import BatchSlot
 
 
-class StreamBook:
-    """Open streams, and messages to open or end some. Thread-safe. Only the engine calls `take`, `seat`, `forget` and
-    `await_work`."""
+class RequestQueue:
+    """Open streams, and messages to open or end some. Thread-safe. Only the engine calls `take`, `claim_slots`,
+    `forget` and `await_work`."""
 
     def __init__(self, max_waiting: int, num_free: Callable[[], int]) -> None:
         """`max_waiting`: number of choices that may wait in addition to those for which one of the `num_free()` free
@@ -31,16 +31,16 @@ class StreamBook:
         self.close_reason = ""
         """Reason why no more streams are accepted; empty while open."""
         self._woken = False
-        self._next_ticket = 1
-        self._open: dict[Ticket, EngineStream] = {}
-        self._refs: dict[LeaseRef, Ticket] = {}
-        self._waiting: dict[Ticket, int] = {}
+        self._next_stream_id = 1
+        self._open: dict[StreamId, EngineStream] = {}
+        self._refs: dict[LeaseRef, StreamId] = {}
+        self._waiting: dict[StreamId, int] = {}
         """Number of choices of each open stream that has neither a lease nor slots yet."""
-        self._preparing: dict[Ticket, EngineStream] = {}
+        self._preparing: dict[StreamId, EngineStream] = {}
         """Open streams whose token masks are being prepared. They enter the inbox when the masks are ready."""
         self._inbox: list[EngineStream] = []
-        self._cancelled: list[Ticket] = []
-        self._abandoned: list[Ticket] = []
+        self._cancelled: list[StreamId] = []
+        self._abandoned: list[StreamId] = []
 
     def open(
         self,
@@ -55,26 +55,26 @@ class StreamBook:
         stop = StopStrings.of(request.params)  # before the lock, which the engine's thread takes in every step
         with self._condition:
             self.check_open()
-            ticket = Ticket(self._next_ticket)
+            stream_id = StreamId(self._next_stream_id)
             if (ref := request.lease_ref) is None:
-                self._take_place(ticket, request.params.n)
-            elif self._refs.setdefault(ref, ticket) != ticket:
+                self._take_place(stream_id, request.params.n)
+            elif self._refs.setdefault(ref, stream_id) != stream_id:
                 raise InvalidArgumentError(f"lease of slot {ref.slot} has a stream already: reserve another")
-            self._next_ticket += 1
+            self._next_stream_id += 1
             masks = None if prepare is None else prepare()
-            stream = self._open[ticket] = EngineStream(ticket, request, on_event, stop, hook, masks)
-            self._preparing[ticket] = stream
+            stream = self._open[stream_id] = EngineStream(stream_id, request, on_event, stop, hook, masks)
+            self._preparing[stream_id] = stream
             if masks is None:
                 self._enter(stream)
         if masks is not None:
             masks.add_done_callback(lambda _: self._enter(stream))
         return stream
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, stream_id: StreamId) -> None:
         """Request that the engine end a stream. Idempotent; no effect on a stream that has ended."""
         with self._condition:
-            if ticket in self._open:
-                self._cancelled.append(ticket)
+            if stream_id in self._open:
+                self._cancelled.append(stream_id)
                 self._condition.notify()
 
     def abandon(self, ref: LeaseRef) -> None:
@@ -118,7 +118,7 @@ class StreamBook:
     def _enter(self, stream: EngineStream) -> None:
         """Pass a prepared stream to the engine, unless the engine has taken it already to end it."""
         with self._condition:
-            if self._preparing.pop(stream.ticket, None) is not None:
+            if self._preparing.pop(stream.stream_id, None) is not None:
                 self._inbox.append(stream)
                 self._condition.notify()
 
@@ -130,26 +130,28 @@ class StreamBook:
         with self._condition:
             cancelled, self._cancelled = self._cancelled, []
             abandoned, self._abandoned = self._abandoned, []
-            ended = [ticket for ticket in self._preparing if self.close_reason or ticket in cancelled]
-            came = self._inbox + [self._preparing.pop(ticket) for ticket in ended]
+            ended = [stream_id for stream_id in self._preparing if self.close_reason or stream_id in cancelled]
+            came = self._inbox + [self._preparing.pop(stream_id) for stream_id in ended]
             self._inbox = []
-            cancelled += [ticket for ticket in abandoned if ticket in self._open and self._open[ticket].has_rows]
-            return came, [self._open[ticket] for ticket in dict.fromkeys(cancelled) if ticket in self._open]
+            cancelled += [
+                stream_id for stream_id in abandoned if stream_id in self._open and self._open[stream_id].has_rows
+            ]
+            return came, [self._open[stream_id] for stream_id in dict.fromkeys(cancelled) if stream_id in self._open]
 
-    def seat(self, stream: EngineStream, occupy: Callable[[], list[Seat] | None]) -> list[Seat] | None:
+    def claim_slots(self, stream: EngineStream, occupy: Callable[[], list[BatchSlot] | None]) -> list[BatchSlot] | None:
         """Return the slots that `occupy` claims for a waiting stream, which then no longer waits; None when it claims
         none. Holds the lock throughout, so that concurrent counts see the stream exactly once."""
         with self._condition:
-            seats = occupy()
-            if seats is not None:
-                del self._waiting[stream.ticket]
-            return seats
+            batch_slots = occupy()
+            if batch_slots is not None:
+                del self._waiting[stream.stream_id]
+            return batch_slots
 
     def forget(self, stream: EngineStream) -> None:
         """Remove a stream that has ended."""
         with self._condition:
-            self._waiting.pop(stream.ticket, None)
-            del self._open[stream.ticket]
+            self._waiting.pop(stream.stream_id, None)
+            del self._open[stream.stream_id]
             if stream.request.lease_ref is not None:
                 self._refs.pop(stream.request.lease_ref, None)
 
@@ -164,9 +166,9 @@ class StreamBook:
             self._woken = False
             return not self.close_reason
 
-    def _take_place(self, ticket: Ticket, num_choices: int) -> None:
+    def _take_place(self, stream_id: StreamId, num_choices: int) -> None:
         # streams for which a slot is free get it before the next step
         num_queued = sum(self._waiting.values()) - self._num_free()
         if num_queued + num_choices > self._max_waiting:
             raise ResourceExhaustedError(f"{max(num_queued, 0)} requests wait for a slot already: try again later")
-        self._waiting[ticket] = num_choices
+        self._waiting[stream_id] = num_choices

@@ -20,7 +20,7 @@ from baton.errors import ConfigError
 from baton.modeling.kv.staging import Frame, StagingFrames
 from baton.modeling.kv.transfers import Transfer
 from baton.types import TokenRange
-from generate_workers.slots.leases import Claim
+from generate_workers.slots.leases import SlotClaim
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 class FramedPiece:
     """KV of tokens in one layer, held in a frame until it is copied to its claim's slot."""
 
-    claim: Claim
+    claim: SlotClaim
     layer: int
     tokens: TokenRange
     frame: Frame
@@ -40,11 +40,11 @@ class FramedPiece:
     its traceback would hold memory of the writer that raised it last."""
 
 
-class Landing:
+class DeviceUpload:
     """Copier of pieces from frames to the slots of one group. Thread-safe."""
 
     def __init__(self, frames: StagingFrames, row_bytes: int, on_landed: Callable[[FramedPiece, str], None]) -> None:
-        """`row_bytes`: bytes of one token's KV in one layer. `on_landed` is called on the landing's thread with each
+        """`row_bytes`: bytes of one token's KV in one layer. `on_landed` is called on the upload's thread with each
         piece and the text of its error, before `piece.landed` is done; the frame is free by then. It must not raise.
         Raises ConfigError when a frame is smaller than one token."""
         self.frames = frames
@@ -78,7 +78,7 @@ class Landing:
         """Copy a piece to its slot and then release its frame. Any thread; does not wait for the copy."""
         with self._starting:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kv-landing", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="kv-upload", daemon=True)
                 self._thread.start()
             self._coming.put(piece)
 
