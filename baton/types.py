@@ -13,7 +13,7 @@ RequestId = NewType("RequestId", str)
 """Id of a client's request, the same for all of its attempts."""
 
 JobId = NewType("JobId", int)
-"""Number of one attempt at prefilling one request, assigned in ascending order by the group's sequencer."""
+"""Number of one attempt at prefilling one request, assigned in ascending order by the group's job scheduler."""
 
 StreamNumber = NewType("StreamNumber", int)
 """Number of one stream that an orchestrator opens at a generation group; unique across the orchestrator's restarts."""

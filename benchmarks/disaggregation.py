@@ -1,6 +1,6 @@
 """Does it pay to choose for each prompt whether a chain prefills it? `auto`, against always and never a chain.
 
-A local relay (orchestrator, a prefill rank and a generation engine of one thread each, KV pushed and committed) with
+A local cluster (orchestrator, a prefill rank and a generation engine of one thread each, KV pushed and committed) with
 streams that run all along. Meanwhile short prompts (32 to 256 tokens) and a few long ones (2,000 to 4,000) arrive at
 random times; each requests one token. Fewer than one prompt in twenty is long, so that the 95th percentile is a short
 prompt's; a chain prefills the long ones in either case. The policies are the orchestrator's own

@@ -1,7 +1,7 @@
 """How much does elastic chain width gain when short prompts meet long ones? Against full width in order of arrival.
 
-Two prompts of 6,000 tokens at once, ten of 256 between 0.2 and 2 s later, through a whole local relay (orchestrator, a
-chain of two ranks of one thread, a generation engine, KV pushed and committed), one token each. Both policies are the
+Two prompts of 6,000 tokens at once, ten of 256 between 0.2 and 2 s later, through a whole local cluster (orchestrator,
+a chain of two ranks of one thread, a generation engine, KV pushed and committed), one token each. Both policies are the
 orchestrator's own (`elastic` on and off, the baseline `static`), over the same workers and the same cost model, which
 is calibrated before. They serve the whole burst alternately. Rows: mean TTFT of the short prompts, and of the long
 ones. `--bars`: the short ones' at least 3 times better, the long ones' at most 15 % worse.
@@ -52,7 +52,7 @@ _POLICIES = {"elastic": True, "static": False}
 
 @dataclass(frozen=True)
 class Served:
-    """The result of one prompt that went through the relay."""
+    """The result of one prompt that went through the cluster."""
 
     arrival: Arrival
     ttft_s: float

@@ -95,7 +95,7 @@ class Side(Protocol):
 
 
 class RelaySide:
-    """A local relay. This process, with the orchestrator, stays on `cores` while the side is measured; empty:
+    """A local cluster. This process, with the orchestrator, stays on `cores` while the side is measured; empty:
     anywhere."""
 
     def __init__(self, cluster: LocalCluster, planner: ChainPlanner, cores: Sequence[int]) -> None:

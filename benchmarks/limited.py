@@ -1,4 +1,4 @@
-"""How fast are long contexts on a device that holds few of them? A whole relay whose engine has a device of 1 GiB.
+"""How fast are long contexts on a device that holds few of them? A whole cluster whose engine has a device of 1 GiB.
 
 Orchestrator, prefill rank and generation engine, KV pushed and committed, and prompts from a novel, each from its own
 place in it. With a device of `--device-gib` (for weights and KV; accounted on a CPU too) policies `host` and
@@ -36,7 +36,7 @@ from benchmarks.support.local_config import local_config
 from benchmarks.support.streams import Load, Measured, StreamTimes
 from deploy.config.cluster import ClusterConfig
 from deploy.groups.cluster import LocalCluster
-from deploy.groups.local_relay import running_scheduler
+from deploy.groups.local_cluster import running_scheduler
 from orchestrator.requests.record import Finished
 from orchestrator.requests.request import Request
 from orchestrator.scheduler import RequestScheduler

@@ -1,6 +1,6 @@
 """How does the server handle more load than it can serve, and one tenant that requests far more than its share?
 
-A local relay (orchestrator, a rank and a generation engine of one thread each, KV pushed and committed), and requests
+A local cluster (orchestrator, a rank and a generation engine of one thread each, KV pushed and committed), and requests
 at random times that wait for no answer (benchmarks.support.open_loop). There are as many computing threads as cores on
 the machine that the bars are for: with more, each of them slows down when another has work, and no order of requests
 helps. The capacity, how many requests a second can be served, is measured first, by streams that send a new request

@@ -1,4 +1,4 @@
-"""How long to the first token? The whole relay with a chain of ranks against one colocated engine (`single`).
+"""How long to the first token? The whole cluster with a chain of ranks against one colocated engine (`single`).
 
 Both sides are real local clusters, alive at the same time and measured alternately: prompt in, first token out, KV
 pushed and committed in between. Cores are shared fairly: `--ranks` ranks of one thread against one engine of `--ranks`
@@ -17,7 +17,7 @@ from baton.types import RequestId, TokenEvent
 from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Pairs, Reporter, case, make_parser, random_prompt, resolve
 from benchmarks.support.local_config import local_config
 from deploy.groups.cluster import LocalCluster
-from deploy.groups.local_relay import running_scheduler
+from deploy.groups.local_cluster import running_scheduler
 from orchestrator.requests.request import Request
 from orchestrator.scheduler import RequestScheduler
 

@@ -1,6 +1,6 @@
 """How much time does a cached prefix save? Time to first token with one and without, for prompts of equal length.
 
-A whole local relay (orchestrator, a chain of ranks of one thread, a generation engine). Each round sends a new prompt
+A whole local cluster (orchestrator, a chain of ranks of one thread, a generation engine). Each round sends a new prompt
 (`cold`), and one that begins like it and ends otherwise: its shared tokens are read where the first prompt's ranks have
 left them. Then the second turn of a chat (`turn` in a case: tokens of the first answer): a prompt that begins with an
 earlier one and its answer, against a new prompt of the same length. Rows: time to first token; KV pushed to the
@@ -32,7 +32,7 @@ from benchmarks.support.harness import (
 )
 from benchmarks.support.local_config import local_config
 from deploy.groups.cluster import LocalCluster
-from deploy.groups.local_relay import running_scheduler
+from deploy.groups.local_cluster import running_scheduler
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Finished
 from orchestrator.requests.request import Request
@@ -50,7 +50,7 @@ TTFT_BAR = 8.0
 
 @dataclass(frozen=True)
 class Asked:
-    """The result of one prompt that went through the relay."""
+    """The result of one prompt that went through the cluster."""
 
     ttft_s: float
     num_bytes_pushed: int

@@ -3,7 +3,7 @@
 Rank i owns the tokens [s, e) of the prompt. Per layer it
 
   1. projects its own rows into the job's buffer, pushes them to the slot (they are final, and leave while the chain
-     still runs), hands them to the relay, and attends to them: a causal square that needs no KV of other ranks;
+     still runs), hands them to the pipeline, and attends to them: a causal square that needs no KV of other ranks;
   2. once the earlier ranks' rows are in, attends densely to the cached prefix and to those rows, in place, merges with
      the result of 1 by log-sum-exp, and completes the layer.
 
@@ -36,8 +36,8 @@ from baton.process.clock import Clock, SteadyTime
 from baton.results.prefill_trace import Interval
 from baton.types import SampledToken
 from prefill_workers.device_kv import kv_of
-from prefill_workers.job import Job, JobReport, KvOutlet
-from prefill_workers.relay import Relay
+from prefill_workers.job import Job, JobReport, KvSender
+from prefill_workers.kv_pipeline import KvPipeline
 
 _MASKS = -1
 """Value instead of a layer's number, for a job that waits for its form to be compiled before it samples."""
@@ -47,23 +47,23 @@ _OVERHEAD_TOKENS = 32
 
 class ChainJob:
     """One job on one rank. The engine calls `turn` while `runnable`; once `over`, it settles `future` and forgets the
-    job. Owned by the engine's thread, except `relay` (thread-safe), and `fail` and the properties (under its lock)."""
+    job. Owned by the engine's thread, except `pipeline` (thread-safe), `fail` and the properties (under its lock)."""
 
     def __init__(
         self,
         job: Job,
-        outlet: KvOutlet,
-        relay: Relay,
+        kv_sender: KvSender,
+        pipeline: KvPipeline,
         *,
         own_kv: KvBuffer,
         decoder: Decoder,
         clock: Clock,
         is_linked: bool = False,
     ) -> None:
-        """`is_linked`: True if links carry the device's memory. `own_kv` and the relay's KV are then in it."""
+        """`is_linked`: True if links carry the device's memory. `own_kv` and the pipeline's KV are then in it."""
         self.job = job
-        self.outlet = outlet
-        self.relay = relay
+        self.kv_sender = kv_sender
+        self.pipeline = pipeline
         self.future: Future[JobReport] = Future()
         self.error: BaseException | None = None
         """The error for which the job was given up, the first of several; None while it runs."""
@@ -71,8 +71,8 @@ class ChainJob:
         self.parked_s = clock.now_s()
         """Time at which the last turn ended, or the job was made, on the clock's now_s."""
         self._own_kv, self._decoder, self._clock = own_kv, decoder, clock
-        self._kv = kv_of(job, relay, own_kv, decoder.device, is_linked=is_linked)
-        self._token_ids = job.token_ids[relay.own.start : relay.own.end]
+        self._kv = kv_of(job, pipeline, own_kv, decoder.device, is_linked=is_linked)
+        self._token_ids = job.token_ids[pipeline.own.start : pipeline.own.end]
         self._needs: int | None = None
         self._computed = False
         self._turns = self._run()
@@ -83,16 +83,16 @@ class ChainJob:
     def expected_turn_s(self) -> float:
         """Return the seconds that one turn on this rank or an earlier one may take: this rank's slowest turn, scaled by
         the largest chunk, because work grows with the chunk."""
-        own = len(self.relay.own)
-        largest = max([own, *(len(chunk) for chunk in self.job.chunks if chunk.end <= self.relay.own.start)])
+        own = len(self.pipeline.own)
+        largest = max([own, *(len(chunk) for chunk in self.job.chunks if chunk.end <= self.pipeline.own.start)])
         return self.slowest_turn_s * (largest + _OVERHEAD_TOKENS) / (own + _OVERHEAD_TOKENS)
 
     @property
     def starved(self) -> bool:
         """Return whether the job needs more KV from earlier ranks before it can take a turn or be over."""
         if self._needs is not None:
-            return self._needs != _MASKS and not self.relay.has_received(self._needs)
-        return self._computed and not self.relay.has_received(self._decoder.config.num_layers - 1)
+            return self._needs != _MASKS and not self.pipeline.has_received(self._needs)
+        return self._computed and not self.pipeline.has_received(self._decoder.config.num_layers - 1)
 
     @property
     def runnable(self) -> bool:
@@ -105,7 +105,7 @@ class ChainJob:
     @property
     def over(self) -> bool:
         """Return whether this rank has nothing left to do for the job: it has failed, or is computed and passed on."""
-        return self.error is not None or (self._computed and self.relay.done)
+        return self.error is not None or (self._computed and self.pipeline.done)
 
     def fail(self, error: BaseException) -> None:
         """Give the job up with this error; keeps the first error if it was given up before."""
@@ -116,7 +116,7 @@ class ChainJob:
         """Compute about one layer: up to the point that needs more KV, or to the end. Raises the outlet's errors."""
         start_s = self._clock.now_s()
         if self._needs is not None and self._needs != _MASKS:
-            self._wait_s += max(self.relay.arrived_s(self._needs) - self.parked_s, 0.0)
+            self._wait_s += max(self.pipeline.arrived_s(self._needs) - self.parked_s, 0.0)
         self._needs = next(self._turns, None)
         self._computed = self._needs is None
         self.parked_s = self._clock.now_s()
@@ -130,23 +130,23 @@ class ChainJob:
 
     def report(self) -> JobReport:
         """Return this rank's report on the job. Call once the job is over."""
-        place = self.job.chunks.index(self.relay.own)
+        place = self.job.chunks.index(self.pipeline.own)
         return JobReport(
             rank=self.job.ranks[place],
-            tokens=self.relay.own,
+            tokens=self.pipeline.own,
             start_ns=self._layer_spans[0].start_ns,
             end_ns=self._layer_spans[-1].end_ns,
             layers=tuple(self._layer_spans),
             wait_s=self._wait_s,
-            num_bytes_sent=self.relay.num_bytes_sent,
-            num_messages_sent=self.relay.num_sent,
-            send_s=self.relay.send_s,
+            num_bytes_sent=self.pipeline.num_bytes_sent,
+            num_messages_sent=self.pipeline.num_sent,
+            send_s=self.pipeline.send_s,
         )
 
     def _run(self) -> Generator[int]:
         """Compute the chunk. Before part 2 of each layer, yield the layer whose earlier rows are needed. Yield _MASKS
         when sampling needs masks that are not ready."""
-        decoder, relay = self._decoder, self.relay
+        decoder, pipeline = self._decoder, self.pipeline
         step = decoder.begin([self._kv.span])
         hidden_TD = decoder.embed(self._token_ids, step)
         last_layer, time = decoder.config.num_layers - 1, SteadyTime(self._clock)
@@ -155,37 +155,37 @@ class ChainJob:
             q_TNH = decoder.project(layer, hidden_TD, step)
             own = self._kv.own_rows(layer)
             self._push(layer)
-            relay.projected()
+            pipeline.projected()
             if layer < last_layer:
                 hidden_TD = yield from self._attend(layer, q_TNH, hidden_TD, own)
-            elif relay.target is None:
+            elif pipeline.target is None:
                 hidden_TD = yield from self._attend(layer, q_TNH[-1:], hidden_TD[-1:], own)
             else:
                 self._kv.leave(layer)
             self._layer_spans.append(Interval(start_ns, time.unix_ns()))
-        if relay.target is None and self.job.masks is not None and not self.job.masks.done():
+        if pipeline.target is None and self.job.masks is not None and not self.job.masks.done():
             yield _MASKS
-        self.outlet.finish(self._sample(hidden_TD) if relay.target is None else ())
+        self.kv_sender.finish(self._sample(hidden_TD) if pipeline.target is None else ())
 
     def _attend(self, layer: int, q_TNH: Tensor, hidden_TD: Tensor, own: KvRows) -> Generator[int, None, Tensor]:
         """Attend for the chunk's last len(q_TNH) rows and complete the layer; return these rows' hidden states."""
-        relay = self.relay
-        attention = self._decoder.attention(layer, q_TNH, relay.own.end - len(q_TNH))
+        pipeline = self.pipeline
+        attention = self._decoder.attention(layer, q_TNH, pipeline.own.end - len(q_TNH))
         attention.add(own)
         yield layer
         attention.add(*self._kv.other_rows(layer))
-        if len(relay.earlier) and relay.target is None:
-            self.outlet.received(layer, relay.earlier, self._own_kv.access.read([relay.earlier_span(layer)]))
+        if len(pipeline.earlier) and pipeline.target is None:
+            self.kv_sender.received(layer, pipeline.earlier, self._own_kv.access.read([pipeline.earlier_span(layer)]))
         self._kv.leave(layer)
         return self._decoder.complete(layer, hidden_TD, attention.result())
 
     def _push(self, layer: int) -> None:
         job = self.job
-        if self.relay.source is None:
+        if self.pipeline.source is None:
             for piece, tokens in job.cached_pieces:
-                if tokens.end > self.outlet.num_present:
-                    self.outlet.push(layer, tokens, piece.export(layer, tokens))
-        self.outlet.push(layer, self.relay.own, self._own_kv.export(layer, self.relay.own))
+                if tokens.end > self.kv_sender.num_present:
+                    self.kv_sender.push(layer, tokens, piece.export(layer, tokens))
+        self.kv_sender.push(layer, self.pipeline.own, self._own_kv.export(layer, self.pipeline.own))
 
     def _sample(self, hidden_TD: Tensor) -> tuple[SampledToken, ...]:
         """Return the next token of each choice, all sampled from the last position's logits."""

@@ -1,7 +1,7 @@
 """One job's KV in the memory that a rank computes in: that of links and pushes, or a device's, layer by layer.
 
-`prefill_workers.relay` receives KV into memory and sends it from there; pushes are sent from host memory. There are
-three cases:
+`prefill_workers.kv_pipeline` receives KV into memory and sends it from there; pushes are sent from host memory. There
+are three cases:
 
     HomeKv      the device computes in host memory: attention reads KV there
     StagedKv    links carry host memory: the device holds one layer of a job's KV, regardless of the number of layers
@@ -26,7 +26,7 @@ from baton.modeling.kv.buffers import BufferSpan, KvBuffer, KvRows, LayerBuffers
 from baton.modeling.kv.transfers import Transfer
 from baton.types import KvLayout, TokenRange
 from prefill_workers.job import Job
-from prefill_workers.relay import Relay
+from prefill_workers.kv_pipeline import KvPipeline
 
 
 class JobKv(Protocol):
@@ -52,26 +52,26 @@ class JobKv(Protocol):
 class HomeKv:
     """A JobKv that is read where it arrives."""
 
-    def __init__(self, job: Job, relay: Relay, own_kv: KvBuffer) -> None:
-        self.span: Span = BufferSpan(own_kv, relay.own)
-        self._job, self._relay, self._own_kv = job, relay, own_kv
+    def __init__(self, job: Job, pipeline: KvPipeline, own_kv: KvBuffer) -> None:
+        self.span: Span = BufferSpan(own_kv, pipeline.own)
+        self._job, self._pipeline, self._own_kv = job, pipeline, own_kv
 
     def own_rows(self, layer: int) -> KvRows:
         """Return the rows in the buffer that is pushed."""
-        return self._own_kv.rows(layer, self._relay.own)
+        return self._own_kv.rows(layer, self._pipeline.own)
 
     def other_rows(self, layer: int) -> list[KvRows]:
-        """Return the rows in the prefix store and in the relay's memory."""
+        """Return the rows in the prefix store and in the pipeline's memory."""
         rows = [piece.rows(layer, tokens) for piece, tokens in self._job.cached_pieces]
-        return [*rows, self._relay.earlier_rows(layer)] if len(self._relay.earlier) else rows
+        return [*rows, self._pipeline.earlier_rows(layer)] if len(self._pipeline.earlier) else rows
 
     def leave(self, layer: int) -> None:
-        """Notify the relay, which frees the layer's memory."""
-        if len(self._relay.earlier):
-            self._relay.attended(layer)
+        """Notify the pipeline, which frees the layer's memory."""
+        if len(self._pipeline.earlier):
+            self._pipeline.attended(layer)
 
     def close(self) -> None:
-        """Do nothing: all memory belongs to the relay and the outlet."""
+        """Do nothing: all memory belongs to the pipeline and the outlet."""
 
 
 class FetchedPrefix:
@@ -119,11 +119,11 @@ class StagedKv:
     """A JobKv in a device's memory, received and sent through host memory. Implements Span for the layer that is
     projected."""
 
-    def __init__(self, job: Job, relay: Relay, own_kv: KvBuffer, device: Device) -> None:
+    def __init__(self, job: Job, pipeline: KvPipeline, own_kv: KvBuffer, device: Device) -> None:
         layout = own_kv.layout
-        self._relay, self._own_kv, self._link = relay, own_kv, device.link
-        self._own = LayerBuffers(layout, relay.own, device.buffer)
-        self._earlier = LayerBuffers(layout, relay.earlier, device.buffer)
+        self._pipeline, self._own_kv, self._link = pipeline, own_kv, device.link
+        self._own = LayerBuffers(layout, pipeline.own, device.buffer)
+        self._earlier = LayerBuffers(layout, pipeline.earlier, device.buffer)
         self._prefix = FetchedPrefix(job, layout, device)
         self._has_earlier = False
         """True if the present layer's rows of earlier ranks are on the device."""
@@ -136,7 +136,7 @@ class StagedKv:
     @property
     def tokens(self) -> TokenRange:
         """Return the positions of the rank's own tokens."""
-        return self._relay.own
+        return self._pipeline.own
 
     def own(self, layer: int) -> Tensor:
         """Return the device's memory for the layer's own K and V."""
@@ -151,24 +151,24 @@ class StagedKv:
     def other_rows(self, layer: int) -> list[KvRows]:
         """Return the cached prefix, which is being fetched, and fetch the rows of earlier ranks."""
         rows = self._prefix.rows(layer)
-        earlier = self._relay.earlier
+        earlier = self._pipeline.earlier
         if len(earlier):
             self._has_earlier = True
-            home = self._relay.earlier_span(layer)
-            self._link.fetch([(self._earlier.span(layer, earlier), home)]).result()  # the relay may free them then
+            home = self._pipeline.earlier_span(layer)
+            self._link.fetch([(self._earlier.span(layer, earlier), home)]).result()  # the pipeline may free them then
             rows.append(self._earlier.rows(layer, earlier))
         self._prefix.join()
         return rows
 
     def leave(self, layer: int) -> None:
-        """Free the layer's memory on the device for the next one, and notify the relay, which frees host memory."""
+        """Free the layer's memory on the device for the next one, and notify the pipeline, which frees host memory."""
         self._own.release(layer)
         self._prefix.leave(layer)
         if self._has_earlier:
             self._earlier.release(layer)
             self._has_earlier = False
-        if len(self._relay.earlier):
-            self._relay.attended(layer)
+        if len(self._pipeline.earlier):
+            self._pipeline.attended(layer)
 
     def close(self) -> None:
         """Free the device's memory, once nothing is being copied to it."""
@@ -180,9 +180,9 @@ class StagedKv:
 class LinkedKv:
     """A JobKv in a device's memory, which links receive into and send from."""
 
-    def __init__(self, job: Job, relay: Relay, own_kv: KvBuffer, device: Device) -> None:
-        self.span: Span = BufferSpan(own_kv, relay.own)
-        self._relay, self._own_kv, self._link = relay, own_kv, device.link
+    def __init__(self, job: Job, pipeline: KvPipeline, own_kv: KvBuffer, device: Device) -> None:
+        self.span: Span = BufferSpan(own_kv, pipeline.own)
+        self._pipeline, self._own_kv, self._link = pipeline, own_kv, device.link
         self._prefix = FetchedPrefix(job, own_kv.layout, device)
         self._left: int | None = None
         """The layer that this thread has left, and whose earlier rows the device may still read."""
@@ -193,13 +193,13 @@ class LinkedKv:
         self._prefix.fetch(layer)
         self._link.store(()).result()
         self._read_last()
-        return self._own_kv.rows(layer, self._relay.own)
+        return self._own_kv.rows(layer, self._pipeline.own)
 
     def other_rows(self, layer: int) -> list[KvRows]:
         """Return the cached prefix, which is being fetched, and the rows that the links received in place."""
         rows = self._prefix.rows(layer)
-        if len(self._relay.earlier):
-            rows.append(self._relay.earlier_rows(layer))
+        if len(self._pipeline.earlier):
+            rows.append(self._pipeline.earlier_rows(layer))
         self._prefix.join()
         return rows
 
@@ -216,15 +216,15 @@ class LinkedKv:
         self._read_last()
 
     def _read_last(self) -> None:
-        """Notify the relay that the layer was left. Call once the device has done this thread's earlier work."""
-        if self._left is not None and len(self._relay.earlier):
-            self._relay.attended(self._left)
+        """Notify the pipeline that the layer was left. Call once the device has done this thread's earlier work."""
+        if self._left is not None and len(self._pipeline.earlier):
+            self._pipeline.attended(self._left)
         self._left = None
 
 
-def kv_of(job: Job, relay: Relay, own_kv: KvBuffer, device: Device, *, is_linked: bool = False) -> JobKv:
-    """Return the job's KV for that device. `is_linked`: links carry the device's memory, and `own_kv` and the relay's
-    KV are in it."""
+def kv_of(job: Job, pipeline: KvPipeline, own_kv: KvBuffer, device: Device, *, is_linked: bool = False) -> JobKv:
+    """Return the job's KV for that device. `is_linked`: links carry the device's memory, which holds `own_kv` and the
+    pipeline's KV."""
     if device.is_home:
-        return HomeKv(job, relay, own_kv)
-    return (LinkedKv if is_linked else StagedKv)(job, relay, own_kv, device)
+        return HomeKv(job, pipeline, own_kv)
+    return (LinkedKv if is_linked else StagedKv)(job, pipeline, own_kv, device)

@@ -3,12 +3,12 @@
 Each step settles the jobs that are over, and runs one turn of one job. When no job can use a turn, it waits until a
 message, a call, or a watchdog's deadline changes that. All other work runs on other threads and is short: the
 servicer's calls register jobs and cancellations; link threads receive messages, and pass on pieces that are ready
-(`prefill_workers.relay`). They only set state; the engine's thread alone computes, calls outlets, and resolves futures.
-A second thread checks periodically whether the first still works (`baton.process.turn_watch`). One lock guards all
-bookkeeping; no thread computes, sends or receives while holding it.
+(`prefill_workers.kv_pipeline`). They only set state; the engine's thread alone computes, calls outlets, and resolves
+futures. A second thread checks periodically whether the first still works (`baton.process.turn_watch`). One lock guards
+all bookkeeping; no thread computes, sends or receives while holding it.
 
 Called by `prefill_workers.servicer`; runs jobs as `prefill_workers.chain`, within an epoch of `prefill_workers.epoch`.
-Does not depend on gRPC: it uses the ports KvOutlet and Links.
+Does not depend on gRPC: it uses the ports KvSender and Links.
 """
 
 import logging
@@ -38,16 +38,16 @@ from baton.process.turn_watch import TurnWatch
 from baton.types import Epoch, JobId, Rank, TokenRange
 from prefill_workers.chain import ChainJob
 from prefill_workers.device_room import DeviceRoom
-from prefill_workers.epoch import EpochLife, Tally
-from prefill_workers.job import Job, JobReport, KvOutlet
+from prefill_workers.epoch import EpochSession, Tally
+from prefill_workers.job import Job, JobReport, KvSender
+from prefill_workers.kv_pipeline import KvPipeline, device_bytes
 from prefill_workers.links import ConnectLinks
-from prefill_workers.relay import Relay, device_bytes
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class EngineStatus:
+class PrefillEngineStatus:
     """A snapshot of one engine, which the supervisor's heartbeat reads."""
 
     epoch: Epoch
@@ -96,7 +96,7 @@ class PrefillEngine:
         self._changed = threading.Condition()
         self._starting = threading.Lock()
         self._tally = Tally()
-        self._life: EpochLife | None = None
+        self._life: EpochSession | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="prefill-engine")
         self._thread.start()  # uses only the lock until a job comes, so the rest may be set up after it
@@ -138,21 +138,21 @@ class PrefillEngine:
             if life is not None:
                 life.withdraw(number)
 
-    def submit(self, job: Job, outlet: KvOutlet) -> Future[JobReport]:
+    def submit(self, job: Job, kv_sender: KvSender) -> Future[JobReport]:
         """Take a job and return its future. The future resolves, on the engine's thread, when the job is computed,
-        pushed to `outlet` and passed on, or with a BatonError. It cannot be cancelled: call `cancel` instead. Raises at
-        once, without calling `outlet`: EpochEndedError, JobAbortedError (the job was given up before it was submitted),
-        InvalidArgumentError, ResourceExhaustedError."""
+        pushed to `kv_sender` and passed on, or with a BatonError. It cannot be cancelled: call `cancel` instead. Raises
+        at once, without calling `kv_sender`: EpochEndedError, JobAbortedError (the job was given up before it was
+        submitted), InvalidArgumentError, ResourceExhaustedError."""
         self._check_tokens(job)
         with self._changed:
             life = self._life
             if life is None:
                 raise EpochEndedError(f"job {job.number}: no epoch has begun on this rank: start one")
             life.admit(job)
-            if len(life.sequencer) >= self._max_jobs:
+            if len(life.job_scheduler) >= self._max_jobs:
                 raise ResourceExhaustedError(f"{self._max_jobs} jobs are in flight on rank {life.rank}: retry later")
-            chain_job = self._make(job, outlet, life)
-            life.sequencer.add(chain_job)
+            chain_job = self._make(job, kv_sender, life)
+            life.job_scheduler.add(chain_job)
             self._changed.notify_all()
         if job.masks is not None:
             job.masks.add_done_callback(self._wake)
@@ -162,21 +162,21 @@ class PrefillEngine:
         """Give a job up, so that its future soon fails with `error`, by default RequestCancelledError, unless it is
         over. Later ranks are notified by a message on the links. A number that is not in flight is ignored."""
         with self._changed:
-            job = self._life.sequencer.get(number) if self._life is not None else None
+            job = self._life.job_scheduler.get(number) if self._life is not None else None
             if job is not None:
                 job.fail(error or RequestCancelledError(f"job {number} was cancelled"))
                 self._changed.notify_all()
 
-    def status(self) -> EngineStatus:
+    def status(self) -> PrefillEngineStatus:
         """Return a snapshot of the engine's epoch, jobs and progress."""
         with self._changed:
             life = self._life
             if life is None:
-                return EngineStatus(Epoch(0), "no epoch has begun", 0, 0, 0)
+                return PrefillEngineStatus(Epoch(0), "no epoch has begun", 0, 0, 0)
             error = str(life.error or "") if life.links or life.error else "the ranks are meeting"
             tally = self._tally
-            num_jobs = len(life.sequencer)
-            return EngineStatus(life.epoch, error, num_jobs, tally.progress, tally.num_jobs_done, self._stall)
+            num_jobs = len(life.job_scheduler)
+            return PrefillEngineStatus(life.epoch, error, num_jobs, tally.progress, tally.num_jobs_done, self._stall)
 
     def close(self, timeout_s: float = 1.0) -> None:
         """End the epoch and both threads; wait at most `timeout_s` for peers to close links. Blocks. Idempotent."""
@@ -208,19 +208,19 @@ class PrefillEngine:
         with self._changed:
             self._changed.notify_all()
 
-    def _begin_life(self, epoch: Epoch, rank: Rank, num_ranks: int) -> EpochLife:
+    def _begin_life(self, epoch: Epoch, rank: Rank, num_ranks: int) -> EpochSession:
         with self._changed:
             last = self._life
             if last is not None and epoch <= last.epoch:
                 raise EpochEndedError(f"epoch {epoch} is not above {last.epoch}, the last: use a higher number")
             if last is not None:
                 last.end(EpochEndedError(f"epoch {last.epoch} is over: epoch {epoch} begins"))
-                self._changed.wait_for(lambda: not len(last.sequencer) or self._stall)
+                self._changed.wait_for(lambda: not len(last.job_scheduler) or self._stall)
             if self._stall:
                 raise UnavailableError(f"this prefill rank hangs ({self._stall}): replace it")
             if self._closing:
                 raise UnavailableError("this prefill rank is leaving: use another")
-            life = EpochLife(
+            life = EpochSession(
                 epoch, rank, num_ranks, lock=self._changed, clock=self._clock, floor_s=self._floor_s, tally=self._tally
             )
             self._life = life
@@ -235,7 +235,7 @@ class PrefillEngine:
         if highest >= config.vocab_size:
             raise InvalidArgumentError(f"token id {highest}: the model knows ids below {config.vocab_size}")
 
-    def _make(self, job: Job, outlet: KvOutlet, life: EpochLife) -> ChainJob:
+    def _make(self, job: Job, kv_sender: KvSender, life: EpochSession) -> ChainJob:
         layout, own = self.decoder.layout, job.chunks[job.ranks.index(life.rank)]
         is_linked = life.links is not None and life.links.on_device
         make_buffer = self.decoder.device.buffer if is_linked else self._make_buffer
@@ -248,8 +248,12 @@ class PrefillEngine:
         earlier_kv = LayerBuffers(layout, TokenRange(job.cached.end, own.start), make_buffer)
         payload_of = device_bytes if is_linked else byte_view
         clock, lock = self._clock, self._changed
-        relay = Relay(job, life.rank, own_kv, earlier_kv, clock=clock, lock=lock, send=life.send, payload_of=payload_of)
-        chain_job = ChainJob(job, outlet, relay, own_kv=own_kv, decoder=self.decoder, clock=clock, is_linked=is_linked)
+        pipeline = KvPipeline(
+            job, life.rank, own_kv, earlier_kv, clock=clock, lock=lock, send=life.send, payload_of=payload_of
+        )
+        chain_job = ChainJob(
+            job, kv_sender, pipeline, own_kv=own_kv, decoder=self.decoder, clock=clock, is_linked=is_linked
+        )
         chain_job.future.set_running_or_notify_cancel()
         return chain_job
 
@@ -269,8 +273,8 @@ class PrefillEngine:
         with self._changed:
             life = self._life
             patience_s = life.patience_s() if life is not None else None
-            over = life.sequencer.take_over() if life is not None else []
-            job = life.sequencer.next_runnable() if life is not None else None
+            over = life.job_scheduler.take_over() if life is not None else []
+            job = life.job_scheduler.next_runnable() if life is not None else None
             if not over and job is None:
                 if self._closing:
                     return False
@@ -322,9 +326,9 @@ class PrefillEngine:
         if job.error is None:
             job.future.set_result(job.report())
             return
-        job.relay.abort()
+        job.pipeline.abort()
         try:
-            job.outlet.abort(job.error)
+            job.kv_sender.abort(job.error)
         except Exception:
             logger.exception("the outlet of job %d failed to abort", job.job.number)
         job.future.set_exception(job.error)

@@ -2,7 +2,7 @@
 
 An epoch begins when all ranks of a group have met. It ends, for all of them, when any link breaks, any rank closes its
 links, a peer that owes a sign of life stays silent too long, or the next epoch begins. Its end fails all of its jobs
-with one typed, retryable error. The next epoch shares nothing with it: it has new links and an EpochLife of its own.
+with one typed, retryable error. The next epoch shares nothing with it: it has new links and an EpochSession of its own.
 
 Messages are matched to jobs by number:
 - A job that is not known yet may still be on its way to this rank. Its first message waits for a bounded time. If the
@@ -10,7 +10,7 @@ Messages are matched to jobs by number:
 - After that, and for jobs that are done or were given up, messages are received into scratch memory and dropped.
 - A job whose messages were dropped is refused when it arrives later, and later ranks are notified.
 
-Owned by `prefill_workers.engine`; calls `prefill_workers.sequencer` and `prefill_workers.watchdog`, and handles the
+Owned by `prefill_workers.engine`; calls `prefill_workers.job_scheduler` and `prefill_workers.watchdog`, and handles the
 messages of `prefill_workers.links`. The engine's lock guards all state: `admit` and `patience_s` are called under it,
 all other methods take it, on any thread. No method waits, except `place_for`.
 """
@@ -31,8 +31,8 @@ from baton.process.clock import Clock
 from baton.types import Epoch, JobId, Rank
 from prefill_workers.chain import ChainJob
 from prefill_workers.job import Job
+from prefill_workers.job_scheduler import JobScheduler
 from prefill_workers.links import LinkHeader, Links, LinkStatus, Payload
-from prefill_workers.sequencer import Sequencer
 from prefill_workers.watchdog import Watchdog
 
 _DOUBT_S = 0.25
@@ -49,7 +49,7 @@ class Tally:
     num_jobs_done: int = 0
 
 
-class EpochLife:
+class EpochSession:
     """One epoch's jobs and links on one rank. Implements `prefill_workers.links.LinkHandler` for the epoch's links."""
 
     def __init__(
@@ -70,7 +70,7 @@ class EpochLife:
         """The epoch's links; None until all ranks have met."""
         self.error: BatonError | None = None
         """The error that ended the epoch; None while it is running."""
-        self.sequencer = Sequencer()
+        self.job_scheduler = JobScheduler()
         self._changed = lock
         self._clock = clock
         self._floor_s = floor_s
@@ -95,7 +95,7 @@ class EpochLife:
         with self._changed:
             if self.error is None:
                 self.error = error
-                for job in self.sequencer.jobs:
+                for job in self.job_scheduler.jobs:
                     job.fail(error)
                 if self.links is not None:
                     self.links.close()
@@ -123,16 +123,16 @@ class EpochLife:
             raise EpochEndedError(f"job {number} is of epoch {job.epoch}, and this is {self.epoch}: make it a new one")
         if self.rank not in job.ranks or job.ranks[-1] >= self.num_ranks:
             raise InvalidArgumentError(f"job {number}: ranks = {job.ranks}, sent to {self.rank} of {self.num_ranks}")
-        if self.sequencer.get(number) is not None:
+        if self.job_scheduler.get(number) is not None:
             raise InvalidArgumentError(f"job {number} is already being served: give every job a number of its own")
-        if self.sequencer.is_buried(number):
+        if self.job_scheduler.is_buried(number):
             behind = job.ranks[job.ranks.index(self.rank) + 1 :]
             if behind:
                 self.send(behind[0], LinkHeader.bare(self.epoch, number, LinkStatus.ABORT), None)
             raise JobAbortedError(f"job {number} is no longer served by rank {self.rank}: make it a new attempt")
 
     def send(self, target: Rank, header: LinkHeader, payload: Payload | None) -> None:
-        """Send a relay's message, watched by the watchdog, through the links; drop it once the epoch has ended."""
+        """Send a pipeline's message, watched by the watchdog, through the links; drop it once the epoch has ended."""
         with self._changed:
             if self.error is None and self.links is not None:
                 self._watchdog.sending(target)
@@ -143,8 +143,8 @@ class EpochLife:
         LinkStalledError when a peer has been overdue for a while already."""
         if self.error is not None:
             return None
-        jobs = [job for job in self.sequencer.jobs if job.error is None]
-        waits = [(job.relay.source, job.parked_s) for job in jobs if job.starved and job.relay.source is not None]
+        jobs = [job for job in self.job_scheduler.jobs if job.error is None]
+        waits = [(job.pipeline.source, job.parked_s) for job in jobs if job.starved and job.pipeline.source is not None]
         # the prediction, or, on a machine that is slower than predicted, the time measured here
         turns_s = (max(job.job.layer_s, job.expected_turn_s) for job in jobs)
         due = self._watchdog.first_due(waits, max(turns_s, default=0.0))
@@ -173,9 +173,9 @@ class EpochLife:
         with self._changed:
             ranks = (Rank(number) for number in range(self.num_ranks) if number != self.rank)
             idle = [rank for rank in ranks if self._watchdog.is_idle(rank)]
-            for job in self.sequencer.jobs if has_worked else []:
-                if job.error is None and job.relay.target in idle:
-                    job.relay.alive()
+            for job in self.job_scheduler.jobs if has_worked else []:
+                if job.error is None and job.pipeline.target in idle:
+                    job.pipeline.alive()
             for number in [each for each in self._announced if not self._is_known(each)]:
                 for rank in idle:
                     self.send(rank, LinkHeader.bare(self.epoch, number, LinkStatus.ALIVE), None)
@@ -187,7 +187,7 @@ class EpochLife:
             self._await_job(header.job)
             job = self._job_of(header)
             try:
-                return job.relay.place(source, header) if job is not None else None
+                return job.pipeline.place(source, header) if job is not None else None
             except ChainError as error:
                 assert job is not None
                 job.fail(error)
@@ -200,24 +200,24 @@ class EpochLife:
             self._heard(source)
             job = self._job_of(header)
             if job is None:
-                if header.status is LinkStatus.ABORT and self.sequencer.get(header.job) is None:
-                    self.sequencer.bury(header.job)  # a present job was given up: the engine settles it
+                if header.status is LinkStatus.ABORT and self.job_scheduler.get(header.job) is None:
+                    self.job_scheduler.bury(header.job)  # a present job was given up: the engine settles it
             elif header.status is LinkStatus.ABORT:
                 job.fail(JobAbortedError(f"rank {source} gave job {header.job} up: retry it as a new attempt"))
             elif header.status is LinkStatus.ALIVE:
-                if source == job.relay.source:  # ALIVE of other ranks is not about the job's KV
-                    job.relay.alive()
+                if source == job.pipeline.source:  # ALIVE of other ranks is not about the job's KV
+                    job.pipeline.alive()
             else:
-                job.relay.received(header)
+                job.pipeline.received(header)
 
     def sent(self, target: Rank, header: LinkHeader) -> None:
-        """Note that a message has left, with the watchdog and with its job's relay."""
+        """Note that a message has left, with the watchdog and with its job's pipeline."""
         with self._changed:
             self._watchdog.sent(target)
             self._tally.progress += 1
-            job = self.sequencer.get(header.job)
+            job = self.job_scheduler.get(header.job)
             if job is not None:
-                job.relay.sent(header)
+                job.pipeline.sent(header)
             self._changed.notify_all()
 
     def broken(self, error: ChainError) -> None:
@@ -239,13 +239,13 @@ class EpochLife:
         """
         while not self._changed.wait_for(lambda: self._is_known(number) or self.error is not None, self._floor_s / 2):
             if number not in self._announced:
-                self.sequencer.bury(number)
+                self.job_scheduler.bury(number)
                 return
 
     def _is_known(self, number: JobId) -> bool:
-        return self.sequencer.get(number) is not None or self.sequencer.is_buried(number)
+        return self.job_scheduler.get(number) is not None or self.job_scheduler.is_buried(number)
 
     def _job_of(self, header: LinkHeader) -> ChainJob | None:
         """Return the job that a message is for; None when it is unknown, given up, or of another epoch."""
-        job = self.sequencer.get(header.job) if header.epoch == self.epoch else None
+        job = self.job_scheduler.get(header.job) if header.epoch == self.epoch else None
         return job if job is not None and job.error is None else None

@@ -1,6 +1,6 @@
-"""The values that describe a prefill job and its report, and KvOutlet, the port through which its KV leaves the rank.
+"""The values that describe a prefill job and its report, and KvSender, the port through which its KV leaves the rank.
 
-`prefill_workers.servicer` makes jobs of messages and implements KvOutlet; `prefill_workers.engine` and
+`prefill_workers.servicer` makes jobs of messages and implements KvSender; `prefill_workers.engine` and
 `prefill_workers.chain` run the jobs.
 """
 
@@ -94,7 +94,7 @@ class Job:
             raise InvalidArgumentError(f"job {self.number}: {name} = {getattr(self, name)!r} is wrong: {remedy}")
 
 
-class KvOutlet(Protocol):
+class KvSender(Protocol):
     """The port through which a rank's own KV leaves while the chain still runs. Called on the engine's thread; no
     method may block.
 

@@ -1,14 +1,14 @@
 """The messages that pass between two ranks of a chain, and the port that passes them.
 
 A link is a FIFO of messages from one rank to another. A message is a fixed 64-byte header and, for DATA, one payload:
-the KV of one layer for some of a job's tokens, called a piece (`prefill_workers.relay` defines the pieces and their
-order). A payload is in host memory or, where the links are between devices, in device memory. Messages carry no tags:
-receivers take them in the order in which they were sent, each to its end. So a send is never abandoned: a job that is
-given up ends with an ABORT message, and messages for such a job are received into scratch memory. Links last as long as
-an epoch: when one breaks, or any rank closes its own, all are replaced.
+the KV of one layer for some of a job's tokens, called a piece (`prefill_workers.kv_pipeline` defines the pieces and
+their order). A payload is in host memory or, where the links are between devices, in device memory. Messages carry no
+tags: receivers take them in the order in which they were sent, each to its end. So a send is never abandoned: a job
+that is given up ends with an ABORT message, and messages for such a job are received into scratch memory. Links last as
+long as an epoch: when one breaks, or any rank closes its own, all are replaced.
 
-Used by `prefill_workers.relay` and `prefill_workers.epoch`; implemented by `prefill_workers.torch_links`, with threads
-of its own, and in one process for tests.
+Used by `prefill_workers.kv_pipeline` and `prefill_workers.epoch`; implemented by `prefill_workers.torch_links`, with
+threads of its own, and in one process for tests.
 """
 
 import struct

@@ -1,10 +1,10 @@
 """Fills the node's prefix store from a finished prefill, on its chain's last rank, which sees the KV of all tokens.
 
-The rows that earlier ranks computed are in memory only layer by layer (`prefill_workers.relay`), so they are copied at
-once, on the engine's thread. The rows that this rank computed stay valid as long as a view of them exists, so they are
-copied after the first token was committed. Only then are the blocks sealed; a job that fails or is cancelled leaves
-none. In chains of several ranks, the cost before the first token is room for the blocks and one copy of the earlier
-ranks' rows. The blocks are then copied to disk, if the node has a disk for them.
+The rows that earlier ranks computed are in memory only layer by layer (`prefill_workers.kv_pipeline`), so they are
+copied at once, on the engine's thread. The rows that this rank computed stay valid as long as a view of them exists, so
+they are copied after the first token was committed. Only then are the blocks sealed; a job that fails or is cancelled
+leaves none. In chains of several ranks, the cost before the first token is room for the blocks and one copy of the
+earlier ranks' rows. The blocks are then copied to disk, if the node has a disk for them.
 
 Called by `prefill_workers.servicer`; writes to `baton.modeling.prefix_store.store`. `write` and `hold` run on the
 engine's thread, `take`, `finish` and `sink` on any thread that may wait, `drop` on any thread.

@@ -40,8 +40,8 @@ from baton.transport.proto_types import history_from_proto, kernels_to_proto, le
 from baton.types import MAX_EPOCH, Epoch, JobId, Rank, SampledToken, TokenRange
 from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from prefill_workers.block_threads import BlockThreads
+from prefill_workers.communicators import Rendezvous, backend_of
 from prefill_workers.device_room import DeviceRoom
-from prefill_workers.edges import Meeting, backend_of
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport
 from prefill_workers.prefix_filling import PrefixFilling
@@ -50,8 +50,8 @@ from prefill_workers.torch_links import connect_torch_links
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class PushOutlet:
-    """Implements KvOutlet by a push session and, on a rank that keeps the prompt's KV, by filling the prefix store."""
+class PushSender:
+    """Implements KvSender by a push session and, on a rank that keeps the prompt's KV, by filling the prefix store."""
 
     def __init__(self, session: PushSession, num_present: int, filling: PrefixFilling | None = None) -> None:
         self.num_present = num_present
@@ -112,9 +112,11 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
 
     async def StartEpoch(self, request: prefill_pb2.StartEpochRequest, context: Context) -> prefill_pb2.StartEpochReply:
         """Join the next epoch. Answers once all ranks have met; other calls are served meanwhile."""
-        meeting = meeting_from_proto(request, self._host)
-        connect = partial(connect_torch_links, meeting, backend=self._backend)
-        await asyncio.to_thread(self.engine.start_epoch, meeting.epoch, meeting.rank, meeting.num_ranks, connect)
+        rendezvous = rendezvous_from_proto(request, self._host)
+        connect = partial(connect_torch_links, rendezvous, backend=self._backend)
+        await asyncio.to_thread(
+            self.engine.start_epoch, rendezvous.epoch, rendezvous.rank, rendezvous.num_ranks, connect
+        )
         return prefill_pb2.StartEpochReply()
 
     async def Run(self, request: prefill_pb2.PrefillJob, context: Context) -> prefill_pb2.PrefillReport:
@@ -132,15 +134,15 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         if lease.num_tokens != job.chunks[-1].end:
             raise InvalidArgumentError(f"lease.num_tokens = {lease.num_tokens}: the prompt has {job.chunks[-1].end}")
         session = open_push(channel, self.engine.decoder.layout, lease, pool=self._pool)
-        outlet = PushOutlet(session, lease.num_present_tokens, filling)
+        kv_sender = PushSender(session, lease.num_present_tokens, filling)
         filled = Filled()
         try:
             if filling is not None and len(job.ranks) > 1:
                 await self._blocks.run(filling.take)
-            report = await self._compute(job, outlet, session)
+            report = await self._compute(job, kv_sender, session)
             summary = await session.result()
-            if outlet.firsts:
-                await KvClient(channel).commit(lease.ref, outlet.firsts)
+            if kv_sender.firsts:
+                await KvClient(channel).commit(lease.ref, kv_sender.firsts)
             if filling is not None:
                 filled = await self._blocks.run(filling.finish)
                 self._blocks.sink(partial(filling.sink, filled.stored))
@@ -149,7 +151,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
             if filling is not None:
                 filling.drop()
             # The session may keep an error whose traceback has this frame, long after the job has ended.
-            del job, session, outlet
+            del job, session, kv_sender
         return report_to_proto(report, summary, Filled(filled.stored, filled.evicted + self._blocks.take_evicted()))
 
     async def GetStatus(self, request: prefill_pb2.PrefillStatusRequest, context: Context) -> prefill_pb2.PrefillStatus:
@@ -185,9 +187,9 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         if self._pool is not None:
             self._pool.close()
 
-    async def _compute(self, job: Job, outlet: PushOutlet, session: PushSession) -> JobReport:
+    async def _compute(self, job: Job, kv_sender: PushSender, session: PushSession) -> JobReport:
         """Run the job on the engine and return its report; give the job up when its push fails or the call ends."""
-        computed = asyncio.wrap_future(self.engine.submit(job, outlet))
+        computed = asyncio.wrap_future(self.engine.submit(job, kv_sender))
         pushed = asyncio.create_task(session.result())
         for each in (computed, pushed):
             each.add_done_callback(_retrieve)
@@ -302,7 +304,7 @@ class PrefillServer:
             await in_own_thread(store.close)
 
 
-def meeting_from_proto(message: prefill_pb2.StartEpochRequest, host: str) -> Meeting:
+def rendezvous_from_proto(message: prefill_pb2.StartEpochRequest, host: str) -> Rendezvous:
     """Return the meeting that a message describes. Raises InvalidArgumentError for an epoch beyond all bounds, a rank
     that is not in the group, no time to meet, or a malformed store address."""
     if (epoch := message.epoch) > MAX_EPOCH:
@@ -313,7 +315,7 @@ def meeting_from_proto(message: prefill_pb2.StartEpochRequest, host: str) -> Mee
         raise InvalidArgumentError(f"timeout_s = {message.timeout_s} is out of range: give the ranks time to meet")
     if not message.store.rpartition(":")[2].isdigit():
         raise InvalidArgumentError(f"store = {message.store!r} is not an address: use host:port")
-    return read(Meeting, message, host=host)
+    return read(Rendezvous, message, host=host)
 
 
 def job_from_proto(message: prefill_pb2.PrefillJob, prefix: tuple[KvBuffer, ...] = ()) -> Job:

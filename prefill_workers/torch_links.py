@@ -1,7 +1,8 @@
 """Links between processes, over torch.distributed's gloo: point-to-point messages, never a collective.
 
 Implements the ports of `prefill_workers.links`; connected by `prefill_workers.servicer` when an epoch starts. Payloads
-follow their headers over gloo, too, unless the ranks have edges between their devices (`prefill_workers.edges`).
+follow their headers over gloo, too, unless the ranks have communicators between their devices
+(`prefill_workers.communicators`).
 
 gloo is rendezvous: a send completes only when the peer has posted the receive, and reads the memory then. Between any
 two ranks there are two links, each with a sending thread on one side and a receiving thread on the other, which always
@@ -12,10 +13,10 @@ A rank that closes sends CLOSE on every link and continues to receive, into scra
 as well. So no rank's send hangs on a rank that has closed, and all threads end. Only a stopped peer can block a thread.
 Such a thread, a daemon, is left behind until the supervisor kills the peer; then it ends, and its error is dropped.
 
-For each edge with a peer, a separate thread receives the payloads that the headers announce. So the thread that
-receives headers never waits for a payload that does not come, and detects the peer's end at once. Edges are aborted
-when the links are closed, by a thread, since that may block. The flag that makes later payloads dropped is set before.
-A rank whose edge broke still sends CLOSE.
+For each communicator with a peer, a separate thread receives the payloads that the headers announce. So the thread that
+receives headers never waits for a payload that does not come, and detects the peer's end at once. Communicators are
+aborted when the links are closed, by a thread, since that may block. The flag that makes later payloads dropped is set
+before. A rank whose communicator broke still sends CLOSE.
 
 Each epoch has a process group of its own, not torch's default group. The ranks meet at a TCPStore in the supervisor,
 which exists until all of them have met. The interface is chosen explicitly.
@@ -37,7 +38,15 @@ from torch import Tensor
 from baton.errors import ChainError, LinkBrokenError
 from baton.settings.addresses import host_of
 from baton.types import JobId, Rank
-from prefill_workers.edges import Edge, EdgeBackend, Group, GroupEdge, Meeting, gloo_group, meet_edges
+from prefill_workers.communicators import (
+    Communicator,
+    CommunicatorBackend,
+    Group,
+    GroupCommunicator,
+    Rendezvous,
+    connect_communicators,
+    gloo_group,
+)
 from prefill_workers.links import HEADER_BYTES, LinkHandler, LinkHeader, LinkStatus, Payload, join_all
 
 logger = logging.getLogger(__name__)
@@ -45,61 +54,64 @@ logger = logging.getLogger(__name__)
 _Message = tuple[LinkHeader, Payload | None]
 
 
-def connect_torch_links(meeting: Meeting, handler: LinkHandler, backend: EdgeBackend | None = None) -> "TorchLinks":
+def connect_torch_links(
+    rendezvous: Rendezvous, handler: LinkHandler, backend: CommunicatorBackend | None = None
+) -> "TorchLinks":
     """Join an epoch and return its links. Blocks until all ranks have met; raises LinkBrokenError on a timeout.
     `backend`: communicators that can send from this rank's device; payloads go between devices if `refusal` allows it.
     """
     lines: dict[Rank, Line] = {}
     try:
-        if meeting.num_ranks > 1:
-            store = _epoch_store(meeting)
-            group = make_group(meeting, store)
-            edges = meet_edges(store, meeting, backend)
-            peers = (Rank(rank) for rank in range(meeting.num_ranks) if rank != meeting.rank)
-            lines = {peer: Line(GroupEdge(group, peer), edges.get(peer)) for peer in peers}
+        if rendezvous.num_ranks > 1:
+            store = _epoch_store(rendezvous)
+            group = make_group(rendezvous, store)
+            communicators = connect_communicators(store, rendezvous, backend)
+            peers = (Rank(rank) for rank in range(rendezvous.num_ranks) if rank != rendezvous.rank)
+            lines = {peer: Line(GroupCommunicator(group, peer), communicators.get(peer)) for peer in peers}
     except RuntimeError as error:  # torch's error for a store that is gone, and for peers that do not come
         raise LinkBrokenError(
-            f"rank {meeting.rank} met not all {meeting.num_ranks} ranks of epoch {meeting.epoch} at {meeting.store} "
-            f"within {meeting.timeout_s:g} s: start the next epoch with all ranks alive ({_one_line(error)})"
+            f"rank {rendezvous.rank} met not all {rendezvous.num_ranks} ranks of epoch {rendezvous.epoch} "
+            f"at {rendezvous.store} within {rendezvous.timeout_s:g} s: start the next epoch with all ranks alive "
+            f"({_one_line(error)})"
         ) from error
-    return TorchLinks(meeting, lines, handler)
+    return TorchLinks(rendezvous, lines, handler)
 
 
-def make_group(meeting: Meeting, store: dist.Store | None = None) -> Group:
+def make_group(rendezvous: Rendezvous, store: dist.Store | None = None) -> Group:
     """Make a process group, separate from torch's default. Blocks until all ranks have met; raises RuntimeError."""
-    store = store or _epoch_store(meeting)
-    return gloo_group(store, meeting.rank, meeting.num_ranks, meeting.host, meeting.timeout_s)
+    store = store or _epoch_store(rendezvous)
+    return gloo_group(store, rendezvous.rank, rendezvous.num_ranks, rendezvous.host, rendezvous.timeout_s)
 
 
-def _epoch_store(meeting: Meeting) -> dist.Store:
-    host, port = host_of(meeting.store), meeting.store.rpartition(":")[2]
-    timeout = timedelta(seconds=meeting.timeout_s)
+def _epoch_store(rendezvous: Rendezvous) -> dist.Store:
+    host, port = host_of(rendezvous.store), rendezvous.store.rpartition(":")[2]
+    timeout = timedelta(seconds=rendezvous.timeout_s)
     store = dist.TCPStore(host, int(port), None, False, timeout=timeout, wait_for_workers=False)
-    return dist.PrefixStore(f"epoch-{meeting.epoch}", store)
+    return dist.PrefixStore(f"epoch-{rendezvous.epoch}", store)
 
 
 @dataclass(frozen=True)
 class Line:
     """Connection of this rank with one peer."""
 
-    gloo: GroupEdge
-    """The pair that carries headers, and payloads where there is no edge."""
-    edge: Edge | None
-    """The edge that carries payloads between devices; None: gloo carries them."""
+    gloo: GroupCommunicator
+    """The pair that carries headers, and payloads where there is no communicator."""
+    communicator: Communicator | None
+    """The communicator that carries payloads between devices; None: gloo carries them."""
 
     @property
-    def payloads(self) -> Edge:
-        """Return the edge that carries payloads: that between devices, else gloo's."""
-        return self.edge or self.gloo
+    def payloads(self) -> Communicator:
+        """Return the communicator that carries payloads: that between devices, else gloo's."""
+        return self.communicator or self.gloo
 
 
 class TorchLinks:
     """Implements `prefill_workers.links.Links` over gloo. The last link thread drops the process groups."""
 
-    def __init__(self, meeting: Meeting, lines: dict[Rank, Line], handler: LinkHandler) -> None:
-        self.on_device = any(line.edge is not None for line in lines.values())
-        self._epoch = meeting.epoch
-        self._rank = meeting.rank
+    def __init__(self, rendezvous: Rendezvous, lines: dict[Rank, Line], handler: LinkHandler) -> None:
+        self.on_device = any(line.communicator is not None for line in lines.values())
+        self._epoch = rendezvous.epoch
+        self._rank = rendezvous.rank
         self._handler = handler
         self._closed = threading.Event()
         self._queueing = threading.Lock()
@@ -109,9 +121,9 @@ class TorchLinks:
             inbox: SimpleQueue[LinkHeader | None] = SimpleQueue()
             self._add(peer, "to", partial(self._send_all, peer, line))
             self._add(peer, "from", partial(self._receive_all, peer, line, inbox))
-            if line.edge is not None:
-                self._add(peer, "payloads-from", partial(self._take_all, peer, line.edge, inbox))
-                self._add(peer, "abort", partial(self._abort, line.edge))
+            if line.communicator is not None:
+                self._add(peer, "payloads-from", partial(self._take_all, peer, line.communicator, inbox))
+                self._add(peer, "abort", partial(self._abort, line.communicator))
         for thread in self._threads:
             thread.start()
 
@@ -155,7 +167,7 @@ class TorchLinks:
         try:
             self._send_messages(target, line)
         except RuntimeError as error:
-            self._break(target, error)  # then CLOSE, which the peer has to receive if only an edge broke
+            self._break(target, error)  # then CLOSE, which the peer has to receive if only a communicator broke
         line.gloo.send(_as_tensor(LinkHeader.bare(self._epoch, JobId(0), LinkStatus.CLOSE).pack()))
 
     def _send_messages(self, target: Rank, line: Line) -> None:
@@ -178,29 +190,29 @@ class TorchLinks:
                 header = LinkHeader.unpack(bytes(header_bytes))
                 if header.status is LinkStatus.CLOSE:
                     raise LinkBrokenError("the peer closed its links: its epoch has ended")
-                if line.edge is not None:
+                if line.communicator is not None:
                     inbox.put(header)  # never many: after a header, none follows before its payload was taken
                 else:
                     self._take(source, header, line.gloo)
         finally:
             inbox.put(None)
 
-    def _take_all(self, source: Rank, edge: Edge, inbox: "SimpleQueue[LinkHeader | None]") -> None:
+    def _take_all(self, source: Rank, communicator: Communicator, inbox: "SimpleQueue[LinkHeader | None]") -> None:
         while (header := inbox.get()) is not None:
-            self._take(source, header, edge)
+            self._take(source, header, communicator)
 
-    def _take(self, source: Rank, header: LinkHeader, payloads: Edge) -> None:
+    def _take(self, source: Rank, header: LinkHeader, payloads: Communicator) -> None:
         """Receive the payload that `header` announces, if any, and pass the message on."""
         if header.num_bytes:
             place = None if self._closed.is_set() else self._handler.place_for(source, header)
             assert place is None or place.nbytes == header.num_bytes, header
             payloads.receive(payloads.empty(header.num_bytes) if place is None else _as_tensor(place))
-        if not self._closed.is_set():  # set before an edge is aborted, which may have left any bytes
+        if not self._closed.is_set():  # set before a communicator is aborted, which may have left any bytes
             self._handler.received(source, header)
 
-    def _abort(self, edge: Edge) -> None:
+    def _abort(self, communicator: Communicator) -> None:
         self._closed.wait()
-        edge.abort()
+        communicator.abort()
 
     def _break(self, peer: Rank, error: Exception) -> None:
         if not self._closed.is_set():

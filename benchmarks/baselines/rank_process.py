@@ -24,7 +24,7 @@ from benchmarks.baselines.paced import PacedGroup, Pacer, paced
 from benchmarks.baselines.pacing import FULL_SPEED, Pace
 from benchmarks.baselines.schemes import SCHEMES, Group
 from benchmarks.support.rates import KERNELS, RateProbe
-from prefill_workers.edges import Meeting
+from prefill_workers.communicators import Rendezvous
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport
 from prefill_workers.links import ConnectLinks, LinkHandler, Links
@@ -98,7 +98,7 @@ def run_rank(spec: RankSpec, pipe: Connection) -> None:
 
 
 class _Outlet:
-    """A KvOutlet that keeps only the first token."""
+    """A KvSender that keeps only the first token."""
 
     num_present = 0
 
@@ -126,10 +126,10 @@ class _Rank:
         self._decoder = load_decoder(spec.folder, dtype=spec.dtype)
         self._fastest = self._decoder.kernel
         self._pacer = Pacer(spec.rank)
-        meeting = Meeting(_CHAIN, Rank(spec.rank), spec.num_ranks, f"{HOST}:{spec.port}", HOST, WAIT_S)
-        group = cast(Group, make_group(replace(meeting, epoch=_GROUP)))
+        rendezvous = Rendezvous(_CHAIN, Rank(spec.rank), spec.num_ranks, f"{HOST}:{spec.port}", HOST, WAIT_S)
+        group = cast(Group, make_group(replace(rendezvous, epoch=_GROUP)))
         self._group = PacedGroup(group, self._pacer, timedelta(seconds=WAIT_S))
-        connect = self._connector(meeting)
+        connect = self._connector(rendezvous)
         self._probe = LinkProbe(spec.rank, _PROBE, connect(_PROBE))
         self._engine = PrefillEngine(self._decoder, SystemClock())
         self._engine.start_epoch(_CHAIN, Rank(spec.rank), spec.num_ranks, connect(_CHAIN))
@@ -150,10 +150,10 @@ class _Rank:
         self._engine.close()
         self._pacer.close()
 
-    def _connector(self, meeting: Meeting) -> Callable[[Epoch], ConnectLinks]:
+    def _connector(self, rendezvous: Rendezvous) -> Callable[[Epoch], ConnectLinks]:
         def of_epoch(epoch: Epoch) -> ConnectLinks:
             def connect(handler: LinkHandler) -> Links:
-                return connect_torch_links(replace(meeting, epoch=epoch), handler)
+                return connect_torch_links(replace(rendezvous, epoch=epoch), handler)
 
             return paced(connect, self._pacer)
 
@@ -175,8 +175,8 @@ class _Rank:
         params = SamplingParams(max_tokens=1)
         number = JobId(self._num_jobs)
         job = Job(number, _CHAIN, RequestId("r"), 1, ranks, task.chunks, task.token_ids, params=params)
-        outlet, done = _Outlet(), threading.Event()
-        future: Future[JobReport] = self._engine.submit(job, outlet)
+        kv_sender, done = _Outlet(), threading.Event()
+        future: Future[JobReport] = self._engine.submit(job, kv_sender)
         future.add_done_callback(lambda _: done.set())
         done.wait()
-        return Answer(outlet.first, future.result())
+        return Answer(kv_sender.first, future.result())

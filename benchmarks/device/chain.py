@@ -17,7 +17,7 @@ from baton.modeling.forward.triton.attention import triton_kernel
 from baton.process.clock import SystemClock
 from baton.types import Epoch, JobId, Rank, RequestId, SampledToken, TokenRange
 from benchmarks.device.model import Shape, random_model
-from prefill_workers.edges import Meeting
+from prefill_workers.communicators import Rendezvous
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job
 from prefill_workers.torch_links import connect_torch_links
@@ -40,7 +40,7 @@ class RankSpec:
 
 
 class Discarding:
-    """A KvOutlet that keeps nothing."""
+    """A KvSender that keeps nothing."""
 
     num_present = 0
 
@@ -113,9 +113,11 @@ def _run(pipe: Connection, spec: RankSpec) -> None:
     decoder = random_model(spec.shape, device, max_position=spec.max_position, kernel=kernel)
     engine = PrefillEngine(decoder, SystemClock(), watchdog_floor_s=_PATIENCE_S)
     address = f"{_HOST}:{spec.port}"
-    meeting = Meeting(Epoch(1), Rank(spec.rank), spec.num_ranks, address, _HOST, _PATIENCE_S)
+    rendezvous = Rendezvous(Epoch(1), Rank(spec.rank), spec.num_ranks, address, _HOST, _PATIENCE_S)
     try:
-        engine.start_epoch(meeting.epoch, meeting.rank, spec.num_ranks, functools.partial(connect_torch_links, meeting))
+        engine.start_epoch(
+            rendezvous.epoch, rendezvous.rank, spec.num_ranks, functools.partial(connect_torch_links, rendezvous)
+        )
         pipe.send("")
         with contextlib.suppress(EOFError):
             while True:

@@ -9,7 +9,7 @@ from deploy.config.file import make_local_config
 def local_config(
     dtype: str, *, num_ranks: int, prefix_share: float = 0.0, link: int = 0, **generate: Any
 ) -> ClusterConfig:
-    """Return the configuration of a relay of one engine and, unless `num_ranks` is 0, one chain. Prefixes are not kept
+    """Return the configuration of one engine and, unless `num_ranks` is 0, one chain. Prefixes are not kept
     by default, because prompts come again and again; the engine computes with one thread, and makes a token a step,
     unless `generate` says otherwise. `link`: bytes a second to an emulated device; 0: as fast as the machine copies."""
     chain = {"num_ranks": num_ranks} if num_ranks else {"num_groups": 0}

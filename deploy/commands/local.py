@@ -1,4 +1,4 @@
-"""`baton local`: runs one prompt through a relay in one process tree (deploy.commands.session). Its command line."""
+"""`baton local`: runs one prompt through a cluster in one process tree (deploy.commands.session). Its command line."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""One prompt through a relay of its own: load the model, tokenize, start the workers, stream, draw the timeline.
+"""One prompt through a cluster of its own: load the model, tokenize, start the workers, stream, draw the timeline.
 
 The answer goes to standard output, everything else to standard error. Runs on the launcher's loop.
 """
@@ -20,7 +20,7 @@ from baton.types import RequestId
 from deploy.commands.timeline import draw_timeline
 from deploy.config.cluster import ClusterConfig
 from deploy.groups.cluster import LocalCluster
-from deploy.groups.local_relay import running_scheduler
+from deploy.groups.local_cluster import running_scheduler
 from deploy.machine.limits import tokens_of_slot
 from deploy.machine.model_folder import prepare_kernels, prepare_rates, resolve_drafts, resolve_folder
 from orchestrator.requests.record import Finished, Started

@@ -1,4 +1,4 @@
-"""Draws a request's way through the relay in the terminal: one row for each stage and rank, with its time span."""
+"""Draws a request's way through the cluster in the terminal: one row for each stage and rank, with its time span."""
 
 from collections.abc import Sequence
 

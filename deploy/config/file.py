@@ -24,7 +24,7 @@ def load_config(path: Path | None, assignments: Sequence[str] = ()) -> ClusterCo
 
 
 def load_local_config(path: Path | None, assignments: Sequence[str] = ()) -> ClusterConfig:
-    """Read the configuration of a relay in one process tree, as `load_config` does. Raises ConfigError."""
+    """Read the configuration of a cluster in one process tree, as `load_config` does. Raises ConfigError."""
     return make_local_config(read_sections(path, assignments))
 
 
@@ -39,7 +39,7 @@ def read_sections(path: Path | None, assignments: Sequence[str] = ()) -> dict[st
 
 
 def make_local_config(sections: Mapping[str, Any]) -> ClusterConfig:
-    """Return the configuration of a relay in one process tree, as `make_config` does. By default its chain prefills
+    """Return the configuration of a cluster in one process tree, as `make_config` does. By default its chain prefills
     every prompt, so that users see the chain at work. Its name contains this process's id. Raises ConfigError."""
     given = sections.get("orchestrator", {})
     section = {"disaggregation": "always"} | given if isinstance(given, dict) else given

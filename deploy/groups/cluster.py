@@ -1,4 +1,4 @@
-"""Clusters of supervised groups: any number of groups over any spawner, and the local relay over child processes.
+"""Clusters of supervised groups: any number of groups over any spawner, and the local cluster over child processes.
 
 A cluster starts its groups together, describes them to the orchestrator as a view, and ends chains before the engines
 that they push to. Groups may join and leave while it serves (`deploy.groups.roster` decides which). Runs on the

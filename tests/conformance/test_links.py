@@ -1,4 +1,4 @@
-"""One suite for every implementation of `prefill_workers.links.Links`: in-process, gloo, and gloo with edges."""
+"""One suite for every implementation of `prefill_workers.links.Links`: in-process, gloo, gloo with communicators."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +8,7 @@ import pytest
 from baton.errors import LinkBrokenError
 from baton.types import Epoch, JobId, Rank, TokenRange
 from prefill_workers.links import LinkHeader, Links, LinkStatus
-from tests.support.links.link_groups import Recorder, edge_group, in_process_group, torch_group
+from tests.support.links.link_groups import Recorder, communicator_group, in_process_group, torch_group
 
 pytestmark = pytest.mark.integration
 
@@ -18,7 +18,9 @@ Group = tuple[list[Links], list[Recorder]]
 Connect = Callable[[int], Group]
 
 
-@pytest.fixture(params=[in_process_group, torch_group, edge_group], ids=["in_process", "torch", "edges"])
+@pytest.fixture(
+    params=[in_process_group, torch_group, communicator_group], ids=["in_process", "torch", "communicators"]
+)
 def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
     made: list[Links] = []
 
@@ -237,7 +239,9 @@ def test_one_rank_alone_has_no_links(connect: Connect) -> None:
     assert recorders[0].errors == []
 
 
-@pytest.mark.parametrize("make", [in_process_group, torch_group, edge_group], ids=["in_process", "torch", "edges"])
+@pytest.mark.parametrize(
+    "make", [in_process_group, torch_group, communicator_group], ids=["in_process", "torch", "communicators"]
+)
 def test_ranks_that_do_not_meet_fail_in_time(make: Callable[..., Group]) -> None:
     with pytest.raises(LinkBrokenError, match="met not all 2 ranks"):
         make(2, absent=Rank(1), timeout_s=0.3)

@@ -23,7 +23,13 @@ from tests.support.engines.chains import (
     run_chain,
     until,
 )
-from tests.support.links.link_groups import HOST, MakeConnect, edge_connects, in_process_connects, torch_connects
+from tests.support.links.link_groups import (
+    HOST,
+    MakeConnect,
+    communicator_connects,
+    in_process_connects,
+    torch_connects,
+)
 from tests.support.models.tiny_models import random_decoder
 
 pytestmark = pytest.mark.integration
@@ -50,7 +56,7 @@ def test_kv_and_first_token_are_those_of_the_cpu(
 @pytest.mark.parametrize("prefix_tokens", [0, 16])
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_kv_that_stays_on_devices_is_that_of_the_cpu(make: Make, num_ranks: int, prefix_tokens: int) -> None:
-    test_kv_and_first_token_are_those_of_the_cpu(make, num_ranks, prefix_tokens, edge_connects)
+    test_kv_and_first_token_are_those_of_the_cpu(make, num_ranks, prefix_tokens, communicator_connects)
 
 
 @contextmanager

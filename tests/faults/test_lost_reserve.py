@@ -30,7 +30,7 @@ PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
 
 @asynccontextmanager
 async def behind(plan: PickedPlan) -> AsyncIterator[BareCluster]:
-    """A relay whose generation group is behind a network that fails by the plan, and whose leaks count at once."""
+    """A cluster whose generation group is behind a network that fails by the plan, and whose leaks count at once."""
     network = FaultyNetwork(plan)
     try:
         async with cluster(num_ranks=1) as made:

@@ -26,7 +26,7 @@ Seconds = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Work:
+class LayerTimes:
     """Computing time of each rank in a layer, in seconds; arrays `[N partitions, n ranks]`."""
 
     project: Seconds
@@ -47,7 +47,7 @@ class Work:
         return self.project + self.own + self.far + self.copy
 
 
-def work_of(chunks: NDArray[np.float64], cost: CostModel, protocol: Protocol, cached: int | Seconds) -> Work:
+def work_of(chunks: NDArray[np.float64], cost: CostModel, protocol: Protocol, cached: int | Seconds) -> LayerTimes:
     """Return the work of `[N, n]` chunks after `cached` tokens: one number, or `[N, 1]`."""
     earlier = np.cumsum(chunks, axis=1) - chunks
     own_keys = chunks * protocol.kernel.own_part
@@ -56,7 +56,7 @@ def work_of(chunks: NDArray[np.float64], cost: CostModel, protocol: Protocol, ca
     copy[:, 0] = 0.0
     queries = np.ones_like(chunks) if protocol.skip_last else chunks
     last_keys = chunks if protocol.skip_last else own_keys
-    return Work(
+    return LayerTimes(
         project=cost.fixed_s + cost.project_share * cost.linear_s * chunks,
         own=cost.pair_s * chunks * own_keys,
         far=cost.pair_s * chunks * (cached + earlier) + rest_s * chunks,
@@ -66,7 +66,7 @@ def work_of(chunks: NDArray[np.float64], cost: CostModel, protocol: Protocol, ca
     )
 
 
-def rank_seconds(work: Work, is_last: NDArray[np.bool_], cost: CostModel, protocol: Protocol) -> Seconds:
+def rank_seconds(work: LayerTimes, is_last: NDArray[np.bool_], cost: CostModel, protocol: Protocol) -> Seconds:
     """Return the seconds that ranks compute in all layers, without waits and logits, in the shape of the arrays of
     `work`. `is_last` (broadcast to that shape) marks the last ranks of chains. With `skip_last`, all other ranks end
     when their last KV can be sent."""
@@ -106,7 +106,7 @@ def chain_ttft(
 
 
 def _rank(
-    rank: int, work: Work, arrived: list[Seconds], setting: tuple[CostModel, Protocol]
+    rank: int, work: LayerTimes, arrived: list[Seconds], setting: tuple[CostModel, Protocol]
 ) -> tuple[Seconds, Seconds]:
     """Return when a rank begins each layer, and when it has the earlier tokens' KV: `[N, L]` each."""
     cost, protocol = setting
@@ -146,7 +146,7 @@ def _pass_on(
     return [split[:, :, message] for message in range(num_messages)]
 
 
-def _finish(begin: Seconds, have: Seconds, work: Work, setting: tuple[CostModel, Protocol]) -> Seconds:
+def _finish(begin: Seconds, have: Seconds, work: LayerTimes, setting: tuple[CostModel, Protocol]) -> Seconds:
     """Return when the last rank ends the last layer, `[N]`."""
     cost, protocol = setting
     project, own, far, copy = work.project[:, -1], work.last_own[:, -1], work.last_far[:, -1], work.copy[:, -1]

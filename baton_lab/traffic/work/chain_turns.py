@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from baton.planning.chain.wavefront import Work, chain_ttft, work_of
+from baton.planning.chain.wavefront import LayerTimes, chain_ttft, work_of
 from baton.planning.cost_model import BATON, CostModel
 from baton.types import Rank
 from baton_lab.traffic.work.chain_queue import NOTHING_S, Done
@@ -174,7 +174,7 @@ def _turns(plan: ChainPlan, cost: CostModel) -> list[list[_Turn]]:
     return [_turns_of(work, place, cost, is_last=place + 1 == len(plan.chunks)) for place in range(len(plan.chunks))]
 
 
-def _turns_of(work: Work, place: int, cost: CostModel, *, is_last: bool) -> list[_Turn]:
+def _turns_of(work: LayerTimes, place: int, cost: CostModel, *, is_last: bool) -> list[_Turn]:
     """Return the turns of the rank at a place of the chain; only the last one computes beyond its last KV."""
     project, own, far, last_own, last_far = (
         float(each[0, place]) for each in (work.project, work.own, work.far, work.last_own, work.last_far)

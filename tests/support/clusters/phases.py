@@ -30,7 +30,7 @@ OTHER_IDS = prompt(30, seed=1)
 
 @dataclass
 class Scene:
-    """A relay whose workers' networks hold calls, and the request that is struck."""
+    """A cluster whose workers' networks hold calls, and the request that is struck."""
 
     made: BareCluster
     calls: HeldCalls

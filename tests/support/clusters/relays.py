@@ -16,7 +16,7 @@ from baton.types import RequestId, TokenEvent
 from baton.v1 import generate_pb2, prefill_pb2
 from deploy.config.file import make_local_config
 from deploy.groups.cluster import LocalCluster
-from deploy.groups.local_relay import running_scheduler
+from deploy.groups.local_cluster import running_scheduler
 from orchestrator.requests.record import Finished
 from orchestrator.requests.request import Request
 from orchestrator.scheduler import RequestScheduler

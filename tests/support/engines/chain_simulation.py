@@ -16,7 +16,7 @@ from orchestrator.placement.chain_width import ChainPlan, WidthPolicy
 from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
 from prefill_workers.chain import ChainJob
 from prefill_workers.job import Job
-from prefill_workers.sequencer import Sequencer
+from prefill_workers.job_scheduler import JobScheduler
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Served:
 
 @dataclass
 class SimulatedJob:
-    """One job on one rank, as a sequencer sees it."""
+    """One job on one rank, as a job scheduler sees it."""
 
     job: Job
     turn_s: float
@@ -64,7 +64,7 @@ class SimulatedGroup:
     policy: WidthPolicy
     num_ranks: int
     now_s: float = 0.0
-    sequencers: list[Sequencer] = field(init=False)
+    sequencers: list[JobScheduler] = field(init=False)
     served: dict[JobId, Served] = field(default_factory=dict)
     _backlog: PrefillQueue = field(default_factory=PrefillQueue)
     _busy: set[Rank] = field(default_factory=set)
@@ -73,7 +73,7 @@ class SimulatedGroup:
     _count: "itertools.count[int]" = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
-        self.sequencers = [Sequencer() for _ in range(self.num_ranks)]
+        self.sequencers = [JobScheduler() for _ in range(self.num_ranks)]
 
     def run(self, arrivals: Sequence[Arrival]) -> list[Served]:
         """Serves all; in the order of `arrivals`, which come one after another."""
@@ -82,7 +82,7 @@ class SimulatedGroup:
         while self._events:
             self.now_s, _, happen = heapq.heappop(self._events)
             happen()
-        assert not len(self._backlog) and not any(len(sequencer) for sequencer in self.sequencers)
+        assert not len(self._backlog) and not any(len(job_scheduler) for job_scheduler in self.sequencers)
         return [self.served[JobId(number)] for number in range(len(arrivals))]
 
     def _at(self, at_s: float, happen: Callable[[], None]) -> None:

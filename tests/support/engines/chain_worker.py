@@ -33,7 +33,7 @@ class Worker:
     """The parent's end: a process, and what it told."""
 
     def __init__(self, watchdog_floor_s: float, device: str = "cpu", edges: str = "", gpu: int = 0) -> None:
-        """`device`: where the rank computes, by a name of `device_for_tests`. `edges`: what carries KV between devices,
+        """`device`: where the rank computes, by a name of `device_for_tests`. `communicators`: those between devices,
         gloo or nccl; empty: nothing. `gpu`: the only one that the rank sees."""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
@@ -144,22 +144,22 @@ class _Rank:
 
     def start_epoch(self, epoch: int, rank: int, num_ranks: int, port: int) -> None:
         from baton.types import Epoch, Rank
-        from prefill_workers.edges import EdgeBackend, Meeting, backend_of
+        from prefill_workers.communicators import CommunicatorBackend, Rendezvous, backend_of
         from prefill_workers.links import LinkHandler, Links
         from prefill_workers.torch_links import connect_torch_links
-        from tests.support.links.device_edges import GlooBackend
+        from tests.support.links.device_communicators import GlooBackend
 
-        meeting = Meeting(Epoch(epoch), Rank(rank), num_ranks, f"{HOST}:{port}", HOST, WAIT_S)
-        backend: EdgeBackend | None = GlooBackend(f"device-{rank}") if self._edges == "gloo" else None
+        rendezvous = Rendezvous(Epoch(epoch), Rank(rank), num_ranks, f"{HOST}:{port}", HOST, WAIT_S)
+        backend: CommunicatorBackend | None = GlooBackend(f"device-{rank}") if self._edges == "gloo" else None
         if self._edges == "nccl":
             backend = backend_of(self._engine.decoder.device)
 
         def connect(handler: LinkHandler) -> Links:
-            links = connect_torch_links(meeting, handler, backend)
+            links = connect_torch_links(rendezvous, handler, backend)
             assert links.on_device is bool(self._edges), "KV goes another way than the test says"
             return links
 
-        self._engine.start_epoch(meeting.epoch, meeting.rank, num_ranks, connect)
+        self._engine.start_epoch(rendezvous.epoch, rendezvous.rank, num_ranks, connect)
         self.tell("started", epoch)
 
     def submit(self, fields: dict[str, Any], hold_layer: int | None) -> None:
@@ -173,9 +173,9 @@ class _Rank:
                 self.tell("holding", job.number)
                 assert self._released.wait(WAIT_S)
 
-        outlet = KeepingOutlet(hold)
-        future = self._engine.submit(job, outlet)
-        future.add_done_callback(lambda done: self.tell("outcome", job.number, _outcome(done.exception(), outlet)))
+        kv_sender = KeepingOutlet(hold)
+        future = self._engine.submit(job, kv_sender)
+        future.add_done_callback(lambda done: self.tell("outcome", job.number, _outcome(done.exception(), kv_sender)))
 
     def release(self) -> None:
         self._released.set()
@@ -184,9 +184,9 @@ class _Rank:
         self.tell("status", self._engine.status().epoch_error)
 
 
-def _outcome(error: BaseException | None, outlet: KeepingOutlet) -> Outcome:
+def _outcome(error: BaseException | None, kv_sender: KeepingOutlet) -> Outcome:
     if error is not None:
         return Outcome(type(error).__name__)
-    (firsts,) = outlet.finishes
-    pieces = [(layer, tokens.start, tokens.end, bytes(data)) for layer, tokens, data in outlet.pieces]
+    (firsts,) = kv_sender.finishes
+    pieces = [(layer, tokens.start, tokens.end, bytes(data)) for layer, tokens, data in kv_sender.pieces]
     return Outcome("", firsts[0].token_id if firsts else None, pieces)

@@ -34,7 +34,7 @@ _MOST_LOOK_S = 0.1
 
 
 class KeepingOutlet:
-    """A KvOutlet that keeps views of what was pushed and reads them at the end, as a real push may.
+    """A KvSender that keeps views of what was pushed and reads them at the end, as a real push may.
 
     `on_push`: called with the layer at every push; may raise.
     """
@@ -149,8 +149,8 @@ class Run:
         total = self.job.chunks[-1].end
         kv = torch.full((layout.num_layers, total, 2, layout.num_kv_heads, layout.head_dim), torch.nan)
         seen = torch.zeros(layout.num_layers, total, dtype=torch.int)
-        for outlet in self.outlets.values():
-            for (layer, tokens, data), then in zip(outlet.pieces, outlet.at_push, strict=True):
+        for kv_sender in self.outlets.values():
+            for (layer, tokens, data), then in zip(kv_sender.pieces, kv_sender.at_push, strict=True):
                 assert bytes(data) == then, "pushed rows changed"
                 rows = torch.frombuffer(bytearray(data), dtype=TORCH_DTYPES[layout.dtype])
                 kv[layer, tokens.start : tokens.end] = rows.view(len(tokens), 2, layout.num_kv_heads, -1).float()

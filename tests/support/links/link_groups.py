@@ -9,10 +9,10 @@ from torch.distributed import TCPStore
 
 from baton.errors import ChainError
 from baton.types import Epoch, JobId, Rank
-from prefill_workers.edges import EdgeBackend, Meeting
+from prefill_workers.communicators import CommunicatorBackend, Rendezvous
 from prefill_workers.links import ConnectLinks, LinkHandler, LinkHeader, Links, LinkStatus
 from prefill_workers.torch_links import connect_torch_links
-from tests.support.links.device_edges import GlooBackend
+from tests.support.links.device_communicators import GlooBackend
 from tests.support.links.in_process_links import InProcessHub
 
 HOST = "127.0.0.1"
@@ -96,7 +96,7 @@ _epochs = itertools.count(1)
 
 
 def torch_connects(
-    num_ranks: int, timeout_s: float = _WAIT_S, backends: Sequence[EdgeBackend | None] = ()
+    num_ranks: int, timeout_s: float = _WAIT_S, backends: Sequence[CommunicatorBackend | None] = ()
 ) -> list[ConnectLinks]:
     """One new epoch of gloo links, at a store of its own, all in this process. `backends`: by rank."""
     store = TCPStore(HOST, 0, None, True, wait_for_workers=False)
@@ -104,17 +104,17 @@ def torch_connects(
 
     def connect(rank: int) -> ConnectLinks:
         def join(handler: LinkHandler) -> Links:
-            meeting = Meeting(epoch, Rank(rank), num_ranks, f"{HOST}:{store.port}", HOST, timeout_s)
+            rendezvous = Rendezvous(epoch, Rank(rank), num_ranks, f"{HOST}:{store.port}", HOST, timeout_s)
             backend = backends[rank] if backends else None
-            return connect_torch_links(meeting, handler, backend)  # `store` lives as long as somebody may join
+            return connect_torch_links(rendezvous, handler, backend)  # `store` lives as long as somebody may join
 
         return join
 
     return [connect(rank) for rank in range(num_ranks)]
 
 
-def edge_connects(num_ranks: int, timeout_s: float = _WAIT_S) -> list[ConnectLinks]:
-    """One new epoch of gloo links, with edges between devices, one for each rank."""
+def communicator_connects(num_ranks: int, timeout_s: float = _WAIT_S) -> list[ConnectLinks]:
+    """One new epoch of gloo links, with communicators between devices, one for each rank."""
     return torch_connects(num_ranks, timeout_s, [GlooBackend(f"device-{rank}") for rank in range(num_ranks)])
 
 
@@ -132,11 +132,11 @@ def torch_group(
     return meet(torch_connects(num_ranks, timeout_s), absent)
 
 
-def edge_group(
+def communicator_group(
     num_ranks: int, absent: Rank | None = None, timeout_s: float = _WAIT_S
 ) -> tuple[list[Links], list[Recorder]]:
     """Linked recorders."""
-    return meet(edge_connects(num_ranks, timeout_s), absent)
+    return meet(communicator_connects(num_ranks, timeout_s), absent)
 
 
 def meet(connects: list[ConnectLinks], absent: Rank | None = None) -> tuple[list[Links], list[Recorder]]:

@@ -22,8 +22,8 @@ from baton.types import SlotId
 from generate_workers.engine.scheduling_policy import Progress, SchedulingPolicy, StepPlan
 from prefill_workers.chain import ChainJob
 from prefill_workers.engine import PrefillEngine
-from prefill_workers.epoch import EpochLife
-from prefill_workers.job import Job, KvOutlet
+from prefill_workers.epoch import EpochSession
+from prefill_workers.job import Job, KvSender
 from tests.support.paced.hardware import LayerTimes, PacedHardware
 
 
@@ -56,7 +56,7 @@ class _Course:
     def next_ready_s(self, job: ChainJob) -> float:
         """When its next turn could begin: the job had come, or the earlier ranks' rows of the layer."""
         self.num_turns += 1
-        return self.submitted_s if self.num_turns == 1 else job.relay.arrived_s(self.num_turns - 2)
+        return self.submitted_s if self.num_turns == 1 else job.pipeline.arrived_s(self.num_turns - 2)
 
 
 class PacedRankDecoder(Decoder):
@@ -100,8 +100,8 @@ class PacedPrefillEngine(PrefillEngine):
         self._paced = PacedRankDecoder(decoder, Device(self._pace_clock))
         super().__init__(self._paced, self._pace_clock, watchdog_floor_s=floor_s)
 
-    def _make(self, job: Job, outlet: KvOutlet, life: EpochLife) -> ChainJob:
-        made = super()._make(job, outlet, life)
+    def _make(self, job: Job, kv_sender: KvSender, life: EpochSession) -> ChainJob:
+        made = super()._make(job, kv_sender, life)
         times = self._hardware.layers(job.chunks, job.ranks.index(life.rank))
         self._courses[made] = _Course(self._pace_clock.now_s(), times)
         return made

@@ -9,7 +9,7 @@ from baton.process.clock import Clock
 from baton.types import Epoch, Rank, SampledToken, TokenRange
 from baton_lab.chaos.faults import Fault, FaultPlan
 from prefill_workers.engine import PrefillEngine
-from prefill_workers.job import Job, JobReport, KvOutlet
+from prefill_workers.job import Job, JobReport, KvSender
 from prefill_workers.links import ConnectLinks, LinkHandler, LinkHeader, Links, Payload
 
 SLOW_S = 0.05
@@ -55,9 +55,9 @@ class FaultyLinks:
 
 
 class FaultyOutlet:
-    """An outlet that is slow, refuses, or pushes twice. Implements KvOutlet."""
+    """An outlet that is slow, refuses, or pushes twice. Implements KvSender."""
 
-    def __init__(self, inner: KvOutlet, plan: FaultPlan, *, repeats: bool) -> None:
+    def __init__(self, inner: KvSender, plan: FaultPlan, *, repeats: bool) -> None:
         """`repeats`: whether it may push twice, which an outlet that also keeps what is pushed does not take."""
         self._inner = inner
         self._plan = plan
@@ -104,5 +104,5 @@ class FaultyEngine(PrefillEngine):
 
         super().start_epoch(epoch, rank, num_ranks, connect_faulty)
 
-    def submit(self, job: Job, outlet: KvOutlet) -> "Future[JobReport]":
-        return super().submit(job, FaultyOutlet(outlet, self._plan, repeats=self._repeats))
+    def submit(self, job: Job, kv_sender: KvSender) -> "Future[JobReport]":
+        return super().submit(job, FaultyOutlet(kv_sender, self._plan, repeats=self._repeats))

@@ -13,10 +13,10 @@ from baton.modeling.forward.decoder import Decoder
 from baton.modeling.kv.buffers import KvBuffer, LayerBuffers
 from baton.sampling_params import SamplingParams
 from baton.types import Epoch, JobId, KvLayout, Rank, RequestId, TokenRange
-from prefill_workers import relay as relay_module
+from prefill_workers import kv_pipeline as pipeline_module
 from prefill_workers.chain import ChainJob
 from prefill_workers.job import Job
-from prefill_workers.relay import Relay
+from prefill_workers.kv_pipeline import KvPipeline
 from tests.support.engines.chains import (
     WAIT_S,
     ChainGroup,
@@ -212,7 +212,7 @@ def test_each_rank_s_chunk_is_a_message_of_its_own_in_every_layer() -> None:
 @pytest.mark.parametrize("connects", [in_process_connects, torch_connects])
 @pytest.mark.parametrize("piece_tokens", [1, 7])
 def test_chunks_in_many_pieces(monkeypatch: pytest.MonkeyPatch, connects: MakeConnect, piece_tokens: int) -> None:
-    monkeypatch.setattr(relay_module, "PIECE_TOKENS", piece_tokens)
+    monkeypatch.setattr(pipeline_module, "PIECE_TOKENS", piece_tokens)
     decoder = decoder_of()
     with ChainGroup(decoder, 4, connects=connects, make_buffer=poisoned_buffer) as group:
         for prefix_tokens in (0, 16):
@@ -357,8 +357,8 @@ def test_patience_grows_with_the_largest_chunk_in_front(chunks: tuple[tuple[int,
     job = Job(JobId(1), Epoch(1), RequestId("r"), 1, (Rank(0), Rank(1)), ranges, ids)
     own_kv, earlier_kv = KvBuffer(decoder.layout, ranges[1]), LayerBuffers(decoder.layout, ranges[0])
     lock = threading.Condition()
-    relay = Relay(job, Rank(1), own_kv, earlier_kv, clock=clock, lock=lock, send=lambda *message: None)
-    chain_job = ChainJob(job, KeepingOutlet(), relay, own_kv=own_kv, decoder=decoder, clock=clock)
+    pipeline = KvPipeline(job, Rank(1), own_kv, earlier_kv, clock=clock, lock=lock, send=lambda *message: None)
+    chain_job = ChainJob(job, KeepingOutlet(), pipeline, own_kv=own_kv, decoder=decoder, clock=clock)
     with torch.inference_mode():
         chain_job.turn()
     assert chain_job.slowest_turn_s == 3.0  # the clock is also read twice as the layer begins

@@ -21,13 +21,13 @@ from tests.support.engines.chains import (
 )
 from tests.support.engines.devices import PoisonedDevice, on_emulated
 from tests.support.engines.slot_tables import whole_pages
-from tests.support.links.link_groups import MakeConnect, edge_connects, in_process_connects, torch_connects
+from tests.support.links.link_groups import MakeConnect, communicator_connects, in_process_connects, torch_connects
 from tests.support.models.tiny_models import random_decoder
 
 pytestmark = pytest.mark.integration
 
 
-@pytest.mark.parametrize("connects", [in_process_connects, torch_connects, edge_connects])
+@pytest.mark.parametrize("connects", [in_process_connects, torch_connects, communicator_connects])
 @pytest.mark.parametrize("prefix_tokens", [0, 16])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_kv_and_first_token_are_those_of_the_cpu(num_ranks: int, prefix_tokens: int, connects: MakeConnect) -> None:
@@ -86,12 +86,12 @@ def test_where_kv_goes_between_devices_all_layers_are_promised_and_freed() -> No
     ids, chunks = random_tokens(random.Random(1), 60, cpu), [TokenRange(0, 20), TokenRange(20, 60)]
     tight, refusal = DeviceRoom(cpu.layout, limit - 1), f"3 layers of 60 tokens take {limit} bytes, and"
     with (
-        ChainGroup(decoder, 2, connects=edge_connects, room=tight) as group,
+        ChainGroup(decoder, 2, connects=communicator_connects, room=tight) as group,
         pytest.raises(InvalidArgumentError, match=refusal),
     ):
         group.submit(group.prepare(ids, chunks), order=[1])
     room = DeviceRoom(cpu.layout, 2 * limit)  # of both ranks, which share it here
-    with ChainGroup(decoder, 2, connects=edge_connects, room=room) as group:
+    with ChainGroup(decoder, 2, connects=communicator_connects, room=room) as group:
         assert_right(group, group.submit(group.prepare(ids, chunks)), cpu)
         until(lambda: device.memory_use.num_bytes == 0)
     assert 0 < device.memory_use.peak_bytes <= 2 * limit

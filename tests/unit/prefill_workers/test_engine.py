@@ -118,10 +118,10 @@ def test_prompt_whose_logits_are_not_finite_fails_alone(decoder: Decoder, params
 def assert_resolved(run: Run) -> None:
     """Each rank ended once: with its report, cancelled, or told by an earlier rank."""
     for rank, future in run.futures.items():
-        error, outlet = future.exception(WAIT_S), run.outlets[rank]
+        error, kv_sender = future.exception(WAIT_S), run.outlets[rank]
         assert isinstance(error, RequestCancelledError | JobAbortedError | None)
-        assert outlet.aborts == ([] if error is None else [error])
-        assert len(outlet.finishes) == 1 or error is not None
+        assert kv_sender.aborts == ([] if error is None else [error])
+        assert len(kv_sender.finishes) == 1 or error is not None
 
 
 def test_lowest_number_goes_first(decoder: Decoder) -> None:

@@ -46,9 +46,9 @@ def test_all_rows_up_to_its_own_end_are_passed_on(decoder: Decoder) -> None:
 def test_message_that_comes_before_its_job_waits_for_it(decoder: Decoder) -> None:
     with middle_rank(decoder) as middle:
         middle.send_all_rows()
-        outlet = KeepingOutlet()
-        middle.engine.submit(middle.job(num_ranks=2), outlet).result(WAIT_S)
-        assert outlet.finishes == [(reference_token(decoder, middle.job(num_ranks=2)),)]
+        kv_sender = KeepingOutlet()
+        middle.engine.submit(middle.job(num_ranks=2), kv_sender).result(WAIT_S)
+        assert kv_sender.finishes == [(reference_token(decoder, middle.job(num_ranks=2)),)]
 
 
 def test_messages_of_a_job_that_never_comes_are_dropped_in_time(decoder: Decoder) -> None:
@@ -141,11 +141,11 @@ def test_broken_link_fails_all_jobs_with_one_retryable_error(decoder: Decoder) -
         outlets = [KeepingOutlet(), KeepingOutlet()]
         futures = [middle.engine.submit(middle.job(n), outlets[n]) for n in range(2)]
         middle.links[2].close()
-        for future, outlet in zip(futures, outlets, strict=True):
+        for future, kv_sender in zip(futures, outlets, strict=True):
             error = future.exception(WAIT_S)
             assert isinstance(error, LinkBrokenError)
             assert error.retryable
-            assert outlet.aborts == [error]
+            assert kv_sender.aborts == [error]
         assert "rank 2" in middle.engine.status().epoch_error
 
 

@@ -18,8 +18,8 @@ def decoder() -> Decoder:
 
 def test_abort_fails_the_job_and_is_passed_on(decoder: Decoder) -> None:
     with middle_rank(decoder) as middle:
-        outlet = KeepingOutlet()
-        future = middle.engine.submit(middle.job(), outlet)
+        kv_sender = KeepingOutlet()
+        future = middle.engine.submit(middle.job(), kv_sender)
         middle.send_rows(0)
         middle.recorders[2].wait_received(3)  # layer 0, and its own rows of layer 1
         middle.send_bare(LinkStatus.ABORT)
@@ -27,7 +27,7 @@ def test_abort_fails_the_job_and_is_passed_on(decoder: Decoder) -> None:
             future.result(WAIT_S)
         middle.recorders[2].wait_received(4)
         assert middle.recorders[2].statuses == [LinkStatus.DATA] * 3 + [LinkStatus.ABORT]
-        assert outlet.aborts == [future.exception()]
+        assert kv_sender.aborts == [future.exception()]
 
 
 def test_abort_of_a_job_that_was_just_given_up_does_not_forget_it(decoder: Decoder) -> None:
@@ -57,11 +57,11 @@ def test_abort_that_comes_before_its_job_is_remembered(decoder: Decoder) -> None
 def test_abort_is_not_sent_once_all_has_been_passed_on(decoder: Decoder) -> None:
     with middle_rank(decoder) as middle:
         middle.recorders[2].gate.clear()
-        outlet = KeepingOutlet()
-        future = middle.engine.submit(middle.job(), outlet)
+        kv_sender = KeepingOutlet()
+        future = middle.engine.submit(middle.job(), kv_sender)
         middle.send_all_rows()
         middle.recorders[0].wait_sent(3)
-        until(lambda: bool(outlet.finishes))
+        until(lambda: bool(kv_sender.finishes))
         middle.engine.cancel(JobId(1))
         assert future.exception(WAIT_S) is not None
         middle.recorders[2].gate.set()

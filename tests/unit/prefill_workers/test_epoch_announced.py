@@ -51,9 +51,9 @@ def test_message_of_an_announced_job_waits_as_long_as_that_is_prepared(middle: M
         middle.send_all_rows()
         wait_bounds(middle)
         assert not middle.recorders[0].sent_messages
-        outlet, job = KeepingOutlet(), middle.job(num_ranks=2)
-        middle.engine.submit(job, outlet).result(WAIT_S)
-        assert outlet.finishes == [(reference_token(middle.decoder, job),)]
+        kv_sender, job = KeepingOutlet(), middle.job(num_ranks=2)
+        middle.engine.submit(job, kv_sender).result(WAIT_S)
+        assert kv_sender.finishes == [(reference_token(middle.decoder, job),)]
     assert not announced(middle)
 
 

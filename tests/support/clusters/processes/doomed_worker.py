@@ -39,7 +39,7 @@ from generate_workers.engine import verified
 from generate_workers.servicer import GenerationServer
 from prefill_workers.config import PrefillConfig
 from prefill_workers.engine import PrefillEngine
-from prefill_workers.job import Job, JobReport, KvOutlet
+from prefill_workers.job import Job, JobReport, KvSender
 from tests.support.clusters.rank_servers import serve_rank
 
 DEADLY = (11,) * 12
@@ -201,9 +201,9 @@ class DoomedModel(LoadedModel):
 
 @dataclass(frozen=True)
 class DoomedOutlet:
-    """An outlet that tells a fate of its steps. Implements KvOutlet."""
+    """An outlet that tells a fate of its steps. Implements KvSender."""
 
-    inner: KvOutlet
+    inner: KvSender
     fate: Fate
     is_deadly: bool
     """Whether the job aborts the process."""
@@ -236,9 +236,9 @@ class DoomedEngine(PrefillEngine):
         super().__init__(decoder, SystemClock(), watchdog_floor_s=floor_s, crash_note=crash_note)
         self._fate = fate
 
-    def submit(self, job: Job, outlet: KvOutlet) -> "Future[JobReport]":
+    def submit(self, job: Job, kv_sender: KvSender) -> "Future[JobReport]":
         is_deadly = tuple(job.prompt_ids[: len(DEADLY)]) == DEADLY
-        return super().submit(job, DoomedOutlet(outlet, self._fate, is_deadly))
+        return super().submit(job, DoomedOutlet(kv_sender, self._fate, is_deadly))
 
 
 async def start_doomed(config: WorkerConfig, model: LoadedModel | None) -> Server:

@@ -14,7 +14,7 @@ from baton.types import Epoch, Rank
 from benchmarks.baselines.paced import PacedGroup, Pacer
 from benchmarks.baselines.pacing import FULL_SPEED, Pace
 from benchmarks.baselines.schemes import SCHEMES
-from prefill_workers.edges import Meeting
+from prefill_workers.communicators import Rendezvous
 from prefill_workers.torch_links import make_group
 from tests.support.engines.generation import prefilled, prompt
 from tests.support.links.link_groups import HOST
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.integration
 
 
 def group_of(rank: int, num_ranks: int, port: int) -> Any:
-    return make_group(Meeting(Epoch(1), Rank(rank), num_ranks, f"{HOST}:{port}", HOST, 30.0))
+    return make_group(Rendezvous(Epoch(1), Rank(rank), num_ranks, f"{HOST}:{port}", HOST, 30.0))
 
 
 def run(name: str, decoder: Decoder, token_ids: Sequence[int], num_ranks: int, pace: Pace = FULL_SPEED) -> torch.Tensor:

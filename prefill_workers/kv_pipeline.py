@@ -44,7 +44,7 @@ SendMessage = Callable[[Rank, LinkHeader, Payload | None], None]
 """A function that enqueues a message as `Links.send` does, and never blocks."""
 
 
-class Relay:
+class KvPipeline:
     """Relay of one job's KV on one rank of a chain. Owns the counters and `earlier_kv`; `own_kv` is shared with
     ChainJob. Both are in the memory that the links' payloads use, and `payload_of` returns the payload for some rows.
     Thread-safe: `lock` is the engine's, re-entrant, and `send` may take it."""

@@ -1,4 +1,4 @@
-"""A relay in one process tree: an orchestrator's orchestrator in this process, over workers that are its children."""
+"""A cluster in one process tree: an orchestrator's orchestrator in this process, over workers that are its children."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Ranks decide alike whether KV goes between their devices, and an edge that fails ends its epoch and nothing more."""
+"""Ranks decide alike whether KV goes between their devices, and a communicator that fails ends its epoch alone."""
 
 import logging
 import random
@@ -12,13 +12,13 @@ from torch.distributed import Store
 from baton.errors import LinkBrokenError
 from baton.modeling.device.cpu import CpuDevice
 from baton.types import Epoch, JobId, Rank, TokenRange
-from prefill_workers import edges
-from prefill_workers.edges import Edge, EdgeBackend, Offer, backend_of, refusal
+from prefill_workers import communicators
+from prefill_workers.communicators import Communicator, CommunicatorBackend, Offer, backend_of, refusal
 from prefill_workers.links import LinkHeader, Links, LinkStatus
 from tests.support.engines.chains import ChainGroup, assert_right, random_run
 from tests.support.engines.devices import PoisonedDevice, TensorDevice
-from tests.support.links.device_edges import GlooBackend
-from tests.support.links.link_groups import Recorder, edge_connects, edge_group, meet, torch_connects
+from tests.support.links.device_communicators import GlooBackend
+from tests.support.links.link_groups import Recorder, communicator_connects, communicator_group, meet, torch_connects
 from tests.support.models.tiny_models import random_decoder
 
 pytestmark = pytest.mark.integration
@@ -61,9 +61,9 @@ def test_kv_goes_between_devices_only_if_all_ranks_have_one_of_their_own(
     ],
 )
 def test_all_ranks_decide_alike_and_log_it_in_one_line(
-    backends: list[EdgeBackend | None], says: str, caplog: pytest.LogCaptureFixture
+    backends: list[CommunicatorBackend | None], says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "prefill_workers.edges")
+    caplog.set_level(logging.INFO, "prefill_workers.communicators")
     links, recorders = meet(torch_connects(3, backends=backends))
     assert {each.on_device for each in links} == {"between" in says}
     lines = [record.getMessage() for record in caplog.records]
@@ -79,7 +79,7 @@ def test_a_cpu_has_no_backend() -> None:
 
 
 def test_an_abort_and_signs_of_life_keep_their_place_behind_payloads() -> None:
-    links, recorders = edge_group(2)
+    links, recorders = communicator_group(2)
     bare = [LinkHeader.bare(Epoch(1), JobId(1), status) for status in (LinkStatus.ALIVE, LinkStatus.ABORT)]
     headers = [data(100_000), bare[0], data(10, job=2), bare[1], data(70_000, job=3)]
     for header in headers:
@@ -92,9 +92,9 @@ def test_an_abort_and_signs_of_life_keep_their_place_behind_payloads() -> None:
 
 
 class DeafEdge:
-    """An edge to a peer that takes and sends nothing after the greeting: calls block until `abort`, as NCCL's do."""
+    """A communicator to a peer that takes and sends nothing after the greeting: calls block until `abort`."""
 
-    def __init__(self, inner: Edge) -> None:
+    def __init__(self, inner: Communicator) -> None:
         self._inner = inner
         self._has_greeted = False
         self._aborted = threading.Event()
@@ -120,16 +120,16 @@ class DeafEdge:
             self._has_greeted = True
             return True
         self.blocked.set()
-        assert self._aborted.wait(TIMEOUT_S), "nobody aborted the edge"
+        assert self._aborted.wait(TIMEOUT_S), "nobody aborted the communicator"
         return False
 
 
 class DeafBackend(GlooBackend):
-    """Makes edges that fall silent."""
+    """Makes communicators that fall silent."""
 
-    def connect(self, store: Store, place: int, timeout_s: float) -> Edge:
-        self.edge = DeafEdge(super().connect(store, place, timeout_s))
-        return self.edge
+    def connect(self, store: Store, place: int, timeout_s: float) -> Communicator:
+        self.communicator = DeafEdge(super().connect(store, place, timeout_s))
+        return self.communicator
 
 
 def deaf_pair() -> tuple[list[Links], list[Recorder], list[DeafBackend]]:
@@ -141,17 +141,17 @@ def deaf_pair() -> tuple[list[Links], list[Recorder], list[DeafBackend]]:
 def test_a_payload_that_does_not_come_holds_up_no_news_of_the_peers_end_and_close_ends_the_wait() -> None:
     links, recorders, backends = deaf_pair()
     links[0].send(Rank(1), data(100), memoryview(bytearray(100)))
-    assert backends[0].edge.blocked.wait(TIMEOUT_S)
-    assert backends[1].edge.blocked.wait(TIMEOUT_S)
+    assert backends[0].communicator.blocked.wait(TIMEOUT_S)
+    assert backends[1].communicator.blocked.wait(TIMEOUT_S)
     links[0].close()
     assert isinstance(recorders[1].wait_broken(), LinkBrokenError)
     close(links)
-    assert recorders[1].received_messages == [], "bytes of an edge that was aborted"
+    assert recorders[1].received_messages == [], "bytes of a communicator that was aborted"
     assert recorders[0].sent_messages == []
 
 
 class BrokenEdge(DeafEdge):
-    """An edge whose calls fail after the greeting."""
+    """a communicator whose calls fail after the greeting."""
 
     def _block(self) -> bool:
         if self._has_greeted:
@@ -160,15 +160,15 @@ class BrokenEdge(DeafEdge):
 
 
 class BrokenBackend(GlooBackend):
-    """Makes edges that break."""
+    """Makes communicators that break."""
 
-    def connect(self, store: Store, place: int, timeout_s: float) -> Edge:
+    def connect(self, store: Store, place: int, timeout_s: float) -> Communicator:
         return BrokenEdge(super().connect(store, place, timeout_s))
 
 
 @pytest.mark.parametrize("broken", [0, 1])
 def test_an_edge_that_breaks_at_one_end_ends_the_epoch_at_both(broken: int) -> None:
-    backends: list[EdgeBackend | None] = [DeafBackend("a"), DeafBackend("b")]
+    backends: list[CommunicatorBackend | None] = [DeafBackend("a"), DeafBackend("b")]
     backends[broken] = BrokenBackend("c")
     links, recorders = meet(torch_connects(2, backends=backends))
     links[0].send(Rank(1), data(100), memoryview(bytearray(100)))
@@ -181,13 +181,13 @@ def test_an_edge_that_breaks_at_one_end_ends_the_epoch_at_both(broken: int) -> N
 
 
 class AbsentBackend(GlooBackend):
-    """Makes no edge before the other end has given up."""
+    """Makes no communicator before the other end has given up."""
 
     def __init__(self, device_id: str) -> None:
         super().__init__(device_id)
         self.may_go = threading.Event()
 
-    def connect(self, store: Store, place: int, timeout_s: float) -> Edge:
+    def connect(self, store: Store, place: int, timeout_s: float) -> Communicator:
         assert self.may_go.wait(TIMEOUT_S)
         return super().connect(store, place, timeout_s)
 
@@ -198,10 +198,12 @@ def test_edges_that_are_not_made_in_time_begin_no_epoch(monkeypatch: pytest.Monk
             assert timeout == TIMEOUT_S
             return super().result(0.1)
 
-    monkeypatch.setattr(edges, "Future", ImpatientFuture)
+    monkeypatch.setattr(communicators, "Future", ImpatientFuture)
     backends = [AbsentBackend("a"), AbsentBackend("b")]
     connects = torch_connects(2, timeout_s=TIMEOUT_S, backends=list(backends))
-    with pytest.raises(LinkBrokenError, match=r"met not all 2 ranks .*\(not all edges by gloo were made within 20 s\)"):
+    with pytest.raises(
+        LinkBrokenError, match=r"met not all 2 ranks .*\(not all communicators by gloo were made within 20 s\)"
+    ):
         meet(connects)
     left = [thread for thread in threading.enumerate() if thread.name in ("link-0-meet", "link-1-meet")]
     assert len(left) == 2
@@ -215,7 +217,7 @@ def test_edges_that_are_not_made_in_time_begin_no_epoch(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("device", [PoisonedDevice, TensorDevice])
 def test_a_new_epoch_has_new_edges_and_serves(device: type[PoisonedDevice] | type[TensorDevice]) -> None:
     decoder = random_decoder(num_layers=3, device=device())
-    with ChainGroup(decoder, 3, connects=edge_connects) as group:
+    with ChainGroup(decoder, 3, connects=communicator_connects) as group:
         for _ in range(3):
             run = group.prepare([1, 2, 3, 4, 5, 6], [TokenRange(0, 2), TokenRange(2, 3), TokenRange(3, 6)])
             assert_right(group, group.submit(run), CPU, most_error=2e-5)
@@ -225,7 +227,7 @@ def test_a_new_epoch_has_new_edges_and_serves(device: type[PoisonedDevice] | typ
 def test_jobs_that_are_given_up_leave_the_edges_in_step() -> None:
     rng = random.Random(3)
     decoder = random_decoder(num_layers=3, device=TensorDevice())
-    with ChainGroup(decoder, 3, connects=edge_connects) as group:
+    with ChainGroup(decoder, 3, connects=communicator_connects) as group:
         for _ in range(10):
             victim, other = random_run(group, rng), random_run(group, rng)
             group.submit(victim)

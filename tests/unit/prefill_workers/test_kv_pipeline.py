@@ -10,10 +10,10 @@ import torch
 from baton.errors import ChainError
 from baton.modeling.kv.buffers import KvBuffer, LayerBuffers, byte_view
 from baton.types import Epoch, JobId, KvLayout, Rank, RequestId, TokenRange
-from prefill_workers import relay as relay_module
+from prefill_workers import kv_pipeline as pipeline_module
 from prefill_workers.job import Job
+from prefill_workers.kv_pipeline import KvPipeline
 from prefill_workers.links import LinkHeader, LinkStatus, Payload
-from prefill_workers.relay import Relay
 from tests.support.manual_clock import ManualClock
 
 LAYOUT = KvLayout("model", 2, 1, 2, "float32")
@@ -22,7 +22,7 @@ Sent = list[tuple[Rank, LinkHeader, Payload | None]]
 
 
 class Place:
-    """One rank's relay, its memory, and what it sends."""
+    """One rank's pipeline, its memory, and what it sends."""
 
     def __init__(self, place: int, chunks: tuple[TokenRange, ...] = CHUNKS, layout: KvLayout = LAYOUT) -> None:
         ranks = (Rank(0), Rank(2), Rank(3))
@@ -44,7 +44,7 @@ class Place:
         self.earlier_kv = LayerBuffers(layout, TokenRange(start, chunks[place].start), self._make_buffer)
         self.sent: Sent = []
         self.clock = ManualClock()
-        self.relay = Relay(
+        self.pipeline = KvPipeline(
             job,
             ranks[place],
             self.own_kv,
@@ -64,24 +64,24 @@ class Place:
 
     def receive(self, layer: int, tokens: TokenRange = CHUNKS[0], fill: bytes = b"\1") -> None:
         """A whole message from the rank in front."""
-        assert self.relay.source is not None
-        place = self.relay.place(self.relay.source, self.header(layer, tokens))
+        assert self.pipeline.source is not None
+        place = self.pipeline.place(self.pipeline.source, self.header(layer, tokens))
         assert isinstance(place, memoryview)
         place[:] = fill * place.nbytes
-        self.relay.received(self.header(layer, tokens))
+        self.pipeline.received(self.header(layer, tokens))
 
     def has_sent(self) -> list[tuple[int, TokenRange]]:
         return [(header.layer, header.tokens) for _, header, _ in self.sent]
 
 
 def test_neighbours_are_those_of_the_job() -> None:
-    neighbours = [(place.relay.source, place.relay.target) for place in map(Place, range(3))]
+    neighbours = [(place.pipeline.source, place.pipeline.target) for place in map(Place, range(3))]
     assert neighbours == [(None, 2), (0, 3), (2, None)]
 
 
 def test_first_rank_passes_on_what_it_projects() -> None:
     first = Place(0)
-    first.relay.projected()
+    first.pipeline.projected()
     ((target, header, _),) = first.sent
     assert (target, header) == (2, first.header(0, TokenRange(3, 5)))
 
@@ -90,9 +90,9 @@ def test_pieces_of_a_layer_leave_in_the_order_in_which_they_become_final() -> No
     received_first, projected_first = Place(1), Place(1)
     received_first.receive(0)
     assert received_first.has_sent() == [(0, CHUNKS[0])]
-    received_first.relay.projected()
+    received_first.pipeline.projected()
     assert received_first.has_sent() == [(0, CHUNKS[0]), (0, CHUNKS[1])]
-    projected_first.relay.projected()
+    projected_first.pipeline.projected()
     assert projected_first.has_sent() == [(0, CHUNKS[1])]
     projected_first.receive(0)
     assert projected_first.has_sent() == [(0, CHUNKS[1]), (0, CHUNKS[0])]
@@ -103,31 +103,31 @@ def test_layers_that_came_early_leave_after_all_of_the_layers_before_them() -> N
     middle.receive(0)
     middle.receive(1)
     assert middle.has_sent() == [(0, CHUNKS[0])]
-    middle.relay.projected()
+    middle.pipeline.projected()
     assert middle.has_sent() == [(0, CHUNKS[0]), (0, CHUNKS[1]), (1, CHUNKS[0])]
-    middle.relay.projected()
+    middle.pipeline.projected()
     assert middle.has_sent()[3:] == [(1, CHUNKS[1])]
 
 
 def test_long_chunks_travel_in_pieces_where_they_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay_module, "PIECE_TOKENS", 2)
+    monkeypatch.setattr(pipeline_module, "PIECE_TOKENS", 2)
     middle = Place(1, (TokenRange(3, 6), TokenRange(6, 10), TokenRange(10, 11)))
     pieces = [TokenRange(3, 5), TokenRange(5, 6)]
     for piece in pieces:
-        assert not middle.relay.has_received(0)
+        assert not middle.pipeline.has_received(0)
         middle.receive(0, piece)
         assert middle.has_sent()[-1] == (0, piece)
-    assert middle.relay.has_received(0)
-    middle.relay.projected()
+    assert middle.pipeline.has_received(0)
+    middle.pipeline.projected()
     assert middle.has_sent() == [(0, piece) for piece in [*pieces, TokenRange(6, 10)]]
 
 
 def test_pieces_of_a_layer_may_come_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay_module, "PIECE_TOKENS", 1)
+    monkeypatch.setattr(pipeline_module, "PIECE_TOKENS", 1)
     middle = Place(1)
     middle.receive(0, TokenRange(4, 5), b"\2")
     middle.receive(0, TokenRange(3, 4), b"\3")
-    assert middle.relay.has_received(0)
+    assert middle.pipeline.has_received(0)
     rows = middle.earlier_kv.span(0, TokenRange(3, 5)).flatten().numpy().tobytes()
     assert rows == b"\3" * LAYOUT.row_bytes + b"\2" * LAYOUT.row_bytes
 
@@ -137,16 +137,16 @@ def test_last_rank_passes_nothing_on() -> None:
     for layer in range(2):
         last.receive(layer, CHUNKS[1])
         last.receive(layer, CHUNKS[0])
-        last.relay.projected()
+        last.pipeline.projected()
     assert last.sent == []
-    assert last.relay.done
+    assert last.pipeline.done
 
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_what_is_passed_on_is_the_memory_itself(place: int) -> None:
     rank = Place(place)
     if place == 0:
-        rank.relay.projected()
+        rank.pipeline.projected()
         memory = rank.own_kv.span(0, CHUNKS[0])
     else:
         rank.receive(0)
@@ -159,24 +159,24 @@ def test_what_is_passed_on_is_the_memory_itself(place: int) -> None:
 
 def test_counts_the_time_that_messages_are_on_their_way_and_not_what_they_wait_for_each_other() -> None:
     first = Place(0)
-    first.relay.projected()
-    first.relay.projected()
+    first.pipeline.projected()
+    first.pipeline.projected()
     for (_, header, _), seconds in zip(first.sent, (0.5, 0.25), strict=True):
         first.clock.advance(seconds)
-        first.relay.sent(header)
-    assert (first.relay.num_sent, first.relay.send_s) == (2, 0.75)
+        first.pipeline.sent(header)
+    assert (first.pipeline.num_sent, first.pipeline.send_s) == (2, 0.75)
 
 
 def test_done_when_all_has_left() -> None:
     middle = Place(1)
     for layer in range(2):
         middle.receive(layer)
-        middle.relay.projected()
+        middle.pipeline.projected()
     for _, header, _ in middle.sent:
-        assert not middle.relay.done
-        middle.relay.sent(header)
-    assert middle.relay.done
-    assert middle.relay.num_bytes_sent == 2 * 3 * LAYOUT.row_bytes
+        assert not middle.pipeline.done
+        middle.pipeline.sent(header)
+    assert middle.pipeline.done
+    assert middle.pipeline.num_bytes_sent == 2 * 3 * LAYOUT.row_bytes
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_done_when_all_has_left() -> None:
 def test_unexpected_message_has_no_place(source: int, layer: int, tokens: tuple[int, int]) -> None:
     middle = Place(1)
     with pytest.raises(ChainError, match="give all ranks the same job"):
-        middle.relay.place(Rank(source), middle.header(layer, TokenRange(*tokens)))
+        middle.pipeline.place(Rank(source), middle.header(layer, TokenRange(*tokens)))
 
 
 def test_piece_has_a_place_once() -> None:
@@ -209,7 +209,7 @@ def test_no_memory_for_a_layer_is_the_chain_s_error() -> None:
         raise MemoryError
 
     middle = Place(1)
-    middle.relay._earlier_kv = LayerBuffers(LAYOUT, CHUNKS[0], fail)
+    middle.pipeline._earlier_kv = LayerBuffers(LAYOUT, CHUNKS[0], fail)
     with pytest.raises(ChainError, match="no memory for layer 0: retry later"):
         middle.receive(0)
 
@@ -223,10 +223,10 @@ def test_memory_of_a_layer_that_was_attended_to_and_sent_serves_the_next() -> No
     middle = Place(1, layout=DEEP)
     for layer in range(9):
         middle.receive(layer)
-        middle.relay.projected()
-        middle.relay.attended(layer)
+        middle.pipeline.projected()
+        middle.pipeline.attended(layer)
         for _, header, _ in middle.sent:
-            middle.relay.sent(header)
+            middle.pipeline.sent(header)
         middle.sent.clear()
     assert len(middle.buffers) == 1
 
@@ -235,12 +235,12 @@ def test_memory_of_a_layer_that_was_attended_to_and_sent_serves_the_next() -> No
 def test_memory_of_a_layer_stays_while_somebody_needs_it(missing: str) -> None:
     middle = Place(1, layout=DEEP)
     middle.receive(0)
-    middle.relay.projected()
+    middle.pipeline.projected()
     if missing == "sent":
-        middle.relay.attended(0)
+        middle.pipeline.attended(0)
     else:
         for _, header, _ in middle.sent:
-            middle.relay.sent(header)
+            middle.pipeline.sent(header)
     middle.receive(1, fill=b"\7")
     assert len(middle.buffers) == 2
     assert middle.earlier_kv.span(0, CHUNKS[0]).flatten().numpy().tobytes() == b"\1" * 2 * DEEP.row_bytes
@@ -251,7 +251,7 @@ def test_last_rank_needs_a_layer_until_it_was_attended_to() -> None:
     for layer in range(9):
         last.receive(layer, CHUNKS[0])
         last.receive(layer, CHUNKS[1])
-        last.relay.attended(layer)
+        last.pipeline.attended(layer)
     assert len(last.buffers) == 1
 
 
@@ -271,7 +271,7 @@ class Life:
         may = {
             self.receive: bool(self.incoming),
             self.project: self.num_projected == self.num_attended < DEEP.num_layers,
-            self.attend: self.num_projected > self.num_attended and self.rank.relay.has_received(self.num_attended),
+            self.attend: self.num_projected > self.num_attended and self.rank.pipeline.has_received(self.num_attended),
             self.leave: self.num_left < len(self.rank.sent),
         }
         return [action for action, can in may.items() if can]
@@ -283,22 +283,22 @@ class Life:
     def project(self) -> None:
         own = self.chunks[1]
         byte_view(self.rank.own_kv.span(self.num_projected, own))[:] = self.rows(self.num_projected, own)
-        self.rank.relay.projected()
+        self.rank.pipeline.projected()
         self.num_projected += 1
 
     def attend(self) -> None:
         layer = self.num_attended
-        rows = self.rank.relay.earlier_rows(layer)
+        rows = self.rank.pipeline.earlier_rows(layer)
         read = torch.stack((rows.k_SGH, rows.v_SGH), 1).numpy().tobytes()
         assert read == b"".join(self.rows(layer, piece) for piece in self.chunks[0].split(2))
-        self.rank.relay.attended(layer)
+        self.rank.pipeline.attended(layer)
         self.num_attended += 1
 
     def leave(self) -> None:
         _, header, payload = self.rank.sent[self.num_left]
         assert payload is not None
         assert bytes(payload) == self.rows(header.layer, header.tokens)
-        self.rank.relay.sent(header)
+        self.rank.pipeline.sent(header)
         self.num_left += 1
 
     def mark(self, layer: int, tokens: TokenRange) -> bytes:
@@ -310,12 +310,12 @@ class Life:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_whatever_comes_first_every_piece_leaves_once_and_as_it_was(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    monkeypatch.setattr(relay_module, "PIECE_TOKENS", 2)
+    monkeypatch.setattr(pipeline_module, "PIECE_TOKENS", 2)
     rng = random.Random(seed)
     life = Life(rng)
     while actions := life.actions():
         rng.choice(actions)()
-    assert life.rank.relay.done
+    assert life.rank.pipeline.done
     left = life.rank.has_sent()
     assert [layer for layer, _ in left] == sorted(layer for layer, _ in left)
     pieces = [*life.chunks[0].split(2), life.chunks[1]]
@@ -327,11 +327,11 @@ def test_whatever_comes_first_every_piece_leaves_once_and_as_it_was(monkeypatch:
 
 def test_abort_is_told_once_and_ends_passing_on() -> None:
     first = Place(0)
-    first.relay.projected()
-    first.relay.abort()
-    first.relay.abort()
-    first.relay.projected()
-    first.relay.alive()
+    first.pipeline.projected()
+    first.pipeline.abort()
+    first.pipeline.abort()
+    first.pipeline.projected()
+    first.pipeline.alive()
     assert [header.status for _, header, _ in first.sent] == [LinkStatus.DATA, LinkStatus.ABORT]
 
 
@@ -339,20 +339,20 @@ def test_abort_is_told_while_a_piece_of_the_last_layer_is_missing() -> None:
     middle = Place(1)
     middle.receive(0)
     middle.receive(1)
-    middle.relay.projected()
-    middle.relay.abort()
+    middle.pipeline.projected()
+    middle.pipeline.abort()
     assert middle.sent[-1][1].status is LinkStatus.ABORT
 
 
 def test_abort_is_not_told_when_all_was_passed_on() -> None:
     first = Place(0)
-    first.relay.projected()
-    first.relay.projected()
-    first.relay.abort()
+    first.pipeline.projected()
+    first.pipeline.projected()
+    first.pipeline.abort()
     assert [header.status for _, header, _ in first.sent] == [LinkStatus.DATA] * 2
 
 
 def test_alive_has_no_payload() -> None:
     first = Place(0)
-    first.relay.alive()
+    first.pipeline.alive()
     assert first.sent == [(Rank(2), LinkHeader.bare(Epoch(2), JobId(7), LinkStatus.ALIVE), None)]

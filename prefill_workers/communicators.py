@@ -1,21 +1,22 @@
-"""Edges that carry KV between two ranks, and the ranks' choice between host memory and device memory for them.
+"""Communicators that carry KV between two ranks, and the ranks' choice between host memory and device memory for them.
 
-Headers always travel by gloo (`prefill_workers.torch_links`). A payload follows its header on the edge of the two
-ranks, and there are two kinds:
+Headers always travel by gloo (`prefill_workers.torch_links`). A payload follows its header on the communicator of the
+two ranks, and there are two kinds:
 
     host memory     the same gloo pair as the headers'; a device's KV is staged in pinned memory (`device_kv`)
-    device memory   a communicator of the two ranks alone, made by an EdgeBackend: NCCL's
+    device memory   a communicator of the two ranks alone, made by a CommunicatorBackend: NCCL's
 
-A rank passes on the KV that it receives, so all of its edges have to carry the same memory. Hence all edges of a group
-are of one kind. The ranks choose it in each epoch, when they meet: each rank writes its offer to the store, reads the
-offers of all others, and applies the same rule. On edges between devices a header announces exactly one payload, so
-that both sides call the communicator in one order.
+A rank passes on the KV that it receives, so all of its communicators have to carry the same memory. Hence all
+communicators of a group are of one kind. The ranks choose it in each epoch, when they meet: each rank writes its offer
+to the store, reads the offers of all others, and applies the same rule. On communicators between devices a header
+announces exactly one payload, so that both sides call the communicator in one order.
 
-The NCCL edges were written against torch's and NCCL's documentation and sources, and have not been run yet: that needs
-a machine with two GPUs (tests/cuda/test_chain.py). So their code is small, and the code around it is tested with
-communicators of gloo. They rely on these facts:
+The NCCL communicators were written against torch's and NCCL's documentation and sources, and have not been run yet:
+that needs a machine with two GPUs (tests/cuda/test_chain.py). So their code is small, and the code around it is tested
+with communicators of gloo. They rely on these facts:
 
-- Each edge is a ProcessGroupNCCL of two ranks, and so a communicator of its own: NCCL ignores tags, and runs the
+- Each communicator is a ProcessGroupNCCL of two ranks, and so a communicator of its own: NCCL ignores tags, and runs
+the
   operations of a communicator in the order of the calls, which the headers before them fix.
 - torch's watchdog ends the process when a peer fails. TORCH_NCCL_BLOCKING_WAIT keeps torch from starting it. It would
   also turn Work.wait into a poll, so the code waits for a stream instead.
@@ -51,7 +52,7 @@ _SEPARATOR = "\n"
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """The place, time and rank at which a rank joins an epoch."""
 
     epoch: Epoch
@@ -83,31 +84,31 @@ class Group(Protocol):
     def abort(self) -> None: ...
 
 
-class Edge(Protocol):
+class Communicator(Protocol):
     """Payloads between this rank and one other, in order in each direction. Chains send to higher ranks only, so a
     backend whose communicator runs one operation at a time does not have to carry both directions at once."""
 
     def empty(self, num_bytes: int) -> Tensor:
-        """Return new memory that the edge can receive into, uint8."""
+        """Return new memory that the communicator can receive into, uint8."""
         ...
 
     def send(self, payload: Tensor) -> None:
-        """Send uint8, and return when the memory is no longer read. Blocks. Raises RuntimeError on a broken edge."""
+        """Send uint8, and return when the memory is no longer read. Blocks. Raises RuntimeError once it is broken."""
         ...
 
     def receive(self, place: Tensor) -> None:
         """Receive into a uint8 tensor of the payload's size, and return when all bytes have arrived. Blocks. Raises
-        RuntimeError when the edge is broken. After `abort` it may return with arbitrary bytes."""
+        RuntimeError when the communicator is broken. After `abort` it may return with arbitrary bytes."""
         ...
 
     def abort(self) -> None:
         """Make blocked calls return or raise in bounded time, regardless of the peer. If the backend cannot do that,
-        they end with the peer. Any thread. The edge carries no payloads afterwards."""
+        they end with the peer. Any thread. The communicator carries no payloads afterwards."""
         ...
 
 
-class EdgeBackend(Protocol):
-    """Makes edges between devices."""
+class CommunicatorBackend(Protocol):
+    """Makes communicators between devices."""
 
     @property
     def kind(self) -> str:
@@ -117,13 +118,13 @@ class EdgeBackend(Protocol):
     def device_id(self) -> str:
         """Return the identity of this rank's device among all devices of all hosts."""
 
-    def connect(self, store: dist.Store, place: int, timeout_s: float) -> Edge:
-        """Return the edge between two ranks. Both call this with an equal store that no other pair uses, one as place 0
+    def connect(self, store: dist.Store, place: int, timeout_s: float) -> Communicator:
+        """Return two ranks' communicator. Both call this with an equal store that no other pair uses, one as place 0
         and one as 1. Blocks until both have called; raises RuntimeError when they have not within `timeout_s`."""
         ...
 
 
-class GroupEdge:
+class GroupCommunicator:
     """An Edge over a process group of gloo's kind, whose waits end when the operation has, or the peer."""
 
     def __init__(self, group: Group, peer: int) -> None:
@@ -162,7 +163,7 @@ class Offer:
     device_id: str = ""
 
     @classmethod
-    def of(cls, backend: EdgeBackend | None) -> "Offer":
+    def of(cls, backend: CommunicatorBackend | None) -> "Offer":
         """Return the offer of a rank with that backend."""
         return cls(backend.kind, backend.device_id) if backend is not None else cls()
 
@@ -180,63 +181,73 @@ def refusal(offers: Sequence[Offer]) -> str:
     return ""
 
 
-def meet_edges(store: dist.Store, meeting: Meeting, backend: EdgeBackend | None) -> dict[Rank, Edge]:
-    """Return this rank's edges between devices by peer; empty where payloads go through host memory. All ranks of the
+def connect_communicators(
+    store: dist.Store, rendezvous: Rendezvous, backend: CommunicatorBackend | None
+) -> dict[Rank, Communicator]:
+    """Return communicators of this rank's device by peer; empty where payloads go through host memory. All ranks of the
     epoch call this, with equal stores. Blocks until all have called; raises RuntimeError when they have not in time."""
-    offers = _exchange(store, meeting, Offer.of(backend))
+    offers = _exchange(store, rendezvous, Offer.of(backend))
     why = refusal(offers)
     how = f"through host memory, by gloo: {why}" if why else f"between device memories, by {offers[0].kind}"
-    logger.info("epoch %d, rank %d: KV of %d ranks travels %s", meeting.epoch, meeting.rank, meeting.num_ranks, how)
+    logger.info(
+        "epoch %d, rank %d: KV of %d ranks travels %s", rendezvous.epoch, rendezvous.rank, rendezvous.num_ranks, how
+    )
     if why or backend is None:
         return {}
-    made: Future[dict[Rank, Edge]] = Future()
-    args = (made, store, meeting, backend)
+    made: Future[dict[Rank, Communicator]] = Future()
+    args = (made, store, rendezvous, backend)
     # a backend may have no timeout of its own: a thread that a stopped peer holds is left behind until that is killed
-    threading.Thread(target=_connect_all, args=args, name=f"link-{meeting.rank}-meet", daemon=True).start()
+    threading.Thread(target=_connect_all, args=args, name=f"link-{rendezvous.rank}-meet", daemon=True).start()
     try:
-        return made.result(meeting.timeout_s)
+        return made.result(rendezvous.timeout_s)
     except TimeoutError as error:
-        raise RuntimeError(f"not all edges by {backend.kind} were made within {meeting.timeout_s:g} s") from error
+        raise RuntimeError(
+            f"not all communicators by {backend.kind} were made within {rendezvous.timeout_s:g} s"
+        ) from error
 
 
-def _exchange(store: dist.Store, meeting: Meeting, own: Offer) -> list[Offer]:
+def _exchange(store: dist.Store, rendezvous: Rendezvous, own: Offer) -> list[Offer]:
     """Return the offers of all ranks, by rank."""
-    store.set(f"offer-{meeting.rank}", _SEPARATOR.join(astuple(own)))
-    texts = [bytes(store.get(f"offer-{rank}")).decode() for rank in range(meeting.num_ranks)]
+    store.set(f"offer-{rendezvous.rank}", _SEPARATOR.join(astuple(own)))
+    texts = [bytes(store.get(f"offer-{rank}")).decode() for rank in range(rendezvous.num_ranks)]
     return [Offer(*text.split(_SEPARATOR)) for text in texts]
 
 
-def _connect_all(made: "Future[dict[Rank, Edge]]", store: dist.Store, meeting: Meeting, backend: EdgeBackend) -> None:
-    """Make all edges of a rank, one after another in an order that all ranks share, so that waits form no circle."""
-    edges: dict[Rank, Edge] = {}
+def _connect_all(
+    made: "Future[dict[Rank, Communicator]]", store: dist.Store, rendezvous: Rendezvous, backend: CommunicatorBackend
+) -> None:
+    """Make all communicators of a rank, one by one in an order that all ranks share, so that waits form no circle."""
+    communicators: dict[Rank, Communicator] = {}
     try:
-        for pair in combinations(map(Rank, range(meeting.num_ranks)), 2):
-            if meeting.rank in pair:
-                place = pair.index(meeting.rank)
-                edge_store = dist.PrefixStore(f"edge-{pair[0]}-{pair[1]}", store)
-                edges[pair[1 - place]] = edge = backend.connect(edge_store, place, meeting.timeout_s)
-                _greet(edge, place, meeting.epoch)
+        for pair in combinations(map(Rank, range(rendezvous.num_ranks)), 2):
+            if rendezvous.rank in pair:
+                place = pair.index(rendezvous.rank)
+                communicator_store = dist.PrefixStore(f"communicator-{pair[0]}-{pair[1]}", store)
+                communicators[pair[1 - place]] = communicator = backend.connect(
+                    communicator_store, place, rendezvous.timeout_s
+                )
+                _greet(communicator, place, rendezvous.epoch)
     except Exception as error:  # noqa: BLE001 - the meeting thread raises it
-        for edge in edges.values():
-            edge.abort()
+        for communicator in communicators.values():
+            communicator.abort()
         made.set_exception(error)
     else:
-        made.set_result(edges)
+        made.set_result(communicators)
 
 
-def _greet(edge: Edge, place: int, epoch: Epoch) -> None:
+def _greet(communicator: Communicator, place: int, epoch: Epoch) -> None:
     """Send the epoch's number to the higher rank, because communicators are made at first use and need the store."""
     greeting = torch.frombuffer(bytearray(epoch.to_bytes(8, "little")), dtype=torch.uint8)
-    memory = edge.empty(len(greeting))
+    memory = communicator.empty(len(greeting))
     if place == 0:
-        edge.send(memory.copy_(greeting))
+        communicator.send(memory.copy_(greeting))
         return
-    edge.receive(memory)
+    communicator.receive(memory)
     if not torch.equal(memory.cpu(), greeting):
-        raise ChainError(f"an edge of epoch {epoch} carried {memory.tolist()}: all ranks must run one version")
+        raise ChainError(f"a communicator of epoch {epoch} carried {memory.tolist()}: all ranks must run one version")
 
 
-class NcclEdge(GroupEdge):
+class NcclCommunicator(GroupCommunicator):
     """An Edge between two GPUs; the module's docstring has the facts that it relies on."""
 
     def __init__(self, group: Group, peer: int, device: torch.device) -> None:
@@ -268,7 +279,7 @@ class NcclEdge(GroupEdge):
 
 
 class NcclBackend:
-    """Makes NCCL edges of one GPU. Implements EdgeBackend."""
+    """Makes NCCL communicators of one GPU. Implements CommunicatorBackend."""
 
     def __init__(self, device: torch.device) -> None:
         version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
@@ -277,15 +288,15 @@ class NcclBackend:
         self._device = device
         os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # noqa: TID251 - torch takes it from nowhere else
 
-    def connect(self, store: dist.Store, place: int, timeout_s: float) -> Edge:
+    def connect(self, store: dist.Store, place: int, timeout_s: float) -> Communicator:
         """Make the group; its communicator is made when the ranks greet each other. The timeout bounds `abort` only."""
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout_s)
         group = dist.ProcessGroupNCCL(store, place, 2, options)
-        return NcclEdge(cast(Group, group), 1 - place, self._device)
+        return NcclCommunicator(cast(Group, group), 1 - place, self._device)
 
 
-def backend_of(device: Device) -> EdgeBackend | None:
+def backend_of(device: Device) -> CommunicatorBackend | None:
     """Return the backend for KV in that device's memory; None where gloo carries it, through host memory."""
     is_gpu = device.torch_device.type == "cuda" and dist.is_nccl_available()
     return NcclBackend(device.torch_device) if is_gpu else None

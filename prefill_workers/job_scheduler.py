@@ -19,7 +19,7 @@ from prefill_workers.chain import ChainJob
 _MAX_REMEMBERED = 4096
 
 
-class Sequencer:
+class JobScheduler:
     """One rank's jobs in one epoch, and the numbers of jobs no longer served: done, given up, or refused."""
 
     def __init__(self) -> None:
