@@ -20,8 +20,8 @@ from typing import Any, Generic, Self, TypeVar, Unpack
 import grpc
 
 from baton.calls.cluster_state import ClusterState, cluster_state_from_proto
-from baton.calls.requests import Source, call_metadata, check_deadline, make_request
-from baton.calls.resume import Reconnect, Server, StreamState
+from baton.calls.requests import PromptInput, call_metadata, check_deadline, make_request
+from baton.calls.resume import Reconnect, ServerState, StreamState
 from baton.calls.streams import AsyncCall, AsyncStream, BaseStream, Call, Stream, client_closed
 from baton.channel_options import DEFAULT_TARGET, Keepalive, channel_options
 from baton.errors import RequestCancelledError
@@ -56,7 +56,7 @@ class _BaseClient(ABC, Generic[StreamT]):
         to servers that trust their callers. Raises InvalidArgumentError for a key or tenant that is not printable
         ASCII."""
         self._caller = call_metadata(api_key, tenant)
-        self._server = Server(target)
+        self._server = ServerState(target)
         self._reconnect = reconnect or Reconnect()
         self._clock = clock or SystemClock()
         self._streams: weakref.WeakSet[StreamT] = weakref.WeakSet()
@@ -95,7 +95,7 @@ class _BaseClient(ABC, Generic[StreamT]):
         Raises InvalidArgumentError for a request that cannot be sent, and RequestCancelledError after `close`. Errors
         of the server are raised by the stream.
         """
-        source = Source(prompt, messages, token_ids)
+        source = PromptInput(prompt, messages, token_ids)
         request = make_request(
             *(source, params, sampling),
             request_id=request_id,
@@ -256,5 +256,5 @@ class AsyncClient(_BaseClient[AsyncStream]):
         return stream
 
 
-def _closed_error(server: Server) -> RequestCancelledError:
+def _closed_error(server: ServerState) -> RequestCancelledError:
     return RequestCancelledError(f"the client of {server.target} is closed: make another")

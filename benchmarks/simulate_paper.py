@@ -21,7 +21,7 @@ import numpy as np
 
 from baton.planning.chain.search import search
 from baton.planning.chain.wavefront import chain_ttft
-from baton.planning.cost_model import PAPER, PAPER_OVERLAPPED, CostModel, Kernel, Link, Protocol
+from baton.planning.cost_model import PAPER, PAPER_OVERLAPPED, CostModel, Kernel, LinkModel, Protocol
 from baton.planning.fit import fit_prefill
 from baton.planning.hardware import Hardware, derive
 from baton.planning.model_shape import SHAPES
@@ -98,7 +98,7 @@ def calibrate(tables: dict[str, Any]) -> Hardware:
     return Hardware(
         linear_flops=shape.linear_flops / fitted.linear_s,
         pair_flops=A100_MATMUL,
-        link=Link(latency_s, NVLINK),
+        link=LinkModel(latency_s, NVLINK),
         scores_per_s=shape.num_heads / fitted.pair_s,
         memory_bandwidth=A100_MEMORY,
         fixed_s=fitted.fixed_s,

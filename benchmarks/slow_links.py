@@ -22,7 +22,7 @@ from rich.console import Console
 from baton.planning.chain.partition import as_ranges, even_partition
 from baton.planning.chain.search import search
 from baton.planning.chain.wavefront import chain_ttft
-from baton.planning.cost_model import BATON, CostModel, Link
+from baton.planning.cost_model import BATON, CostModel, LinkModel
 from baton.types import TokenRange
 from baton_lab.study.peers import zigzag_ring
 from benchmarks.baselines.calibrating import LENGTHS as CALIBRATED
@@ -124,7 +124,7 @@ class _Bench:
         lines: dict[str, list[float]] = {name: [] for name in SCHEMES}
         bandwidths = [cost.link.bandwidth for cost in costs]
         for mb_s in self._grid_mb_s:
-            link = Link(costs[-1].link.latency_s, value_at(self._links_mb_s, bandwidths, mb_s))
+            link = LinkModel(costs[-1].link.latency_s, value_at(self._links_mb_s, bandwidths, mb_s))
             predicted = predict(num_tokens, len(self._ranks), dataclasses.replace(costs[-1], link=link))
             for name, seconds in predicted.items():
                 lines[name].append(seconds)

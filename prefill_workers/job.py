@@ -20,7 +20,7 @@ from baton.sampling_params import SamplingParams
 from baton.types import Epoch, JobId, Rank, RequestId, SampledToken, TokenRange
 
 if TYPE_CHECKING:
-    from baton.text.token_masks import TokenMasks
+    from baton.text.token_masks import ChoiceMasks
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Job:
     lower number."""
     layer_s: float = 0.0
     """Predicted seconds of the longest layer on any of the job's ranks; 0 when unknown."""
-    masks: "Future[list[TokenMasks]] | None" = None
+    masks: "Future[list[ChoiceMasks]] | None" = None
     """On the last rank, future of the masks of a constrained output's first token, the same for all choices; else None.
     The job computes while the form is compiled, and no other job waits for it."""
 

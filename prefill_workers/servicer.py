@@ -28,7 +28,7 @@ from baton.process.own_thread import in_own_thread
 from baton.proto_types import range_from_proto, range_to_proto, read, scalars
 from baton.sampling_params import StructuredOutput
 from baton.text.grammars import Grammars
-from baton.text.token_masks import TokenMasks
+from baton.text.token_masks import ChoiceMasks
 from baton.transport.block_exchange import BlockExchange
 from baton.transport.channel import bind, make_channel, make_server
 from baton.transport.channel_cache import ChannelCache
@@ -212,7 +212,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
             raise StalePrefixError("prefix_blocks: this rank has no prefix store: prefill without them")
         return await self._blocks.run(partial(self.prefixes.open, tuple(request.prefix_blocks), _block_tokens(request)))
 
-    def _masks(self, job: Job, form: StructuredOutput) -> "Future[list[TokenMasks]] | None":
+    def _masks(self, job: Job, form: StructuredOutput) -> "Future[list[ChoiceMasks]] | None":
         """Begin to compute the masks of the job's first token and return their future; None on other ranks than the
         last. Raises InvalidArgumentError without grammars."""
         if self.engine.rank != job.ranks[-1]:

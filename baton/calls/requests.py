@@ -22,7 +22,7 @@ BY_CHAIN = ("baton-prefill", "chain")
 
 
 @dataclass(frozen=True)
-class Source:
+class PromptInput:
     """A request's input: exactly one of text, chat and token ids."""
 
     prompt: str | bytes | None = None
@@ -41,7 +41,7 @@ class Source:
 
 
 def make_request(
-    source: Source,
+    source: PromptInput,
     params: SamplingParams | None,
     options: SamplingOptions,
     *,
@@ -114,7 +114,7 @@ def _priority(name: str) -> Priority:
     return known[name]
 
 
-def _add_source(request: orchestrator_pb2.GenerateRequest, source: Source) -> None:
+def _add_source(request: orchestrator_pb2.GenerateRequest, source: PromptInput) -> None:
     if source.prompt is not None:
         request.prompt = _encoded(source.prompt)
     elif source.messages is not None:

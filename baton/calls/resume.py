@@ -54,7 +54,7 @@ class _Output:
 
 
 @dataclass
-class Server:
+class ServerState:
     """State of a server as one client knows it; shared by the client's streams."""
 
     target: str
@@ -69,7 +69,7 @@ class StreamState:
     def __init__(
         self,
         request: orchestrator_pb2.GenerateRequest,
-        server: Server,
+        server: ServerState,
         reconnect: Reconnect,
         clock: Clock,
         *,

@@ -25,7 +25,7 @@ from typing import Any
 
 from baton.errors import ConfigError, InvalidArgumentError
 from baton.planning import json_file
-from baton.planning.cost_model import BATON, COSTS, CostModel, Kernel, Link
+from baton.planning.cost_model import BATON, COSTS, CostModel, Kernel, LinkModel
 from baton.planning.fit import RankRow, fit_link, fit_ranks
 from baton.planning.hardware import Hardware, derive
 from baton.planning.model_shape import ModelShape, shape_from
@@ -174,26 +174,26 @@ def _calibration(data: dict[str, Any]) -> Calibration:
     return Calibration(model, hardware, kernel, shape, points, messages, cost, _rows(data))
 
 
-def measured_link(points: Points, former: Link) -> Link:
+def measured_link(points: Points, former: LinkModel) -> LinkModel:
     """Return the link fitted to `points`, measured as (bytes, seconds) of messages. Keeps the bandwidth of `former` if
     larger messages took no longer."""
     try:
         return fit_link(points)
     except InvalidArgumentError:  # all sizes are equal, or larger ones took no longer: only the latency can be fitted
         beyond_s = [seconds - num_bytes / former.bandwidth for num_bytes, seconds in points]
-        return Link(max(statistics.median(beyond_s), 0.0), former.bandwidth)
+        return LinkModel(max(statistics.median(beyond_s), 0.0), former.bandwidth)
 
 
-def _link_fields(link: Link) -> dict[str, float | None]:
+def _link_fields(link: LinkModel) -> dict[str, float | None]:
     """Return the link's fields for JSON, which has no infinity: an infinite bandwidth is null."""
     return {"latency_s": link.latency_s, "bandwidth": None if link.bandwidth == float("inf") else link.bandwidth}
 
 
-def _link(data: dict[str, Any], name: str) -> Link:
+def _link(data: dict[str, Any], name: str) -> LinkModel:
     fields = json_file.section(data, name)
     with json_file.naming(name):
         bandwidth = math.inf if fields.get("bandwidth", 0) is None else json_file.number(fields, "bandwidth")
-        return Link(json_file.number(fields, "latency_s"), bandwidth)
+        return LinkModel(json_file.number(fields, "latency_s"), bandwidth)
 
 
 def _points(data: dict[str, Any], name: str) -> Points:

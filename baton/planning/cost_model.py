@@ -21,7 +21,7 @@ COSTS = ("linear_s", "pair_s", "fixed_s", "issue_s", "head_s", "copy_s")
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkModel:
     """A full-duplex connection from one rank to the next: latency and bandwidth."""
 
     latency_s: float = 0.0
@@ -38,9 +38,9 @@ class Link:
         """Return the seconds that one message of `num_bytes` takes on an idle link."""
         return self.latency_s + num_bytes / self.bandwidth
 
-    def times(self, factor: float) -> "Link":
+    def times(self, factor: float) -> "LinkModel":
         """Return a link on which everything takes `factor` times as long."""
-        return Link(self.latency_s * factor, self.bandwidth / factor)
+        return LinkModel(self.latency_s * factor, self.bandwidth / factor)
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class CostModel:
     """Seconds for the last token's logits; if measured in service, all seconds of a request outside its chain."""
     copy_s: float = 0.0
     """Seconds to copy one token's KV, for protocols that need it contiguous. Baton's protocol does not."""
-    link: Link = field(default_factory=Link)
-    push: Link | None = None
+    link: LinkModel = field(default_factory=LinkModel)
+    push: LinkModel | None = None
     """Each rank's own connection to the generation group; None: the time to push KV is left out."""
 
     def __post_init__(self) -> None:

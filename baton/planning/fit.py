@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from baton.errors import InvalidArgumentError
 from baton.planning.chain.wavefront import rank_seconds, work_of
-from baton.planning.cost_model import CostModel, Kernel, Link, Protocol
+from baton.planning.cost_model import CostModel, Kernel, LinkModel, Protocol
 from baton.planning.work_cost import StepWork, WorkCost
 
 
@@ -70,14 +70,14 @@ def fit_ranks(rows: Sequence[RankRow], known: CostModel, protocol: Protocol) -> 
     return PrefillFit(linear_s, pair_s, fixed_s, residual)
 
 
-def fit_link(points: Sequence[tuple[float, float]]) -> Link:
+def fit_link(points: Sequence[tuple[float, float]]) -> LinkModel:
     """Fit a link to (bytes, seconds) of single messages, which take latency_s + bytes / bandwidth. Raises
     InvalidArgumentError for too few points, or times that do not grow."""
     num_bytes, seconds = _points("points", "sizes", points)
     (latency_s, byte_s), _ = fit_relative(np.stack([np.ones_like(num_bytes), num_bytes], axis=1), seconds)
     if not byte_s > 0:
         raise InvalidArgumentError("points: larger messages took no longer: measure larger ones")
-    return Link(latency_s, 1 / byte_s)
+    return LinkModel(latency_s, 1 / byte_s)
 
 
 def fit_work(steps: Sequence[tuple[StepWork, float]], known: WorkCost) -> tuple[WorkCost, float]:

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 
 from baton.errors import ConfigError
-from baton.planning.cost_model import CostModel, Link
+from baton.planning.cost_model import CostModel, LinkModel
 from baton.planning.model_shape import ModelShape
 from baton.planning.work_cost import WorkCost
 
@@ -21,7 +21,7 @@ class Hardware:
     """FLOP/s of the layers' matrices."""
     pair_flops: float
     """FLOP/s of the attention kernel."""
-    link: Link
+    link: LinkModel
     scores_per_s: float = math.inf
     """Attention scores (one for each query, key and head) a second, for a kernel that is bound by storing them."""
     memory_bandwidth: float = math.inf
@@ -35,7 +35,7 @@ class Hardware:
                 raise ConfigError(f"hardware: {name} = {getattr(self, name)} is out of range: give a rate above 0")
 
 
-def derive(shape: ModelShape, hardware: Hardware, push: Link | None = None) -> CostModel:
+def derive(shape: ModelShape, hardware: Hardware, push: LinkModel | None = None) -> CostModel:
     """Derive a model's costs from its FLOPs and bytes at the hardware's rates."""
     return CostModel(
         num_layers=shape.num_layers,
@@ -71,18 +71,18 @@ HARDWARE = {
     "a100-eager": Hardware(
         linear_flops=1.6988e14,
         pair_flops=1.56e14,
-        link=Link(9.738e-5, 300e9),
+        link=LinkModel(9.738e-5, 300e9),
         scores_per_s=5.1496e10,
         memory_bandwidth=1.555e12,
         fixed_s=3.215e-5,
         issue_s=2.925e-3,
     ),
     # Assumed, not measured: 40 % of an H100's dense bf16 peak for matrices and attention, and a 400 Gbit/s network.
-    "h100-flash": Hardware(4e14, 4e14, Link(15e-6, 50e9), memory_bandwidth=3.35e12),
+    "h100-flash": Hardware(4e14, 4e14, LinkModel(15e-6, 50e9), memory_bandwidth=3.35e12),
     # One core of an AMD EPYC (Zen 4) whose neighbours compute too, loopback between ranks: torch's bf16 matrices and
     # the native attention kernel; in fp32, torch's matrices and attention.
-    "cpu-core": Hardware(2.1e11, 1.65e11, Link(1e-4, 2e9), memory_bandwidth=1e10),
-    "cpu-core-fp32": Hardware(1e11, 7.5e10, Link(1e-4, 2e9), memory_bandwidth=1e10),
+    "cpu-core": Hardware(2.1e11, 1.65e11, LinkModel(1e-4, 2e9), memory_bandwidth=1e10),
+    "cpu-core-fp32": Hardware(1e11, 7.5e10, LinkModel(1e-4, 2e9), memory_bandwidth=1e10),
 }
 """Kinds of rank by name, for estimates; a service measures its own (`baton.planning.calibration`)."""
 

@@ -21,7 +21,7 @@ from baton.errors import InvalidArgumentError
 from baton.limits import FORM_STACK_BYTES, MAX_COMPILED_BYTES
 from baton.sampling_params import StructuredOutput
 from baton.text.json_schemas import schema_grammar
-from baton.text.token_masks import Matcher, TokenMasks
+from baton.text.token_masks import ChoiceMasks, Matcher
 
 _LEAST_BYTES = 64 * 2**10
 """Least bytes that a grammar counts as; also the bytes of a grammar that was not measured."""
@@ -110,7 +110,7 @@ class Grammars:
 
     def prepare(
         self, form: StructuredOutput, output_ids: Sequence[int], num_choices: int = 1
-    ) -> "Future[list[TokenMasks]]":
+    ) -> "Future[list[ChoiceMasks]]":
         """Return a future of the masks of each choice, which is done once the next token's mask is computed.
         `output_ids` are the tokens that each choice has already. Does not block. The future raises InvalidArgumentError
         where `compile` raises it, and for tokens that are not of the form."""
@@ -129,13 +129,13 @@ class Grammars:
 
     def _prepare(
         self, form: StructuredOutput, output_ids: Sequence[int], num_choices: int, thread: ThreadPoolExecutor
-    ) -> list[TokenMasks]:
+    ) -> list[ChoiceMasks]:
         grammar = self.compile(form)
         matchers = [grammar.matcher() for _ in range(num_choices)]
         for matcher in matchers:
             matcher.consume(output_ids)
         mask = matchers[0].mask()
-        return [TokenMasks(matcher, len(output_ids), mask, thread) for matcher in matchers]
+        return [ChoiceMasks(matcher, len(output_ids), mask, thread) for matcher in matchers]
 
     def load(self) -> LLTokenizer:
         """Return the library's tokenizer. Blocks, the first time for half a second. Raises InvalidArgumentError for a

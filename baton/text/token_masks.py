@@ -88,7 +88,7 @@ class Matcher:
         return self._end is not None
 
 
-class TokenMasks:
+class ChoiceMasks:
     """The masks of one choice after each of its latest tokens. Owned by the thread that appends."""
 
     def __init__(self, matcher: Matcher, num_tokens: int, mask: Mask, thread: Executor) -> None:

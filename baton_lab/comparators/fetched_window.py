@@ -25,7 +25,7 @@ from baton.modeling.forward.decoder import SequenceSpan
 from baton.modeling.forward.selection import Picks, Selection
 from baton.modeling.kernels import native
 from baton.modeling.kv.buffers import BufferSpan, KvBuffer
-from baton.modeling.kv.transfers import Finished, Transfer
+from baton.modeling.kv.transfers import DoneTransfer, Transfer
 from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS
 from baton.types import KvLayout, TokenRange
 from baton_lab.comparators.traits import WINDOW
@@ -166,7 +166,7 @@ class FetchedWindowStep(SelectiveStep[WindowRow]):
         if self.choosing:
             picks = first_and_last(self.lengths_B, selection, layout.num_kv_heads)
             self._picks = _as_places(picks, [row for row, _ in self.choosing], selection.num_first)
-        self._fetch: Transfer = link.fetch(copies) if copies else Finished()  # last: nothing may fail after it
+        self._fetch: Transfer = link.fetch(copies) if copies else DoneTransfer()  # last: nothing may fail after it
 
     def choose(self, layer: int, q_BNH: Tensor) -> Picks:
         assert self._picks is not None, "no row chooses"

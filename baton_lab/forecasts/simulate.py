@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.errors import InvalidArgumentError
-from baton.planning.cost_model import PROTOCOLS, CostModel, Link
+from baton.planning.cost_model import PROTOCOLS, CostModel, LinkModel
 from baton.planning.hardware import HARDWARE, derive, hardware_of
 from baton.planning.model_shape import SHAPES, shape_from, shape_of
 from deploy.options import numbers as option_values
@@ -123,7 +123,7 @@ def machine(args: argparse.Namespace) -> tuple[str, CostModel]:
         latency_us = option_values.positive("--link-us", args.link_us, or_zero=True)
         link = dataclasses.replace(link, latency_s=latency_us / 1e6)
     if args.push_gb_s is not None:
-        push = Link(link.latency_s, option_values.positive("--push-gb-s", args.push_gb_s) * 1e9)
+        push = LinkModel(link.latency_s, option_values.positive("--push-gb-s", args.push_gb_s) * 1e9)
     text = f"{name}, links {link.bandwidth / 1e9:g} GB/s and {link.latency_s * 1e6:.3g} us"
     return text, dataclasses.replace(cost, link=link, push=push)
 

@@ -25,7 +25,7 @@ from deploy.config.environment import use_threads
 from deploy.machine.doctor import inspect_machine
 from deploy.machine.model_folder import prepare_kernels, resolve_folder
 from deploy.options.screen import progress
-from deploy.tuning.selection.metrics import agreement, perplexities, perplexity, relative_cost
+from deploy.tuning.selection.metrics import compatibility, perplexities, perplexity, relative_cost
 from deploy.tuning.selection.passages import Context, PassageRows, Reading, prefill_contexts, read, shape_for
 from deploy.tuning.selection.texts import Texts
 from generate_workers.residency.port import KvShape, Residency
@@ -173,7 +173,7 @@ def _cell(context: int, setting: Setting, found: Readings, full: Reading) -> Cel
         perplexity=perplexity(reading.losses_BM),
         cost=cost,
         cost_error=None if math.isnan(cost_error) else cost_error,
-        same_choice=agreement(reading.choices_BM, full.choices_BM),
+        same_choice=compatibility(reading.choices_BM, full.choices_BM),
         picked_share=reading.picked_share,
         kv_share=reading.num_kv_bytes / reading.num_full_bytes,
         link_share=reading.num_link_bytes / reading.num_full_bytes,

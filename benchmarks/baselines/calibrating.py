@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from baton.planning.calibration import Calibration, calibrate_chain
 from baton.planning.chain.partition import as_ranges
 from baton.planning.chain.search import rounded
-from baton.planning.cost_model import CostModel, Link
+from baton.planning.cost_model import CostModel, LinkModel
 from baton.planning.fit import RankRow, fit_link
 from benchmarks.baselines.link_probe import Points
 from benchmarks.baselines.pacing import FULL_SPEED, Pace
@@ -60,7 +60,7 @@ def at_pace(cost: CostModel, ranks: Ranks, pace: Pace) -> CostModel:
     return dataclasses.replace(cost, link=measured_link(ranks, pace))
 
 
-def measured_link(ranks: Ranks, pace: Pace) -> Link:
+def measured_link(ranks: Ranks, pace: Pace) -> LinkModel:
     """Measure messages over links of this pace, and fit a link to them."""
     return fit_link(message_points(ranks, pace))
 

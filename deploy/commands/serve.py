@@ -172,7 +172,7 @@ class _Launch:
             try:
                 self._look(supervisor)
                 self._fails_since_s = None
-            except _Failed:
+            except _StartFailed:
                 raise
             except Exception as error:
                 if isinstance(error, RayError) and not isinstance(error, RayTaskError):
@@ -227,9 +227,9 @@ class _Launch:
             _report(line)
         self._num_shown = state.num_reports
         if state.phase == "failed":
-            raise _Failed(state.error)
+            raise _StartFailed(state.error)
         if state.phase in ("stopping", "stopped"):
-            raise _Failed(f"cluster {self._config.name} was stopped by `baton stop --address`")
+            raise _StartFailed(f"cluster {self._config.name} was stopped by `baton stop --address`")
         if state.phase == "running" and state.endpoint != self._record.endpoint:
             self._serves(state)
 
@@ -262,7 +262,7 @@ def _age_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
 
 
-class _Failed(BatonError):
+class _StartFailed(BatonError):
     """The supervisor gave up; the error's text is the supervisor's reason."""
 
 

@@ -188,7 +188,7 @@ class WorkerGroup:
         except grpc.aio.AioRpcError as error:
             where = f"{worker.name} at {worker.handle.endpoint}"
             raise UnavailableError(f"{where} does not answer ({error.code()})") from error
-        self._around.agreement.check(worker.handle.config, status)
+        self._around.compatibility.check(worker.handle.config, status)
         self.layout_fingerprint = status.layout_fingerprint
         if self.links is not None and isinstance(status, prefill_pb2.PrefillStatus):
             self.links.skip_to(status.epoch)
@@ -268,7 +268,7 @@ class WorkerGroup:
             return
         if self.links is not None and (broken or replaced or not self.ready):
             self._set_ready(False)
-            if any(worker.silence.has_begun for worker in self.workers.values()):
+            if any(worker.failure_detector.has_begun for worker in self.workers.values()):
                 return  # the others would wait in vain: the silent worker answers soon, or is killed
             await self._link(self.links)
         self._set_ready(True)

@@ -40,11 +40,11 @@ class Heartbeats:
             status = await worker.status(self._around.heartbeat.interval_s)
         except grpc.aio.AioRpcError as error:
             heartbeat = self._around.heartbeat
-            silent_s = worker.silence.go_on(asked_s, self._around.clock.now_s(), heartbeat.interval_s)
+            silent_s = worker.failure_detector.go_on(asked_s, self._around.clock.now_s(), heartbeat.interval_s)
             if silent_s > heartbeat.dead_after_s:
                 await self._kill(worker, f"has been silent for {silent_s:.1f} s ({error.code()})")
             return False
-        worker.silence.end()
+        worker.failure_detector.end()
         if status.stall:
             await self._kill(worker, f"hangs ({status.stall})")
             return False

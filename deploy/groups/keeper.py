@@ -25,7 +25,7 @@ from baton.transport.status import translate_rpc_errors
 from baton.v1 import keeping_pb2 as pb
 from baton.v1.keeping_pb2_grpc import KeepingStub
 from deploy.config.worker import WorkerConfig
-from deploy.groups.silence import Silence
+from deploy.groups.failure_detector import FailureDetector
 from deploy.groups.spawner import WorkerHandle
 from deploy.groups.surroundings import Surroundings
 from orchestrator.api.keeping import (
@@ -102,7 +102,7 @@ class OrchestratorKeeper:
         self._around = around
         self._life: _Life | None = None
         self._planner: ChainPlanner | None = None
-        self._silence = Silence()
+        self._failure_detector = FailureDetector()
         self._news = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
         self._closing = False
@@ -156,13 +156,13 @@ class OrchestratorKeeper:
         try:
             status = await self._push(life, heartbeat.interval_s)
         except grpc.aio.AioRpcError as error:
-            silent_s = self._silence.go_on(asked_s, self._around.clock.now_s(), heartbeat.interval_s)
+            silent_s = self._failure_detector.go_on(asked_s, self._around.clock.now_s(), heartbeat.interval_s)
             if silent_s > heartbeat.dead_after_s:
                 logger.warning("the orchestrator has been silent for %.1f s (%s): killing it", silent_s, error.code())
                 await life.kill()
                 await self._replace()
         else:
-            self._silence.end()
+            self._failure_detector.end()
             self.orders = self.follow(orders_from_proto(status.orders))
 
     async def _push(self, life: _Life, timeout_s: float) -> pb.OrchestratorStatus:
@@ -188,7 +188,7 @@ class OrchestratorKeeper:
             raise
         self._life = life
         self.ports = (status.port, status.metrics_port if status.HasField("metrics_port") else None)
-        self._silence.end()
+        self._failure_detector.end()
 
     async def _serve(self, life: _Life) -> pb.OrchestratorStatus:
         """Let the orchestrator serve clients, unless it does already. Raises its error when it cannot."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from baton.process.clock import Clock
 from baton.settings.place import LOOPBACK
-from deploy.groups.agreement import Agreement
+from deploy.groups.compatibility import CompatibilityCheck
 from deploy.groups.ended_workers import EndedWorkers
 from deploy.groups.restarts import Backoff
 from deploy.groups.spawner import Room, Spawner
@@ -32,7 +32,7 @@ class Surroundings:
     """Shows one line of text about an event to the user."""
     changed: Callable[[], None] = lambda: None
     """Called when a group becomes ready or stops being ready, and when a worker has ended."""
-    agreement: Agreement = field(default_factory=Agreement)
+    compatibility: CompatibilityCheck = field(default_factory=CompatibilityCheck)
     backoff: Backoff = field(default_factory=Backoff)
     ended: EndedWorkers = field(default_factory=EndedWorkers)
     room: Room | None = None

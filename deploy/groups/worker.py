@@ -8,7 +8,7 @@ from baton.v1 import generate_pb2, prefill_pb2
 from baton.v1.generate_pb2_grpc import GenerationGroupStub
 from baton.v1.kv_pb2_grpc import KvReceiverStub
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
-from deploy.groups.silence import Silence
+from deploy.groups.failure_detector import FailureDetector
 from deploy.groups.spawner import WorkerHandle
 
 WorkerStatus = prefill_pb2.PrefillStatus | generate_pb2.GenerationStatus
@@ -19,7 +19,7 @@ class Worker:
 
     def __init__(self, handle: WorkerHandle) -> None:
         self.handle = handle
-        self.silence = Silence()
+        self.failure_detector = FailureDetector()
         secret = ClusterSecret(handle.config.place.secret)
         self._channel: grpc.aio.Channel = make_channel(handle.endpoint, secret=secret)
         self.prefill = PrefillRankStub(self._channel)

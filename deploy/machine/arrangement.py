@@ -12,8 +12,8 @@ from typing import Any
 from deploy.config.cluster import ClusterConfig
 from deploy.config.file import make_config
 from deploy.machine.calibrations import nominal_calibration, nominal_step_times
+from deploy.machine.core_plans import CorePlan, Costs, best_core_plan, core_plans
 from deploy.machine.doctor import WORKER_BYTES, Machine, weight_bytes
-from deploy.machine.ways import Costs, Way, best_way, ways
 
 _POOLS = {
     "prefill": ("num_groups", "num_ranks", "num_threads", "cores", "device", "across_nodes"),
@@ -61,8 +61,8 @@ def _is_open(sections: Sections, written: ClusterConfig) -> bool:
     return not any(name in sections.get(section, {}) for section, names in _POOLS.items() for name in names)
 
 
-def _choose(config: ClusterConfig, folder: Path, machine: Machine) -> tuple[Way, str]:
-    """Return the best way for this machine, and one line that compares it with the best way of the other kind (chain or
+def _choose(config: ClusterConfig, folder: Path, machine: Machine) -> tuple[CorePlan, str]:
+    """Return the best plan for this machine, and one line comparing it with the best of the other kind (chain or
     engine alone)."""
     model = config.model
     costs = Costs(
@@ -73,21 +73,21 @@ def _choose(config: ClusterConfig, folder: Path, machine: Machine) -> tuple[Way,
         num_slots=config.generate.num_slots,
     )
     most_workers = machine.available_bytes // (weight_bytes(folder, model.dtype) + WORKER_BYTES)
-    found = ways(costs, len(machine.cores), most_workers)
-    chosen = best_way(found)
-    others = [way for way in found if bool(way.num_ranks) != bool(chosen.num_ranks)]
-    beside = f", rather than {best_way(others)}" if others else ""
+    found = core_plans(costs, len(machine.cores), most_workers)
+    chosen = best_core_plan(found)
+    others = [plan for plan in found if bool(plan.num_ranks) != bool(chosen.num_ranks)]
+    beside = f", rather than {best_core_plan(others)}" if others else ""
     return chosen, f"{len(machine.cores)} cores: {chosen}{beside}"
 
 
-def _settings_of(way: Way, cores: list[int]) -> dict[str, dict[str, Any]]:
-    """Return the settings of the pools for a way. Ranks of a chain and their engine are pinned to separate cores."""
-    if not way.num_ranks:
-        return {"prefill": {"num_groups": 0}, "generate": {"num_threads": way.engine_threads}}
-    engine, ranks = cores[: way.engine_threads], cores[way.engine_threads :]
+def _settings_of(plan: CorePlan, cores: list[int]) -> dict[str, dict[str, Any]]:
+    """Return the settings of the pools for a plan. Ranks of a chain and their engine are pinned to separate cores."""
+    if not plan.num_ranks:
+        return {"prefill": {"num_groups": 0}, "generate": {"num_threads": plan.engine_threads}}
+    engine, ranks = cores[: plan.engine_threads], cores[plan.engine_threads :]
     return {
-        "prefill": {"num_groups": 1, "num_ranks": way.num_ranks, "cores": [[core] for core in ranks]},
-        "generate": {"num_threads": way.engine_threads, "cores": [engine]},
+        "prefill": {"num_groups": 1, "num_ranks": plan.num_ranks, "cores": [[core] for core in ranks]},
+        "generate": {"num_threads": plan.engine_threads, "cores": [engine]},
     }
 
 

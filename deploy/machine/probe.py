@@ -45,7 +45,7 @@ _COPIES = 3
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRates:
     """The rates that the probe measured."""
 
     chip: Chip
@@ -91,7 +91,7 @@ class Steps:
 
 def measure(
     shape: ModelShape, dtype: str, num_threads: int, memory_bytes: float, *, quantization: str = "none"
-) -> Measured:
+) -> MeasuredRates:
     """Measure this machine as it generates with `num_threads` threads and `memory_bytes` for weights and KV. Raises
     ConfigError when memory or disk does not hold the probe's model, and what `load_decoder` raises."""
     probe_bytes = (_num_layers(shape) * shape.layer_weights + shape.hidden * shape.vocab) * shape.dtype_bytes
@@ -105,7 +105,7 @@ def measure(
             clock = Stopwatch()
             steps = _steps(shape, dtype, quantization, clock)
             chip = chip_from(steps, read_rate(clock), memory_bytes)
-            return Measured(chip, clock.spread, steps.is_bound)
+            return MeasuredRates(chip, clock.spread, steps.is_bound)
     finally:
         torch.set_num_threads(before)
 

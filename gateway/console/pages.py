@@ -28,7 +28,7 @@ _HEADERS = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Page:
+class ConsolePage:
     """One file of the console."""
 
     content: bytes
@@ -44,12 +44,12 @@ class Page:
         return Response(self.content, media_type=self.media_type, headers=headers)
 
 
-def load_pages() -> Mapping[str, Page]:
+def load_pages() -> Mapping[str, ConsolePage]:
     """Return all files of the console by name. Blocks."""
     found = {}
     for each in (files("gateway.console") / "static").iterdir():
         media_type = _TYPES.get(PurePath(each.name).suffix)
         if media_type is not None:
             content = each.read_bytes()
-            found[each.name] = Page(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
+            found[each.name] = ConsolePage(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:32]}"')
     return MappingProxyType(found)

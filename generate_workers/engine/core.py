@@ -29,7 +29,7 @@ from baton.process.crash_notes import ComputedNow
 from baton.process.thread_names import show_thread_name
 from baton.process.turn_watch import TurnWatch
 from baton.text.grammars import Grammars
-from baton.text.token_masks import TokenMasks
+from baton.text.token_masks import ChoiceMasks
 from baton.text.tokenizer import Tokenizer
 from baton.types import DraftRound, FinishReason, SampledToken, TokenEvent
 from generate_workers.config import EngineConfig
@@ -130,7 +130,7 @@ class GenerationEngine:
                 raise InvalidArgumentError(f"lease is for {leased} tokens: prompt_ids and output_ids hold {known}")
         return self._queue.open(request, on_event, hook, self._preparation(request)).stream_id
 
-    def _preparation(self, request: GenerationRequest) -> Callable[[], Future[list[TokenMasks]]] | None:
+    def _preparation(self, request: GenerationRequest) -> Callable[[], Future[list[ChoiceMasks]]] | None:
         """Return a function that starts to prepare the token masks of a constrained request's choices; None for an
         unconstrained request."""
         form = request.params.structured_output

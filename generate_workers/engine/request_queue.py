@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from baton.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
 from baton.process.clock import Clock
 from baton.text.stop_strings import StopStrings
-from baton.text.token_masks import TokenMasks
+from baton.text.token_masks import ChoiceMasks
 from baton.types import LeaseRef
 from generate_workers.engine.rows import EngineStream, EventSink, GenerationRequest, RowEndHook, StreamId
 from generate_workers.slots.leases import BatchSlot
@@ -47,7 +47,7 @@ class RequestQueue:
         request: GenerationRequest,
         on_event: EventSink,
         hook: RowEndHook | None,
-        prepare: Callable[[], Future[list[TokenMasks]]] | None = None,
+        prepare: Callable[[], Future[list[ChoiceMasks]]] | None = None,
     ) -> EngineStream:
         """Add a stream. `prepare`, for constrained output, starts to prepare the token masks of its choices; the engine
         gets the stream when they are ready. Raises UnavailableError once closed, InvalidArgumentError for a lease that

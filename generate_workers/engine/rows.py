@@ -18,7 +18,7 @@ from baton.process.crash_notes import NUM_WATCHED_TOKENS, fingerprint
 from baton.sampling_params import SamplingParams
 from baton.text.stop_strings import StopStrings
 from baton.text.stream import TextStream
-from baton.text.token_masks import TokenMasks
+from baton.text.token_masks import ChoiceMasks
 from baton.text.tokenizer import Tokenizer
 from baton.types import DraftRound, FinishReason, LeaseRef, RequestId, SampledToken, SlotId, TokenEvent, TokenRange
 from generate_workers.slots.leases import BatchSlot
@@ -119,7 +119,7 @@ class EngineStream:
     """The request's stop strings, shared by all of its choices."""
     hook: RowEndHook | None = None
     """Receiver of the stream's sequences that have ended. None: their slots are freed at once."""
-    masks: Future[list[TokenMasks]] | None = None
+    masks: Future[list[ChoiceMasks]] | None = None
     """Token masks of each choice, for constrained output; None otherwise. Done once the engine has taken the stream,
     unless that is being ended."""
     rows: "list[Row]" = field(default_factory=list)

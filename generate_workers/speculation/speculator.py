@@ -89,7 +89,7 @@ class Speculator:
         self._counts = {name: DraftCounts(name) for name in sources}
         self.stats = SpeculationStats(sources=self._source_stats())
         """Statistics of the drafts so far. Replaced as a whole, so that any thread may read it."""
-        self._way_of: dict[SlotId, DraftPlan] = {}
+        self._draft_plan_of: dict[SlotId, DraftPlan] = {}
         """Draft source and kind of each sequence of the next round."""
         self._expected = 0.0, 0.0
         """Tokens and seconds predicted for the next round."""
@@ -100,14 +100,17 @@ class Speculator:
         Sequences without memory for their drafts get none."""
         decoding = [rows[span.slot] for span in plan.spans if _decodes(span)]
         taken = self._take(decoding)
-        self._way_of = {row.slot: way for row, (way, _) in zip(decoding, taken, strict=True)}
+        self._draft_plan_of = {row.slot: draft_plan for row, (draft_plan, _) in zip(decoding, taken, strict=True)}
         with_drafts = {
             row.slot: num if num and self._slots.extend(row.slot, row.num_known + num) is None else 0
             for row, (_, num) in zip(decoding, taken, strict=True)
         }
         spans = tuple([replace(span, num_drafts=with_drafts.get(span.slot, 0)) for span in plan.spans])
         drafting, verifying = self._works(spans, with_drafts)
-        tokens = sum(expected_tokens(way.prospect.acceptance, with_drafts[slot]) for slot, way in self._way_of.items())
+        tokens = sum(
+            expected_tokens(draft_plan.prospect.acceptance, with_drafts[slot])
+            for slot, draft_plan in self._draft_plan_of.items()
+        )
         draft_s = self._draft_steps.costs.cost.seconds(drafting)
         self._expected = tokens, draft_s + self._costs.cost.seconds(verifying)
         added = verifying - StepWork.plain(len(decoding), sum(row.num_known for row in decoding))
@@ -120,9 +123,9 @@ class Speculator:
         draft_requests: dict[str, list[DraftRequest]] = {}
         for span in plan.spans:
             if span.num_drafts:
-                source = self._way_of[span.slot].source
+                source = self._draft_plan_of[span.slot].source
                 draft_request = DraftRequest(
-                    rows[span.slot], span.num_drafts, self._way_of[span.slot].prospect.draft_keys
+                    rows[span.slot], span.num_drafts, self._draft_plan_of[span.slot].prospect.draft_keys
                 )
                 draft_requests.setdefault(source, []).append(draft_request)
         for name, mine in draft_requests.items():
@@ -145,7 +148,7 @@ class Speculator:
         verify_s = self._clock.now_s() - self._verifying_since_s
         for slot, (row, num_accepted) in verified.num_accepted.items():
             name, num = drafts[slot].source, len(drafts[slot])
-            self._sources[name].acceptances.took(row, num_accepted, num, self._way_of[slot].kind)
+            self._sources[name].acceptances.took(row, num_accepted, num, self._draft_plan_of[slot].kind)
             self._counts[name] += DraftCounts(name, 1, num, num_accepted)
         drafting, verifying = self._works(plan.spans, {slot: len(draft) for slot, draft in drafts.items()})
         tokens, seconds = (0.0, 0.0) if plan.num_prefill_tokens else self._expected
@@ -176,20 +179,27 @@ class Speculator:
     def _take(self, rows: Sequence[Row]) -> list[tuple[DraftPlan, int]]:
         """Return the option and the number of drafts of each sequence. The number is that of its request, else the
         configured one, else the planned one."""
-        ways = [self._ways(row) for row in rows]
+        draft_plans = [self._draft_plans(row) for row in rows]
         asked = [row.sampler.params.num_drafts for row in rows]
         fixed = [self._fixed_drafts if num is None else num for num in asked]
-        open_rows = [[way.prospect for way in each] for each, num in zip(ways, fixed, strict=True) if num is None]
+        open_rows = [
+            [draft_plan.prospect for draft_plan in each]
+            for each, num in zip(draft_plans, fixed, strict=True)
+            if num is None
+        ]
         planned = plan_round(open_rows, self._costs.cost, self._draft_steps.costs.cost) if open_rows else None
         places = iter(() if planned is None else zip(planned.offers, planned.num_drafts, strict=True))
         taken = []
-        for each, num in zip(ways, fixed, strict=True):
+        for each, num in zip(draft_plans, fixed, strict=True):
             if num is None:
                 place, planned_num = next(places)
                 taken.append((each[place], planned_num))
             else:
-                way = max((way for way in each if way.is_configured), key=lambda way: way.expected_tokens(num))
-                taken.append((way, min(num, way.prospect.most_drafts)))
+                draft_plan = max(
+                    (draft_plan for draft_plan in each if draft_plan.is_configured),
+                    key=lambda draft_plan: draft_plan.expected_tokens(num),
+                )
+                taken.append((draft_plan, min(num, draft_plan.prospect.most_drafts)))
         return taken
 
     def _works(self, spans: Sequence[RowSpan], num_drafts: Mapping[SlotId, int]) -> tuple[StepWork, StepWork]:
@@ -199,23 +209,25 @@ class Speculator:
         by_source: dict[str, list[RowDrafts]] = {}
         for span, row in zip(decoding, rows, strict=True):
             if row.num_drafts:
-                way = self._way_of[span.slot]
-                by_source.setdefault(way.source, []).append(replace(row, draft_keys=way.prospect.draft_keys))
+                draft_plan = self._draft_plan_of[span.slot]
+                by_source.setdefault(draft_plan.source, []).append(
+                    replace(row, draft_keys=draft_plan.prospect.draft_keys)
+                )
         return sum(map(drafting_work, by_source.values()), NO_WORK), verifying_work(rows)
 
     def _source_stats(self) -> tuple[SourceStats, ...]:
         return tuple([SourceStats(self._counts[name], each.draft_keys) for name, each in self._sources.items()])
 
-    def _ways(self, row: Row) -> list[DraftPlan]:
+    def _draft_plans(self, row: Row) -> list[DraftPlan]:
         """Return the options to draft for a sequence; a single one without drafts if no source offers any."""
         most = 0 if row.followers else min(MOST_DRAFTS, row.num_left - 1)
-        ways = []
+        draft_plans = []
         for name, source in self._sources.items():
             for place, offer in enumerate(source.proposer.offers(row, most) if most > 0 else ()):
                 acceptance = source.acceptances.of(row, offer.kind)
                 prospect = Prospect(row.num_known, acceptance, offer.num_drafts, offer.num_keys)
-                ways.append(DraftPlan(name, offer.kind, prospect, is_configured=not place))
-        return ways or [DraftPlan(next(iter(self._sources)), 0, Prospect(row.num_known, 0.0, 0, 0))]
+                draft_plans.append(DraftPlan(name, offer.kind, prospect, is_configured=not place))
+        return draft_plans or [DraftPlan(next(iter(self._sources)), 0, Prospect(row.num_known, 0.0, 0, 0))]
 
 
 def _decodes(span: RowSpan) -> bool:

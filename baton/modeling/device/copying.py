@@ -18,7 +18,7 @@ from baton.modeling.device.port import Copies, Link, Running, num_bytes_of
 from baton.modeling.kernels import native
 from baton.modeling.kv.buffers import Writes, bytes_of
 from baton.modeling.kv.staging import FRAME_BYTES, NUM_FRAMES, StagingFrames
-from baton.modeling.kv.transfers import Finished, Transfer
+from baton.modeling.kv.transfers import DoneTransfer, Transfer
 
 CopyTensor = Callable[[Tensor, Tensor], None]
 """Function that copies `(to, from)` and returns when the copy is done."""
@@ -95,7 +95,7 @@ class ThreadLink:
 
     def _begin_store(self, job: _Job) -> Transfer:
         self._store(job)
-        return Finished()
+        return DoneTransfer()
 
     def _submit(self, name: str, run: Callable[[_Job], None], job: _Job) -> "Future[None]":
         with self._starting:

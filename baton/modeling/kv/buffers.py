@@ -17,7 +17,7 @@ from torch import Tensor
 
 from baton.modeling.kv.arena import WrongMemoryError, require_home
 from baton.modeling.kv.staging import StagingFrames
-from baton.modeling.kv.transfers import Finished, Transfer
+from baton.modeling.kv.transfers import DoneTransfer, Transfer
 from baton.types import KvLayout, TokenRange
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -61,7 +61,7 @@ class HomeAccess:
         """Copy in place, with numpy: gRPC's memory is read-only, which torch does not accept."""
         for to, data in writes:
             np.copyto(np.asarray(byte_view(to)), np.frombuffer(data, np.uint8))
-        return Finished()
+        return DoneTransfer()
 
 
 HOME = HomeAccess()

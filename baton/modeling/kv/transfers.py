@@ -17,7 +17,7 @@ class Transfer(Protocol):
         """Wait until the copying has ended, even if it failed."""
 
 
-class Finished:
+class DoneTransfer:
     """A Transfer that is already done."""
 
     def result(self) -> None:

@@ -74,7 +74,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ChainFit:
     """The calibration that was fitted, and how well it predicts."""
 
     calibration: Calibration
@@ -133,7 +133,7 @@ def measure(
     return samples
 
 
-def evaluate(origin: Calibration, samples: Sequence[Sample], fitted: Sequence[int]) -> Outcome:
+def evaluate(origin: Calibration, samples: Sequence[Sample], fitted: Sequence[int]) -> ChainFit:
     """Fit a calibration to the samples of the lengths `fitted`, and predict all samples. Only chains of all the group's
     ranks are fitted, because a rank whose neighbours idle may be faster; where no prompt took all ranks, the widest
     chains are. Raises InvalidArgumentError when these are of fewer than two lengths, or their times do not grow."""
@@ -157,7 +157,7 @@ def evaluate(origin: Calibration, samples: Sequence[Sample], fitted: Sequence[in
         )
         for (num_tokens, chunks), times in sorted(by_length.items())
     ]
-    return Outcome(calibration, residual, tuple(checks), width, num_ranks)
+    return ChainFit(calibration, residual, tuple(checks), width, num_ranks)
 
 
 def rank_rows(samples: Sequence[Sample]) -> list[RankRow]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from baton import Client
     from baton.v1.planning_pb2_grpc import PlanningStub
-    from deploy.tuning.calibration.chains import Outcome
+    from deploy.tuning.calibration.chains import ChainFit
 
 _ANSWER_S = 10.0
 _USE_S = 120.0
@@ -159,7 +159,7 @@ def _measured_chains(args: argparse.Namespace, client: "Client", stub: "Planning
     return dumps(outcome.calibration)
 
 
-def _show(outcome: "Outcome", console: "Console") -> None:
+def _show(outcome: "ChainFit", console: "Console") -> None:
     """Print what was fitted, and how well it predicts."""
     from rich.table import Table
 

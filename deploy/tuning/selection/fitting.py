@@ -94,7 +94,7 @@ def prepare(args: argparse.Namespace, wanted: Wanted, console: Console) -> Outco
     judging = passages[1].token_ids[: wanted.context]
     bases = fit(decoder, fitted, wanted, console)
     judged, oracle = judge(decoder, judging, bases, wanted, console)
-    reader = Reader(decoder, passages[2:], wanted.lookahead, console)
+    reader = PassageReader(decoder, passages[2:], wanted.lookahead, console)
     found = select([each.basis for each in judged if each.is_best], wanted, reader)
     reading = reader.read(found[0].basis, found[0].selection, _MASS_EVERY)
     prepared = PreparedSelection(
@@ -149,7 +149,7 @@ def judge(
     return tuple(judged), oracle
 
 
-def select(bases: Sequence[Basis], wanted: Wanted, reader: "Reader") -> list[Found]:
+def select(bases: Sequence[Basis], wanted: Wanted, reader: "PassageReader") -> list[Found]:
     """Return selections by these bases: found by search, the one that reads least first; or the one given by hand, the
     basis with the least cost first. Raises ConfigError."""
     if wanted.by_hand is None:
@@ -161,7 +161,7 @@ def select(bases: Sequence[Basis], wanted: Wanted, reader: "Reader") -> list[Fou
     return sorted(found, key=lambda each: each.measured.cost)
 
 
-class Reader:
+class PassageReader:
     """Reads the same passages through one policy after another."""
 
     def __init__(self, decoder: Decoder, passages: Sequence[Passage], lookahead: int, console: Console) -> None:

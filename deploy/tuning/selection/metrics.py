@@ -27,7 +27,7 @@ def perplexities(losses_BM: Tensor, chunk_steps: int) -> list[float]:
     return [perplexity(losses_BM.narrow(1, chunk * chunk_steps, chunk_steps)) for chunk in range(num_chunks)]
 
 
-def agreement(choices_BM: Tensor, reference_BM: Tensor) -> float:
+def compatibility(choices_BM: Tensor, reference_BM: Tensor) -> float:
     """Return the fraction of choices that equal the reference's."""
     return float((choices_BM == reference_BM).double().mean())
 

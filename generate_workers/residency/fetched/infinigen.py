@@ -23,7 +23,7 @@ from torch import Tensor
 
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.selection import Picks
-from baton.modeling.kv.transfers import Finished, Transfer
+from baton.modeling.kv.transfers import DoneTransfer, Transfer
 from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS
 from baton.modeling.sparse.selection_file import PreparedSelection
 from baton.types import TokenRange
@@ -59,7 +59,7 @@ class FetchedStep(ScoringStep[FetchedRow]):
         self._num_bytes_before = pieces.num_bytes
         self._coming: dict[int, tuple[Transfer, Picks]] = {}
         """Fetch of the missing keys, and the picks as places, by layer."""
-        self._fetch: Transfer = Finished()
+        self._fetch: Transfer = DoneTransfer()
         """The latest fetch, which ends last."""
         self._num_picks: list[tuple[Tensor, Tensor]] = []
         """Numbers of picks and of fetched picks, `[B, G]` each, for each layer that has selected, on the device that

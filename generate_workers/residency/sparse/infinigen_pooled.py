@@ -33,7 +33,7 @@ from baton.modeling.device.port import Device
 from baton.modeling.forward.decoder import Decoder, SequenceSpan
 from baton.modeling.forward.selection import Picks
 from baton.modeling.kv.buffers import BufferSpan, KvBuffer, KvPlace, KvRows
-from baton.modeling.kv.transfers import Finished, Transfer
+from baton.modeling.kv.transfers import DoneTransfer, Transfer
 from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
 from baton.modeling.sparse.selection_file import PreparedSelection
 from baton.types import TokenRange
@@ -117,7 +117,7 @@ class PooledInfinigenRow(InfinigenRow):
             start = (part.start - tokens.start) * row_bytes
             self.others.write(layer - NUM_WHOLE_LAYERS, places, data[start : start + len(part) * row_bytes]).result()
             self.partial.add(layer, places.start, self.kv(layer, places))
-        return Finished()
+        return DoneTransfer()
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
         """Return the bytes of `tokens`. Must not be called for a sequence that may evict, whose tokens may be lost."""

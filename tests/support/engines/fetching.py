@@ -17,7 +17,7 @@ from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.selection import Selection
 from baton.modeling.forward.triton.attention import triton_kernel
 from baton.modeling.kernels.triton.copies import copy_heads, copy_rows
-from baton.modeling.kv.transfers import Finished, Transfer
+from baton.modeling.kv.transfers import DoneTransfer, Transfer
 from baton.sampling_params import SamplingParams
 from generate_workers.residency.fetched.infinigen import FetchedInfinigenResidency
 from generate_workers.residency.policies import make_residency
@@ -44,12 +44,12 @@ class LaunchedLink(PacedLink):
     def fetch_heads(self, heads: PickedHeads) -> Transfer:
         copy_heads(heads.home_B, heads.there_B, heads.pairs_BGK2, heads.num_BG, heads.head_bytes)
         self._num_bytes_fetched += heads.num_bytes
-        return Finished()
+        return DoneTransfer()
 
     def store_rows(self, rows: RowCopies) -> Transfer:
         copy_rows(rows.there_B, rows.home_B, rows.row_bytes)
         self._num_bytes_stored += rows.num_bytes
-        return Finished()
+        return DoneTransfer()
 
 
 def standing(link: str) -> TensorDevice:

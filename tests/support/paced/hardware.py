@@ -16,7 +16,7 @@ from baton.modeling.checkpoints.weights import load_config
 from baton.planning import calibration, step_times
 from baton.planning.calibration import Calibration, Points, measured_link
 from baton.planning.chain.wavefront import rank_seconds, work_of
-from baton.planning.cost_model import BATON, CostModel, Kernel, Link
+from baton.planning.cost_model import BATON, CostModel, Kernel, LinkModel
 from baton.planning.planner import ChainPlanner
 from baton.planning.step_times import StepTimes
 from baton.planning.work_cost import WorkCost
@@ -31,7 +31,7 @@ PROMPT_TOKEN_S, PAIR_S = 2.7e-4, 2.2e-8
 """Of all layers: 6,000 tokens take 1.9 s, 1,500 take 0.40 s and 200 take 52 ms."""
 STEP = WorkCost(step_s=0.04, token_s=1e-3, key_s=3e-7, pair_s=3e-8)
 """A step of one row of 200 tokens takes 41 ms, one of 16 rows of 500 tokens 58 ms."""
-LOOPBACK_LINK = Link(2e-4, 1e9)
+LOOPBACK_LINK = LinkModel(2e-4, 1e9)
 _FILES = ("paced-prefill.json", "paced-steps.json")
 
 

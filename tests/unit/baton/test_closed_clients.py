@@ -9,8 +9,8 @@ import grpc
 import pytest
 
 from baton import AsyncClient, AsyncStream, Client, Reconnect, Stream
-from baton.calls.requests import Source, make_request
-from baton.calls.resume import Server, StreamState
+from baton.calls.requests import PromptInput, make_request
+from baton.calls.resume import ServerState, StreamState
 from baton.errors import RequestCancelledError
 from baton.process.clock import SystemClock
 from baton.types import FinishReason
@@ -164,7 +164,7 @@ async def test_a_call_that_grpc_cancels_does_not_cancel_the_task() -> None:
     async with serving(service) as target:
         channel = grpc.aio.insecure_channel(target)
         stub = orchestrator_pb2_grpc.OrchestratorStub(channel)
-        state = StreamState(make_request(Source("Once"), None, {}), Server(target), PATIENT, SystemClock())
+        state = StreamState(make_request(PromptInput("Once"), None, {}), ServerState(target), PATIENT, SystemClock())
         stream = AsyncStream(state, lambda state: stub.Generate(state.next_request()))
 
         async def close_while_it_reads() -> None:

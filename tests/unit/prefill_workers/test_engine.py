@@ -20,7 +20,7 @@ from baton.modeling.forward.decoder import Decoder
 from baton.modeling.kv.buffers import KvBuffer
 from baton.process.clock import SystemClock
 from baton.sampling_params import SamplingParams, StructuredOutput
-from baton.text.token_masks import TokenMasks
+from baton.text.token_masks import ChoiceMasks
 from baton.types import Epoch, JobId, KvLayout, Rank, TokenRange
 from prefill_workers.engine import PrefillEngine
 from tests.support.engines.chains import (
@@ -144,7 +144,7 @@ def test_lowest_number_goes_first(decoder: Decoder) -> None:
 
 
 def test_a_job_whose_form_is_being_compiled_lets_others_run(decoder: Decoder) -> None:
-    masks, form = Future[list[TokenMasks]](), StructuredOutput(choice=("b",))
+    masks, form = Future[list[ChoiceMasks]](), StructuredOutput(choice=("b",))
     with ChainGroup(decoder, 2) as group:
         chunks = [TokenRange(0, 2), TokenRange(2, 3)]
         formed = group.prepare([1, 2, 3], chunks, params=SamplingParams(structured_output=form))
@@ -161,7 +161,7 @@ def test_a_job_whose_form_is_being_compiled_lets_others_run(decoder: Decoder) ->
 
 
 def test_a_job_whose_form_is_refused_fails_alone(decoder: Decoder) -> None:
-    masks = Future[list[TokenMasks]]()
+    masks = Future[list[ChoiceMasks]]()
     with ChainGroup(decoder, 1) as group:
         refused = group.prepare([1, 2], [TokenRange(0, 2)])
         refused.jobs[Rank(0)] = replace(refused.jobs[Rank(0)], masks=masks)

@@ -4,7 +4,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from baton.calls.requests import Source, call_metadata, check_deadline, make_request
+from baton.calls.requests import PromptInput, call_metadata, check_deadline, make_request
 from baton.errors import InvalidArgumentError
 from baton.sampling_params import SamplingOptions, SamplingParams, params_from_options
 from baton.v1 import orchestrator_pb2
@@ -12,28 +12,28 @@ from baton.v1 import orchestrator_pb2
 
 def test_exactly_one_input_is_needed() -> None:
     with pytest.raises(InvalidArgumentError, match="input is missing"):
-        Source()
+        PromptInput()
     with pytest.raises(InvalidArgumentError, match="input is prompt and token_ids"):
-        Source("Once", token_ids=[1])
+        PromptInput("Once", token_ids=[1])
 
 
 def test_params_and_options_contradict() -> None:
     with pytest.raises(InvalidArgumentError, match="params and top_k contradict"):
-        make_request(Source("Once"), SamplingParams(), {"top_k": 3})
+        make_request(PromptInput("Once"), SamplingParams(), {"top_k": 3})
 
 
 @pytest.mark.parametrize(
     ("source", "named"),
     [
-        (Source("half \ud83d"), "prompt holds half a character at 5"),
-        (Source(messages=[{"role": "user"}]), r"messages\[0\] lacks, or does not know, content"),
-        (Source(messages=[{"role": "user", "content": "x", "name": "y"}]), "name"),
-        (Source(token_ids=[1, -1]), "token_ids: "),
-        (Source(token_ids=[2**32]), "token_ids: "),
-        (Source(b"x" * 17 * 2**20), "request is 178258.. bytes long, over the limit of 16777216"),
+        (PromptInput("half \ud83d"), "prompt holds half a character at 5"),
+        (PromptInput(messages=[{"role": "user"}]), r"messages\[0\] lacks, or does not know, content"),
+        (PromptInput(messages=[{"role": "user", "content": "x", "name": "y"}]), "name"),
+        (PromptInput(token_ids=[1, -1]), "token_ids: "),
+        (PromptInput(token_ids=[2**32]), "token_ids: "),
+        (PromptInput(b"x" * 17 * 2**20), "request is 178258.. bytes long, over the limit of 16777216"),
     ],
 )
-def test_what_the_message_cannot_carry_is_named(source: Source, named: str) -> None:
+def test_what_the_message_cannot_carry_is_named(source: PromptInput, named: str) -> None:
     with pytest.raises(InvalidArgumentError, match=named):
         make_request(source, None, {})
 
@@ -52,13 +52,13 @@ def test_what_the_message_cannot_carry_is_named(source: Source, named: str) -> N
 def test_bad_sampling_is_named(option: str, value: Any, named: str) -> None:
     options: Any = {option: value}
     with pytest.raises(InvalidArgumentError, match=named):
-        make_request(Source("Once"), None, options)
+        make_request(PromptInput("Once"), None, options)
 
 
 def test_unknown_sampling_option_is_a_type_error() -> None:
     options: Any = {"temprature": 1.0}
     with pytest.raises(TypeError, match="temprature"):
-        make_request(Source("Once"), None, options)
+        make_request(PromptInput("Once"), None, options)
 
 
 @pytest.mark.parametrize("deadline_s", [0.0, -1.0, float("nan"), float("inf"), 5e6])
@@ -68,24 +68,24 @@ def test_bad_deadline_is_named(deadline_s: float) -> None:
 
 
 def test_bytes_are_sent_as_they_are() -> None:
-    assert make_request(Source(b"\xff"), None, {}).prompt == b"\xff"
+    assert make_request(PromptInput(b"\xff"), None, {}).prompt == b"\xff"
 
 
 def test_empty_input_is_the_servers_to_refuse() -> None:
-    assert make_request(Source(messages=[]), None, {}).WhichOneof("input") == "chat"
-    assert make_request(Source(token_ids=[]), None, {}).WhichOneof("input") == "token_ids"
-    assert make_request(Source(""), None, {}).WhichOneof("input") == "prompt"
+    assert make_request(PromptInput(messages=[]), None, {}).WhichOneof("input") == "chat"
+    assert make_request(PromptInput(token_ids=[]), None, {}).WhichOneof("input") == "token_ids"
+    assert make_request(PromptInput(""), None, {}).WhichOneof("input") == "prompt"
 
 
 def test_every_request_has_a_name_of_its_own() -> None:
-    names = {make_request(Source("Once"), None, {}).request_id for _ in range(3)}
+    names = {make_request(PromptInput("Once"), None, {}).request_id for _ in range(3)}
     assert len(names) == 3 and "" not in names
 
 
 def test_seed_counts_when_it_is_given() -> None:
-    assert not make_request(Source("Once"), None, {"temperature": 1.0}).seeded
-    assert make_request(Source("Once"), None, {"seed": 0}).seeded
-    assert make_request(Source("Once"), SamplingParams(), {}).seeded
+    assert not make_request(PromptInput("Once"), None, {"temperature": 1.0}).seeded
+    assert make_request(PromptInput("Once"), None, {"seed": 0}).seeded
+    assert make_request(PromptInput("Once"), SamplingParams(), {}).seeded
 
 
 def test_options_are_the_fields_of_the_params() -> None:
@@ -108,17 +108,17 @@ def test_options_take_what_the_params_take() -> None:
     ],
 )
 def test_priority_is_sent_by_name(name: str, value: orchestrator_pb2.Priority.ValueType) -> None:
-    assert make_request(Source("Once"), None, {}, priority=name).priority == value
+    assert make_request(PromptInput("Once"), None, {}, priority=name).priority == value
 
 
 def test_exactness_is_asked_for_or_not() -> None:
-    assert make_request(Source("Once"), None, {}, exact=True).exact
-    assert not make_request(Source("Once"), None, {}).exact
+    assert make_request(PromptInput("Once"), None, {}, exact=True).exact
+    assert not make_request(PromptInput("Once"), None, {}).exact
 
 
 def test_unknown_priority_is_named() -> None:
     with pytest.raises(InvalidArgumentError, match="priority = 'high' is unknown: use one of interactive, standard"):
-        make_request(Source("Once"), None, {}, priority="high")
+        make_request(PromptInput("Once"), None, {}, priority="high")
 
 
 def test_who_asks_goes_into_the_metadata() -> None:

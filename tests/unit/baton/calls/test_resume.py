@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from baton.calls.requests import Source, make_request
-from baton.calls.resume import DEADLINE_GRACE_S, Reconnect, Server, StreamState
+from baton.calls.requests import PromptInput, make_request
+from baton.calls.resume import DEADLINE_GRACE_S, Reconnect, ServerState, StreamState
 from baton.errors import (
     BatonError,
     DeadlineExceededError,
@@ -24,8 +24,8 @@ RECONNECT = Reconnect(num_connects=2, num_resumes=3, first_delay_s=1.0, max_dela
 
 
 def state_at(clock: ManualClock, deadline_s: float | None = None) -> StreamState:
-    request = make_request(Source("Once"), None, {}, request_id="r")
-    return StreamState(request, Server("host:1"), RECONNECT, clock, deadline_s=deadline_s)
+    request = make_request(PromptInput("Once"), None, {}, request_id="r")
+    return StreamState(request, ServerState("host:1"), RECONNECT, clock, deadline_s=deadline_s)
 
 
 def started(**fields: Any) -> orchestrator_pb2.GenerateEvent:
@@ -58,8 +58,10 @@ def test_attempts_to_be_taken_are_bounded() -> None:
 
 
 def test_a_server_that_answered_before_is_waited_for_before_a_request_is_taken() -> None:
-    server, clock = Server("host:1"), ManualClock()
-    first, second = (StreamState(make_request(Source("Once"), None, {}), server, RECONNECT, clock) for _ in range(2))
+    server, clock = ServerState("host:1"), ManualClock()
+    first, second = (
+        StreamState(make_request(PromptInput("Once"), None, {}), server, RECONNECT, clock) for _ in range(2)
+    )
     first.accept(started())
     delays = [second.call_failed(LOST) for _ in range(4)]
     assert None not in delays[:3] and delays[3] is None
@@ -149,8 +151,8 @@ def token(
 
 
 def several(n: int) -> StreamState:
-    request = make_request(Source("Once"), None, {"n": n, "seed": 3}, request_id="r")
-    state = StreamState(request, Server("host:1"), RECONNECT, ManualClock())
+    request = make_request(PromptInput("Once"), None, {"n": n, "seed": 3}, request_id="r")
+    state = StreamState(request, ServerState("host:1"), RECONNECT, ManualClock())
     state.accept(started(seed=3))
     return state
 

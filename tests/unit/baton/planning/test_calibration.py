@@ -9,7 +9,7 @@ import pytest
 
 from baton.errors import ConfigError, InvalidArgumentError
 from baton.planning.calibration import Calibration, calibrate_chain, dumps, load, loads, nominal, save
-from baton.planning.cost_model import Kernel, Link
+from baton.planning.cost_model import Kernel, LinkModel
 from baton.planning.fit import RankRow
 from baton.planning.hardware import cpu_rank
 from baton.planning.model_shape import SHAPES
@@ -37,8 +37,8 @@ def test_points_become_costs() -> None:
     assert cost.head_s == pytest.approx(cost.linear_s * SHAPE.head_flops / SHAPE.linear_flops)
 
 
-@pytest.mark.parametrize("push", [None, Link(1e-3, 1e9), Link()])
-def test_calibration_survives_the_file(tmp_path: Path, push: Link | None) -> None:
+@pytest.mark.parametrize("push", [None, LinkModel(1e-3, 1e9), LinkModel()])
+def test_calibration_survives_the_file(tmp_path: Path, push: LinkModel | None) -> None:
     made = calibration()
     made = dataclasses.replace(made, cost=dataclasses.replace(made.cost, push=push, issue_s=1e-3, copy_s=1e-9))
     save(made, tmp_path / "machine.json")

@@ -8,7 +8,7 @@ import pytest
 from baton.errors import InvalidArgumentError
 from baton.planning.calibration import Calibration, nominal
 from baton.planning.closeness import MEASURED_FACTOR, NOMINAL_FACTOR, require_close
-from baton.planning.cost_model import Link
+from baton.planning.cost_model import LinkModel
 from baton.planning.fit import RankRow
 from baton.planning.hardware import cpu_rank
 from baton.planning.model_shape import SHAPES
@@ -42,7 +42,7 @@ def test_calibrations_are_compared_by_what_prompts_would_take(own: Calibration) 
 @pytest.mark.parametrize("field", ["linear_s", "pair_s", "fixed_s", "head_s", "link"])
 def test_one_absurd_cost_is_enough(field: str) -> None:
     """A layer that may take 1e300 s would never count as one that hangs."""
-    absurd: Any = Link(latency_s=1e300) if field == "link" else 1e300
+    absurd: Any = LinkModel(latency_s=1e300) if field == "link" else 1e300
     given = dataclasses.replace(MEASURED, cost=dataclasses.replace(MEASURED.cost, **{field: absurd}))
     with pytest.raises(InvalidArgumentError, match="calibration: a prompt of .* would be predicted to take"):
         require_close("calibration", given, MEASURED)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from baton.errors import InvalidArgumentError
 from baton.planning.chain.wavefront import chain_ttft
-from baton.planning.cost_model import BATON, PAPER, CostModel, Kernel, Link, Protocol
+from baton.planning.cost_model import BATON, PAPER, CostModel, Kernel, LinkModel, Protocol
 from baton.planning.fit import RankRow, fit_link, fit_prefill, fit_ranks
 
 TOKENS = (256.0, 1024.0, 2048.0, 4096.0, 8192.0)
@@ -60,7 +60,7 @@ def test_no_coefficient_is_negative_and_no_other_choice_fits_better(seed: int) -
 
 @given(latency_s=st.floats(1e-6, 1e-2), bandwidth=st.floats(1e6, 1e12))
 def test_link_numbers_come_back(latency_s: float, bandwidth: float) -> None:
-    link = Link(latency_s, bandwidth)
+    link = LinkModel(latency_s, bandwidth)
     points = [(size, link.seconds(size)) for size in (1e3, 1e5, 1e7, 1e9)]
     fitted = fit_link(points)
     assert [fitted.seconds(size) for size, _ in points] == pytest.approx([s for _, s in points], rel=1e-6)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from baton.planning.cost_model import PAPER, Link
+from baton.planning.cost_model import PAPER, LinkModel
 from baton.planning.hardware import HARDWARE
 from benchmarks.simulate_paper import (
     MISPRINT,
@@ -73,7 +73,7 @@ def test_grouped_heads_gain_more(cells: list[Cell]) -> None:
 def test_searched_is_within_the_papers_distance_of_no_communication() -> None:
     """17 %, Llama-7B at 16k."""
     cost = cost_of("llama-7b", calibrate(TABLES))
-    no_links = dataclasses.replace(cost, link=Link(), push=None, copy_s=0.0)
+    no_links = dataclasses.replace(cost, link=LinkModel(), push=None, copy_s=0.0)
     for ranks in (2, 4, 8):
         assert kvr_s(16384, ranks, cost) <= 1.17 * kvr_s(16384, ranks, no_links, PAPER)
 

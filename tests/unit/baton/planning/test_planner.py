@@ -12,7 +12,7 @@ from baton.errors import InvalidArgumentError
 from baton.planning.calibration import Calibration, nominal
 from baton.planning.chain.search import search
 from baton.planning.chain.wavefront import chain_ttft
-from baton.planning.cost_model import BATON, CostModel, Link
+from baton.planning.cost_model import BATON, CostModel, LinkModel
 from baton.planning.hardware import cpu_rank
 from baton.planning.local_prefill import LocalPrefill
 from baton.planning.model_shape import SHAPES
@@ -26,7 +26,7 @@ from tests.support.wavefront import reference
 SHAPE = SHAPES["smollm2-135m"]
 ASSUMED = nominal("smollm2-135m", "a core", SHAPE, cpu_rank(1, SHAPE.dtype_bytes))
 BETWEEN_KNOTS = (24, 90, 300, 1400, 6000)
-SLOW = CostModel(num_layers=10, linear_s=1e-3, pair_s=0.0, kv_bytes=100, link=Link(0.5, 1e3))
+SLOW = CostModel(num_layers=10, linear_s=1e-3, pair_s=0.0, kv_bytes=100, link=LinkModel(0.5, 1e3))
 """On a link that carries a token a second."""
 
 
@@ -35,7 +35,7 @@ def assumed_planner() -> ChainPlanner:
     return ChainPlanner(ASSUMED, max_ranks=4, max_tokens=8192)
 
 
-def over(link: Link, calibration: Calibration = ASSUMED) -> Calibration:
+def over(link: LinkModel, calibration: Calibration = ASSUMED) -> Calibration:
     return dataclasses.replace(calibration, cost=dataclasses.replace(calibration.cost, link=link))
 
 
@@ -65,8 +65,8 @@ def test_chunks_are_within_three_percent_of_the_search(num_tokens: int, num_rank
 
 @pytest.mark.parametrize("cached", [100, 2000, 30_000])
 @pytest.mark.parametrize("num_tokens", [300, 3000])
-@pytest.mark.parametrize("link", [ASSUMED.cost.link, Link(1e-3, 1e8)], ids=["loopback", "slow"])
-def test_behind_a_cached_prefix_too(cached: int, num_tokens: int, link: Link) -> None:
+@pytest.mark.parametrize("link", [ASSUMED.cost.link, LinkModel(1e-3, 1e8)], ids=["loopback", "slow"])
+def test_behind_a_cached_prefix_too(cached: int, num_tokens: int, link: LinkModel) -> None:
     planner = ChainPlanner(over(link), max_ranks=3, max_tokens=4096)
     planned = planner.ttft_s(planner.chunks(behind(cached, num_tokens), 3))
     searched = chain_ttft(search(num_tokens, 3, planner.cost, BATON, cached=cached), planner.cost, BATON, cached=cached)
@@ -74,7 +74,7 @@ def test_behind_a_cached_prefix_too(cached: int, num_tokens: int, link: Link) ->
 
 
 def test_when_links_rule_the_last_rank_gets_most_also_behind_a_prefix_and_beyond_the_knots() -> None:
-    planner = ChainPlanner(over(Link(1e-3, 1e6)), max_ranks=10, max_tokens=256)
+    planner = ChainPlanner(over(LinkModel(1e-3, 1e6)), max_ranks=10, max_tokens=256)
     for cached, num_ranks in ((0, 2), (500, 2), (0, 10), (500, 10)):
         chunks = lengths(planner.chunks(behind(cached, 256), num_ranks))
         assert chunks[-1] > 0.6 * 256, (cached, chunks)
@@ -105,7 +105,7 @@ def test_a_rank_before_the_last_ends_when_its_kv_has_left() -> None:
 
 
 def test_a_slow_message_counts_as_a_long_layer() -> None:
-    planner = ChainPlanner(over(Link(0.5, 1e9)), max_ranks=2, max_tokens=64)
+    planner = ChainPlanner(over(LinkModel(0.5, 1e9)), max_ranks=2, max_tokens=64)
     assert planner.layer_s(planner.chunks(behind(0, 64), 2)) > 0.5
     assert planner.layer_s(planner.chunks(behind(0, 64), 1)) < 0.5
 
@@ -114,7 +114,7 @@ def test_another_calibration_counts_from_when_it_is_given() -> None:
     planner = ChainPlanner(ASSUMED, max_ranks=2, max_tokens=512)
     tokens = behind(0, 512)
     before = planner.chunks(tokens, 2), planner.ttft_s(planner.chunks(tokens, 2))
-    slow = over(Link(1e-3, 1e6))
+    slow = over(LinkModel(1e-3, 1e6))
     planner.adopt(planner.search(slow))
     assert planner.calibration is slow
     assert planner.chunks(tokens, 2)[0].end < before[0][0].end
@@ -155,7 +155,7 @@ def done(planner: ChainPlanner, num_tokens: int, slower: float, at_s: float = 1.
 
 
 def test_nominal_costs_are_scaled_by_what_jobs_took_and_chunks_stay() -> None:
-    planner = ChainPlanner(over(Link(1e-3, 1e8)), max_ranks=2, max_tokens=2048)
+    planner = ChainPlanner(over(LinkModel(1e-3, 1e8)), max_ranks=2, max_tokens=2048)
     chunks = [planner.chunks(behind(cached, 1000), 2) for cached in (0, 500)]
     before = [planner.ttft_s(each) for each in chunks], planner.rank_s(chunks[0]), planner.layer_s(chunks[0])
     planner.observe("chain", done(planner, 2800, slower=3.0))
@@ -193,7 +193,7 @@ def test_what_a_short_job_took_besides_is_a_part_of_every_job() -> None:
 
 def test_what_was_searched_counts_when_it_is_adopted() -> None:
     planner = ChainPlanner(ASSUMED, max_ranks=2, max_tokens=512)
-    slow = over(Link(1e-3, 1e6))
+    slow = over(LinkModel(1e-3, 1e6))
     basis = planner.search(slow)
     assert planner.calibration is ASSUMED
     planner.adopt(basis)
@@ -208,7 +208,7 @@ def test_kv_that_does_not_fit_beside_the_chain_takes_longer_than_its_last_layer(
     planner = planner_of(SLOW, max_ranks=1)
     assert planner.push_s(10, prefill_s=100.0) == pytest.approx(0.5 + 1.0)  # the last layer's 1,000 bytes
     assert planner.push_s(10, prefill_s=2.0) == pytest.approx(0.5 + 8.0)
-    assert planner_of(dataclasses.replace(SLOW, push=Link()), max_ranks=1).push_s(10, 2.0) == 0.0  # in ttft_s
+    assert planner_of(dataclasses.replace(SLOW, push=LinkModel()), max_ranks=1).push_s(10, 2.0) == 0.0  # in ttft_s
 
 
 def test_what_pushes_take_is_scaled_by_what_they_took_after_their_chains() -> None:

@@ -8,7 +8,7 @@ import pytest
 from baton.errors import InvalidArgumentError
 from baton.sampling_params import StructuredOutput
 from baton.text.grammars import Grammars
-from baton.text.token_masks import Mask, TokenMasks
+from baton.text.token_masks import ChoiceMasks, Mask
 from tests.support.models.tiny_tokenizer import EOS_ID, ids_of, letter_grammars, text_of
 
 FORM = StructuredOutput(regex="([ab]c|dd*e)*")
@@ -23,7 +23,7 @@ def made() -> Iterator[Grammars]:
     found.close()
 
 
-def begin(made: Grammars, text: str = "", form: StructuredOutput = FORM) -> TokenMasks:
+def begin(made: Grammars, text: str = "", form: StructuredOutput = FORM) -> ChoiceMasks:
     (masks,) = made.prepare(form, ids_of(text)).result(60)
     return masks
 

@@ -97,10 +97,10 @@ def test_here_measures_with_the_model_s_shape(
 
     def measure(
         shape: ModelShape, dtype: str, num_threads: int, memory_bytes: float, *, quantization: str
-    ) -> probe.Measured:
+    ) -> probe.MeasuredRates:
         assert memory_bytes > 0
         asked.append((shape.hidden, shape.dtype_bytes, dtype, num_threads, quantization))
-        return probe.Measured(MACHINE, spread)
+        return probe.MeasuredRates(MACHINE, spread)
 
     monkeypatch.setattr(probe, "measure", measure)
     run = baton.run("plan smollm2-135m --hardware here --threads 2 --dtype float32 --batch 1 --context 1k")

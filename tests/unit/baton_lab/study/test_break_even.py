@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import InvalidArgumentError
-from baton.planning.cost_model import CostModel, Link
+from baton.planning.cost_model import CostModel, LinkModel
 from baton.planning.local_prefill import LocalPrefill
 from baton.planning.model_shape import ModelShape
 from baton.planning.planner import ChainPlanner
@@ -24,7 +24,7 @@ ALONE_S = 0.0901
 """A prompt of 100 tokens on a rank, or an engine without rows."""
 
 
-def over(link: Link, *, speed: float = 1.0, kv_bytes: int = 0, max_ranks: int = 1) -> ChainPlanner:
+def over(link: LinkModel, *, speed: float = 1.0, kv_bytes: int = 0, max_ranks: int = 1) -> ChainPlanner:
     """The planner of this page, with that link, and engines that compute at `speed` times a rank's."""
     cost = CostModel(num_layers=10, linear_s=1e-4, pair_s=0.0, kv_bytes=kv_bytes, project_share=0.0, link=link)
     shape = ModelShape(num_layers=1, hidden=4, num_heads=1, num_kv_heads=1, head_dim=4, ffn=4, vocab=4)
@@ -80,7 +80,7 @@ def test_a_side_carries_a_rate_until_a_pool_is_full() -> None:
 
 def test_the_prompt_from_which_on_a_transfer_pays() -> None:
     # Engines are half as fast, and a hand-over takes three latencies of 10 ms: it pays where a prompt takes over 30 ms.
-    even = BreakEven(over(Link(0.01), speed=0.5), ONE_OF_EACH)
+    even = BreakEven(over(LinkModel(0.01), speed=0.5), ONE_OF_EACH)
     turn = math.floor((0.03 - 1e-4) / 9e-4)
     assert even.by_prompt(SELDOM, first) == (Span(16, turn, "together"), Span(turn + 1, 8192, "apart"))
 
@@ -88,12 +88,12 @@ def test_the_prompt_from_which_on_a_transfer_pays() -> None:
 def test_the_transfer_is_what_the_link_does_not_hide_behind_computing() -> None:
     # 10 kB a token in ten layers. At 1e8 bytes/s the last layer's are 1 ms of 100 tokens; at 5e6, all less the prefill.
     for bandwidth, transfer_s in ((1e8, 0.001), (5e6, 0.2 - ALONE_S)):
-        apart = BreakEven(over(Link(0.0, bandwidth), kv_bytes=1000), ONE_OF_EACH).apart(SELDOM)
+        apart = BreakEven(over(LinkModel(0.0, bandwidth), kv_bytes=1000), ONE_OF_EACH).apart(SELDOM)
         assert apart is not None and apart.terms.transfer_s == pytest.approx(transfer_s)
 
 
 def test_the_rate_from_which_on_undisturbed_prefill_pays() -> None:
-    even = BreakEven(over(Link(0.01)), ONE_OF_EACH)
+    even = BreakEven(over(LinkModel(0.01)), ONE_OF_EACH)
     before, after, beyond = even.by_rate(DEMAND, first)
     assert (before.better, after.better, beyond.better) == ("together", "apart", "only apart")
     assert (beyond.last, beyond.first) == pytest.approx(even.capacities(DEMAND), rel=1e-3)
@@ -105,12 +105,14 @@ def test_the_rate_from_which_on_undisturbed_prefill_pays() -> None:
 
 
 def test_more_ranks_prefill_faster_and_carry_no_more_than_their_share() -> None:
-    two = BreakEven(over(Link(), max_ranks=2), replace(ONE_OF_EACH, num_ranks=2))
+    two = BreakEven(over(LinkModel(), max_ranks=2), replace(ONE_OF_EACH, num_ranks=2))
     apart = two.apart(DEMAND)
     assert apart is not None and apart.num_ranks == 2 and two.num_together == 3.0
     assert apart.terms.prefill_s < 0.6 * ALONE_S
     assert 0.5 * ALONE_S <= apart.prefill_load < 0.6 * ALONE_S
-    group_pairs = BreakEven(over(Link(), max_ranks=2), replace(ONE_OF_EACH, num_ranks=2, num_groups=2)).apart(DEMAND)
+    group_pairs = BreakEven(over(LinkModel(), max_ranks=2), replace(ONE_OF_EACH, num_ranks=2, num_groups=2)).apart(
+        DEMAND
+    )
     assert group_pairs is not None and group_pairs.prefill_load == pytest.approx(apart.prefill_load / 2)
 
 

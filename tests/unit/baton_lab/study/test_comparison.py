@@ -7,11 +7,11 @@ import pytest
 from baton.planning.chain.partition_table import build_table
 from baton.planning.chain.search import rounded
 from baton.planning.chain.wavefront import chain_ttft
-from baton.planning.cost_model import BATON, CostModel, Kernel, Link
+from baton.planning.cost_model import BATON, CostModel, Kernel, LinkModel
 from baton_lab.study.comparison import Comparison, compare, enough_ranks
 from baton_lab.study.peers import paper_bound, single, tsp, zigzag_ring
 
-COST = CostModel(8, 1e-6, 1e-9, 4096, link=Link(1e-5, 1e10))
+COST = CostModel(8, 1e-6, 1e-9, 4096, link=LinkModel(1e-5, 1e10))
 
 
 def test_fields_are_what_their_functions_say() -> None:

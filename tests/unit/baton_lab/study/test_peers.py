@@ -6,7 +6,7 @@ import pytest
 
 from baton.planning.chain.search import search
 from baton.planning.chain.wavefront import chain_ttft
-from baton.planning.cost_model import BATON, PAPER_OVERLAPPED, CostModel, Kernel, Link, Protocol, Receive
+from baton.planning.cost_model import BATON, PAPER_OVERLAPPED, CostModel, Kernel, LinkModel, Protocol, Receive
 from baton.planning.hardware import Hardware, derive
 from baton.planning.model_shape import SHAPES
 from baton_lab.study.peers import bound, paper_bound, single, tsp, zigzag_ring
@@ -26,7 +26,7 @@ def test_an_earlier_simulation_is_reproduced(
     thousands: int, ranks: int, gb_s: float, expected: tuple[float, ...]
 ) -> None:
     tokens = thousands * 1024
-    cost = derive(SHAPES["llama-3.1-8b"], Hardware(4e14, 4e14, Link(15e-6, gb_s * 1e9)))
+    cost = derive(SHAPES["llama-3.1-8b"], Hardware(4e14, 4e14, LinkModel(15e-6, gb_s * 1e9)))
     naive = Protocol(Kernel.CAUSAL, Receive.OVERLAPPED, skip_last=False)
     chains = [
         float(chain_ttft(search(tokens, ranks, cost, each), cost, each)) for each in (PAPER_OVERLAPPED, naive, BATON)
@@ -58,14 +58,14 @@ def test_contiguous_causal_is_as_slow_as_its_last_rank(ranks: int) -> None:
 
 
 def test_ring_hides_messages_under_attention_and_shows_the_rest() -> None:
-    cost = CostModel(1, 0.0, 1.0, 1, link=Link(0.0, 1.0))
+    cost = CostModel(1, 0.0, 1.0, 1, link=LinkModel(0.0, 1.0))
     assert zigzag_ring(100, 2, cost) == 2 * 1250  # a step of 50 * 50 / 2 pairs, a message of 50
-    slow = CostModel(1, 0.0, 1.0, 100, link=Link(0.0, 1.0))
+    slow = CostModel(1, 0.0, 1.0, 100, link=LinkModel(0.0, 1.0))
     assert zigzag_ring(100, 2, slow) == 2 * 1250 + (5000 - 1250)
 
 
 def test_all_gather_pays_latency_in_every_layer_and_step() -> None:
-    late = CostModel(7, 1.0, 0.0, 0, link=Link(0.5))
+    late = CostModel(7, 1.0, 0.0, 0, link=LinkModel(0.5))
     assert tsp(100, 4, late, Kernel.DENSE) == 7 * (25 + 3 * 0.5)
     assert tsp(100, 1, late, Kernel.DENSE) == single(100, late, Kernel.DENSE) == 700
 
@@ -84,7 +84,7 @@ def test_papers_bound_is_superlinear(ranks: int, speedup: float) -> None:
 
 def test_a_chain_beats_the_bound_by_the_last_layer_at_most() -> None:
     """Nobody waits for what earlier ranks would compute after the last layer's KV has left."""
-    cost = CostModel(8, 1e-6, 1e-9, 4096, link=Link(0.0, math.inf))
+    cost = CostModel(8, 1e-6, 1e-9, 4096, link=LinkModel(0.0, math.inf))
     protocol = Protocol(Kernel.CAUSAL, Receive.LOCAL_FIRST, skip_last=False)
     for tokens in (64, 1000, 30_000):
         for ranks in (2, 4):

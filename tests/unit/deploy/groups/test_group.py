@@ -14,9 +14,9 @@ from baton.process.clock import SystemClock
 from baton.transport.proto_types import kernels_to_proto
 from baton.types import KernelChoice
 from baton.v1.prefill_pb2 import PrefillStatus
-from deploy.groups.agreement import Agreement
 from deploy.groups.chain_links import ChainLinks
 from deploy.groups.cluster import Cluster
+from deploy.groups.compatibility import CompatibilityCheck
 from deploy.groups.group import WorkerGroup
 from deploy.groups.restarts import Backoff
 from deploy.groups.surroundings import Heartbeat, Surroundings
@@ -182,21 +182,21 @@ async def test_workers_of_two_models_are_refused(bench: Bench) -> None:
 @pytest.mark.parametrize("version", ["0.1.0", ""])
 def test_a_worker_of_another_version_is_refused(version: str) -> None:
     with pytest.raises(VersionMismatchError, match=f"^prefill-0.0 has Baton {version}, its supervisor {__version__}"):
-        Agreement().check(tiny_worker("prefill", 0), PrefillStatus(version=version))
+        CompatibilityCheck().check(tiny_worker("prefill", 0), PrefillStatus(version=version))
 
 
 def test_workers_on_one_kind_of_processor_have_the_same_kernels() -> None:
-    agreement = Agreement()
+    compatibility = CompatibilityCheck()
     ours = KernelChoice("Zen [12]", "dot", "widened", 64)
     others = KernelChoice("Xeon [34]", "tiles", "tiles", None)
     for rank, choice in enumerate((ours, others, ours)):
         status = PrefillStatus(version=__version__, kernels=kernels_to_proto(choice))
-        agreement.check(tiny_worker("prefill", rank), status)
+        compatibility.check(tiny_worker("prefill", rank), status)
     differing = PrefillStatus(version=__version__, kernels=kernels_to_proto(replace(ours, torch_rows=None)))
     with pytest.raises(
         VersionMismatchError, match=r"on Zen \[12\] differ in kernels: prefill-0.0 has .* prefill-0.3 has"
     ):
-        agreement.check(tiny_worker("prefill", 3), differing)
+        compatibility.check(tiny_worker("prefill", 3), differing)
 
 
 async def test_a_new_supervisor_counts_on_from_the_epoch_that_it_finds(bench: Bench) -> None:

@@ -37,7 +37,7 @@ from deploy.machine.doctor import (
     require,
     weight_bytes,
 )
-from deploy.machine.probe import Measured, measure
+from deploy.machine.probe import MeasuredRates, measure
 from tests.support.models.letter_models import write_letter_model
 
 pytestmark = pytest.mark.integration
@@ -241,7 +241,7 @@ def test_rates_are_those_of_the_configured_model_and_threads(
         monkeypatch.setattr(f"deploy.machine.probe.{name}", 2**18)
     asked = []
 
-    def recorded(shape: ModelShape, *args: Any, **options: Any) -> Measured:
+    def recorded(shape: ModelShape, *args: Any, **options: Any) -> MeasuredRates:
         asked.append((shape, *args, options))
         return measure(shape, *args, **options)
 

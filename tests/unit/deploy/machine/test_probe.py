@@ -11,7 +11,7 @@ from baton.errors import ConfigError
 from baton.planning.chips import Chip
 from baton.planning.model_shape import ModelShape
 from baton_lab.study.roofline import ServedModel, step_time
-from deploy.machine.probe import Measured, Steps, Stopwatch, chip_from, measure, read_rate, with_more_rows
+from deploy.machine.probe import MeasuredRates, Steps, Stopwatch, chip_from, measure, read_rate, with_more_rows
 from tests.support.manual_clock import ManualClock
 
 TINY = ModelShape(2, 64, 4, 2, 16, ffn=128, vocab=256)
@@ -58,7 +58,7 @@ def test_a_machine_that_only_reads_computes_at_least_so_much() -> None:
     found = chip_from(steps, 2e10, 1e10)
     assert max(steps.by_rows) == 640 and not steps.is_bound
     assert found.flops == pytest.approx(640 * 2 * PARAMS / steps.by_rows[640]) and found.flops < 1e15
-    assert "FLOP/s are at least that" in Measured(found, 1.0, steps.is_bound).doubt
+    assert "FLOP/s are at least that" in MeasuredRates(found, 1.0, steps.is_bound).doubt
 
 
 def test_noise_gives_no_impossible_machine() -> None:
@@ -92,8 +92,8 @@ def test_repeats_that_differ_are_said() -> None:
     assert steady == pytest.approx([0.01] * 7)
     assert uneven == pytest.approx([0.01, 0.02, 0.02, 0.03, 0.03, 0.03, 0.03])
     assert clock.spread == pytest.approx(3)
-    assert "this machine is busy" in Measured(CHIP, clock.spread).doubt
-    assert Measured(CHIP, 1.1).doubt == ""
+    assert "this machine is busy" in MeasuredRates(CHIP, clock.spread).doubt
+    assert MeasuredRates(CHIP, 1.1).doubt == ""
 
 
 def test_slow_calls_are_not_repeated_for_long() -> None:

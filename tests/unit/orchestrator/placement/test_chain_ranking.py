@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import DrainedError
-from baton.planning.cost_model import CostModel, Link
+from baton.planning.cost_model import CostModel, LinkModel
 from baton.planning.local_prefill import LocalPrefill
 from baton.planning.planner import ChainPlanner
 from baton.planning.step_times import StepTimes
@@ -45,7 +45,7 @@ CONFIG = OrchestratorConfig(block_tokens=BLOCK, prefill_wait_s=1e-4, generation_
 
 def planner(bandwidth: float, local: LocalPrefill | None) -> ChainPlanner:
     """With a link that slow; a rank computes the whole prompt in 150 ms."""
-    link = Link(2.3e-3, bandwidth)
+    link = LinkModel(2.3e-3, bandwidth)
     cost = CostModel(
         7, linear_s=3.3e-5 * math.pi, pair_s=5.4e-9 * math.pi, kv_bytes=KV_BYTES // 7, head_s=3e-4, link=link
     )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from baton.planning.cost_model import CostModel, Link
+from baton.planning.cost_model import CostModel, LinkModel
 from baton.types import Rank, TokenRange
 from orchestrator.membership.prefill_queues import Pending
 from orchestrator.placement.chain_width import ChainPlan, WidthPolicy, finishes_s, spaced_widths
@@ -237,7 +237,7 @@ def gives_way(pending: list[Pending], index: int) -> bool:
     return job.tenant != OURS and before_s / job.tenant.weight > own_s
 
 
-WIDE = CostModel(30, linear_s=3e-5, pair_s=1e-8, kv_bytes=768, fixed_s=1e-4, link=Link(1e-4, 5e8))
+WIDE = CostModel(30, linear_s=3e-5, pair_s=1e-8, kv_bytes=768, fixed_s=1e-4, link=LinkModel(1e-4, 5e8))
 
 
 def test_few_widths_tell_as_much_as_all(monkeypatch: pytest.MonkeyPatch) -> None:

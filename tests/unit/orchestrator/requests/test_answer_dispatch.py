@@ -14,7 +14,7 @@ import pytest
 
 from baton.modeling.prefix_store.node import DiskPlace
 from baton.modeling.prefix_store.store import PrefixStore
-from baton.planning.cost_model import CostModel, Link
+from baton.planning.cost_model import CostModel, LinkModel
 from baton.sampling_params import SamplingParams
 from baton.types import RequestId, TokenRange
 from baton.v1 import generate_pb2
@@ -42,7 +42,7 @@ PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=3, ignore_eos=True)
 FIRST = prompt(50)
 BLOCK_BYTES = file_bytes(random_decoder().layout, BLOCK)
-SLOW_LINKS = CostModel(10, linear_s=1e-4, pair_s=0.0, kv_bytes=100, link=Link(0.0, 1.0))
+SLOW_LINKS = CostModel(10, linear_s=1e-4, pair_s=0.0, kv_bytes=100, link=LinkModel(0.0, 1.0))
 """By which no node fetches from another."""
 with_and_without_ranks = pytest.mark.parametrize("num_ranks", [0, 2])
 

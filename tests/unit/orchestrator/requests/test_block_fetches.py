@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.planning.cost_model import CostModel, Link
+from baton.planning.cost_model import CostModel, LinkModel
 from baton.planning.local_prefill import LocalPrefill
 from baton.planning.planner import ChainPlanner
 from baton.sampling_params import SamplingParams
@@ -39,7 +39,7 @@ BLOCK_BYTES = file_bytes(random_decoder().layout, BLOCK)
 def planner(bandwidth: float = 1e9) -> ChainPlanner:
     """Predicts 10 s for a token's computing, until groups turn out to be faster, by at most a factor of 32; and for its
     KV of 1,000 bytes, a link of so many bytes a second."""
-    cost = CostModel(10, linear_s=1.0, pair_s=0.0, kv_bytes=100, link=Link(0.0, bandwidth))
+    cost = CostModel(10, linear_s=1.0, pair_s=0.0, kv_bytes=100, link=LinkModel(0.0, bandwidth))
     return planner_of(cost, steps=deciding_planner().steps, local=LocalPrefill(1.0, 2.0, 256))
 
 

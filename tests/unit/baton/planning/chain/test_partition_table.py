@@ -8,7 +8,7 @@ from baton.errors import ConfigError, InvalidArgumentError
 from baton.planning.chain.partition_table import Knot, PartitionTable, build_table
 from baton.planning.chain.search import search
 from baton.planning.chain.wavefront import chain_ttft
-from baton.planning.cost_model import PAPER, PAPER_OVERLAPPED, CostModel, Link
+from baton.planning.cost_model import PAPER, PAPER_OVERLAPPED, CostModel, LinkModel
 from baton.types import TokenRange
 
 COST = CostModel(32, 0.0790 / 1024 / 32, 0.02075 / 1024**2 / 32, 16384)
@@ -44,7 +44,7 @@ def test_paper_10k_on_four_ranks_from_8k_and_12k() -> None:
 @pytest.mark.parametrize("num_ranks", [4, 8])
 def test_prediction_is_within_the_papers_margin_of_the_search(num_tokens: int, num_ranks: int) -> None:
     """1.3 %, with knots 4k apart."""
-    cost = CostModel(32, COST.linear_s, COST.pair_s, 16384, link=Link(1e-4, 3e11))
+    cost = CostModel(32, COST.linear_s, COST.pair_s, 16384, link=LinkModel(1e-4, 3e11))
     around = [num_tokens // 4096 * 4096, num_tokens // 4096 * 4096 + 4096]
     table = build_table(cost, PAPER, {num_ranks: around})
     predicted = float(chain_ttft(lengths(table, num_tokens, num_ranks), cost, PAPER))

@@ -18,7 +18,7 @@ from baton.planning.cost_model import (
     STORE_AND_FORWARD,
     CostModel,
     Kernel,
-    Link,
+    LinkModel,
     Protocol,
 )
 from baton.planning.hardware import Hardware, derive
@@ -28,7 +28,7 @@ PER_TOKEN, PER_PAIR = 0.0790 / 1024, 0.02075 / 1024**2
 """Llama-7B on one A100, the whole model, from the paper's one-GPU row."""
 PAPER_COST = CostModel(32, PER_TOKEN / 32, PER_PAIR / 32, 16384)
 """Without links: as the paper's TTFT(p)."""
-SLOW = derive(SHAPES["llama-3.1-8b"], Hardware(4e14, 4e14, Link(15e-6, 1e9)))
+SLOW = derive(SHAPES["llama-3.1-8b"], Hardware(4e14, 4e14, LinkModel(15e-6, 1e9)))
 
 
 def ttft(chunks: tuple[int, ...], cost: CostModel, protocol: Protocol) -> float:
@@ -46,11 +46,11 @@ def compositions(num_tokens: int, num_ranks: int) -> NDArray[np.float64]:
     num_tokens=st.integers(4, 26),
     num_ranks=st.integers(2, 4),
     pair_s=st.sampled_from([0.0, 0.01, 0.1, 1.0]),
-    link=st.builds(Link, st.sampled_from([0.0, 1.0]), st.sampled_from([0.3, 1.0, 5.0, 1e6])),
+    link=st.builds(LinkModel, st.sampled_from([0.0, 1.0]), st.sampled_from([0.3, 1.0, 5.0, 1e6])),
     protocol=st.sampled_from(sorted(PROTOCOLS)),
 )
 def test_search_is_as_good_as_trying_everything(
-    num_tokens: int, num_ranks: int, pair_s: float, link: Link, protocol: str
+    num_tokens: int, num_ranks: int, pair_s: float, link: LinkModel, protocol: str
 ) -> None:
     cost = CostModel(5, 1.0, pair_s, 1, fixed_s=0.5, link=link)
     best_s = chain_ttft(compositions(num_tokens, num_ranks), cost, PROTOCOLS[protocol]).min()
@@ -66,7 +66,7 @@ def test_search_is_as_good_as_trying_everything(
 )
 @settings(max_examples=40, deadline=None)
 def test_chunks_cover_the_prompt(num_tokens: int, num_ranks: int, cached: int, bandwidth: float) -> None:
-    cost = CostModel(4, 1e-6, 1e-9, 4096, link=Link(1e-5, bandwidth))
+    cost = CostModel(4, 1e-6, 1e-9, 4096, link=LinkModel(1e-5, bandwidth))
     width = min(num_ranks, num_tokens)
     chunks = search(num_tokens, width, cost, BATON, cached=cached)
     assert (len(chunks), sum(chunks)) == (width, num_tokens)
@@ -115,7 +115,7 @@ def test_paper_grid_of_96_tokens() -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("num_tokens", [4096, 16384])
 def test_search_is_no_worse_than_the_papers_grid(num_tokens: int, num_ranks: int) -> None:
-    cost = CostModel(32, PER_TOKEN / 32, PER_PAIR / 32, 16384, link=Link(1e-4, 3e11))
+    cost = CostModel(32, PER_TOKEN / 32, PER_PAIR / 32, 16384, link=LinkModel(1e-4, 3e11))
 
     def evaluate(partitions: NDArray[np.float64]) -> NDArray[np.float64]:
         return chain_ttft(partitions, cost, PAPER)
@@ -149,7 +149,7 @@ def test_slow_links_give_the_last_rank_the_most(protocol: Protocol) -> None:
 
 
 def test_hopeless_links_leave_nearly_all_to_the_last_rank() -> None:
-    cost = CostModel(8, 1e-6, 0.0, 4096, link=Link(0.0, 1e5))
+    cost = CostModel(8, 1e-6, 0.0, 4096, link=LinkModel(0.0, 1e5))
     assert search(1000, 4, cost, BATON) == (1, 1, 1, 997)
 
 
@@ -162,7 +162,7 @@ def test_a_prefix_flattens_the_partition() -> None:
 
 def test_slack_buys_balance_and_costs_no_more_than_that() -> None:
     """Where issuing kernels takes longer than computing, ranks hardly matter; the seed is nearest to balance."""
-    cost = CostModel(32, PER_TOKEN / 32, PER_PAIR / 32, 16384, issue_s=3e-3, link=Link(1e-4, 3e11))
+    cost = CostModel(32, PER_TOKEN / 32, PER_PAIR / 32, 16384, issue_s=3e-3, link=LinkModel(1e-4, 3e11))
     exact, balanced = (search(4096, 8, cost, PAPER, slack=slack) for slack in (0.0, 0.005))
     assert ttft(exact, cost, PAPER) <= ttft(balanced, cost, PAPER) <= 1.005 * ttft(exact, cost, PAPER) * (1 + 1e-6)
     seed = np.array(analytic_seed(4096, 8, cost, PAPER.kernel))

@@ -21,7 +21,7 @@ from baton.planning.cost_model import (
     STORE_AND_FORWARD,
     CostModel,
     Kernel,
-    Link,
+    LinkModel,
     Protocol,
     Receive,
 )
@@ -30,16 +30,16 @@ from tests.support.folders import DATA
 from tests.support.wavefront import reference
 
 COST = CostModel(
-    num_layers=3, linear_s=1.0, pair_s=0.5, kv_bytes=10, project_share=0.25, head_s=0.75, link=Link(0.5, 40.0)
+    num_layers=3, linear_s=1.0, pair_s=0.5, kv_bytes=10, project_share=0.25, head_s=0.75, link=LinkModel(0.5, 40.0)
 )
 GOLDEN: dict[str, Any] = json.loads((DATA / "kv_runahead_tables.json").read_text())["golden"]
 """The paper's worked example, counted by hand."""
 PAIRS = CostModel(num_layers=1, linear_s=0.0, pair_s=1.0, kv_bytes=0)
 """A second for each (query, key) pair."""
-ENTRIES = CostModel(num_layers=1, linear_s=0.0, pair_s=1e-12, kv_bytes=2, link=Link(0.0, 1.0))
+ENTRIES = CostModel(num_layers=1, linear_s=0.0, pair_s=1e-12, kv_bytes=2, link=LinkModel(0.0, 1.0))
 """A second for each K or V entry that a link carries, and next to none for all else."""
 
-links = st.builds(Link, st.floats(0, 3), st.floats(0.5, 1000) | st.just(math.inf))
+links = st.builds(LinkModel, st.floats(0, 3), st.floats(0.5, 1000) | st.just(math.inf))
 costs = st.builds(
     CostModel,
     num_layers=st.integers(1, 6),
@@ -290,8 +290,8 @@ def test_own_chunk_first_hides_the_wait() -> None:
 def test_latency_is_paid_once_a_hop_and_not_once_a_layer() -> None:
     chunks = (100, 100, 100, 100)
     for num_layers in (4, 40):
-        cost = CostModel(num_layers, 1.0, 0.0, 1, link=Link(0.0))
-        late = CostModel(num_layers, 1.0, 0.0, 1, link=Link(7.0))
+        cost = CostModel(num_layers, 1.0, 0.0, 1, link=LinkModel(0.0))
+        late = CostModel(num_layers, 1.0, 0.0, 1, link=LinkModel(7.0))
         assert reference(chunks, late, PAPER_OVERLAPPED) - reference(chunks, cost, PAPER_OVERLAPPED) <= 3 * 7.0
         blocking = reference(chunks, late, PAPER) - reference(chunks, cost, PAPER)
         assert blocking >= num_layers * 7.0
@@ -299,7 +299,7 @@ def test_latency_is_paid_once_a_hop_and_not_once_a_layer() -> None:
 
 def test_every_step_from_the_paper_to_ours_helps() -> None:
     """Causal kernel, own chunk first, last layer cut short, chunks passed on as they come."""
-    cost = CostModel(32, 1e-6, 4e-11, 4096, link=Link(15e-6, 1e10))
+    cost = CostModel(32, 1e-6, 4e-11, 4096, link=LinkModel(15e-6, 1e10))
     steps = [
         PAPER_OVERLAPPED,
         Protocol(Kernel.CAUSAL, Receive.OVERLAPPED, skip_last=False),
@@ -313,8 +313,8 @@ def test_every_step_from_the_paper_to_ours_helps() -> None:
 
 def test_pushing_kv_exposes_the_tail_only() -> None:
     """If links are no slower than a layer, only the rest of the last layer is waited for."""
-    cost = CostModel(10, 1e-3, 0.0, 100, link=Link(0.0))
-    pushing = CostModel(10, 1e-3, 0.0, 100, link=Link(0.0), push=Link(0.25, 2e5))
+    cost = CostModel(10, 1e-3, 0.0, 100, link=LinkModel(0.0))
+    pushing = CostModel(10, 1e-3, 0.0, 100, link=LinkModel(0.0), push=LinkModel(0.25, 2e5))
     chunks = (50, 50)
     without, with_push = reference(chunks, cost, BATON), reference(chunks, pushing, BATON)
     last_layer_s = 50 * 100 / 2e5
@@ -322,7 +322,7 @@ def test_pushing_kv_exposes_the_tail_only() -> None:
 
 
 def test_one_prediction_takes_at_most_two_milliseconds_of_processor_time() -> None:
-    cost = CostModel(32, 1e-6, 4e-11, 4096, link=Link(15e-6, 1e10))
+    cost = CostModel(32, 1e-6, 4e-11, 4096, link=LinkModel(15e-6, 1e10))
 
     def used_s() -> float:
         began_s = time.thread_time()

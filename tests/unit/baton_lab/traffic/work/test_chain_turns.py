@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.planning.cost_model import CostModel, Link
+from baton.planning.cost_model import CostModel, LinkModel
 from baton.planning.hardware import HARDWARE, derive
 from baton.planning.model_shape import SHAPES
 from baton.results.prefill_trace import WidthChoice
@@ -27,8 +27,8 @@ REAL = derive(SHAPES["llama-3.1-8b"], HARDWARE["h100-flash"])
     "cost",
     [
         REAL,
-        replace(REAL, head_s=0.02, push=Link(1e-3, 1e9)),
-        replace(REAL, link=Link(1e-3, 1e9)),
+        replace(REAL, head_s=0.02, push=LinkModel(1e-3, 1e9)),
+        replace(REAL, link=LinkModel(1e-3, 1e9)),
         replace(REAL, num_layers=1),
         replace(REAL, num_layers=2, fixed_s=1e-3),
     ],

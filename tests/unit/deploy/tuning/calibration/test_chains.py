@@ -7,7 +7,7 @@ import pytest
 
 from baton.errors import InvalidArgumentError
 from baton.planning.calibration import nominal
-from baton.planning.cost_model import CostModel, Link
+from baton.planning.cost_model import CostModel, LinkModel
 from baton.planning.hardware import cpu_rank
 from baton.planning.model_shape import SHAPES
 from baton.planning.planner import ChainPlanner
@@ -26,7 +26,7 @@ SHAPE = SHAPES["smollm2-135m"]
 ASSUMED = nominal("smollm2-135m", "a core", SHAPE, cpu_rank(1, SHAPE.dtype_bytes))
 REQUEST_S = 0.02
 TRUE = CostModel(
-    30, 40e-6, 20e-9, SHAPE.kv_bytes, SHAPE.project_share, fixed_s=1e-3, head_s=REQUEST_S, link=Link(2e-4, 1e9)
+    30, 40e-6, 20e-9, SHAPE.kv_bytes, SHAPE.project_share, fixed_s=1e-3, head_s=REQUEST_S, link=LinkModel(2e-4, 1e9)
 )
 """What the timings below are made of; the assumed costs differ."""
 PLANNER = ChainPlanner(dataclasses.replace(ASSUMED, cost=TRUE), max_ranks=2, max_tokens=4096)

@@ -14,7 +14,7 @@ from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.selection import Picks
 from baton.modeling.kv.buffers import BufferSpan, KvBuffer, byte_view
 from baton.types import SlotId, TokenRange
-from deploy.tuning.selection.metrics import PicksMeter, agreement, perplexities, perplexity, relative_cost
+from deploy.tuning.selection.metrics import PicksMeter, compatibility, perplexities, perplexity, relative_cost
 from deploy.tuning.selection.passages import Context, Passage, PassageRows, Reading, prefill, read, shape_for
 from generate_workers.residency.policies import make_residency
 from generate_workers.residency.port import KvShape
@@ -179,4 +179,4 @@ def test_metrics_are_what_their_names_say() -> None:
     assert cost == pytest.approx(math.exp(0.2) - 1, rel=1e-5)
     assert error == pytest.approx(math.exp(0.2) * 0.1, rel=1e-5)  # the gaps' deviation is .1414, over the root of two
     assert math.isnan(relative_cost(reference_BM[:1], reference_BM[:1])[1])
-    assert agreement(torch.tensor([[1, 2], [3, 4]]), torch.tensor([[1, 2], [3, 5]])) == 0.75
+    assert compatibility(torch.tensor([[1, 2], [3, 4]]), torch.tensor([[1, 2], [3, 5]])) == 0.75

@@ -5,7 +5,7 @@ _MOST_INTERVALS = 3
 answer take two, unless the process that sends them does not run itself."""
 
 
-class Silence:
+class FailureDetector:
     """The time since the first heartbeat that a process left unanswered after its last answer."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Finds the best use of one machine's cores: an engine that also prefills, or a chain of ranks and a separate engine.
 
-The cost model predicts two numbers for each way, with a nominal request: the requests a second that it can serve, and
+The cost model predicts two numbers for each plan, with a nominal request: the requests a second that it can serve, and
 the time to first token on an idle machine. Cores that alternate between prefill and generation are never idle. Separate
 cores keep long prompts from delaying running streams, and cost nothing if steps are bound by the memory that all cores
 share. Pure.
@@ -24,12 +24,12 @@ OUTPUT_TOKENS = 128
 MOST_RANKS = 8
 """Longest chain that is considered."""
 _ALIKE = 0.05
-"""Fraction of the highest request rate that a way may lose for a shorter time to first token."""
+"""Fraction of the highest request rate that a plan may lose for a shorter time to first token."""
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to divide a machine's cores, with its predictions for the nominal request."""
+class CorePlan:
+    """A way to divide a machine's cores, with its predictions for the nominal request."""
 
     num_ranks: int
     """Prefill ranks of one thread each; 0: the generation engine prefills by itself."""
@@ -53,20 +53,20 @@ class Costs:
     num_slots: int
     """Rows of the generation engine's batch."""
 
-    def together(self, num_cores: int) -> Way:
+    def together(self, num_cores: int) -> CorePlan:
         """Predict an engine that has all cores and prefills by itself."""
         prefill_s = float(chain_ttft([PROMPT_TOKENS], self.prefill(num_cores).cost, BATON))
         request_s = prefill_s + self._generation_s(num_cores)
-        return Way(0, num_cores, 1 / request_s, prefill_s)
+        return CorePlan(0, num_cores, 1 / request_s, prefill_s)
 
-    def apart(self, num_cores: int, num_ranks: int) -> Way:
+    def apart(self, num_cores: int, num_ranks: int) -> CorePlan:
         """Predict a chain of ranks with one core each, and an engine with the remaining cores."""
         cost, num_threads = self.prefill(1).cost, num_cores - num_ranks
         chunks = np.array([analytic_seed(PROMPT_TOKENS, num_ranks, cost, BATON.kernel)], dtype=np.float64)
         is_last = np.arange(num_ranks) == num_ranks - 1
         busy_s = float(rank_seconds(work_of(chunks, cost, BATON, 0), is_last, cost, BATON).max()) + cost.head_s
         request_s = max(busy_s, self._generation_s(num_threads))
-        return Way(num_ranks, num_threads, 1 / request_s, float(chain_ttft(chunks, cost, BATON)[0]))
+        return CorePlan(num_ranks, num_threads, 1 / request_s, float(chain_ttft(chunks, cost, BATON)[0]))
 
     def _generation_s(self, num_threads: int) -> float:
         """Return the seconds of an engine's time that the nominal answer takes in a full batch."""
@@ -74,15 +74,15 @@ class Costs:
         return OUTPUT_TOKENS * step_s / self.num_slots
 
 
-def ways(costs: Costs, num_cores: int, most_workers: int) -> list[Way]:
-    """Return all ways to divide `num_cores` among at most `most_workers` workers, the one without a chain first."""
+def core_plans(costs: Costs, num_cores: int, most_workers: int) -> list[CorePlan]:
+    """Return all plans to divide `num_cores` among at most `most_workers` workers, the one without a chain first."""
     most_ranks = min(num_cores - 1, most_workers - 1, MOST_RANKS)
     return [costs.together(num_cores), *(costs.apart(num_cores, each) for each in range(1, most_ranks + 1))]
 
 
-def best_way(found: Sequence[Way]) -> Way:
-    """Return the way with the shortest time to first token among those that serve nearly the most requests a second.
-    Of equal ways, return the first."""
-    most = max(way.requests_per_s for way in found)
-    near = [way for way in found if way.requests_per_s >= (1 - _ALIKE) * most]
-    return min(near, key=lambda way: way.first_token_s)
+def best_core_plan(found: Sequence[CorePlan]) -> CorePlan:
+    """Return the plan with the shortest time to first token among those that serve nearly the most requests a second.
+    Of equal plans, return the first."""
+    most = max(plan.requests_per_s for plan in found)
+    near = [plan for plan in found if plan.requests_per_s >= (1 - _ALIKE) * most]
+    return min(near, key=lambda plan: plan.first_token_s)

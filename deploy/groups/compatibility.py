@@ -16,7 +16,7 @@ from deploy.groups.worker import WorkerStatus
 
 
 @dataclass
-class Agreement:
+class CompatibilityCheck:
     """Properties that workers of a cluster must share. All workers have the supervisor's version. Workers with the same
     model folder have one KV layout, and workers on the same kind of processor have the same kernels. The first worker
     that is checked sets layout and kernels."""

@@ -2,8 +2,8 @@
 
 import pytest
 
+from deploy.groups.failure_detector import FailureDetector
 from deploy.groups.heartbeats import Heartbeats
-from deploy.groups.silence import Silence
 from deploy.groups.surroundings import Heartbeat, Surroundings
 from deploy.groups.worker import Worker
 from tests.support.clusters.workers import InProcessSpawner, tiny_worker
@@ -13,13 +13,13 @@ pytestmark = pytest.mark.integration
 
 
 def test_silence_begins_with_the_first_unanswered_heartbeat_since_the_last_answer() -> None:
-    silence = Silence()
-    assert not silence.has_begun
-    assert [silence.go_on(50.0, 51.0, 1.0), silence.go_on(52.0, 53.5, 1.0)] == [1.0, 3.5]
-    assert silence.has_begun
-    silence.end()
-    assert not silence.has_begun
-    assert silence.go_on(90.0, 90.5, 1.0) == 0.5
+    failure_detector = FailureDetector()
+    assert not failure_detector.has_begun
+    assert [failure_detector.go_on(50.0, 51.0, 1.0), failure_detector.go_on(52.0, 53.5, 1.0)] == [1.0, 3.5]
+    assert failure_detector.has_begun
+    failure_detector.end()
+    assert not failure_detector.has_begun
+    assert failure_detector.go_on(90.0, 90.5, 1.0) == 0.5
 
 
 class StoppedClock(ManualClock):
