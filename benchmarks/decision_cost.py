@@ -124,7 +124,9 @@ def _busy(chooser: Chooser, members: Membership, work: ExitStack) -> None:
     for number, group in enumerate(members.present.prefill):
         for job in range(2):
             left_s = {Rank(0): 60.0 + 0.001 * ((7 * number + 3 * job) % 50)}
-            members.prefill_queues.add(group.life, JobId(job), Pending(now_s + job, now_s + 600.0, left_s), now_s)
+            members.prefill_queues.add(
+                group.incarnation, JobId(job), Pending(now_s + job, now_s + 600.0, left_s), now_s
+            )
     for number, row in ((each, row) for each in range(num_groups) for row in range(8 + each % 5)):
         prompt = (number, *range(100 + (70 * number + 50 * row) % 900))
         record = RequestRecord.of(Request(RequestId(f"{number}.{row}"), prompt, SamplingParams(max_tokens=200)), 1)
@@ -132,7 +134,7 @@ def _busy(chooser: Chooser, members: Membership, work: ExitStack) -> None:
         record.place(clock)
         generation = members.present.generation[number]
         work.enter_context(members.hold(generation.name, 1))
-        chooser.generation_load.place(record, generation.life)
+        chooser.generation_load.place(record, generation.incarnation)
 
 
 def shortlist_ms(planner: RecallingPlanner, num_groups: int, num_calls: int) -> float:

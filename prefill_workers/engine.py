@@ -96,7 +96,7 @@ class PrefillEngine:
         self._changed = threading.Condition()
         self._starting = threading.Lock()
         self._tally = Tally()
-        self._life: EpochSession | None = None
+        self._session: EpochSession | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="prefill-engine")
         self._thread.start()  # uses only the lock until a job comes, so the rest may be set up after it
@@ -110,18 +110,18 @@ class PrefillEngine:
         EpochEndedError for an epoch that is not above the last, UnavailableError while closing or hanging, and any
         error of `connect`; no epoch is then running."""
         with self._starting:
-            life = self._begin_life(epoch, rank, num_ranks)
+            session = self._begin_life(epoch, rank, num_ranks)
             try:
-                life.open(connect(life))
+                session.open(connect(session))
             except BaseException as error:
-                life.end(error if isinstance(error, BatonError) else ChainError(f"epoch {epoch}: {error!r}"))
+                session.end(error if isinstance(error, BatonError) else ChainError(f"epoch {epoch}: {error!r}"))
                 raise
 
     def end_epoch(self, error: BatonError) -> None:
         """Fail all jobs with `error`, and serve none until the next `start_epoch`. Does nothing without an epoch."""
         with self._changed:
-            if self._life is not None:
-                self._life.end(error)
+            if self._session is not None:
+                self._session.end(error)
 
     @contextmanager
     def expect(self, epoch: Epoch, number: JobId) -> Iterator[None]:
@@ -129,14 +129,14 @@ class PrefillEngine:
         it, messages of other ranks for this job wait, and those ranks are notified to keep waiting. Does nothing for
         another epoch than the present."""
         with self._changed:
-            life = self._life if self._life is not None and self._life.epoch == epoch else None
-            if life is not None:
-                life.announce(number)
+            session = self._session if self._session is not None and self._session.epoch == epoch else None
+            if session is not None:
+                session.announce(number)
         try:
             yield
         finally:
-            if life is not None:
-                life.withdraw(number)
+            if session is not None:
+                session.withdraw(number)
 
     def submit(self, job: Job, kv_sender: KvSender) -> Future[JobReport]:
         """Take a job and return its future. The future resolves, on the engine's thread, when the job is computed,
@@ -145,14 +145,14 @@ class PrefillEngine:
         submitted), InvalidArgumentError, ResourceExhaustedError."""
         self._check_tokens(job)
         with self._changed:
-            life = self._life
-            if life is None:
+            session = self._session
+            if session is None:
                 raise EpochEndedError(f"job {job.number}: no epoch has begun on this rank: start one")
-            life.admit(job)
-            if len(life.job_scheduler) >= self._max_jobs:
-                raise ResourceExhaustedError(f"{self._max_jobs} jobs are in flight on rank {life.rank}: retry later")
-            chain_job = self._make(job, kv_sender, life)
-            life.job_scheduler.add(chain_job)
+            session.admit(job)
+            if len(session.job_scheduler) >= self._max_jobs:
+                raise ResourceExhaustedError(f"{self._max_jobs} jobs are in flight on rank {session.rank}: retry later")
+            chain_job = self._make(job, kv_sender, session)
+            session.job_scheduler.add(chain_job)
             self._changed.notify_all()
         if job.masks is not None:
             job.masks.add_done_callback(self._wake)
@@ -162,7 +162,7 @@ class PrefillEngine:
         """Give a job up, so that its future soon fails with `error`, by default RequestCancelledError, unless it is
         over. Later ranks are notified by a message on the links. A number that is not in flight is ignored."""
         with self._changed:
-            job = self._life.job_scheduler.get(number) if self._life is not None else None
+            job = self._session.job_scheduler.get(number) if self._session is not None else None
             if job is not None:
                 job.fail(error or RequestCancelledError(f"job {number} was cancelled"))
                 self._changed.notify_all()
@@ -170,13 +170,13 @@ class PrefillEngine:
     def status(self) -> PrefillEngineStatus:
         """Return a snapshot of the engine's epoch, jobs and progress."""
         with self._changed:
-            life = self._life
-            if life is None:
+            session = self._session
+            if session is None:
                 return PrefillEngineStatus(Epoch(0), "no epoch has begun", 0, 0, 0)
-            error = str(life.error or "") if life.links or life.error else "the ranks are meeting"
+            error = str(session.error or "") if session.links or session.error else "the ranks are meeting"
             tally = self._tally
-            num_jobs = len(life.job_scheduler)
-            return PrefillEngineStatus(life.epoch, error, num_jobs, tally.progress, tally.num_jobs_done, self._stall)
+            num_jobs = len(session.job_scheduler)
+            return PrefillEngineStatus(session.epoch, error, num_jobs, tally.progress, tally.num_jobs_done, self._stall)
 
     def close(self, timeout_s: float = 1.0) -> None:
         """End the epoch and both threads; wait at most `timeout_s` for peers to close links. Blocks. Idempotent."""
@@ -188,14 +188,14 @@ class PrefillEngine:
         self._has_left.set()
         self._watcher.join()
         self.decoder.device.link.rest()
-        if self._life is not None and self._life.links is not None:
-            self._life.links.wait_closed(timeout_s)
+        if self._session is not None and self._session.links is not None:
+            self._session.links.wait_closed(timeout_s)
 
     @property
     def rank(self) -> Rank | None:
         """Return this rank's place in the present epoch's group; None before the first epoch."""
         with self._changed:
-            return self._life.rank if self._life is not None else None
+            return self._session.rank if self._session is not None else None
 
     @property
     def _stall(self) -> str:
@@ -210,7 +210,7 @@ class PrefillEngine:
 
     def _begin_life(self, epoch: Epoch, rank: Rank, num_ranks: int) -> EpochSession:
         with self._changed:
-            last = self._life
+            last = self._session
             if last is not None and epoch <= last.epoch:
                 raise EpochEndedError(f"epoch {epoch} is not above {last.epoch}, the last: use a higher number")
             if last is not None:
@@ -220,11 +220,11 @@ class PrefillEngine:
                 raise UnavailableError(f"this prefill rank hangs ({self._stall}): replace it")
             if self._closing:
                 raise UnavailableError("this prefill rank is leaving: use another")
-            life = EpochSession(
+            session = EpochSession(
                 epoch, rank, num_ranks, lock=self._changed, clock=self._clock, floor_s=self._floor_s, tally=self._tally
             )
-            self._life = life
-            return life
+            self._session = session
+            return session
 
     def _check_tokens(self, job: Job) -> None:
         config = self.decoder.config
@@ -235,9 +235,9 @@ class PrefillEngine:
         if highest >= config.vocab_size:
             raise InvalidArgumentError(f"token id {highest}: the model knows ids below {config.vocab_size}")
 
-    def _make(self, job: Job, kv_sender: KvSender, life: EpochSession) -> ChainJob:
-        layout, own = self.decoder.layout, job.chunks[job.ranks.index(life.rank)]
-        is_linked = life.links is not None and life.links.on_device
+    def _make(self, job: Job, kv_sender: KvSender, session: EpochSession) -> ChainJob:
+        layout, own = self.decoder.layout, job.chunks[job.ranks.index(session.rank)]
+        is_linked = session.links is not None and session.links.on_device
         make_buffer = self.decoder.device.buffer if is_linked else self._make_buffer
         self._room.promise(job, own, num_layers=layout.num_layers if is_linked else 1)
         try:
@@ -249,7 +249,7 @@ class PrefillEngine:
         payload_of = device_bytes if is_linked else byte_view
         clock, lock = self._clock, self._changed
         pipeline = KvPipeline(
-            job, life.rank, own_kv, earlier_kv, clock=clock, lock=lock, send=life.send, payload_of=payload_of
+            job, session.rank, own_kv, earlier_kv, clock=clock, lock=lock, send=session.send, payload_of=payload_of
         )
         chain_job = ChainJob(
             job, kv_sender, pipeline, own_kv=own_kv, decoder=self.decoder, clock=clock, is_linked=is_linked
@@ -271,10 +271,10 @@ class PrefillEngine:
     def _step(self) -> bool:
         """Settle jobs that are over and run a turn, or wait for a change. Return False when closed and without jobs."""
         with self._changed:
-            life = self._life
-            patience_s = life.patience_s() if life is not None else None
-            over = life.job_scheduler.take_over() if life is not None else []
-            job = life.job_scheduler.next_runnable() if life is not None else None
+            session = self._session
+            patience_s = session.patience_s() if session is not None else None
+            over = session.job_scheduler.take_over() if session is not None else []
+            job = session.job_scheduler.next_runnable() if session is not None else None
             if not over and job is None:
                 if self._closing:
                     return False
@@ -292,8 +292,8 @@ class PrefillEngine:
                 has_worked = self._turns.look()
                 if self._stall:
                     self._changed.notify_all()  # `_begin_life` does not wait for a thread that hangs
-                elif self._life is not None:
-                    self._life.tell_waiting(has_worked)
+                elif self._session is not None:
+                    self._session.tell_waiting(has_worked)
 
     def _turn(self, job: ChainJob) -> None:
         error: BatonError | None = None

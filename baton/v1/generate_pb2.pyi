@@ -60,7 +60,7 @@ class StreamRequest(_message.Message):
     the streams of one that died. 0: it ends with its reader.
     """
     number: _builtins.int
-    """The sender's number of this stream, unique over all lives of the orchestrator. Cancel names it."""
+    """The sender's number of this stream, unique over all restarts of the orchestrator. Cancel names it."""
     @_builtins.property
     def history(self) -> _common_pb2.History: ...
     @_builtins.property

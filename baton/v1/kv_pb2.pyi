@@ -52,7 +52,7 @@ class ReserveRequest(_message.Message):
     refuses.
     """
     number: _builtins.int
-    """Number by which AbortRequest may name this Reserve, unique over all lives of the caller. A repeated number gets the
+    """Number by which AbortRequest may name this Reserve, unique over all restarts of the caller. A repeated number gets the
     same lease. 0: no number.
     """
     @_builtins.property

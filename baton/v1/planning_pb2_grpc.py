@@ -66,7 +66,7 @@ class PlanningServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UseCalibration(self, request, context):
-        """Predicts by the given calibration from now on, and keeps it for the orchestrator's next lives. INVALID_ARGUMENT
+        """Predicts by the given calibration from now on, and keeps it for the orchestrator's next incarnations. INVALID_ARGUMENT
         when it is of another model or hardware, or predicts many times as much, or as little, as the one in force.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -80,7 +80,7 @@ class PlanningServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UseStepTimes(self, request, context):
-        """Predicts by the given step times from now on, and keeps them for the orchestrator's next lives. INVALID_ARGUMENT
+        """Predicts by the given step times from now on, and keeps them for the orchestrator's next incarnations. INVALID_ARGUMENT
         when they are of another model or hardware, or predict many times as much, or as little, as those in force.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

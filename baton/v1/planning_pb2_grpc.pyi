@@ -35,12 +35,12 @@ class PlanningStub:
     def __new__(cls, channel: _aio.Channel) -> PlanningAsyncStub: ...
     GetCalibration: _grpc.UnaryUnaryMultiCallable[_planning_pb2.GetCalibrationRequest, _planning_pb2.CalibrationInUse]
     UseCalibration: _grpc.UnaryUnaryMultiCallable[_planning_pb2.UseCalibrationRequest, _planning_pb2.CalibrationInUse]
-    """Predicts by the given calibration from now on, and keeps it for the orchestrator's next lives. INVALID_ARGUMENT
+    """Predicts by the given calibration from now on, and keeps it for the orchestrator's next incarnations. INVALID_ARGUMENT
     when it is of another model or hardware, or predicts many times as much, or as little, as the one in force.
     """
     GetStepTimes: _grpc.UnaryUnaryMultiCallable[_planning_pb2.GetStepTimesRequest, _planning_pb2.StepTimesInUse]
     UseStepTimes: _grpc.UnaryUnaryMultiCallable[_planning_pb2.UseStepTimesRequest, _planning_pb2.StepTimesInUse]
-    """Predicts by the given step times from now on, and keeps them for the orchestrator's next lives. INVALID_ARGUMENT
+    """Predicts by the given step times from now on, and keeps them for the orchestrator's next incarnations. INVALID_ARGUMENT
     when they are of another model or hardware, or predict many times as much, or as little, as those in force.
     """
 
@@ -49,12 +49,12 @@ class PlanningAsyncStub(PlanningStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetCalibration: _aio.UnaryUnaryMultiCallable[_planning_pb2.GetCalibrationRequest, _planning_pb2.CalibrationInUse]  # type: ignore[assignment]
     UseCalibration: _aio.UnaryUnaryMultiCallable[_planning_pb2.UseCalibrationRequest, _planning_pb2.CalibrationInUse]  # type: ignore[assignment]
-    """Predicts by the given calibration from now on, and keeps it for the orchestrator's next lives. INVALID_ARGUMENT
+    """Predicts by the given calibration from now on, and keeps it for the orchestrator's next incarnations. INVALID_ARGUMENT
     when it is of another model or hardware, or predicts many times as much, or as little, as the one in force.
     """
     GetStepTimes: _aio.UnaryUnaryMultiCallable[_planning_pb2.GetStepTimesRequest, _planning_pb2.StepTimesInUse]  # type: ignore[assignment]
     UseStepTimes: _aio.UnaryUnaryMultiCallable[_planning_pb2.UseStepTimesRequest, _planning_pb2.StepTimesInUse]  # type: ignore[assignment]
-    """Predicts by the given step times from now on, and keeps them for the orchestrator's next lives. INVALID_ARGUMENT
+    """Predicts by the given step times from now on, and keeps them for the orchestrator's next incarnations. INVALID_ARGUMENT
     when they are of another model or hardware, or predict many times as much, or as little, as those in force.
     """
 
@@ -72,7 +72,7 @@ class PlanningServicer(metaclass=_abc_1.ABCMeta):
         request: _planning_pb2.UseCalibrationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_planning_pb2.CalibrationInUse, _abc.Awaitable[_planning_pb2.CalibrationInUse]]:
-        """Predicts by the given calibration from now on, and keeps it for the orchestrator's next lives. INVALID_ARGUMENT
+        """Predicts by the given calibration from now on, and keeps it for the orchestrator's next incarnations. INVALID_ARGUMENT
         when it is of another model or hardware, or predicts many times as much, or as little, as the one in force.
         """
 
@@ -89,7 +89,7 @@ class PlanningServicer(metaclass=_abc_1.ABCMeta):
         request: _planning_pb2.UseStepTimesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_planning_pb2.StepTimesInUse, _abc.Awaitable[_planning_pb2.StepTimesInUse]]:
-        """Predicts by the given step times from now on, and keeps them for the orchestrator's next lives. INVALID_ARGUMENT
+        """Predicts by the given step times from now on, and keeps them for the orchestrator's next incarnations. INVALID_ARGUMENT
         when they are of another model or hardware, or predict many times as much, or as little, as those in force.
         """
 

@@ -134,7 +134,7 @@ class Placing:
         start = min(held, num_tokens - 1)
         if start not in chains:
             chains[start] = self._policy.chains(TokenRange(start, num_tokens))
-        pending = self.prefill_queues.pending(member.prefill_view.life, now_s)
+        pending = self.prefill_queues.pending(member.prefill_view.incarnation, now_s)
         chain = chains[start].plan(len(member.prefill_view.endpoints), pending, now_s)
         own_s = chain.choice.predicted_s or 0.0
         terms = chain_terms(

@@ -201,7 +201,7 @@ class Simulation:
         self.fleet.hold(spot.prefill, 1)
         self.fleet.hold(spot.generation, 1)
         self.fleet.work(spot.prefill, sum(spot.plan.job.left_s.values()) / self.sizes.num_ranks)
-        self.placing.prefill_queues.add(spot.prefill.prefill_view.life, JobId(job.number), spot.plan.job, now_s)
+        self.placing.prefill_queues.add(spot.prefill.prefill_view.incarnation, JobId(job.number), spot.plan.job, now_s)
         spot.prefill.chain.add(job.number, spot.plan, now_s)
         self._watch(spot.prefill, spot.prefill.chain.next_turn_s, self._advance_chain)
         return True
@@ -224,7 +224,7 @@ class Simulation:
         now_s = self.timeline.now_s()
         parts, jobs = member.chain.advance(now_s)
         for number, rank in parts:
-            self.placing.prefill_queues.release(member.prefill_view.life, JobId(number), [rank], now_s)
+            self.placing.prefill_queues.release(member.prefill_view.incarnation, JobId(number), [rank], now_s)
         for number, end_s in jobs:
             spot = self._jobs[number].spot
             assert spot is not None

@@ -64,7 +64,7 @@ class OrchestratorPlan:
     """Seconds in which the orchestrator must serve clients once its process runs."""
 
 
-class _Life:
+class _Incarnation:
     """One process of the orchestrator, with the channel to it. Its replacement is another _Life."""
 
     def __init__(self, handle: WorkerHandle) -> None:
@@ -100,7 +100,7 @@ class OrchestratorKeeper:
         self._plan = plan
         self._view = view
         self._around = around
-        self._life: _Life | None = None
+        self._incarnation: _Incarnation | None = None
         self._planner: ChainPlanner | None = None
         self._failure_detector = FailureDetector()
         self._news = asyncio.Event()
@@ -110,7 +110,7 @@ class OrchestratorKeeper:
     @property
     def pid(self) -> int:
         """Process id of the running orchestrator; 0 when none runs."""
-        return 0 if self._life is None or self._life.handle.ended else self._life.handle.pid
+        return 0 if self._incarnation is None or self._incarnation.handle.ended else self._incarnation.handle.pid
 
     def tell(self) -> None:
         """Push the changed view now, without waiting for the next heartbeat."""
@@ -130,7 +130,7 @@ class OrchestratorKeeper:
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
-        await self._end_life()
+        await self._end_incarnation()
 
     async def _keep(self) -> None:
         heartbeat = self._around.heartbeat
@@ -148,55 +148,55 @@ class OrchestratorKeeper:
             async with asyncio.timeout(self._around.heartbeat.interval_s):  # wait_for may swallow a cancellation
                 await self._news.wait()
         self._news.clear()
-        life = self._life
-        if life is None or life.handle.ended:
+        incarnation = self._incarnation
+        if incarnation is None or incarnation.handle.ended:
             await self._replace()
             return
         heartbeat, asked_s = self._around.heartbeat, self._around.clock.now_s()
         try:
-            status = await self._push(life, heartbeat.interval_s)
+            status = await self._push(incarnation, heartbeat.interval_s)
         except grpc.aio.AioRpcError as error:
             silent_s = self._failure_detector.go_on(asked_s, self._around.clock.now_s(), heartbeat.interval_s)
             if silent_s > heartbeat.dead_after_s:
                 logger.warning("the orchestrator has been silent for %.1f s (%s): killing it", silent_s, error.code())
-                await life.kill()
+                await incarnation.kill()
                 await self._replace()
         else:
             self._failure_detector.end()
             self.orders = self.follow(orders_from_proto(status.orders))
 
-    async def _push(self, life: _Life, timeout_s: float) -> pb.OrchestratorStatus:
+    async def _push(self, incarnation: _Incarnation, timeout_s: float) -> pb.OrchestratorStatus:
         """Send one heartbeat, with the view."""
         request = pb.UpdateRequest(view=view_to_proto(self._view()), kept=orders_to_proto(self.orders))
-        return await life.stub.Update(request, timeout=timeout_s)
+        return await incarnation.stub.Update(request, timeout=timeout_s)
 
     async def _replace(self) -> None:
         logger.warning("the orchestrator has ended: replacing it")
         try:
-            await self._end_life()
+            await self._end_incarnation()
             await self._begin()
         except BatonError as refused:
             logger.warning("the orchestrator failed to start (%s); retrying in one heartbeat", refused)
 
     async def _begin(self, process: WorkerHandle | None = None) -> None:
-        life = _Life(process or await self._around.spawner.start(self._plan.worker))
+        incarnation = _Incarnation(process or await self._around.spawner.start(self._plan.worker))
         try:
-            status = await self._serve(life)
+            status = await self._serve(incarnation)
         except BaseException:
-            await life.kill()
-            await life.close()
+            await incarnation.kill()
+            await incarnation.close()
             raise
-        self._life = life
+        self._incarnation = incarnation
         self.ports = (status.port, status.metrics_port if status.HasField("metrics_port") else None)
         self._failure_detector.end()
 
-    async def _serve(self, life: _Life) -> pb.OrchestratorStatus:
+    async def _serve(self, incarnation: _Incarnation) -> pb.OrchestratorStatus:
         """Let the orchestrator serve clients, unless it does already. Raises its error when it cannot."""
         timeout_s = self._plan.start_timeout_s
         try:
             with translate_rpc_errors():
-                status = await self._push(life, timeout_s)
-                return status if status.port else await life.stub.Serve(await self._request(), timeout=timeout_s)
+                status = await self._push(incarnation, timeout_s)
+                return status if status.port else await incarnation.stub.Serve(await self._request(), timeout=timeout_s)
         except DeadlineExceededError as error:
             raise UnavailableError(f"the orchestrator did not start within {timeout_s:g} s: see its output") from error
 
@@ -222,10 +222,10 @@ class OrchestratorKeeper:
             logger.warning("the former calibration stays in force: %s", error)
         return self._planner
 
-    async def _end_life(self) -> None:
-        if self._life is not None:
-            await self._life.close()
-        self._life = None
+    async def _end_incarnation(self) -> None:
+        if self._incarnation is not None:
+            await self._incarnation.close()
+        self._incarnation = None
 
 
 def _keep(orders: Orders) -> Orders:

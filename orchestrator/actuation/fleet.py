@@ -68,7 +68,7 @@ class LiveFleet:
         """Return, for each prefill group that may get work, the seconds for which its jobs keep it busy."""
         now_s, members = self._clock.now_s(), self._members
         return [
-            sum(sum(job.left_s.values()) for job in members.prefill_queues.pending(group.life, now_s))
+            sum(sum(job.left_s.values()) for job in members.prefill_queues.pending(group.incarnation, now_s))
             / len(group.endpoints)
             for group in members.view.prefill
             if group.ready
@@ -79,7 +79,7 @@ class LiveFleet:
         their answers become as long as the longest ones of such prompts lately."""
         seconds = []
         for group in self._members.view.generation:
-            if group.ready and (rows := self._generation_load.records(group.life)):
+            if group.ready and (rows := self._generation_load.records(group.incarnation)):
                 context = sum(record.num_tokens for record in rows) / len(rows)
                 seconds.append(max(map(self._tokens_left, rows)) * service.step_s(len(rows), context))
             elif group.ready:

@@ -34,7 +34,7 @@ def view_to_proto(view: ClusterView) -> pb.ClusterView:
 
 
 def view_from_proto(message: pb.ClusterView) -> ClusterView:
-    """Return the view. Each group, and its `life`, equals the one that was sent."""
+    """Return the view. Each group, and its `incarnation`, equals the one that was sent."""
     return ClusterView(
         prefill=tuple(_of(PrefillGroup, group) for group in message.prefill),
         generation=tuple(_of(GenerationGroup, group) for group in message.generation),

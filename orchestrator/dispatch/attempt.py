@@ -67,7 +67,7 @@ class _Learnt:
     full_since_s: float = math.inf
     """Time when a group that should have room first refused the attempt, on the clock's now_s."""
     full: set[Hashable] = field(default_factory=set)
-    """Incarnations (`life`) of groups that refused the attempt for lack of room; cleared once all have refused."""
+    """Incarnations of groups that refused the attempt for lack of room; cleared once all have refused."""
     trusts_hints: bool = True
     """True while the attempt relies on the prefix index; false once blocks that the index named were missing."""
     fetch: PrefixFetch | None = None
@@ -218,7 +218,7 @@ class AttemptRunner:
         except BaseException as error:
             if isinstance(error, BatonError) and not isinstance(error, StalePrefixError):
                 is_chains = way is not None and prefill is not None and error is failure_of(prefill)
-                record.blame(way.group.life if way is not None and is_chains else home.group.life)
+                record.blame(way.group.incarnation if way is not None and is_chains else home.group.incarnation)
             if lease is not None and not record.is_complete:  # a complete request's rows may still be stored
                 self._lease_reaper.abort(home.group.endpoint, lease.ref)
             raise
@@ -228,7 +228,7 @@ class AttemptRunner:
         group, predicted_s = home.group, 0.0
         if self._planner.steps is not None:
             num_rows = max(self._members.load(group.name).num_slots, 1)
-            context = self.chooser.generation_load.context_tokens(group.life)
+            context = self.chooser.generation_load.context_tokens(group.incarnation)
             predicted_s = self._planner.step_s(num_rows, home.record.num_tokens if context is None else context)
         return TokenAttribution(group.name, prefill, predicted_s)
 
@@ -270,12 +270,12 @@ class AttemptRunner:
                 learnt.full_since_s = min(learnt.full_since_s, self._clock.now_s())
                 give_up_s = learnt.full_since_s + self._config.generation_wait_s
                 if not isinstance(error, ResourceExhaustedError) or self._clock.now_s() > give_up_s:
-                    record.blame(group.life)
+                    record.blame(group.incarnation)
                     raise
             else:
                 self._note_present(plan, lease)
                 return lease
-            learnt.full.add(group.life)
+            learnt.full.add(group.incarnation)
             if self.chooser.has_room(record, record.avoid | learnt.full):
                 raise NoRoomError(f"{group.name} has no room for request {record.request_id}, and another group has")
             learnt.full.clear()

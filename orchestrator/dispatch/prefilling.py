@@ -70,7 +70,7 @@ class ChainRunner:
     @contextlib.contextmanager
     def _booked(self, job: PrefillJob) -> Iterator[None]:
         group, chain, record = job.group, job.chain, job.record
-        self._members.prefill_queues.add(group.life, job.number, chain.job, self._clock.now_s())
+        self._members.prefill_queues.add(group.incarnation, job.number, chain.job, self._clock.now_s())
         logger.info(
             "prefill request=%s attempt=%d group=%s ranks=%s cached_tokens=%d: %s",
             *(record.request_id, record.attempt.number, group.name, ",".join(map(str, chain.ranks))),
@@ -82,7 +82,7 @@ class ChainRunner:
             self._release(job, chain.ranks)
 
     def _release(self, job: PrefillJob, ranks: Sequence[Rank]) -> None:
-        self._members.prefill_queues.release(job.group.life, job.number, ranks, self._clock.now_s())
+        self._members.prefill_queues.release(job.group.incarnation, job.number, ranks, self._clock.now_s())
 
     async def _run(self, job: PrefillJob, owner: WorkerClient) -> tuple[RankTiming, ...]:
         """Run the job on all its ranks, renewing the lease; the first failure cancels the others and is raised."""

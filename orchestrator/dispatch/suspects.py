@@ -64,12 +64,12 @@ class Suspects:
         `_VERDICT_S` seconds at most, and not at all if the attempt brought the request more than its first tokens.
         `num_before`: its output tokens before the attempt. Raises BatonError for a request that was computed in
         `MAX_CRASHES` crashes."""
-        life = record.attempt.blamed
-        if life is None or record.num_output_tokens - num_before >= _num_watched(record):
+        incarnation = record.attempt.blamed
+        if incarnation is None or record.num_output_tokens - num_before >= _num_watched(record):
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_VERDICT_S):
-                role, endpoints = endpoints_of(life)
+                role, endpoints = endpoints_of(incarnation)
                 asked = (self._answers(endpoint, role) for endpoint in endpoints)
                 if not all(await asyncio.gather(*asked)):
                     await self._members.until(lambda: self._is_told(endpoints) or None, _VERDICT_S)

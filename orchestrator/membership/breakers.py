@@ -116,23 +116,23 @@ class Breakers:
         self._policy = policy or BreakerPolicy()
         self._breakers: dict[Hashable, Breaker] = {}
 
-    def of(self, life: Hashable) -> Breaker:
+    def of(self, incarnation: Hashable) -> Breaker:
         """Return the breaker of this incarnation. If there is none, return a closed breaker, which is not kept."""
-        return self._breakers.get(life) or Breaker(self._clock, self._policy)
+        return self._breakers.get(incarnation) or Breaker(self._clock, self._policy)
 
-    def admits(self, life: Hashable) -> bool:
+    def admits(self, incarnation: Hashable) -> bool:
         """Return whether this incarnation of a group may be given an attempt now."""
-        breaker = self._breakers.get(life)
+        breaker = self._breakers.get(incarnation)
         return breaker is None or breaker.admits
 
-    def failed(self, life: Hashable) -> None:
+    def failed(self, incarnation: Hashable) -> None:
         """Record that an attempt at this incarnation of a group failed."""
-        self._breakers.setdefault(life, self.of(life)).failed()
+        self._breakers.setdefault(incarnation, self.of(incarnation)).failed()
 
-    def keep(self, lives: Collection[Hashable]) -> None:
+    def keep(self, incarnations: Collection[Hashable]) -> None:
         """Forget the breakers of all incarnations except these."""
-        for life in self._breakers.keys() - set(lives):
-            del self._breakers[life]
+        for incarnation in self._breakers.keys() - set(incarnations):
+            del self._breakers[incarnation]
 
     def __len__(self) -> int:
         """Return the number of incarnations that have failed since they began."""

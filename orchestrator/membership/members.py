@@ -79,7 +79,7 @@ class Membership:
         self.present = view
         left = {group.name for group in view.absent if not group.starts}
         self.orders = self.orders.without(left & self.orders.leaving & self.orders.stand_ins)
-        self.breakers.keep({group.life for group in view.groups})
+        self.breakers.keep({group.incarnation for group in view.groups})
         self.on_update()
         self._tell()
 
@@ -281,11 +281,11 @@ class Membership:
 
     def is_broken(self, group: Group) -> bool:
         """Return whether the group's breaker is not closed, because attempts there failed repeatedly."""
-        return self.breakers.of(group.life).state is not BreakerState.CLOSED
+        return self.breakers.of(group.incarnation).state is not BreakerState.CLOSED
 
     def may_have_work(self, group: Group) -> bool:
         """Return whether the group is ready, not drained, and admitted by its breaker."""
-        return group.ready and not self.is_drained(group) and self.breakers.admits(group.life)
+        return group.ready and not self.is_drained(group) and self.breakers.admits(group.incarnation)
 
     @property
     def has_work(self) -> bool:
@@ -300,20 +300,20 @@ class Membership:
     def hold(self, name: str, num_slots: int = 0) -> Iterator[None]:
         """Count an attempt as the group's load while the context lasts; it succeeds if no exception is raised."""
         self._loads.add(name, 1, num_slots)
-        life = next((group.life for group in self.present.groups if group.name == name), None)
-        if is_probe := self.breakers.of(life).began():
-            self._tell_later(life)
+        incarnation = next((group.incarnation for group in self.present.groups if group.name == name), None)
+        if is_probe := self.breakers.of(incarnation).began():
+            self._tell_later(incarnation)
         try:
             yield
-            self.breakers.of(life).succeeded(is_probe=is_probe)
+            self.breakers.of(incarnation).succeeded(is_probe=is_probe)
         finally:
             self._loads.add(name, -1, -num_slots)
             self._tell()
 
-    def failed(self, life: Hashable) -> None:
+    def failed(self, incarnation: Hashable) -> None:
         """Record that an attempt failed because of that incarnation of a group."""
-        self.breakers.failed(life)
-        self._tell_later(life)
+        self.breakers.failed(incarnation)
+        self._tell_later(incarnation)
 
     async def until(self, choose: Callable[[], T | None], timeout_s: float) -> T | None:
         """Call `choose` now and after every change until it finds something, and return that; None after `timeout_s`
@@ -327,7 +327,7 @@ class Membership:
         return None
 
     def _seen(self, group: G) -> G:
-        return group if self.breakers.admits(group.life) else replace(group, ready=False)
+        return group if self.breakers.admits(group.incarnation) else replace(group, ready=False)
 
     def _moves(self, borrower: str) -> bool:
         """Return whether the group's borrowed worker is still to come, or to go back. One that has failed to come is
@@ -353,9 +353,9 @@ class Membership:
                 f"there is no group {name}: name one of {', '.join(names) or 'none, as no group exists'}"
             )
 
-    def _tell_later(self, life: Hashable) -> None:
+    def _tell_later(self, incarnation: Hashable) -> None:
         """Wake the tasks that wait for a group when the breaker's state is due to change by itself."""
-        if left_s := self.breakers.of(life).left_s:
+        if left_s := self.breakers.of(incarnation).left_s:
             asyncio.get_running_loop().call_later(left_s + _TIMER_S, self._tell)
 
     def _tell(self) -> None:

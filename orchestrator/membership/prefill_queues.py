@@ -84,19 +84,19 @@ class PrefillQueues:
         """Return the number of jobs in flight, in all groups."""
         return sum(len(prefill_queue) for prefill_queue in self._prefill_queues.values())
 
-    def pending(self, life: Hashable, now_s: float) -> tuple[Pending, ...]:
+    def pending(self, incarnation: Hashable, now_s: float) -> tuple[Pending, ...]:
         """Return the jobs of that incarnation of a group, in serving order, with the work left at `now_s`."""
-        prefill_queue = self._prefill_queues.get(life)
+        prefill_queue = self._prefill_queues.get(incarnation)
         return () if prefill_queue is None else prefill_queue.pending(now_s)
 
-    def add(self, life: Hashable, number: JobId, job: Pending, now_s: float) -> None:
+    def add(self, incarnation: Hashable, number: JobId, job: Pending, now_s: float) -> None:
         """Add a job to the work of its ranks, in that incarnation of a group."""
-        self._prefill_queues.setdefault(life, PrefillQueue()).add(number, job, now_s)
+        self._prefill_queues.setdefault(incarnation, PrefillQueue()).add(number, job, now_s)
 
-    def release(self, life: Hashable, number: JobId, ranks: Sequence[Rank], now_s: float) -> None:
+    def release(self, incarnation: Hashable, number: JobId, ranks: Sequence[Rank], now_s: float) -> None:
         """Record that these ranks are done with the job, or will never begin it. Idempotent."""
-        prefill_queue = self._prefill_queues.get(life)
+        prefill_queue = self._prefill_queues.get(incarnation)
         if prefill_queue is not None:
             prefill_queue.release(number, ranks, now_s)
             if not len(prefill_queue):
-                del self._prefill_queues[life]
+                del self._prefill_queues[incarnation]

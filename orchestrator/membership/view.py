@@ -25,7 +25,7 @@ class PrefillGroup:
     """Fingerprint of the layout of the group's KV; empty: unknown, and all groups have the same."""
 
     @property
-    def life(self) -> Hashable:
+    def incarnation(self) -> Hashable:
         """Return an identity of this incarnation of the group, which changes when the group is repaired."""
         return self.name, self.endpoints, self.epoch
 
@@ -54,15 +54,15 @@ class GenerationGroup:
         return not (exact and self.is_approximate)
 
     @property
-    def life(self) -> Hashable:
+    def incarnation(self) -> Hashable:
         """Return an identity of this incarnation of the group, which changes when the group is replaced."""
         return self.name, self.endpoint
 
 
-def endpoints_of(life: Hashable) -> tuple[str, tuple[str, ...]]:
-    """Return the role of a group, and the endpoints of its workers, from the group's `life`."""
-    assert isinstance(life, tuple), f"{life} is not the life of a group"
-    endpoints = life[1]
+def endpoints_of(incarnation: Hashable) -> tuple[str, tuple[str, ...]]:
+    """Return the role of a group, and the endpoints of its workers, from the group's `incarnation`."""
+    assert isinstance(incarnation, tuple), f"{incarnation} is not the incarnation of a group"
+    endpoints = incarnation[1]
     return ("generate", (endpoints,)) if isinstance(endpoints, str) else ("prefill", endpoints)
 
 

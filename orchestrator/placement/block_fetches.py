@@ -124,7 +124,7 @@ class BlockSources:
         notices when the same blocks are asked for twice. Stores of drained groups are among them."""
         found: dict[str, StoreAccess] = {}
         for group in self._members.present.groups:
-            if group.prefix_store and group.ready and self._members.breakers.admits(group.life):
+            if group.prefix_store and group.ready and self._members.breakers.admits(group.incarnation):
                 found.setdefault(group.prefix_store, StoreAccess(group.prefix_store, group.name, endpoint_of(group)))
         return found
 

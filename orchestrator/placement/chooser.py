@@ -145,7 +145,7 @@ class Chooser:
         )
         self.generation_load.place(
             record,
-            generation.life,
+            generation.incarnation,
             None if local is None else local.terms,
             now_s=self._outlook.now_s,
             has_room=self._members.load(generation.name).num_slots <= generation.num_slots
@@ -290,8 +290,8 @@ class Chooser:
     async def _find(
         self, choose: Callable[[Collection[Hashable]], T | None], avoid: Collection[Hashable], wait_s: float
     ) -> T | None:
-        """Return the choice outside the lives in `avoid`, waiting `avoid_s` seconds for one, then any choice, waiting
-        `wait_s` seconds; None when there is none in time."""
+        """Return a choice. Waits `avoid_s` seconds for one outside the incarnations in `avoid`, then `wait_s` seconds
+        for any; None when there is none in time."""
         if avoid:
             found = await self._members.until(partial(choose, avoid), self._config.avoid_s)
             if found is not None:

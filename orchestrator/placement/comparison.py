@@ -44,9 +44,11 @@ class LocalWay:
 
 
 def able_groups(view: ClusterView, record: RequestRecord, avoid: Collection[Hashable] = ()) -> list[GenerationGroup]:
-    """Return the ready generation groups, except lives in `avoid`, that may and whose slots can serve the request."""
+    """Return the ready generation groups outside `avoid` that may serve the request and have slots for it."""
     return [
-        group for group in view.generation if group.ready and group.life not in avoid and could_serve(group, record)
+        group
+        for group in view.generation
+        if group.ready and group.incarnation not in avoid and could_serve(group, record)
     ]
 
 

@@ -49,24 +49,24 @@ class _Guest:
 
 
 class GenerationLoad:
-    """The attempts at all generation groups, by the groups' lives."""
+    """The attempts at all generation groups, by the groups' incarnations."""
 
     def __init__(self, planner: ChainPlanner) -> None:
         self._planner = planner
         self._guests: dict[Hashable, dict[int, _Guest]] = {}
-        """Attempts by the identity of their records, which they keep alive, at each life of a group; the life that was
-        looked through least recently by `place` is the first."""
-        self._life_of: dict[int, Hashable] = {}
-        """Life at which a record's latest attempt is, by the identity of the record."""
+        """Attempts at each incarnation of a group, by the identity of their records, which they keep alive. The
+        incarnation that `place` looked through least recently is the first."""
+        self._incarnation_of: dict[int, Hashable] = {}
+        """Incarnation at which a record's latest attempt is, by the identity of the record."""
 
     def __len__(self) -> int:
         """Return the number of attempts that run."""
-        return sum(len(self._present(life)) for life in list(self._guests))
+        return sum(len(self._present(incarnation)) for incarnation in list(self._guests))
 
     def place(
         self,
         record: RequestRecord,
-        life: Hashable,
+        incarnation: Hashable,
         local: PlacementTerms | None = None,
         *,
         now_s: float = 0.0,
@@ -84,22 +84,22 @@ class GenerationLoad:
             nominal_s = (local.prefill_s + local.steps_s) / factor
             guest = replace(guest, ends_s=now_s + local.own_s, nominal_s=nominal_s, queued_s=queued_s)
         self._forget(id(record))
-        self._guests.setdefault(life, {})[id(record)] = guest
-        self._life_of[id(record)] = life
+        self._guests.setdefault(incarnation, {})[id(record)] = guest
+        self._incarnation_of[id(record)] = incarnation
         self._look_through_one()
 
-    def context_tokens(self, life: Hashable) -> float | None:
+    def context_tokens(self, incarnation: Hashable) -> float | None:
         """Return the mean number of tokens of a row of the group; None when it has no row."""
-        held = [guest.record.num_tokens for guest in self._present(life)]
+        held = [guest.record.num_tokens for guest in self._present(incarnation)]
         return sum(held) / len(held) if held else None
 
-    def records(self, life: Hashable) -> list[RequestRecord]:
+    def records(self, incarnation: Hashable) -> list[RequestRecord]:
         """Return the requests whose present attempts are at the group."""
-        return [guest.record for guest in self._present(life)]
+        return [guest.record for guest in self._present(incarnation)]
 
-    def queue_s(self, life: Hashable, now_s: float) -> float:
+    def queue_s(self, incarnation: Hashable, now_s: float) -> float:
         """Return the predicted seconds until the group has done all local prefills that it has before it."""
-        waiting = [guest for guest in self._present(life) if guest.ends_s is not None and not guest.has_token]
+        waiting = [guest for guest in self._present(incarnation) if guest.ends_s is not None and not guest.has_token]
         if not waiting:
             return 0.0
         left_s, factor = 0.0, self._planner.local_factor
@@ -109,22 +109,22 @@ class GenerationLoad:
         return left_s
 
     def _look_through_one(self) -> None:
-        """Look through one life's attempts, each life in its turn, because no other call asks for groups that are
+        """Look through the attempts of one incarnation after another, because no other call asks for groups that are
         gone."""
-        life = next(iter(self._guests))
-        self._present(life)
-        if guests := self._guests.pop(life, None):
-            self._guests[life] = guests
+        incarnation = next(iter(self._guests))
+        self._present(incarnation)
+        if guests := self._guests.pop(incarnation, None):
+            self._guests[incarnation] = guests
 
-    def _present(self, life: Hashable) -> list[_Guest]:
-        """Return the attempts that run at the group in that life, and forget the others; report finished local prefills
-        to the planner."""
+    def _present(self, incarnation: Hashable) -> list[_Guest]:
+        """Return the attempts that run at the incarnation of a group. Forget the others, and report finished local
+        prefills to the planner."""
         present = []
-        for key, guest in list(self._guests.get(life, {}).items()):
+        for key, guest in list(self._guests.get(incarnation, {}).items()):
             if guest.ends_s is not None and guest.has_token:
                 if guest.queued_s is not None and guest.attempt == 1 and guest.took_s is not None:
                     self._planner.observe_local(guest.took_s, guest.queued_s + guest.nominal_s)
-                self._guests[life][key] = guest = _Guest(guest.record, guest.attempt)
+                self._guests[incarnation][key] = guest = _Guest(guest.record, guest.attempt)
             if guest.is_there:
                 present.append(guest)
             else:
@@ -133,8 +133,8 @@ class GenerationLoad:
 
     def _forget(self, key: int) -> None:
         """Forget the attempt of the record of that identity, if there is one."""
-        life = self._life_of.pop(key, None)
-        if life is not None:
-            del self._guests[life][key]
-            if not self._guests[life]:
-                del self._guests[life]
+        incarnation = self._incarnation_of.pop(key, None)
+        if incarnation is not None:
+            del self._guests[incarnation][key]
+            if not self._guests[incarnation]:
+                del self._guests[incarnation]

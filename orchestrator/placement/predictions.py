@@ -105,7 +105,7 @@ class Prospects:
         self._chains: dict[str, list[GroupChain]] = {}
         """The prompt's chains in all ready prefill groups, by the fingerprint of the layout of their KV."""
         self._rankings: dict[tuple[str, frozenset[Hashable]], ChainRanking] = {}
-        """The chains compared, by the fingerprint of the layout and the lives that are avoided."""
+        """The chains compared, by the fingerprint of the layout and the incarnations that are avoided."""
         self._idle: dict[tuple[int, int], ChainPlan] = {}
         """Chains in groups without any job, by their first token and the number of ranks."""
         self._alone_s: dict[int, float | None] = {}
@@ -123,7 +123,7 @@ class Prospects:
         return self._prompt.blocks(layout_fingerprint)
 
     def best_chain(self, generation: GenerationGroup, avoid: Collection[Hashable] = ()) -> ChainWay | None:
-        """Return the chain of least cost with KV for `generation`, in a ready prefill group whose life is not in
+        """Return the chain of least cost with KV for `generation`, in a ready prefill group whose incarnation is not in
         `avoid`; None when there is none."""
         found = self._ranking(generation, avoid).best(self._num_missing(generation), node_of(generation.endpoint))
         if found is None:
@@ -182,19 +182,19 @@ class Prospects:
             tokens,
             self._batch(generation),
             alone_s=self._alone_s[start],
-            queue_s=max(outlook.generation_load.queue_s(generation.life, self._now_s) - fetch_s, 0.0),
+            queue_s=max(outlook.generation_load.queue_s(generation.incarnation, self._now_s) - fetch_s, 0.0),
             fetch_s=fetch_s,
         )
         return None if terms is None else LocalWay(terms, fetch)
 
     def _ranking(self, generation: GenerationGroup, avoid: Collection[Hashable] = ()) -> ChainRanking:
-        """Return the prompt's chains, but those in groups whose life is in `avoid`, with KV that the group takes."""
+        """Return the prompt's chains with KV that the group takes, except those of incarnations in `avoid`."""
         layout = generation.layout_fingerprint
         key = layout, frozenset(avoid)
         if key not in self._rankings:
             if layout not in self._chains:
                 self._chains[layout] = list(self._all_chains(generation))
-            chains = [each for each in self._chains[layout] if each.group.life not in avoid]
+            chains = [each for each in self._chains[layout] if each.group.incarnation not in avoid]
             self._rankings[key] = ChainRanking(self._outlook.planner, chains)
         return self._rankings[key]
 
@@ -204,7 +204,7 @@ class Prospects:
         for place, group in enumerate(self.view.chains_for(generation).prefill):
             if not group.ready:
                 continue
-            pending = self._outlook.members.prefill_queues.pending(group.life, self._now_s)
+            pending = self._outlook.members.prefill_queues.pending(group.incarnation, self._now_s)
             start = self._cached_tokens(generation, group.prefix_store)
             plain = GroupChain(group, place, self._plan(start, group, pending))
             yield plain
@@ -269,7 +269,7 @@ class Prospects:
         if generation.name not in self._batches:
             load = self._outlook.members.load(generation.name)
             num_own = self._record.request.num_slots if generation.name == self.held else 0
-            context = self._outlook.generation_load.context_tokens(generation.life)
+            context = self._outlook.generation_load.context_tokens(generation.incarnation)
             num_rows = max(load.num_slots - num_own, 0)
             self._batches[generation.name] = num_rows, self._record.num_tokens if context is None else context
         return self._batches[generation.name]

@@ -103,7 +103,7 @@ class Attempt:
     ranks: tuple[RankTiming, ...] = ()
     """Timings of the prefill ranks; empty when the generation group prefilled by itself."""
     blamed: Hashable = None
-    """Incarnation (`life`) of the group that failed the attempt; None when no group did."""
+    """Incarnation of the group that failed the attempt; None when no group did."""
     generation: str = ""
     """Name of the generation group; empty before the attempt has one."""
     prefill: str = ""
@@ -144,7 +144,7 @@ class RequestRecord:
     attempt: Attempt = Attempt()
     """The present attempt, or the last one."""
     avoid: set[Hashable] = field(default_factory=set)
-    """Incarnations (`life`) of groups that failed this request."""
+    """Incarnations of groups that failed this request."""
     failures: list[FailedAttempt] = field(default_factory=list)
     """Attempts that have failed, those of all branches included, which share this list."""
 
@@ -229,10 +229,10 @@ class RequestRecord:
         """Record the timings of the attempt's prefill ranks."""
         self.attempt = replace(self.attempt, ranks=ranks)
 
-    def blame(self, life: Hashable) -> None:
+    def blame(self, incarnation: Hashable) -> None:
         """Record that this incarnation of a group has failed the attempt; later attempts avoid it."""
-        self.avoid.add(life)
-        self.attempt = replace(self.attempt, blamed=life)
+        self.avoid.add(incarnation)
+        self.attempt = replace(self.attempt, blamed=incarnation)
 
     def retry(self) -> None:
         """Record that the attempt has failed and the next begins."""

@@ -87,7 +87,7 @@ async def strike(made: SupervisedCluster, folder: Path, doom: Doom) -> int:
 
 
 async def until_replaced(made: SupervisedCluster, before: dict[str, tuple[str, ...]]) -> None:
-    """Wait until the first engine has another life, and serves."""
+    """Wait until the first engine has another incarnation, and serves."""
 
     async def endpoints() -> dict[str, tuple[str, ...]]:
         return made.endpoints()

@@ -101,7 +101,7 @@ async def doomed(folder: Path) -> AsyncIterator[SupervisedCluster]:
         yield made
 
 
-def life(made: SupervisedCluster, group: int) -> Life:
+def incarnation(made: SupervisedCluster, group: int) -> Life:
     """What is another after a prefill group was repaired."""
     found = made.cluster.prefill[group]
     assert found.links is not None
@@ -109,10 +109,10 @@ def life(made: SupervisedCluster, group: int) -> Life:
 
 
 async def until_repaired(made: SupervisedCluster, group: int, former: Life) -> None:
-    """The group has another life than that, and serves."""
+    """The group has another incarnation than that, and serves."""
 
     async def present() -> Life:
-        return life(made, group)
+        return incarnation(made, group)
 
     await eventually(present, lambda now: now[0] != former[0] and now[1] != former[1], PATIENCE_S)
     await made.cluster.until_ready(PATIENCE_S)
@@ -149,7 +149,7 @@ async def requests(made: SupervisedCluster, rng: random.Random) -> Counter[str]:
 async def strike(made: SupervisedCluster, folder: Path, blows: Sequence[Blow], rng: random.Random) -> Counter[str]:
     """Requests come until the blows have fallen; then all is as it was, but for the victims' groups. What became of
     the requests."""
-    lives = [life(made, group) for group in range(len(GROUP_SIZES))]
+    incarnations = [incarnation(made, group) for group in range(len(GROUP_SIZES))]
     for blow in blows:
         blow.doom.lay(folder, blow.victim)
     outcomes: Counter[str] = Counter()
@@ -159,10 +159,10 @@ async def strike(made: SupervisedCluster, folder: Path, blows: Sequence[Blow], r
     assert not outcomes["failed"], f"{blows}: {outcomes}"
     struck = {blow.group for blow in blows}
     for group in struck:
-        await until_repaired(made, group, lives[group])
+        await until_repaired(made, group, incarnations[group])
     await made.until_empty(SETTLE_S)
-    for group, former in enumerate(lives):
-        assert group in struck or life(made, group) == former, f"{blows}: {made.reports[-6:]}"
+    for group, former in enumerate(incarnations):
+        assert group in struck or incarnation(made, group) == former, f"{blows}: {made.reports[-6:]}"
     return outcomes
 
 

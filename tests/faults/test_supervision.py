@@ -115,7 +115,7 @@ async def test_a_group_is_ready_again_after_any_failure_of_any_call(
 
 
 async def test_a_worker_that_cannot_be_waited_for_is_replaced_all_the_same() -> None:
-    """The wait that begins with the worker's life fails, so nothing wakes the supervisor but its heartbeat."""
+    """The wait that begins with the worker's incarnation fails, so nothing wakes the supervisor but its heartbeat."""
     failures = Failures()
     failures.due["wait"] = OSError(errno.ECHILD, "no child processes")
     async with running(Scene(failures)) as scene:

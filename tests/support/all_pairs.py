@@ -51,13 +51,13 @@ class AllPairs:
         return self._cheaper(iter(ways)) if ways else None
 
     def generation(self, avoid: Collection[Hashable] = ()) -> GenerationGroup | None:
-        """The group with room, outside the lives in `avoid`, whose cheapest way costs least."""
+        """The group with room, outside the incarnations in `avoid`, whose cheapest way costs least."""
         members, request = self.outlook.members, self.record.request
         able = [
             group
             for group in members.view.generation
             if group.ready
-            and group.life not in avoid
+            and group.incarnation not in avoid
             and (not request.exact or not group.is_approximate)
             and group.max_slot_tokens >= request.capacity_tokens
             and members.load(group.name).num_slots + request.num_slots <= group.num_slots
@@ -83,7 +83,7 @@ class AllPairs:
 
     def _chains(self, generation: GenerationGroup, group: PrefillGroup) -> Iterator[PairWay]:
         outlook = self.outlook
-        pending = outlook.members.prefill_queues.pending(group.life, outlook.now_s)
+        pending = outlook.members.prefill_queues.pending(group.incarnation, outlook.now_s)
         num_pushed = self.record.num_tokens - self._cached_tokens(generation, generation.prefix_store)
         for start, fetch in self._starts(generation, group.prefix_store):
             tokens, fetch_s = TokenRange(start, self.record.num_tokens), 0.0 if fetch is None else fetch.predicted_s
@@ -104,7 +104,7 @@ class AllPairs:
 
     def _locals(self, generation: GenerationGroup) -> Iterator[PairWay]:
         outlook, record = self.outlook, self.record
-        queue_s = outlook.generation_load.queue_s(generation.life, outlook.now_s)
+        queue_s = outlook.generation_load.queue_s(generation.incarnation, outlook.now_s)
         starts = iter([(0, None)]) if record.wants_prompt_scores else self._starts(generation, generation.prefix_store)
         for start, fetch in starts:
             fetch_s = 0.0 if fetch is None else fetch.predicted_s
@@ -136,7 +136,7 @@ class AllPairs:
         return PromptBlocks.of(request.prompt_ids, self.outlook.block_tokens, layout, request.prefix_salt)
 
     def _batch(self, generation: GenerationGroup) -> tuple[int, float]:
-        context = self.outlook.generation_load.context_tokens(generation.life)
+        context = self.outlook.generation_load.context_tokens(generation.incarnation)
         num_rows = self.outlook.members.load(generation.name).num_slots
         return num_rows, self.record.num_tokens if context is None else context
 

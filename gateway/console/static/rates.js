@@ -5,7 +5,7 @@ const WINDOW_MS = 10000;
 export class Rates {
   #states = [];
 
-  /** Take the latest state. Counts that went back mean another life of the orchestrator: its past is forgotten. */
+  /** Take the latest state. Counts that went back mean a restart of the orchestrator: its past is forgotten. */
   add(state) {
     const last = this.#states.at(-1);
     if (last && (state.now_ms < last.now_ms || newest(state) < newest(last))) this.#states = [];

@@ -1,4 +1,4 @@
-"""`baton chaos`' own clusters, with workers in this process: links and outlets fail, too, and a life takes
+"""`baton chaos`' own clusters, with workers in this process: links and outlets fail, too, and an incarnation takes
 milliseconds. Their orchestrator is a process."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence

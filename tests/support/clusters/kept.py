@@ -51,7 +51,7 @@ class KeptCluster(SupervisedCluster):
         return f"{LOOPBACK}:{self.keeper.ports[0]}"
 
     def make_planner(self, former: ChainPlanner | None) -> ChainPlanner:
-        """Return the planner of the orchestrator's next life, from that of the former one."""
+        """Return the planner of the orchestrator's next incarnation, from that of the former one."""
         return served_planner(self.config, self.folder, former)
 
     def tell(self) -> None:

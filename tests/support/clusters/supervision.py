@@ -120,9 +120,9 @@ class SupervisedCluster(ClusterClient):
             backoff=Backoff(first_s=0.1, most_s=0.2),
             room=None if self.processes else self.room,
         )
-        self.begin_life()
+        self.begin_incarnation()
 
-    def begin_life(self) -> None:
+    def begin_incarnation(self) -> None:
         """Start over as a supervisor without groups."""
         self.cluster = Cluster([], [], self.around)
         self.roster = Roster(self.cluster, self.names, self.make, self.around)

@@ -100,9 +100,9 @@ class PacedPrefillEngine(PrefillEngine):
         self._paced = PacedRankDecoder(decoder, Device(self._pace_clock))
         super().__init__(self._paced, self._pace_clock, watchdog_floor_s=floor_s)
 
-    def _make(self, job: Job, kv_sender: KvSender, life: EpochSession) -> ChainJob:
-        made = super()._make(job, kv_sender, life)
-        times = self._hardware.layers(job.chunks, job.ranks.index(life.rank))
+    def _make(self, job: Job, kv_sender: KvSender, incarnation: EpochSession) -> ChainJob:
+        made = super()._make(job, kv_sender, incarnation)
+        times = self._hardware.layers(job.chunks, job.ranks.index(incarnation.rank))
         self._courses[made] = _Course(self._pace_clock.now_s(), times)
         return made
 

@@ -97,12 +97,12 @@ async def test_it_is_started_again_at_the_same_address_and_those_who_come_meanwh
         opened(tmp_path, HttpSection(port=0)) as (door, lines, other),
         httpx2.AsyncClient(base_url=door.url, timeout=60, headers={"connection": "close"}) as client,
     ):
-        for life in (1, 2):
+        for incarnation in (1, 2):
             os.kill(processes(door)[0], signal.SIGKILL)
-            await lines.until("ended (status -9)", times=life)
+            await lines.until("ended (status -9)", times=incarnation)
             answer = await client.post("/v1/completions", json=BODY)
             assert answer.json()["choices"][0]["text"] == text_of(3)
-            await lines.until("serves again", times=life)
+            await lines.until("serves again", times=incarnation)
         door.serve(other, model_from_proto(MODEL))
         await lines.until("serves again", times=3)
         assert (await client.post("/v1/completions", json=BODY)).status_code == 200

@@ -197,14 +197,14 @@ def test_overdue_peer_is_given_up_only_after_a_while_however_often_the_rank_look
     with middle_rank(decoder, clock=clock, floor_s=60.0) as middle:
         future = middle.submit_and_starve()
         with middle.engine._changed:
-            life = middle.engine._life
-            assert life is not None
+            session = middle.engine._session
+            assert session is not None
             clock.advance(61.0)
-            looks = [life.patience_s() for _ in range(5)]
+            looks = [session.patience_s() for _ in range(5)]
             assert set(looks) == {looks[0]} and looks[0]
-            assert life.error is None
+            assert session.error is None
             clock.advance(looks[0])
-            assert life.patience_s() == 0.0
+            assert session.patience_s() == 0.0
         with pytest.raises(LinkStalledError):
             future.result(WAIT_S)
 

@@ -37,9 +37,9 @@ def test_abort_of_a_job_that_was_just_given_up_does_not_forget_it(decoder: Decod
         future = middle.engine.submit(job, KeepingOutlet())
         with middle.engine._changed:
             middle.engine.cancel(job.number)
-            life = middle.engine._life
-            assert life is not None
-            life.received(Rank(0), LinkHeader.bare(Epoch(1), job.number, LinkStatus.ABORT))
+            session = middle.engine._session
+            assert session is not None
+            session.received(Rank(0), LinkHeader.bare(Epoch(1), job.number, LinkStatus.ABORT))
         with pytest.raises(RequestCancelledError):
             future.result(WAIT_S)
 

@@ -32,9 +32,9 @@ def middle(decoder: Decoder) -> Iterator[Middle]:
 
 def announced(middle: Middle) -> set[JobId]:
     with middle.engine._changed:
-        life = middle.engine._life
-        assert life is not None
-        return set(life._announced)
+        session = middle.engine._session
+        assert session is not None
+        return set(session._announced)
 
 
 def wait_bounds(middle: Middle, count: int = 2) -> None:

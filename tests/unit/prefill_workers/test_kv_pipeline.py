@@ -312,13 +312,13 @@ class Life:
 def test_whatever_comes_first_every_piece_leaves_once_and_as_it_was(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     monkeypatch.setattr(pipeline_module, "PIECE_TOKENS", 2)
     rng = random.Random(seed)
-    life = Life(rng)
-    while actions := life.actions():
+    session = Life(rng)
+    while actions := session.actions():
         rng.choice(actions)()
-    assert life.rank.pipeline.done
-    left = life.rank.has_sent()
+    assert session.rank.pipeline.done
+    left = session.rank.has_sent()
     assert [layer for layer, _ in left] == sorted(layer for layer, _ in left)
-    pieces = [*life.chunks[0].split(2), life.chunks[1]]
+    pieces = [*session.chunks[0].split(2), session.chunks[1]]
     assert sorted(left) == [(layer, piece) for layer in range(DEEP.num_layers) for piece in pieces]
 
 

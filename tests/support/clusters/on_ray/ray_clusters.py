@@ -298,7 +298,7 @@ def _is_settled(cluster: ServedCluster, client: Client) -> bool:
     if not all(group.is_ready for group in groups) or any((state.num_queued, state.num_running, *held)):
         return False
     if any(each.endswith(" starts") or " did not start" in each for each in state.why_degraded):
-        return False  # a new life of the supervisor has not found them all yet
+        return False  # a new incarnation of the supervisor has not found them all yet
     secret, ranks = secret_of(cluster.cache), [group.endpoints for group in groups if group.role == "prefill"]
     try:
         return not any(num_jobs(each, secret) for endpoints_of_group in ranks for each in endpoints_of_group)

@@ -1,9 +1,9 @@
 """A worker process whose engine ends, stops, hangs or is slow at a step of its work that a test has picked.
 
 The product's worker, with the model wrapped, and a rank's outlet, or an engine's sampling and copies. Before each step
-it looks for a doom laid down for it in the model's folder; one that is struck is taken away, so that the next life is
-whole. A prompt that begins with `DEADLY` aborts each process that computes it.
-`python -m tests.support.clusters.processes.doomed_worker`, for deploy.groups.processes.
+it looks for a doom laid down for it in the model's folder; one that is struck is taken away, so that the next
+incarnation is whole. A prompt that begins with `DEADLY` aborts each process that computes it. `python -m
+tests.support.clusters.processes.doomed_worker`, for deploy.groups.processes.
 """
 
 import enum

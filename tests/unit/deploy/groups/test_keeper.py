@@ -1,4 +1,4 @@
-"""The keeper of an orchestrator, over servers in this process: what its lives have in common, and what ends them."""
+"""The keeper of an orchestrator, over servers in this process: what its incarnations share, and what ends them."""
 
 import asyncio
 import socket
@@ -45,14 +45,14 @@ class Scene:
         self.plan = OrchestratorPlan(orchestrator_worker(folder), MODEL, (), self._make_planner, HOST)
 
     @property
-    def lives(self) -> list[InProcessWorker]:
-        """All lives of the orchestrator, in order."""
+    def incarnations(self) -> list[InProcessWorker]:
+        """All incarnations of the orchestrator, in order."""
         return self.spawner.made
 
     @property
     def host(self) -> OrchestratorHost:
-        """The present life's server."""
-        server = self.lives[-1].server
+        """The present incarnation's server."""
+        server = self.incarnations[-1].server
         assert isinstance(server, OrchestratorHost)
         return server
 
@@ -71,9 +71,9 @@ class Scene:
         await asyncio.wait_for(self.heard.wait(), WITHIN_S)
 
     async def until_replaced(self) -> None:
-        """The present life is killed, and another one serves."""
-        self.lives[-1].kill()
-        await self.lives[-1].wait()
+        """The present incarnation is killed, and another one serves."""
+        self.incarnations[-1].kill()
+        await self.incarnations[-1].wait()
         await self.until_heard()
 
     def _make_planner(self, former: ChainPlanner | None) -> ChainPlanner:
@@ -115,7 +115,7 @@ async def test_a_new_life_has_the_ports_the_orders_and_the_planner_of_the_former
         assert scene.host._members.orders == DRAINED and scene.host._members.is_kept("g")
         assert scene.host._members.present == VIEW
         assert scene.formers == [None, linear_planner()]
-    assert len(scene.lives) == 2 and all(life.ended for life in scene.lives)
+    assert len(scene.incarnations) == 2 and all(incarnation.ended for incarnation in scene.incarnations)
 
 
 async def test_a_changed_view_is_pushed_at_once(scene: Scene) -> None:
@@ -130,33 +130,33 @@ async def test_a_changed_view_is_pushed_at_once(scene: Scene) -> None:
 
 async def test_an_orchestrator_that_serves_already_is_taken_over_as_it_is(scene: Scene) -> None:
     async with started(scene.keeper()) as former:
-        life = scene.lives[-1]
+        incarnation = scene.incarnations[-1]
         scene.damage = ConfigError("the calibration has been damaged since")
-        scene.spawner.found = life
+        scene.spawner.found = incarnation
         async with started(scene.keeper()) as keeper:
             assert keeper.ports == former.ports
-            assert scene.lives == [life] and scene.formers == [None]
+            assert scene.incarnations == [incarnation] and scene.formers == [None]
 
 
 async def test_a_process_that_was_started_before_is_the_first_life_and_ends_with_a_failure(scene: Scene) -> None:
     process = await scene.spawner.start(scene.plan.worker)
     keeper = scene.keeper()
     await keeper.start(process)
-    assert scene.lives == [process] and keeper.pid == process.pid
+    assert scene.incarnations == [process] and keeper.pid == process.pid
     await keeper.close()
     assert process.ended
     another = await scene.spawner.start(scene.plan.worker)
     scene.damage = ConfigError("/kept.json: is not valid JSON: recreate the file")
     with pytest.raises(ConfigError, match="is not valid JSON"):
         await scene.keeper().start(another)
-    assert scene.lives == [process, another] and another.ended
+    assert scene.incarnations == [process, another] and another.ended
 
 
 async def test_a_damaged_calibration_does_not_end_a_cluster_that_serves(scene: Scene) -> None:
     async with started(scene.keeper()):
         scene.damage = ConfigError("the calibration has been damaged since")
         await scene.until_replaced()
-    assert len(scene.lives) == 2 and len(scene.formers) == 2
+    assert len(scene.incarnations) == 2 and len(scene.formers) == 2
 
 
 async def test_what_keeps_the_first_life_from_serving_is_said_and_nothing_is_left(
@@ -179,7 +179,7 @@ async def test_what_keeps_the_first_life_from_serving_is_said_and_nothing_is_lef
     scene.plan = replace(scene.plan, start_timeout_s=0.1)
     with pytest.raises(UnavailableError, match=r"the orchestrator did not start within 0\.1 s"):
         await scene.keeper().start()
-    assert len(scene.lives) == 3 and all(life.ended for life in scene.lives)
+    assert len(scene.incarnations) == 3 and all(incarnation.ended for incarnation in scene.incarnations)
 
 
 async def test_nothing_is_left_of_a_cancelled_start(scene: Scene) -> None:
@@ -194,14 +194,14 @@ async def test_nothing_is_left_of_a_cancelled_start(scene: Scene) -> None:
     starting.cancel()
     await asyncio.gather(starting, return_exceptions=True)
     assert starting.cancelled()
-    assert len(scene.lives) == 1 and scene.lives[0].ended
+    assert len(scene.incarnations) == 1 and scene.incarnations[0].ended
 
 
 async def test_a_life_that_cannot_begin_is_tried_again(scene: Scene) -> None:
     async with started(scene.keeper()):
         scene.spawner.failures = [UnavailableError("no room"), OSError("no memory")]
         await scene.until_replaced()
-    assert len(scene.lives) == 2
+    assert len(scene.incarnations) == 2
     assert any("no memory" in line for line in scene.reports)
 
 
@@ -209,7 +209,7 @@ async def test_a_keeper_that_was_closed_is_closed_again_at_will(scene: Scene) ->
     keeper = scene.keeper()
     await keeper.close()
     await keeper.start()
-    assert not scene.lives[-1].ended
+    assert not scene.incarnations[-1].ended
     await keeper.close()
     await keeper.close()
     assert keeper.pid == 0 and scene.reports == []

@@ -1,4 +1,4 @@
-"""Pauses between a worker's lives: none at first, doubled up to a cap, forgotten after a long life."""
+"""Pauses between a worker's incarnations: none at first, doubled up to a cap, forgotten after a long incarnation."""
 
 import pytest
 
@@ -18,9 +18,9 @@ def restarts(clock: ManualClock) -> Restarts:
     return Restarts(BACKOFF, clock)
 
 
-def _end_after(restarts: Restarts, clock: ManualClock, life_s: float) -> float:
+def _end_after(restarts: Restarts, clock: ManualClock, incarnation_s: float) -> float:
     restarts.began()
-    clock.advance(life_s)
+    clock.advance(incarnation_s)
     return restarts.ended()
 
 

@@ -130,9 +130,9 @@ async def test_a_group_that_could_not_be_ended_is_ended_again_or_starts_anew(
 
 
 def is_another(made: SupervisedCluster, before: GenerationGroup) -> bool:
-    """The group of that name is there and ready in a later life."""
+    """The group of that name is there and ready in a later incarnation."""
     present = [group for group in made.members.present.generation if group.name == before.name]
-    return any(group.ready and group.life != before.life for group in present)
+    return any(group.ready and group.incarnation != before.incarnation for group in present)
 
 
 async def test_the_next_supervisor_finds_those_that_stay_and_ends_what_is_left_of_those_that_left() -> None:

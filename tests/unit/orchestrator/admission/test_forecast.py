@@ -145,7 +145,7 @@ class Cluster:
         return ChainForecast(self.chooser).of(record).cautious_s
 
     def book(self, job: Pending) -> None:
-        self.members.prefill_queues.add(GROUP.life, JobId(1), job, self.clock.now_s())
+        self.members.prefill_queues.add(GROUP.incarnation, JobId(1), job, self.clock.now_s())
 
 
 def test_a_chain_on_idle_ranks_and_behind_a_job() -> None:
@@ -270,7 +270,7 @@ class Served:
         clock.advance(rng.uniform(0.0, 0.5))
         busy_s, now_s = rng.uniform(0.0, 0.5), clock.now_s()
         ahead = Pending(now_s, now_s + 9.0, {Rank(0): busy_s, Rank(1): busy_s})
-        prefill_queues.add(GROUP.life, JobId(2 * number), ahead, now_s)
+        prefill_queues.add(GROUP.incarnation, JobId(2 * number), ahead, now_s)
         self._maybe_step()
         made = self.forecast.of(record)
         self.predicted_s.append(made.cautious_s)
@@ -284,12 +284,12 @@ class Served:
             plan = self.cluster.chooser.plan_now(record, held)
             assert plan is not None and plan.way is not None
             record.place(clock, placement=plan.placement)
-            prefill_queues.add(GROUP.life, JobId(2 * number + 1), plan.way.chain.job, clock.now_s())
+            prefill_queues.add(GROUP.incarnation, JobId(2 * number + 1), plan.way.chain.job, clock.now_s())
             self._maybe_step()
             clock.advance(made.predicted_s * rng.uniform(0.5, 2.0))
         record.see_token(clock.now_s())
         for job in (2 * number, 2 * number + 1):
-            prefill_queues.release(GROUP.life, JobId(job), (Rank(0), Rank(1)), clock.now_s())
+            prefill_queues.release(GROUP.incarnation, JobId(job), (Rank(0), Rank(1)), clock.now_s())
         self.forecast.ended(record, made, clock.now_s())
 
     def _maybe_step(self) -> None:

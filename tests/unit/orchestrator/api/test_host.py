@@ -1,4 +1,4 @@
-"""The orchestrator's host: drains go up to the supervisor with its heartbeats, and come back in the next life."""
+"""The orchestrator's host: drains go up to the supervisor with its heartbeats, and come back when it restarts."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -69,7 +69,7 @@ class Life:
 
 
 @asynccontextmanager
-async def life(folder: Path) -> AsyncIterator[Life]:
+async def incarnation(folder: Path) -> AsyncIterator[Life]:
     """One, on any core."""
     host = OrchestratorHost(folder, OrchestratorConfig(), host=HOST, secret=SECRET)
     try:
@@ -88,7 +88,7 @@ def letters(tmp_path: Path) -> Path:
 
 
 async def test_orders_are_told_with_each_heartbeat_and_hold_in_the_next_life(letters: Path) -> None:
-    async with life(letters) as first:
+    async with incarnation(letters) as first:
         assert await first.update(VIEW, Orders()) == Orders()
         port, metrics_port = await first.serve(metrics_port=0)
         assert await first.update(VIEW, Orders()) == Orders()
@@ -101,7 +101,7 @@ async def test_orders_are_told_with_each_heartbeat_and_hold_in_the_next_life(let
         first.members.dismiss("g")
         orders = await first.update(VIEW, orders)
         assert orders.leaving == {"g"}
-    async with life(letters) as second:
+    async with incarnation(letters) as second:
         await second.update(VIEW, orders)
         assert await second.serve(port, metrics_port) == (port, metrics_port)
         assert second.members.view.generation == ()
@@ -114,7 +114,7 @@ async def test_orders_are_told_with_each_heartbeat_and_hold_in_the_next_life(let
 async def test_the_tokenizer_says_whether_there_is_a_chat_template(tmp_path: Path) -> None:
     chat_letters(tmp_path)
     assert not MODEL.has_chat_template
-    async with life(tmp_path) as made:
+    async with incarnation(tmp_path) as made:
         await made.update(VIEW, Orders())
         port, _ = await made.serve()
         async with AsyncClient(f"{HOST}:{port}") as client:
@@ -123,24 +123,24 @@ async def test_the_tokenizer_says_whether_there_is_a_chat_template(tmp_path: Pat
 
 async def test_a_folder_without_a_tokenizer_ends_the_start(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no tokenizer\.json in "):
-        async with life(tmp_path):
+        async with incarnation(tmp_path):
             pass
 
 
 async def test_without_a_metrics_port_there_are_none(letters: Path) -> None:
-    async with life(letters) as made:
+    async with incarnation(letters) as made:
         assert (await made.serve())[1] is None
 
 
 async def test_a_metrics_port_that_is_taken_ends_the_start(letters: Path) -> None:
-    async with life(letters) as first, life(letters) as second:
+    async with incarnation(letters) as first, incarnation(letters) as second:
         _, taken = await first.serve(metrics_port=0)
         with pytest.raises(ConfigError, match="for metrics"):
             await second.serve(metrics_port=taken)
 
 
 async def test_whoever_reaches_the_clients_port_alone_pushes_no_view(letters: Path) -> None:
-    async with life(letters) as made:
+    async with incarnation(letters) as made:
         await made.update(VIEW, Orders())
         port, _ = await made.serve()
         async with make_channel(f"{HOST}:{port}") as channel:
@@ -150,12 +150,12 @@ async def test_whoever_reaches_the_clients_port_alone_pushes_no_view(letters: Pa
 
 
 async def test_a_start_that_its_supervisor_gave_up_leaves_nothing_behind(letters: Path) -> None:
-    async with life(letters) as made:
+    async with incarnation(letters) as made:
         for _ in range(20):  # at whatever the start has come to
             with contextlib.suppress(BatonError):
                 await made.serve(timeout_s=1e-3)
         port, _ = await made.serve()
         assert port > 0
-    async with life(letters) as made:
+    async with incarnation(letters) as made:
         with contextlib.suppress(BatonError):
             await made.serve(timeout_s=5e-3)

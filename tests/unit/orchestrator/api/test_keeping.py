@@ -43,7 +43,9 @@ ORDERS = Orders(
 def test_a_view_arrives_as_it_was_and_lives_are_the_same(view: ClusterView) -> None:
     arrived = view_from_proto(pb.ClusterView.FromString(view_to_proto(view).SerializeToString()))
     assert arrived == view
-    assert {group.life: group.name for group in arrived.groups} == {group.life: group.name for group in view.groups}
+    assert {group.incarnation: group.name for group in arrived.groups} == {
+        group.incarnation: group.name for group in view.groups
+    }
 
 
 @pytest.mark.parametrize("orders", [ORDERS, Orders()])

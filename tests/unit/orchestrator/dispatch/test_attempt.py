@@ -191,8 +191,8 @@ async def test_requests_that_no_group_has_room_for_are_given_up_in_time() -> Non
 def occupy(made: BareCluster, left_s: dict[Rank, float]) -> Callable[[], None]:
     """Books a job that is served before all others; returns what takes it out again."""
     (group,), now_s = made.view().prefill, CLOCK.now_s()
-    made.members.prefill_queues.add(group.life, JobId(1), Pending(0.0, math.inf, left_s), now_s)
-    return lambda: made.members.prefill_queues.release(group.life, JobId(1), list(left_s), now_s)
+    made.members.prefill_queues.add(group.incarnation, JobId(1), Pending(0.0, math.inf, left_s), now_s)
+    return lambda: made.members.prefill_queues.release(group.incarnation, JobId(1), list(left_s), now_s)
 
 
 async def test_the_ranks_that_were_chosen_are_those_that_ran() -> None:
@@ -219,7 +219,7 @@ async def test_a_job_is_booked_on_each_rank_until_that_has_done_its_part() -> No
         await made.rank_gates[1].until_reached()
 
         async def ranks() -> list[set[Rank]]:
-            return [set(job.left_s) for job in made.members.prefill_queues.pending(group.life, CLOCK.now_s())]
+            return [set(job.left_s) for job in made.members.prefill_queues.pending(group.incarnation, CLOCK.now_s())]
 
         await eventually(ranks, lambda booked: booked == [{Rank(1)}])
         made.rank_gates[1].open()

@@ -132,7 +132,7 @@ async def test_the_next_attempt_waits_until_it_is_told_how_the_worker_ended(
     monkeypatch.setattr(suspects, "_VERDICT_S", 60.0)
     endpoint = group.endpoint if isinstance(group, GenerationGroup) else group.endpoints[1]
     record = record_of()
-    record.blame(group.life)
+    record.blame(group.incarnation)
     judging = asyncio.create_task(found.judge(record, 0))
     tell(members, CRASHES[0])
     await asyncio.sleep(0)
@@ -151,7 +151,7 @@ async def test_an_attempt_that_had_its_first_tokens_or_blames_no_group_is_follow
     await asyncio.wait_for(found.judge(record_of(), 0), 30)
     record = record_of()
     take_tokens(record, 2 * NUM_WATCHED_TOKENS)
-    record.blame(GENERATION.life)
+    record.blame(GENERATION.incarnation)
     await asyncio.wait_for(found.judge(record, 0), 30)
     monkeypatch.setattr(suspects, "_VERDICT_S", 0.01)
     await found.judge(record, 1)  # nobody tells, and it goes on
@@ -162,6 +162,6 @@ async def test_a_worker_that_has_been_replaced_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(suspects, "_VERDICT_S", 60.0)
     record = record_of()
-    record.blame(GENERATION.life)
+    record.blame(GENERATION.incarnation)
     members.update(ClusterView(generation=(replace(GENERATION, endpoint="127.0.0.1:4"),)))
     await asyncio.wait_for(found.judge(record, 0), 30)

@@ -7,7 +7,7 @@ from orchestrator.membership.breakers import BreakerPolicy, Breakers, BreakerSta
 from tests.support.manual_clock import ManualClock
 
 POLICY = BreakerPolicy(num_failures=3, pause_s=1.0, longest_s=4.0)
-LIFE = "a group's life"
+LIFE = "a group's incarnation"
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_failures_in_a_row_open_a_breaker(breakers: Breakers) -> None:
     assert breakers.of(LIFE).admits
     fail(breakers, 1)
     assert (breakers.of(LIFE).admits, breakers.of(LIFE).state) == (False, BreakerState.OPEN)
-    assert breakers.of("another life").admits
+    assert breakers.of("another incarnation").admits
 
 
 def test_a_success_in_between_starts_the_count_anew(breakers: Breakers) -> None:
@@ -100,7 +100,7 @@ def test_what_began_before_the_pause_changes_nothing_in_it(breakers: Breakers, c
 
 def test_breakers_of_lives_that_are_over_are_forgotten(breakers: Breakers) -> None:
     fail(breakers, 3)
-    breakers.keep({"another life"})
+    breakers.keep({"another incarnation"})
     assert (len(breakers), breakers.of(LIFE).admits) == (0, True)
 
 

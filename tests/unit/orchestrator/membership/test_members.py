@@ -181,9 +181,9 @@ async def test_a_group_that_fails_again_and_again_is_not_ready_and_then_gets_one
     clock = ManualClock()
     members = members_of(GROUP, OTHER)
     members.breakers = Breakers(clock, BreakerPolicy(num_failures=2, pause_s=1.0))
-    members.failed(GROUP.life)
+    members.failed(GROUP.incarnation)
     assert members.may_have_work(GROUP)
-    members.failed(GROUP.life)
+    members.failed(GROUP.incarnation)
     assert [(group.name, group.ready) for group in members.view.generation] == [("g", False), ("o", True)]
     assert (members.may_have_work(GROUP), members.is_broken(GROUP), members.is_broken(OTHER)) == (False, True, False)
     clock.advance(1.0)
@@ -197,7 +197,7 @@ async def test_an_attempt_that_raises_proves_nothing() -> None:
     clock = ManualClock()
     members = members_of(GROUP)
     members.breakers = Breakers(clock, BreakerPolicy(num_failures=1, pause_s=1.0))
-    members.failed(GROUP.life)
+    members.failed(GROUP.incarnation)
     clock.advance(1.0)
     with pytest.raises(UnavailableError), members.hold("g"):
         raise UnavailableError("its group's other half")
@@ -207,14 +207,14 @@ async def test_an_attempt_that_raises_proves_nothing() -> None:
 async def test_whoever_waits_hears_of_a_pause_s_end() -> None:
     members = members_of(GROUP)
     members.breakers = Breakers(SystemClock(), BreakerPolicy(num_failures=1, pause_s=0.05))
-    members.failed(GROUP.life)
+    members.failed(GROUP.incarnation)
     assert await members.until(lambda: first_group(members), 20) == GROUP
 
 
 def test_a_repaired_group_is_not_broken_any_more() -> None:
     members = members_of(GROUP)
     members.breakers = Breakers(ManualClock(), BreakerPolicy(num_failures=1))
-    members.breakers.failed(GROUP.life)
+    members.breakers.failed(GROUP.incarnation)
     members.update(ClusterView(generation=(replace(GROUP, endpoint="h:9"),)))
     assert len(members.breakers) == 0
 

@@ -185,7 +185,7 @@ async def test_a_chain_that_fails_again_and_again_is_kept_out_until_a_probe_goes
         assert state.groups[0].is_broken
         seen = await made.metrics()
         assert seen['baton_group_broken{group="chain",role="prefill"}'] == 1
-        made.members.update(sound)  # another life: its own breaker
+        made.members.update(sound)  # another incarnation: its own breaker
         assert not (await made.state()).groups[0].is_broken
         answer = await made.ask(made.request(prompt(40), SHORT))
         assert answer.end.timings.prefill.ranks
@@ -194,7 +194,7 @@ async def test_a_chain_that_fails_again_and_again_is_kept_out_until_a_probe_goes
 async def test_a_group_that_is_kept_out_gets_one_attempt_after_its_pause_and_then_all() -> None:
     async with cluster(num_ranks=1) as made:
         made.members.breakers = Breakers(CLOCK, BreakerPolicy(num_failures=1, pause_s=0.2))
-        made.members.failed(made.view().generation[0].life)
+        made.members.failed(made.view().generation[0].incarnation)
         assert not made.members.view.generation[0].ready
         answers = await asyncio.gather(*(made.ask(made.request(prompt(20), SHORT)) for _ in range(3)))
         assert [len(each.token_ids) for each in answers] == [SHORT.max_tokens] * 3

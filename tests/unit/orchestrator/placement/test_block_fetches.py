@@ -206,7 +206,7 @@ async def test_others_are_served_during_a_fetch() -> None:
     for queue_s, left_s in ((0.005, 0.0), (1.0, 1.0 - FETCH_S)):
         cluster = Cluster({"far": 3}, config=replace(LOCAL, disaggregation="always"))
         job = Pending(0.0, 1e9, {Rank(0): queue_s})
-        cluster.members.prefill_queues.add(CHAIN.life, JobId(1), job, cluster.clock.now_s())
+        cluster.members.prefill_queues.add(CHAIN.incarnation, JobId(1), job, cluster.clock.now_s())
         chain = (await cluster.plan()).placement.chain
         assert chain is not None and chain.queue_s == pytest.approx(left_s)
 

@@ -89,7 +89,7 @@ class Cluster:
                 record.place(self.clock, placement=plan.placement)
                 if plan.way is not None:
                     job = plan.way.chain.job
-                    self.members.prefill_queues.add(plan.way.group.life, JobId(number), job, self.clock.now_s())
+                    self.members.prefill_queues.add(plan.way.group.incarnation, JobId(number), job, self.clock.now_s())
             self.clock.advance(self.rng.choice((0.0, 0.001, 0.0173)))
 
     def _prefill(self, number: int) -> PrefillGroup:
@@ -125,15 +125,15 @@ class Cluster:
             due_s = 1000.0 + self.rng.choice((-1.0, 0.005, 9.0))
             tenant = self.rng.choice((DEFAULT_TENANT, Tenant("other")))
             job = Pending(due_s, due_s + self.rng.choice((0.0, 0.01, 1.0)), left_s, tenant)
-            self.members.prefill_queues.add(group.life, JobId(1000 + number), job, 1000.0)
+            self.members.prefill_queues.add(group.incarnation, JobId(1000 + number), job, 1000.0)
 
     def _hold_back(self, name: str) -> None:
         chance = self.rng.random()
         if chance < 0.1:
             self.members.drain(name)
         elif chance < 0.2:
-            life = next(group.life for group in self.members.present.groups if group.name == name)
-            self.members.breakers.failed(life)
+            incarnation = next(group.incarnation for group in self.members.present.groups if group.name == name)
+            self.members.breakers.failed(incarnation)
         elif chance < 0.3:
             self.members.num_bytes_free[name] = self.rng.randint(0, 2 * len(PROMPT) * KV_BYTES)
 
@@ -171,7 +171,7 @@ async def check(rng: random.Random, num_groups: int) -> None:
         record = asked(rng)
         for group in cluster.members.present.groups:
             if rng.random() < 0.1:
-                record.blame(group.life)
+                record.blame(group.incarnation)
         pairs = AllPairs(cluster.chooser._outlook, record)
         generation = pairs.generation(record.avoid) or pairs.generation()
         if generation is None:
@@ -182,7 +182,7 @@ async def check(rng: random.Random, num_groups: int) -> None:
         lacks_memory = pairs.lacks_memory(generation)
         plan = await cluster.chooser.plan(record, held)
         assert plan.generation == generation
-        chains = [way for way in chains if way.group and way.group.life not in record.avoid] or chains
+        chains = [way for way in chains if way.group and way.group.incarnation not in record.avoid] or chains
         if record.wants_prompt_scores or not chains:
             assert plan.way is None
         else:

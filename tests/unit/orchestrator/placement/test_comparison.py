@@ -90,8 +90,8 @@ def test_a_group_that_is_full_too_small_or_not_ready_takes_nobody() -> None:
 
 
 def test_a_life_to_avoid_is_avoided_and_its_next_is_not() -> None:
-    assert generation(A, avoid=frozenset({A.life})) is None
-    assert generation(replace(A, endpoint="h:9"), avoid=frozenset({A.life})) is not None
+    assert generation(A, avoid=frozenset({A.incarnation})) is None
+    assert generation(replace(A, endpoint="h:9"), avoid=frozenset({A.incarnation})) is not None
 
 
 def test_the_prompt_goes_where_it_is_done_first() -> None:

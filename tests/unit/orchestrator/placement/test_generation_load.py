@@ -40,11 +40,11 @@ def book() -> GenerationLoad:
 
 def test_a_prefill_counts_until_its_token_whatever_the_worker_s_clock_says(book: GenerationLoad) -> None:
     made = record()
-    book.place(made, "life", TERMS, now_s=NOW_S, has_room=True)
-    assert book.queue_s("life", NOW_S) == pytest.approx(2.0)
+    book.place(made, "incarnation", TERMS, now_s=NOW_S, has_room=True)
+    assert book.queue_s("incarnation", NOW_S) == pytest.approx(2.0)
     assert book.queue_s("other", NOW_S) == 0.0
     token(made, NOW_S + 1)
-    assert book.queue_s("life", NOW_S + 1) == 0.0
+    assert book.queue_s("incarnation", NOW_S + 1) == 0.0
     assert len(book) == 1
     made.advance(RequestMove.FINISH)
     assert len(book) == 0
@@ -55,7 +55,7 @@ def test_what_it_took_is_told_once_though_it_was_over_when_somebody_looked(monke
     book, made = GenerationLoad(planner), record()
     told: list[tuple[float, ...]] = []
     monkeypatch.setattr(planner, "observe_local", lambda *seconds: told.append(seconds))
-    book.place(made, "life", TERMS, now_s=NOW_S, has_room=True)
+    book.place(made, "incarnation", TERMS, now_s=NOW_S, has_room=True)
     token(made, NOW_S + 3)
     made.advance(RequestMove.FINISH)
     assert [len(book), len(book)] == [0, 0]
@@ -67,16 +67,16 @@ def test_a_retried_request_is_prefilled_until_it_goes_on(book: GenerationLoad) -
     token(made, NOW_S + 1)
     made.retry()
     made.place(ManualClock(NOW_S + 5))
-    book.place(made, "life", TERMS, now_s=NOW_S + 5, has_room=True)
-    assert book.queue_s("life", NOW_S + 5) == pytest.approx(2.0)
+    book.place(made, "incarnation", TERMS, now_s=NOW_S + 5, has_room=True)
+    assert book.queue_s("incarnation", NOW_S + 5) == pytest.approx(2.0)
     token(made, NOW_S + 6, index=1)
-    assert book.queue_s("life", NOW_S + 6) == 0.0
+    assert book.queue_s("incarnation", NOW_S + 6) == 0.0
 
 
 def test_an_attempt_that_is_planned_at_another_group_counts_there_alone(book: GenerationLoad) -> None:
     made = record()
-    for life in ("full", "free"):
-        book.place(made, life, TERMS, now_s=NOW_S, has_room=True)
+    for incarnation in ("full", "free"):
+        book.place(made, incarnation, TERMS, now_s=NOW_S, has_room=True)
     assert (book.context_tokens("full"), book.queue_s("full", NOW_S)) == (None, 0.0)
     assert (book.context_tokens("free"), len(book)) == (3.0, 1)
 

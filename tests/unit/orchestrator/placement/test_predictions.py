@@ -74,7 +74,7 @@ class Cluster:
     def busy(self, seconds: float) -> None:
         """The chain's rank has so much before it, due before all else."""
         job = Pending(0.0, 1e9, {Rank(0): seconds})
-        self.members.prefill_queues.add(CHAIN.life, JobId(1), job, self.clock.now_s())
+        self.members.prefill_queues.add(CHAIN.incarnation, JobId(1), job, self.clock.now_s())
 
     @contextlib.contextmanager
     def rows(self, num_rows: int) -> Iterator[None]:
@@ -285,10 +285,10 @@ async def test_a_chain_that_is_not_ready_or_failed_the_request_is_not_planned_wh
     assert await planned_chain(cluster, request(100, first=1)) == CHAIN
     cluster.members.update(ClusterView((CHAIN, other), (GROUP,)))
     failed = request(100, first=2)
-    failed.blame(other.life)
+    failed.blame(other.incarnation)
     assert await planned_chain(cluster, failed) == CHAIN
     cluster.members.update(ClusterView((CHAIN, replace(other, epoch=Epoch(2))), (GROUP,)))
-    assert (await planned_chain(cluster, failed)).life == ("other", ("h:4",), 2)  # its next life has not
+    assert (await planned_chain(cluster, failed)).incarnation == ("other", ("h:4",), 2)  # its next incarnation has not
 
 
 async def planned_chain(cluster: Cluster, record: RequestRecord) -> PrefillGroup:
@@ -328,11 +328,11 @@ async def test_a_group_that_refused_the_attempt_is_planned_again_only_where_no_o
     cluster, other = Cluster(), replace(GROUP, name="other", endpoint="h:3", num_slots=4)
     cluster.members.update(ClusterView((CHAIN,), (GROUP, other)))
     with contextlib.ExitStack() as held:
-        assert (await cluster.chooser.plan(request(100), held, full={GROUP.life})).generation == other
+        assert (await cluster.chooser.plan(request(100), held, full={GROUP.incarnation})).generation == other
     cluster.members.update(ClusterView((CHAIN,), (GROUP,)))
     cluster.chooser = Chooser(cluster.members, cluster.planner, cluster.clock, replace(CONFIG, avoid_s=0.01))
     with contextlib.ExitStack() as held:
-        assert (await cluster.chooser.plan(request(100), held, full={GROUP.life})).generation == GROUP
+        assert (await cluster.chooser.plan(request(100), held, full={GROUP.incarnation})).generation == GROUP
 
 
 async def test_a_prompts_blocks_are_named_once_for_each_layout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Whatever fails once in a later life of the supervisor, the cluster serves; a first life ends with the failure."""
+"""Whatever fails once in a restarted supervisor, the cluster serves; its first incarnation ends with the failure."""
 
 import errno
 import threading
@@ -52,7 +52,7 @@ class FailingRoom(CountedRoom):
 
 @dataclass
 class Scene:
-    """A supervisor's life without Ray: workers and orchestrator are servers of its thread, Ray's store is a dict."""
+    """A supervisor without Ray: workers and orchestrator are servers of its thread, Ray's store is a dict."""
 
     folder: Path
     failures: Failures = field(default_factory=Failures)
@@ -90,7 +90,7 @@ class Scene:
 
     @contextmanager
     def living(self) -> Iterator[SupervisorActor]:
-        """One life of the supervisor, which ends by `stop`."""
+        """One incarnation of the supervisor, which ends by `stop`."""
         settings = ("prefill.num_groups=0", "supervision.heartbeat_s=0.05", f"model.name={self.folder}")
         made = SupervisorActor(load_config(None, settings), self.folder, (), "store", SECRET)
         try:
