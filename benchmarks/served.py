@@ -1,11 +1,16 @@
-"""How do Baton and vLLM compare, as clients see them? Both through their front doors, alternately, on the same cores.
+"""How do Baton, vLLM and llama.cpp compare, as clients see them? Through their front doors, alternately, on all cores.
 
-`baton serve` with its defaults, over gRPC, and vLLM's CPU build with its OpenAI interface, over HTTP (`--peer-python
-PATH`, of the environment that `peers/setup_vllm_cpu.sh` makes, and `--peer-model DIR`; without them its rows are
-absent). Both run all along, warmed. Each gets its load once the other is quiet: vLLM's worker spins on a core for a
-second after its last step. This process is the client of both, and all instants are by its clock. A load is closed: all
-requests are sent at once, for outputs of fixed length, greedily. Prompts are passages of novels, none of which begins
-like another; both sides get the same ones.
+`baton serve` with its defaults, over gRPC, and its peers with OpenAI's API, over HTTP:
+
+    vllm        vLLM's CPU build (`--peer-python PATH`, of the environment that `peers/setup_vllm_cpu.sh` makes)
+    llama.cpp   `llama-server` (`--llama-server PATH`, of those that `peers/setup_llamacpp.sh` builds). It computes with
+                the weights as the model's GGUF file stores them, which is Q4_1 for the default model. Baton and vLLM
+                compute with the same weights converted to `--dtype`
+
+A peer that is not installed is left out, and a line names its script. All servers run all along, warmed. Each gets its
+load when all are quiet: vLLM's worker spins on a core for a second after its last step. This process is the client of
+all, and all instants are by its clock. A load is closed: all requests are sent at once, for outputs of fixed length,
+greedily. Prompts are passages of novels, none of which begins like another. All sides get the same ones.
 
 A cell STREAMSxPROMPT:OUTPUT of `--grid` has these rows:
 
@@ -18,7 +23,7 @@ A cell STREAMSxPROMPT:OUTPUT of `--grid` has these rows:
     load_s          of the whole load, compared with the same engine alone in a process, only in the cell 16x205:64
 
 Before the load: idle_cores, processor seconds a second of Baton's own idle processes, compared with those of Ray. Ray's
-include the loops by which Baton's actors wait for tasks. `--bars` checks what is promised.
+include the loops by which Baton's actors wait for tasks. `--bars` checks what is promised, compared with vLLM.
 """
 
 import argparse
@@ -26,7 +31,8 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +40,7 @@ from time import monotonic
 
 from rich.console import Console
 
+from baton.modeling.checkpoints.catalog import gguf_source
 from baton.process.garbage import collect_rarely
 from baton.settings.base import part_of
 from baton.text.tokenizer import Tokenizer
@@ -41,12 +48,14 @@ from baton_lab.served_child import until_signal
 from benchmarks.plots.served import draw
 from benchmarks.sides.engine import EngineSide, EngineSpec, engine_alone
 from benchmarks.sides.front_doors import BatonDoor
-from benchmarks.sides.vllm_server import VllmSpec, vllm_server
+from benchmarks.sides.peer_commands import LLAMA_CPP, VLLM, llama_cpp, vllm
+from benchmarks.sides.peer_server import Peer, peer_server
 from benchmarks.support.answers import Answered, Ask, FrontDoor
 from benchmarks.support.cells import Cell, parse_grid
 from benchmarks.support.harness import Bars, Pairs, Reporter, Row, case, make_parser, progress, resolve
 from benchmarks.support.passages import Passages
 from benchmarks.support.processor_time import main_threads_used_s, share_of_a_core, until_quiet, used_s
+from benchmarks.support.side_table import side_table
 from benchmarks.support.streams import Load
 from deploy.config.file import read_sections
 from deploy.machine.arrangement import arrange
@@ -79,17 +88,19 @@ STACK_BAR = 1.25
 """Most time of STACK_CELL's load over the time that the engine alone takes for it."""
 METRICS = (("tokens_s", "tokens/s"), ("ttft_s", "s"), ("p99_ms", "ms"), ("gap_ms", "ms"), ("tpot_ms", "ms"))
 JOINING_METRICS = (*METRICS, ("last_ttft_s", "s"))
+BATON = "baton"
 _WARM = Cell(2, 64, 8)
+_MISSING = "without {name}: run benchmarks/peers/{script} DIR and give {option}=DIR/bin/{file}"
 
 
 @dataclass
 class Found:
-    """The rounds of one cell, one answer of each side a round; the last two are empty without such a side."""
+    """Rounds of one cell."""
 
-    ours: list[Answered] = field(default_factory=list)
-    theirs: list[Answered] = field(default_factory=list)
+    answers: defaultdict[str, list[Answered]] = field(default_factory=lambda: defaultdict(list))
+    """Answer of each round, by server: BATON, and the names of its peers."""
     engine_s: list[float] = field(default_factory=list)
-    """Seconds that the engine alone took for the load."""
+    """Seconds that the engine alone took for the load; empty when it was not measured."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +108,13 @@ class Sides:
     """All sides that are measured, running."""
 
     baton: BatonDoor
-    peer: FrontDoor | None
+    peers: Mapping[str, FrontDoor]
     engine: EngineSide | None
+
+    async def until_quiet(self) -> None:
+        """Wait until no server computes."""
+        pids = set[int]().union(*(each.pids() for each in (self.baton, *self.peers.values())))
+        await asyncio.to_thread(until_quiet, pids)
 
 
 class Bench:
@@ -114,6 +130,10 @@ class Bench:
         self.passages = Passages.of(Tokenizer.load(self.folder))
         self.grid: list[Cell] = args.grid or parse_grid(QUICK_GRID if args.quick else GRID)
         self.rounds: int = args.rounds or (1 if args.quick else ROUNDS)
+        num_slots = max(len(cell.sizes) for cell in (*self.grid, _WARM))
+        self.peers = installed_peers(args, self.folder, self.cores, num_slots, say=self.say)
+        self.notes = [f"{BATON}: weights {args.dtype}"]
+        """Line for each server, with its version and its weights."""
 
     @property
     def settings(self) -> list[str]:
@@ -125,15 +145,18 @@ class Bench:
         """Start all sides, one after the other, and send each a small load; end them afterwards."""
         async with AsyncExitStack() as stack:
             baton = await stack.enter_async_context(BatonDoor.opened(self.settings, self.say))
-            peer = engine = None
-            if self.args.peer_python is not None:
-                self.say("starting vLLM, which compiles for minutes when it runs for the first time")
-                peer = await stack.enter_async_context(vllm_server(self._peer_spec()))
-                self.say(f"peer: vLLM {peer.version}, {len(self.cores)} threads")
+            peers, engine = dict[str, FrontDoor](), None
+            for peer in self.peers:
+                self.say(f"starting {peer.name}, which may take minutes when it runs for the first time")
+                door = await stack.enter_async_context(peer_server(peer))
+                peers[peer.name] = door
+                self.notes.append(f"{peer.name} {door.version}: weights {peer.weights}")
+            for note in self.notes:
+                self.say(f"{note}, {len(self.cores)} threads")
             if STACK_CELL in self.grid:
                 engine = await stack.enter_async_context(engine_alone(self._engine_spec()))
             collect_rarely()
-            sides = Sides(baton, peer, engine)
+            sides = Sides(baton, peers, engine)
             await self._round(_WARM, sides, Found())
             yield sides
 
@@ -161,37 +184,18 @@ class Bench:
             for number in range(self.rounds + 1):
                 await self._round(cell, sides, found if number else Found())
                 advance()
-        self._report(cell, found)
+        report(self.reporter, self.bars, cell, found)
         return found
 
     async def _round(self, cell: Cell, sides: Sides, found: Found) -> None:
-        """Send the same load to each side, one after the other, each when the other is quiet."""
+        """Send the same load to each side, one after the other, each when all servers are quiet."""
         asks = cell.asks(self.passages)
-        if sides.peer is not None:
-            await asyncio.to_thread(until_quiet, sides.peer.pids())
-        found.ours.append(await sides.baton.answer(asks))
-        if sides.peer is not None:
-            await asyncio.to_thread(until_quiet, sides.baton.pids())
-            found.theirs.append(await sides.peer.answer(asks))
-            await asyncio.to_thread(until_quiet, sides.peer.pids())
+        for name, door in {BATON: sides.baton, **sides.peers}.items():
+            await sides.until_quiet()
+            found.answers[name].append(await door.answer(asks))
         if sides.engine is not None and cell == STACK_CELL:
+            await sides.until_quiet()
             found.engine_s.append(await engine_seconds(sides.engine, asks))
-
-    def _report(self, cell: Cell, found: Found) -> None:
-        rows = {}
-        for metric, unit in JOINING_METRICS if cell.joining else METRICS:
-            ours = [float(getattr(each, metric)) for each in found.ours]
-            theirs = [float(getattr(each, metric)) for each in found.theirs]
-            if theirs:
-                rows[metric] = self.reporter.add(case(**cell.keys), metric, unit, "vllm", Pairs(ours, theirs))
-            else:  # there is nothing to compare with
-                self.reporter.add(case(**cell.keys), metric, unit, "none", Pairs(ours, [float("nan")] * len(ours)))
-        if rows:
-            judge(self.bars, cell, rows)
-        if found.engine_s:
-            pairs = Pairs([each.seconds for each in found.ours], found.engine_s)
-            row = self.reporter.add(case(**cell.keys), "load_s", "s", "engine", pairs)
-            self.bars.at_most(f"{cell}: of the engine's time alone", 1 / row.ratio, STACK_BAR)
 
     def _engine_spec(self) -> EngineSpec:
         """Return an engine like the cluster's: as this machine is arranged, with its threads or one for each core."""
@@ -199,15 +203,37 @@ class Bench:
         num_threads = section.num_threads or len(self.cores)
         return EngineSpec(self.folder, self.args.dtype, num_threads, (), part_of(EngineConfig, section))
 
-    def _peer_spec(self) -> VllmSpec:
-        args = self.args
-        environment = dict(each.split("=", 1) for each in args.peer_env)
-        model = args.peer_model or self.folder
-        return VllmSpec(args.peer_python, model, args.dtype, self.cores, args.peer_option, environment)
-
     def say(self, line: str) -> None:
         """Print a line that is not a row."""
-        self.console.print(f"  {line}", markup=False)
+        self.console.print(f"  {line}", markup=False, soft_wrap=True)
+
+
+def installed_peers(
+    args: argparse.Namespace, folder: Path, cores: Sequence[int], num_slots: int, *, say: Callable[[str], None]
+) -> list[Peer]:
+    """Return the peers whose programs exist; call `say` with a line for each that is left out."""
+    peers = []
+    if is_installed(args.peer_python):
+        environment = dict(each.split("=", 1) for each in args.peer_env)
+        model = args.peer_model or folder
+        peers.append(
+            vllm(args.peer_python, model, args.dtype, cores, options=args.peer_option, environment=environment)
+        )
+    else:
+        say(_MISSING.format(name=VLLM, script="setup_vllm_cpu.sh", option="--peer-python", file="python"))
+    gguf = args.llama_model or gguf_source(args.model)
+    if not is_installed(args.llama_server):
+        say(_MISSING.format(name=LLAMA_CPP, script="setup_llamacpp.sh", option="--llama-server", file="llama-server"))
+    elif gguf is None:
+        say(f"without {LLAMA_CPP}: {args.model} is not a GGUF file: give one with --llama-model")
+    else:
+        peers.append(llama_cpp(args.llama_server, gguf, cores, num_slots, options=args.llama_option))
+    return peers
+
+
+def is_installed(program: Path | None) -> bool:
+    """Return whether a program was named and exists."""
+    return program is not None and program.is_file()
 
 
 async def engine_seconds(engine: EngineSide, asks: Sequence[Ask]) -> float:
@@ -215,6 +241,26 @@ async def engine_seconds(engine: EngineSide, asks: Sequence[Ask]) -> float:
     measured = await engine.measure(Load(tuple(each.prompt for each in asks), asks[0].max_tokens))
     first_ns = min(each.asked_ns for each in measured.streams)
     return (max(each.token_ns[-1] for each in measured.streams) - first_ns) / 1e9
+
+
+def report(reporter: Reporter, bars: Bars, cell: Cell, found: Found) -> None:
+    """Report the rows of one cell: one for each metric and peer, with the baseline `none` when there is no peer."""
+    ours, peers = found.answers[BATON], [name for name in found.answers if name != BATON]
+    rows: defaultdict[str, dict[str, Row]] = defaultdict(dict)
+    for metric, unit in JOINING_METRICS if cell.joining else METRICS:
+        values = [float(getattr(each, metric)) for each in ours]
+        for name in peers:
+            pairs = Pairs(values, [float(getattr(each, metric)) for each in found.answers[name]])
+            rows[name][metric] = reporter.add(case(**cell.keys), metric, unit, name, pairs)
+        if not peers:
+            reporter.add(case(**cell.keys), metric, unit, "none", Pairs(values, [float("nan")] * len(ours)))
+    if VLLM in rows:
+        judge(bars, cell, rows[VLLM])
+    if found.engine_s:
+        row = reporter.add(
+            case(**cell.keys), "load_s", "s", "engine", Pairs([each.seconds for each in ours], found.engine_s)
+        )
+        bars.at_most(f"{cell}: of the engine's time alone", 1 / row.ratio, STACK_BAR)
 
 
 def judge(bars: Bars, cell: Cell, rows: dict[str, Row]) -> None:
@@ -235,9 +281,13 @@ async def run(args: argparse.Namespace) -> int:
         for cell in bench.grid:
             found[str(cell)] = await bench.measure(cell, sides)
     bench.reporter.close()
+    answers = {name: each.answers for name, each in found.items()}
     if args.plot is not None:
-        draw({name: {"baton": each.ours, "vllm": each.theirs} for name, each in found.items()}, args.plot)
+        draw(answers, args.plot)
         bench.say(f"plot: {args.plot}")
+    if args.table is not None:
+        args.table.write_text(side_table(answers, bench.notes))
+        bench.say(f"table: {args.table}")
     return bench.bars.close() if args.bars else 0
 
 
@@ -253,12 +303,18 @@ def main() -> int:
     parser.add_argument(
         "--peer-option", action="append", default=[], help="option of `vllm serve`, like --a=b; repeatable"
     )
+    parser.add_argument("--llama-server", type=Path, default=None, help="llama.cpp's server")
+    parser.add_argument("--llama-model", type=Path, default=None, help="GGUF file for llama.cpp; default: our model's")
+    parser.add_argument(
+        "--llama-option", action="append", default=[], help="option of `llama-server`, like --a=b; repeatable"
+    )
     parser.add_argument("--alone", action="store_true", help="with --bars: check without vLLM what can be")
-    parser.add_argument("--plot", type=Path, default=None, help="PNG file of all cells, both sides")
+    parser.add_argument("--plot", type=Path, default=None, help="PNG file of all cells and sides")
+    parser.add_argument("--table", type=Path, default=None, help="Markdown file with a table of all cells and sides")
     parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
     args = parser.parse_args()
-    if args.bars and args.peer_python is None and not args.alone:
-        parser.error("--bars compares with vLLM: give --peer-python, or --alone for what can be checked without")
+    if args.bars and not is_installed(args.peer_python) and not args.alone:
+        parser.error("--bars compares with vLLM: give its --peer-python, or --alone for what can be checked without")
     return asyncio.run(until_signal(run(args)))
 
 

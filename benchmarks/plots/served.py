@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.support.answers import Answered
 
 _PANELS = (("tokens_s", "tokens/s"), ("ttft_s", "time to first token, s"), ("p99_ms", "p99 between messages, ms"))
-_COLOURS = {"baton": "tab:blue", "vllm": "0.6"}
+_COLOURS = {"baton": "tab:blue", "vllm": "0.6", "llama.cpp": "tab:orange"}
 
 
 def draw(cells: Mapping[str, Mapping[str, Sequence[Answered]]], path: Path) -> None:
@@ -16,7 +16,7 @@ def draw(cells: Mapping[str, Mapping[str, Sequence[Answered]]], path: Path) -> N
 
     figure = Figure(figsize=(11.0, 8.5), layout="constrained")
     panels = figure.subplots(len(_PANELS), 1, sharex=True)
-    names = [side for side in _COLOURS if any(rounds[side] for rounds in cells.values())]
+    names = [side for side in _COLOURS if any(rounds.get(side) for rounds in cells.values())]
     width = 0.8 / len(names)
     for panel, (metric, label) in zip(panels, _PANELS, strict=True):
         for number, side in enumerate(names):

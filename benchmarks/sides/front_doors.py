@@ -1,6 +1,6 @@
-"""Baton and vLLM behind their front doors: servers in processes of their own, called over gRPC and over HTTP.
+"""Baton's front door: a cluster of `baton serve` in processes of its own, called over gRPC.
 
-Both are called on the caller's loop, and all instants are those at which this loop has a message.
+It is called on the caller's loop, and all instants are those at which this loop has a message.
 """
 
 import asyncio
@@ -12,13 +12,8 @@ from baton.client import AsyncClient
 from baton.sampling_params import SamplingParams
 from baton_lab.served_child import OwnCluster, own_cluster
 from benchmarks.support.answers import Answer, Answered, Ask
-from benchmarks.support.event_stream import EventStream
 from benchmarks.support.processor_time import command_of, with_descendants
 from deploy.commands.record import load_record
-
-HOST = "127.0.0.1"
-MODEL = "model"
-"""Name under which vLLM serves."""
 
 
 class BatonDoor:
@@ -72,45 +67,6 @@ class BatonDoor:
                         message_ns = last_of_step(message_ns, event.drafts.num_tokens)
         if stream.usage is None or stream.usage.num_cached_tokens or stream.usage.num_attempts != 1:
             raise RuntimeError(f"a prompt was not computed once, from its first token on: {stream.usage}")
-        return checked(Answer(asked_ns, tuple(message_ns), num_tokens), ask)
-
-
-class VllmDoor:
-    """A front door (benchmarks.support.answers) of vLLM's server with the OpenAI interface."""
-
-    def __init__(self, port: int, version: str, pid: int) -> None:
-        """`pid` is the process from which all of the server's descend."""
-        self._port = port
-        self._pid = pid
-        self.version = version
-
-    async def answer(self, asks: Sequence[Ask]) -> Answered:
-        async with contextlib.AsyncExitStack() as stack:
-            streams = [await stack.enter_async_context(EventStream.connected(HOST, self._port)) for _ in asks]
-            answers = (self._one(stream, each) for stream, each in zip(streams, asks, strict=True))
-            return Answered(await asyncio.gather(*answers))
-
-    def pids(self) -> set[int]:
-        return with_descendants([self._pid])
-
-    async def _one(self, stream: EventStream, ask: Ask) -> Answer:
-        await asyncio.sleep(ask.at_s)  # from the load's start
-        asked_ns, message_ns, num_tokens = time_ns(), list[int](), 0
-        body = {
-            "model": MODEL,
-            "prompt": ask.prompt,
-            "max_tokens": ask.max_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        }
-        async for event in stream.post("/v1/completions", body):
-            if "usage" not in event:
-                raise RuntimeError(f"vLLM answers {event}, not a message with usage")
-            if event["usage"]["completion_tokens"] > num_tokens:
-                num_tokens = event["usage"]["completion_tokens"]
-                message_ns.append(time_ns())
         return checked(Answer(asked_ns, tuple(message_ns), num_tokens), ask)
 
 

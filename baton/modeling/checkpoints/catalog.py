@@ -43,15 +43,22 @@ def resolve_model(
     and the others wait. A file with another size or modification time is converted again, as is every file when
     CONVERTER_VERSION changes. Raises ModelError, one line.
     """
-    if name in _CATALOG:
-        return _converted(_packaged_file(name), cache, progress, finish)
+    if (source := gguf_source(name)) is not None:
+        return _converted(source, cache, progress, finish)
     path = Path(name).expanduser()
     if name and path.is_dir():
         return path
-    if path.is_file() and path.suffix == ".gguf":
-        return _converted(path, cache, progress, finish)
     remedy = f"give one, a known name ({', '.join(sorted(_CATALOG))}), or ORGANISATION/NAME of a hub"
     raise ModelError(f"model {name!r} is neither a folder nor a .gguf file; {remedy}")
+
+
+def gguf_source(name: str) -> Path | None:
+    """Return the GGUF file of model `name`, a name of the catalog or a path; None when `name` is neither. Raises
+    ModelError, one line, when the catalog's package is not installed."""
+    if name in _CATALOG:
+        return _packaged_file(name)
+    path = Path(name).expanduser()
+    return path if path.suffix == ".gguf" and path.is_file() else None
 
 
 def _packaged_file(name: str) -> Path:

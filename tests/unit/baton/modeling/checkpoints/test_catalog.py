@@ -12,7 +12,7 @@ import pytest
 
 from baton.errors import ModelError
 from baton.modeling.checkpoints import catalog
-from baton.modeling.checkpoints.catalog import resolve_model
+from baton.modeling.checkpoints.catalog import gguf_source, resolve_model
 from baton.modeling.checkpoints.weights import load_config
 from tests.support.models.tiny_gguf import tiny_keys, tiny_tensors, write_gguf
 
@@ -79,6 +79,14 @@ def test_second_call_does_no_work(gguf: Path, tmp_path: Path) -> None:
     assert second.resolve(gguf, tmp_path / "cache") == folder
     assert (second.finished, second.last_progress) == ([], (0, 0))
     assert (folder / "model.safetensors").stat() == written
+
+
+def test_the_source_of_a_model_is_its_gguf_file(gguf: Path, tmp_path: Path) -> None:
+    assert gguf_source(str(gguf)) == gguf
+    packaged = gguf_source("smollm2-135m")
+    assert packaged is not None
+    assert packaged.name == "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert gguf_source(str(tmp_path)) is gguf_source(str(tmp_path / "missing.gguf")) is gguf_source("") is None
 
 
 def test_changed_file_is_converted_anew(gguf: Path, tmp_path: Path) -> None:

@@ -1,0 +1,79 @@
+"""The servers that Baton is compared with: commands and settings with which each serves best on these cores.
+
+No server keeps KV of earlier prompts, so that no prompt is served from memory. None logs requests.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from gguf import GGUFReader, LlamaFileType
+
+from benchmarks.sides.peer_server import MODEL, Peer
+
+VLLM, LLAMA_CPP = "vllm", "llama.cpp"
+_VLLM_MODULE = "vllm.entrypoints.openai.api_server"
+"""Runs what `vllm serve` runs: that command itself fails in the CPU build, whose package has another name."""
+_VLLM_KV_GB = 4
+_MAX_TOKENS = 8192
+"""Most tokens of a sequence."""
+_FILE_TYPE = "general.file_type"
+
+
+def vllm(
+    python: Path,
+    model: Path,
+    dtype: str,
+    cores: Sequence[int],
+    *,
+    options: Sequence[str] = (),
+    environment: Mapping[str, str],
+) -> Peer:
+    """Return vLLM's CPU build (peers/setup_vllm_cpu.sh), run by the Python of its environment, with a thread on each
+    core. `model` is a Hugging Face folder. `options` and `environment` are more of `vllm serve`.
+
+    Chunked prefill is on, in chunks as large as vLLM chooses for servers. OMP_NUM_THREADS is left unset, because vLLM
+    warns that its other processes would spin with it.
+    """
+    variables = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(str(core) for core in cores),
+        "VLLM_CPU_KVCACHE_SPACE": str(_VLLM_KV_GB),
+        **environment,
+    }
+    command = ["env", *(f"{name}={value}" for name, value in variables.items()), str(python), "-m", _VLLM_MODULE]
+    command += ["--model", str(model), "--served-model-name", MODEL, "--dtype", dtype]
+    command += ["--max-model-len", str(_MAX_TOKENS), "--enable-chunked-prefill", "--no-enable-prefix-caching"]
+    return Peer(
+        VLLM,
+        weights=dtype,
+        command=[*command, "--disable-uvicorn-access-log", *options],
+        version=("/version", "version"),
+        count=("usage", "completion_tokens"),
+        fields={"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    )
+
+
+def llama_cpp(server: Path, model: Path, cores: Sequence[int], num_slots: int, *, options: Sequence[str] = ()) -> Peer:
+    """Return llama.cpp's llama-server (peers/setup_llamacpp.sh), with a thread for each core and `num_slots` slots.
+    `model` is a GGUF file, whose weights are used as they are stored. `options` are more of `llama-server`.
+
+    Each slot has memory for as many tokens as a sequence may have. Comments that llama-server sends on silent streams
+    are off.
+    """
+    command = [str(server), "--model", str(model), "--alias", MODEL, "--threads", str(len(cores))]
+    command += ["--parallel", str(num_slots), "--ctx-size", str(num_slots * _MAX_TOKENS)]
+    return Peer(
+        LLAMA_CPP,
+        weights=f"{_stored_as(model)}, as stored in {model.name}",
+        command=[*command, "--cache-ram", "0", "--log-verbosity", "1", *options],
+        version=("/props", "build_info"),
+        count=("timings", "predicted_n"),
+        fields={"timings_per_token": True, "cache_prompt": False, "sse_ping_interval": -1},
+    )
+
+
+def _stored_as(model: Path) -> str:
+    """Return the format of most weights of a GGUF file, like Q4_1."""
+    field = GGUFReader(model).fields.get(_FILE_TYPE)
+    return "unknown" if field is None else LlamaFileType(field.contents()).name.removeprefix("MOSTLY_")

@@ -1,0 +1,173 @@
+"""A server with OpenAI's API that Baton is compared with: started in its own environment, called, and ended.
+
+`benchmarks.sides.peer_commands` makes one for each supported server.
+"""
+
+import asyncio
+import collections
+import contextlib
+import json
+import os
+import signal
+import socket
+from asyncio.subprocess import DEVNULL, PIPE, STDOUT, Process
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from time import time_ns
+
+from benchmarks.sides.front_doors import checked
+from benchmarks.support.answers import Answer, Answered, Ask
+from benchmarks.support.event_stream import EventStream
+from benchmarks.support.processor_time import with_descendants
+
+HOST = "127.0.0.1"
+MODEL = "model"
+"""Name under which peers serve the model."""
+_HEALTH = "/health"
+"""Path that has status 200 while the server serves, and another status, or no listener, while it loads."""
+_POLL_S, _ANSWER_S, _END_S = 0.25, 5.0, 30.0
+_NUM_LINES = 20
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A server that can be started, and the parts of its API in which it differs from others."""
+
+    name: str
+    """Name as a baseline of rows."""
+    weights: str
+    """Format of the weights that it computes with."""
+    command: Sequence[str]
+    """Command that serves the model as MODEL; `--host` and `--port` are appended."""
+    version: tuple[str, str]
+    """Path of a JSON document and its field that holds the version."""
+    count: tuple[str, str]
+    """Object in a message, and its field that holds the number of output tokens so far."""
+    fields: Mapping[str, object]
+    """Fields of a request in addition to those that all peers get."""
+
+
+class PeerDoor:
+    """A front door (benchmarks.support.answers) of a peer that serves."""
+
+    def __init__(self, peer: Peer, port: int, version: str, pid: int) -> None:
+        """`pid` is the process from which all of the server's descend."""
+        self._peer = peer
+        self._port = port
+        self._pid = pid
+        self.version = version
+
+    async def answer(self, asks: Sequence[Ask]) -> Answered:
+        async with contextlib.AsyncExitStack() as stack:
+            streams = [await stack.enter_async_context(EventStream.connected(HOST, self._port)) for _ in asks]
+            answers = (self._one(stream, each) for stream, each in zip(streams, asks, strict=True))
+            return Answered(await asyncio.gather(*answers))
+
+    def pids(self) -> set[int]:
+        return with_descendants([self._pid])
+
+    async def _one(self, stream: EventStream, ask: Ask) -> Answer:
+        await asyncio.sleep(ask.at_s)  # from the load's start
+        asked_ns, message_ns, num_tokens = time_ns(), list[int](), 0
+        body = {
+            "model": MODEL,
+            "prompt": ask.prompt,
+            "max_tokens": ask.max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            **self._peer.fields,
+        }
+        counts, name = self._peer.count
+        async for event in stream.post("/v1/completions", body):
+            if counts not in event:
+                raise RuntimeError(f"{self._peer.name} answers {event}, not a message with {counts!r}")
+            if event[counts][name] > num_tokens:
+                num_tokens = event[counts][name]
+                message_ns.append(time_ns())
+        return checked(Answer(asked_ns, tuple(message_ns), num_tokens), ask)
+
+
+@contextlib.asynccontextmanager
+async def peer_server(peer: Peer) -> AsyncIterator[PeerDoor]:
+    """Start a peer and yield its front door when it serves, which may take minutes; end all its processes afterwards.
+    Raises RuntimeError with its last lines when it ends before."""
+    port = _free_port()
+    command = [*peer.command, "--host", HOST, "--port", str(port)]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, start_new_session=True, limit=2**20
+    )
+    assert process.stdout is not None
+    lines: collections.deque[str] = collections.deque(maxlen=_NUM_LINES)
+    reading = asyncio.create_task(_read(process.stdout, lines))
+    try:
+        if not await _serves(reading, port):
+            raise RuntimeError("\n".join((f"{peer.name} ended before it served; its last lines:", *lines)))
+        yield PeerDoor(peer, port, await asyncio.to_thread(_version, port, peer), process.pid)
+    finally:
+        await _end(process)
+        await reading
+
+
+async def _read(output: asyncio.StreamReader, lines: "collections.deque[str]") -> None:
+    """Read all lines to the end, because a process that is not read blocks when the pipe is full."""
+    while line := await output.readline():
+        lines.append(line.decode(errors="replace").rstrip())
+
+
+async def _serves(reading: "asyncio.Task[None]", port: int) -> bool:
+    """Wait until the server serves; return False when its output ends before."""
+    healthy = asyncio.create_task(_until_healthy(port))
+    try:
+        await asyncio.wait((healthy, reading), return_when=asyncio.FIRST_COMPLETED)
+        return healthy.done()
+    finally:
+        healthy.cancel()
+
+
+async def _until_healthy(port: int) -> None:
+    """Wait until the server serves. Has no timeout: vLLM compiles for minutes when it runs for the first time."""
+    while True:
+        if await asyncio.to_thread(_get, port, _HEALTH) is not None:
+            return
+        await asyncio.sleep(_POLL_S)
+
+
+async def _end(process: Process) -> None:
+    """End the server as Ctrl-C does. After a while, kill the remaining processes of its session."""
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGINT)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), _END_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind((HOST, 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def _version(port: int, peer: Peer) -> str:
+    path, field = peer.version
+    body = _get(port, path)
+    if body is None:
+        raise RuntimeError(f"{peer.name} does not answer at {path}: see its documentation for the path of its version")
+    return str(json.loads(body)[field])
+
+
+def _get(port: int, path: str) -> bytes | None:
+    """Return the body at a path; None when the server does not answer, or not with status 200."""
+    connection = HTTPConnection(HOST, port, timeout=_ANSWER_S)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.read() if answer.status == 200 else None
+    except OSError:
+        return None
+    finally:
+        connection.close()
