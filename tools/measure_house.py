@@ -1,15 +1,17 @@
-"""Measures how easy it is to navigate the code, as docs/decisions/0026-folders-by-topic.md shows it.
+"""Measures how easy it is to navigate the code, as docs/house.md shows it.
 
-`python -m tools.measure_house [ROOT]` prints the figures of the checkout at ROOT as a Markdown table. A room of a
-package is a module or a folder right below it; its levels are the rooms on the longest way along imports, where rooms
-that import each other in a circle count as one. A call copies configuration by hand when it makes a Config, a Section
-or a Host, and at least three of its keyword arguments pass an attribute of the same name, as in `ttl_s=section.ttl_s`.
+`python -m tools.measure_house [ROOT]` prints the figures of the checkout at ROOT as a Markdown table. The product is
+what a wheel installs, without the package baton_lab and generated stubs. A room of a package is a module or a folder
+right below it; its levels are the rooms on the longest way along imports; rooms that import each other in a circle
+count as one. A call copies configuration by hand when it makes a Config, a Section or a Host, and at least three of its
+keyword arguments pass an attribute of the same name, as in `ttl_s=section.ttl_s`.
 """
 
 import ast
 import statistics
 import sys
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -17,14 +19,10 @@ from pathlib import Path
 from tools.check_prose import hits_in
 from tools.check_sizes import functions
 
-PACKAGES = (
-    "baton",
-    "orchestrator",
-    "prefill_workers",
-    "generate_workers",
-    "gateway",
-    "deploy",
-)
+NO_PRODUCT = ("baton_lab", "benchmarks", "tests", "tools")
+REPEATED_FILES = ("__init__", "__main__", "port", "config", "host", "servicer", "errors", "routes", "bodies")
+"""File names that may be used in any number of folders."""
+MOST_PARAMETERS = 5
 LONG_FILE_LINES = 330
 CONFIGURED = ("Config", "Section", "Host")
 """Ends of the names of classes that hold configuration, or are made from it."""
@@ -34,8 +32,11 @@ LEAST_COPIES = 3
 
 def main(root: Path) -> int:
     """Print the table of figures; return the exit status."""
-    files = [path for package in PACKAGES for path in python_files(root / package)]
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in files}
+    packages = [path.parent.name for path in sorted(root.glob("*/__init__.py")) if path.parent.name not in NO_PRODUCT]
+    files = [path for package in packages for path in python_files(root / package)]
+    trees = {path: parsed(path) for path in files}
+    classes = [node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    names = [path.stem for path in files if path.stem not in REPEATED_FILES]
     lengths = sorted(each.num_lines for tree in trees.values() for each in functions(tree))
     deciles = statistics.quantiles(lengths, n=10, method="inclusive")
     lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
@@ -45,20 +46,48 @@ def main(root: Path) -> int:
     rows: list[tuple[str, int | str]] = [
         ("product files", len(files)),
         ("product lines", sum(lines.values())),
-        ("product lines without comments and docstrings", sum(code_lines(path, trees[path]) for path in files)),
+        ("product lines without comments, docstrings and blank lines", sum(map(code_lines, files, trees.values()))),
+        (
+            "the same lines of baton_lab",
+            sum(code_lines(path, parsed(path)) for path in python_files(root / "baton_lab")),
+        ),
+        ("classes", len(classes)),
+        ("class names that are used twice", repeated(classes, 1)),
+        ("file names that are used more than twice", repeated(names, 2)),
+        (f"functions with more than {MOST_PARAMETERS} parameters", sum(map(wide_functions, trees.values()))),
         (f"files above {LONG_FILE_LINES} lines", long),
         ("entries of the most crowded folder", f"{crowded[0]} ({crowded[1].relative_to(root)})"),
         ("lines of a function, p50 / p90", f"{deciles[4]:.0f} / {deciles[8]:.0f}"),
         ("wordings in docstrings that the lint refuses", refused),
         ("lines that copy configuration by hand", sum(copied_lines(tree) for tree in trees.values())),
     ]
-    for package in PACKAGES:
+    for package in packages:
         graph = rooms(root, package)
         rows.append((f"rooms / levels of {package}", f"{len(graph)} / {levels(graph)}"))
     print("| figure | value |", "|---|---|", sep="\n")
     for name, value in rows:
         print(f"| {name} | {value:,} |" if isinstance(value, int) else f"| {name} | {value} |")
     return 0
+
+
+def parsed(path: Path) -> ast.Module:
+    """Return the syntax tree of a file."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def repeated(names: list[str], most: int) -> int:
+    """Return the number of names that occur more than `most` times."""
+    return sum(number > most for number in Counter(names).values())
+
+
+def wide_functions(tree: ast.Module) -> int:
+    """Return the number of functions with more than MOST_PARAMETERS parameters, keyword-only ones included, self and
+    cls not."""
+    methods = {id(each) for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for each in node.body}
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    bound = [id(node) in methods and "staticmethod" not in map(ast.unparse, node.decorator_list) for node in found]
+    arguments = [(*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs) for node in found]
+    return sum(len(each) - is_bound > MOST_PARAMETERS for each, is_bound in zip(arguments, bound, strict=True))
 
 
 def python_files(folder: Path) -> list[Path]:
@@ -114,7 +143,7 @@ def rooms(root: Path, package: str) -> dict[str, set[str]]:
 
 def imported(path: Path) -> Iterator[str]:
     """Yield the full names of modules, or of names in them, that a file imports."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
