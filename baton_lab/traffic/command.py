@@ -37,7 +37,7 @@ examples:
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `simulate-traffic` command to the command line."""
-    text = "replay traffic on paper, and compare fixed groups with scaling ones"
+    text = "simulate traffic on a cluster, and compare fixed with autoscaled groups"
     parser = add_command(commands, "simulate-traffic", text, _DESCRIPTION, _EXAMPLES)
     parser.add_argument("--policy", default="static", metavar="NAME,...", help="policies to compare (default: static)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers and the scaler's decisions")

@@ -197,6 +197,12 @@ def test_the_help_lists_every_command_in_one_group() -> None:
     assert sorted(name for names in GROUPS.values() for name in names) == sorted(commands())
 
 
+def test_errors_of_a_command_name_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["scale", "generate", "many"])
+    assert capsys.readouterr().err.startswith("usage: baton scale ")
+
+
 def test_commands() -> None:
     assert sorted(commands()) == sorted(COMMANDS)
 

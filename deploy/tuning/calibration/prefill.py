@@ -38,7 +38,7 @@ row. The cluster keeps it, and decides by it which prompts their generation grou
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `calibrate` command to the command line."""
-    text = "measure what prefill costs on a running cluster, for its predictions"
+    text = "measure the costs of prefill on a running cluster, for its predictions"
     parser = add_command(commands, "calibrate", text, _DESCRIPTION)
     parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
     parser.add_argument("--target", metavar="HOST:PORT", help=TARGET_HELP)

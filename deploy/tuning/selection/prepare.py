@@ -51,7 +51,7 @@ examples:
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `prepare` command to the command line."""
-    text = "find how a model's keys can be chosen, for generation that reads some of them"
+    text = "fit the key selection of sparse generation to a model"
     parser = add_command(commands, "prepare", text, _DESCRIPTION, _EXAMPLES)
     parser.add_argument("model", metavar="MODEL", help="name, Hugging Face folder, or GGUF file")
     parser.add_argument(
