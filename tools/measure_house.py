@@ -2,9 +2,9 @@
 
 `python -m tools.measure_house [ROOT]` prints the figures of the checkout at ROOT as a Markdown table. The product is
 what a wheel installs, without the package baton_lab and generated stubs. A room of a package is a module or a folder
-right below it; its levels are the rooms on the longest way along imports; rooms that import each other in a circle
-count as one. A call copies configuration by hand when it makes a Config, a Section or a Host, and at least three of its
-keyword arguments pass an attribute of the same name, as in `ttl_s=section.ttl_s`.
+right below it. The number of levels is that of the rooms on the longest path along imports, where rooms that import
+each other in a circle count as one. A call copies configuration by hand when it makes a Config, a Section or a Host,
+and at least three of its keyword arguments pass an attribute of the same name, as in `ttl_s=section.ttl_s`.
 """
 
 import ast
