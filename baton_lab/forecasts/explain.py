@@ -29,6 +29,12 @@ MAX_WORKERS = 4096
 _DEFAULTS = {"prompt": "4k", "output": "256", "rate": "1", "ranks": "2", "groups": "1", "engines": "1", "slots": "64"}
 _LONGEST = 8
 """The longest prompt that is looked at, as a multiple of the given one."""
+_EXPLAINED = {
+    "only apart": "only apart (together is full)",
+    "only together": "only together (apart is full)",
+    "neither": "neither (both are full)",
+}
+"""Text of a span's `better` where a side is full."""
 
 
 @dataclass(frozen=True)
@@ -136,29 +142,28 @@ def show(found: Explanation, console: "Console") -> None:
     )
     console.print(_sides_table(found), "")
     for title, unit, spans in (
-        ("by prompt, tokens", "", found.by_prompt),
-        ("by rate, requests/s", ".3g", found.by_rate),
+        ("better side by tokens of prompt", "", found.by_prompt),
+        ("better side by requests/s", ".3g", found.by_rate),
     ):
         console.print(f"[bold]{title}[/]")
         for key, each in spans.items():
             console.print(f"  {key}: {describe(each, unit)}", soft_wrap=True)
     console.print(
-        "(no waits behind other requests; a side carries a rate while none of its pools is full)", style="dim"
+        "(time to wait for other requests is not included; a side is full when one of its pools is)", style="dim"
     )
 
 
 def describe(spans: "Sequence[Span]", unit: str) -> str:
-    """Return as readable text which side is better where; numbers are whole ones, or in the format `unit`."""
+    """Return each range and its better side as readable text; numbers are whole, or in the format `unit`."""
     if not spans:
-        return "neither side carries any"
+        return "both are full at any rate"
 
     def number(value: float) -> str:
         return format(value, unit) if unit else str(int(value))
 
-    if len(spans) == 1:
-        return f"{spans[0].better}, from {number(spans[0].first)} to {number(spans[0].last)}"
-    parts = [f"{span.better} to {number(span.last)}" for span in spans[:-1]]
-    return ", ".join([*parts, f"{spans[-1].better} from {number(spans[-1].first)}"])
+    return "; ".join(
+        f"{number(span.first)} to {number(span.last)}: {_EXPLAINED.get(span.better, span.better)}" for span in spans
+    )
 
 
 def _sides_table(found: Explanation) -> "Table":
@@ -167,19 +172,19 @@ def _sides_table(found: Explanation) -> "Table":
     table = number_table("predicted", ("", "apart", "together"), words="")
     rows: list[tuple[str, Callable[[Side], str]]] = [
         ("prefill, ms", lambda side: _ms(side.terms.prefill_s)),
-        ("decode steps meanwhile, ms", lambda side: _ms(side.terms.steps_s)),
+        ("wait for decode steps, ms", lambda side: _ms(side.terms.steps_s)),
         ("transfer, ms", lambda side: _ms(side.terms.transfer_s)),
         ("first token, ms", lambda side: _ms(side.first_s)),
-        ("from token to token, ms", lambda side: _ms(side.token_s)),
+        ("time per output token, ms", lambda side: _ms(side.token_s)),
         ("longest step, ms", lambda side: _ms(side.longest_step_s)),
         ("whole answer, s", lambda side: f"{side.answer_s:.4g}"),
         ("ranks of the chain", lambda side: str(side.num_ranks or "-")),
-        ("rows of an engine", lambda side: f"{side.num_rows:.3g}"),
-        ("prefilling", lambda side: f"{side.prefill_load:.1%}"),
+        ("sequences per engine", lambda side: f"{side.num_rows:.3g}"),
+        ("time spent on prefill", lambda side: f"{side.prefill_load:.1%}"),
     ]
     for name, text in rows:
         table.add_row(name, *("full" if side is None else text(side) for side in (found.apart, found.together)))
-    table.add_row("carries, requests/s", *(f"{rate:.3g}" for rate in found.capacities))
+    table.add_row("capacity, requests/s", *(f"{rate:.3g}" for rate in found.capacities))
     return table
 
 

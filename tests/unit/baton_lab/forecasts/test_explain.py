@@ -54,9 +54,10 @@ def test_tables_and_turns_are_shown(baton: Baton) -> None:
 def test_what_one_side_or_no_side_carries_is_said(baton: Baton) -> None:
     out = baton.shown(f"plan {CASE} --rate 1000000")
     assert "first token, ms full full" in " ".join(out.split())
-    assert "by prompt, tokens first token: neither, from 16 to 8192" in " ".join(out.split())
-    assert describe((Span(1, 5, "together"), Span(6, 9, "only apart")), "") == "together to 5, only apart from 6"
-    assert describe((), "") == "neither side carries any"
+    assert "by tokens of prompt first token: 16 to 8192: neither (both are full)" in " ".join(out.split())
+    spans = (Span(1, 5, "together"), Span(6, 9, "only apart"))
+    assert describe(spans, "") == "1 to 5: together; 6 to 9: only apart (together is full)"
+    assert describe((), "") == "both are full at any rate"
 
 
 def test_this_machine_is_predicted_by_what_a_cluster_here_would_go_by(smollm2: Path, baton: Baton) -> None:
