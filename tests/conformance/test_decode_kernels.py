@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.modeling.kernels.calls.checks import RowKeys
 from baton.modeling.kv.buffers import KvRows
 from tests.support.kernels.brute_attention import brute_attention
 from tests.support.kernels.paths import PATHS, TILED, KernelPath, has_tiles, lane, require
@@ -44,10 +45,9 @@ def attend(path: KernelPath, q_BNH: Tensor, rows: list[Tensor], *picks: Tensor) 
     """The kernel's answer `[B, N, H]`."""
     addresses_B = torch.tensor([each.data_ptr() for each in rows])
     lengths_B = torch.tensor([each.shape[0] for each in rows])
-    keys_BGK, num_BG = picks or (None, None)
-    return path.operators().decode_attention(
-        q_BNH, addresses_B, lengths_B, rows[0].shape[2], path.product, picks=(keys_BGK, num_BG)
-    )
+    keys = RowKeys(addresses_B, lengths_B)
+    lists = (picks[0], picks[1]) if picks else None
+    return path.operators().decode_attention(q_BNH, keys, rows[0].shape[2], path.product, lists)
 
 
 def check(path: KernelPath, got_NH: Tensor, expected_NH: Tensor) -> None:

@@ -169,24 +169,22 @@ class Pieces:
         hidden_TD, caches = self.hidden_TD.clone(), [each.clone() for each in self.caches]
         operators = native.operators(self.path.instruction_set)
         config, rows = self.config, self.rows(caches)
-        addresses_LB, lengths_B = rows.addresses_LB, rows.lengths_B
-        assert lengths_B is not None
+        keys = rows.keys
+        assert keys is not None
         splits = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         for layer in range(NUM_LAYERS):
             (qkv, norm), (output, _), (gate_up, mlp_norm), (down, _) = self.linears[4 * layer : 4 * layer + 4]
             qkv_TKH = qkv(hidden_TD, norm).view(self.num_rows, -1, config.head_dim)
             operators.turn_heads(qkv_TKH[:, : sum(splits[:2])], self.rotation.cos_T1H, self.rotation.sin_T1H)
             q_TNH, k_TGH, v_TGH = torch.split(qkv_TKH, splits, dim=1)
-            operators.append_kv(k_TGH, v_TGH, addresses_LB[layer], lengths_B)
-            chosen = (None, None) if self.picks is None else (self.picks.keys_LBGK[layer], self.picks.num_BG)
+            operators.append_kv(k_TGH, v_TGH, keys.addresses_B[layer], keys.lengths_B)
+            chosen = None if self.picks is None else (self.picks.keys_LBGK[layer], self.picks.num_BG)
             attended_TNH = operators.decode_attention(
                 q_TNH,
-                addresses_LB[layer],
-                lengths_B,
+                keys._replace(addresses_B=keys.addresses_B[layer]),
                 config.num_kv_heads,
                 self.path.attention,
-                picks=chosen,
-                others=(rows.queries_B, rows.unseen_B2),
+                chosen,
             )
             hidden_TD = output(attended_TNH.flatten(1), residual_TN=hidden_TD)
             hidden_TD = down(gate_up(hidden_TD, mlp_norm), residual_TN=hidden_TD)
@@ -262,7 +260,7 @@ def test_layers_that_do_not_fit_are_refused(path: Path) -> None:
 def test_a_row_without_a_key_is_refused(path: Path) -> None:
     pieces = Pieces(path, config_of((64, 88, 2, 2, 32)), 2)
     rows = pieces.rows(pieces.caches)
-    assert rows.lengths_B is not None
-    rows.lengths_B[1] = 0
+    assert rows.keys is not None
+    rows.keys.lengths_B[1] = 0
     with pytest.raises(RuntimeError, match="every row has a key"):
         pieces.layers().run(pieces.hidden_TD, pieces.rotation, rows)

@@ -10,6 +10,7 @@ from torch import Tensor
 from baton.modeling.forward.rows import DecodeRows, has_native_rows
 from baton.modeling.forward.selection import Picks
 from baton.modeling.kernels import native
+from baton.modeling.kernels.calls.checks import RowKeys
 from baton.modeling.kernels.products import WIDENED
 from baton.modeling.kv.buffers import BufferSpan, KvBuffer, KvRows
 from baton.types import KvLayout, TokenRange
@@ -208,7 +209,9 @@ def test_a_row_without_a_key_is_refused() -> None:
     with pytest.raises(RuntimeError, match="every row has a key"):
         native.operators().append_kv(rows_BGH, rows_BGH, addresses_B, torch.zeros(1, dtype=torch.int64))
     with pytest.raises(RuntimeError, match="every row has a key"):
-        native.operators().decode_attention(rows_BGH, addresses_B, torch.zeros(1, dtype=torch.int64), 1, WIDENED)
+        native.operators().decode_attention(
+            rows_BGH, RowKeys(addresses_B, torch.zeros(1, dtype=torch.int64)), 1, WIDENED
+        )
 
 
 def test_a_token_beyond_its_buffer_has_no_place() -> None:

@@ -54,7 +54,7 @@ class FusedLayers:
     def fit(self, rows: DecodeRows, num_tokens: int) -> bool:
         """Return whether a step of `num_tokens` tokens can run in one call: all are in `rows`, and at most
         `most_rows`."""
-        is_plain = rows.in_order and rows.lengths_B is not None
+        is_plain = rows.in_order and rows.keys is not None
         return is_plain and len(rows.tokens_B) == num_tokens <= self._most_rows
 
     def run(self, hidden_TD: Tensor, positions: Positions, rows: DecodeRows, picks: StepPicks | None = None) -> Tensor:
@@ -63,11 +63,11 @@ class FusedLayers:
         assert isinstance(positions, Rotation), positions
         hidden_TD = hidden_TD.contiguous()  # an embedding may be a part of wider rows
         turns = positions.cos_T1H, positions.sin_T1H
-        keys = (rows.queries_B, rows.unseen_B2) if picks is None else (None, None)
-        chosen = (None, None) if picks is None else (picks.keys_LBGK, picks.num_BG)
-        table = rows.pages_BC, rows.page_tokens
-        assert rows.lengths_B is not None, "rows that `fit` took"
-        self._native.run(hidden_TD, turns, rows.addresses_LB, rows.lengths_B, others=keys, picks=chosen, table=table)
+        keys, chosen = rows.keys, None
+        assert keys is not None, "rows that `fit` took"
+        if picks is not None:
+            keys, chosen = keys._replace(queries_B=None, unseen_B2=None), (picks.keys_LBGK, picks.num_BG)
+        self._native.run(hidden_TD, turns, keys, chosen)
         return hidden_TD
 
 

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from baton.modeling.forward.attention import is_native
 from baton.modeling.forward.selection import Picks
 from baton.modeling.kernels import native
-from baton.modeling.kernels.calls.checks import Pair
+from baton.modeling.kernels.calls.checks import RowKeys
 from baton.modeling.kernels.process_kernels import KERNELS
 from baton.modeling.kv.buffers import KvPlace
 from baton.types import TokenRange
@@ -39,50 +39,46 @@ class DecodeRows:
         """True if these tokens are the step's first ones, in order."""
         places = [place for _, place in spans]
         addresses_LB, lengths_LB, ends_LB = _lie(places, len(windows))
-        self.pages_BC, self.page_tokens = _pages(places)
-        """Addresses of each row's pages in the first layer, if rows have pages, and the number of tokens of a page."""
-        self.queries_B: Tensor | None = None
-        """Number of rows of each row's span. None: every span has one row."""
+        pages_BC, page_tokens = _pages(places)
+        queries_B = unseen_B2 = None
         if any(place.num_new > 1 for place in places):
             counts_S = torch.tensor([place.num_new for place in places])
             later_B = torch.tensor([back for place in places for back in reversed(range(place.num_new))])
             addresses_LB = addresses_LB.repeat_interleave(counts_S, 1)
-            if self.pages_BC is not None:
-                self.pages_BC = self.pages_BC.repeat_interleave(counts_S, 0)
+            if pages_BC is not None:
+                pages_BC = pages_BC.repeat_interleave(counts_S, 0)
             lengths_LB = ends_LB = lengths_LB.repeat_interleave(counts_S, 1) - later_B
-            self.queries_B = counts_S.repeat_interleave(counts_S)
-        self.unseen_B2: Tensor | None = None
-        """Range of keys of each row, from the first number to before the second, that it does not attend to. None: all
-        rows attend to all keys."""
+            queries_B = counts_S.repeat_interleave(counts_S)
         if any(place.unseen is not None for place in places):
-            unseen = [(place.num_new, place.unseen or TokenRange(0, 0)) for place in places]
-            self.unseen_B2 = torch.tensor([(keys.start, keys.end) for num_new, keys in unseen for _ in range(num_new)])
-        self.addresses_LB = addresses_LB
-        """Addresses of each row's first key, by layer. With pages: the layer's offset in bytes from the first layer."""
-        self.lengths_B = lengths_LB[0] if all(place.others is None for place in places) else None
-        """Number of keys of each row, including the new token's. None if layers differ."""
+            left_out = [(place.num_new, place.unseen or TokenRange(0, 0)) for place in places]
+            unseen_B2 = torch.tensor([(keys.start, keys.end) for num_new, keys in left_out for _ in range(num_new)])
+        self._table = pages_BC, page_tokens
+        has_one_length = all(place.others is None for place in places)
+        self.keys = RowKeys(addresses_LB, lengths_LB[0], self._table, queries_B, unseen_B2) if has_one_length else None
+        """Keys in all layers, with addresses `[L, B]`, without windows. None if the layers' lengths differ."""
         widest = int(lengths_LB.max())
         windows_L = torch.tensor([widest if window is None else window for window in windows])
         hidden_LB = (lengths_LB - windows_L.unsqueeze(1)).clamp(min=0)  # keys that a sliding window hides
         self._addresses = addresses_LB.unbind()
         self._lengths = lengths_LB.unbind()
         self._ends = ends_LB.unbind()
-        if self.pages_BC is None:
+        first_LB, num_LB, unseen = addresses_LB, lengths_LB, [unseen_B2] * len(windows)
+        if pages_BC is None:
             first_LB, num_LB = addresses_LB + hidden_LB * row_bytes, lengths_LB - hidden_LB
-            self._seen = list(zip(first_LB.unbind(), num_LB.unbind(), strict=True))
-            self._unseen = [self.unseen_B2] * len(windows)
         else:
-            self._seen = list(zip(self._addresses, self._lengths, strict=True))
-            self._unseen = [
-                self.unseen_B2 if window is None else torch.stack((torch.zeros_like(hidden_B), hidden_B), 1)
+            unseen = [
+                unseen_B2 if window is None else torch.stack((torch.zeros_like(hidden_B), hidden_B), 1)
                 for window, hidden_B in zip(windows, hidden_LB, strict=True)
             ]
+        self._seen = [
+            RowKeys(first_B, num_B, self._table, queries_B, each)
+            for first_B, num_B, each in zip(first_LB.unbind(), num_LB.unbind(), unseen, strict=True)
+        ]
 
     def append(self, layer: int, k_TGH: Tensor, v_TGH: Tensor) -> None:
         """Write the rows' new keys and values to their places. The arguments are those of all tokens of the step."""
         k_BGH, v_BGH = self._of_rows(k_TGH), self._of_rows(v_TGH)
-        table = self.pages_BC, self.page_tokens
-        native.operators().append_kv(k_BGH, v_BGH, self._addresses[layer], self._ends[layer], table)
+        native.operators().append_kv(k_BGH, v_BGH, self._addresses[layer], self._ends[layer], self._table)
 
     def attend(self, layer: int, q_TNH: Tensor, num_kv_heads: int, picks: Picks | None = None) -> Tensor:
         """Return the rows' attention `[B, N, H]`, in the queries' dtype. `q_TNH` are those of all tokens of the step.
@@ -90,16 +86,12 @@ class DecodeRows:
         With `picks` rows attend to exactly those keys. The layer's window is not applied to them: picks must be within
         it. Raises RuntimeError when a row is to attend to a key that it does not have, or to none.
         """
-        keys, product = self._seen[layer], KERNELS.choice.attention
-        chosen: Pair = (None, None)
-        others: Pair = (self.queries_B, self._unseen[layer])
+        keys, chosen = self._seen[layer], None
         if picks is not None:
-            keys = self._addresses[layer], self._lengths[layer]
-            chosen, others = (picks.keys_BGK, picks.num_BG), (None, None)
-        table = self.pages_BC, self.page_tokens
-        queries_BNH = self._of_rows(q_TNH)
+            keys = RowKeys(self._addresses[layer], self._lengths[layer], self._table)
+            chosen = picks.keys_BGK, picks.num_BG
         return native.operators().decode_attention(
-            queries_BNH, *keys, num_kv_heads, product, picks=chosen, others=others, table=table
+            self._of_rows(q_TNH), keys, num_kv_heads, KERNELS.choice.attention, chosen
         )
 
     def _of_rows(self, x_TNH: Tensor) -> Tensor:

@@ -1,12 +1,30 @@
 """Checks of tensors before their addresses are passed to the C++ kernels. Each raises RuntimeError, in one line."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 FLOATS = (torch.bfloat16, torch.float32)
-Pair = tuple[Tensor | None, Tensor | None]
+KeyLists = tuple[Tensor, Tensor]
+"""Selected keys of each row and kv head, `[B, G, K]` in each layer, and the length of each list, `[B, G]`, int32."""
 Table = tuple[Tensor | None, int]
 """Pages of rows, and the number of tokens of a page."""
+NO_TABLE: Table = (None, 0)
+
+
+class RowKeys(NamedTuple):
+    """Keys of B rows: their memory, and which of them the rows attend to. Tensors are int64, on the CPU."""
+
+    addresses_B: Tensor
+    """Address of each row's first key, in each layer. With pages: the layer's offset in bytes from the first layer."""
+    lengths_B: Tensor
+    """Number of keys of each row, up to its own."""
+    table: Table = NO_TABLE
+    queries_B: Tensor | None = None
+    """Number of rows of each row's sequence. None: one."""
+    unseen_B2: Tensor | None = None
+    """Range of keys that a row leaves out, from the first number to before the second. None: none."""
 
 
 def require(holds: bool, text: str) -> None:
@@ -29,38 +47,34 @@ def optional(tensor: Tensor | None, dtype: torch.dtype, count: int, text: str) -
 
 
 def row_keys(
-    lengths_B: Tensor,
-    num_kv_heads: int,
-    picks: Pair,
-    others: Pair,
-    table: Table,
-    *,
-    num_layers: int = 1,
+    keys: RowKeys, num_kv_heads: int, picks: KeyLists | None, *, num_layers: int = 1
 ) -> tuple[int | None, ...]:
     """Return the arguments that describe the keys that rows attend to, in the order of RowKeys in
-    attention/decode_checks.h.
-
-    `picks`: lists of selected keys, and the length of each list. `others`: the numbers of queries, and the keys that
-    are left out. `table`: the rows' pages, and the number of tokens of a page."""
-    B = lengths_B.numel()
-    (picks_BGK, num_BG), (queries_B, unseen_B2), (pages_BC, page_tokens) = picks, others, table
-    lengths = numbers(lengths_B, torch.int64, B, "lengths must be [B] int64, contiguous")
-    listed = num = queries = unseen = pages = None
-    num_picks = num_pages = 0
-    if picks_BGK is not None or num_BG is not None:
-        if picks_BGK is None or num_BG is None:
-            raise RuntimeError("picks come with their numbers")
-        num_picks, num_lists = picks_BGK.shape[-1], B * num_kv_heads
+    attention/decode_checks.h. With `picks`, rows attend to these keys only."""
+    B = keys.lengths_B.numel()
+    lengths = numbers(keys.lengths_B, torch.int64, B, "lengths must be [B] int64, contiguous")
+    listed = num = queries = unseen = None
+    num_picks = 0
+    if picks is not None:
+        (picks_BGK, num_BG), num_lists = picks, B * num_kv_heads
+        num_picks = picks_BGK.shape[-1]
         require(num_picks > 0, "every list picks a key")
         lists = "picks must be [B, G, K] int32 in each layer, contiguous"
         listed = numbers(picks_BGK, torch.int32, num_layers * num_lists * num_picks, lists)
         num = numbers(num_BG, torch.int32, num_lists, "numbers of picks must be [B, G] int32, contiguous")
-    if queries_B is not None:
-        queries = numbers(queries_B, torch.int64, B, "numbers of queries must be [B] int64, contiguous")
-    if unseen_B2 is not None:
-        unseen = numbers(unseen_B2, torch.int64, 2 * B, "keys that are left out must be [B, 2] int64, contiguous")
-    if pages_BC is not None:
-        num_pages = pages_BC.shape[-1]
-        require(num_pages > 0, "a row has more keys than its block table names: 0")
-        pages = numbers(pages_BC, torch.int64, B * num_pages, "block tables must be [B, pages] int64, contiguous")
-    return lengths, listed, num, num_picks, queries, unseen, pages, num_pages, page_tokens
+    if keys.queries_B is not None:
+        queries = numbers(keys.queries_B, torch.int64, B, "numbers of queries must be [B] int64, contiguous")
+    if keys.unseen_B2 is not None:
+        unseen = numbers(keys.unseen_B2, torch.int64, 2 * B, "keys left out must be [B, 2] int64, contiguous")
+    return lengths, listed, num, num_picks, queries, unseen, *block_tables(keys.table, B)
+
+
+def block_tables(table: Table, num_rows: int) -> tuple[int | None, int, int]:
+    """Return the address of the rows' pages, the number of pages of a row, and the number of tokens of a page."""
+    pages_BC, page_tokens = table
+    if pages_BC is None:
+        return None, 0, page_tokens
+    num_pages = pages_BC.shape[-1]
+    require(num_pages > 0, "a row has more keys than its block table names: 0")
+    pages = numbers(pages_BC, torch.int64, num_rows * num_pages, "block tables must be [B, pages] int64, contiguous")
+    return pages, num_pages, page_tokens

@@ -13,13 +13,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, get_num_threads
 
-from baton.modeling.kernels.calls.checks import FLOATS, Pair, Table, numbers, optional, require, row_keys
+from baton.modeling.kernels.calls.checks import (
+    FLOATS,
+    NO_TABLE,
+    KeyLists,
+    RowKeys,
+    Table,
+    block_tables,
+    numbers,
+    optional,
+    require,
+    row_keys,
+)
 from baton.modeling.kernels.calls.library import Library
 from baton.modeling.kernels.calls.panels import BoundPanels
 from baton.modeling.kernels.calls.sparse_operators import SparseOperators
 
-_NO_PAIR: Pair = (None, None)
-_NO_TABLE: Table = (None, 0)
 _FourNumbers = ctypes.c_int64 * 4
 
 
@@ -87,7 +96,7 @@ class Operators(SparseOperators):
         v_BGH: Tensor,
         addresses_B: Tensor,
         lengths_B: Tensor,
-        table: Table = _NO_TABLE,
+        table: Table = NO_TABLE,
     ) -> None:
         """Copy each row's new key and value to the place after the row's first `lengths - 1` keys."""
         _check_rows(k_BGH)
@@ -97,36 +106,30 @@ class Operators(SparseOperators):
         size = k_BGH.element_size()
         (k_row, k_head, _), (v_row, v_head, _) = k_BGH.stride(), v_BGH.stride()
         strides = _FourNumbers(size * k_row, size * k_head, size * v_row, size * v_head)
-        keys = row_keys(lengths_B, G, _NO_PAIR, _NO_PAIR, table)
-        require(lengths_B.numel() == B, "a length for each row")
+        lengths = numbers(lengths_B, torch.int64, B, "a length for each row, int64, contiguous")
         addresses = _addresses(addresses_B, B)
         self._append_kv(
             *(k_BGH.data_ptr(), v_BGH.data_ptr(), ctypes.addressof(strides), B, G, H * size, addresses),
-            *(keys[0], *keys[-3:]),
+            *(lengths, *block_tables(table, B)),
         )
 
     def decode_attention(
         self,
         q_BNH: Tensor,
-        addresses_B: Tensor,
-        lengths_B: Tensor,
+        keys: RowKeys,
         num_kv_heads: int,
         product: str,
-        *,
-        picks: Pair = _NO_PAIR,
-        others: Pair = _NO_PAIR,
-        table: Table = _NO_TABLE,
+        picks: KeyLists | None = None,
     ) -> Tensor:
-        """Return the attention `[B, N, H]` of rows to their own keys, at addresses or in pages. `picks`, `others` and
-        `table`: see `row_keys`."""
+        """Return the attention `[B, N, H]` of rows to their own keys, with `picks` only to these."""
         _check_rows(q_BNH)
         B, N, H = q_BNH.shape
-        require(lengths_B.numel() == B, "a length for each row")
-        keys = row_keys(lengths_B, num_kv_heads, picks, others, table)
+        require(keys.lengths_B.numel() == B, "a length for each row")
+        arguments = row_keys(keys, num_kv_heads, picks)
         o_BNH = torch.empty((B, N, H), dtype=q_BNH.dtype)
         self._decode_attention(
-            *(q_BNH.data_ptr(), *q_BNH.stride()[:2], o_BNH.data_ptr(), _addresses(addresses_B, B)),
-            *(B, N, num_kv_heads, H, *keys, q_BNH.dtype is torch.bfloat16, product.encode(), get_num_threads()),
+            *(q_BNH.data_ptr(), *q_BNH.stride()[:2], o_BNH.data_ptr(), _addresses(keys.addresses_B, B)),
+            *(B, N, num_kv_heads, H, *arguments, q_BNH.dtype is torch.bfloat16, product.encode(), get_num_threads()),
         )
         return o_BNH
 
@@ -224,18 +227,11 @@ class DecodeLayers:
         self._held.append((weights, gain_K))
 
     def run(
-        self,
-        hidden_TD: Tensor,
-        factors: tuple[Tensor, Tensor],
-        addresses_LT: Tensor,
-        lengths_T: Tensor,
-        *,
-        others: Pair = _NO_PAIR,
-        picks: Pair = _NO_PAIR,
-        table: Table = _NO_TABLE,
+        self, hidden_TD: Tensor, factors: tuple[Tensor, Tensor], keys: RowKeys, picks: KeyLists | None = None
     ) -> None:
         """Run all layers on the hidden states, in place, and append the rows' new keys and values to their KV.
-        `factors`: cosines and sines `[T, H]`. `others`, `picks` and `table`: see `row_keys`."""
+        `factors`: cosines and sines `[T, H]`. `keys` has the addresses of all layers, `[L, T]`. With `picks`, rows
+        attend to these keys only."""
         T, num_layers = len(hidden_TD), len(self._held) // 4
         require(num_layers > 0, "layers are not complete")
         num_hidden, num_factors = T * self._held[0][0].num_inputs, T * self._head_dim
@@ -243,10 +239,10 @@ class DecodeLayers:
         cos, sin = (
             numbers(each, torch.bfloat16, num_factors, "cosines and sines must be [T, H] bfloat16") for each in factors
         )
-        addresses = numbers(addresses_LT, torch.int64, num_layers * T, "addresses must be [L, T] int64, contiguous")
-        require(lengths_T.numel() == T, "a length for each row")
-        keys = row_keys(lengths_T, self._num_kv_heads, picks, others, table, num_layers=num_layers)
-        self._operators._run_layers(self._layers, hidden, cos, sin, addresses, T, *keys, get_num_threads())
+        addresses = numbers(keys.addresses_B, torch.int64, num_layers * T, "addresses must be [L, T] int64, contiguous")
+        require(keys.lengths_B.numel() == T, "a length for each row")
+        arguments = row_keys(keys, self._num_kv_heads, picks, num_layers=num_layers)
+        self._operators._run_layers(self._layers, hidden, cos, sin, addresses, T, *arguments, get_num_threads())
 
 
 def _check_rows(rows: Tensor) -> None:

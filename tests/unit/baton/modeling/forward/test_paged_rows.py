@@ -5,6 +5,7 @@ import torch
 
 from baton.modeling.forward.rows import DecodeRows, has_native_rows
 from baton.modeling.kernels import native
+from baton.modeling.kernels.calls.checks import RowKeys
 from baton.modeling.kernels.products import WIDENED
 from baton.modeling.kv.buffers import BufferSpan, KvBuffer, KvPlace
 from baton.modeling.kv.pages import PageSpan, RowPages
@@ -105,4 +106,4 @@ def test_tables_that_do_not_fit_are_refused() -> None:
         with pytest.raises(RuntimeError, match=why):
             native.operators().append_kv(x_BGH, x_BGH, one, lengths, (table, page_tokens))
         with pytest.raises(RuntimeError, match=why):
-            native.operators().decode_attention(x_BGH, one, lengths, 1, WIDENED, table=(table, page_tokens))
+            native.operators().decode_attention(x_BGH, RowKeys(one, lengths, (table, page_tokens)), 1, WIDENED)
