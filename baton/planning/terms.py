@@ -19,21 +19,16 @@ def chain_terms(
     batch: Batch,
     *,
     is_elsewhere: bool,
-    queue_s: float = 0.0,
-    others_s: float = 0.0,
-    fetch_s: float = 0.0,
 ) -> PlacementTerms:
-    """Return the terms of a chain that computes for `prefill_s` and pushes the KV of `num_pushed` tokens to a group
-    that runs `batch`. `is_elsewhere`: no rank of the chain is on the group's node. `fetch_s`: seconds of fetching
-    cached KV before."""
+    """Return the terms of a chain that computes for `prefill_s` at once and pushes the KV of `num_pushed` tokens to a
+    group that runs `batch`. `is_elsewhere`: no rank of the chain is on the group's node."""
     step_s = _step_s(planner, batch) if planner.steps is not None else 0.0
     return PlacementTerms(
-        queue_s=queue_s,
+        queue_s=0.0,
         prefill_s=prefill_s,
         steps_s=step_s / 2,  # on average half of the step that runs when the last KV arrives
         transfer_s=transfer_s(planner, num_pushed, prefill_s, is_elsewhere=is_elsewhere),
-        others_s=others_s,
-        fetch_s=fetch_s,
+        others_s=0.0,
     )
 
 
@@ -46,24 +41,18 @@ def transfer_s(planner: ChainPlanner, num_pushed: int, prefill_s: float, *, is_e
 
 
 def local_terms(
-    planner: ChainPlanner,
-    tokens: TokenRange,
-    batch: Batch,
-    *,
-    alone_s: float | None = None,
-    queue_s: float = 0.0,
-    fetch_s: float = 0.0,
+    planner: ChainPlanner, tokens: TokenRange, batch: Batch, *, alone_s: float | None = None
 ) -> PlacementTerms | None:
-    """Return the terms of a prefill of `tokens` by a generation group that runs `batch`, after a fetch of `fetch_s`
-    seconds; None when the planner has no LocalPrefill or no step times. `alone_s`: result of the planner's `alone_s`
-    for these tokens, if it is already known."""
+    """Return the terms of a prefill of `tokens`, at once, by a generation group that runs `batch`; None when the
+    planner has no LocalPrefill or no step times. `alone_s`: result of the planner's `alone_s` for these tokens, if it
+    is already known."""
     num_rows, context = batch
     found = planner.local_s(tokens, max(num_rows, 1.0) if num_rows else 0.0, context, alone_s)
     if found is None:
         return None
     prefill_s, steps_s = found
     shared_s = steps_s * min(num_rows, 1.0)
-    return PlacementTerms(queue_s, prefill_s, shared_s, transfer_s=0.0, others_s=0.0, fetch_s=fetch_s)
+    return PlacementTerms(0.0, prefill_s, shared_s, transfer_s=0.0, others_s=0.0)
 
 
 def _step_s(planner: ChainPlanner, batch: Batch) -> float:

@@ -8,7 +8,7 @@ Pure.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from baton.planning.planner import ChainPlanner
@@ -137,15 +137,8 @@ class Placing:
         pending = self.prefill_queues.pending(member.prefill_view.incarnation, now_s)
         chain = chains[start].plan(len(member.prefill_view.endpoints), pending, now_s)
         own_s = chain.choice.predicted_s or 0.0
-        terms = chain_terms(
-            self._planner,
-            chain.ttft_s,
-            num_tokens,
-            _NO_BATCH,
-            is_elsewhere=True,
-            queue_s=max(own_s - chain.ttft_s, 0.0),
-            others_s=chain.cost_s - own_s,
-        )
+        terms = chain_terms(self._planner, chain.ttft_s, num_tokens, _NO_BATCH, is_elsewhere=True)
+        terms = replace(terms, queue_s=max(own_s - chain.ttft_s, 0.0), others_s=chain.cost_s - own_s)
         return ChainWay(member.prefill_view, chain, terms)
 
     def _owners(self, known: list[Member], blocks: Sequence[int]) -> list[Member]:

@@ -182,10 +182,11 @@ class Prospects:
             tokens,
             self._batch(generation),
             alone_s=self._alone_s[start],
-            queue_s=max(outlook.generation_load.queue_s(generation.incarnation, self._now_s) - fetch_s, 0.0),
-            fetch_s=fetch_s,
         )
-        return None if terms is None else LocalWay(terms, fetch)
+        if terms is None:
+            return None
+        queue_s = max(outlook.generation_load.queue_s(generation.incarnation, self._now_s) - fetch_s, 0.0)
+        return LocalWay(replace(terms, queue_s=queue_s, fetch_s=fetch_s), fetch)
 
     def _ranking(self, generation: GenerationGroup, avoid: Collection[Hashable] = ()) -> ChainRanking:
         """Return the prompt's chains with KV that the group takes, except those of incarnations in `avoid`."""
@@ -221,16 +222,14 @@ class Prospects:
         return self._idle[start, num_ranks]
 
     def _terms(self, found: GroupChain, generation: GenerationGroup) -> PlacementTerms:
-        return chain_terms(
+        terms = chain_terms(
             self._outlook.planner,
             found.chain.ttft_s,
             self._num_missing(generation),
             self._batch(generation),
             is_elsewhere=node_of(generation.endpoint) not in map(node_of, found.group.endpoints),
-            queue_s=found.queue_s,
-            others_s=found.others_s,
-            fetch_s=found.fetch_s,
         )
+        return replace(terms, queue_s=found.queue_s, others_s=found.others_s, fetch_s=found.fetch_s)
 
     def _fetch(self, generation: GenerationGroup, store: str) -> BlockFetch | None:
         """Return the fetch into the store of the prompt's first blocks that another store has; None when none has any

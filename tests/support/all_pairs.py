@@ -96,10 +96,9 @@ class AllPairs:
                 num_pushed,
                 self._batch(generation),
                 is_elsewhere=all(node_of(each) != node_of(generation.endpoint) for each in group.endpoints),
-                queue_s=max(own_s - chain.ttft_s - fetch_s, 0.0),
-                others_s=chain.cost_s - own_s,
-                fetch_s=fetch_s,
             )
+            queue_s = max(own_s - chain.ttft_s - fetch_s, 0.0)
+            terms = replace(terms, queue_s=queue_s, others_s=chain.cost_s - own_s, fetch_s=fetch_s)
             yield PairWay(terms, fetch, group, chain)
 
     def _locals(self, generation: GenerationGroup) -> Iterator[PairWay]:
@@ -108,15 +107,9 @@ class AllPairs:
         starts = iter([(0, None)]) if record.wants_prompt_scores else self._starts(generation, generation.prefix_store)
         for start, fetch in starts:
             fetch_s = 0.0 if fetch is None else fetch.predicted_s
-            terms = local_terms(
-                outlook.planner,
-                TokenRange(start, record.num_tokens),
-                self._batch(generation),
-                queue_s=max(queue_s - fetch_s, 0.0),
-                fetch_s=fetch_s,
-            )
+            terms = local_terms(outlook.planner, TokenRange(start, record.num_tokens), self._batch(generation))
             if terms is not None:
-                yield PairWay(terms, fetch)
+                yield PairWay(replace(terms, queue_s=max(queue_s - fetch_s, 0.0), fetch_s=fetch_s), fetch)
 
     def _starts(self, generation: GenerationGroup, store: str) -> Iterator[tuple[int, BlockFetch | None]]:
         """The first tokens that need not be computed with that store, without and with a fetch into it."""
