@@ -21,7 +21,7 @@ from baton.planning.chain.partition import as_ranges, check_partition_request
 from baton.planning.chain.partition_table import PartitionTable, build_table
 from baton.planning.chain.search import analytic_seed, tapered
 from baton.planning.chain.wavefront import chain_ttft, rank_seconds, work_of
-from baton.planning.cost_model import BATON, CostModel, Protocol
+from baton.planning.cost_model import BATON, CostModel
 from baton.planning.local_prefill import LocalPrefill
 from baton.planning.pace import Pace
 from baton.planning.step_times import StepTimes
@@ -57,7 +57,6 @@ class ChainPlanner:
     def __init__(
         self,
         calibration: Calibration,
-        protocol: Protocol = BATON,
         *,
         max_ranks: int,
         max_tokens: int,
@@ -76,7 +75,6 @@ class ChainPlanner:
         self.local = local
         """Configuration of generation groups' own prefill; None if unknown."""
         self._steps = steps
-        self._protocol = protocol
         self._num_searched = min(max_ranks, _SEARCHED_RANKS)
         if table is None:
             self._basis = self.search(calibration)
@@ -117,7 +115,7 @@ class ChainPlanner:
             factor = 2 if width <= _CLOSE_RANKS else 4
             powers = range(1 + int(math.log(longest / least, factor))) if longest > least else range(1)
             contexts[width] = [min(least, longest), *(longest // factor**power for power in powers)]
-        return PredictionBasis(calibration, calibration.cost, build_table(calibration.cost, self._protocol, contexts))
+        return PredictionBasis(calibration, calibration.cost, build_table(calibration.cost, BATON, contexts))
 
     def adopt(self, basis: PredictionBasis) -> None:
         """Predict by the result of `search` from now on, and forget observations. Running calls keep the former
@@ -163,13 +161,13 @@ class ChainPlanner:
             return self._basis.knots.partition(tokens, width)
         basis = self._basis
         shapes = np.array(self._shapes(tokens, width, basis), dtype=np.float64)
-        times = chain_ttft(shapes, basis.cost, self._protocol, cached=tokens.start)
+        times = chain_ttft(shapes, basis.cost, BATON, cached=tokens.start)
         return as_ranges([int(chunk) for chunk in shapes[times.argmin()]], tokens.start)
 
     def ttft_s(self, chunks: Sequence[TokenRange]) -> float:
         """Return the seconds to the first token on an idle chain of one rank a chunk."""
         lengths, cached = _lengths(chunks)
-        return float(chain_ttft(lengths, self.cost, self._protocol, cached=cached))
+        return float(chain_ttft(lengths, self.cost, BATON, cached=cached))
 
     def rank_s(self, chunks: Sequence[TokenRange]) -> tuple[float, ...]:
         """Return the seconds that each rank computes its layers, without waits and a request's other costs."""
@@ -266,20 +264,20 @@ class ChainPlanner:
         link. A chain that makes no progress for much longer has stalled."""
         lengths, cached = _lengths(chunks)
         cost = self.cost
-        work = work_of(np.array([lengths], dtype=np.float64), cost, self._protocol, cached)
+        work = work_of(np.array([lengths], dtype=np.float64), cost, BATON, cached)
         message_s = cost.link.seconds(sum(lengths[:-1]) * cost.kv_bytes) if len(lengths) > 1 else 0.0
         return max(float(work.layer.max()), cost.issue_s, message_s)
 
     def _rank_s(self, chunks: Sequence[TokenRange], cost: CostModel) -> tuple[float, ...]:
         lengths, cached = _lengths(chunks)
-        work = work_of(np.array([lengths], dtype=np.float64), cost, self._protocol, cached)
+        work = work_of(np.array([lengths], dtype=np.float64), cost, BATON, cached)
         is_last = np.arange(len(lengths)) == len(lengths) - 1
-        return tuple(float(each) for each in rank_seconds(work, is_last, cost, self._protocol)[0])
+        return tuple(float(each) for each in rank_seconds(work, is_last, cost, BATON)[0])
 
     def _shapes(self, tokens: TokenRange, width: int, basis: PredictionBasis) -> list[tuple[int, ...]]:
         """Return the partitions to compare for a case without a knot."""
         num_tokens, cost = len(tokens), basis.cost
-        balanced = analytic_seed(num_tokens, width, cost, self._protocol.kernel, cached=tokens.start)
+        balanced = analytic_seed(num_tokens, width, cost, BATON.kernel, cached=tokens.start)
         if width > self._num_searched:
             return [balanced, *tapered(num_tokens, width)]
         return [balanced, tuple(len(each) for each in basis.knots.partition(tokens, width))]
