@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from baton.modeling.forward.selection import PartialRows, Picks, Selection, select_keys
+from baton.modeling.forward.selection import PartialRows, Picks, Selection
 from generate_workers.engine.rows import Row
 from generate_workers.residency.port import StepRows
 from generate_workers.residency.sparse.draft_index import IndexedResidency
@@ -60,7 +60,7 @@ class InfinigenView:
         basis = self._residency.prepared.basis
         k_BGH = torch.stack([self._residency.kv(slot, layer, tokens)[0, 0] for slot, tokens in rows])
         keys.append(layer, k_BGH, basis.key_projection(layer))
-        return select_keys(basis.queries(layer, q_BNH), keys, layer, self._selection)
+        return keys.select(layer, basis.queries(layer, q_BNH), self._selection)
 
 
 def at_most(num_keys: int, selection: Selection) -> Selection:

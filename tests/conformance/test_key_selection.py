@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.modeling.forward.selection import PartialKeys, PartialRows, Picks, Selection, plain_select_keys
+from baton.modeling.forward.selection import PartialKeys, PartialRows, Picks, Selection
 from baton.modeling.kernels import native
 from baton.modeling.kernels.calls.operators import Operators
 from tests.support.kernels.paths import require, sets
@@ -30,7 +30,7 @@ SELECTIONS = [
 TORCH = "torch"
 
 Select = Callable[..., Picks]
-"""`baton.modeling.forward.selection.select_keys` for LAYER."""
+"""`baton.modeling.forward.selection.PartialRows.select` for LAYER."""
 
 
 @pytest.fixture(params=[TORCH, *sets()])
@@ -47,16 +47,17 @@ def select(request: pytest.FixtureRequest) -> Select:
         has_new: bool = True,
         closeness_BGS: Tensor | None = None,
     ) -> Picks:
-        keys, num_kv_heads = (rows.addresses_B(LAYER), rows.lengths_B, rows.tokens_B), rows.keys[0].data_LCGRI.shape[2]
+        keys = rows.addresses_B(LAYER), rows.lengths_B, rows.tokens_B, int(not has_new)
+        num_kv_heads = rows.keys[0].data_LCGRI.shape[2]
         limits = selection.alpha, selection.most_share, selection.free_keys, selection.num_first, selection.num_last
-        found = operators.select_keys(q_BNR, keys, num_kv_heads, int(not has_new), limits, closeness_BGS=closeness_BGS)
+        found = operators.select_keys(q_BNR, keys, num_kv_heads, limits, closeness_BGS=closeness_BGS)
         return Picks(*found)
 
     return by_kernel
 
 
 def by_torch(q_BNR: Tensor, rows: PartialRows, selection: Selection, **more: Any) -> Picks:
-    return plain_select_keys(q_BNR, rows, LAYER, selection, **more)
+    return rows.select_plainly(LAYER, q_BNR, selection, **more)
 
 
 def loaded(instruction_set: str) -> Operators:
@@ -254,16 +255,16 @@ def test_bad_arguments_are_refused(instruction_set: str) -> None:
     q_BNR, one_B = torch.zeros(1, 4, 5), torch.ones(1, dtype=torch.int64)
     how_many = (4.0, 0.2, 1, 4, 16)
     with pytest.raises(RuntimeError, match="do not share"):
-        operators.select_keys(q_BNR, (one_B, one_B, one_B), 3, 0, how_many)
+        operators.select_keys(q_BNR, (one_B, one_B, one_B, 0), 3, how_many)
     with pytest.raises(RuntimeError, match="float32"):
-        operators.select_keys(q_BNR.bfloat16(), (one_B, one_B, one_B), 2, 0, how_many)
+        operators.select_keys(q_BNR.bfloat16(), (one_B, one_B, one_B, 0), 2, how_many)
     with pytest.raises(RuntimeError, match="contiguous"):
-        operators.select_keys(q_BNR[..., ::2], (one_B, one_B, one_B), 2, 0, how_many)
+        operators.select_keys(q_BNR[..., ::2], (one_B, one_B, one_B, 0), 2, how_many)
     with pytest.raises(RuntimeError, match="for each row"):
-        operators.select_keys(q_BNR, (one_B, torch.ones(2, dtype=torch.int64), one_B), 2, 0, how_many)
+        operators.select_keys(q_BNR, (one_B, torch.ones(2, dtype=torch.int64), one_B, 0), 2, how_many)
     with pytest.raises(RuntimeError, match="every row has a key"):
-        operators.select_keys(q_BNR, (one_B, 0 * one_B, one_B), 2, 0, how_many)
+        operators.select_keys(q_BNR, (one_B, 0 * one_B, one_B, 0), 2, how_many)
     with pytest.raises(RuntimeError, match="may pick no key"):
-        operators.select_keys(q_BNR, (one_B, one_B, one_B), 2, 0, (4.0, 0.2, 0, 4, 16))
+        operators.select_keys(q_BNR, (one_B, one_B, one_B, 0), 2, (4.0, 0.2, 0, 4, 16))
     with pytest.raises(RuntimeError, match="no room for every key"):
-        operators.select_keys(q_BNR, (one_B, one_B, one_B), 2, 0, how_many, closeness_BGS=torch.empty(1, 2, 0))
+        operators.select_keys(q_BNR, (one_B, one_B, one_B, 0), 2, how_many, closeness_BGS=torch.empty(1, 2, 0))

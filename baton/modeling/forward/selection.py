@@ -15,8 +15,8 @@ and the latest keys. A sequence has more tokens than keys if some keys were evic
 tokens, not on the keys kept. Each sequence has its own n, whereas the paper uses one for a whole batch. So the keys
 that a sequence attends to do not depend on other sequences.
 
-`generate_workers.residency.sparse.infinigen` calls `select_keys` on the engine's thread. Partial keys are written on
-the thread that writes their KV. Only for the CPU's memory.
+`generate_workers.residency.sparse.infinigen` calls `PartialRows.select` on the engine's thread. Partial keys are
+written on the thread that writes their KV. Only for the CPU's memory.
 
 B sequences (rows) of one new token, T tokens, N heads, G kv heads, J = N / G, H head dim, R columns, L layers, S keys,
 P keys that have partial keys, at most K selected keys, C blocks of I = 16 keys, X lists of selected keys.
@@ -253,68 +253,53 @@ class PartialRows:
         has_new: bool = True,
         closeness_BGS: Tensor | None = None,
     ) -> Picks:
-        """Return the selected keys of these sequences, by `select_keys`."""
-        return select_keys(q_BNR, self, layer, selection, has_new=has_new, closeness_BGS=closeness_BGS)
+        """Return the keys that the sequences attend to in `layer`. Raises RuntimeError for queries of a wrong shape.
+
+        `q_BNR`: partial queries in fp32, times 1 / sqrt(H), so that scores are those of a softmax. `has_new`: whether
+        the new tokens' partial keys are written. The new tokens' keys are selected in either case. A score that is NaN
+        counts as less than all numbers. `closeness_BGS`: receives S_g of every key that has a partial key, in fp32.
+        Other entries are not changed.
+        """
+        num_kv_heads, num_columns = self.keys[0].data_LCGRI.shape[2:4]
+        if q_BNR.shape[2] != num_columns:
+            raise RuntimeError(f"queries have {q_BNR.shape[2]} columns, the partial keys {num_columns}")
+        if not native.load():
+            return self.select_plainly(layer, q_BNR, selection, has_new=has_new, closeness_BGS=closeness_BGS)
+        keys_BGK, num_BG = native.operators().select_keys(
+            q_BNR,
+            (self.addresses_B(layer), self.lengths_B, self.tokens_B, int(not has_new)),
+            num_kv_heads,
+            (selection.alpha, selection.most_share, selection.free_keys, selection.num_first, selection.num_last),
+            closeness_BGS=closeness_BGS,
+        )
+        return Picks(keys_BGK, num_BG)
+
+    def select_plainly(
+        self,
+        layer: int,
+        q_BNR: Tensor,
+        selection: Selection,
+        *,
+        has_new: bool = True,
+        closeness_BGS: Tensor | None = None,
+    ) -> Picks:
+        """Select keys as `select` does, with torch, one sequence after another and slowly: the fallback without native
+        kernels."""
+        lists = []
+        for row, (keys, length, q_NR) in enumerate(zip(self.keys, self.lengths_B.tolist(), q_BNR, strict=True)):
+            num_scored = length - int(not has_new)
+            closeness_GP = _closeness(q_NR, keys.read(layer, num_scored).float())
+            if closeness_BGS is not None:
+                closeness_BGS[row, :, :num_scored] = closeness_GP
+            lists += _chosen(closeness_GP, length, selection.most_by_score(int(self.tokens_B[row])), selection)
+        num_X = torch.tensor([len(each) for each in lists], dtype=torch.int32)
+        keys_XK = torch.nn.utils.rnn.pad_sequence(lists, batch_first=True)
+        num_BG = num_X.view(len(q_BNR), -1)
+        return Picks(keys_XK.int().view(*num_BG.shape, -1), num_BG)
 
 
 def _project(k_TGH: Tensor, projection: KeyProjection, addresses: Tensor, numbers: Tensor) -> None:
     native.operators().project_keys(k_TGH, projection.basis_GHR, projection.columns_GR, addresses, numbers)
-
-
-def select_keys(
-    q_BNR: Tensor,
-    rows: PartialRows,
-    layer: int,
-    selection: Selection,
-    *,
-    has_new: bool = True,
-    closeness_BGS: Tensor | None = None,
-) -> Picks:
-    """Return the keys that the sequences attend to in `layer`. Raises RuntimeError for queries of a wrong shape.
-
-    `q_BNR`: partial queries in fp32, times 1 / sqrt(H), so that scores are those of a softmax. `has_new`: whether the
-    new tokens' partial keys are written. The new tokens' keys are selected in either case. A score that is NaN counts
-    as less than all numbers. `closeness_BGS`: receives S_g of every key that has a partial key, in fp32. Other entries
-    are not changed.
-    """
-    num_kv_heads, num_columns = rows.keys[0].data_LCGRI.shape[2:4]
-    if q_BNR.shape[2] != num_columns:
-        raise RuntimeError(f"queries have {q_BNR.shape[2]} columns, the partial keys {num_columns}")
-    if not native.load():
-        return plain_select_keys(q_BNR, rows, layer, selection, has_new=has_new, closeness_BGS=closeness_BGS)
-    keys_BGK, num_BG = native.operators().select_keys(
-        q_BNR,
-        (rows.addresses_B(layer), rows.lengths_B, rows.tokens_B),
-        num_kv_heads,
-        int(not has_new),
-        (selection.alpha, selection.most_share, selection.free_keys, selection.num_first, selection.num_last),
-        closeness_BGS=closeness_BGS,
-    )
-    return Picks(keys_BGK, num_BG)
-
-
-def plain_select_keys(
-    q_BNR: Tensor,
-    rows: PartialRows,
-    layer: int,
-    selection: Selection,
-    *,
-    has_new: bool = True,
-    closeness_BGS: Tensor | None = None,
-) -> Picks:
-    """Select keys as `select_keys` does, with torch, one sequence after another and slowly: the fallback without native
-    kernels."""
-    lists = []
-    for row, (keys, length, q_NR) in enumerate(zip(rows.keys, rows.lengths_B.tolist(), q_BNR, strict=True)):
-        num_scored = length - int(not has_new)
-        closeness_GP = _closeness(q_NR, keys.read(layer, num_scored).float())
-        if closeness_BGS is not None:
-            closeness_BGS[row, :, :num_scored] = closeness_GP
-        lists += _chosen(closeness_GP, length, selection.most_by_score(int(rows.tokens_B[row])), selection)
-    num_X = torch.tensor([len(each) for each in lists], dtype=torch.int32)
-    keys_XK = torch.nn.utils.rnn.pad_sequence(lists, batch_first=True)
-    num_BG = num_X.view(len(q_BNR), -1)
-    return Picks(keys_XK.int().view(*num_BG.shape, -1), num_BG)
 
 
 def _closeness(q_NR: Tensor, k_PGR: Tensor) -> Tensor:

@@ -113,7 +113,7 @@ class TensorPartialRows:
         has_new: bool,
         closeness_BGS: Tensor | None = None,
     ) -> Picks:
-        """Return the keys that the sequences attend to in `layer`, as `selection.select_keys` does."""
+        """Return the keys that the sequences attend to in `layer`, as `PartialRows.select` does."""
         assert closeness_BGS is None, "pools are the CPU's"
         most = self._bounds(selection)
         num_keys = max(self._lengths)

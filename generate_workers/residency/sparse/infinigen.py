@@ -90,7 +90,7 @@ class ScoredKeys(Protocol):
         has_new: bool,
         closeness_BGS: Tensor | None = None,
     ) -> Picks:
-        """Return the keys that the sequences attend to in `layer` (`baton.modeling.forward.selection.select_keys`)."""
+        """Return the keys that the sequences attend to in `layer`, by `PartialRows.select`."""
 
 
 MakeScored = Callable[[Sequence[Any], Sequence[int], Sequence[int]], ScoredKeys]
@@ -184,7 +184,7 @@ class ScoringStep(SelectiveStep[S]):
         self._partial.append(layer, k_BGH, self._prepared.basis.key_projection(layer))
 
     def _select(self, layer: int, q_BNH: Tensor, closeness_BGS: Tensor | None = None) -> Picks:
-        """Select a layer's keys. Called once per layer, in order. `closeness_BGS`: see `select_keys`."""
+        """Select a layer's keys. Called once per layer, in order. `closeness_BGS`: see `PartialRows.select`."""
         prepared = self._prepared
         q_BNR = prepared.basis.queries(layer, q_BNH)
         return self._partial.select(layer, q_BNR, prepared.selection, has_new=False, closeness_BGS=closeness_BGS)

@@ -253,7 +253,7 @@ class PoolNotes:
 
     def note(self, layer: int, picks: Picks, closeness_BGS: Tensor) -> None:
         """Record the selected keys of a layer, counted from the first that selects. Call once per layer.
-        `closeness_BGS`: closeness of all kept keys, as `select_keys` writes it."""
+        `closeness_BGS`: closeness of all kept keys, as `PartialRows.select` writes it."""
         limit = self._limit
         most_count = 0 if limit.eviction is Eviction.LRU else limit.most_count
         self._victims_BLG[:, layer] = native.operators().note_picks(

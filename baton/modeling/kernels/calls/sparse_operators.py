@@ -79,9 +79,8 @@ class SparseOperators:
     def select_keys(
         self,
         q_BNR: Tensor,
-        rows: tuple[Tensor, Tensor, Tensor],
+        rows: tuple[Tensor, Tensor, Tensor, int],
         num_kv_heads: int,
-        num_new: int,
         limits: tuple[float, float, int, int, int],
         *,
         closeness_BGS: Tensor | None = None,
@@ -89,18 +88,19 @@ class SparseOperators:
         """Return the keys that each kv head of a row selects, `[B, G, K]`, and their number, `[B, G]`. Writes every
         key's closeness to `closeness_BGS` (sparse/key_selection.cpp).
 
-        `rows`: addresses, lengths and numbers of tokens. `limits`: alpha, most share, free keys, and the numbers of
+        `rows`: addresses, lengths, numbers of tokens, and number of new tokens of a row that have no partial key yet;
+        their keys are always selected. `limits`: alpha, most share, free keys, and the numbers of
         first and last keys that are always selected."""
         has_dtype = q_BNR.dtype is torch.float32 and q_BNR.dim() == 3 and q_BNR.is_cpu
         require(has_dtype and q_BNR.is_contiguous(), "partial queries must be [B, N, R], in float32, contiguous")
         (B, N, R), G = q_BNR.shape, num_kv_heads
         each = "there must be an address, a length and a number of tokens for each row, in int64"
-        of_rows = [numbers(tensor, torch.int64, B, each) for tensor in rows]
+        of_rows = [numbers(tensor, torch.int64, B, each) for tensor in rows[:3]]
         S = -1 if closeness_BGS is None else closeness_BGS.shape[2]
         closeness = optional(closeness_BGS, torch.float32, B * G * S, "closeness is [B, G, S], float32")
         room = ctypes.c_int64()
         problem = (
-            *(q_BNR.data_ptr(), *of_rows, B, N, G, R, num_new, *limits),
+            *(q_BNR.data_ptr(), *of_rows, B, N, G, R, rows[3], *limits),
             *(closeness, S),
         )
         self._select_keys(*problem, None, None, ctypes.addressof(room), 1)

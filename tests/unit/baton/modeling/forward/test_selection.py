@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.errors import ConfigError
-from baton.modeling.forward.selection import KeyProjection, PartialKeys, PartialRows, Picks, Selection, select_keys
+from baton.modeling.forward.selection import KeyProjection, PartialKeys, PartialRows, Picks, Selection
 from baton.modeling.kernels import native
 from baton.modeling.kv.memory import PAGE_BYTES
 
@@ -190,9 +190,9 @@ def test_rows_are_chosen_for_in_their_own_layer(way: str) -> None:
         keys.write(layer, 0, k_TGR)
     rows = PartialRows([keys], [40])
     for layer in LAYERS:
-        found = select_keys(torch.ones(1, 9, NUM_COLUMNS), rows, layer, CHOICE)
+        found = rows.select(layer, torch.ones(1, 9, NUM_COLUMNS), CHOICE)
         assert lists(found) == [[0, 1, 5 * layer, 37, 38, 39]] * NUM_KV_HEADS
-        found = select_keys(torch.ones(1, 9, NUM_COLUMNS), rows, layer, CHOICE, has_new=False)
+        found = rows.select(layer, torch.ones(1, 9, NUM_COLUMNS), CHOICE, has_new=False)
         assert lists(found) == [[0, 1, 5 * layer, 37, 38, 39]] * NUM_KV_HEADS
 
 

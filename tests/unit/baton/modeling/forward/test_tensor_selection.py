@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton.modeling.device.cpu import CpuDevice
-from baton.modeling.forward.selection import KeyProjection, PartialKeys, PartialRows, Picks, Selection, select_keys
+from baton.modeling.forward.selection import KeyProjection, PartialKeys, PartialRows, Picks, Selection
 from baton.modeling.forward.tensor_selection import (
     TensorPartialKeys,
     TensorPartialRows,
@@ -76,7 +76,7 @@ def test_picks_are_those_of_the_kernel(seed: int, selection: Selection, has_new:
         for each in (theirs, ours):
             each.append(3, k_BGH, projection)
     q_BNR = whole_numbers(len(LENGTHS), G * J, R, seed=seed)
-    expected = select_keys(q_BNR, theirs, 3, selection, has_new=has_new)
+    expected = theirs.select(3, q_BNR, selection, has_new=has_new)
     found = ours.select(3, q_BNR, selection, has_new=has_new)
     assert listed(found) == listed(expected)
     assert found.keys_BGK.dtype == found.num_BG.dtype == torch.int32
@@ -109,7 +109,7 @@ def test_scores_that_are_no_numbers_count_as_the_kernels_do(wrong: float) -> Non
     for each in (theirs.keys[2], rows_of(ours)[2]):
         each.write(3, 4, k_1GH, projection)
     q_BNR = whole_numbers(len(LENGTHS), G * J, R).abs() + 1
-    expected = select_keys(q_BNR, theirs, 3, SELECTIONS[0], has_new=False)
+    expected = theirs.select(3, q_BNR, SELECTIONS[0], has_new=False)
     assert listed(ours.select(3, q_BNR, SELECTIONS[0], has_new=False)) == listed(expected)
 
 
