@@ -93,7 +93,7 @@ def _prepare_kernels(decoder: Decoder) -> None:
     elif decoder.has_triton_rows:
         heads = config.num_heads, config.num_kv_heads, config.head_dim
         has_windows = any(window is not None for window in config.windows)
-        compile_prefills(*heads, decoder.dtype, decoder.weights.device, with_masks=has_windows)
+        compile_prefills(heads, decoder.dtype, decoder.weights.device, with_masks=has_windows)
 
 
 def prefix_options(place: WorkerPlace) -> PrefixOptions:

@@ -109,8 +109,8 @@ class PanelLinear:
         self._format = panel_format(self.product, weight_NK.dtype)
         self._panels_PJL = WEIGHTS.copy(self._format.pack(self._placed(weight_NK)))
         self._bias = None if bias_N is None else self._placed(bias_N.float())
-        sizes = self._num_inputs, self._num_outputs
-        self._bound = bind_panels(self._panels_PJL, sizes, self._scales, self._bias, gated=gated, product=self.product)
+        weights, sizes = (self._panels_PJL, self._scales), (self._num_inputs, self._num_outputs)
+        self._bound = bind_panels(weights, sizes, self._bias, gated=gated, product=self.product)
 
     @property
     def num_bytes(self) -> int:

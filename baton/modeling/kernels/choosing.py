@@ -212,7 +212,7 @@ def _in_panels(product: str, weight_NK: Tensor, is_gated: bool, has_norm: bool) 
     panels_PJL = panel_format(product, weight_NK.dtype).pack(weight_NK)
     sizes = weight_NK.shape[1], len(weight_NK) // 2 if is_gated else len(weight_NK)
     weights, linear = (
-        bind_panels(panels_PJL, sizes, None, None, gated=is_gated, product=product),
+        bind_panels((panels_PJL, None), sizes, None, gated=is_gated, product=product),
         native.operators().linear,
     )
 

@@ -93,17 +93,16 @@ class BoundPanels:
 
 
 def bind_panels(
-    panels_PJL: Tensor,
+    weights: tuple[Tensor, Tensor | None],
     sizes: tuple[int, int],
-    scales: Tensor | None,
     bias: Tensor | None,
     *,
     gated: bool,
     product: str,
 ) -> BoundPanels:
-    """Check weights in panels and return them bound. `sizes`: numbers of inputs and outputs. `scales` and `bias`: one
-    number for each output of the panels, or None."""
-    num_inputs, num_outputs = sizes
+    """Check weights in panels and return them bound. `weights`: panels, and scales if they are int8. `sizes`: numbers
+    of inputs and outputs. Scales and bias have one number for each output of the panels."""
+    (panels_PJL, scales), (num_inputs, num_outputs) = weights, sizes
     is_int8, P = panels_PJL.dtype == torch.int8, len(panels_PJL)
     fits = panels_PJL.dim() == 3 and panels_PJL.shape[1:] == (depth(product, num_inputs), PANEL)
     require(

@@ -89,11 +89,13 @@ def prefill_attention(
 
 
 def compile_prefills(
-    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, *, with_masks: bool
+    heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device, *, with_masks: bool
 ) -> None:
-    """Compile the kernels of all prefills of a model, and `with_masks` those of windows. Takes about a second for each
+    """Compile the kernels of all prefills of a model, and `with_masks` those of windows. `heads`: number of heads,
+    number of kv heads and head dim. Takes about a second for each
     kernel, the first time on a machine. Without this call, the first prompt that needs a kernel waits for it, and so do
     all streams of the batch."""
+    num_heads, num_kv_heads, head_dim = heads
     for num_queries in QUERIES:
         q_TNH = torch.zeros(num_queries, num_heads, head_dim, dtype=dtype, device=device)
         kv_S2GH = torch.zeros(num_queries, 2, num_kv_heads, head_dim, dtype=dtype, device=device)

@@ -37,5 +37,5 @@ def _compile() -> None:
         return prefill_attention(q_TNH, k_SGH, v_SGH, seen)
 
     prefill.prefill_attention = attend  # type: ignore[assignment]
-    compile_prefills(2, 1, 16, torch.float32, torch.device("cpu"), with_masks=True)
+    compile_prefills((2, 1, 16), torch.float32, torch.device("cpu"), with_masks=True)
     assert sorted(launched) == sorted(itertools.product(QUERIES, (False, True), (False, True)))
