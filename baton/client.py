@@ -96,15 +96,10 @@ class _BaseClient(ABC, Generic[StreamT]):
         of the server are raised by the stream.
         """
         source = PromptInput(prompt, messages, token_ids)
-        request = make_request(
-            *(source, params, sampling),
-            request_id=request_id,
-            model=model,
-            echo=echo,
-            priority=priority,
-            exact=exact,
-            cache_salt=cache_salt,
+        fields = orchestrator_pb2.GenerateRequest(
+            request_id=request_id or "", model=model, echo=echo, exact=exact, cache_salt=cache_salt
         )
+        request = make_request(source, params, sampling, priority, fields)
         check_deadline(deadline_s)
         state = StreamState(request, self._server, self._reconnect, self._clock, deadline_s=deadline_s)
         return self._start(state, (*self._caller, *trace_metadata(), *(metadata or {}).items()))

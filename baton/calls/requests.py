@@ -44,27 +44,20 @@ def make_request(
     source: PromptInput,
     params: SamplingParams | None,
     options: SamplingOptions,
-    *,
-    request_id: str | None = None,
-    model: str = "",
-    echo: bool = False,
     priority: str = "standard",
-    exact: bool = False,
-    cache_salt: str = "",
+    fields: orchestrator_pb2.GenerateRequest | None = None,
 ) -> orchestrator_pb2.GenerateRequest:
-    """Return the message of a request. Raises InvalidArgumentError for one that cannot be sent, TypeError for an
-    unknown sampling option."""
+    """Return the message of a request. `fields` has its other fields; without a request id, the request gets a new one.
+    Raises InvalidArgumentError for one that cannot be sent, TypeError for an unknown sampling option."""
     if params is not None and options:
         raise InvalidArgumentError(f"params and {', '.join(options)} contradict: give one SamplingParams, or options")
     request = orchestrator_pb2.GenerateRequest(
-        request_id=request_id or uuid.uuid4().hex,
+        request_id=uuid.uuid4().hex,
         seeded=params is not None or "seed" in options,
-        model=model,
-        echo=echo,
         priority=orchestrator_pb2.Priority.ValueType(_priority(priority)),
-        exact=exact,
-        cache_salt=cache_salt,
     )
+    if fields is not None:
+        request.MergeFrom(fields)
     params = params or params_from_options(options)
     try:
         request.sampling.CopyFrom(params_to_proto(params))

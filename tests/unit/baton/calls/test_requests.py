@@ -112,7 +112,7 @@ def test_priority_is_sent_by_name(name: str, value: orchestrator_pb2.Priority.Va
 
 
 def test_exactness_is_asked_for_or_not() -> None:
-    assert make_request(PromptInput("Once"), None, {}, exact=True).exact
+    assert make_request(PromptInput("Once"), None, {}, fields=orchestrator_pb2.GenerateRequest(exact=True)).exact
     assert not make_request(PromptInput("Once"), None, {}).exact
 
 

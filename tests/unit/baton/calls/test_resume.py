@@ -24,7 +24,7 @@ RECONNECT = Reconnect(num_connects=2, num_resumes=3, first_delay_s=1.0, max_dela
 
 
 def state_at(clock: ManualClock, deadline_s: float | None = None) -> StreamState:
-    request = make_request(PromptInput("Once"), None, {}, request_id="r")
+    request = make_request(PromptInput("Once"), None, {}, fields=orchestrator_pb2.GenerateRequest(request_id="r"))
     return StreamState(request, ServerState("host:1"), RECONNECT, clock, deadline_s=deadline_s)
 
 
@@ -151,7 +151,9 @@ def token(
 
 
 def several(n: int) -> StreamState:
-    request = make_request(PromptInput("Once"), None, {"n": n, "seed": 3}, request_id="r")
+    request = make_request(
+        PromptInput("Once"), None, {"n": n, "seed": 3}, fields=orchestrator_pb2.GenerateRequest(request_id="r")
+    )
     state = StreamState(request, ServerState("host:1"), RECONNECT, ManualClock())
     state.accept(started(seed=3))
     return state
