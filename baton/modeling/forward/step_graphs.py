@@ -176,7 +176,7 @@ class StepGraphs:
             q_BNH, k_BGH, v_BGH = decoder.heads(layer, hidden_BD, positions)
             append_kv(k_BGH, v_BGH, pages_PS2GH, rows)
             seen = SeenKeys(decoder.config.windows[layer])
-            attended_BNH, _ = decode_attention(q_BNH, pages_PS2GH, rows, seen)
+            attended_BNH = decode_attention(q_BNH, pages_PS2GH, rows, seen)
             hidden_BD = decoder.complete(layer, hidden_BD, attended_BNH)
         draws = self._inputs.draws.first(rows.num_rows)
         self._chosen_B[: rows.num_rows] = choose_tokens(decoder.logits(hidden_BD), draws, kind)

@@ -56,8 +56,7 @@ class TritonRows:
         else:
             seen = SeenKeys(picks=(picks.keys_BGK, picks.num_BG))
         assert pages_PS2GH.shape[3] == num_kv_heads, f"pages of {pages_PS2GH.shape[3]} kv heads, not {num_kv_heads}"
-        out_BNH, _ = decode_attention(self._of_rows(q_TNH), pages_PS2GH, pool.rows, seen)
-        return out_BNH
+        return decode_attention(self._of_rows(q_TNH), pages_PS2GH, pool.rows, seen)
 
     def _of_layer(self, layer: int) -> tuple["_Pool", Tensor]:
         """Return the pool that has a layer, and the layer's pages, `[P, S, 2, G, H]`."""

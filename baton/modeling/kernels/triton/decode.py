@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from baton.modeling.kernels.triton.heads import Heads
 from baton.modeling.kernels.triton.launch import check, on, require_triton, widens
 from baton.modeling.kernels.triton.rows import StepRows
 from baton.modeling.kernels.triton.tiles import DecodeTiles, decode_tiles, padded
@@ -77,16 +78,14 @@ def decode_attention(
     rows: StepRows,
     seen: SeenKeys = ALL_KEYS,
     *,
-    with_lse: bool = False,
     tiles: DecodeTiles | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the attention `[T, N, H]` of the sequences' new tokens, in their dtype, and `with_lse` the log-sum-exps of
-    their scores `[T, N]` in fp32, natural. Does not wait for the device.
+) -> Tensor:
+    """Return the attention `[T, N, H]` of the sequences' new tokens, in their dtype. Does not wait for the device.
 
-    Scores are scaled by 1 / sqrt(H). Softmax and sums are fp32. A token that attends to no key gets zeros, and a
-    log-sum-exp below -1e29, which is finite so that results can be merged. A token of no sequence gets no result: its
-    memory is not written. `tiles`: other block sizes than those of `baton.modeling.kernels.triton.tiles`, for tests and
-    measurements. Raises RuntimeError for tensors that do not fit together, and ConfigError if Triton is not installed.
+    Scores are scaled by 1 / sqrt(H). Softmax and sums are fp32. A token that attends to no key gets zeros. A token of
+    no sequence gets no result: its memory is not written. `tiles`: other block sizes than those of
+    `baton.modeling.kernels.triton.tiles`, for tests and measurements. Raises RuntimeError for tensors that do not fit
+    together, and ConfigError if Triton is not installed.
     """
     require_triton()
     from baton.modeling.kernels.triton import decode_kernels as kernels
@@ -94,16 +93,15 @@ def decode_attention(
     _check(q_TNH, pages_PS2GH, rows, seen)
     num_tokens, num_heads, head_dim = q_TNH.shape
     o_TNH = q_TNH.new_empty(q_TNH.shape)
-    lse_TN = q_TNH.new_empty((num_tokens, num_heads), dtype=torch.float32) if with_lse else None
     if not num_tokens or not rows.num_rows:
-        return o_TNH, lse_TN
+        return o_TNH
     num_pairs = rows.most_queries * num_heads // pages_PS2GH.shape[3]
     most_keys = most_listed(rows, seen)
     tiles = tiles or decode_tiles(head_dim, q_TNH.dtype, num_pairs, most_keys)
     check(tiles.num_splits * tiles.split_keys >= most_keys, f"splits must cover {most_keys} keys")
     part_o_TNXH = q_TNH.new_empty((num_tokens, num_heads, tiles.num_splits, head_dim), dtype=torch.float32)
     part_lse_TNX = part_o_TNXH.new_empty(part_o_TNXH.shape[:3])
-    q = kernels.Strided(q_TNH, q_TNH.stride(0), q_TNH.stride(1))
+    q = Heads(q_TNH, q_TNH.stride(0), q_TNH.stride(1))
     pages = kernels.Pages(pages_PS2GH, pages_PS2GH.stride(0))
     picks_BGK, num_picks_BG = seen.picks or (None, None)
     where = kernels.Rows(
@@ -116,8 +114,8 @@ def decode_attention(
         most_picks=0 if picks_BGK is None else picks_BGK.shape[2],
         unseen=seen.unseen_B2,
     )
-    results = kernels.Results(o_TNH, lse_TN, part_o_TNXH, part_lse_TNX)
-    shape = _shape(q_TNH, pages_PS2GH, rows, seen, tiles=tiles, has_lse=with_lse)
+    results = kernels.Results(o_TNH, part_o_TNXH, part_lse_TNX)
+    shape = _shape(q_TNH, pages_PS2GH, rows, seen, tiles)
     with on(q_TNH.device, kernels.attend_split):
         grid: tuple[int, ...] = (rows.num_rows * shape.num_tiles, shape.num_kv_heads, tiles.num_splits)
         options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
@@ -125,12 +123,10 @@ def decode_attention(
         if shape.is_split:
             grid = (rows.num_rows * rows.most_queries, num_heads)
             kernels.merge_splits[grid](where, results, tiles.num_splits, shape, num_warps=1)
-    return o_TNH, lse_TN
+    return o_TNH
 
 
-def _shape(
-    q_TNH: Tensor, pages_PS2GH: Tensor, rows: StepRows, seen: SeenKeys, *, tiles: DecodeTiles, has_lse: bool
-) -> "DecodeShape":
+def _shape(q_TNH: Tensor, pages_PS2GH: Tensor, rows: StepRows, seen: SeenKeys, tiles: DecodeTiles) -> "DecodeShape":
     from baton.modeling.kernels.triton import decode_kernels as kernels
 
     page_tokens, _, num_kv_heads, head_dim = pages_PS2GH.shape[1:]
@@ -144,7 +140,6 @@ def _shape(
         window=seen.window or 0,
         has_picks=seen.picks is not None,
         has_unseen=seen.unseen_B2 is not None,
-        has_lse=has_lse,
         most_queries=rows.most_queries,
         num_tiles=-(-rows.most_queries * group // tiles.rows),
         tile_rows=tiles.rows,

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from baton.modeling.kernels.triton.softmax import LN_2, begun, ended, product, weighed
+from baton.modeling.kernels.triton.heads import Heads
+from baton.modeling.kernels.triton.softmax import begun, ended, product, weighed
 
 MERGED = tl.constexpr(8)
 """Number of splits that are merged at a time."""
@@ -36,7 +37,6 @@ class DecodeShape:
     """Number of latest keys that a query attends to, including its own. 0: all."""
     has_picks: bool
     has_unseen: bool
-    has_lse: bool
     most_queries: int
     num_tiles: int
     """Programs that share the pairs of a sequence and kv head."""
@@ -51,14 +51,6 @@ class DecodeShape:
     """Factor of scores: 1 / sqrt(head dim), times log2(e)."""
     widen: bool
     """True if operands of products are widened to fp32, which the interpreter needs for bf16."""
-
-
-class Strided(NamedTuple):
-    """Heads of tokens in memory: an address, and elements from one token or head to the next."""
-
-    data: Any
-    token_stride: int
-    head_stride: int
 
 
 class Pages(NamedTuple):
@@ -82,11 +74,9 @@ class Rows(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Addresses of the results `[T, N, H]` and log-sum-exps `[T, N]`, and of those of the splits, `[T, N, X, H]` and
-    `[T, N, X]`."""
+    """Addresses of the results `[T, N, H]`, and of the splits' results `[T, N, X, H]` and log-sum-exps `[T, N, X]`."""
 
     o: Any
-    lse: Any
     part_o: Any
     part_lse: Any
 
@@ -145,7 +135,7 @@ def placed_tile(pages: Pages, table: tl.tensor, place: tl.tensor, shape: tl.cons
 
 
 @triton.jit
-def attend_split(q: Strided, pages: Pages, rows: Rows, results: Results, shape: tl.constexpr) -> None:
+def attend_split(q: Heads, pages: Pages, rows: Rows, results: Results, shape: tl.constexpr) -> None:
     """Attend to one split of the list of keys of a sequence and kv head. Grid: (B * tiles, G, X)."""
     row = tl.program_id(0) // shape.num_tiles
     kv_head = tl.program_id(1)
@@ -203,8 +193,6 @@ def attend_split(q: Strided, pages: Pages, rows: Rows, results: Results, shape: 
     else:
         o_MH = o_MH.to(results.o.dtype.element_ty)
         tl.store(results.o + pair_M[:, None] * shape.head_dim + dim_H[None, :], o_MH, mask=is_o_MH)
-        if shape.has_lse:
-            tl.store(results.lse + pair_M, lse_M * LN_2, mask=is_pair_M)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -231,9 +219,7 @@ def merge_splits(rows: Rows, results: Results, num_splits: int, shape: tl.conste
         at_XH = pair_X[:, None] * shape.head_dim + dim_H[None, :]
         o_XH = tl.load(results.part_o + at_XH, mask=is_part_X[:, None] & is_dim_H[None, :], other=0.0)
         sum_1H = sum_1H * shrink_1[:, None] + tl.sum(weight_1X[:, :, None] * o_XH[None, :, :], 1)
-    o_1H, lse_1 = ended(largest_1, total_1, sum_1H)
+    o_1H, _lse_1 = ended(largest_1, total_1, sum_1H)
     one_1 = tl.arange(0, 1)
     o_1H = o_1H.to(results.o.dtype.element_ty)
     tl.store(results.o + (pair * shape.head_dim + one_1)[:, None] + dim_H[None, :], o_1H, mask=is_dim_H[None, :])
-    if shape.has_lse:
-        tl.store(results.lse + pair + one_1, lse_1 * LN_2)

@@ -30,7 +30,6 @@ LEVELS: Levels = {
     "window": (None, 1, 9, 1000),
     "has_unseen": (False, True),
     "tile_keys": (None, 16, 32),
-    "has_lse": (False, True),
     "is_view": (False, True),
 }
 """Levels of each field of DecodeCase."""
@@ -54,7 +53,6 @@ class DecodeCase:
     has_unseen: bool = False
     tile_keys: int | None = 16
     """Keys of a tile; a split has 32. None: as the operator chooses."""
-    has_lse: bool = True
     is_view: bool = False
     """Whether queries and pages are parts of larger tensors."""
 
@@ -95,24 +93,19 @@ def check_decode(case: DecodeCase, device: str, spoilt: str = "") -> None:
     """Assert that the kernel's results are the definition's. `spoilt`: what the kernel is told wrongly, a name of
     SPOILERS: the assertion must fail then."""
     step = made(case)
-    o_TNH, lse_TN = attended(step, device, spoilt)
-    assert o_TNH.dtype == case.dtype and (lse_TN is not None) == case.has_lse
-    expected_TNH, expected_TN = by_definition(step)
+    o_TNH = attended(step, device, spoilt)
+    assert o_TNH.dtype == case.dtype
+    expected_TNH = by_definition(step)
     num_tokens = sum(step.num_new)
     tolerance = TOLERANCES[case.dtype]
     o_TNH = o_TNH[:num_tokens].cpu().double()
     torch.testing.assert_close(o_TNH, expected_TNH[:num_tokens], atol=tolerance, rtol=tolerance)
-    if lse_TN is not None:
-        assert lse_TN.dtype == torch.float32
-        found_TN = lse_TN[:num_tokens].cpu().double()
-        found_TN = found_TN.where(found_TN > -1e29, -math.inf)
-        torch.testing.assert_close(found_TN, expected_TN[:num_tokens], atol=1e-4, rtol=1e-5)
 
 
 def check_rows_alone(case: DecodeCase, device: str) -> None:
     """Assert that each row gets the same result, bit for bit, alone and in its batch."""
     step = made(case)
-    together_TNH, _ = attended(step, device)
+    together_TNH = attended(step, device)
     start = 0
     for row, num_new in enumerate(step.num_new):
         own = slice(start, start + num_new)
@@ -126,7 +119,7 @@ def check_rows_alone(case: DecodeCase, device: str) -> None:
             step.unseen[row : row + 1],
             step.picks[row : row + 1],
         )
-        o_TNH, _ = attended(alone, device, most_keys=max(step.lengths))
+        o_TNH = attended(alone, device, most_keys=max(step.lengths))
         assert torch.equal(o_TNH, together_TNH[own]), f"row {row}"
         start += num_new
 
@@ -137,13 +130,11 @@ def check_bad_number(part: int, device: str) -> None:
     step = made(case)
     page, place = step.place(2, 4)
     step.pages_PS2GH[page, place, part, 1, 3] = math.nan
-    o_TNH, lse_TN = attended(step, device)
+    o_TNH = attended(step, device)
     spoilt_TNH = torch.zeros(step.q_TNH.shape, dtype=torch.bool)
     spoilt_TNH[2, case.group :, 3 if part else slice(None)] = True
     num_tokens = sum(step.num_new)
     assert torch.equal(o_TNH.cpu().isnan()[:num_tokens], spoilt_TNH[:num_tokens])
-    assert lse_TN is not None
-    assert int(lse_TN[:num_tokens].isnan().sum()) == (0 if part else case.group)
 
 
 def made(case: DecodeCase) -> Step:
@@ -174,7 +165,7 @@ def made(case: DecodeCase) -> Step:
     return step
 
 
-def attended(step: Step, device: str, spoilt: str = "", most_keys: int | None = None) -> tuple[Tensor, Tensor | None]:
+def attended(step: Step, device: str, spoilt: str = "", most_keys: int | None = None) -> Tensor:
     """The kernel's results."""
     case = step.case
     most_keys = most_keys or max(step.lengths)
@@ -199,17 +190,16 @@ def attended(step: Step, device: str, spoilt: str = "", most_keys: int | None = 
         most_listed = max(most_keys, case.num_picks)
         tiles = DecodeTiles(64, case.tile_keys, _SPLIT_KEYS, -(-most_listed // _SPLIT_KEYS), num_warps=4)
     q_TNH, pages_PS2GH = step.q_TNH.to(device), step.pages_PS2GH.to(device)
-    return decode_attention(q_TNH, pages_PS2GH, rows, seen, with_lse=case.has_lse, tiles=tiles)
+    return decode_attention(q_TNH, pages_PS2GH, rows, seen, tiles=tiles)
 
 
 SPOILERS = ("table", "lengths", "starts", "window", "unseen", "picks", "num_picks")
 """What a kernel can be told wrongly."""
 
 
-def by_definition(step: Step) -> tuple[Tensor, Tensor]:
-    """Attention `[T, N, H]` and log-sum-exps `[T, N]` in float64: one query, one head and one key at a time."""
+def by_definition(step: Step) -> Tensor:
+    """Attention `[T, N, H]` in float64: one query, one head and one key at a time."""
     o_TNH = torch.zeros(step.q_TNH.shape, dtype=torch.float64)
-    lse_TN = torch.full(step.q_TNH.shape[:2], -math.inf, dtype=torch.float64)
     token = 0
     for row, num_new in enumerate(step.num_new):
         for query in range(num_new):
@@ -219,10 +209,9 @@ def by_definition(step: Step) -> tuple[Tensor, Tensor]:
                 if places:
                     kv_K2H = torch.stack([step.pages_PS2GH[page, at, :, kv_head] for page, at in places]).double()
                     scores_K = kv_K2H[:, 0] @ step.q_TNH[token, head].double() / math.sqrt(step.case.head_dim)
-                    lse_TN[token, head] = scores_K.logsumexp(0)
                     o_TNH[token, head] = scores_K.softmax(0) @ kv_K2H[:, 1]
             token += 1
-    return o_TNH, lse_TN
+    return o_TNH
 
 
 def check_append(case: DecodeCase, device: str) -> None:
