@@ -57,7 +57,7 @@ def copy_rows(from_B: Tensor, to_B: Tensor, num_bytes: int) -> None:
     tile_words = min(power_of_two(num_words), _TILE_WORDS)
     with on(from_B.device, kernels.copy_words):
         grid = (len(from_B), -(-num_words // tile_words))
-        kernels.copy_words[grid](from_B, to_B, num_words, kernels.WordShape(tile_words, word_bytes))
+        kernels.copy_words[grid](from_B, to_B, num_words, tile_words, word_bytes)
 
 
 def _word_bytes(num_bytes: int) -> int:

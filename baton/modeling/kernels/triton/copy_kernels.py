@@ -21,14 +21,6 @@ class HeadShape:
     word_bytes: int
 
 
-@dataclass(frozen=True)
-class WordShape:
-    """Compile-time parameters of `copy_words`. Each combination of values is compiled separately."""
-
-    tile_words: int
-    word_bytes: int
-
-
 class Pairs(NamedTuple):
     """Addresses of the lists of pairs and of their lengths, and the most pairs of a list."""
 
@@ -73,12 +65,14 @@ def copy_pairs(source: tl.tensor, target: tl.tensor, lists: Pairs, shape: tl.con
 
 
 @triton.jit(do_not_specialize=["num_words"])
-def copy_words(source: tl.tensor, target: tl.tensor, num_words: int, shape: tl.constexpr) -> None:
+def copy_words(
+    source: tl.tensor, target: tl.tensor, num_words: int, tile_words: tl.constexpr, word_bytes: tl.constexpr
+) -> None:
     """Copy one tile of words of one sequence. Grid: (B, tiles of words)."""
     row = tl.program_id(0)
-    word_W = tl.program_id(1) * shape.tile_words + tl.arange(0, shape.tile_words)
+    word_W = tl.program_id(1) * tile_words + tl.arange(0, tile_words)
     word_W = word_W.to(tl.int64)
     is_word_W = word_W < num_words
-    from_W = pointed(source, row, shape.word_bytes) + word_W
-    to_W = pointed(target, row, shape.word_bytes) + word_W
+    from_W = pointed(source, row, word_bytes) + word_W
+    to_W = pointed(target, row, word_bytes) + word_W
     tl.store(to_W, tl.load(from_W, mask=is_word_W, other=0), mask=is_word_W)
