@@ -18,7 +18,7 @@ from torch import Tensor
 from baton.errors import ModelError
 from baton.modeling.forward.norms import RmsNorm, Transform, unchanged
 from baton.modeling.kernels import native
-from baton.modeling.kernels.calls.panels import HALF, PANEL, BoundPanels, bind_panels, panel_format
+from baton.modeling.kernels.calls.panels import HALF, PANEL, BoundPanels, bind_panels, pack_panels, unpack_rows
 from baton.modeling.kernels.huge_pages import WEIGHTS
 from baton.modeling.kernels.process_kernels import KERNELS
 from baton.modeling.kernels.triton.launch import compiles_for
@@ -106,8 +106,7 @@ class PanelLinear:
         if int8:
             weight_NK, scale_N = _rounded(weight_NK)
             self._scales = self._placed(scale_N)
-        self._format = panel_format(self.product, weight_NK.dtype)
-        self._panels_PJL = WEIGHTS.copy(self._format.pack(self._placed(weight_NK)))
+        self._panels_PJL = WEIGHTS.copy(pack_panels(self._placed(weight_NK), self.product))
         self._bias = None if bias_N is None else self._placed(bias_N.float())
         weights, sizes = (self._panels_PJL, self._scales), (self._num_inputs, self._num_outputs)
         self._bound = bind_panels(weights, sizes, self._bias, gated=gated, product=self.product)
@@ -140,7 +139,7 @@ class PanelLinear:
 
     def _rows(self, indices_T: Tensor) -> Tensor:
         at_T = self._order_N[indices_T]
-        kept_TK = self._format.rows(self._panels_PJL, at_T, self._num_inputs)
+        kept_TK = unpack_rows(self._panels_PJL, at_T, self._num_inputs, self.product)
         return kept_TK if self._scales is None else kept_TK * self._scales[at_T].unsqueeze(-1)
 
     def _placed(self, of_rows: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.modeling.kernels import native
-from baton.modeling.kernels.calls.panels import bind_panels, panel_format
+from baton.modeling.kernels.calls.panels import bind_panels, pack_panels
 from baton.modeling.kernels.processor import processor_kind
 from baton.modeling.kernels.products import DOT, TILES, WIDENED
 from baton.types import KernelChoice
@@ -54,6 +54,7 @@ _EPS = 1e-5
 
 _Run = Callable[[], object]
 _Linear = Callable[[Tensor, Tensor | None], Tensor]
+_Layer = Callable[[Tensor], None]
 
 
 def measure_choice(*, tiles: bool = True) -> KernelChoice:
@@ -89,7 +90,7 @@ def linear_rates() -> tuple[dict[str, list[float]], float]:
     rates = {}
     with _one_thread(), torch.inference_mode():
         for way, make in ways.items():
-            layers = [_Layer(make) for _ in range(_NUM_LAYERS)]
+            layers = [_layer(make) for _ in range(_NUM_LAYERS)]
             runs = [_in_turn(layers, _random(rows, _HIDDEN)) for rows in RATED_ROWS]
             computed = [rows * _num_calls(rows) for rows in RATED_ROWS]
             rates[way] = [2e9 * weights * rows / _median_ns(run) for run, rows in zip(runs, computed, strict=True)]
@@ -153,15 +154,15 @@ def _choose_panels() -> str:
     if not native.operators().has_dots:
         return WIDENED
     x_TD = _random(_BATCH_ROWS, _HIDDEN)
-    dots, widened = ([_Layer(partial(_in_panels, way)) for _ in range(_NUM_LAYERS)] for way in (DOT, WIDENED))
+    dots, widened = ([_layer(partial(_in_panels, way)) for _ in range(_NUM_LAYERS)] for way in (DOT, WIDENED))
     return WIDENED if _is_beaten(_in_turn(dots, x_TD), _in_turn(widened, x_TD)) else DOT
 
 
 def _choose_torch_rows(panels: str) -> int | None:
     """Return the least of `ROWS` at and above which torch's linear layers are faster than those in C++. None: they are
     never faster."""
-    ours = [_Layer(partial(_in_panels, panels)) for _ in range(_NUM_LAYERS)]
-    torchs = [_Layer(_by_torch) for _ in range(_NUM_LAYERS)]
+    ours = [_layer(partial(_in_panels, panels)) for _ in range(_NUM_LAYERS)]
+    torchs = [_layer(_by_torch) for _ in range(_NUM_LAYERS)]
     chosen = None
     for rows in reversed(ROWS):
         x_TD = _random(rows, _HIDDEN)
@@ -171,21 +172,21 @@ def _choose_torch_rows(panels: str) -> int | None:
     return chosen
 
 
-class _Layer:
-    """Linear layers of one decoder layer, with the norms, gate and residuals around them."""
+def _layer(make: Callable[[Tensor, bool, bool], _Linear]) -> _Layer:
+    """Return the linear layers of one decoder layer, with the norms, gate and residuals around them.
+    `make(weight, is_gated, has_norm)` returns one linear layer."""
+    heads = _HEADS * _HEAD_DIM
+    qkv = make(_random(heads + 2 * _KV_HEADS * _HEAD_DIM, _HIDDEN), False, True)
+    output = make(_random(_HIDDEN, heads), False, False)
+    gate_up = make(_random(2 * _FFN, _HIDDEN), True, True)
+    down = make(_random(_HIDDEN, _FFN), False, False)
 
-    def __init__(self, make: Callable[[Tensor, bool, bool], _Linear]) -> None:
-        """`make(weight, is_gated, has_norm)` returns one linear layer."""
-        heads = _HEADS * _HEAD_DIM
-        self._qkv = make(_random(heads + 2 * _KV_HEADS * _HEAD_DIM, _HIDDEN), False, True)
-        self._output = make(_random(_HIDDEN, heads), False, False)
-        self._gate_up = make(_random(2 * _FFN, _HIDDEN), True, True)
-        self._down = make(_random(_HIDDEN, _FFN), False, False)
+    def run(x_TD: Tensor) -> None:
+        qkv(x_TD, None)
+        hidden_TD = output(x_TD, x_TD)  # x_TD in place of attention's output, which has the same shape
+        down(gate_up(hidden_TD, None), hidden_TD)
 
-    def run(self, x_TD: Tensor) -> None:
-        self._qkv(x_TD, None)
-        hidden_TD = self._output(x_TD, x_TD)  # x_TD in place of attention's output, which has the same shape
-        self._down(self._gate_up(hidden_TD, None), hidden_TD)
+    return run
 
 
 def _by_torch(weight_NK: Tensor, is_gated: bool, has_norm: bool) -> _Linear:
@@ -209,12 +210,10 @@ def _in_panels(product: str, weight_NK: Tensor, is_gated: bool, has_norm: bool) 
     """Return a function of the input and the residual that calls the C++ kernel of linear layers. The order of the
     weight's rows does not matter for measurements."""
     gain_K = torch.ones(weight_NK.shape[1], dtype=torch.bfloat16) if has_norm else None
-    panels_PJL = panel_format(product, weight_NK.dtype).pack(weight_NK)
+    panels_PJL = pack_panels(weight_NK, product)
     sizes = weight_NK.shape[1], len(weight_NK) // 2 if is_gated else len(weight_NK)
-    weights, linear = (
-        bind_panels((panels_PJL, None), sizes, None, gated=is_gated, product=product),
-        native.operators().linear,
-    )
+    weights = bind_panels((panels_PJL, None), sizes, None, gated=is_gated, product=product)
+    linear = native.operators().linear
 
     def run(x_TK: Tensor, residual_TN: Tensor | None) -> Tensor:
         return linear(x_TK, weights, gain_K, _EPS, residual_TN)
@@ -234,7 +233,7 @@ def _in_turn(layers: list[_Layer], x_TD: Tensor) -> _Run:
 
     def run() -> None:
         for layer in itertools.islice(turns, num_calls):
-            layer.run(x_TD)
+            layer(x_TD)
 
     return run
 

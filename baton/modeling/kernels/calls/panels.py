@@ -1,11 +1,10 @@
 """Layouts of weights for the linear kernel (baton/modeling/kernels/linear): panels of 32 outputs, read from end to end.
 
-`baton.modeling.forward.linear` packs weights with them. The multiplication method determines the format. M outputs, a
-multiple of 32. K inputs, P = M / 32 panels. J inputs of a panel: K, or more, padded with zeros.
+`baton.modeling.forward.linear` packs weights with them. The multiplication method and the dtype determine the format. M
+outputs, a multiple of 32. K inputs, P = M / 32 panels. J inputs of a panel: K, or more, padded with zeros.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,61 +20,31 @@ _TILE_INPUTS = 32
 """Depth of a tile in inputs."""
 
 
-class PanelFormat(Protocol):
-    """Layout of weights in panels."""
+def pack_panels(weight_MK: Tensor, product: str) -> Tensor:
+    """Return a weight in panels `[P, J, 32]`. `product` is a multiplication method of baton.modeling.kernels.products.
 
-    def pack(self, weight_MK: Tensor) -> Tensor:
-        """Return the weight in panels `[P, J, 32]`."""
-
-    def rows(self, panels_PJL: Tensor, at_T: Tensor, num_inputs: int) -> Tensor:
-        """Return the stored weights of the outputs `at_T`, `[T, K]`."""
-
-
-class HalvesInTurn:
-    """Layout for bf16 that is widened: input by input, outputs of the first and the second half alternate."""
-
-    def pack(self, weight_MK: Tensor) -> Tensor:
+    int8: input by input, all outputs. bf16 that is widened: input by input, outputs of the first and the second half
+    alternate. Other bf16: pair of inputs by pair, output by output."""
+    if weight_MK.dtype == torch.int8:
+        padded_MJ = weight_MK if product == WIDENED else _deep(weight_MK)
+        return padded_MJ.view(-1, PANEL, padded_MJ.shape[1]).transpose(1, 2).contiguous()
+    if product == WIDENED:
         num_inputs = weight_MK.shape[1]
         return weight_MK.view(-1, 2, HALF, num_inputs).permute(0, 3, 2, 1).reshape(-1, num_inputs, PANEL)
+    padded_MJ = _deep(weight_MK)
+    J = padded_MJ.shape[1]
+    return padded_MJ.view(-1, PANEL, J // 2, 2).transpose(1, 2).reshape(-1, J, PANEL)
 
-    def rows(self, panels_PJL: Tensor, at_T: Tensor, num_inputs: int) -> Tensor:
+
+def unpack_rows(panels_PJL: Tensor, at_T: Tensor, num_inputs: int, product: str) -> Tensor:
+    """Return the stored weights of the outputs `at_T`, `[T, K]`, from panels that `pack_panels` made."""
+    if panels_PJL.dtype == torch.int8:
+        return panels_PJL[at_T // PANEL, :num_inputs, at_T % PANEL]
+    if product == WIDENED:
         half_T, place_T = at_T % PANEL // HALF, at_T % HALF
         return panels_PJL[at_T // PANEL, :, 2 * place_T + half_T]
-
-
-class InputPairs:
-    """Layout for bf16 in dot products and tiles: for each pair of inputs, output by output."""
-
-    def pack(self, weight_MK: Tensor) -> Tensor:
-        padded_MJ = _deep(weight_MK)
-        return (
-            padded_MJ.view(-1, PANEL, padded_MJ.shape[1] // 2, 2).transpose(1, 2).reshape(-1, padded_MJ.shape[1], PANEL)
-        )
-
-    def rows(self, panels_PJL: Tensor, at_T: Tensor, num_inputs: int) -> Tensor:
-        pairs_PIL2 = panels_PJL.view(len(panels_PJL), -1, PANEL, 2)
-        return pairs_PIL2[at_T // PANEL, :, at_T % PANEL].flatten(1)[:, :num_inputs]
-
-
-class Bytes:
-    """Layout for int8, for all multiplication methods: for each input, all outputs."""
-
-    def __init__(self, deep: bool) -> None:
-        self._deep = deep
-
-    def pack(self, weight_MK: Tensor) -> Tensor:
-        padded_MJ = _deep(weight_MK) if self._deep else weight_MK
-        return padded_MJ.view(-1, PANEL, padded_MJ.shape[1]).transpose(1, 2).contiguous()
-
-    def rows(self, panels_PJL: Tensor, at_T: Tensor, num_inputs: int) -> Tensor:
-        return panels_PJL[at_T // PANEL, :num_inputs, at_T % PANEL]
-
-
-def panel_format(product: str, dtype: torch.dtype) -> PanelFormat:
-    """Return the format for weights of a dtype. `product` is one of baton.modeling.kernels.products."""
-    if dtype == torch.int8:
-        return Bytes(deep=product != WIDENED)
-    return HalvesInTurn() if product == WIDENED else InputPairs()
+    pairs_PIL2 = panels_PJL.view(len(panels_PJL), -1, PANEL, 2)
+    return pairs_PIL2[at_T // PANEL, :, at_T % PANEL].flatten(1)[:, :num_inputs]
 
 
 @dataclass(frozen=True)
