@@ -4,18 +4,9 @@ Holds no KV itself; each object belongs to a single thread.
 """
 
 from bisect import bisect_right
-from enum import Enum
 
 from baton.errors import RangeError
 from baton.types import TokenRange
-
-
-class Added(Enum):
-    """The result of adding a piece to a Coverage."""
-
-    NEW = "new"
-    DUPLICATE = "duplicate"
-    """An equal piece was added before."""
 
 
 class Coverage:
@@ -35,8 +26,8 @@ class Coverage:
         """Return whether every token of every layer has arrived."""
         return self._num_missing == 0
 
-    def add(self, layer: int, tokens: TokenRange) -> Added:
-        """Record a piece and return whether it is new or a duplicate.
+    def add(self, layer: int, tokens: TokenRange) -> bool:
+        """Record a piece. Return False if an equal piece was added before.
 
         Raises RangeError, and records nothing, when the piece is empty, lies outside the sequence's layers or tokens,
         or overlaps an earlier piece without being equal to it.
@@ -45,7 +36,7 @@ class Coverage:
         starts, ends = self._starts[layer], self._ends[layer]
         index = bisect_right(starts, tokens.start)
         if index and starts[index - 1] == tokens.start and ends[index - 1] == tokens.end:
-            return Added.DUPLICATE
+            return False
         for other in range(max(index - 1, 0), min(index + 1, len(starts))):
             if starts[other] < tokens.end and tokens.start < ends[other]:
                 raise RangeError(
@@ -55,7 +46,7 @@ class Coverage:
         starts.insert(index, tokens.start)
         ends.insert(index, tokens.end)
         self._num_missing -= len(tokens)
-        return Added.NEW
+        return True
 
     def first_missing(self) -> tuple[int, TokenRange] | None:
         """Return the first layer that lacks tokens and the first range that it lacks; None when complete."""

@@ -20,7 +20,6 @@ from contextlib import contextmanager
 
 from baton.errors import IncompletePushError, TransferError
 from baton.process.clock import Clock
-from baton.transport.coverage import Added
 from baton.transport.kv_sink import ReserveSpec
 from baton.types import Lease, LeaseRef, SampledToken, SlotId, TokenRange
 from generate_workers.residency.port import KvBytes, SharesPrefixes
@@ -254,7 +253,7 @@ class SlotTable:
         with self._changing():
             self._claims.present(claim.ref)
             assert data.nbytes == len(tokens) * self.layout.row_bytes
-            is_new = claim.coverage.add(layer, tokens) is Added.NEW
+            is_new = claim.coverage.add(layer, tokens)
             if is_new:
                 try:
                     claim.memory.row.write(layer, tokens, data).result()
@@ -273,7 +272,7 @@ class SlotTable:
         with self._changing():
             _check_failure(claim)
             self._claims.present(claim.ref)
-            is_new = claim.coverage.add(layer, tokens) is Added.NEW
+            is_new = claim.coverage.add(layer, tokens)
             if is_new:
                 claim.uploading.update((layer, part) for part in parts)
                 self._slots[claim.ref.slot].num_inside += len(parts)

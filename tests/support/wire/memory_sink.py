@@ -18,7 +18,7 @@ from baton.errors import (
     StaleStampError,
 )
 from baton.process.clock import Clock
-from baton.transport.coverage import Added, Coverage
+from baton.transport.coverage import Coverage
 from baton.transport.kv_sink import ReserveSpec
 from baton.types import KvLayout, Lease, LeaseRef, SampledToken, SlotId, Stamp, TokenRange
 
@@ -158,13 +158,13 @@ class MemorySink:
 
     def _write(self, ref: LeaseRef, layer: int, tokens: TokenRange, data: memoryview) -> bool:
         claim = self._find(ref)
-        added = claim.coverage.add(layer, tokens)
-        if added is Added.NEW:
+        is_new = claim.coverage.add(layer, tokens)
+        if is_new:
             claim.memory[layer][self._span(tokens)] = data
         if claim.coverage.complete:
             claim.changed.set()
         self._touch(claim)
-        return added is Added.NEW
+        return is_new
 
     def _span(self, tokens: TokenRange) -> slice:
         return slice(tokens.start * self._layout.row_bytes, tokens.end * self._layout.row_bytes)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import RangeError
-from baton.transport.coverage import Added, Coverage
+from baton.transport.coverage import Coverage
 from baton.types import TokenRange
 
 
@@ -29,7 +29,7 @@ def test_disjoint_pieces_in_any_order_complete_it(
     order.shuffle(pieces)
     for index, (layer, part) in enumerate(pieces):
         assert not coverage.complete, index
-        assert coverage.add(layer, part) is Added.NEW
+        assert coverage.add(layer, part) is True
     assert coverage.complete
     assert coverage.first_missing() is None
 
@@ -43,12 +43,12 @@ def test_agrees_with_a_set_of_tokens(bounds: list[list[int]]) -> None:
     for start, end in bounds:
         new = set(range(start, end))
         if (start, end) in pieces:
-            assert coverage.add(0, TokenRange(start, end)) is Added.DUPLICATE
+            assert coverage.add(0, TokenRange(start, end)) is False
         elif not new or end > 10 or new & tokens:
             with pytest.raises(RangeError):
                 coverage.add(0, TokenRange(start, end))
         else:
-            assert coverage.add(0, TokenRange(start, end)) is Added.NEW
+            assert coverage.add(0, TokenRange(start, end)) is True
             pieces.add((start, end))
             tokens |= new
     missing = coverage.first_missing()
@@ -60,13 +60,13 @@ def test_agrees_with_a_set_of_tokens(bounds: list[list[int]]) -> None:
 def test_equal_piece_is_a_duplicate() -> None:
     coverage = Coverage(1, 8)
     coverage.add(0, TokenRange(2, 5))
-    assert coverage.add(0, TokenRange(2, 5)) is Added.DUPLICATE
+    assert coverage.add(0, TokenRange(2, 5)) is False
 
 
 def test_same_range_of_another_layer_is_new() -> None:
     coverage = Coverage(2, 8)
     coverage.add(0, TokenRange(2, 5))
-    assert coverage.add(1, TokenRange(2, 5)) is Added.NEW
+    assert coverage.add(1, TokenRange(2, 5)) is True
 
 
 @pytest.mark.parametrize("bounds", [(1, 3), (4, 6), (3, 4), (0, 8), (2, 6), (1, 5)])
@@ -82,7 +82,7 @@ def test_refused_piece_is_not_noted() -> None:
     coverage.add(0, TokenRange(2, 5))
     with pytest.raises(RangeError):
         coverage.add(0, TokenRange(4, 8))
-    assert coverage.add(0, TokenRange(5, 8)) is Added.NEW
+    assert coverage.add(0, TokenRange(5, 8)) is True
 
 
 @pytest.mark.parametrize("layer", [-1, 2])
