@@ -21,7 +21,6 @@ from baton.modeling.forward.decoder import Decoder
 from baton.modeling.kernels.process_kernels import KERNELS
 from baton.modeling.prefix_store.node import DiskPlace, NodeStore
 from baton.modeling.prefix_store.store import Filled
-from baton.modeling.prefix_store.whole_blocks import WholeBlocks
 from baton.planning.work_cost import WorkCost
 from baton.prefix_blocks import BlockNaming
 from baton.process.clock import Clock
@@ -80,9 +79,7 @@ class GroupPrefixes:
         self.store = self._node.blocks
         self.loader = PrefixLoader(slots, self.store)
         self.saver = AnswerSaver(slots, self.store)
-        self.exchange = BlockExchange(
-            WholeBlocks(self.store), clock=clock, connect=partial(make_channel, secret=secret)
-        )
+        self.exchange = BlockExchange(self.store, clock=clock, connect=partial(make_channel, secret=secret))
 
     async def close(self) -> None:
         """Wait for loads, drop unsaved answers, and release the folders. Call once, after the engine has ended."""

@@ -22,7 +22,6 @@ from baton.modeling.kernels.process_kernels import KERNELS
 from baton.modeling.kv.buffers import KvBuffer
 from baton.modeling.prefix_store.node import DiskPlace, NodeStore
 from baton.modeling.prefix_store.store import Filled, PrefixStore
-from baton.modeling.prefix_store.whole_blocks import WholeBlocks
 from baton.process.clock import Clock
 from baton.process.own_thread import in_own_thread
 from baton.proto_types import range_from_proto, range_to_proto, read, scalars
@@ -284,9 +283,7 @@ class PrefillServer:
         engine = PrefillEngine(decoder, clock, watchdog_floor_s=watchdog_floor_s, room=room, crash_note=crash_note)
         exchange = None
         if store is not None:
-            exchange = BlockExchange(
-                WholeBlocks(store.blocks), clock=clock, connect=partial(make_channel, secret=secret)
-            )
+            exchange = BlockExchange(store.blocks, clock=clock, connect=partial(make_channel, secret=secret))
             exchange.add_to(server)
         blocks = store.blocks if store is not None else None
         servicer = PrefillRankServicer(engine, host, secret, blocks, exchange, may_share=may_share, grammars=grammars)

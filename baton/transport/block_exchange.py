@@ -164,9 +164,9 @@ class BlockExchange:
 
     async def _put(self, block: BlockAssembly, spared: Sequence[str], reply: exchange_pb2.FetchBlocksReply) -> None:
         put = partial(self._store.put_block, block.name, block.tokens, block.pieces, spared)
-        written = await self._on_thread(put)
-        reply.evicted.extend(written.evicted)
-        if not written.stored:
+        is_stored, evicted = await self._on_thread(put)
+        reply.evicted.extend(evicted)
+        if not is_stored:
             raise ResourceExhaustedError(f"the prefix store has no room for block {block.name}")
         num_bytes = sum(data.nbytes for _, _, data in block.pieces)
         block.pieces.clear()  # before the next block comes

@@ -1,6 +1,6 @@
 """The port through which blocks of cached KV enter and leave `transport`: a node's prefix store.
 
-Called by `baton.transport.block_exchange`; implemented by `baton.modeling.prefix_store.whole_blocks`, which does not
+Called by `baton.transport.block_exchange`; implemented by `baton.modeling.prefix_store.store`, which does not
 depend on gRPC. A block is the KV of some consecutive tokens of a prompt, in all layers. Its name stands for those
 tokens and all tokens before them. All methods may wait for locks and disks, so they are called on threads.
 """
@@ -22,20 +22,6 @@ class OpenBlock(Protocol):
         ...
 
 
-class Stored(Protocol):
-    """Result of storing a block."""
-
-    @property
-    def stored(self) -> tuple[str, ...]:
-        """Name of the block if the store has it now; empty if no room could be made."""
-        ...
-
-    @property
-    def evicted(self) -> tuple[str, ...]:
-        """Names of blocks that were evicted to make room."""
-        ...
-
-
 class BlockStore(Protocol):
     """The blocks of a node, all of one layout."""
 
@@ -54,7 +40,10 @@ class BlockStore(Protocol):
         stored or has another size, and InvalidArgumentError for a malformed name."""
         ...
 
-    def put_block(self, name: str, tokens: TokenRange, pieces: Sequence[BlockPiece], spared: Collection[str]) -> Stored:
+    def put_block(
+        self, name: str, tokens: TokenRange, pieces: Sequence[BlockPiece], spared: Collection[str]
+    ) -> tuple[bool, Sequence[str]]:
         """Store a block, whole or not at all: `pieces` cover all layers of `tokens`, each once. Evicts blocks that are
-        not in `spared` to make room. Raises ConfigError when the store's folder is gone, and OSError."""
+        not in `spared` to make room. Return whether the store has the block now, and the names of the evicted blocks.
+        Raises ConfigError when the store's folder is gone, and OSError."""
         ...

@@ -32,6 +32,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 
 from baton.errors import ConfigError, InvalidArgumentError, StalePrefixError
@@ -181,6 +182,10 @@ class PrefixStore:
             self.below is not None and self.below.ask(lambda below: below.has(name), False)
         )
 
+    def num_leading(self, names: Sequence[str]) -> int:
+        """Return the number of leading blocks of `names` that are stored, here or below, up to the first gap."""
+        return sum(1 for _ in takewhile(self.has, names))
+
     def _files_below(self, below: "PrefixStore") -> list[tuple[str, os.stat_result]]:
         assert self.below is not None
         files = []
@@ -253,6 +258,26 @@ class PrefixStore:
     def open_block(self, name: str, tokens: TokenRange) -> KvBuffer:
         """Return the KV of one block as that of `tokens`. Raises the same errors as `open`."""
         return self._open(name, tokens, self._clock.unix_ns())[0]
+
+    def put_block(
+        self,
+        name: str,
+        tokens: TokenRange,
+        pieces: Sequence[tuple[int, TokenRange, memoryview]],
+        spared: Collection[str],
+    ) -> tuple[bool, Sequence[str]]:
+        """Store a block whose KV rows are `pieces`, each row once, as (layer, tokens, bytes). A reader finds the block
+        complete or not at all. Blocks in `spared` are not evicted for it. Return whether the block is stored now, and
+        the names of the evicted blocks. Raises the errors of `take`."""
+        room = self.take((name,), tokens, len(tokens), spared=spared)
+        try:
+            for writer in room.writers:
+                for piece in pieces:
+                    writer.write(*piece)
+            room.seal()
+            return bool(room.filled((name,)).stored), room.evicted
+        finally:
+            room.drop()
 
     def open_leading(self, names: Sequence[str], block_tokens: int) -> "Leading":
         """Open the leading blocks that are stored, up to the first gap, as `open` does. Raises InvalidArgumentError for

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from baton.errors import InvalidArgumentError, StalePrefixError
-from baton.modeling.prefix_store.store import Filled
-from baton.modeling.prefix_store.whole_blocks import WholeBlocks
 from baton.types import TokenRange
 from tests.support.engines.prefixes import blocks_in, file_bytes, store_in
 from tests.support.wire.block_nodes import BLOCK, LAYOUT, prompt_kv
@@ -17,26 +15,26 @@ PIECES = [(layer, KV.tokens, KV.export(layer, KV.tokens)) for layer in range(LAY
 
 
 def test_a_block_comes_out_as_it_was_put_there(folder: Path) -> None:
-    blocks = WholeBlocks(store_in(folder, LAYOUT))
-    assert blocks.put_block("a", KV.tokens, PIECES, ()) == Filled(("a",))
+    blocks = store_in(folder, LAYOUT)
+    assert blocks.put_block("a", KV.tokens, PIECES, ()) == (True, [])
     assert torch.equal(blocks.open_block("a", KV.tokens).data, KV.data)
-    assert blocks.put_block("a", KV.tokens, PIECES, ()) == Filled(("a",))  # is there already
+    assert blocks.put_block("a", KV.tokens, PIECES, ()) == (True, [])  # is there already
 
 
 def test_leading_blocks_end_at_a_gap(folder: Path) -> None:
-    blocks = WholeBlocks(store_in(folder, LAYOUT))
+    blocks = store_in(folder, LAYOUT)
     for name in ("a", "b", "d"):
         blocks.put_block(name, KV.tokens, PIECES, ())
     assert [blocks.num_leading(names) for names in (("a", "b", "c", "d"), ("c", "d"), ("d",), ())] == [2, 0, 1, 0]
 
 
 def test_without_room_nothing_is_stored_and_nothing_spared_is_evicted(folder: Path) -> None:
-    blocks = WholeBlocks(store_in(folder, LAYOUT, limit_bytes=2 * file_bytes(LAYOUT, BLOCK)))
+    blocks = store_in(folder, LAYOUT, limit_bytes=2 * file_bytes(LAYOUT, BLOCK))
     blocks.put_block("a", KV.tokens, PIECES, ())
     blocks.put_block("b", KV.tokens, PIECES, ())
-    assert blocks.put_block("c", KV.tokens, PIECES, ("a", "b")) == Filled()
+    assert blocks.put_block("c", KV.tokens, PIECES, ("a", "b")) == (False, [])
     assert blocks_in(folder) == {"a", "b"}
-    assert blocks.put_block("c", KV.tokens, PIECES, ("a",)) == Filled(("c",), ("b",))
+    assert blocks.put_block("c", KV.tokens, PIECES, ("a",)) == (True, ["b"])
     assert blocks_in(folder) == {"a", "c"}
 
 
@@ -44,14 +42,14 @@ def test_without_room_nothing_is_stored_and_nothing_spared_is_evicted(folder: Pa
 def test_a_block_that_is_not_whole_leaves_nothing(
     folder: Path, pieces: list[tuple[int, TokenRange, memoryview]]
 ) -> None:
-    blocks = WholeBlocks(store_in(folder, LAYOUT))
+    blocks = store_in(folder, LAYOUT)
     with pytest.raises(AssertionError):
         blocks.put_block("a", KV.tokens, pieces, ())
     assert blocks_in(folder) == set()
 
 
 def test_a_block_that_is_not_there_or_has_a_bad_name_is_refused(folder: Path) -> None:
-    blocks = WholeBlocks(store_in(folder, LAYOUT))
+    blocks = store_in(folder, LAYOUT)
     with pytest.raises(StalePrefixError, match="block a is not in"):
         blocks.open_block("a", KV.tokens)
     for refuse in (
