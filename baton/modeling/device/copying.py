@@ -1,11 +1,11 @@
 """Links whose copies run on threads of the host: the CPU's link to itself, and that of an emulated device."""
 
-import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Self
 
 import numpy as np
@@ -27,14 +27,6 @@ CopyTensor = Callable[[Tensor, Tensor], None]
 def copy_bytes(to: Tensor, source: Tensor) -> None:
     """Copy a tensor on one core, without the GIL. A copy by torch would occupy the cores that compute."""
     np.copyto(np.asarray(bytes_of(to)), np.asarray(bytes_of(source)))
-
-
-@dataclass(frozen=True)
-class _Job:
-    """Copies of one transfer."""
-
-    work: Callable[[], None]
-    num_bytes: int
 
 
 class ThreadLink:
@@ -60,21 +52,21 @@ class ThreadLink:
 
     def fetch(self, copies: Copies) -> Transfer:
         """Begin to copy, on the thread."""
-        return self._begin_fetch(self._job_of(copies))
+        return self._begin_fetch(partial(self._copy_all, copies), num_bytes_of(copies))
 
     def fetch_heads(self, heads: PickedHeads) -> Transfer:
         """Begin to copy selected keys and values, on the thread."""
         args = heads.home_B, heads.there_B, heads.pairs_BGK2, heads.num_BG, heads.head_bytes
-        return self._begin_fetch(_Job(functools.partial(native.operators().copy_heads, *args), heads.num_bytes))
+        return self._begin_fetch(partial(native.operators().copy_heads, *args), heads.num_bytes)
 
     def store(self, copies: Copies) -> Transfer:
         """Copy, and return when that is done."""
-        return self._begin_store(self._job_of(copies))
+        return self._begin_store(partial(self._copy_all, copies), num_bytes_of(copies))
 
     def store_rows(self, rows: RowCopies) -> Transfer:
         """Copy rows to host memory, as `store` does."""
         args = rows.there_B, rows.home_B, rows.row_bytes
-        return self._begin_store(_Job(functools.partial(native.operators().copy_rows, *args), rows.num_bytes))
+        return self._begin_store(partial(native.operators().copy_rows, *args), rows.num_bytes)
 
     def rest(self) -> None:
         """Wait for the copies that were requested, and end the threads."""
@@ -83,33 +75,30 @@ class ThreadLink:
         for thread in threads.values():
             thread.shutdown()
 
-    def _job_of(self, copies: Copies) -> _Job:
-        def work() -> None:
-            for to, source in copies:
-                self._copy(to, source)
+    def _copy_all(self, copies: Copies) -> None:
+        for to, source in copies:
+            self._copy(to, source)
 
-        return _Job(work, num_bytes_of(copies))
+    def _begin_fetch(self, work: Callable[[], None], num_bytes: int) -> Transfer:
+        return Running(self._submit("kv-fetch", partial(self._fetch, work, num_bytes)))
 
-    def _begin_fetch(self, job: _Job) -> Transfer:
-        return Running(self._submit("kv-fetch", self._fetch, job))
-
-    def _begin_store(self, job: _Job) -> Transfer:
-        self._store(job)
+    def _begin_store(self, work: Callable[[], None], num_bytes: int) -> Transfer:
+        self._store(work, num_bytes)
         return DoneTransfer()
 
-    def _submit(self, name: str, run: Callable[[_Job], None], job: _Job) -> "Future[None]":
+    def _submit(self, name: str, run: Callable[[], None]) -> "Future[None]":
         with self._starting:
             if name not in self._threads:
                 self._threads[name] = ThreadPoolExecutor(1, thread_name_prefix=name)
-            return self._threads[name].submit(run, job)
+            return self._threads[name].submit(run)
 
-    def _fetch(self, job: _Job) -> None:
-        job.work()
-        self._num_bytes_fetched += job.num_bytes
+    def _fetch(self, work: Callable[[], None], num_bytes: int) -> None:
+        work()
+        self._num_bytes_fetched += num_bytes
 
-    def _store(self, job: _Job) -> None:
-        job.work()
-        self._num_bytes_stored += job.num_bytes
+    def _store(self, work: Callable[[], None], num_bytes: int) -> None:
+        work()
+        self._num_bytes_stored += num_bytes
 
 
 @dataclass(frozen=True)
@@ -179,22 +168,22 @@ class PacedLink(ThreadLink):
         self.waited_s = 0.0
         """Total time that threads waited for fetches, in seconds."""
 
-    def _begin_fetch(self, job: _Job) -> Transfer:
-        return _Awaited(self._submit("kv-fetch", self._fetch, job), self)
+    def _begin_fetch(self, work: Callable[[], None], num_bytes: int) -> Transfer:
+        return _Awaited(self._submit("kv-fetch", partial(self._fetch, work, num_bytes)), self)
 
-    def _begin_store(self, job: _Job) -> Transfer:
-        return Running(self._submit("kv-store", self._store, job))
+    def _begin_store(self, work: Callable[[], None], num_bytes: int) -> Transfer:
+        return Running(self._submit("kv-store", partial(self._store, work, num_bytes)))
 
-    def _fetch(self, job: _Job) -> None:
+    def _fetch(self, work: Callable[[], None], num_bytes: int) -> None:
         began_s = time.monotonic()
-        super()._fetch(job)
-        self._in.keep(began_s, job.num_bytes)
+        super()._fetch(work, num_bytes)
+        self._in.keep(began_s, num_bytes)
         self.fetch_s += time.monotonic() - began_s
 
-    def _store(self, job: _Job) -> None:
+    def _store(self, work: Callable[[], None], num_bytes: int) -> None:
         began_s = time.monotonic()
-        super()._store(job)
-        self._out.keep(began_s, job.num_bytes)
+        super()._store(work, num_bytes)
+        self._out.keep(began_s, num_bytes)
 
 
 class LinkAccess:
@@ -217,7 +206,7 @@ class LinkAccess:
         """Return an access through host memory that is not pinned."""
         return cls(link, lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8), num_frames, frame_bytes)
 
-    @functools.cached_property
+    @cached_property
     def frames(self) -> StagingFrames:
         """Return the device's staging frames. They are allocated at the first use: when the residency policy that keeps
         KV on the device is made."""
