@@ -8,7 +8,7 @@ N rows, K columns of a weight.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -49,11 +49,8 @@ class StoredTensors(Protocol):
         """Return an error about the tensor `name`, which names its file."""
 
 
-class StoredWeight(Protocol):
-    """A quantised weight `[N, K]`, read from a checkpoint."""
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        """Return rows `start` to `stop`, dequantised, in fp32. `start` is a multiple of 32."""
+WeightRows = Callable[[int, int], Tensor]
+"""(start, stop) -> these rows of a quantised weight, dequantised, in fp32. `start` is a multiple of 32."""
 
 
 class WeightFormat(Protocol):
@@ -68,9 +65,9 @@ class WeightFormat(Protocol):
     def unused(self) -> tuple[str, ...]:
         """Return the features of the checkpoint's config that are not used, as readable text."""
 
-    def weight(self, module: str, shape: tuple[int, ...], tensors: StoredTensors) -> StoredWeight | None:
-        """Return the weight of `module`, which has this shape once dequantised. None: it is not quantised. Raises
-        ModelError for tensors that do not fit the format."""
+    def weight(self, module: str, shape: tuple[int, ...], tensors: StoredTensors) -> WeightRows | None:
+        """Return the rows of the weight of `module`, which has this shape once dequantised. None: it is not quantised.
+        Raises ModelError for tensors that do not fit the format."""
 
     def unused_kind(self, name: str) -> str | None:
         """Return the purpose, as readable text, of the tensor `name`, which was not taken and which no weight needs.
@@ -198,16 +195,16 @@ class Checkpoint:
     def _fill(self, part: Tensor, name: str) -> None:
         """Copy the tensor `name`, dequantised if it is quantised, into `part`, which has its shape."""
         shape = tuple(part.shape)
-        weight = None
+        read_rows = None
         if self._weight_format is not None and len(shape) == 2:
-            weight = self._weight_format.weight(name.removesuffix(".weight"), shape, self)
-        if weight is None:
+            read_rows = self._weight_format.weight(name.removesuffix(".weight"), shape, self)
+        if read_rows is None:
             part.copy_(self.stored(name, {dtype: [shape] for dtype in TORCH_DTYPES.values()}))
             return
         num_rows = max(_PART_ELEMENTS // shape[1] // _PART_ROWS, 1) * _PART_ROWS
         for start in range(0, shape[0], num_rows):
             stop = min(start + num_rows, shape[0])
-            part[start:stop].copy_(weight.rows(start, stop))
+            part[start:stop].copy_(read_rows(start, stop))
         self.num_dequantised += 1
 
     def _is_unused(self, name: str) -> bool:

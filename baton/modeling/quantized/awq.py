@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton.modeling.families.checkpoint import StoredTensors, StoredWeight
+from baton.modeling.families.checkpoint import StoredTensors, WeightRows
 from baton.modeling.families.fields import Fields
 from baton.modeling.quantized.scaled_weight import SCALE_TYPES, WORD_BITS, ScaledWeight, ScaleGrid, num_words, unpack
 from baton.modeling.quantized.settings import described_groups, read_group_size
@@ -49,7 +49,7 @@ class AwqFormat:
     def description(self) -> str:
         return f"awq, 4 bits, {described_groups(self.group_size)}"
 
-    def weight(self, module: str, shape: tuple[int, ...], tensors: StoredTensors) -> StoredWeight | None:
+    def weight(self, module: str, shape: tuple[int, ...], tensors: StoredTensors) -> WeightRows | None:
         if not tensors.has(f"{module}.qweight"):
             return None
         num_outputs, num_inputs = shape
@@ -64,7 +64,7 @@ class AwqFormat:
             return _by_output(words_KW[:, first:end])[: stop - start].float()
 
         zeros_NG = _by_output(zeros_GW)[:num_outputs].float()
-        return ScaledWeight(codes, grid, scales_GN.T.contiguous(), zeros_NG)
+        return ScaledWeight(codes, grid, scales_GN.T.contiguous(), zeros_NG).rows
 
     def unused_kind(self, name: str) -> str | None:
         return None

@@ -6,7 +6,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from baton.modeling.families.checkpoint import StoredTensors, StoredWeight
+from baton.modeling.families.checkpoint import StoredTensors, WeightRows
 from baton.modeling.families.fields import Fields
 from baton.modeling.quantized.leftovers import ACTIVATIONS, KV_CACHE, unused_kind
 from baton.modeling.quantized.scaled_weight import SCALE_TYPES, ScaledWeight, read_groups
@@ -44,7 +44,7 @@ class CompressedTensorsFormat:
         kinds = dict.fromkeys(scheme.description for scheme in self.schemes)
         return f"compressed-tensors, {' and '.join(kinds) or 'weights as they are'}"
 
-    def weight(self, module: str, shape: tuple[int, ...], tensors: StoredTensors) -> StoredWeight | None:
+    def weight(self, module: str, shape: tuple[int, ...], tensors: StoredTensors) -> WeightRows | None:
         name = f"{module}.weight_scale"
         if not tensors.has(name):
             return None
@@ -59,7 +59,7 @@ class CompressedTensorsFormat:
         if scheme.sharing.strategy == "group":
             groups_K = read_groups(tensors, f"{module}.weight_g_idx", grid, required=scheme.sharing.reordered)
             grid = replace(grid, columns_K=groups_K)
-        return ScaledWeight(codes, grid, scales, zeros_RC)
+        return ScaledWeight(codes, grid, scales, zeros_RC).rows
 
     def unused_kind(self, name: str) -> str | None:
         return unused_kind(name)
