@@ -10,7 +10,8 @@ from types import MappingProxyType
 
 import torch
 
-from baton.modeling.forward.attention import Kernel, cpu_flash_kernel, has_native_kernel, native_kernel
+from baton.modeling.forward.attention import Kernel, cpu_flash_kernel, native_kernel
+from baton.modeling.kernels import native
 from baton.planning.model_shape import ModelShape
 from deploy.machine.prefill_rates import attention_rate, layer_rate, median_s, random_numbers
 
@@ -22,7 +23,7 @@ _STREAM_BYTES = 2**27
 
 def runnable(names: list[str]) -> list[str]:
     """Return those of KERNELS that this machine can run; builds a kernel that has to be built."""
-    return [name for name in names if name != "native" or has_native_kernel()]
+    return [name for name in names if name != "native" or native.load()]
 
 
 @dataclass(frozen=True)

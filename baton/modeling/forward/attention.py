@@ -106,7 +106,7 @@ def plain_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | No
 
 
 def native_kernel(q_TNH: Tensor, pieces: Sequence[KvRows], causal: bool, mask_TS: Tensor | None) -> Partial:
-    """Attend by the C++ kernel for many queries on a CPU, else by torch's. To be used only if `has_native_kernel`."""
+    """Attend by the C++ kernel for many queries on a CPU, else by torch's. Only after `native.load()`."""
     T, _, H = q_TNH.shape
     if T == 1 or mask_TS is not None or not is_native(q_TNH.dtype, H):
         return cpu_flash_kernel(q_TNH, pieces, causal, mask_TS)
@@ -117,11 +117,6 @@ def native_kernel(q_TNH: Tensor, pieces: Sequence[KvRows], causal: bool, mask_TS
 def is_native(dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether the C++ kernels support queries and keys of this dtype and head dim."""
     return dtype in (torch.bfloat16, torch.float32) and head_dim % _HEAD_DIM_STEP == 0
-
-
-def has_native_kernel() -> bool:
-    """Return whether `native_kernel` can run in this process."""
-    return native.load()
 
 
 def on_device(kernel: Kernel, device: Device) -> Kernel:
@@ -142,7 +137,7 @@ def default_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
     """Return the fastest available kernel for a device and dtype, without Triton's."""
     if device.type != "cpu":
         return plain_kernel
-    is_ours = dtype in (torch.bfloat16, torch.float32) and has_native_kernel()
+    is_ours = dtype in (torch.bfloat16, torch.float32) and native.load()
     return native_kernel if is_ours else cpu_flash_kernel
 
 

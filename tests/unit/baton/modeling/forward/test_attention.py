@@ -18,10 +18,10 @@ from baton.modeling.forward.attention import (
     attend,
     cpu_flash_kernel,
     default_kernel,
-    has_native_kernel,
     native_kernel,
     plain_kernel,
 )
+from baton.modeling.kernels import native
 from baton.modeling.kv.buffers import KvRows
 from tests.support.kernels.brute_attention import brute_attention
 
@@ -169,7 +169,7 @@ def test_result_without_a_visible_key_is_a_bug() -> None:
 
 def test_cpu_has_its_own_kernel() -> None:
     assert default_kernel(torch.device("cpu"), torch.float64) is cpu_flash_kernel
-    fastest = native_kernel if has_native_kernel() else cpu_flash_kernel
+    fastest = native_kernel if native.load() else cpu_flash_kernel
     assert default_kernel(torch.device("cpu"), torch.bfloat16) is fastest
     assert default_kernel(torch.device("cpu"), torch.float32) is fastest
     assert default_kernel(torch.device("cuda"), torch.bfloat16) is plain_kernel
