@@ -10,6 +10,7 @@ measured by `baton calibrate --generate` (`baton.planning.step_times`), and are 
 (`baton.planning.step_costs`). Pure.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -28,20 +29,10 @@ class StepWork:
     num_steps: int = 1
 
     def __add__(self, other: "StepWork") -> "StepWork":
-        return StepWork(
-            self.num_tokens + other.num_tokens,
-            self.num_keys + other.num_keys,
-            self.num_pairs + other.num_pairs,
-            self.num_steps + other.num_steps,
-        )
+        return StepWork(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def __sub__(self, other: "StepWork") -> "StepWork":
-        return StepWork(
-            self.num_tokens - other.num_tokens,
-            self.num_keys - other.num_keys,
-            self.num_pairs - other.num_pairs,
-            self.num_steps - other.num_steps,
-        )
+        return StepWork(*map(operator.sub, vars(self).values(), vars(other).values()))
 
     @classmethod
     def plain(cls, num_rows: int, num_keys: int) -> "StepWork":

@@ -1,5 +1,6 @@
 """When the stages of a request began and ended, and how its tokens were made, as values."""
 
+import operator
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -26,12 +27,8 @@ class DraftCounts:
         return cls(drafts.source, 1, drafts.num_drafts, drafts.num_accepted)
 
     def __add__(self, other: "DraftCounts") -> "DraftCounts":
-        return DraftCounts(
-            self.source,
-            self.num_rounds + other.num_rounds,
-            self.num_drafted + other.num_drafted,
-            self.num_accepted + other.num_accepted,
-        )
+        (source, *mine), (_, *theirs) = vars(self).values(), vars(other).values()
+        return DraftCounts(source, *map(operator.add, mine, theirs))
 
     def __str__(self) -> str:
         if not (self.num_rounds and self.num_drafted):
