@@ -35,7 +35,7 @@ class Hardware:
                 raise ConfigError(f"hardware: {name} = {getattr(self, name)} is out of range: give a rate above 0")
 
 
-def derive(shape: ModelShape, hardware: Hardware, push: LinkModel | None = None) -> CostModel:
+def derive(shape: ModelShape, hardware: Hardware) -> CostModel:
     """Derive a model's costs from its FLOPs and bytes at the hardware's rates."""
     return CostModel(
         num_layers=shape.num_layers,
@@ -48,7 +48,6 @@ def derive(shape: ModelShape, hardware: Hardware, push: LinkModel | None = None)
         head_s=shape.head_flops / hardware.linear_flops,
         copy_s=2 * shape.kv_bytes / hardware.memory_bandwidth,
         link=hardware.link,
-        push=push,
     )
 
 

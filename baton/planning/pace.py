@@ -85,12 +85,13 @@ class Pace:
             place = (group, rank.rank)
             self._latest_ns[place] = max(self._latest_ns.get(place, 0), rank.start_ns)
         if ratios:
-            self._note(*min(ratios)[1:])
+            self.note(*min(ratios)[1:])
 
     def note(self, observed_s: float, predicted_s: float) -> None:
         """Record something that took `observed_s`; `predicted_s` is the prediction without correction."""
         if predicted_s > 0:
-            self._note(observed_s, predicted_s)
+            self._num_passed_over = 0
+            self._recent.append((observed_s, predicted_s))
 
     def pass_over(self) -> None:
         """Record a decision against the option that this pace predicts. While such decisions continue, observations
@@ -105,10 +106,6 @@ class Pace:
     def _long_s(self) -> float:
         """Least predicted seconds of a job that counts as long: half of the longest job's."""
         return max((predicted_s for _, predicted_s in self._recent), default=0.0) / 2
-
-    def _note(self, observed_s: float, predicted_s: float) -> None:
-        self._num_passed_over = 0
-        self._recent.append((observed_s, predicted_s))
 
 
 def _median_ratio(jobs: Sequence[tuple[float, float]], nothing: float = 1.0) -> float:

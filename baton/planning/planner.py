@@ -74,7 +74,8 @@ class ChainPlanner:
         self.max_tokens = max_tokens
         self.local = local
         """Configuration of generation groups' own prefill; None if unknown."""
-        self._steps = steps
+        self.steps = steps
+        """Times of generation steps, by sequences and tokens; None if unknown."""
         self._num_searched = min(max_ranks, _SEARCHED_RANKS)
         if table is None:
             self._basis = self.search(calibration)
@@ -97,14 +98,9 @@ class ChainPlanner:
         """The costs that predictions are made of, scaled by the ranks' pace unless measured."""
         return self._basis.cost
 
-    @property
-    def steps(self) -> StepTimes | None:
-        """Times of generation steps, by sequences and tokens; None if unknown."""
-        return self._steps
-
     def use_steps(self, steps: StepTimes) -> None:
         """Predict generation steps by `steps` from now on."""
-        self._steps = steps
+        self.steps = steps
 
     def search(self, calibration: Calibration) -> PredictionBasis:
         """Search the knots for another calibration and return the basis for `adopt`; changes nothing. Blocks during the
@@ -176,9 +172,9 @@ class ChainPlanner:
     def step_s(self, batch: float, context: float) -> float:
         """Return the seconds of a generation step of `batch` sequences with a mean of `context` tokens. Raises
         ConfigError when the planner has no step times, InvalidArgumentError for less than one sequence."""
-        if self._steps is None:
+        if self.steps is None:
             raise ConfigError("this planner knows no step times: give it some, nominal ones at least")
-        return self._steps.step_s(batch, context)
+        return self.steps.step_s(batch, context)
 
     def push_s(self, num_tokens: int, prefill_s: float) -> float:
         """Return the seconds from the end of a chain that computes for `prefill_s` until the KV of its `num_tokens` has
@@ -204,9 +200,9 @@ class ChainPlanner:
         scaled by `local_factor`. None without `local` or step times. `alone_s`: result of the method `alone_s` for the
         same tokens, if already known; calculating it takes most of this call."""
         prefill_s = self.alone_s(tokens) if alone_s is None else alone_s
-        if self.local is None or self._steps is None or prefill_s is None:
+        if self.local is None or self.steps is None or prefill_s is None:
             return None
-        step_s = self._steps.step_s(num_rows, context) if num_rows else 0.0
+        step_s = self.steps.step_s(num_rows, context) if num_rows else 0.0
         pace = self._known_local_pace
         return pace.fixed_s + pace.factor * prefill_s, pace.factor * self.local.steps_s(prefill_s, len(tokens), step_s)
 
