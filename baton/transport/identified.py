@@ -27,19 +27,15 @@ class IdentifiedChannel(grpc.aio.Channel):
         await self._inner.__aexit__(kind, error, traceback)
 
     async def close(self, grace: float | None = None) -> None:
-        """Close the wrapped channel."""
         await self._inner.close(grace)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """Return the state of the wrapped channel."""
         return self._inner.get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Wait until the state of the wrapped channel is another."""
         await self._inner.wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """Wait until the wrapped channel is connected."""
         await self._inner.channel_ready()
 
     def unary_unary(self, method: str, *args: Any, **options: Any) -> Any:

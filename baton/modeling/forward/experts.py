@@ -41,7 +41,6 @@ class LinearExperts:
 
     @property
     def num_experts(self) -> int:
-        """Return the number of experts."""
         return len(self.down)
 
     def __call__(self, x_MD: Tensor, expert_M: Tensor) -> Tensor:
@@ -61,7 +60,6 @@ class StackedExperts:
 
     @property
     def num_experts(self) -> int:
-        """Return the number of experts."""
         return len(self.down_EDI)
 
     def __call__(self, x_MD: Tensor, expert_M: Tensor) -> Tensor:

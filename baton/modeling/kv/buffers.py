@@ -211,7 +211,6 @@ class BlockTable:
 
     @property
     def page_tokens(self) -> int:
-        """Return the number of tokens of a page."""
         return self.data_LPS2GH.shape[2]
 
 

@@ -122,7 +122,6 @@ class RowPages:
                 self._copy(index)
 
     def pages_of(self, tokens: TokenRange) -> list[int]:
-        """Return the pages that hold `tokens`."""
         return self._pages[tokens.start // self._pool.page_tokens : self._num_for(tokens.end)]
 
     def share(self, pages: Sequence[int]) -> None:
