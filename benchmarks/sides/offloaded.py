@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from baton.modeling.device.copying import LinkRate
-from baton.modeling.device.emulated import EmulatedDevice
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.sparse.selection_file import PreparedSelection
 from baton_lab.comparators.residencies import make_residency
-from benchmarks.sides.timed_steps import TimedDecoder, TimedDevice, TimedResidency
+from benchmarks.sides.timed_steps import MeasuredDevice, TimedDecoder, TimedDevice, TimedResidency
 from benchmarks.support.step_parts import Part, PartClock
 from deploy.tuning.selection.passages import Context, PassageRows, shape_for
 from generate_workers.residency.policies import SelectionSource
@@ -38,7 +37,7 @@ class LoadedSelection(SelectionSource):
 class Side:
     """Rows of one policy on a device of its own."""
 
-    def __init__(self, rows: PassageRows, device: EmulatedDevice, clock: PartClock | None = None) -> None:
+    def __init__(self, rows: PassageRows, device: MeasuredDevice, clock: PartClock | None = None) -> None:
         """`clock`: times the parts of the rows' steps."""
         self._rows, self.device, self._clock = rows, device, clock
         self.step_bytes = self.counted_bytes = 0.0
@@ -79,7 +78,7 @@ def running(
 ) -> Iterator[Side]:
     """Open rows of a policy on a device with `room` bytes for KV, whose steps' parts a `clock` times; close them
     afterwards."""
-    device = EmulatedDevice(rate) if clock is None else TimedDevice(rate, clock)
+    device = MeasuredDevice(rate) if clock is None else TimedDevice(rate, clock)
     decoder = _decoder(source.decoder, device, clock)
     shape = shape_for(decoder, [context.passage for context in contexts])
     there = replace(source, decoder=decoder, device_bytes=room)
@@ -91,7 +90,7 @@ def running(
     device.link.rest()
 
 
-def _decoder(cpu: Decoder, device: EmulatedDevice, clock: PartClock | None) -> Decoder:
+def _decoder(cpu: Decoder, device: MeasuredDevice, clock: PartClock | None) -> Decoder:
     if clock is None:
         return Decoder(cpu.config, cpu.weights, device=device)
     return TimedDecoder(cpu, device, clock)

@@ -6,15 +6,18 @@ runs steps. The decoder runs its layers piece by piece. It does so for all polic
 run in one native call that has no parts: a timed step of `device` takes longer than another.
 """
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 from torch import Tensor
 
 from baton.modeling.device.copying import LinkAccess, LinkRate, PacedLink
 from baton.modeling.device.emulated import EmulatedDevice
 from baton.modeling.device.heads import PickedHeads, RowCopies
-from baton.modeling.device.port import Copies
+from baton.modeling.device.port import Copies, Running
 from baton.modeling.forward.decoder import Decoder, LayerTurns, SequenceSpan, Step
 from baton.modeling.forward.rows import DecodeRows
 from baton.modeling.forward.selection import Picks, StepPicks
@@ -173,8 +176,59 @@ class TimedTransfer:
             self._transfer.wait()
 
 
-class TimedLink(PacedLink):
-    """A PacedLink whose transfers are timed where they are waited for."""
+class _Awaited(Running):
+    """A fetch that adds the time spent waiting for it to the link's `waited_s`."""
+
+    def __init__(self, future: "Future[None]", link: "MeasuredLink") -> None:
+        super().__init__(future)
+        self._link = link
+
+    def result(self) -> None:
+        """Wait for the thread. Raises the error of the copy."""
+        began_s = time.monotonic()
+        try:
+            super().result()
+        finally:
+            self._link.waited_s += time.monotonic() - began_s
+
+    join = result
+
+
+class MeasuredLink(PacedLink):
+    """A PacedLink that measures how long fetches take, and how long threads wait for them."""
+
+    def __init__(self, rate: LinkRate) -> None:
+        super().__init__(rate)
+        self.fetch_s = 0.0
+        """Total duration of all fetches, in seconds."""
+        self.waited_s = 0.0
+        """Total time that threads waited for fetches, in seconds."""
+
+    def _begin_fetch(self, work: Callable[[], None], num_bytes: int) -> Transfer:
+        return _Awaited(self._submit("kv-fetch", partial(self._fetch, work, num_bytes)), self)
+
+    def _fetch(self, work: Callable[[], None], num_bytes: int) -> None:
+        began_s = time.monotonic()
+        super()._fetch(work, num_bytes)
+        self.fetch_s += time.monotonic() - began_s
+
+
+class MeasuredDevice(EmulatedDevice):
+    """An emulated device with a MeasuredLink."""
+
+    link: MeasuredLink
+
+    def __init__(self, rate: LinkRate) -> None:
+        """`rate`: of the link."""
+        super().__init__(rate)
+        self._connect(MeasuredLink(rate))
+
+    def _connect(self, link: MeasuredLink) -> None:
+        self.link, self._access = link, LinkAccess.plain(link)
+
+
+class TimedLink(MeasuredLink):
+    """A MeasuredLink whose transfers are timed where they are waited for."""
 
     def __init__(self, rate: LinkRate, clock: PartClock) -> None:
         super().__init__(rate)
@@ -197,11 +251,10 @@ class TimedLink(PacedLink):
         return TimedTransfer(super().store_rows(rows), self._clock)
 
 
-class TimedDevice(EmulatedDevice):
+class TimedDevice(MeasuredDevice):
     """An emulated device whose link is timed."""
 
     def __init__(self, rate: LinkRate, clock: PartClock) -> None:
         """`rate`: of the link."""
         super().__init__(rate)
-        self.link = TimedLink(rate, clock)
-        self._access = LinkAccess.plain(self.link)
+        self._connect(TimedLink(rate, clock))

@@ -139,37 +139,12 @@ class _Pace:
             time.sleep(left_s)  # noqa: TID251 - the time that the emulated link takes
 
 
-class _Awaited(Running):
-    """A fetch that adds the time spent waiting for it to the link's `waited_s`."""
-
-    def __init__(self, future: "Future[None]", link: "PacedLink") -> None:
-        super().__init__(future)
-        self._link = link
-
-    def result(self) -> None:
-        """Wait for the thread. Raises the error of the copy."""
-        began_s = time.monotonic()
-        try:
-            super().result()
-        finally:
-            self._link.waited_s += time.monotonic() - began_s
-
-    join = result
-
-
 class PacedLink(ThreadLink):
     """A Link that really copies, and takes as long as a link of the given rate. Both directions work concurrently."""
 
     def __init__(self, rate: LinkRate, copy: CopyTensor = copy_bytes) -> None:
         super().__init__(copy)
         self._in, self._out = _Pace(rate), _Pace(rate)
-        self.fetch_s = 0.0
-        """Total duration of all fetches, in seconds."""
-        self.waited_s = 0.0
-        """Total time that threads waited for fetches, in seconds."""
-
-    def _begin_fetch(self, work: Callable[[], None], num_bytes: int) -> Transfer:
-        return _Awaited(self._submit("kv-fetch", partial(self._fetch, work, num_bytes)), self)
 
     def _begin_store(self, work: Callable[[], None], num_bytes: int) -> Transfer:
         return Running(self._submit("kv-store", partial(self._store, work, num_bytes)))
@@ -178,7 +153,6 @@ class PacedLink(ThreadLink):
         began_s = time.monotonic()
         super()._fetch(work, num_bytes)
         self._in.keep(began_s, num_bytes)
-        self.fetch_s += time.monotonic() - began_s
 
     def _store(self, work: Callable[[], None], num_bytes: int) -> None:
         began_s = time.monotonic()
