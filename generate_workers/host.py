@@ -13,7 +13,7 @@ from pathlib import Path
 from baton.errors import ConfigError
 from baton.modeling.checkpoints.weights import load_decoder
 from baton.modeling.forward.decoder import Decoder
-from baton.modeling.hosting import LoadedModel, prefix_options
+from baton.modeling.hosting import LoadedModel, prefix_place
 from baton.modeling.prefix_store.folder import sweep
 from baton.planning.step_times import load_kept
 from baton.planning.work_cost import WorkCost
@@ -47,7 +47,7 @@ async def start_engine(place: WorkerPlace, config: EngineConfig, model: LoadedMo
         cost=measured_cost(place),
         draft_model=await in_own_thread(partial(_load_draft_model, place, config, decoder, tokenizer)),
         crash_note=place.crash_note,
-        **prefix_options(place),
+        prefix_place=prefix_place(place),
     )
     if place.cores:  # no other process shares these cores, but pushes on them would delay tokens
         give_way_to(server.engine.thread_id)

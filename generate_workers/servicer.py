@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import aclosing
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 import grpc
@@ -18,8 +17,8 @@ from baton import __version__
 from baton.errors import BatonError, InvalidArgumentError, ResourceExhaustedError
 from baton.limits import MAX_MESSAGE_BYTES
 from baton.modeling.forward.decoder import Decoder
+from baton.modeling.hosting import PrefixPlace
 from baton.modeling.kernels.process_kernels import KERNELS
-from baton.modeling.prefix_store.node import DiskPlace, NodeStore
 from baton.modeling.prefix_store.store import Filled
 from baton.planning.work_cost import WorkCost
 from baton.prefix_blocks import BlockNaming
@@ -65,17 +64,14 @@ class GroupPrefixes:
 
     def __init__(
         self,
-        folder: Path,
+        place: PrefixPlace,
         slots: SlotTable,
         secret: ClusterSecret,
-        *,
-        limit_bytes: int,
         clock: Clock,
-        disk: DiskPlace | None = None,
     ) -> None:
         """`secret` is sent to workers of other nodes, and is the key of the store's folders. Raises ConfigError when a
         folder cannot be created."""
-        self._node = NodeStore(folder, slots.layout, limit_bytes=limit_bytes, clock=clock, disk=disk, key=secret.text)
+        self._node = place.open(slots.layout, clock, secret.text)
         self.store = self._node.blocks
         self.loader = PrefixLoader(slots, self.store)
         self.saver = AnswerSaver(slots, self.store)
@@ -210,9 +206,7 @@ class GenerationServer:
         secret: ClusterSecret,
         port: int = 0,
         num_engines: int = 1,
-        prefix_folder: Path | None = None,
-        prefix_bytes: int = 0,
-        prefix_disk: DiskPlace | None = None,
+        prefix_place: PrefixPlace | None = None,
         cost: WorkCost | None = None,
         draft_model: Decoder | None = None,
         crash_note: str = "",
@@ -220,12 +214,12 @@ class GenerationServer:
         """Start to serve callers that have the cluster's secret on host:port; port 0 selects a free port. Leases name
         `host`, so ranks that push must be able to reach it.
 
-        `prefix_folder`: folder of the prefix store, with whose blocks slots may begin, and where answers are stored. It
-        is created if needed, and removed by its last user. `prefix_bytes`: limit of the store in memory. `prefix_disk`:
-        place for more blocks on disk, if given. `num_engines`: number of engines, including this one, that share the
-        machine's memory. `cost`: measured costs of steps, if any. `draft_model`: the model that the configuration
-        names. `crash_note`: path of the process's crash note; empty without one. Raises ConfigError if it cannot listen
-        there or create that folder, if memory cannot be allocated, and for speculation that is not supported."""
+        `prefix_place`: folders of the prefix store, with whose blocks slots may begin, and where answers are stored.
+        They are created if needed, and removed by their last user. `num_engines`: number of engines, including this
+        one, that share the machine's memory. `cost`: measured costs of steps, if any. `draft_model`: the model that the
+        configuration names. `crash_note`: path of the process's crash note; empty without one. Raises ConfigError if it
+        cannot listen there or create that folder, if memory cannot be allocated, and for speculation that is not
+        supported."""
         memory = make_memory(decoder, config, num_engines, draft_model=draft_model)
         server = make_server(check=secret.check)
         bound = bind(server, host, port)
@@ -234,10 +228,8 @@ class GenerationServer:
         speculation = make_speculation(decoder, slots, config, clock, cost, draft_model=draft_model)
         decode_steps = await asyncio.to_thread(make_device_steps, decoder, memory.residency, config, clock)
         prefixes = None
-        if prefix_folder is not None:
-            prefixes = GroupPrefixes(
-                prefix_folder, slots, secret, limit_bytes=prefix_bytes, clock=clock, disk=prefix_disk
-            )
+        if prefix_place is not None:
+            prefixes = GroupPrefixes(prefix_place, slots, secret, clock)
         reclaim = prefixes.saver.give_up if prefixes is not None else None
         scheduling_policy = ChunkedPrefillPolicy.of(config, decoder.config)
         engine = GenerationEngine(

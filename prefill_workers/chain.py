@@ -31,12 +31,12 @@ from baton.errors import NotFiniteError
 from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.drawing import NO_TOKEN
 from baton.modeling.forward.sampling import SamplerState, sample
-from baton.modeling.kv.buffers import KvBuffer, KvRows
+from baton.modeling.kv.buffers import KvRows
 from baton.process.clock import Clock, SteadyTime
 from baton.results.prefill_trace import Interval
 from baton.types import SampledToken
 from prefill_workers.device_kv import kv_of
-from prefill_workers.job import Job, JobReport, KvSender
+from prefill_workers.job import JobReport, KvSender
 from prefill_workers.kv_pipeline import KvPipeline
 
 _MASKS = -1
@@ -49,19 +49,8 @@ class ChainJob:
     """One job on one rank. The engine calls `turn` while `runnable`; once `over`, it settles `future` and forgets the
     job. Owned by the engine's thread, except `pipeline` (thread-safe), `fail` and the properties (under its lock)."""
 
-    def __init__(
-        self,
-        job: Job,
-        kv_sender: KvSender,
-        pipeline: KvPipeline,
-        *,
-        own_kv: KvBuffer,
-        decoder: Decoder,
-        clock: Clock,
-        is_linked: bool = False,
-    ) -> None:
-        """`is_linked`: True if links carry the device's memory. `own_kv` and the pipeline's KV are then in it."""
-        self.job = job
+    def __init__(self, kv_sender: KvSender, pipeline: KvPipeline, *, decoder: Decoder, clock: Clock) -> None:
+        self.job = pipeline.kv.job
         self.kv_sender = kv_sender
         self.pipeline = pipeline
         self.future: Future[JobReport] = Future()
@@ -70,9 +59,9 @@ class ChainJob:
         self.slowest_turn_s = 0.0
         self.parked_s = clock.now_s()
         """Time at which the last turn ended, or the job was made, on the clock's now_s."""
-        self._own_kv, self._decoder, self._clock = own_kv, decoder, clock
-        self._kv = kv_of(job, pipeline, own_kv, decoder.device, is_linked=is_linked)
-        self._token_ids = job.token_ids[pipeline.own.start : pipeline.own.end]
+        self._own_kv, self._decoder, self._clock = pipeline.kv.own, decoder, clock
+        self._kv = kv_of(pipeline, decoder.device)
+        self._token_ids = self.job.token_ids[pipeline.own.start : pipeline.own.end]
         self._needs: int | None = None
         self._computed = False
         self._turns = self._run()

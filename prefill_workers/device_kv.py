@@ -22,11 +22,10 @@ from torch import Tensor
 
 from baton.modeling.device.port import Device
 from baton.modeling.forward.decoder import Span
-from baton.modeling.kv.buffers import BufferSpan, KvBuffer, KvRows, LayerBuffers
+from baton.modeling.kv.buffers import BufferSpan, KvRows, LayerBuffers
 from baton.modeling.kv.transfers import Transfer
-from baton.types import KvLayout, TokenRange
-from prefill_workers.job import Job
-from prefill_workers.kv_pipeline import KvPipeline
+from baton.types import TokenRange
+from prefill_workers.kv_pipeline import KvPipeline, RankKv
 
 
 class JobKv(Protocol):
@@ -52,17 +51,17 @@ class JobKv(Protocol):
 class HomeKv:
     """A JobKv that is read where it arrives."""
 
-    def __init__(self, job: Job, pipeline: KvPipeline, own_kv: KvBuffer) -> None:
-        self.span: Span = BufferSpan(own_kv, pipeline.own)
-        self._job, self._pipeline, self._own_kv = job, pipeline, own_kv
+    def __init__(self, pipeline: KvPipeline) -> None:
+        self.span: Span = BufferSpan(pipeline.kv.own, pipeline.own)
+        self._pipeline = pipeline
 
     def own_rows(self, layer: int) -> KvRows:
         """Return the rows in the buffer that is pushed."""
-        return self._own_kv.rows(layer, self._pipeline.own)
+        return self._pipeline.kv.own.rows(layer, self._pipeline.own)
 
     def other_rows(self, layer: int) -> list[KvRows]:
         """Return the rows in the prefix store and in the pipeline's memory."""
-        rows = [piece.rows(layer, tokens) for piece, tokens in self._job.cached_pieces]
+        rows = [piece.rows(layer, tokens) for piece, tokens in self._pipeline.kv.job.cached_pieces]
         return [*rows, self._pipeline.earlier_rows(layer)] if len(self._pipeline.earlier) else rows
 
     def leave(self, layer: int) -> None:
@@ -77,10 +76,11 @@ class HomeKv:
 class FetchedPrefix:
     """A job's cached prefix on a device, one layer at a time."""
 
-    def __init__(self, job: Job, layout: KvLayout, device: Device) -> None:
+    def __init__(self, kv: RankKv, device: Device) -> None:
         self._link = device.link
         self._pieces = [
-            (piece, tokens, LayerBuffers(layout, tokens, device.buffer)) for piece, tokens in job.cached_pieces
+            (piece, tokens, LayerBuffers(kv.own.layout, tokens, device.buffer))
+            for piece, tokens in kv.job.cached_pieces
         ]
         self._fetching: Transfer | None = None
         """The fetch of the layer that was requested last."""
@@ -119,12 +119,12 @@ class StagedKv:
     """A JobKv in a device's memory, received and sent through host memory. Implements Span for the layer that is
     projected."""
 
-    def __init__(self, job: Job, pipeline: KvPipeline, own_kv: KvBuffer, device: Device) -> None:
-        layout = own_kv.layout
-        self._pipeline, self._own_kv, self._link = pipeline, own_kv, device.link
+    def __init__(self, pipeline: KvPipeline, device: Device) -> None:
+        layout = pipeline.kv.own.layout
+        self._pipeline, self._own_kv, self._link = pipeline, pipeline.kv.own, device.link
         self._own = LayerBuffers(layout, pipeline.own, device.buffer)
         self._earlier = LayerBuffers(layout, pipeline.earlier, device.buffer)
-        self._prefix = FetchedPrefix(job, layout, device)
+        self._prefix = FetchedPrefix(pipeline.kv, device)
         self._has_earlier = False
         """True if the present layer's rows of earlier ranks are on the device."""
 
@@ -180,10 +180,10 @@ class StagedKv:
 class LinkedKv:
     """A JobKv in a device's memory, which links receive into and send from."""
 
-    def __init__(self, job: Job, pipeline: KvPipeline, own_kv: KvBuffer, device: Device) -> None:
-        self.span: Span = BufferSpan(own_kv, pipeline.own)
-        self._pipeline, self._own_kv, self._link = pipeline, own_kv, device.link
-        self._prefix = FetchedPrefix(job, own_kv.layout, device)
+    def __init__(self, pipeline: KvPipeline, device: Device) -> None:
+        self.span: Span = BufferSpan(pipeline.kv.own, pipeline.own)
+        self._pipeline, self._own_kv, self._link = pipeline, pipeline.kv.own, device.link
+        self._prefix = FetchedPrefix(pipeline.kv, device)
         self._left: int | None = None
         """The layer that this thread has left, and whose earlier rows the device may still read."""
 
@@ -222,9 +222,8 @@ class LinkedKv:
         self._left = None
 
 
-def kv_of(job: Job, pipeline: KvPipeline, own_kv: KvBuffer, device: Device, *, is_linked: bool = False) -> JobKv:
-    """Return the job's KV for that device. `is_linked`: links carry the device's memory, which holds `own_kv` and the
-    pipeline's KV."""
+def kv_of(pipeline: KvPipeline, device: Device) -> JobKv:
+    """Return the pipeline's job's KV for that device."""
     if device.is_home:
-        return HomeKv(job, pipeline, own_kv)
-    return (LinkedKv if is_linked else StagedKv)(job, pipeline, own_kv, device)
+        return HomeKv(pipeline)
+    return (LinkedKv if pipeline.kv.on_device else StagedKv)(pipeline, device)

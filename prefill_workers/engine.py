@@ -30,20 +30,25 @@ from baton.errors import (
     UnavailableError,
 )
 from baton.modeling.forward.decoder import Decoder
-from baton.modeling.kv.buffers import OUT_OF_MEMORY, LayerBuffers, MakeBuffer, byte_view
+from baton.modeling.kv.buffers import OUT_OF_MEMORY, LayerBuffers, MakeBuffer
 from baton.process.clock import Clock
 from baton.process.crash_notes import ComputedNow
 from baton.process.thread_names import show_thread_name
 from baton.process.turn_watch import TurnWatch
 from baton.types import Epoch, JobId, Rank, TokenRange
 from prefill_workers.chain import ChainJob
+from prefill_workers.config import PrefillConfig
 from prefill_workers.device_room import DeviceRoom
-from prefill_workers.epoch import EpochSession, Tally
+from prefill_workers.epoch import EpochSession
 from prefill_workers.job import Job, JobReport, KvSender
-from prefill_workers.kv_pipeline import KvPipeline, device_bytes
+from prefill_workers.kv_pipeline import KvPipeline, RankKv
 from prefill_workers.links import ConnectLinks
+from prefill_workers.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
+
+MAX_JOBS = 1024
+"""Most jobs in flight on a rank. Each job has a slot's lease, so slots bound them first."""
 
 
 @dataclass(frozen=True)
@@ -67,40 +72,39 @@ class PrefillEngine:
     """One rank of a prefill group. All public methods may be called from any thread; only `start_epoch` and `close`
     block.
 
-    `watchdog_floor_s`: least seconds without a sign of life from a peer that owes one, after which the epoch is ended;
-    also least seconds without work in a turn, after which this engine is considered hung. More than `max_jobs` jobs in
-    flight are refused; each job has a slot's lease, so slots bound them first. `make_buffer` allocates the host memory
-    for the jobs' KV; None: the device's own function. Where links are between devices, KV is in device memory. `room`
-    bounds the jobs' KV on the device; None: no bound. `crash_note`: file of the process's crash note, if it has one;
-    the job of each turn is named there.
+    `config.watchdog_floor_s` is the least time without a sign of life from a peer that owes one, after which the epoch
+    is ended, and the least time without work in a turn, after which this engine is considered hung. `make_buffer`
+    allocates the host memory for the jobs' KV; None: the device's own function. Where links are between devices, KV is
+    in device memory. `crash_note`: file of the process's crash note, if it has one; the job of each turn is named
+    there. Raises ConfigError when weights exceed `config.device_memory_bytes`.
     """
 
     def __init__(
         self,
         decoder: Decoder,
         clock: Clock,
+        config: PrefillConfig,
         *,
-        watchdog_floor_s: float = 2.0,
-        max_jobs: int = 1024,
         make_buffer: MakeBuffer | None = None,
-        room: DeviceRoom | None = None,
         crash_note: str = "",
     ) -> None:
         self.decoder = decoder
-        self._clock = clock
-        self._floor_s = watchdog_floor_s
-        self._max_jobs = max_jobs
+        self.clock = clock
+        self._floor_s = config.watchdog_floor_s
         self._make_buffer = make_buffer or decoder.device.home_buffer
-        self._room = room or DeviceRoom(decoder.layout)
+        self._room = DeviceRoom.of(decoder, config.device_memory_bytes)
+        decoder.device.bound(self._room.limit_bytes)  # a generation engine in this process may have set another
         self._computed = ComputedNow(crash_note)
         self._changed = threading.Condition()
         self._starting = threading.Lock()
-        self._tally = Tally()
+        self._num_jobs_done = 0
+        self._progress = 0
+        """Number of turns taken, and of messages of epochs before the present."""
         self._session: EpochSession | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="prefill-engine")
         self._thread.start()  # uses only the lock until a job comes, so the rest may be set up after it
-        self._turns = TurnWatch.over(self._thread, clock, watchdog_floor_s)
+        self._turns = TurnWatch.over(self._thread, clock, self._floor_s)
         self._has_left = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="prefill-watch")
         self._watcher.start()
@@ -149,8 +153,8 @@ class PrefillEngine:
             if session is None:
                 raise EpochEndedError(f"job {job.number}: no epoch has begun on this rank: start one")
             session.admit(job)
-            if len(session.job_scheduler) >= self._max_jobs:
-                raise ResourceExhaustedError(f"{self._max_jobs} jobs are in flight on rank {session.rank}: retry later")
+            if len(session.job_scheduler) >= MAX_JOBS:
+                raise ResourceExhaustedError(f"{MAX_JOBS} jobs are in flight on rank {session.rank}: retry later")
             chain_job = self._make(job, kv_sender, session)
             session.job_scheduler.add(chain_job)
             self._changed.notify_all()
@@ -174,9 +178,8 @@ class PrefillEngine:
             if session is None:
                 return PrefillEngineStatus(Epoch(0), "no epoch has begun", 0, 0, 0)
             error = str(session.error or "") if session.links or session.error else "the ranks are meeting"
-            tally = self._tally
-            num_jobs = len(session.job_scheduler)
-            return PrefillEngineStatus(session.epoch, error, num_jobs, tally.progress, tally.num_jobs_done, self._stall)
+            progress, num_jobs = self._progress + session.num_messages, len(session.job_scheduler)
+            return PrefillEngineStatus(session.epoch, error, num_jobs, progress, self._num_jobs_done, self._stall)
 
     def close(self, timeout_s: float = 1.0) -> None:
         """End the epoch and both threads; wait at most `timeout_s` for peers to close links. Blocks. Idempotent."""
@@ -220,10 +223,10 @@ class PrefillEngine:
                 raise UnavailableError(f"this prefill rank hangs ({self._stall}): replace it")
             if self._closing:
                 raise UnavailableError("this prefill rank is leaving: use another")
-            session = EpochSession(
-                epoch, rank, num_ranks, lock=self._changed, clock=self._clock, floor_s=self._floor_s, tally=self._tally
-            )
-            self._session = session
+            if last is not None:
+                self._progress += last.num_messages
+            watchdog = Watchdog(self.clock, self._floor_s)
+            session = self._session = EpochSession(epoch, rank, num_ranks, watchdog, self._changed)
             return session
 
     def _check_tokens(self, job: Job) -> None:
@@ -246,14 +249,9 @@ class PrefillEngine:
             self._room.give_back(job.number)
             raise ResourceExhaustedError(f"job {job.number}: no memory for {len(own)} tokens: retry later") from error
         earlier_kv = LayerBuffers(layout, TokenRange(job.cached.end, own.start), make_buffer)
-        payload_of = device_bytes if is_linked else byte_view
-        clock, lock = self._clock, self._changed
-        pipeline = KvPipeline(
-            job, session.rank, own_kv, earlier_kv, clock=clock, lock=lock, send=session.send, payload_of=payload_of
-        )
-        chain_job = ChainJob(
-            job, kv_sender, pipeline, own_kv=own_kv, decoder=self.decoder, clock=clock, is_linked=is_linked
-        )
+        kv = RankKv(job, session.rank, own_kv, earlier_kv, is_linked)
+        pipeline = KvPipeline(kv, clock=self.clock, lock=self._changed, send=session.send)
+        chain_job = ChainJob(kv_sender, pipeline, decoder=self.decoder, clock=self.clock)
         chain_job.future.set_running_or_notify_cancel()
         return chain_job
 
@@ -312,7 +310,7 @@ class PrefillEngine:
             self._computed.set(())
         with self._changed:
             self._turns.end()
-            self._tally.progress += 1
+            self._progress += 1
             if error is not None:
                 job.fail(error)
 
@@ -321,7 +319,7 @@ class PrefillEngine:
         job.close()
         with self._changed:
             self._room.give_back(job.job.number)
-            self._tally.num_jobs_done += 1
+            self._num_jobs_done += 1
             self._changed.notify_all()  # `_begin_life` waits for the last of an epoch's jobs
         if job.error is None:
             job.future.set_result(job.report())

@@ -17,7 +17,6 @@ all other methods take it, on any thread. No method waits, except `place_for`.
 
 import threading
 from collections import Counter
-from dataclasses import dataclass
 
 from baton.errors import (
     BatonError,
@@ -27,7 +26,6 @@ from baton.errors import (
     JobAbortedError,
     LinkStalledError,
 )
-from baton.process.clock import Clock
 from baton.types import Epoch, JobId, Rank
 from prefill_workers.chain import ChainJob
 from prefill_workers.job import Job
@@ -40,29 +38,10 @@ _DOUBT_S = 0.25
 finds all of its peers overdue at first, while their messages are unread. In this time its link threads read them."""
 
 
-@dataclass
-class Tally:
-    """Counts of an engine's work over all its epochs. Guarded by the engine's lock."""
-
-    progress: int = 0
-    """Number of turns taken and messages passed."""
-    num_jobs_done: int = 0
-
-
 class EpochSession:
     """One epoch's jobs and links on one rank. Implements `prefill_workers.links.LinkHandler` for the epoch's links."""
 
-    def __init__(
-        self,
-        epoch: Epoch,
-        rank: Rank,
-        num_ranks: int,
-        *,
-        lock: threading.Condition,
-        clock: Clock,
-        floor_s: float,
-        tally: Tally,
-    ) -> None:
+    def __init__(self, epoch: Epoch, rank: Rank, num_ranks: int, watchdog: Watchdog, lock: threading.Condition) -> None:
         self.epoch = epoch
         self.rank = rank
         self.num_ranks = num_ranks
@@ -70,12 +49,11 @@ class EpochSession:
         """The epoch's links; None until all ranks have met."""
         self.error: BatonError | None = None
         """The error that ended the epoch; None while it is running."""
+        self.num_messages = 0
+        """Number of messages sent and received."""
         self.job_scheduler = JobScheduler()
         self._changed = lock
-        self._clock = clock
-        self._floor_s = floor_s
-        self._tally = tally
-        self._watchdog = Watchdog(clock, floor_s)
+        self._watchdog = watchdog
         self._announced: Counter[JobId] = Counter()
         """Number of running calls that will submit a job, by the job's number."""
         self._doubted_s: float | None = None
@@ -151,7 +129,7 @@ class EpochSession:
         if due is None:
             self._doubted_s = None
             return None
-        now_s = self._clock.now_s()
+        now_s = self._watchdog.clock.now_s()
         if now_s < due.deadline_s:
             self._doubted_s = None
             return due.deadline_s - now_s
@@ -214,7 +192,7 @@ class EpochSession:
         """Note that a message has left, with the watchdog and with its job's pipeline."""
         with self._changed:
             self._watchdog.sent(target)
-            self._tally.progress += 1
+            self.num_messages += 1
             job = self.job_scheduler.get(header.job)
             if job is not None:
                 job.pipeline.sent(header)
@@ -226,7 +204,7 @@ class EpochSession:
 
     def _heard(self, source: Rank) -> None:
         self._watchdog.heard(source)
-        self._tally.progress += 1
+        self.num_messages += 1
         self._changed.notify_all()
 
     def _await_job(self, number: JobId) -> None:
@@ -237,7 +215,9 @@ class EpochSession:
         No rank counts this as silence: this rank sends ALIVE, and receiving that is the source's sign of life
         (`tell_waiting`).
         """
-        while not self._changed.wait_for(lambda: self._is_known(number) or self.error is not None, self._floor_s / 2):
+        while not self._changed.wait_for(
+            lambda: self._is_known(number) or self.error is not None, self._watchdog.floor_s / 2
+        ):
             if number not in self._announced:
                 self.job_scheduler.bury(number)
                 return

@@ -7,33 +7,28 @@
 import asyncio
 from functools import partial
 
-from baton.modeling.hosting import LoadedModel, prefix_options
+from baton.modeling.hosting import LoadedModel, prefix_place
 from baton.modeling.prefix_store.folder import sweep
 from baton.process.clock import SystemClock
 from baton.process.own_thread import in_own_thread
 from baton.settings.place import WorkerPlace
 from baton.text.grammars import Grammars
-from baton.transport.identity import ClusterSecret
 from prefill_workers.config import PrefillConfig
+from prefill_workers.engine import PrefillEngine
 from prefill_workers.servicer import PrefillServer
 
 
 async def start_rank(place: WorkerPlace, config: PrefillConfig, model: LoadedModel | None = None) -> PrefillServer:
     """Load the model unless `model` has it, start the rank's server and return it, serving. Raises ModelError or
     ConfigError, one line."""
-    secret = ClusterSecret(place.secret)
     decoder = await in_own_thread(partial((model or LoadedModel()).load, place))
+    prefixes = prefix_place(place)
     server = await PrefillServer.start(
-        decoder,
-        clock=SystemClock(),
-        host=place.host,
-        secret=secret,
-        watchdog_floor_s=config.watchdog_floor_s,
+        PrefillEngine(decoder, SystemClock(), config, crash_note=place.crash_note),
+        place,
+        prefixes=prefixes,
         may_share=config.transfer == "auto",
-        device_memory_bytes=config.device_memory_bytes,
         grammars=Grammars.of_folder(place.model_folder, decoder.config.eos_token_ids),
-        crash_note=place.crash_note,
-        **prefix_options(place),
     )
     await asyncio.to_thread(sweep)  # now that its own folder is in use
     return server

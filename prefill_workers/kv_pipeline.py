@@ -24,6 +24,7 @@ import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -44,24 +45,31 @@ SendMessage = Callable[[Rank, LinkHeader, Payload | None], None]
 """A function that enqueues a message as `Links.send` does, and never blocks."""
 
 
-class KvPipeline:
-    """Relay of one job's KV on one rank of a chain. Owns the counters and `earlier_kv`; `own_kv` is shared with
-    ChainJob. Both are in the memory that the links' payloads use, and `payload_of` returns the payload for some rows.
-    Thread-safe: `lock` is the engine's, re-entrant, and `send` may take it."""
+@dataclass(frozen=True)
+class RankKv:
+    """KV that one rank of a job has, in the memory from and to which links carry it."""
 
-    def __init__(
-        self,
-        job: Job,
-        rank: Rank,
-        own_kv: KvBuffer,
-        earlier_kv: LayerBuffers,
-        *,
-        clock: Clock,
-        lock: threading.Condition,
-        send: SendMessage,
-        payload_of: Callable[[Tensor], Payload] = byte_view,
-    ) -> None:
-        place = job.ranks.index(rank)
+    job: Job
+    rank: Rank
+    own: KvBuffer
+    """KV of the rank's own tokens, in all layers."""
+    earlier: LayerBuffers
+    """KV of the tokens that earlier ranks compute."""
+    on_device: bool = False
+    """True if links carry the device's memory, which then holds this KV."""
+
+    def payload(self, rows: Tensor) -> Payload:
+        """Return contiguous rows as a payload: a view of their bytes, between devices of type uint8."""
+        return rows.view(torch.uint8).view(-1) if self.on_device else byte_view(rows)
+
+
+class KvPipeline:
+    """Relay of one job's KV on one rank of a chain. Owns the counters and `kv.earlier`; `kv.own` is shared with
+    ChainJob. Thread-safe: `lock` is the engine's, re-entrant, and `send` may take it."""
+
+    def __init__(self, kv: RankKv, *, clock: Clock, lock: threading.Condition, send: SendMessage) -> None:
+        self.kv = kv
+        job, place = kv.job, kv.job.ranks.index(kv.rank)
         self.source = job.ranks[place - 1] if place else None
         """The rank that sends to this one; None on the chain's first rank."""
         self.target = job.ranks[place + 1] if place + 1 < len(job.ranks) else None
@@ -74,9 +82,7 @@ class KvPipeline:
         self.send_s = 0.0
         """Seconds of transfer of these messages, each from the time when the link was free to its arrival."""
         self._job, self._clock, self._lock, self._send = job, clock, lock, send
-        self._own_kv, self._earlier_kv = own_kv, earlier_kv
-        self._payload_of = payload_of
-        self._num_layers = own_kv.layout.num_layers
+        self._num_layers = kv.own.layout.num_layers
         self._earlier_pieces = [piece for before in range(place) for piece in _pieces(job, before)]
         self._own_pieces = _pieces(job, place)
         self._missing = list(self._earlier_pieces)
@@ -119,7 +125,7 @@ class KvPipeline:
                 f"{self._missing} from rank {self.source}: give all ranks the same job"
             )
         try:
-            return self._payload_of(self._earlier_kv.span(header.layer, header.tokens))
+            return self.kv.payload(self.kv.earlier.span(header.layer, header.tokens))
         except OUT_OF_MEMORY as error:
             raise ChainError(f"job {self._job.number}: no memory for layer {header.layer}: retry later") from error
 
@@ -142,12 +148,12 @@ class KvPipeline:
     def earlier_rows(self, layer: int) -> KvRows:
         """Return the earlier tokens' rows of a layer that was received. Read them before `attended`."""
         with self._lock:
-            return self._earlier_kv.rows(layer, self.earlier)
+            return self.kv.earlier.rows(layer, self.earlier)
 
     def earlier_span(self, layer: int) -> Tensor:
         """Return the earlier tokens' rows of a layer that was received, `[T, 2, G, H]`. Read them before `attended`."""
         with self._lock:
-            return self._earlier_kv.span(layer, self.earlier)
+            return self.kv.earlier.span(layer, self.earlier)
 
     def attended(self, layer: int) -> None:
         """Note that this rank has read the earlier tokens' rows of `layer` for the last time: the memory may be written
@@ -201,8 +207,8 @@ class KvPipeline:
 
     def _payload(self, tokens: TokenRange) -> Payload:
         """Return the payload of a piece's rows in the layer that is being sent."""
-        kv = self._own_kv if tokens.start >= self.own.start else self._earlier_kv
-        return self._payload_of(kv.span(self._passing_layer, tokens))
+        kv = self.kv.own if tokens.start >= self.own.start else self.kv.earlier
+        return self.kv.payload(kv.span(self._passing_layer, tokens))
 
     def _used(self, layer: int) -> None:
         """Count a use of a layer's earlier rows, and give their memory to a later layer after the last use."""
@@ -210,16 +216,11 @@ class KvPipeline:
         num_sends = len(self._earlier_pieces) if self.target is not None else 0
         if self._uses[layer] == 1 + num_sends:
             del self._uses[layer]
-            self._earlier_kv.release(layer)
+            self.kv.earlier.release(layer)
 
     def _header(self, layer: int, tokens: TokenRange) -> LinkHeader:
-        num_bytes = len(tokens) * self._own_kv.layout.row_bytes
+        num_bytes = len(tokens) * self.kv.own.layout.row_bytes
         return LinkHeader(self._job.epoch, self._job.number, layer, tokens, LinkStatus.DATA, num_bytes)
-
-
-def device_bytes(rows: Tensor) -> Tensor:
-    """Return contiguous rows as a payload between devices: a view of their bytes, uint8."""
-    return rows.view(torch.uint8).view(-1)
 
 
 def _pieces(job: Job, place: int) -> list[TokenRange]:

@@ -10,22 +10,21 @@ import asyncio
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 import grpc
 
 from baton import __version__
 from baton.errors import BatonError, InvalidArgumentError, StalePrefixError, TransferError
-from baton.modeling.forward.decoder import Decoder
+from baton.modeling.hosting import PrefixPlace
 from baton.modeling.kernels.process_kernels import KERNELS
 from baton.modeling.kv.buffers import KvBuffer
-from baton.modeling.prefix_store.node import DiskPlace, NodeStore
-from baton.modeling.prefix_store.store import Filled, PrefixStore
-from baton.process.clock import Clock
+from baton.modeling.prefix_store.node import NodeStore
+from baton.modeling.prefix_store.store import Filled
 from baton.process.own_thread import in_own_thread
 from baton.proto_types import range_from_proto, range_to_proto, read, scalars
 from baton.sampling_params import StructuredOutput
+from baton.settings.place import WorkerPlace
 from baton.text.grammars import Grammars
 from baton.text.token_masks import ChoiceMasks
 from baton.transport.block_exchange import BlockExchange
@@ -40,7 +39,6 @@ from baton.types import MAX_EPOCH, Epoch, JobId, Rank, SampledToken, TokenRange
 from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from prefill_workers.block_threads import BlockThreads
 from prefill_workers.communicators import Rendezvous, backend_of
-from prefill_workers.device_room import DeviceRoom
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport
 from prefill_workers.prefix_filling import PrefixFilling
@@ -82,32 +80,40 @@ class PushSender:
 
 
 class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
-    """Serves baton.v1.PrefillRank over an engine.
+    """Serves baton.v1.PrefillRank over an engine, which it owns from now on, as it does `store` and `grammars`.
 
-    `host`: address of the interface that the links use. `secret`: the cluster's secret, sent to generation groups.
-    `prefixes`: the node's prefix store, if it keeps one. `exchange`: exchange of blocks with other nodes. `may_share`:
-    True if KV may go through shared memory to groups of the same node. `grammars`: the model's grammars, owned by the
-    servicer from now on; without them constrained outputs are refused.
+    `place`: address of the interface that the links use, and the cluster's secret, sent to generation groups. `store`:
+    the node's prefix store, if it keeps one. `may_share`: True if KV may go through shared memory to groups of the same
+    node. `grammars`: the model's grammars; without them constrained outputs are refused.
     """
 
     def __init__(
         self,
         engine: PrefillEngine,
-        host: str,
-        secret: ClusterSecret,
-        prefixes: PrefixStore | None = None,
-        exchange: BlockExchange | None = None,
+        place: WorkerPlace,
+        store: NodeStore | None = None,
         *,
         may_share: bool = True,
         grammars: Grammars | None = None,
     ) -> None:
-        self.engine, self.prefixes, self.exchange = engine, prefixes, exchange
-        self._grammars = grammars
-        self._host = host
+        self.engine, self.prefixes = engine, store.blocks if store is not None else None
+        self._store, self._grammars = store, grammars
+        self._host = place.host
         self._backend = backend_of(engine.decoder.device)
         self._pool = make_pool(engine.decoder.layout) if may_share else None
-        self._channels = ChannelCache(partial(make_channel, secret=secret))
+        connect = partial(make_channel, secret=ClusterSecret(place.secret))
+        self._channels = ChannelCache(connect)
+        self._exchange = None
+        """Exchange of blocks with other nodes."""
+        if store is not None:
+            self._exchange = BlockExchange(store.blocks, clock=engine.clock, connect=connect)
         self._blocks = BlockThreads()
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve PrefillRank on the server and, with a prefix store, the exchange of blocks."""
+        prefill_pb2_grpc.add_PrefillRankServicer_to_server(self, server)
+        if self._exchange is not None:
+            self._exchange.add_to(server)
 
     async def StartEpoch(self, request: prefill_pb2.StartEpochRequest, context: Context) -> prefill_pb2.StartEpochReply:
         """Join the next epoch. Answers once all ranks have met; other calls are served meanwhile."""
@@ -158,7 +164,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         store = None
         if self.prefixes is not None:
             held = scalars(common_pb2.PrefixStoreStatus, await asyncio.to_thread(self.prefixes.holdings))
-            moved = scalars(common_pb2.PrefixStoreStatus, self.exchange)
+            moved = scalars(common_pb2.PrefixStoreStatus, self._exchange)
             store = common_pb2.PrefixStoreStatus(identity=self.prefixes.identity, **held, **moved)
         return prefill_pb2.PrefillStatus(
             **scalars(prefill_pb2.PrefillStatus, self.engine.status()),
@@ -176,15 +182,20 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         return common_pb2.ListPrefixBlocksReply(blocks=blocks)
 
     async def close(self) -> None:
-        """End the work on blocks, and close the channels to all generation groups. Call once no call runs."""
+        """End the engine and the work on blocks, and close all that the servicer owns. Call once no call runs.
+        Idempotent."""
+        await in_own_thread(self.engine.close)
         await in_own_thread(self._blocks.close)
         if self._grammars is not None:
             await in_own_thread(self._grammars.close)
-        if self.exchange is not None:
-            await self.exchange.close()
+        if self._exchange is not None:
+            await self._exchange.close()
         await self._channels.close()
         if self._pool is not None:
             self._pool.close()
+        store, self._store = self._store, None
+        if store is not None:
+            await in_own_thread(store.close)
 
     async def _compute(self, job: Job, kv_sender: PushSender, session: PushSession) -> JobReport:
         """Run the job on the engine and return its report; give the job up when its push fails or the call ends."""
@@ -235,70 +246,47 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
 class PrefillServer:
     """A prefill engine and the gRPC server of its service. Make one with `start`, on the loop."""
 
-    def __init__(
-        self, server: grpc.aio.Server, servicer: PrefillRankServicer, port: int, store: NodeStore | None = None
-    ) -> None:
+    def __init__(self, server: grpc.aio.Server, servicer: PrefillRankServicer, port: int) -> None:
         self.engine, self.port = servicer.engine, port
         self.prefixes = servicer.prefixes
         """The node's prefix store; None if this rank keeps no prefixes."""
-        self._server, self._servicer, self._store = server, servicer, store
+        self._server, self._servicer = server, servicer
 
     @classmethod
     async def start(
         cls,
-        decoder: Decoder,
+        engine: PrefillEngine,
+        place: WorkerPlace,
         *,
-        clock: Clock,
-        host: str,
-        secret: ClusterSecret,
-        port: int = 0,
-        watchdog_floor_s: float = 2.0,
+        prefixes: PrefixPlace | None = None,
         may_share: bool = True,
-        device_memory_bytes: int = 0,
-        prefix_folder: Path | None = None,
-        prefix_bytes: int = 0,
-        prefix_disk: DiskPlace | None = None,
         grammars: Grammars | None = None,
-        crash_note: str = "",
     ) -> Self:
-        """Serve callers that have the cluster's secret on host:port, with links over `host`. Port 0: any free port.
+        """Serve callers that have the cluster's secret on a free port of `place.host`, with links over that address.
 
-        `may_share`: True if KV may go through shared memory to generation groups of the same node. `prefix_folder`:
-        folder of cached prefixes, created if missing and removed by its last user; it holds at most `prefix_bytes`, and
-        `prefix_disk` holds more. `device_memory_bytes`: limit of weights and KV on a device with memory of its own; 0:
-        all of it. `grammars`: the model's grammars, for constrained outputs. `crash_note`: file of the process's crash
-        note, if it has one. Raises ConfigError when weights exceed the device's limit, the server cannot listen, or the
-        folder cannot be made.
+        Takes ownership of `engine` and `grammars`, which are closed if this raises. `prefixes`: folders of the node's
+        prefix store, created if missing and removed by their last user. `may_share` and `grammars`: see
+        PrefillRankServicer. Raises ConfigError when the server cannot listen, or the folder cannot be made.
         """
-        room = DeviceRoom.of(decoder, device_memory_bytes)
-        decoder.device.bound(room.limit_bytes)  # a generation engine in this process may have set another
-        server = make_server(check=secret.check)
-        bound = bind(server, host, port)
-        store = None
-        if prefix_folder is not None:
-            layout = decoder.layout
-            store = NodeStore(
-                prefix_folder, layout, limit_bytes=prefix_bytes, clock=clock, disk=prefix_disk, key=secret.text
-            )
-        engine = PrefillEngine(decoder, clock, watchdog_floor_s=watchdog_floor_s, room=room, crash_note=crash_note)
-        exchange = None
-        if store is not None:
-            exchange = BlockExchange(store.blocks, clock=clock, connect=partial(make_channel, secret=secret))
-            exchange.add_to(server)
-        blocks = store.blocks if store is not None else None
-        servicer = PrefillRankServicer(engine, host, secret, blocks, exchange, may_share=may_share, grammars=grammars)
-        prefill_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
+        try:
+            secret = ClusterSecret(place.secret)
+            server = make_server(check=secret.check)
+            port = bind(server, place.host)
+            store = None if prefixes is None else prefixes.open(engine.decoder.layout, engine.clock, secret.text)
+        except BaseException:
+            await in_own_thread(engine.close)
+            if grammars is not None:
+                await in_own_thread(grammars.close)
+            raise
+        servicer = PrefillRankServicer(engine, place, store, may_share=may_share, grammars=grammars)
+        servicer.add_to(server)
         await server.start()
-        return cls(server, servicer, bound, store)
+        return cls(server, servicer, port)
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuse new calls, give running ones `grace_s` seconds, then end them and the engine. Idempotent."""
         await self._server.stop(grace_s)
-        await in_own_thread(self.engine.close)
         await self._servicer.close()
-        store, self._store = self._store, None
-        if store is not None:
-            await in_own_thread(store.close)
 
 
 def rendezvous_from_proto(message: prefill_pb2.StartEpochRequest, host: str) -> Rendezvous:

@@ -32,14 +32,13 @@ class Watchdog:
     """Signs of life from all peers of one epoch. `floor_s` is the shortest limit, in seconds."""
 
     def __init__(self, clock: Clock, floor_s: float) -> None:
-        self._clock = clock
-        self._floor_s = floor_s
+        self.clock, self.floor_s = clock, floor_s
         self._sign_s: dict[Rank, float] = {}
         self._unsent: Counter[Rank] = Counter()
 
     def heard(self, peer: Rank) -> None:
         """Note a sign of life from `peer`."""
-        self._sign_s[peer] = self._clock.now_s()
+        self._sign_s[peer] = self.clock.now_s()
 
     def sending(self, peer: Rank) -> None:
         """Note that a message to `peer` waits to be sent."""
@@ -60,7 +59,7 @@ class Watchdog:
         """Return the first deadline of the peers that owe a sign of life: those with unsent messages, and those in
         `waits`, each with the time, on the clock's now_s, at which a job began to wait for it. The limit is a few times
         `turn_s`, the longest expected turn, and at least the floor."""
-        most_s = limit_s(self._floor_s, turn_s)
+        most_s = limit_s(self.floor_s, turn_s)
         owing = [(peer, 0.0) for peer, count in self._unsent.items() if count]
         dues = (
             Due(max(since_s, self._sign_s.get(peer, since_s)) + most_s, peer, most_s)

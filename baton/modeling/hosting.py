@@ -8,8 +8,8 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
 
 import torch
 
@@ -21,19 +21,27 @@ from baton.modeling.kernels import native
 from baton.modeling.kernels.process_kernels import KERNELS
 from baton.modeling.kernels.triton.prefill import compile_prefills
 from baton.modeling.prefix_store.folder import allow_files, node_folder, share_bytes
-from baton.modeling.prefix_store.node import DiskPlace
+from baton.modeling.prefix_store.node import DiskPlace, NodeStore
+from baton.process.clock import Clock
 from baton.process.cores import pin
 from baton.settings.base import values_of
 from baton.settings.place import EmulatedLink, WorkerPlace
+from baton.types import KvLayout
 
 
-class PrefixOptions(TypedDict):
-    """Places where a worker's server keeps prefixes, as arguments of its start."""
+@dataclass(frozen=True)
+class PrefixPlace:
+    """Place where a node's workers keep prefixes."""
 
-    prefix_folder: Path | None
-    """Folder in memory. None: no prefixes are kept."""
-    prefix_bytes: int
-    prefix_disk: DiskPlace | None
+    folder: Path
+    """Folder in the memory of the node."""
+    limit_bytes: int
+    disk: DiskPlace | None = None
+
+    def open(self, layout: KvLayout, clock: Clock, key: str) -> NodeStore:
+        """Open the node's store there. `key`: see NodeStore. Blocks. Raises ConfigError when the folder in memory
+        cannot be made."""
+        return NodeStore(self.folder, layout, limit_bytes=self.limit_bytes, clock=clock, disk=self.disk, key=key)
 
 
 def use_cores(cores: Sequence[int], num_threads: int) -> None:
@@ -96,15 +104,12 @@ def _prepare_kernels(decoder: Decoder) -> None:
         compile_prefills(heads, decoder.dtype, decoder.weights.device, with_masks=has_windows)
 
 
-def prefix_options(place: WorkerPlace) -> PrefixOptions:
-    """Return where a cluster's workers keep prefixes on this node. Raises ConfigError if the file system is missing."""
+def prefix_place(place: WorkerPlace) -> PrefixPlace | None:
+    """Return where a cluster's workers keep prefixes on this node; None if they keep none. Raises ConfigError if the
+    file system is missing."""
     if not place.prefix_share:
-        return {"prefix_folder": None, "prefix_bytes": 0, "prefix_disk": None}
-    return {
-        "prefix_folder": node_folder(place.cluster),
-        "prefix_bytes": share_bytes(place.prefix_share),
-        "prefix_disk": _disk(place),
-    }
+        return None
+    return PrefixPlace(node_folder(place.cluster), share_bytes(place.prefix_share), _disk(place))
 
 
 def _disk(place: WorkerPlace) -> DiskPlace | None:

@@ -25,6 +25,7 @@ from benchmarks.baselines.pacing import FULL_SPEED, Pace
 from benchmarks.baselines.schemes import SCHEMES, Group
 from benchmarks.support.rates import KERNELS, RateProbe
 from prefill_workers.communicators import Rendezvous
+from prefill_workers.config import PrefillConfig
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport
 from prefill_workers.links import ConnectLinks, LinkHandler, Links
@@ -131,7 +132,7 @@ class _Rank:
         self._group = PacedGroup(group, self._pacer, timedelta(seconds=WAIT_S))
         connect = self._connector(rendezvous)
         self._probe = LinkProbe(spec.rank, _PROBE, connect(_PROBE))
-        self._engine = PrefillEngine(self._decoder, SystemClock())
+        self._engine = PrefillEngine(self._decoder, SystemClock(), PrefillConfig())
         self._engine.start_epoch(_CHAIN, Rank(spec.rank), spec.num_ranks, connect(_CHAIN))
 
     def obey(self, command: Command) -> Reply:

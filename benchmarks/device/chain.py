@@ -18,6 +18,7 @@ from baton.process.clock import SystemClock
 from baton.types import Epoch, JobId, Rank, RequestId, SampledToken, TokenRange
 from benchmarks.device.model import Shape, random_model
 from prefill_workers.communicators import Rendezvous
+from prefill_workers.config import PrefillConfig
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job
 from prefill_workers.torch_links import connect_torch_links
@@ -111,7 +112,7 @@ def _run(pipe: Connection, spec: RankSpec) -> None:
     device = make_device(spec.device)
     kernel: Kernel | None = triton_kernel if spec.device == "cuda" else None
     decoder = random_model(spec.shape, device, max_position=spec.max_position, kernel=kernel)
-    engine = PrefillEngine(decoder, SystemClock(), watchdog_floor_s=_PATIENCE_S)
+    engine = PrefillEngine(decoder, SystemClock(), PrefillConfig(watchdog_floor_s=_PATIENCE_S))
     address = f"{_HOST}:{spec.port}"
     rendezvous = Rendezvous(Epoch(1), Rank(spec.rank), spec.num_ranks, address, _HOST, _PATIENCE_S)
     try:

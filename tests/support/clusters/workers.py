@@ -11,7 +11,8 @@ from pathlib import Path
 from baton.errors import UnavailableError
 from baton.modeling.device.cpu import CpuDevice
 from baton.modeling.forward.decoder import Decoder
-from baton.modeling.prefix_store.node import DiskPlace, NodeStore
+from baton.modeling.hosting import PrefixPlace
+from baton.modeling.prefix_store.node import DiskPlace
 from baton.process.crash_notes import Crash
 from baton.settings.place import WorkerPlace
 from baton.transport.identity import ClusterSecret
@@ -22,16 +23,16 @@ from generate_workers.servicer import GenerationServer
 from orchestrator.api.host import OrchestratorHost
 from orchestrator.requests.config import OrchestratorConfig
 from prefill_workers.config import PrefillConfig
+from prefill_workers.engine import PrefillEngine
 from prefill_workers.servicer import PrefillServer
 from tests.support.clusters.clients import CLOCK, HOST
-from tests.support.clusters.rank_servers import serve_rank
 from tests.support.engines.devices import PoisonedDevice
 from tests.support.engines.gated_kernels import Gate
 from tests.support.engines.generation import eos_decoder
 from tests.support.engines.prefixes import PLENTY
 from tests.support.models.tiny_tokenizer import letter_grammars, letter_tokenizer
 from tests.support.wire.faulty_ports import FaultyEngine
-from tests.support.wire.secret import SECRET
+from tests.support.wire.secret import PLACE, SECRET
 
 NONE = Path("none")
 _SECTIONS: dict[str, Section] = {
@@ -154,19 +155,11 @@ class InProcessSpawner:
 
     async def _rank(self, config: WorkerConfig) -> PrefillServer:
         """Start the server of a prefill rank."""
-        decoder, folder = self._model(config), self._folder(config)
+        decoder = self._model(config)
         if self.faults is not None:
-            return await self._faulty_rank(decoder, folder, self.faults)
-        return await PrefillServer.start(
-            decoder,
-            clock=CLOCK,
-            host=HOST,
-            secret=SECRET,
-            prefix_folder=folder,
-            prefix_bytes=self.prefix_bytes,
-            prefix_disk=self.prefix_disk,
-            grammars=letter_grammars(),
-        )
+            return await self._faulty_rank(decoder, self._prefixes(config), self.faults)
+        engine = PrefillEngine(decoder, CLOCK, PrefillConfig())
+        return await PrefillServer.start(engine, PLACE, prefixes=self._prefixes(config), grammars=letter_grammars())
 
     async def _engine(self, config: WorkerConfig) -> GenerationServer:
         """Start the server of a generation group."""
@@ -178,9 +171,7 @@ class InProcessSpawner:
             clock=CLOCK,
             host=HOST,
             secret=SECRET,
-            prefix_folder=self._folder(config),
-            prefix_bytes=self.prefix_bytes,
-            prefix_disk=self.prefix_disk,
+            prefix_place=self._prefixes(config),
         )
 
     async def _serve_again(self, config: WorkerConfig) -> InProcessServer:
@@ -203,12 +194,10 @@ class InProcessSpawner:
         device = PoisonedDevice() if self.is_emulated else CpuDevice()
         return Decoder(made.config, made.weights, gate, device=device)
 
-    def _folder(self, config: WorkerConfig) -> Path | None:
-        return self.folders.get(config.name) or self.folders.get(config.role)
+    def _prefixes(self, config: WorkerConfig) -> PrefixPlace | None:
+        folder = self.folders.get(config.name) or self.folders.get(config.role)
+        return None if folder is None else PrefixPlace(folder, self.prefix_bytes, self.prefix_disk)
 
-    async def _faulty_rank(self, decoder: Decoder, folder: Path | None, plan: FaultPlan) -> PrefillServer:
-        store = None
-        if folder is not None:
-            store = NodeStore(folder, decoder.layout, limit_bytes=self.prefix_bytes, clock=CLOCK)
-        engine = FaultyEngine(decoder, CLOCK, plan, watchdog_floor_s=1.0, repeats=store is None)
-        return await serve_rank(engine, HOST, SECRET, store, may_share=self.may_share)
+    async def _faulty_rank(self, decoder: Decoder, prefixes: PrefixPlace | None, plan: FaultPlan) -> PrefillServer:
+        engine = FaultyEngine(decoder, CLOCK, plan, watchdog_floor_s=1.0, repeats=prefixes is None)
+        return await PrefillServer.start(engine, PLACE, prefixes=prefixes, may_share=self.may_share)

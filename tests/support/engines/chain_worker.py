@@ -110,13 +110,14 @@ def _main(pipe: Connection, watchdog_floor_s: float, device: str, edges: str, gp
     import torch
 
     from baton.process.clock import SystemClock
+    from prefill_workers.config import PrefillConfig
     from prefill_workers.engine import PrefillEngine
     from tests.support.engines.devices import device_for_tests
     from tests.support.models.tiny_models import random_decoder
 
     torch.set_num_threads(1)
     decoder = random_decoder(num_layers=NUM_LAYERS, device=device_for_tests(device))
-    engine = PrefillEngine(decoder, SystemClock(), watchdog_floor_s=watchdog_floor_s)
+    engine = PrefillEngine(decoder, SystemClock(), PrefillConfig(watchdog_floor_s=watchdog_floor_s))
     rank = _Rank(engine, pipe, edges)
     rank.tell("ready")
     try:

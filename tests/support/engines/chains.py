@@ -22,7 +22,7 @@ from baton.modeling.kv.buffers import TORCH_DTYPES, BufferSpan, KvBuffer, MakeBu
 from baton.process.clock import SystemClock
 from baton.sampling_params import SamplingParams
 from baton.types import Epoch, JobId, KvLayout, Rank, RequestId, SampledToken, TokenRange
-from prefill_workers.device_room import DeviceRoom
+from prefill_workers.config import PrefillConfig
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport
 from prefill_workers.links import ConnectLinks, LinkHandler, LinkHeader, Links, LinkStatus, Payload
@@ -170,16 +170,15 @@ class ChainGroup:
         connects: MakeConnect = in_process_connects,
         watchdog_floor_s: float = 20.0,
         make_buffer: MakeBuffer | None = None,
-        room: DeviceRoom | None = None,
+        device_memory_bytes: int = 0,
     ) -> None:
-        """`room`: of a device that one rank has for itself."""
         self.decoder = decoder
         self.numbers = itertools.count(1)
         self.epoch = Epoch(0)
         self.sent: list[list[LinkHeader]] = [[] for _ in range(num_ranks)]
+        config = PrefillConfig(watchdog_floor_s=watchdog_floor_s, device_memory_bytes=device_memory_bytes)
         self.engines = [
-            PrefillEngine(decoder, SystemClock(), watchdog_floor_s=watchdog_floor_s, make_buffer=make_buffer, room=room)
-            for _ in range(num_ranks)
+            PrefillEngine(decoder, SystemClock(), config, make_buffer=make_buffer) for _ in range(num_ranks)
         ]
         self._connects = connects
 

@@ -9,6 +9,7 @@ import grpc
 import torch
 
 from baton.modeling.forward.decoder import Decoder
+from baton.modeling.hosting import PrefixPlace
 from baton.modeling.kv.buffers import KvBuffer
 from baton.modeling.prefix_store.node import DiskPlace
 from baton.process.clock import SystemClock
@@ -131,9 +132,7 @@ async def serving(
         clock=SystemClock(),
         host="127.0.0.1",
         secret=SECRET,
-        prefix_folder=prefix_folder,
-        prefix_bytes=PLENTY,
-        prefix_disk=prefix_disk,
+        prefix_place=None if prefix_folder is None else PrefixPlace(prefix_folder, PLENTY, prefix_disk),
     )
     try:
         async with make_channel(f"127.0.0.1:{server.port}", secret=SECRET) as channel:

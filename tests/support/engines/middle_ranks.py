@@ -8,6 +8,7 @@ from baton.modeling.forward.decoder import Decoder
 from baton.modeling.kv.buffers import KvBuffer, MakeBuffer, byte_view
 from baton.process.clock import Clock, SystemClock
 from baton.types import Epoch, JobId, Rank, RequestId, TokenRange
+from prefill_workers.config import PrefillConfig
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport
 from prefill_workers.links import LinkHeader, Links, LinkStatus
@@ -73,7 +74,8 @@ def middle_rank(
     decoder: Decoder, *, clock: Clock | None = None, floor_s: float = 20.0, make_buffer: MakeBuffer = KvBuffer
 ) -> Iterator[Middle]:
     """An epoch of three ranks, whose middle one serves; at the end its threads and all links have ended."""
-    engine = PrefillEngine(decoder, clock or SystemClock(), watchdog_floor_s=floor_s, make_buffer=make_buffer)
+    config = PrefillConfig(watchdog_floor_s=floor_s)
+    engine = PrefillEngine(decoder, clock or SystemClock(), config, make_buffer=make_buffer)
     recorders = {0: Recorder(), 2: Recorder()}
     connects = in_process_connects(3)
     with ThreadPoolExecutor(2) as pool:

@@ -12,6 +12,7 @@ import torch
 from torch.distributed import TCPStore
 
 from baton.modeling.forward.decoder import Decoder
+from baton.modeling.hosting import PrefixPlace
 from baton.modeling.prefix_store.node import DiskPlace
 from baton.process.clock import Clock, SystemClock
 from baton.proto_types import range_to_proto
@@ -22,12 +23,14 @@ from baton.transport.status import translate_rpc_errors
 from baton.types import Lease, TokenRange
 from baton.v1 import prefill_pb2
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
+from prefill_workers.config import PrefillConfig
+from prefill_workers.engine import PrefillEngine
 from prefill_workers.servicer import PrefillServer
 from tests.support.engines.chains import largest_error, reference
 from tests.support.engines.prefixes import PLENTY
 from tests.support.models.tiny_models import random_decoder
 from tests.support.wire.kv_loopback import Loopback, loopback
-from tests.support.wire.secret import SECRET
+from tests.support.wire.secret import PLACE, SECRET
 
 if TYPE_CHECKING:
     from baton.v1.prefill_pb2_grpc import PrefillRankAsyncStub
@@ -105,20 +108,16 @@ async def two_ranks(
     clock: Clock | None = None,
 ) -> AsyncIterator[Ranks]:
     torch.set_num_threads(1)
-    decoder = random_decoder(num_layers=3)
+    decoder, config = random_decoder(num_layers=3), PrefillConfig(watchdog_floor_s=watchdog_floor_s)
+    prefixes = None if prefix_folder is None else PrefixPlace(prefix_folder, PLENTY, prefix_disk)
     async with AsyncExitStack() as stack:
         receiver = await stack.enter_async_context(loopback(layout=decoder.layout))
         servers = [
             await PrefillServer.start(
-                decoder,
-                clock=clock or SystemClock(),
-                host=HOST,
-                secret=SECRET,
-                watchdog_floor_s=watchdog_floor_s,
+                PrefillEngine(decoder, clock or SystemClock(), config),
+                PLACE,
+                prefixes=prefixes,
                 may_share=may_share,
-                prefix_folder=prefix_folder,
-                prefix_bytes=PLENTY,
-                prefix_disk=prefix_disk,
             )
             for _ in range(2)
         ]

@@ -21,6 +21,7 @@ from baton.process.clock import Clock, SystemClock
 from baton.types import SlotId
 from generate_workers.engine.scheduling_policy import Progress, SchedulingPolicy, StepPlan
 from prefill_workers.chain import ChainJob
+from prefill_workers.config import PrefillConfig
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.epoch import EpochSession
 from prefill_workers.job import Job, KvSender
@@ -94,11 +95,11 @@ class PacedRankDecoder(Decoder):
 class PacedPrefillEngine(PrefillEngine):
     """Tells the decoder whose turn it is, and since when it could be."""
 
-    def __init__(self, decoder: Decoder, hardware: PacedHardware, *, floor_s: float) -> None:
+    def __init__(self, decoder: Decoder, hardware: PacedHardware, config: PrefillConfig) -> None:
         self._pace_clock, self._hardware = SystemClock(), hardware
         self._courses: WeakKeyDictionary[ChainJob, _Course] = WeakKeyDictionary()
         self._paced = PacedRankDecoder(decoder, Device(self._pace_clock))
-        super().__init__(self._paced, self._pace_clock, watchdog_floor_s=floor_s)
+        super().__init__(self._paced, self._pace_clock, config)
 
     def _make(self, job: Job, kv_sender: KvSender, incarnation: EpochSession) -> ChainJob:
         made = super()._make(job, kv_sender, incarnation)

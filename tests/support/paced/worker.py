@@ -25,7 +25,7 @@ from generate_workers.engine.memory_limits import make_memory
 from generate_workers.servicer import GenerationServer, GenerationServicer
 from generate_workers.slots.table import SlotTable
 from prefill_workers.config import PrefillConfig
-from tests.support.clusters.rank_servers import serve_rank
+from prefill_workers.servicer import PrefillServer
 from tests.support.paced.engines import PacedBatcher, PacedPrefillEngine, PacedStepDecoder, PacedSteps
 from tests.support.paced.hardware import PacedHardware
 
@@ -36,8 +36,8 @@ async def start_paced(config: WorkerConfig, model: LoadedModel | None) -> Server
     decoder = await asyncio.to_thread(model.load, config.place)
     hardware = PacedHardware.load(config.place.model_folder)
     if isinstance(config.section, PrefillConfig):
-        engine = PacedPrefillEngine(decoder, hardware, floor_s=config.section.watchdog_floor_s)
-        server: Server = await serve_rank(engine, config.place.host, ClusterSecret(config.place.secret))
+        engine = PacedPrefillEngine(decoder, hardware, config.section)
+        server: Server = await PrefillServer.start(engine, config.place)
     else:
         assert isinstance(config.section, EngineConfig)
         server = await start_group(config.place, config.section, hardware, decoder)

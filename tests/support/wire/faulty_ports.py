@@ -8,6 +8,7 @@ from baton.modeling.forward.decoder import Decoder
 from baton.process.clock import Clock
 from baton.types import Epoch, Rank, SampledToken, TokenRange
 from baton_lab.chaos.faults import Fault, FaultPlan
+from prefill_workers.config import PrefillConfig
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport, KvSender
 from prefill_workers.links import ConnectLinks, LinkHandler, LinkHeader, Links, Payload
@@ -94,7 +95,7 @@ class FaultyEngine(PrefillEngine):
     def __init__(
         self, decoder: Decoder, clock: Clock, plan: FaultPlan, *, watchdog_floor_s: float, repeats: bool = True
     ) -> None:
-        super().__init__(decoder, clock, watchdog_floor_s=watchdog_floor_s)
+        super().__init__(decoder, clock, PrefillConfig(watchdog_floor_s=watchdog_floor_s))
         self._plan = plan
         self._repeats = repeats
 

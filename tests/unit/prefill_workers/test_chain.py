@@ -16,7 +16,7 @@ from baton.types import Epoch, JobId, KvLayout, Rank, RequestId, TokenRange
 from prefill_workers import kv_pipeline as pipeline_module
 from prefill_workers.chain import ChainJob
 from prefill_workers.job import Job
-from prefill_workers.kv_pipeline import KvPipeline
+from prefill_workers.kv_pipeline import KvPipeline, RankKv
 from tests.support.engines.chains import (
     WAIT_S,
     ChainGroup,
@@ -357,8 +357,9 @@ def test_patience_grows_with_the_largest_chunk_in_front(chunks: tuple[tuple[int,
     job = Job(JobId(1), Epoch(1), RequestId("r"), 1, (Rank(0), Rank(1)), ranges, ids)
     own_kv, earlier_kv = KvBuffer(decoder.layout, ranges[1]), LayerBuffers(decoder.layout, ranges[0])
     lock = threading.Condition()
-    pipeline = KvPipeline(job, Rank(1), own_kv, earlier_kv, clock=clock, lock=lock, send=lambda *message: None)
-    chain_job = ChainJob(job, KeepingOutlet(), pipeline, own_kv=own_kv, decoder=decoder, clock=clock)
+    kv = RankKv(job, Rank(1), own_kv, earlier_kv)
+    pipeline = KvPipeline(kv, clock=clock, lock=lock, send=lambda *message: None)
+    chain_job = ChainJob(KeepingOutlet(), pipeline, decoder=decoder, clock=clock)
     with torch.inference_mode():
         chain_job.turn()
     assert chain_job.slowest_turn_s == 3.0  # the clock is also read twice as the layer begins

@@ -60,10 +60,9 @@ def test_jobs_that_do_not_fit_on_the_device_are_refused_and_the_limit_holds() ->
     layer = whole_pages(60 * cpu.layout.row_bytes)
     device = EmulatedDevice(LinkRate(2e6))
     decoder = on_emulated(cpu, device)
-    room = DeviceRoom.of(decoder, weight_bytes(cpu.weights) + 2 * layer)
-    assert room.limit_bytes == 2 * layer
-    device.bound(room.limit_bytes)
-    with ChainGroup(decoder, 1, room=room) as group:
+    num_bytes = weight_bytes(cpu.weights) + 2 * layer
+    assert DeviceRoom.of(decoder, num_bytes).limit_bytes == 2 * layer
+    with ChainGroup(decoder, 1, device_memory_bytes=num_bytes) as group:
         with pytest.raises(InvalidArgumentError, match=r"and prefill.device_memory_bytes leaves \d+ for KV: shorten"):
             run_chain(group, 1, num_tokens=200)
         hold = Hold()
@@ -84,14 +83,15 @@ def test_where_kv_goes_between_devices_all_layers_are_promised_and_freed() -> No
     device = EmulatedDevice()
     decoder, limit = on_emulated(cpu, device), num_layers * layer
     ids, chunks = random_tokens(random.Random(1), 60, cpu), [TokenRange(0, 20), TokenRange(20, 60)]
-    tight, refusal = DeviceRoom(cpu.layout, limit - 1), f"3 layers of 60 tokens take {limit} bytes, and"
+    num_bytes, refusal = weight_bytes(cpu.weights), f"3 layers of 60 tokens take {limit} bytes, and"
+    tight = num_bytes + limit - 1
     with (
-        ChainGroup(decoder, 2, connects=communicator_connects, room=tight) as group,
+        ChainGroup(decoder, 2, connects=communicator_connects, device_memory_bytes=tight) as group,
         pytest.raises(InvalidArgumentError, match=refusal),
     ):
         group.submit(group.prepare(ids, chunks), order=[1])
-    room = DeviceRoom(cpu.layout, 2 * limit)  # of both ranks, which share it here
-    with ChainGroup(decoder, 2, connects=communicator_connects, room=room) as group:
+    both = num_bytes + 2 * limit  # the ranks share the device's memory here
+    with ChainGroup(decoder, 2, connects=communicator_connects, device_memory_bytes=both) as group:
         assert_right(group, group.submit(group.prepare(ids, chunks)), cpu)
         until(lambda: device.memory_use.num_bytes == 0)
     assert 0 < device.memory_use.peak_bytes <= 2 * limit

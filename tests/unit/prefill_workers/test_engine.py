@@ -22,6 +22,7 @@ from baton.process.clock import SystemClock
 from baton.sampling_params import SamplingParams, StructuredOutput
 from baton.text.token_masks import ChoiceMasks
 from baton.types import Epoch, JobId, KvLayout, Rank, TokenRange
+from prefill_workers.config import PrefillConfig
 from prefill_workers.engine import PrefillEngine
 from tests.support.engines.chains import (
     WAIT_S,
@@ -296,8 +297,9 @@ def test_number_is_served_once(decoder: Decoder) -> None:
             group.engines[0].submit(run.job, KeepingOutlet())
 
 
-def test_too_many_jobs_are_refused(decoder: Decoder) -> None:
-    engine = PrefillEngine(decoder, SystemClock(), max_jobs=1)
+def test_too_many_jobs_are_refused(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefill_workers.engine.MAX_JOBS", 1)
+    engine = PrefillEngine(decoder, SystemClock(), PrefillConfig())
     connects = in_process_connects(2)
     try:
         with ThreadPoolExecutor(1) as pool, ChainGroup(decoder, 2) as other:

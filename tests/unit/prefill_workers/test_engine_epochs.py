@@ -14,6 +14,7 @@ from baton.modeling.forward.decoder import Decoder
 from baton.modeling.kv.buffers import KvBuffer
 from baton.process.clock import SystemClock
 from baton.types import Epoch, JobId, KvLayout, Rank, RequestId, TokenRange
+from prefill_workers.config import PrefillConfig
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job
 from tests.support.engines.chains import (
@@ -38,7 +39,7 @@ def decoder() -> Decoder:
 
 
 def test_no_job_before_the_first_epoch(decoder: Decoder) -> None:
-    engine = PrefillEngine(decoder, SystemClock())
+    engine = PrefillEngine(decoder, SystemClock(), PrefillConfig())
     try:
         assert engine.status().epoch_error == "no epoch has begun"
         with ChainGroup(decoder, 1) as group, pytest.raises(EpochEndedError, match="no epoch has begun"):
@@ -67,7 +68,7 @@ def test_next_epoch_ends_what_is_in_flight_and_serves_anew(decoder: Decoder) -> 
 
 def test_engine_that_hangs_says_so_and_joins_no_epoch_before_its_turn_has_ended(decoder: Decoder) -> None:
     hold = Hold()
-    engine = PrefillEngine(decoder, SystemClock(), watchdog_floor_s=0.2)
+    engine = PrefillEngine(decoder, SystemClock(), PrefillConfig(watchdog_floor_s=0.2))
     (connect,) = in_process_connects(1)
     try:
         engine.start_epoch(Epoch(1), Rank(0), 1, connect)
@@ -93,7 +94,7 @@ def test_engine_whose_thread_has_ended_says_so(decoder: Decoder) -> None:
     def leave(layer: int) -> None:
         raise SystemExit  # no job's error: it ends the thread
 
-    engine = PrefillEngine(decoder, SystemClock(), watchdog_floor_s=0.2)
+    engine = PrefillEngine(decoder, SystemClock(), PrefillConfig(watchdog_floor_s=0.2))
     (connect,) = in_process_connects(1)
     try:
         engine.start_epoch(Epoch(1), Rank(0), 1, connect)

@@ -3,6 +3,7 @@
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from baton.modeling.kv.buffers import KvBuffer, LayerBuffers, byte_view
 from baton.types import Epoch, JobId, KvLayout, Rank, RequestId, TokenRange
 from prefill_workers import kv_pipeline as pipeline_module
 from prefill_workers.job import Job
-from prefill_workers.kv_pipeline import KvPipeline
+from prefill_workers.kv_pipeline import KvPipeline, RankKv
 from prefill_workers.links import LinkHeader, LinkStatus, Payload
 from tests.support.manual_clock import ManualClock
 
@@ -45,10 +46,7 @@ class Place:
         self.sent: Sent = []
         self.clock = ManualClock()
         self.pipeline = KvPipeline(
-            job,
-            ranks[place],
-            self.own_kv,
-            self.earlier_kv,
+            RankKv(job, ranks[place], self.own_kv, self.earlier_kv),
             clock=self.clock,
             lock=threading.Condition(),
             send=lambda *message: self.sent.append(message),
@@ -209,7 +207,7 @@ def test_no_memory_for_a_layer_is_the_chain_s_error() -> None:
         raise MemoryError
 
     middle = Place(1)
-    middle.pipeline._earlier_kv = LayerBuffers(LAYOUT, CHUNKS[0], fail)
+    middle.pipeline.kv = replace(middle.pipeline.kv, earlier=LayerBuffers(LAYOUT, CHUNKS[0], fail))
     with pytest.raises(ChainError, match="no memory for layer 0: retry later"):
         middle.receive(0)
 

@@ -30,7 +30,6 @@ from baton.modeling.forward.sampling import sample
 from baton.modeling.hosting import LoadedModel
 from baton.process.clock import SystemClock
 from baton.settings.place import WorkerPlace
-from baton.transport.identity import ClusterSecret
 from baton.types import SampledToken, TokenRange
 from deploy.config.worker import WorkerConfig
 from deploy.groups import worker_process as worker
@@ -40,7 +39,7 @@ from generate_workers.servicer import GenerationServer
 from prefill_workers.config import PrefillConfig
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport, KvSender
-from tests.support.clusters.rank_servers import serve_rank
+from prefill_workers.servicer import PrefillServer
 
 DEADLY = (11,) * 12
 """First tokens of a prompt that aborts a worker while it computes them."""
@@ -232,8 +231,8 @@ class DoomedOutlet:
 class DoomedEngine(PrefillEngine):
     """Wraps the outlets that it is given."""
 
-    def __init__(self, decoder: Decoder, fate: Fate, floor_s: float, crash_note: str) -> None:
-        super().__init__(decoder, SystemClock(), watchdog_floor_s=floor_s, crash_note=crash_note)
+    def __init__(self, decoder: Decoder, fate: Fate, config: PrefillConfig, crash_note: str) -> None:
+        super().__init__(decoder, SystemClock(), config, crash_note=crash_note)
         self._fate = fate
 
     def submit(self, job: Job, kv_sender: KvSender) -> "Future[JobReport]":
@@ -249,8 +248,8 @@ async def start_doomed(config: WorkerConfig, model: LoadedModel | None) -> Serve
         return await _start_engine(config, fate)
     torch.set_num_threads(place.num_threads or 1)
     decoder = DoomedDecoder(load_decoder(place.model_folder, dtype=place.dtype), fate)
-    engine = DoomedEngine(decoder, fate, section.watchdog_floor_s, place.crash_note)
-    return await serve_rank(engine, place.host, ClusterSecret(place.secret))
+    engine = DoomedEngine(decoder, fate, section, place.crash_note)
+    return await PrefillServer.start(engine, place)
 
 
 async def _start_engine(config: WorkerConfig, fate: Fate) -> Server:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.modeling.hosting import PrefixPlace
 from baton.modeling.kv.buffers import KvBuffer
 from baton.process.clock import SystemClock
 from baton.types import Epoch, TokenRange
@@ -15,12 +16,14 @@ from orchestrator.membership.view import ClusterView, PrefillGroup
 from orchestrator.placement.prefix_index import PrefixIndex
 from orchestrator.workers.client import Clients
 from orchestrator.workers.prefix_discovery import PrefixStores
+from prefill_workers.config import PrefillConfig
+from prefill_workers.engine import PrefillEngine
 from prefill_workers.servicer import PrefillServer
 from tests.support.clusters.cluster import cluster
 from tests.support.engines.prefixes import PLENTY, keep
 from tests.support.eventually import eventually
 from tests.support.models.tiny_models import random_decoder
-from tests.support.wire.secret import SECRET
+from tests.support.wire.secret import PLACE, SECRET
 
 pytestmark = pytest.mark.integration
 
@@ -56,10 +59,9 @@ class Bench:
 
 @asynccontextmanager
 async def running(folder: Path | None) -> AsyncIterator[Bench]:
-    clock = SystemClock()
-    rank = await PrefillServer.start(
-        random_decoder(), clock=clock, host=HOST, secret=SECRET, prefix_folder=folder, prefix_bytes=PLENTY
-    )
+    engine = PrefillEngine(random_decoder(), SystemClock(), PrefillConfig())
+    prefixes = None if folder is None else PrefixPlace(folder, PLENTY)
+    rank = await PrefillServer.start(engine, PLACE, prefixes=prefixes)
     bench = Bench(rank)
     try:
         yield bench
