@@ -38,7 +38,9 @@ from generate_workers.config import EngineConfig
 from generate_workers.engine.chunked_prefill import ChunkedPrefillPolicy
 from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.memory_limits import make_memory
+from generate_workers.engine.preemption import RunningRows
 from generate_workers.engine.rows import GenerationRequest
+from generate_workers.engine.served_model import ServedModel
 from generate_workers.slots.table import SlotTable
 
 BAR = 1.05
@@ -76,8 +78,8 @@ class Rows:
         clock, longest = SystemClock(), max(map(len, prompts)) + params.max_tokens
         config = EngineConfig(num_slots=len(prompts), max_slot_tokens=longest, speculation="off")
         slots = SlotTable(make_memory(decoder, config), clock, endpoint="none:0")
-        scheduling_policy = ChunkedPrefillPolicy.of(config, decoder.config)
-        engine = GenerationEngine(decoder, tokenizer, slots, clock, config, scheduling_policy=scheduling_policy)
+        running = RunningRows(slots, ChunkedPrefillPolicy.of(config, decoder.config))
+        engine = GenerationEngine(ServedModel(decoder, tokenizer), running, config)
         try:
             for number, prompt in enumerate(prompts):
                 own = params.of_choice(number)

@@ -23,8 +23,8 @@ from baton.process.garbage import collect_rarely
 from baton.process.own_thread import in_own_thread
 from baton.settings.place import WorkerPlace
 from baton.text.tokenizer import Tokenizer
-from baton.transport.identity import ClusterSecret
 from generate_workers.config import EngineConfig
+from generate_workers.engine.served_model import ServedModel
 from generate_workers.servicer import GenerationServer
 
 logger = logging.getLogger(__name__)
@@ -33,20 +33,14 @@ logger = logging.getLogger(__name__)
 async def start_engine(place: WorkerPlace, config: EngineConfig, model: LoadedModel | None = None) -> GenerationServer:
     """Load the model unless `model` has it, and return the engine's server, which accepts calls. Raises ModelError or
     ConfigError with a message of one line."""
-    secret = ClusterSecret(place.secret)
     decoder = await in_own_thread(partial((model or LoadedModel()).load, place))
     tokenizer = await asyncio.to_thread(Tokenizer.load, place.model_folder)
+    draft_model = await in_own_thread(partial(_load_draft_model, place, config, decoder, tokenizer))
     server = await GenerationServer.start(
-        decoder,
-        tokenizer,
+        ServedModel(decoder, tokenizer, draft_model, measured_cost(place)),
+        place,
         replace(config, max_slot_tokens=min(config.max_slot_tokens, decoder.config.max_position)),
         clock=SystemClock(),
-        host=place.host,
-        secret=secret,
-        num_engines=place.num_engines,
-        cost=measured_cost(place),
-        draft_model=await in_own_thread(partial(_load_draft_model, place, config, decoder, tokenizer)),
-        crash_note=place.crash_note,
         prefix_place=prefix_place(place),
     )
     if place.cores:  # no other process shares these cores, but pushes on them would delay tokens

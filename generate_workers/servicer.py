@@ -16,18 +16,16 @@ import grpc
 from baton import __version__
 from baton.errors import BatonError, InvalidArgumentError, ResourceExhaustedError
 from baton.limits import MAX_MESSAGE_BYTES
-from baton.modeling.forward.decoder import Decoder
 from baton.modeling.hosting import PrefixPlace
 from baton.modeling.kernels.process_kernels import KERNELS
 from baton.modeling.prefix_store.store import Filled
-from baton.planning.work_cost import WorkCost
 from baton.prefix_blocks import BlockNaming
 from baton.process.clock import Clock
 from baton.process.own_thread import in_own_thread
 from baton.proto_types import event_to_proto, read, scalars
 from baton.settings.addresses import join_address
+from baton.settings.place import WorkerPlace
 from baton.status import MAX_TEXT_CHARS, name_of
-from baton.text.tokenizer import Tokenizer
 from baton.transport.block_exchange import BlockExchange
 from baton.transport.channel import bind, make_channel, make_server
 from baton.transport.identity import ClusterSecret
@@ -40,7 +38,9 @@ from generate_workers.engine.chunked_prefill import ChunkedPrefillPolicy
 from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.device_steps import make_device_steps
 from generate_workers.engine.memory_limits import make_memory
+from generate_workers.engine.preemption import RunningRows
 from generate_workers.engine.rows import GenerationRequest
+from generate_workers.engine.served_model import ServedModel
 from generate_workers.engine.speculation import SpeculationStats
 from generate_workers.engine.status import StepStats
 from generate_workers.prefixes.answer_saving import AnswerSaver
@@ -62,20 +62,14 @@ class GroupPrefixes:
     """A group's access to its node's prefix store, which prefill ranks use as well. Leases begin with blocks from it,
     answers are stored in it, and other nodes' blocks are fetched into it."""
 
-    def __init__(
-        self,
-        place: PrefixPlace,
-        slots: SlotTable,
-        secret: ClusterSecret,
-        clock: Clock,
-    ) -> None:
+    def __init__(self, place: PrefixPlace, slots: SlotTable, secret: ClusterSecret) -> None:
         """`secret` is sent to workers of other nodes, and is the key of the store's folders. Raises ConfigError when a
         folder cannot be created."""
-        self._node = place.open(slots.layout, clock, secret.text)
+        self._node = place.open(slots.layout, slots.clock, secret.text)
         self.store = self._node.blocks
         self.loader = PrefixLoader(slots, self.store)
         self.saver = AnswerSaver(slots, self.store)
-        self.exchange = BlockExchange(self.store, clock=clock, connect=partial(make_channel, secret=secret))
+        self.exchange = BlockExchange(self.store, clock=slots.clock, connect=partial(make_channel, secret=secret))
 
     async def close(self) -> None:
         """Wait for loads, drop unsaved answers, and release the folders. Call once, after the engine has ended."""
@@ -197,49 +191,31 @@ class GenerationServer:
     @classmethod
     async def start(
         cls,
-        decoder: Decoder,
-        tokenizer: Tokenizer,
+        model: ServedModel,
+        place: WorkerPlace,
         config: EngineConfig,
         *,
         clock: Clock,
-        host: str,
-        secret: ClusterSecret,
-        port: int = 0,
-        num_engines: int = 1,
         prefix_place: PrefixPlace | None = None,
-        cost: WorkCost | None = None,
-        draft_model: Decoder | None = None,
-        crash_note: str = "",
     ) -> Self:
-        """Start to serve callers that have the cluster's secret on host:port; port 0 selects a free port. Leases name
-        `host`, so ranks that push must be able to reach it.
+        """Start to serve callers that have the cluster's secret on a free port of `place.host`. Leases name that
+        address, so ranks that push must be able to reach it.
 
-        `prefix_place`: folders of the prefix store, with whose blocks slots may begin, and where answers are stored.
-        They are created if needed, and removed by their last user. `num_engines`: number of engines, including this
-        one, that share the machine's memory. `cost`: measured costs of steps, if any. `draft_model`: the model that the
-        configuration names. `crash_note`: path of the process's crash note; empty without one. Raises ConfigError if it
-        cannot listen there or create that folder, if memory cannot be allocated, and for speculation that is not
-        supported."""
-        memory = make_memory(decoder, config, num_engines, draft_model=draft_model)
+        `place.num_engines`: number of engines, including this one, that share the machine's memory. `prefix_place`:
+        folders of the prefix store, with whose blocks slots may begin, and where answers are stored. They are created
+        if needed, and removed by their last user. Raises ConfigError if it cannot listen there or create that folder,
+        if memory cannot be allocated, and for speculation that is not supported."""
+        secret, decoder = ClusterSecret(place.secret), model.decoder
+        memory = make_memory(decoder, config, place.num_engines, draft_model=model.draft_model)
         server = make_server(check=secret.check)
-        bound = bind(server, host, port)
-        slots = SlotTable(memory, clock, endpoint=join_address(host, bound))
-        # may raise, so it runs before the store is opened
-        speculation = make_speculation(decoder, slots, config, clock, cost, draft_model=draft_model)
+        port = bind(server, place.host)
+        slots = SlotTable(memory, clock, endpoint=join_address(place.host, port))
+        speculation = make_speculation(model, slots, config)  # may raise, so it runs before the store is opened
         decode_steps = await asyncio.to_thread(make_device_steps, decoder, memory.residency, config, clock)
-        prefixes = None
-        if prefix_place is not None:
-            prefixes = GroupPrefixes(prefix_place, slots, secret, clock)
+        prefixes = None if prefix_place is None else GroupPrefixes(prefix_place, slots, secret)
         reclaim = prefixes.saver.give_up if prefixes is not None else None
-        scheduling_policy = ChunkedPrefillPolicy.of(config, decoder.config)
-        engine = GenerationEngine(
-            *(decoder, tokenizer, slots, clock, config),
-            scheduling_policy=scheduling_policy,
-            speculation=speculation,
-            reclaim=reclaim,
-            decode_steps=decode_steps,
-            crash_note=crash_note,
-        )
+        running = RunningRows(slots, ChunkedPrefillPolicy.of(config, decoder.config), speculation, reclaim)
+        engine = GenerationEngine(model, running, config, decode_steps=decode_steps, crash_note=place.crash_note)
         servicer = GenerationServicer(engine, decoder.layout, prefixes)
         generate_pb2_grpc.add_GenerationGroupServicer_to_server(servicer, server)
         KvReceiverServicer(slots, prefixes.loader if prefixes is not None else None, clock=clock).add_to(server)
@@ -247,7 +223,7 @@ class GenerationServer:
             prefixes.exchange.add_to(server)
         await server.start()
         engine.start()
-        return cls(server, servicer, slots, bound)
+        return cls(server, servicer, slots, port)
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Accept no more calls, give running ones `grace_s` seconds, then end them and the engine. Idempotent."""

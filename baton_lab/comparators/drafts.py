@@ -6,11 +6,10 @@ Benchmarks make their engines' speculation here.
 from collections.abc import Mapping
 from typing import cast
 
-from baton.modeling.forward.decoder import Decoder
-from baton.process.clock import Clock
 from baton_lab.comparators.quest import QuestView
 from baton_lab.comparators.topk import TopKeysView
 from generate_workers.config import EngineConfig, SpeculationName
+from generate_workers.engine.served_model import ServedModel
 from generate_workers.slots.table import SlotTable
 from generate_workers.speculation import making
 from generate_workers.speculation.making import MakeChoosing
@@ -29,9 +28,7 @@ def configured(name: str) -> SpeculationName:
     return "snapkv" if name in _VIEWS else cast(SpeculationName, name)
 
 
-def make_speculation(
-    name: str, decoder: Decoder, slots: SlotTable, config: EngineConfig, clock: Clock
-) -> Speculator | None:
+def make_speculation(name: str, model: ServedModel, slots: SlotTable, config: EngineConfig) -> Speculator | None:
     """Make the speculation of that name, as `generate_workers.speculation.making.make_speculation` does. `config` has
     the speculation that `configured` returns for it. Raises what that raises."""
-    return making.make_speculation(decoder, slots, config, clock, name=name, choosing=CHOOSING)
+    return making.make_speculation(model, slots, config, name=name, choosing=CHOOSING)

@@ -27,7 +27,9 @@ from generate_workers.engine.chunked_prefill import ChunkedPrefillPolicy
 from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.device_steps import make_device_steps
 from generate_workers.engine.memory_limits import make_memory
+from generate_workers.engine.preemption import RunningRows
 from generate_workers.engine.rows import GenerationRequest
+from generate_workers.engine.served_model import ServedModel
 from generate_workers.slots.table import SlotTable
 from generate_workers.speculation.making import make_speculation
 from generate_workers.streams.open_streams import OpenStreams
@@ -122,19 +124,14 @@ class Timed:
 class LoggedEngine(GenerationEngine):
     """An engine that logs its steps."""
 
-    def __init__(self, *args: Any, scheduling_policy: Any, speculation: Any, decode_steps: Any, **options: Any) -> None:
-        self._batching, self._drafting, self._on_device = (
-            Timed(scheduling_policy),
-            Timed(speculation),
-            Timed(decode_steps),
-        )
-        super().__init__(
-            *args,
-            scheduling_policy=self._batching,
-            speculation=self._drafting if speculation is not None else None,
-            decode_steps=self._on_device if decode_steps is not None else None,
-            **options,
-        )
+    def __init__(self, model: ServedModel, running: RunningRows, config: EngineConfig, *, decode_steps: Any) -> None:
+        self._batching: Any = Timed(running.scheduling_policy)
+        self._drafting: Any = Timed(running.speculation)
+        self._on_device: Any = Timed(decode_steps)
+        running.scheduling_policy = self._batching
+        if running.speculation is not None:
+            running.speculation = self._drafting
+        super().__init__(model, running, config, decode_steps=None if decode_steps is None else self._on_device)
         self.log: list[Step] = []
 
     def step(self) -> None:
@@ -156,12 +153,11 @@ def running_engine(decoder: Decoder, config: EngineConfig) -> Iterator[LoggedEng
         tokenizer = Tokenizer.load(write_letters(Path(folder), decoder.config.vocab_size))
     memory = make_memory(decoder, config)
     slots = SlotTable(memory, clock, endpoint="none:0")
-    engine = LoggedEngine(
-        *(decoder, tokenizer, slots, clock, config),
-        scheduling_policy=ChunkedPrefillPolicy.of(config, decoder.config),
-        speculation=make_speculation(decoder, slots, config, clock),
-        decode_steps=make_device_steps(decoder, memory.residency, config, clock),
-    )
+    model = ServedModel(decoder, tokenizer)
+    scheduling_policy = ChunkedPrefillPolicy.of(config, decoder.config)
+    running = RunningRows(slots, scheduling_policy, make_speculation(model, slots, config))
+    decode_steps = make_device_steps(decoder, memory.residency, config, clock)
+    engine = LoggedEngine(model, running, config, decode_steps=decode_steps)
     engine.start()
     try:
         yield engine

@@ -27,7 +27,9 @@ from generate_workers.config import EngineConfig
 from generate_workers.engine.chunked_prefill import ChunkedPrefillPolicy
 from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.memory_limits import make_memory
+from generate_workers.engine.preemption import RunningRows
 from generate_workers.engine.rows import GenerationRequest
+from generate_workers.engine.served_model import ServedModel
 from generate_workers.slots.table import SlotTable
 from generate_workers.speculation.making import make_speculation
 
@@ -105,12 +107,10 @@ def _run(pipe: Connection, spec: EngineSpec) -> None:
     config, clock = spec.config, SystemClock()
     most = min(config.max_slot_tokens, decoder.config.max_position)
     slots = SlotTable(make_memory(decoder, replace(config, max_slot_tokens=most)), clock, endpoint="none:0")
+    model = ServedModel(decoder, Tokenizer.load(spec.folder))
     scheduling_policy = ChunkedPrefillPolicy.of(config, decoder.config)
-    engine = GenerationEngine(
-        *(decoder, Tokenizer.load(spec.folder), slots, clock, config),
-        scheduling_policy=scheduling_policy,
-        speculation=make_speculation(decoder, slots, config, clock),
-    )
+    running = RunningRows(slots, scheduling_policy, make_speculation(model, slots, config))
+    engine = GenerationEngine(model, running, config)
     engine.start()
     collect_rarely()
     pipe.send("ready")

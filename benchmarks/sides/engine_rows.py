@@ -24,7 +24,9 @@ from generate_workers.config import EngineConfig
 from generate_workers.engine.chunked_prefill import ChunkedPrefillPolicy
 from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.memory_limits import make_memory
+from generate_workers.engine.preemption import RunningRows
 from generate_workers.engine.rows import GenerationRequest
+from generate_workers.engine.served_model import ServedModel
 from generate_workers.engine.status import StepStats
 from generate_workers.slots.table import SlotTable
 
@@ -54,10 +56,8 @@ class EngineRows:
         Raises InvalidArgumentError and ResourceExhaustedError when the rows' KV does not fit."""
         clock = SystemClock()
         slots = SlotTable(make_memory(decoder, config), clock, endpoint="none:0")
-        scheduling_policy = ChunkedPrefillPolicy.of(config, decoder.config)
-        engine = GenerationEngine(
-            decoder, Tokenizer.load(folder), slots, clock, config, scheduling_policy=scheduling_policy
-        )
+        running = RunningRows(slots, ChunkedPrefillPolicy.of(config, decoder.config))
+        engine = GenerationEngine(ServedModel(decoder, Tokenizer.load(folder)), running, config)
         params = SamplingParams(max_tokens=max_steps + 1, temperature=0, ignore_eos=True)
         source = KvBuffer(decoder.layout, TokenRange(0, max(lengths)))
         source.data.normal_()

@@ -24,7 +24,9 @@ from generate_workers.config import EngineConfig
 from generate_workers.engine.chunked_prefill import ChunkedPrefillPolicy
 from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.memory_limits import make_memory
+from generate_workers.engine.preemption import RunningRows
 from generate_workers.engine.rows import GenerationRequest
+from generate_workers.engine.served_model import ServedModel
 from generate_workers.engine.speculation import SpeculationStats
 from generate_workers.residency.port import DraftKeys
 from generate_workers.slots.table import SlotTable
@@ -98,13 +100,10 @@ class TextRows:
         as `make_speculation` takes it."""
         clock = SystemClock()
         slots = SlotTable(make_memory(decoder, config), clock, endpoint="none:0")
-        scheduling_policy = ChunkedPrefillPolicy.of(config, decoder.config)
-        drafting = make_speculation(speculation, decoder, slots, config, clock)
-        engine = GenerationEngine(
-            *(decoder, Tokenizer.load(folder), slots, clock, config),
-            scheduling_policy=scheduling_policy,
-            speculation=drafting,
-        )
+        model = ServedModel(decoder, Tokenizer.load(folder))
+        drafting = make_speculation(speculation, model, slots, config)
+        running = RunningRows(slots, ChunkedPrefillPolicy.of(config, decoder.config), drafting)
+        engine = GenerationEngine(model, running, config)
         rows = cls(engine, decoder, slots, [len(text.token_ids) for text in texts])
         try:
             for number, text in enumerate(texts):

@@ -22,27 +22,23 @@ from concurrent.futures import Future
 from functools import partial
 
 from baton.errors import InvalidArgumentError, LeaseError, NotFiniteError, ResourceExhaustedError
-from baton.modeling.forward.decoder import Decoder
 from baton.modeling.forward.drawing import NO_TOKEN
-from baton.process.clock import Clock
 from baton.process.crash_notes import ComputedNow
 from baton.process.thread_names import show_thread_name
 from baton.process.turn_watch import TurnWatch
 from baton.text.grammars import Grammars
 from baton.text.token_masks import ChoiceMasks
-from baton.text.tokenizer import Tokenizer
 from baton.types import DraftRound, FinishReason, SampledToken, TokenEvent
 from generate_workers.config import EngineConfig
 from generate_workers.engine.model_runner import DecodeSteps, ModelRunner
 from generate_workers.engine.preemption import RunningRows
 from generate_workers.engine.request_queue import RequestQueue
 from generate_workers.engine.rows import EngineStream, EventSink, GenerationRequest, Row, RowEndHook, StreamId
-from generate_workers.engine.scheduling_policy import SchedulingPolicy, StepPlan
-from generate_workers.engine.speculation import Speculation
+from generate_workers.engine.scheduling_policy import StepPlan
+from generate_workers.engine.served_model import ServedModel
 from generate_workers.engine.status import EngineStatus, StepStats
 from generate_workers.residency.port import Residency, RowError
 from generate_workers.slots.leases import BatchSlot
-from generate_workers.slots.table import SlotTable
 
 logger = logging.getLogger(__name__)
 
@@ -52,37 +48,30 @@ class GenerationEngine:
 
     def __init__(
         self,
-        decoder: Decoder,
-        tokenizer: Tokenizer,
-        slots: SlotTable,
-        clock: Clock,
+        model: ServedModel,
+        running: RunningRows,
         config: EngineConfig,
         *,
-        scheduling_policy: SchedulingPolicy,
-        speculation: Speculation | None = None,
-        reclaim: Callable[[], bool] | None = None,
         decode_steps: DecodeSteps | None = None,
         crash_note: str = "",
     ) -> None:
-        """Takes ownership of `scheduling_policy` and `speculation`. `reclaim` is called when memory is short: it
-        releases slots that hooks have taken over, and returns whether it released any. `decode_steps`, if given, runs
-        the steps that it supports. `crash_note`: path of the process's crash note; empty without one."""
+        """Takes ownership of `running`, which has no sequences yet. `decode_steps`, if given, runs the steps that it
+        supports. `crash_note`: path of the process's crash note; empty without one."""
+        slots, decoder, tokenizer = running.slots, model.decoder, model.tokenizer
         self.residency: Residency = slots.memory.residency
         """Policy that stores the sequences' KV. Any thread may read its traits."""
-        self._reclaim = reclaim or (lambda: False)
-        self._speculation = speculation
+        self._speculation = running.speculation
         self._decoder = decoder
         self._tokenizer = tokenizer
         self._slots = slots
-        self._clock = clock
+        self._clock = slots.clock
         self._is_maximal = config.acceptance == "maximal"
         self._max_tokens = min(slots.max_slot_tokens, decoder.config.max_position)
         self._grammars = Grammars(tokenizer.to_json, decoder.config.eos_token_ids)
-        self._queue = RequestQueue(config.max_waiting, lambda: slots.ledger().num_free)
-        slots.on_change, slots.on_abandon = self._queue.wake, self._queue.abandon
+        self._queue = RequestQueue(config.max_waiting, slots)
 
         # Used by the engine's thread alone:
-        self._running = RunningRows(slots, scheduling_policy, speculation)
+        self._running = running
         self._runner = ModelRunner(decoder, self.residency, decode_steps)
         self._computed = ComputedNow(crash_note)
         self._waiting: deque[EngineStream] = deque()
@@ -92,7 +81,7 @@ class GenerationEngine:
         self._last_step: StepStats | None = None
 
         self._thread = threading.Thread(target=self._run, name="generate-engine", daemon=True)
-        self._watch = TurnWatch.over(self._thread, clock, config.watchdog_floor_s)
+        self._watch = TurnWatch.over(self._thread, self._clock, config.watchdog_floor_s)
 
     def start(self) -> None:
         """Start the engine's thread. Call once."""
@@ -147,10 +136,16 @@ class GenerationEngine:
         UnavailableError once the engine has failed or is closed."""
         self._queue.check_open()
         self._watch.look(self._has_rows or self._queue.has_messages)
-        return EngineStatus.of(
-            *(self._slots, self._queue, self._running),
+        running = self._running
+        return EngineStatus(
+            ledger=self._slots.ledger(),
+            num_streams=len(self._queue.streams()),
+            num_rows=len(running.rows),
             num_steps=self._num_steps,
+            num_preemptions=running.num_preemptions,
+            num_preempted=len(running.waiting),
             last_step=self._last_step,
+            speculation=None if self._speculation is None else self._speculation.stats,
             device=self._decoder.device.name,
             stall=self._watch.stall,
             num_not_finite=self._num_not_finite,
@@ -171,7 +166,7 @@ class GenerationEngine:
         self._slots.expire()
         self._join_committed()
         self._join_waiting()
-        plan = self._running.plan(self._reclaim)
+        plan = self._running.plan()
         self._watch.begin(name, plan.expected_s)
         if plan and self._run_plan(plan):
             drafted = None if self._speculation is None else self._speculation.stats
@@ -199,7 +194,7 @@ class GenerationEngine:
         """Wait until the engine has work. Return False when it is closed."""
         if self._has_rows:
             return not self._queue.close_reason
-        return self._queue.await_work(self._slots.next_deadline_s, self._clock)
+        return self._queue.await_work()
 
     def _take_messages(self) -> None:
         came, cancelled = self._queue.take()

@@ -35,6 +35,8 @@ class RunningRows:
     slots: SlotTable
     scheduling_policy: SchedulingPolicy
     speculation: Speculation | None = None
+    reclaim: Callable[[], bool] | None = None
+    """Function that releases slots of ended sequences when memory is short, and returns whether it released any."""
     rows: dict[SlotId, Row] = field(default_factory=dict)
     """Sequences of the batch by slot, in the order in which they joined. Followers join when their leader's KV is in
     place."""
@@ -111,17 +113,16 @@ class RunningRows:
         self._owe()
         return not self.waiting
 
-    def plan(self, reclaim: Callable[[], bool]) -> StepPlan:
-        """Return the plan of the next step, with memory promised to all its sequences. When memory is short, calls
-        `reclaim`, which releases slots of ended sequences and returns whether it released any. If it did not, preempts
-        the youngest sequences, one at a time."""
+    def plan(self) -> StepPlan:
+        """Return the plan of the next step, with memory promised to all its sequences. When memory is short,
+        reclaims it from ended sequences. If they have none, preempts the youngest sequences, one at a time."""
         self.is_stalled = False
         while True:
             plan = self.scheduling_policy.plan(self.rows)
             short = self._without_memory(plan)
             if short is None:
                 return plan if self.speculation is None else self.speculation.plan(plan, self.rows)
-            if reclaim():
+            if self.reclaim is not None and self.reclaim():
                 continue
             youngest = max(self.rows.values(), key=_AGE)
             if youngest is short and len(self.rows) == 1:

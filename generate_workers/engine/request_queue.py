@@ -1,7 +1,7 @@
 """The open streams of an engine, and the messages of other threads to it: the only state that threads share with it.
 
 `streams.open_streams` opens and cancels streams here through `engine.core`, which takes them between two steps.
-One condition guards all state. The engine's thread also sleeps on it while it has nothing to run.
+One condition, that of `slots.changes`, guards all state. The engine's thread sleeps on it while it has nothing to run.
 """
 
 import math
@@ -10,27 +10,25 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from baton.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
-from baton.process.clock import Clock
 from baton.text.stop_strings import StopStrings
 from baton.text.token_masks import ChoiceMasks
 from baton.types import LeaseRef
 from generate_workers.engine.rows import EngineStream, EventSink, GenerationRequest, RowEndHook, StreamId
 from generate_workers.slots.leases import BatchSlot
+from generate_workers.slots.table import SlotTable
 
 
 class RequestQueue:
     """Open streams, and messages to open or end some. Thread-safe. Only the engine calls `take`, `claim_slots`,
     `forget` and `await_work`."""
 
-    def __init__(self, max_waiting: int, num_free: Callable[[], int]) -> None:
-        """`max_waiting`: number of choices that may wait in addition to those for which one of the `num_free()` free
-        slots is available."""
+    def __init__(self, max_waiting: int, slots: SlotTable) -> None:
+        """`max_waiting`: number of choices that may wait in addition to those for which a slot is free."""
         self._max_waiting = max_waiting
-        self._num_free = num_free
-        self._condition = threading.Condition()
+        self._slots = slots
+        self._condition = slots.changes.condition
         self.close_reason = ""
         """Reason why no more streams are accepted; empty while open."""
-        self._woken = False
         self._next_stream_id = 1
         self._open: dict[StreamId, EngineStream] = {}
         self._refs: dict[LeaseRef, StreamId] = {}
@@ -40,7 +38,6 @@ class RequestQueue:
         """Open streams whose token masks are being prepared. They enter the inbox when the masks are ready."""
         self._inbox: list[EngineStream] = []
         self._cancelled: list[StreamId] = []
-        self._abandoned: list[StreamId] = []
 
     def open(
         self,
@@ -77,21 +74,6 @@ class RequestQueue:
                 self._cancelled.append(stream_id)
                 self._condition.notify()
 
-    def abandon(self, ref: LeaseRef) -> None:
-        """Request that the engine end the stream of a lease if it has sequences, running or preempted. Otherwise the
-        engine finds that the lease has ended when the stream would join. Idempotent."""
-        with self._condition:
-            if ref in self._refs:
-                self._abandoned.append(self._refs[ref])
-                self._woken = True
-                self._condition.notify()
-
-    def wake(self) -> None:
-        """Wake the engine, because a slot or lease that it may wait for has changed."""
-        with self._condition:
-            self._woken = True
-            self._condition.notify()
-
     def close(self, reason: str) -> None:
         """Refuse further streams with `reason`. The first reason is kept."""
         with self._condition:
@@ -106,9 +88,9 @@ class RequestQueue:
 
     @property
     def has_messages(self) -> bool:
-        """Return whether the engine has messages to take, or was woken."""
+        """Return whether the engine has messages to take, or a slot has changed."""
         with self._condition:
-            return bool(self._woken or self._inbox or self._cancelled)
+            return bool(self._slots.changes.has_changed or self._inbox or self._cancelled)
 
     def streams(self) -> list[EngineStream]:
         """Return all open streams."""
@@ -126,16 +108,16 @@ class RequestQueue:
 
     def take(self) -> tuple[list[EngineStream], list[EngineStream]]:
         """Return `(new streams, streams to cancel)` since the last call. New streams include unprepared ones that are
-        to be cancelled and, once closed, all unprepared ones."""
+        to be cancelled and, once closed, all unprepared ones. A stream whose lease was abandoned is cancelled if it has
+        sequences, running or preempted. Otherwise the engine finds that the lease has ended when the stream would
+        join."""
         with self._condition:
             cancelled, self._cancelled = self._cancelled, []
-            abandoned, self._abandoned = self._abandoned, []
+            abandoned = [self._refs[ref] for ref in self._slots.changes.take_abandoned() if ref in self._refs]
             ended = [stream_id for stream_id in self._preparing if self.close_reason or stream_id in cancelled]
             came = self._inbox + [self._preparing.pop(stream_id) for stream_id in ended]
             self._inbox = []
-            cancelled += [
-                stream_id for stream_id in abandoned if stream_id in self._open and self._open[stream_id].has_rows
-            ]
+            cancelled += [stream_id for stream_id in abandoned if self._open[stream_id].has_rows]
             return came, [self._open[stream_id] for stream_id in dict.fromkeys(cancelled) if stream_id in self._open]
 
     def claim_slots(self, stream: EngineStream, occupy: Callable[[], list[BatchSlot] | None]) -> list[BatchSlot] | None:
@@ -155,20 +137,20 @@ class RequestQueue:
             if stream.request.lease_ref is not None:
                 self._refs.pop(stream.request.lease_ref, None)
 
-    def await_work(self, next_deadline_s: Callable[[], float], clock: Clock) -> bool:
-        """Sleep until a message arrives or the deadline (Clock.now_s()) has passed. Return False when closed."""
+    def await_work(self) -> bool:
+        """Sleep until a message arrives, a slot changes or a lease's deadline has passed. Return False when closed."""
         with self._condition:
             while not (self.close_reason or self.has_messages):
-                left_s = next_deadline_s() - clock.now_s()
+                left_s = self._slots.next_deadline_s() - self._slots.clock.now_s()
                 if left_s <= 0:
                     break
                 self._condition.wait(None if left_s == math.inf else min(left_s, threading.TIMEOUT_MAX))
-            self._woken = False
+            self._slots.changes.has_changed = False
             return not self.close_reason
 
     def _take_place(self, stream_id: StreamId, num_choices: int) -> None:
         # streams for which a slot is free get it before the next step
-        num_queued = sum(self._waiting.values()) - self._num_free()
+        num_queued = sum(self._waiting.values()) - self._slots.ledger().num_free
         if num_queued + num_choices > self._max_waiting:
             raise ResourceExhaustedError(f"{max(num_queued, 0)} requests wait for a slot already: try again later")
         self._waiting[stream_id] = num_choices

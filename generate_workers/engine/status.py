@@ -5,13 +5,9 @@ names.
 """
 
 from dataclasses import dataclass
-from typing import Self
 
-from generate_workers.engine.preemption import RunningRows
-from generate_workers.engine.request_queue import RequestQueue
 from generate_workers.engine.speculation import SpeculationStats
 from generate_workers.slots.leases import SlotLedger
-from generate_workers.slots.table import SlotTable
 
 
 @dataclass(frozen=True)
@@ -67,31 +63,3 @@ class EngineStatus:
     """Reason why the engine is considered hung, so that its worker must be replaced; empty while it works."""
     num_not_finite: int = 0
     """Number of sequences so far that ended because their logits were NaN or infinite."""
-
-    @classmethod
-    def of(
-        cls,
-        slots: SlotTable,
-        queue: RequestQueue,
-        running: RunningRows,
-        *,
-        num_steps: int,
-        last_step: StepStats | None,
-        device: str,
-        stall: str = "",
-        num_not_finite: int = 0,
-    ) -> Self:
-        """Make the status of an engine with these slots, streams and sequences."""
-        return cls(
-            ledger=slots.ledger(),
-            num_streams=len(queue.streams()),
-            num_rows=len(running.rows),
-            num_steps=num_steps,
-            num_preemptions=running.num_preemptions,
-            num_preempted=len(running.waiting),
-            last_step=last_step,
-            speculation=None if running.speculation is None else running.speculation.stats,
-            device=device,
-            stall=stall,
-            num_not_finite=num_not_finite,
-        )

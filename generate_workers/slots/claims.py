@@ -22,7 +22,7 @@ class Claims:
     def __init__(self, memory: KvMemory, clock: Clock) -> None:
         self.slots = tuple(Slot(SlotId(number), memory) for number in range(memory.shape.num_slots))
         self.changed = False
-        """True if a claim began, was committed, was renewed or ended since the table called `on_change` last."""
+        """True if a claim began, was committed, was renewed or ended since the table reported it last."""
         self.num_owed, self.owed = 0, KvBytes()
         """Number of slots, and memory, that new leases leave free for sequences that wait to resume or to grow."""
         self._memory = memory

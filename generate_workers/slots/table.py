@@ -14,7 +14,7 @@ piece, but never while waiting. `device_upload` copies pieces to a device with m
 import asyncio
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 
@@ -24,6 +24,7 @@ from baton.transport.kv_sink import ReserveSpec
 from baton.types import Lease, LeaseRef, SampledToken, SlotId, TokenRange
 from generate_workers.residency.port import KvBytes, SharesPrefixes
 from generate_workers.slots.access import FrameWriter, HomeWriter, SlotReader, SlotWriter
+from generate_workers.slots.changes import SlotChanges
 from generate_workers.slots.claims import Claims
 from generate_workers.slots.device_upload import DeviceUpload, FramedPiece
 from generate_workers.slots.leases import BatchSlot, SlotClaim, SlotLedger, SlotState
@@ -37,19 +38,15 @@ class SlotTable:
         """`endpoint`: host:port that leases name. The table takes ownership of `memory`. Raises ConfigError when the
         device's staging frames are too small for the model."""
         self.max_slot_tokens = memory.shape.max_slot_tokens
-        self.on_change: Callable[[], None] = _ignore
-        """Callback after a claim has begun, was committed, was renewed or has ended. It is called on the changing
-        thread, without the lock. The engine sets it once, before the table is used. Must neither block nor raise."""
-        self.on_abandon: Callable[[LeaseRef], None] = _ignore
-        """Callback of `abort`, without the lock, for a lease that has ended or whose sequences are in the batch and
-        must leave it. The engine sets it once. Must neither block nor raise."""
+        self.changes = SlotChanges()
+        """Changes for the engine. They are reported on the changing thread, without the lock."""
         self.memory = memory
         """KV memory of all slots. Changed only under the table's lock."""
         self.layout = memory.shape.layout
         """Layout of the KV in the slots."""
         self.num_slots = memory.shape.num_slots
         self._endpoint = endpoint
-        self._clock = clock
+        self.clock = clock
         self._lock = threading.Lock()
         self._claims = Claims(memory, clock)
         self._slots = self._claims.slots
@@ -123,9 +120,9 @@ class SlotTable:
         copied to the device. A cancelled wait changes nothing."""
         with self._changing():
             claim = self._claims.present(ref)
-        give_up_s = self._clock.now_s() + wait_s
+        give_up_s = self.clock.now_s() + wait_s
         while (missing := self._missing(claim)) is not None:
-            left_s = min(claim.deadline_s, give_up_s) - self._clock.now_s()
+            left_s = min(claim.deadline_s, give_up_s) - self.clock.now_s()
             if left_s <= 0:
                 layer, tokens = missing
                 arrived, absent = "are on their way to the device: commit again", "have not arrived: push them"
@@ -145,15 +142,15 @@ class SlotTable:
             self._claims.complete_locally(ref)
 
     def abort(self, ref: LeaseRef) -> None:
-        """End the lease: the slot is free once its last writer has left. If the lease was activated, call `on_abandon`
-        instead. Idempotent. A stale stamp changes no slot, and also calls `on_abandon`."""
+        """End the lease: the slot is free once its last writer has left. If the lease was activated, the
+        engine must end its sequences instead. Idempotent. A stale stamp changes no slot, and is reported as well."""
         with self._changing():
             slot = self._claims.find(ref)
             if slot is not None and slot.state is not SlotState.ACTIVE:
                 slot.end()
                 self._claims.changed = True
                 return
-        self.on_abandon(ref)
+        self.changes.abandon(ref)
 
     # On the engine's thread.
 
@@ -237,7 +234,7 @@ class SlotTable:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Hold the lock. After releasing it, call `on_change` if a claim has changed, even if the block raised."""
+        """Hold the lock. After releasing it, report a changed claim, even if the block raised."""
         changed = False
         try:
             with self._lock:
@@ -247,7 +244,7 @@ class SlotTable:
                     changed, self._claims.changed = self._claims.changed, False
         finally:
             if changed:
-                self.on_change()
+                self.changes.wake()
 
     def _write(self, claim: SlotClaim, layer: int, tokens: TokenRange, data: memoryview) -> bool:
         with self._changing():
@@ -328,7 +325,3 @@ def _check_failure(claim: SlotClaim) -> None:
     """Raise TransferError for a claim that ended because a piece could not be copied."""
     if claim.failure:
         raise TransferError(claim.failure)
-
-
-def _ignore(*_what: object) -> None:
-    """Do nothing, since no listener is set yet."""

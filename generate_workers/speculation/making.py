@@ -10,10 +10,10 @@ from baton.planning.hardware import cpu_rank, derive_step
 from baton.planning.speculation import MOST_DRAFTS
 from baton.planning.step_costs import StepCosts
 from baton.planning.work_cost import WorkCost
-from baton.process.clock import Clock
 from generate_workers.config import EngineConfig
 from generate_workers.engine.model_runner import bytes_per_step
 from generate_workers.engine.model_shape import model_shape
+from generate_workers.engine.served_model import ServedModel
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.host import HostResidency
 from generate_workers.residency.port import DraftKeys
@@ -54,21 +54,18 @@ CHOOSING: Mapping[str, MakeChoosing] = {
 
 
 def make_speculation(
-    decoder: Decoder,
+    model: ServedModel,
     slots: SlotTable,
     config: EngineConfig,
-    clock: Clock,
-    cost: WorkCost | None = None,
     *,
-    draft_model: Decoder | None = None,
     name: str = "",
     choosing: Mapping[str, MakeChoosing] = CHOOSING,
 ) -> Speculator | None:
-    """Return the speculation of an engine over these slots; None when it is off. `cost`: measured costs of steps of
-    `decoder`; None: nominal costs. `draft_model`: the loaded model that `config.draft_model` names, with the vocabulary
-    of `decoder`; None if it names none. `name`: speculation to make; empty: the configured one. `choosing`: makers of
-    views that select keys, by name. Raises ConfigError for a named speculation that is not supported: over approximate
-    KV, over few keys of a model with sliding windows, and over selected keys that are not on the device."""
+    """Return the speculation of an engine over these slots; None when it is off. `name`: speculation to make; empty:
+    the configured one. `choosing`: makers of views that select keys, by name. Raises ConfigError for a named
+    speculation that is not supported: over approximate KV, over few keys of a model with sliding windows, and over
+    selected keys that are not on the device."""
+    decoder, draft_model = model.decoder, model.draft_model
     name, residency = name or config.speculation, slots.memory.residency
     if name == "off" or (name == "auto" and not residency.traits.is_exact):
         return None
@@ -100,11 +97,11 @@ def make_speculation(
             f"speculation = {name!r} is not supported with sliding windows: use speculation ngram, auto or off"
         )
     chosen: dict[str, DraftSource] = sources if name == "auto" else {name: sources[name]}
-    costs = StepCosts(cost or _nominal(decoder))
+    costs = StepCosts(model.cost or _nominal(decoder))
     draft_costs = costs if draft_model is None else StepCosts(_nominal(draft_model))
     drafting = draft_model or decoder
     draft_steps = DraftSteps(draft_costs, drafting.layout.token_bytes, bytes_per_step(drafting.weights))
-    return Speculator(chosen, slots, costs, draft_steps, clock, fixed_drafts=config.draft_tokens or None)
+    return Speculator(chosen, slots, costs, draft_steps, fixed_drafts=config.draft_tokens or None)
 
 
 def _budgets(config: EngineConfig) -> dict[int, float]:

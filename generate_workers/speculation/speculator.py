@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from baton.planning.speculation import MOST_DRAFTS, Prospect, expected_tokens, plan_round
 from baton.planning.step_costs import StepCosts
 from baton.planning.work_cost import NO_WORK, RowDrafts, StepWork, drafting_work, verifying_work
-from baton.process.clock import Clock
 from baton.results.timings import DraftCounts
 from baton.types import SlotId
 from generate_workers.engine.rows import Row
@@ -72,7 +71,6 @@ class Speculator:
         slots: SlotTable,
         costs: StepCosts,
         draft_steps: DraftSteps,
-        clock: Clock,
         *,
         fixed_drafts: int | None = None,
     ) -> None:
@@ -84,7 +82,7 @@ class Speculator:
         self._slots = slots
         self._costs = costs
         self._draft_steps = draft_steps
-        self._clock = clock
+        self._clock = slots.clock
         self._fixed_drafts = fixed_drafts
         self._counts = {name: DraftCounts(name) for name in sources}
         self.stats = SpeculationStats(sources=self._source_stats())

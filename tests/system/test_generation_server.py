@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from baton.transport.proto_types import history_to_proto
 from baton.types import FinishReason, RequestId, SampledToken
 from baton.v1 import generate_pb2
 from generate_workers.config import EngineConfig
+from generate_workers.engine.served_model import ServedModel
 from generate_workers.servicer import GenerationServer
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.engines.generation_servers import SHORT, Client, ids_in, read, serving
@@ -36,7 +38,7 @@ from tests.support.engines.prefixes import PLENTY, hung, prefix_folder
 from tests.support.engines.slot_tables import page_bytes
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import letter_tokenizer, text_of
-from tests.support.wire.secret import SECRET
+from tests.support.wire.secret import PLACE, SECRET
 
 pytestmark = pytest.mark.integration
 
@@ -232,17 +234,10 @@ async def test_a_server_that_stops_ends_running_streams() -> None:
             await client.status()
 
 
-async def test_a_port_in_use_is_a_config_error(client: Client) -> None:
-    with pytest.raises(ConfigError, match=f"127.0.0.1:{client.server.port}"):
-        await GenerationServer.start(
-            client.decoder,
-            letter_tokenizer(),
-            CONFIG,
-            clock=SystemClock(),
-            host="127.0.0.1",
-            secret=SECRET,
-            port=client.server.port,
-        )
+async def test_an_address_of_another_machine_is_a_config_error(client: Client) -> None:
+    model, place = ServedModel(client.decoder, letter_tokenizer()), replace(PLACE, host="192.0.2.1")
+    with pytest.raises(ConfigError, match="192.0.2.1:0"):
+        await GenerationServer.start(model, place, CONFIG, clock=SystemClock())
 
 
 async def test_commit_with_the_wrong_first_token_harms_no_other(client: Client) -> None:

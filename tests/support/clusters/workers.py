@@ -19,6 +19,7 @@ from baton.transport.identity import ClusterSecret
 from baton_lab.chaos.faults import FaultPlan
 from deploy.config.worker import Section, WorkerConfig
 from generate_workers.config import EngineConfig
+from generate_workers.engine.served_model import ServedModel
 from generate_workers.servicer import GenerationServer
 from orchestrator.api.host import OrchestratorHost
 from orchestrator.requests.config import OrchestratorConfig
@@ -165,12 +166,10 @@ class InProcessSpawner:
         """Start the server of a generation group."""
         assert isinstance(config.section, EngineConfig)
         return await GenerationServer.start(
-            self._model(config),
-            letter_tokenizer(),
+            ServedModel(self._model(config), letter_tokenizer()),
+            PLACE,
             config.section,
             clock=CLOCK,
-            host=HOST,
-            secret=SECRET,
             prefix_place=self._prefixes(config),
         )
 

@@ -30,8 +30,10 @@ from generate_workers.config import CHOOSING_DRAFTS, AcceptanceName, EngineConfi
 from generate_workers.engine.chunked_prefill import ChunkedPrefillPolicy
 from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.device_steps import make_device_steps
+from generate_workers.engine.preemption import RunningRows
 from generate_workers.engine.rows import GenerationRequest, StreamId
 from generate_workers.engine.scheduling_policy import SchedulingPolicy
+from generate_workers.engine.served_model import ServedModel
 from generate_workers.engine.speculation import Speculation
 from generate_workers.prefixes.answer_saving import AnswerSaver
 from generate_workers.residency.port import DraftKeys, KvShape
@@ -48,7 +50,6 @@ from tests.support.models.tiny_models import random_decoder
 from tests.support.models.tiny_tokenizer import EOS_ID, letter_tokenizer
 
 WAIT_S = 30.0
-_drafts = partial(make_speculation, choosing=CHOOSING)
 _LIKELY: dict[tuple[tuple[int, ...], float, int], list[int]] = {}
 """Outputs of `reference_ids`, of any model, by prompt, temperature and seed."""
 
@@ -232,14 +233,13 @@ def harness(
         step_graphs=step_graphs,
     )
     saver = AnswerSaver(slots, store) if store is not None else None
-    own: Speculation | None = _drafts(decoder, slots, config, clock, cost, draft_model=drafting, name=speculation)
-    engine = GenerationEngine(
-        *(decoder, letter_tokenizer(), slots, clock, config),
-        scheduling_policy=scheduling_policy or ChunkedPrefillPolicy.of(config, decoder.config),
-        speculation=own if speculator is None else speculator(slots, own),
-        reclaim=None if saver is None else saver.give_up,
-        decode_steps=make_device_steps(decoder, residency, config, clock),
-    )
+    model = ServedModel(decoder, letter_tokenizer(), drafting, cost)
+    own: Speculation | None = make_speculation(model, slots, config, name=speculation, choosing=CHOOSING)
+    drafts = own if speculator is None else speculator(slots, own)
+    scheduling_policy = scheduling_policy or ChunkedPrefillPolicy.of(config, decoder.config)
+    running = RunningRows(slots, scheduling_policy, drafts, None if saver is None else saver.give_up)
+    decode_steps = make_device_steps(decoder, residency, config, clock)
+    engine = GenerationEngine(model, running, config, decode_steps=decode_steps)
     try:
         with ends_empty(slots):
             yield (made := Harness(decoder, slots, engine, clock, saver))

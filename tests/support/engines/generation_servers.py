@@ -25,13 +25,14 @@ from baton.transport.status import translate_rpc_errors
 from baton.types import Lease, LeaseRef, RequestId, TokenEvent
 from baton.v1 import generate_pb2, generate_pb2_grpc
 from generate_workers.config import EngineConfig
+from generate_workers.engine.served_model import ServedModel
 from generate_workers.servicer import GenerationServer
 from orchestrator.workers.streams import SharedStreams, StreamPart
 from tests.support.engines.generation import eos_decoder, prefilled, sampled_next
 from tests.support.engines.prefixes import PLENTY
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import letter_tokenizer
-from tests.support.wire.secret import SECRET
+from tests.support.wire.secret import PLACE, SECRET
 
 SHORT = SamplingParams(max_tokens=8, temperature=0.8, seed=5, ignore_eos=True)
 IDLE = generate_pb2.GenerationStatusRequest()
@@ -126,12 +127,10 @@ async def serving(
     torch.set_num_threads(1)
     decoder, tokenizer = decoder or eos_decoder(), tokenizer or letter_tokenizer()
     server = await GenerationServer.start(
-        decoder,
-        tokenizer,
+        ServedModel(decoder, tokenizer),
+        PLACE,
         config,
         clock=SystemClock(),
-        host="127.0.0.1",
-        secret=SECRET,
         prefix_place=None if prefix_folder is None else PrefixPlace(prefix_folder, PLENTY, prefix_disk),
     )
     try:

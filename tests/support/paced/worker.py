@@ -22,6 +22,8 @@ from generate_workers.config import EngineConfig
 from generate_workers.engine.chunked_prefill import ChunkedPrefillPolicy
 from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.memory_limits import make_memory
+from generate_workers.engine.preemption import RunningRows
+from generate_workers.engine.served_model import ServedModel
 from generate_workers.servicer import GenerationServer, GenerationServicer
 from generate_workers.slots.table import SlotTable
 from prefill_workers.config import PrefillConfig
@@ -57,7 +59,7 @@ async def start_group(
     slots = SlotTable(make_memory(decoder, section, place.num_engines), clock, endpoint=f"{place.host}:{port}")
     tokenizer = await asyncio.to_thread(Tokenizer.load, place.model_folder)
     scheduling_policy = PacedBatcher(ChunkedPrefillPolicy.of(section, decoder.config), steps)
-    engine = GenerationEngine(decoder, tokenizer, slots, clock, section, scheduling_policy=scheduling_policy)
+    engine = GenerationEngine(ServedModel(decoder, tokenizer), RunningRows(slots, scheduling_policy), section)
     servicer = GenerationServicer(engine, decoder.layout)
     generate_pb2_grpc.add_GenerationGroupServicer_to_server(servicer, server)
     KvReceiverServicer(slots, None, clock=clock).add_to(server)

@@ -219,10 +219,10 @@ def test_leases_cannot_starve_an_oldest_row_that_waits_for_memory() -> None:
         made.slots.abort(made.reserve(32, 90).ref)  # nothing is owed any more
 
 
-def test_what_a_preempted_row_gives_back_is_no_lease_s_even_for_a_moment() -> None:
+def test_what_a_preempted_row_gives_back_is_no_lease_s_even_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     with harness(decoder=DECODER, limits=limit(96, 1), growth_tokens=1) as made:
         refused: list[str] = []
-        wake = made.slots.on_change
+        wake = made.slots.changes.wake
 
         def reserve_at_once() -> None:
             wake()
@@ -232,9 +232,9 @@ def test_what_a_preempted_row_gives_back_is_no_lease_s_even_for_a_moment() -> No
                 refused.append(str(refusal.value))
 
         asked = [(made.submit(prompt(length), LONG)[1], length, LONG) for length in (30, 31)]
-        made.slots.on_change = reserve_at_once
+        monkeypatch.setattr(made.slots.changes, "wake", reserve_at_once)
         until_preempted(made)
-        made.slots.on_change = wake
+        monkeypatch.undo()
         assert refused
         made.run()
         check_tokens(made, *asked)

@@ -64,7 +64,7 @@ def test_a_sleeping_engine_wakes_for_a_commit() -> None:
 def test_a_sleeping_engine_wakes_for_a_deadline() -> None:
     clock = ManualClock(100.0)
     with harness(clock=clock) as made:
-        made.engine._queue._condition = watched = Watched()
+        made.engine._queue._condition = made.slots.changes.condition = watched = Watched()
         made.engine.start()
         _, stream = made.submit(prompt(9), SHORT, ref=made.reserve(9, 80, ttl_s=0.1).ref)
         assert watched.limited.wait(WAIT_S)
@@ -86,7 +86,7 @@ def test_a_sleeping_engine_wakes_for_a_cancel_and_for_a_freed_slot() -> None:
 
 def test_an_idle_engine_sleeps_until_it_is_woken() -> None:
     with harness() as made:
-        made.engine._queue._condition = watched = Watched()
+        made.engine._queue._condition = made.slots.changes.condition = watched = Watched()
         _, stream = made.submit(prompt(5), SHORT)
         made.engine.start()
         assert stream.ended.wait(WAIT_S)

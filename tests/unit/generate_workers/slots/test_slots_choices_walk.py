@@ -56,8 +56,7 @@ class ChoicesWalk(RuleBasedStateMachine):
         super().__init__()
         self.clock = ManualClock(start_s=100.0)
         self.slots = make_slots(self.clock, num_slots=NUM_SLOTS)
-        self.abandoned: list[LeaseRef] = []
-        self.slots.on_abandon = self.abandoned.append
+        self.abandoned = self.slots.changes._abandoned
         self.all: list[Request] = []
         self.num_owed = 0
 

@@ -211,10 +211,12 @@ def test_the_last_of_many_writers_frees_the_slot(slots: SlotTable) -> None:
     assert is_empty(slots.ledger())
 
 
-async def test_the_listener_hears_every_change(slots: SlotTable, clock: ManualClock) -> None:
+async def test_the_engine_hears_every_change(
+    slots: SlotTable, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     changes: list[str] = []
     doing = "reserve"
-    slots.on_change = lambda: changes.append(doing)
+    monkeypatch.setattr(slots.changes, "wake", lambda: changes.append(doing))
     ref = lease(slots).ref
     doing = "push"
     push_zeros(slots, ref, 4)
@@ -235,12 +237,12 @@ async def test_the_listener_hears_every_change(slots: SlotTable, clock: ManualCl
     assert changes == ["expire"]
 
 
-async def test_the_listener_is_not_told_of_nothing(slots: SlotTable) -> None:
+async def test_the_engine_is_not_told_of_nothing(slots: SlotTable, monkeypatch: pytest.MonkeyPatch) -> None:
     ref = await committed(slots)
     slots.activate(ref)
     slots.release(ref)
     changes: list[bool] = []
-    slots.on_change = lambda: changes.append(True)
+    monkeypatch.setattr(slots.changes, "wake", lambda: changes.append(True))
     slots.abort(ref)
     slots.expire()
     with pytest.raises(StaleStampError), slots.open_push(ref):
@@ -248,9 +250,9 @@ async def test_the_listener_is_not_told_of_nothing(slots: SlotTable) -> None:
     assert changes == []
 
 
-def test_listener_may_call_the_table(slots: SlotTable) -> None:
+def test_the_table_may_be_called_as_a_change_is_told(slots: SlotTable, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[SlotLedger] = []
-    slots.on_change = lambda: seen.append(slots.ledger())
+    monkeypatch.setattr(slots.changes, "wake", lambda: seen.append(slots.ledger()))
     slots.abort(lease(slots).ref)
     assert [ledger.num_free for ledger in seen] == [1, 2]
 
