@@ -12,7 +12,6 @@ from baton_lab.comparators.fetched_window import FetchedWindowResidency
 from baton_lab.comparators.h2o import H2oResidency
 from baton_lab.comparators.heavy_hitters import HeavyBudget
 from baton_lab.comparators.oracle import OracleResidency
-from baton_lab.comparators.traits import POLICIES
 from baton_lab.comparators.window import WindowResidency
 from generate_workers.residency import policies as product
 from generate_workers.residency.policies import Make, SelectionSource, require_others, selecting
@@ -62,4 +61,4 @@ MAKERS: Mapping[str, Make] = {
 def make_residency(name: str, shape: KvShape, device: Device, source: SelectionSource | None = None) -> Residency:
     """Make the policy of that name, as `generate_workers.residency.policies.make_residency` does. Raises what that
     raises."""
-    return product.make_residency(name, shape, device, source, policies=POLICIES, makers=MAKERS)
+    return product.make_residency(name, shape, device, source, MAKERS)

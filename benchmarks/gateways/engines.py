@@ -20,7 +20,7 @@ from benchmarks.gateways.process import Answer, usage
 from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.rows import EventSink, GenerationRequest, StreamId
 from generate_workers.engine.status import EngineStatus
-from generate_workers.residency.traits import policy_named
+from generate_workers.residency.traits import POLICIES
 from generate_workers.servicer import GenerationServicer
 from generate_workers.slots.leases import KvLedger, SlotLedger
 
@@ -54,7 +54,7 @@ class ScriptedEngine:
 
     def __init__(self, num_slots: int, *, says_time: bool = False) -> None:
         self._says_time = says_time
-        self.residency = SimpleNamespace(traits=policy_named("device"))
+        self.residency = SimpleNamespace(traits=POLICIES["device"])
         self._num_slots = num_slots
         self._rows: dict[StreamId, _Row] = {}
         self._lock = threading.Lock()

@@ -28,7 +28,7 @@ from generate_workers.residency.sparse.infinigen import InfinigenResidency
 from generate_workers.residency.sparse.infinigen_pooled import PooledResidency
 from generate_workers.residency.sparse.pool import PoolSize
 from generate_workers.residency.sparse.selective import NO_CHOSEN_DRAFTS, require_no_windows, require_selective
-from generate_workers.residency.traits import POLICIES, POOLED, PolicyTraits, policy_named
+from generate_workers.residency.traits import POLICIES, POOLED, policy_named
 
 logger = logging.getLogger(__name__)
 
@@ -159,19 +159,17 @@ def make_residency(
     shape: KvShape,
     device: Device,
     source: SelectionSource | None = None,
-    *,
-    policies: Mapping[str, PolicyTraits] = POLICIES,
     makers: Mapping[str, Make] = MAKERS,
 ) -> Residency:
-    """Make the policy of that name for all slots. Policies that select keys need a `source`. `policies`, `makers`:
-    known policies, with a maker for each. Raises ConfigError for an unknown name, for a policy that is not supported
+    """Make the policy of that name for all slots. Policies that select keys need a `source`. `makers`: maker of
+    each known policy. Raises ConfigError for an unknown name, for a policy that is not supported
     here, and when the slots' address space cannot be reserved; ModelError if the prepared file of `source` does not
     exist or does not fit."""
-    traits = policy_named(name, policies)
-    if source is not None and source.pool is not None and not traits.has_pool:
+    make = policy_named(name, makers)
+    if source is not None and source.pool is not None and not (name in POLICIES and POLICIES[name].has_pool):
         raise ConfigError(f"residency = {name!r} keeps all KV: leave pool_tokens at 0, or use residency {POOLED}")
     try:
-        return makers[name](shape, device, source)
+        return make(shape, device, source)
     except (*OUT_OF_MEMORY, OSError) as error:
         tokens = f"{shape.num_slots} slots of {shape.max_slot_tokens} tokens"
         raise ConfigError(

@@ -6,8 +6,11 @@ policies, and each policy's class refers to its entry here.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from baton.errors import ConfigError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,9 @@ POOLED = ", ".join(name for name, traits in POLICIES.items() if traits.has_pool)
 """Names of the policies that may keep KV in a pool, as text for messages."""
 
 
-def policy_named(name: str, policies: Mapping[str, PolicyTraits] = POLICIES) -> PolicyTraits:
-    """Return the traits of the policy of that name in `policies`. Raises ConfigError for an unknown name."""
+def policy_named(name: str, policies: Mapping[str, T]) -> T:
+    """Return the traits, or the maker, of the policy of that name in `policies`. Raises ConfigError for an unknown
+    name."""
     if name not in policies:
         raise ConfigError(f"residency = {name!r} is unknown: use one of {', '.join(policies)}")
     return policies[name]

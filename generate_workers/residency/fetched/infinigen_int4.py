@@ -48,13 +48,14 @@ _NUM_AREAS = 2
 class FetchedInt4Row(ScoredInt4Row):
     """ScoredInt4Row whose packed layers are in host memory. Steps read the fetched codes from an area."""
 
-    def __init__(self, form: Int4Format, device: Device, max_tokens: int, basis: Basis, pieces: Pieces) -> None:
+    def __init__(self, shape: KvShape, device: Device, basis: Basis, pieces: Pieces) -> None:
         """`pieces`: memory for pushed keys, from which partial keys are made. Raises an error of OUT_OF_MEMORY, or
         OSError, when the slot's address space cannot be reserved."""
-        self._fetched = Area(form.packed(_NUM_AREAS), device.row_memory, max_tokens)
+        codes = Int4Format(shape.layout).packed(_NUM_AREAS)
+        self._fetched = Area(codes, device.row_memory, shape.max_slot_tokens)
         self._pushed = pieces
         more = [self._fetched]
-        super().__init__(form, device.row_memory, max_tokens, basis, more, make_home=device.home_memory)
+        super().__init__(shape, device.row_memory, basis, more, make_home=device.home_memory)
 
     @property
     def codes(self) -> Area:
@@ -159,10 +160,10 @@ class FetchedInt4Residency(RowResidency[FetchedInt4Row]):
         """`prepared` must be for `decoder`, and the packing kernel must be loaded. Raises ConfigError for KV that
         cannot be packed; an error of OUT_OF_MEMORY, or OSError, when the slots' address space cannot be reserved."""
         assert has_int4_kernel() and native.load()  # the latter copies heads
-        form, most = Int4Format(shape.layout), shape.max_slot_tokens
+        form = Int4Format(shape.layout)
         ahead, pieces = replace(prepared, lookahead=1), Pieces(shape.layout, decoder.device)
         self.scratch_bytes = PIECE_TOKENS * shape.layout.row_bytes
-        rows = [FetchedInt4Row(form, decoder.device, most, ahead.basis, pieces) for _ in range(shape.num_slots)]
+        rows = [FetchedInt4Row(shape, decoder.device, ahead.basis, pieces) for _ in range(shape.num_slots)]
         super().__init__(rows, lambda rows: FetchedInt4Step(form, rows, ahead, decoder))
         self._link = decoder.device.link
 

@@ -45,20 +45,19 @@ class ScoredInt4Row(Int4Row, ScoredRow):
 
     def __init__(
         self,
-        form: Int4Format,
+        shape: KvShape,
         make_memory: MakeMemory,
-        max_tokens: int,
         basis: Basis,
         more: Sequence[RowPart] = (),
         *,
         make_home: MakeMemory | None = None,
     ) -> None:
         """`more`: further parts on the device. `make_home`: makes host memory for the packed layers; None: they are in
-        memory of `make_memory`. Raises an error of OUT_OF_MEMORY, or OSError, when the slot's address space cannot be
-        reserved."""
-        self.partial = PartialIndex(form.plain, basis, max_tokens, make_memory)
+        memory of `make_memory`. Raises ConfigError for KV that cannot be packed; an error of OUT_OF_MEMORY, or OSError,
+        when the slot's address space cannot be reserved."""
+        self.partial = PartialIndex(shape.layout, basis, shape.max_slot_tokens, make_memory)
         index = self.partial, *more
-        super().__init__(form, make_memory, max_tokens, index, is_apart=make_home is not None, make_home=make_home)
+        super().__init__(shape, make_memory, index, is_apart=make_home is not None, make_home=make_home)
 
     def span(self, tokens: TokenRange) -> SequenceSpan:
         """Return the span of a step over the whole layers and the area."""
@@ -142,6 +141,6 @@ class InfinigenInt4Residency(RowResidency[ScoredInt4Row]):
         """`prepared` must be for `decoder`, and the packing kernel must be loaded. Raises ConfigError for KV that
         cannot be packed; an error of OUT_OF_MEMORY, or OSError, when the slots' address space cannot be reserved."""
         assert has_int4_kernel()
-        form, most, basis = Int4Format(shape.layout), shape.max_slot_tokens, prepared.basis
-        rows = [ScoredInt4Row(form, make_memory, most, basis) for _ in range(shape.num_slots)]
+        form = Int4Format(shape.layout)
+        rows = [ScoredInt4Row(shape, make_memory, prepared.basis) for _ in range(shape.num_slots)]
         super().__init__(rows, lambda rows: InfinigenInt4Step(form, rows, prepared, decoder))

@@ -19,6 +19,7 @@ from baton.modeling.kv.transfers import Transfer
 from baton.modeling.sparse.bases import NUM_WHOLE_LAYERS
 from baton.types import TokenRange
 from generate_workers.residency.int4.format import Int4Format
+from generate_workers.residency.port import KvShape
 from generate_workers.residency.rows import Area, AreaRow, MakeMemory, PagedKv, RowPart
 
 
@@ -27,9 +28,8 @@ class Int4Row(AreaRow):
 
     def __init__(
         self,
-        form: Int4Format,
+        shape: KvShape,
         make_memory: MakeMemory,
-        max_tokens: int,
         index: Sequence[RowPart] = (),
         *,
         is_apart: bool = False,
@@ -37,9 +37,9 @@ class Int4Row(AreaRow):
     ) -> None:
         """`index`: the policy's index for selecting keys; with one, the whole layers count as device memory as well.
         `is_apart`: True if `make_memory` makes memory of a device with memory of its own. `make_home`: makes host
-        memory for the packed layers in that case; None: they are stored on the device. Raises an error of OUT_OF_MEMORY
-        when the slot's address space cannot be reserved."""
-        layout = form.plain
+        memory for the packed layers in that case; None: they are stored on the device. Raises ConfigError for KV that
+        cannot be packed, and an error of OUT_OF_MEMORY when the slot's address space cannot be reserved."""
+        layout, max_tokens, form = shape.layout, shape.max_slot_tokens, Int4Format(shape.layout)
         num_whole = min(layout.num_layers, NUM_WHOLE_LAYERS)
         self.whole = PagedKv(replace(layout, num_layers=num_whole), make_memory, max_tokens)
         self.packed = PagedKv(form.packed(layout.num_layers - num_whole), make_home or make_memory, max_tokens)

@@ -76,8 +76,7 @@ class Int4Residency(RowResidency[Int4Row]):
         if not has_int4_kernel():
             raise ConfigError("residency = int4 needs its native kernel: install a C++ compiler, or use host or device")
         form = Int4Format(shape.layout)
-        most = shape.max_slot_tokens
-        rows = [Int4Row(form, make_memory, most, is_apart=is_apart) for _ in range(shape.num_slots)]
+        rows = [Int4Row(shape, make_memory, is_apart=is_apart) for _ in range(shape.num_slots)]
         super().__init__(rows, lambda rows: Int4Step(form, rows, shape.bytes_read(tokens for _, tokens in rows)))
 
 
