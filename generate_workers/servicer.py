@@ -6,7 +6,7 @@ The interceptor that baton.transport.channel.make_server installs converts error
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import aclosing
 from functools import partial
 from typing import Any, Self
@@ -120,14 +120,14 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
         finally:
             reader.complete()
 
-    def _open(self, request: generate_pb2.StreamRequest) -> OpenStream:
+    def _open(self, request: generate_pb2.StreamRequest, on_message: Callable[[], None]) -> OpenStream:
         """Open a stream, or take an existing one over."""
         asked, number = request_from_proto(request), StreamNumber(request.number)
         naming = _naming_from_proto(request.store) if request.HasField("store") else None
         if request.HasField("takeover"):
             outputs = [tuple(output.token_ids) for output in request.takeover.outputs]
-            return self._streams.take_over(asked, number, outputs)
-        return self._streams.open(asked, number, _checked_keep(request.keep_s), naming)
+            return self._streams.take_over(asked, number, outputs, on_message)
+        return self._streams.open(asked, number, _checked_keep(request.keep_s), on_message, naming)
 
     async def Cancel(self, request: generate_pb2.CancelRequest, context: Context) -> generate_pb2.CancelReply:
         """End a stream, including one that has outlived its call."""

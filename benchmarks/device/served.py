@@ -196,7 +196,7 @@ async def _bear(
         request = GenerationRequest(RequestId(f"request-{number}"), prompt, (), params)
         latest_s[number] = time.perf_counter()
         is_first.add(number)
-        reader.add(number, lambda: streams.open(request, number, _KEEP_S))
+        reader.add(number, lambda on_message: streams.open(request, number, _KEEP_S, on_message))
         if num_asked == num_requests:
             reader.complete()
 

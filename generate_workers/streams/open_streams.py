@@ -29,6 +29,8 @@ class OpenStream:
     number: StreamNumber
     """Number that the latest orchestrator gave the stream."""
     keep_s: float
+    on_message: Callable[[], None]
+    """Function of the call that reads the stream, or read it last, which is called after each new message."""
     stream_id: StreamId = field(init=False)
     events: list[TokenEvent] = field(default_factory=list)
     num_open: int = 0
@@ -39,8 +41,6 @@ class OpenStream:
     """Stored blocks of the answers, which are the stream's last message; None before, and if none are to be stored."""
     expiry: asyncio.TimerHandle | None = None
     """Timer that ends the stream. It runs while no call reads the stream."""
-    on_message: Callable[[], None] | None = None
-    """Callback after each new message, set by the call that reads the stream."""
     _num_known: Sequence[int] = ()
     """Number of tokens of each choice that the reader had before it began to read."""
     _num_read: int = 0
@@ -53,8 +53,7 @@ class OpenStream:
         else:
             self.events.append(message)
             self.num_open -= message.finish is not None
-        if self.on_message is not None:
-            self.on_message()
+        self.on_message()
 
     @property
     def is_over(self) -> bool:
@@ -110,11 +109,17 @@ class OpenStreams:
         self._wake_due = False
 
     def open(
-        self, request: GenerationRequest, number: StreamNumber, keep_s: float, naming: BlockNaming | None = None
+        self,
+        request: GenerationRequest,
+        number: StreamNumber,
+        keep_s: float,
+        on_message: Callable[[], None],
+        naming: BlockNaming | None = None,
     ) -> OpenStream:
-        """Submit a request to the engine and open its stream. `naming`: names of its answers' blocks, if they are to be
-        stored. Raises what `GenerationEngine.submit` raises."""
-        stream = OpenStream(request, number, keep_s, num_open=request.params.n)
+        """Submit a request to the engine and open its stream. `on_message`: called on the loop after each new message,
+        also once the reader has left the stream. It must neither block nor raise. `naming`: names of its answers'
+        blocks, if they are to be stored. Raises what `GenerationEngine.submit` raises."""
+        stream = OpenStream(request, number, keep_s, on_message, num_open=request.params.n)
         stream.rewind([0] * request.params.n)
         deliver = partial(self._deliver, stream)
         if naming is not None and self._saver is not None:
@@ -124,14 +129,18 @@ class OpenStreams:
         return stream
 
     def take_over(
-        self, request: GenerationRequest, number: StreamNumber, outputs: Sequence[Sequence[int]]
+        self,
+        request: GenerationRequest,
+        number: StreamNumber,
+        outputs: Sequence[Sequence[int]],
+        on_message: Callable[[], None],
     ) -> OpenStream:
         """Return the request's stream that no call reads and whose outputs begin with `outputs`, under the new
-        `number`. Raises NotFoundError when no such stream exists."""
+        `number`. `on_message`: as for `open`. Raises NotFoundError when no such stream exists."""
         for stream in self._streams:
             if stream.expiry is not None and stream.is_about(request, outputs):
                 stream.expiry.cancel()
-                stream.expiry, stream.number = None, number
+                stream.expiry, stream.number, stream.on_message = None, number, on_message
                 stream.rewind([len(output) for output in outputs])
                 return stream
         raise NotFoundError(f"request {request.request_id} has no stream here that could be taken over")

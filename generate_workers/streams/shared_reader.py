@@ -45,18 +45,17 @@ class SharedReader(Generic[T]):
         self._changed = asyncio.Event()
         self._is_complete = False
 
-    def add(self, number: StreamNumber, open_stream: Callable[[], OpenStream]) -> None:
-        """Read the stream that `open_stream` returns until it ends, is left, or the call is lost. If `number` is in use
-        or `open_stream` raises, the stream ends with that error."""
+    def add(self, number: StreamNumber, open_stream: Callable[[Callable[[], None]], OpenStream]) -> None:
+        """Read the stream that `open_stream`, given the stream's `on_message`, returns until it ends, is left, or the
+        call is lost. If `number` is in use or `open_stream` raises, the stream ends with that error."""
         try:
             if number in self._reading or number in self._sent:
                 raise InvalidArgumentError(f"number {number} is taken: use another number")
-            stream = self._reading[number] = open_stream()
+            self._reading[number] = open_stream(partial(self._note, number))
         except Exception as failure:  # noqa: BLE001 - logged where it is a bug
             self._refused.append(self._encode_end(number, _known(number, failure)))
             self._changed.set()
             return
-        stream.on_message = partial(self._note, number)
         self._note(number)
 
     def leave(self, number: StreamNumber) -> None:
@@ -93,8 +92,9 @@ class SharedReader(Generic[T]):
             self._streams.lose(self._sent.popitem()[1])
 
     def _note(self, number: StreamNumber) -> None:
-        self._ready[number] = None
-        self._changed.set()
+        if number in self._reading:
+            self._ready[number] = None
+            self._changed.set()
 
     def _read(self) -> list[T]:
         batch, self._refused = self._refused, []
@@ -119,9 +119,7 @@ class SharedReader(Generic[T]):
 
     def _drop(self, number: StreamNumber) -> OpenStream:
         self._ready.pop(number, None)
-        stream = self._reading.pop(number)
-        stream.on_message = None
-        return stream
+        return self._reading.pop(number)
 
 
 def _known(number: StreamNumber, failure: Exception) -> BatonError:

@@ -199,7 +199,9 @@ async def test_a_stream_that_is_ended_frees_the_slot_of_an_answer_that_waits_for
             first = ask(made)
             made.run(first.events)
             until(lambda: not waiting(made))  # it has begun
-            stream = streams.open(GenerationRequest(RequestId("r"), ASKED, (), PARAMS), StreamNumber(1), 60.0, NAMING)
+            stream = streams.open(
+                GenerationRequest(RequestId("r"), ASKED, (), PARAMS), StreamNumber(1), 60.0, lambda: None, NAMING
+            )
             while stream.num_open:
                 made.engine.step()
                 await asyncio.sleep(0)

@@ -78,9 +78,9 @@ class Call:
         self.streams = OpenStreams(cast(GenerationEngine, self.engine))
         self.reader = SharedReader(self.streams, encoded, end)
 
-    def opening(self, number: StreamNumber) -> Callable[[], OpenStream]:
+    def opening(self, number: StreamNumber) -> Callable[[Callable[[], None]], OpenStream]:
         request = GenerationRequest(RequestId(f"r{number}"), (1,), (), SamplingParams(max_tokens=4))
-        return lambda: self.streams.open(request, number, KEEP_S)
+        return lambda on_message: self.streams.open(request, number, KEEP_S, on_message)
 
     def open(self, *numbers: StreamNumber) -> None:
         for number in numbers:
@@ -132,7 +132,7 @@ async def test_what_comes_while_the_call_sends_waits_in_the_logs(call: Call) -> 
 async def test_a_stream_that_cannot_be_opened_is_an_end_of_it_only(call: Call) -> None:
     failure = NotFoundError("not kept here")
 
-    def refuse() -> OpenStream:
+    def refuse(on_message: Callable[[], None]) -> OpenStream:
         raise failure
 
     call.reader.add(ONE, refuse)
@@ -206,7 +206,7 @@ async def test_an_end_that_was_sent_is_kept_until_its_reader_leaves_the_stream(c
     assert call.streams.kept() == [("r2", 0)]
     request = GenerationRequest(RequestId("r2"), (1,), (), SamplingParams(max_tokens=4))
     second = SharedReader(call.streams, encoded, end)
-    second.add(TWO, lambda: call.streams.take_over(request, TWO, [()]))
+    second.add(TWO, lambda on_message: call.streams.take_over(request, TWO, [()], on_message))
     assert await anext(second.batches()) == [Said(TWO, "a"), Said(TWO, None)]
     second.leave(TWO)
     second.close()
@@ -220,7 +220,7 @@ async def test_another_call_reads_on_from_the_log(call: Call) -> None:
     call.reader.close()
     request = GenerationRequest(RequestId("r1"), (1,), (), SamplingParams(max_tokens=4))
     second = SharedReader(call.streams, encoded, end)
-    second.add(TWO, lambda: call.streams.take_over(request, TWO, [(0,)]))
+    second.add(TWO, lambda on_message: call.streams.take_over(request, TWO, [(0,)], on_message))
     assert await anext(second.batches()) == [Said(TWO, "b"), Said(TWO, "c")]
     call.engine.say(1, end="d")
     second.complete()
